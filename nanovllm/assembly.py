@@ -54,12 +54,16 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
         if tokenizer is not None and draft is not None:
             check_same_vocabulary(tokenizer, draft)
         info = executor.start()
+        eos_token_ids = checkpoint.eos_token_ids
+        ends_turns = None if tokenizer is None else tokenizer.eos_token_id
+        if ends_turns is not None and ends_turns < info.vocab_size:
+            eos_token_ids |= {ends_turns}  # config.json may name only what ends documents
         engine = LLMEngine(
             config,
             info,
             executor,
-            _scheduler(config, info, checkpoint),
-            _input_processor(config, info, checkpoint, tokenizer, executor),
+            _scheduler(config, info, eos_token_ids),
+            _input_processor(config, info, checkpoint, tokenizer, eos_token_ids, executor),
             OutputProcessor(tokenizer),
             # "vllm" means no recommended parameters; the end-of-sequence tokens stay the
             # checkpoint's.
@@ -82,7 +86,7 @@ def _observer(config: Config) -> Observer:
     return Trace(config.trace)
 
 
-def _scheduler(config: Config, info: WorkerInfo, checkpoint: Checkpoint) -> Scheduler:
+def _scheduler(config: Config, info: WorkerInfo, eos_token_ids: frozenset[int]) -> Scheduler:
     make: type[Scheduler] = Scheduler
     make_manager: type[BlockManager] = BlockManager
     pool: dict[str, Any] = {"enable_prefix_caching": config.enable_prefix_caching}
@@ -95,7 +99,7 @@ def _scheduler(config: Config, info: WorkerInfo, checkpoint: Checkpoint) -> Sche
         from nanovllm.scheduler.stateful import StatefulBlockManager, StatefulScheduler
 
         make, make_manager = StatefulScheduler, StatefulBlockManager
-        pool["state_pages"] = info.state_pages
+        pool |= {"state_pages": info.state_pages, "cell_tokens": info.cell_tokens}
     if config.has_tiers:
         from nanovllm.scheduler.tiered import with_tiers
 
@@ -112,7 +116,7 @@ def _scheduler(config: Config, info: WorkerInfo, checkpoint: Checkpoint) -> Sche
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
         max_model_len=info.max_model_len,
-        eos_token_ids=checkpoint.eos_token_ids,
+        eos_token_ids=eos_token_ids,
         drafting=make_drafting(config, info, block_manager),
         **more,
     )
@@ -123,13 +127,13 @@ def _tier_traffic(config: Config, info: WorkerInfo) -> "TierTraffic":
     from nanovllm.scheduler.host_slots import HostSlots
     from nanovllm.scheduler.tier import StoreTier
     from nanovllm.scheduler.tier_traffic import TierTraffic
-    from nanovllm.tiers.store import open_store
+    from nanovllm.tiers.directory import DirectoryStore
 
     host = HostSlots(info.num_host_slots, info.page_seconds) if info.num_host_slots else None
     store = None
     if config.kv_cache_dir is not None:
         limit = int(config.kv_cache_dir_gib * 2**30)
-        store = StoreTier(open_store(config.kv_cache_dir, limit, info.kv_namespace))
+        store = StoreTier(DirectoryStore(config.kv_cache_dir, limit, info.kv_namespace).has)
     return TierTraffic(host, store, token_seconds=info.token_seconds)
 
 
@@ -156,6 +160,7 @@ def _input_processor(
     info: WorkerInfo,
     checkpoint: Checkpoint,
     tokenizer: KeptTokenizer | None,
+    eos_token_ids: frozenset[int],
     executor: Executor,
 ) -> InputProcessor:
     def make_grammars() -> Grammars:
@@ -163,7 +168,7 @@ def _input_processor(
 
         assert tokenizer is not None
         executor.check_health()
-        grammars = grammar_compiler(tokenizer, checkpoint.eos_token_ids, info.vocab_size)
+        grammars = grammar_compiler(tokenizer, eos_token_ids, info.vocab_size)
         executor.set_grammars(grammars)
         return grammars
 

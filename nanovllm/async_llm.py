@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence as Seq
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from nanovllm.assembly import make_engine
 from nanovllm.chat.templates import Message, template_options
@@ -21,12 +21,9 @@ from nanovllm.engine.reader import Reader, send
 from nanovllm.errors import EngineDeadError
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
-from nanovllm.options.sampling_params import SamplingParams, default_sampling_params
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
 from nanovllm.weight_methods import AsyncWeightMethods
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Result = TypeVar("Result")
 
@@ -50,7 +47,7 @@ class AsyncLLM(AsyncWeightMethods):
         self._making: dict[str | None, str] = {}  # users, by id of a request being made
         self._finalizer = weakref.finalize(self, _stop, self._thread, self._input)
 
-    async def stream(
+    def stream(
         self,
         prompt: PromptInput,
         sampling_params: SamplingParams | None = None,
@@ -60,6 +57,7 @@ class AsyncLLM(AsyncWeightMethods):
         user: str | None = None,
         lora_request: LoRARequest | None = None,
         on_finished: Callable[[], object] | None = None,
+        take: Callable[[RequestOutput], bool] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt and yield the delta of each step, as `LLM.stream` does.
 
@@ -70,6 +68,7 @@ class AsyncLLM(AsyncWeightMethods):
         Args:
             on_finished: called in the event loop when the engine has ended the request, though its
                 last deltas may not be read yet.
+            take: as for `Reader`; it is called in the event loop.
 
         Cancelling the task, or closing the iterator, aborts the request and frees its blocks.
 
@@ -77,7 +76,7 @@ class AsyncLLM(AsyncWeightMethods):
             InvalidRequestError: the prompt or a parameter is invalid or unsupported.
             EngineDeadError: the engine is down.
         """
-        deltas = self._run_request(
+        return self._run_request(
             lambda: prompt,
             sampling_params,
             request_id,
@@ -86,10 +85,8 @@ class AsyncLLM(AsyncWeightMethods):
             lora_request,
             stream=True,
             on_finished=on_finished,
+            take=take,
         )
-        async with contextlib.aclosing(deltas):
-            async for delta in deltas:
-                yield delta
 
     async def generate(
         self,
@@ -166,11 +163,6 @@ class AsyncLLM(AsyncWeightMethods):
         async with contextlib.aclosing(outputs):
             return await anext(outputs)
 
-    def render(self, messages: Seq[Message], **options: Any) -> list[int]:
-        """Return the token ids of a conversation, as `LLM.render` does."""
-        processor = self.engine.input_processor
-        return processor.encode(processor.chat.render(messages, options), rendered=True)
-
     async def abort(self, request_id: int | str) -> None:
         """End a request: its `generate` or `stream` returns what it has, with finish reason abort.
 
@@ -186,17 +178,6 @@ class AsyncLLM(AsyncWeightMethods):
     async def get_metrics(self) -> list[Metric | Vector | Histogram]:
         """Return the engine's counts and its load now, as `LLM.get_metrics` does."""
         return await self._between_steps(self.engine.get_metrics)
-
-    def get_tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        """Return a transformers tokenizer of the checkpoint, None if it has none.
-
-        The engine has its own: it does not see changes of this one.
-        """
-        return self.engine.load_tokenizer()
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters recommended in the checkpoint's generation_config.json."""
-        return default_sampling_params(self.engine.generation_config)
 
     def shutdown(self) -> None:
         """End the engine; running requests raise EngineDeadError. May be called again."""
@@ -244,12 +225,13 @@ class AsyncLLM(AsyncWeightMethods):
         *,
         stream: bool,
         on_finished: Callable[[], object] | None = None,
+        take: Callable[[RequestOutput], bool] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.engine.owner.check()
         if not self._finalizer.alive:
             raise EngineDeadError("the engine was shut down; make a new AsyncLLM")
         thread, processor = self._thread, self.engine.input_processor
-        reader = Reader(on_finished)
+        reader = Reader(on_finished, take)
         turns_of = user if isinstance(user, str) else ""  # make_request() refuses other types
         making, own_id = self._making, request_id if isinstance(request_id, str) else None
         making[own_id] = turns_of

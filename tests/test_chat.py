@@ -1,14 +1,16 @@
 """Conversations: chat templates, several conversations at once, bad messages."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.errors import InvalidRequestError
-from tests.glossary import ANSWER_TO, GREEDY, QUESTION, QUESTIONS
+from tests.checkpoints import copy_checkpoint
+from tests.glossary import ANSWER_TO, GREEDY, OPTIONS, QUESTION, QUESTIONS
 from tests.helpers import generate, join
 
 pytestmark = pytest.mark.usefixtures("idle_afterwards", "no_endless_wait")
@@ -28,6 +30,20 @@ def test_chat_answers_one_conversation_or_many(llm: LLM) -> None:
     assert one.text == ANSWER_TO[QUESTION]
     many = llm.chat([[user(question)] for question in QUESTIONS], GREEDY, use_tqdm=False)
     assert [output.text for output in many] == [ANSWER_TO[question] for question in QUESTIONS]
+
+
+def test_an_answer_ends_at_the_tokenizers_token_though_config_json_names_another(
+    make_llm: Any, tmp_path: Path
+) -> None:
+    """As in Qwen 3.5's files, without a generation_config.json."""
+    model = copy_checkpoint(demo_model.MODEL, tmp_path, eos_token_id=1019)
+    (tmp_path / "generation_config.json").unlink()
+    llm = make_llm(model, **OPTIONS)
+    (output,) = llm.chat([user(QUESTION)], GREEDY, use_tqdm=False)
+    (found,) = output.outputs
+    assert (found.text, found.finish_reason) == (ANSWER_TO[QUESTION], "stop")
+    assert found.stop_reason is None
+    assert llm.engine.scheduler.eos_token_ids == {1019, 1021}
 
 
 def test_chat_renders_system_message_and_earlier_turns(llm: LLM) -> None:

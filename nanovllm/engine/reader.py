@@ -26,10 +26,18 @@ class Reader:
 
     Args:
         on_finished: called when the request's last item has come, whether or not it is read.
+        take: called with an output that comes while the task waits for it. If it returns True, it
+            has used the output, and the task waits on: to wake a task for each costs more.
     """
 
-    def __init__(self, on_finished: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        on_finished: Callable[[], object] | None = None,
+        take: Callable[[RequestOutput], bool] | None = None,
+    ) -> None:
         self.on_finished = on_finished
+        self._take = take
+        self._is_waiting = False  # the task waits, and has read all that came before
         self.loop = asyncio.get_running_loop()
         self.is_closed = False  # set by the task; read by the engine's thread
         self.sends_all = False  # each output holds all so far; set before the first output
@@ -43,7 +51,11 @@ class Reader:
         Raises:
             Exception: the error that ended the request, once all outputs before it are read.
         """
-        await self._has_item.wait()
+        self._is_waiting = not self._has_item.is_set()
+        try:
+            await self._has_item.wait()
+        finally:
+            self._is_waiting = False
         if self._outputs:
             outputs, self._outputs = self._outputs, []
             if self._error is None:
@@ -53,19 +65,31 @@ class Reader:
         raise self._error
 
     def put(self, item: Item) -> None:
-        """Add an item; in the reader's event loop only."""
+        """Add an item; in the reader's event loop only. An error is the last one."""
+        if self._error is not None:
+            return
         if isinstance(item, Exception):
             self._error = item
         elif isinstance(item, BaseException):  # a panic of Rust: nobody expects such in a task
             self._error = RuntimeError(f"{type(item).__name__}: {item}")
             self._error.__cause__ = item
-        else:
+        elif self._is_waiting and self._has_taken(item):
+            return
+        elif self._error is None:  # else to take it has failed
             self._outputs.append(item)
             if len(self._outputs) >= _MAX_OUTPUTS:
                 self._outputs = [merge_outputs(self._outputs, sends_all=self.sends_all)]
+        self._is_waiting = False
         self._has_item.set()
         if self.on_finished is not None and (self._error or self._outputs[-1].finished):
             self.on_finished()
+
+    def _has_taken(self, output: RequestOutput) -> bool:
+        try:
+            return self._take is not None and self._take(output)
+        except Exception as error:
+            self._error = error
+            return False
 
 
 def send(deliveries: Iterable[tuple[Reader, Item]]) -> None:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from nanovllm.loadtest.load_plan import LoadPlan
 
 PERCENTILES = (90, 95, 99)
@@ -209,17 +211,12 @@ class Report:
 
     def _spread(self, name: str) -> Mapping[str, float]:
         """Return mean, median and percentiles of a latency in milliseconds; 0 without any."""
-        times = sorted(self.times[name])
+        times = self.times[name]
         found = {"mean": statistics.fmean(times) if times else 0.0, "median": percentile(times, 50)}
         found |= {f"p{percent}": percentile(times, percent) for percent in PERCENTILES}
         return {f"{key}_{name}_ms": 1000 * seconds for key, seconds in found.items()}
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile of sorted numbers, interpolated between the two nearest; 0 of none."""
-    if not ordered:
-        return 0.0
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return a percentile, interpolated between the two nearest values; 0 of none."""
+    return float(np.percentile(values, percent)) if values else 0.0

@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 
 from nanovllm.chat import harmony
 from nanovllm.chat.answer_parser import AnswerParser
+from nanovllm.chat.call_arguments import Function
 from nanovllm.chat.reasoning import (
     HARMONY,
     REASONING_FORMATS,
@@ -19,7 +20,6 @@ from nanovllm.chat.reasoning import (
     ReasoningParser,
     find_reasoning_format,
 )
-from nanovllm.chat.tagged_calls import Function
 from nanovllm.chat.tool_formats import (
     SPACING,
     TOOL_FORMATS,
@@ -118,7 +118,7 @@ class AnswerFormat:
                     self._reasoning, started=starts_in_reasoning, marked=marked
                 )
             if self._tools is not None and has_tools:
-                calls = self._tools.new_parser(marked, tools)
+                calls = self._tools.parser(marked, tools)
         return AnswerParser(reasoning, calls, several=parallel_tool_calls)
 
     def _marked_tags(self, *, has_tools: bool) -> frozenset[str]:

@@ -19,28 +19,13 @@ from nanovllm.server import (
     status,
     tokens,
 )
-from nanovllm.server.error_bodies import add_error_handlers
+from nanovllm.server.error_bodies import Error, add_error_handlers
 from nanovllm.server.middleware import GuardMiddleware
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.request_log import RequestLog
 from nanovllm.server.state import make_state
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+_ERROR: dict[str, Any] = {"model": Error, "description": "Error"}
 
 
 def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
@@ -52,6 +37,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        responses={"4XX": _ERROR, "5XX": _ERROR},
     )
     app.state.server = make_state(llm, options)
     for module in (chat, completions, responses, models, adapters, tokens, health, metrics, status):
@@ -79,17 +65,3 @@ class _App(FastAPI):
         """Answer a request, whose path may begin with the proxy's."""
         scope["root_path"] = self.state.server.options.root_path or ""
         await super().__call__(scope, receive, send)
-
-    def openapi(self) -> dict[str, Any]:
-        """Return the schema, in which every error has the same form."""
-        if self.openapi_schema is None:
-            schema = super().openapi()
-            schema["components"].setdefault("schemas", {})["Error"] = _ERROR
-            body = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-            for operations in schema["paths"].values():
-                for operation in operations.values():
-                    operation["responses"].pop("422", None)
-                    for status in ("4XX", "5XX"):
-                        operation["responses"][status] = {"description": "Error", "content": body}
-        assert self.openapi_schema is not None
-        return self.openapi_schema

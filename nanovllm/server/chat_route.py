@@ -49,9 +49,9 @@ from nanovllm.server.protocol.chat import (
     ToolCall,
     ToolCallDelta,
 )
-from nanovllm.server.protocol.common import Usage, usage
+from nanovllm.server.protocol.common import StreamOptions, Usage, usage
 from nanovllm.server.rendering import render
-from nanovllm.server.sse import frame, json_response, sse
+from nanovllm.server.sse import DONE, TextFrames, frame, json_response, sse
 from nanovllm.server.state import ServerState, state_of
 
 router = APIRouter(tags=["chat"], route_class=JSONRoute)
@@ -70,6 +70,8 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
         place = generation.admit(request, num_answers(body), body.user, priority, adapter)
         prompt, params = await place.prepare(_prepare, server, body)
         answer = _Answer(server, body, prompt)
+        if params.prompt_logprobs is None:
+            place.frames = answer.frames
         outputs = await generation.run(
             place,
             Prompt(prompt, rendered=True, salt=body.cache_salt),
@@ -77,7 +79,7 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
             stream=bool(body.stream),
         )
         if body.stream:
-            return sse(answer.chunks(outputs))
+            return sse(answer.streamed(outputs))
         output = await anext(outputs)
         if body.logprobs or body.prompt_logprobs is not None:  # the answer may be large
             return await asyncio.to_thread(lambda: json_response(answer.whole(output)))
@@ -144,7 +146,8 @@ class _Choice:
             tools=[tool.function for tool in body.tools or ()],
         )
         self._with_reasoning = body.include_reasoning is not False
-        self.has_begun = False
+        self.text_frames: TextFrames | None = None
+        """Make the frames of mere text; set with the first chunk."""
         self.has_calls = False
 
     def parts(self, completion: CompletionOutput) -> list[Part]:
@@ -171,6 +174,10 @@ class _Answer:
         self._token_bytes = server.token_bytes
         self._choices = [_Choice(server, body, prompt) for _ in range(body.n or 1)]
         self._head = server.answer_head("chatcmpl", body.request_id, body.model)
+        self._num_output = 0  # tokens of the chunks that were made
+        self._options = options = body.stream_options or StreamOptions()
+        self._is_plain = not (body.logprobs or body.return_token_ids or options.with_each_chunk)
+        """Whether the chunk of a text has nothing else that is new."""
 
     def whole(self, output: RequestOutput) -> ChatCompletion:
         num_output = sum(len(c.token_ids) for c in output.outputs)
@@ -196,69 +203,68 @@ class _Answer:
             token_ids=completion.token_ids if self._body.return_token_ids else None,
         )
 
-    async def chunks(
-        self, outputs: AsyncIterator[RequestOutput]
-    ) -> AsyncGenerator[list[ChatChunk | str], None]:
-        """Yield chunks for what is new of the answers; the usage at the end if asked for."""
-        options, num_output = self._body.stream_options, 0
+    async def streamed(self, outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[str, None]:
+        """Yield the frames of a stream, those that belong together at once."""
         async for output in outputs:
-            chunks: list[ChatChunk | str] = []
-            for completion in output.outputs:
-                choice = self._choices[completion.index]
-                if not choice.has_begun:
-                    choice.has_begun = True
-                    first = self._first_chunk(completion.index, output, num_output)
-                    if first.prompt_logprobs is None:
-                        chunks.append(first)
-                    else:  # it may be large
-                        chunks.append(await asyncio.to_thread(frame, first))
-                num_output += len(completion.token_ids)
-                for chunk_choice in self._chunk_choices(completion):
-                    chunks.append(self._chunk(chunk_choice, output, num_output))
-            yield chunks
-        if options is not None and options.include_usage:
-            last = ChatChunk(object="chat.completion.chunk", **self._head, choices=[])
-            last.usage = _usage(output, num_output)
-            yield [last]
+            if self._body.prompt_logprobs is None:
+                yield self.frames(output)
+            else:  # they may be large
+                yield await asyncio.to_thread(self.frames, output)
 
-    def _first_chunk(self, index: int, output: RequestOutput, num_output: int) -> ChatChunk:
+    def frames(self, output: RequestOutput) -> str:
+        """Return the frames of chunks for what is new of the answers; at the end the usage if asked
+        for.
+        """
+        frames = []
+        for completion in output.outputs:
+            choice = self._choices[completion.index]
+            if choice.text_frames is None:
+                frames.append(frame(self._first_chunk(completion.index, output)))
+                text = self._chunk_choice(completion.index, Delta(content=TextFrames.TEXT))
+                choice.text_frames = TextFrames(self._chunk(text, output))
+            self._num_output += len(completion.token_ids)
+            match choice.parts(completion):
+                case [TextDelta() as part] if self._is_plain and completion.finish_reason is None:
+                    frames.append(choice.text_frames.frame(part.text))
+                case parts:
+                    choices = self._chunk_choices(completion, parts)
+                    frames += [frame(self._chunk(each, output)) for each in choices]
+        if output.finished:
+            if self._options.include_usage:
+                last = ChatChunk(object="chat.completion.chunk", **self._head, choices=[])
+                last.usage = _usage(output, self._num_output)
+                frames.append(frame(last))
+            frames.append(DONE)
+        return "".join(frames)
+
+    def _first_chunk(self, index: int, output: RequestOutput) -> ChatChunk:
         """Return an answer's first chunk: its role, and what is asked for of the prompt."""
         delta = Delta(role="assistant", content="")
         choice = ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
-        chunk = self._chunk(choice, output, num_output)
+        chunk = self._chunk(choice, output)
         chunk.prompt_token_ids = output.prompt_token_ids if self._body.return_token_ids else None
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             chunk.prompt_logprobs = output.prompt_logprobs
         return chunk
 
-    def _chunk(self, choice: ChunkChoice, output: RequestOutput, num_output: int) -> ChatChunk:
+    def _chunk(self, choice: ChunkChoice, output: RequestOutput) -> ChatChunk:
         chunk = ChatChunk(object="chat.completion.chunk", **self._head, choices=[choice])
-        options = self._body.stream_options
-        if options is not None and options.with_each_chunk:
-            chunk.usage = _usage(output, num_output)
+        if self._options.with_each_chunk:
+            chunk.usage = _usage(output, self._num_output)
         return chunk
 
-    def _chunk_choices(self, completion: CompletionOutput) -> list[ChunkChoice]:
+    def _chunk_choices(self, completion: CompletionOutput, parts: Seq[Part]) -> list[ChunkChoice]:
         """Return what is new of an answer: the parts, then the end.
 
         Ids and log-probabilities of tokens come with the first part. Where no part is certain yet,
         they come alone.
         """
         body, choice = self._body, self._choices[completion.index]
-        deltas = [_delta(part) for part in choice.parts(completion)]
+        deltas = [_delta(part) for part in parts]
         has_data = bool(completion.token_ids and (body.logprobs or body.return_token_ids))
         if completion.finish_reason is not None or (has_data and not deltas):
             deltas.append(Delta())
-        choices = [
-            ChunkChoice(
-                index=completion.index,
-                delta=delta,
-                logprobs=None,
-                finish_reason=None,
-                token_ids=[] if body.return_token_ids else None,
-            )
-            for delta in deltas
-        ]
+        choices = [self._chunk_choice(completion.index, delta) for delta in deltas]
         if has_data:
             choices[0].logprobs = self._logprobs(completion)
             if body.return_token_ids:
@@ -267,6 +273,12 @@ class _Answer:
             choices[-1].finish_reason = choice.finish_reason(completion)
             choices[-1].stop_reason = completion.stop_reason
         return choices
+
+    def _chunk_choice(self, index: int, delta: Delta) -> ChunkChoice:
+        token_ids: list[int] | None = [] if self._body.return_token_ids else None
+        return ChunkChoice(
+            index=index, delta=delta, logprobs=None, finish_reason=None, token_ids=token_ids
+        )
 
     def _logprobs(self, completion: CompletionOutput) -> ChoiceLogprobs | None:
         if not self._body.logprobs:

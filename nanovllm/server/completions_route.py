@@ -19,14 +19,14 @@ from nanovllm.server import generation
 from nanovllm.server.error_bodies import naming_params
 from nanovllm.server.json_route import JSONRoute
 from nanovllm.server.params import LEAST_LOGPROB, check_logprobs, sampling_params, structured_names
-from nanovllm.server.protocol.common import Usage, usage
+from nanovllm.server.protocol.common import StreamOptions, Usage, usage
 from nanovllm.server.protocol.completions import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
 )
-from nanovllm.server.sse import frame, json_response, sse
+from nanovllm.server.sse import DONE, TextFrames, frame, json_response, sse
 from nanovllm.server.state import ServerState, state_of
 
 MAX_TOKENS = 16
@@ -46,9 +46,11 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     priority = server.check_priority(body.priority)
     with naming_params(CompletionRequest.model_fields, "prompt", structured_names(body)):
         params, prompts = _params(server, body), _prompts(server, body)
-        answer = _Answer(server, body, params)
+        answer = _Answer(server, body, params, len(prompts))
         check_logprobs(server, params, map(len, prompts))
         place = generation.admit(request, params.n * len(prompts), body.user, priority, adapter)
+        if len(prompts) == 1 and params.prompt_logprobs is None:
+            place.frames = answer.frames
         outputs = await generation.run_all(
             place,
             [dataclasses.replace(make_prompt(prompt), salt=body.cache_salt) for prompt in prompts],
@@ -56,7 +58,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
             stream=bool(body.stream),
         )
         if body.stream:
-            return sse(answer.chunks(outputs))
+            return sse(answer.streamed(outputs))
         whole = await answer.whole(outputs)
         if answer.may_be_large:
             return await asyncio.to_thread(json_response, whole)
@@ -89,13 +91,17 @@ class _Answer:
     """Puts the outputs of one request into the protocol's form."""
 
     def __init__(
-        self, server: ServerState, body: CompletionRequest, params: SamplingParams
+        self,
+        server: ServerState,
+        body: CompletionRequest,
+        params: SamplingParams,
+        num_prompts: int,
     ) -> None:
         self._body = body.without_large_fields()
         self._params = params
         self._make_detokenizer = server.llm.engine.output_processor.make_detokenizer
         self._tokenizer: Any = server.llm.engine.input_processor.tokenizer
-        self._n = body.n or 1
+        self._n, self._num_unfinished = body.n or 1, num_prompts
         self.may_be_large = body.logprobs is not None or body.prompt_logprobs is not None
         """Whether to make the whole answer takes so long that a thread does it."""
         self._keeps_output = not (body.echo and body.max_tokens == 0)
@@ -106,6 +112,13 @@ class _Answer:
         self._num_prompt: dict[int, int] = {}  # tokens, by prompt
         self._num_cached: dict[int, int] = {}
         self._num_output = 0
+        self._has_begun = set[tuple[int, int]]()  # continuations of which a chunk was made
+        self._plain: dict[tuple[int, int], TextFrames] = {}  # what makes their next frames
+        self._options = options = body.stream_options or StreamOptions()
+        self._is_plain = self._keeps_output and not (
+            self.may_be_large or body.return_token_ids or options.with_each_chunk
+        )
+        """Whether the text alone is new in a frame behind a continuation's first one."""
         # What a stream sends with the first chunk of each continuation, by prompt.
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         # For text_offset, by choice: where the output begins in the text, and what reads it.
@@ -122,27 +135,40 @@ class _Answer:
         choices.sort(key=lambda choice: choice.index)
         return Completion(**self._head, choices=choices, usage=self._usage())
 
-    async def chunks(
+    async def streamed(
         self, outputs: AsyncIterator[tuple[int, RequestOutput]]
-    ) -> AsyncGenerator[list[Completion | str], None]:
-        """Yield chunks for what is new of a prompt; the usage at the end if asked for."""
-        options, has_begun = self._body.stream_options, set[tuple[int, int]]()
+    ) -> AsyncGenerator[str, None]:
+        """Yield the frames of a stream, those that belong together at once."""
         async for prompt_index, output in outputs:
-            self._count(prompt_index, output)
-            chunks: list[Completion | str] = []
-            for completion in output.outputs:
-                index = (prompt_index, completion.index)
-                is_first = index not in has_begun
-                has_begun.add(index)
-                new = (prompt_index, output, completion, is_first)
-                if is_first and self._params.prompt_logprobs is not None:  # it may be large
-                    chunk = await asyncio.to_thread(self._chunk, *new)
-                    chunks.append(await asyncio.to_thread(frame, chunk))
-                else:
-                    chunks.append(self._chunk(*new))
-            yield chunks
-        if options is not None and options.include_usage:
-            yield [Completion(**self._head, choices=[], usage=self._usage())]
+            if self._params.prompt_logprobs is None:
+                yield self.frames(output, prompt_index)
+            else:  # they may be large
+                yield await asyncio.to_thread(self.frames, output, prompt_index)
+
+    def frames(self, output: RequestOutput, prompt_index: int = 0) -> str:
+        """Return the frames of chunks for what is new of a prompt; at the end the usage if asked
+        for.
+        """
+        self._count(prompt_index, output)
+        frames = []
+        for completion in output.outputs:
+            index = (prompt_index, completion.index)
+            if index in self._plain and completion.finish_reason is None:
+                frames.append(self._plain[index].frame(completion.text))
+                continue
+            is_first = index not in self._has_begun
+            self._has_begun.add(index)
+            frames.append(frame(self._chunk(prompt_index, output, completion, is_first)))
+            if self._is_plain and completion.finish_reason is None:
+                text = dataclasses.replace(completion, text=TextFrames.TEXT)
+                chunk = self._chunk(prompt_index, output, text, is_first=False)
+                self._plain[index] = TextFrames(chunk)
+        self._num_unfinished -= output.finished
+        if not self._num_unfinished:
+            if self._options.include_usage:
+                frames.append(frame(Completion(**self._head, choices=[], usage=self._usage())))
+            frames.append(DONE)
+        return "".join(frames)
 
     def _count(self, prompt_index: int, output: RequestOutput) -> None:
         self._num_prompt[prompt_index] = len(output.prompt_token_ids)
@@ -157,8 +183,7 @@ class _Answer:
     ) -> Completion:
         choice = self._choice(prompt_index, output, completion, is_first)
         chunk = Completion(**self._head, choices=[choice])
-        options = self._body.stream_options
-        if options is not None and options.with_each_chunk:
+        if self._options.with_each_chunk:
             chunk.usage = self._usage()
         return chunk
 

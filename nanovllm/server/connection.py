@@ -42,6 +42,7 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock of the first request; refuse a connection too many."""
         super().connection_made(transport)
+        self.app_state = {**self.app_state, "connection": self}  # found in each request's state
         if len(self.connections) > self.max_connections:
             self._refuse(503, f"the server has {self.max_connections} connections; try again later")
         else:
@@ -65,6 +66,20 @@ class _Connection(H11Protocol):
         has_begun = self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]
         if has_begun and not self.transport.is_closing():
             self._watch_arrival()
+
+    @property
+    def can_write(self) -> bool:
+        """Whether an answer has begun whose body goes in chunks, and its client reads on."""
+        cycle = self.cycle
+        is_open = cycle.response_started and not (cycle.response_complete or cycle.disconnected)
+        return is_open and not self.flow.write_paused and self.conn.their_http_version == b"1.1"
+
+    def write(self, data: bytes) -> None:
+        """Send a piece of the answer's body at once, while `can_write`.
+
+        It is not empty, and the answer gave no length. To h11 a chunk changes nothing.
+        """
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def pause_writing(self) -> None:
         """Give a client that reads nothing a while."""

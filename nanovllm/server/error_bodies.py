@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -26,6 +27,21 @@ _TYPES = {
     504: "timeout_error",
 }
 """OpenAI's kinds of errors by status; others are an "invalid_request_error"."""
+
+
+class ErrorFields(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """The body of every error, as the schema shows it."""
+
+    error: ErrorFields
 
 
 class APIError(HTTPException):
@@ -67,10 +83,9 @@ def as_api_error(error: BaseException) -> APIError:
         return _validation_error(error)
     if isinstance(error, InvalidRequestError):
         return APIError(400, str(error))
-    if isinstance(error, EngineDeadError):
-        return APIError(500, str(error), code="engine_dead")
     if isinstance(error, NanoVLLMError):
-        return APIError(500, str(error))
+        code = "engine_dead" if isinstance(error, EngineDeadError) else None
+        return APIError(500, str(error), code=code)
     if isinstance(error, HTTPException):
         return APIError(error.status_code, str(error.detail), headers=error.headers)
     return APIError(500, "the server failed; its log says why")
@@ -127,10 +142,9 @@ def _validation_error(error: RequestValidationError) -> APIError:
 
 
 def _place(parts: Seq[Any], value: Any, *, missing: bool) -> list[Any]:
-    """Return the keys and indices among `parts`; others name the types that a value may have.
+    """Return the keys and indices of the body `value` among `parts`: others name types.
 
     Args:
-        value: the body.
         missing: whether the last part is a key that the body lacks.
     """
     place = []

@@ -96,6 +96,9 @@ class Place:
     priority: int
     """Lower values go first."""
     lora_request: LoRARequest | None
+    frames: Callable[[RequestOutput], str] | None = None
+    """Makes what is sent for a delta of a stream of one prompt. While the stream waits, deltas go
+    through it to the client at once, but for the first one and the last."""
 
     def engine_ended(self, num_sequences: int) -> None:
         state_of(self.request).admission.engine_ended(self.guard, num_sequences)
@@ -265,7 +268,17 @@ async def _outputs(
             yield _checked(output)
             return
         ended = partial(place.engine_ended, params.n)
-        deltas = server.llm.stream(prompt, params, on_finished=ended, **fair)
+        connection = place.request.scope["state"].get("connection")  # None behind other servers
+
+        def take(delta: RequestOutput) -> bool:
+            if not (place.frames and connection and connection.can_write) or delta.finished:
+                return False
+            meter.observe(delta)
+            if text := place.frames(_checked(delta)):
+                connection.write(text.encode())
+            return True
+
+        deltas = server.llm.stream(prompt, params, on_finished=ended, take=take, **fair)
         async with aclosing(deltas):
             finished = False
             while not finished:

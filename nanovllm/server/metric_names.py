@@ -1,7 +1,6 @@
 """Names, explanations and buckets of the metrics; most are vLLM's. Knows no values."""
 
 from itertools import count, takewhile
-from typing import NamedTuple
 
 _LATENCY = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
@@ -16,53 +15,40 @@ _BETWEEN_TOKENS = (
     *(10.0, 20.0, 40.0, 80.0),
 )
 _LAG = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_BOUNDS: dict[str, tuple[float, ...]] = {
+    "vllm:time_to_first_token_seconds": _FIRST_TOKEN,
+    "vllm:inter_token_latency_seconds": _BETWEEN_TOKENS,
+    "vllm:request_time_per_output_token_seconds": _BETWEEN_TOKENS,
+    "vllm:request_params_n": (1, 2, 5, 10, 20),
+    "nanovllm:event_loop_lag_seconds": _LAG,
+}
+"""Upper bounds of the buckets of histograms; other seconds have those of `_LATENCY`."""
 
-
-class HistogramName(NamedTuple):
-    """What is known of a histogram before there are values."""
-
-    help: str
-    bounds: tuple[float, ...] | None
-    """Upper bounds of its buckets; None: those of `token_buckets`."""
-
-
-REQUEST_HISTOGRAMS = {
-    "vllm:time_to_first_token_seconds": HistogramName(
-        "Seconds from a request's arrival to its first token.", _FIRST_TOKEN
+HISTOGRAM_HELP = {
+    "vllm:time_to_first_token_seconds": "Seconds from a request's arrival to its first token.",
+    "vllm:inter_token_latency_seconds": (
+        "Seconds between output tokens; tokens that come together share the time."
     ),
-    "vllm:inter_token_latency_seconds": HistogramName(
-        "Seconds between output tokens; tokens that come together share the time.", _BETWEEN_TOKENS
+    "vllm:request_time_per_output_token_seconds": (
+        "Mean seconds between a continuation's output tokens."
     ),
-    "vllm:request_time_per_output_token_seconds": HistogramName(
-        "Mean seconds between a continuation's output tokens.", _BETWEEN_TOKENS
+    "vllm:e2e_request_latency_seconds": (
+        "Seconds from a request's arrival to the end of a continuation."
     ),
-    "vllm:e2e_request_latency_seconds": HistogramName(
-        "Seconds from a request's arrival to the end of a continuation.", _LATENCY
+    "vllm:request_queue_time_seconds": (
+        "Seconds from a request's arrival until it was first scheduled."
     ),
-    "vllm:request_queue_time_seconds": HistogramName(
-        "Seconds from a request's arrival until it was first scheduled.", _LATENCY
-    ),
-    "vllm:request_inference_time_seconds": HistogramName(
-        "Seconds from the first scheduling to the last token.", _LATENCY
-    ),
-    "vllm:request_prefill_time_seconds": HistogramName(
-        "Seconds from the first scheduling to the first token.", _LATENCY
-    ),
-    "vllm:request_decode_time_seconds": HistogramName(
-        "Seconds from the first token to the last.", _LATENCY
-    ),
-    "vllm:request_prompt_tokens": HistogramName("Prompt tokens of a continuation.", None),
-    "vllm:request_prefill_kv_computed_tokens": HistogramName(
-        "Prompt tokens that were not in the prefix cache.", None
-    ),
-    "vllm:request_generation_tokens": HistogramName("Output tokens of a continuation.", None),
-    "vllm:request_max_num_generation_tokens": HistogramName(
-        "Output tokens of a request's longest continuation.", None
-    ),
-    "vllm:request_params_n": HistogramName("The parameter n.", (1, 2, 5, 10, 20)),
-    "vllm:request_params_max_tokens": HistogramName("The parameter max_tokens.", None),
-    "nanovllm:event_loop_lag_seconds": HistogramName(
-        "How late the server's event loop wakes a task, in seconds.", _LAG
+    "vllm:request_inference_time_seconds": "Seconds from the first scheduling to the last token.",
+    "vllm:request_prefill_time_seconds": "Seconds from the first scheduling to the first token.",
+    "vllm:request_decode_time_seconds": "Seconds from the first token to the last.",
+    "vllm:request_prompt_tokens": "Prompt tokens of a continuation.",
+    "vllm:request_prefill_kv_computed_tokens": "Prompt tokens that were not in the prefix cache.",
+    "vllm:request_generation_tokens": "Output tokens of a continuation.",
+    "vllm:request_max_num_generation_tokens": "Output tokens of a request's longest continuation.",
+    "vllm:request_params_n": "The parameter n.",
+    "vllm:request_params_max_tokens": "The parameter max_tokens.",
+    "nanovllm:event_loop_lag_seconds": (
+        "How late the server's event loop wakes a task, in seconds."
     ),
 }
 
@@ -91,7 +77,9 @@ ENGINE_HELP = {
 }
 
 
-def token_buckets(most: int) -> tuple[float, ...]:
-    """Return 1, 2, 5, 10, 20, 50 and so on, up to `most`."""
+def bucket_bounds(name: str, most_tokens: int) -> tuple[float, ...]:
+    """Return the bounds of a histogram; those of tokens are 1, 2, 5, 10 ... to `most_tokens`."""
+    if name in _BOUNDS or name.endswith("_seconds"):
+        return _BOUNDS.get(name, _LATENCY)
     numbers = (digit * 10**power for power in count() for digit in (1, 2, 5))
-    return tuple(takewhile(lambda number: number <= most, numbers))
+    return tuple(takewhile(lambda number: number <= most_tokens, numbers))

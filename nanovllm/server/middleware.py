@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import re
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.options.validation import shown
@@ -21,11 +22,7 @@ _MAX_DROPPED_BYTES = 64 * 2**20
 
 
 class GuardMiddleware:
-    """Refuses requests with dangerous headers, without an API key, or with too large a body.
-
-    Args:
-        allowed_hosts: names in the header Host, without the port; None is any.
-    """
+    """Refuses requests with dangerous headers, without an API key, or with too large a body."""
 
     def __init__(
         self,
@@ -45,13 +42,14 @@ class GuardMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
         try:
-            length = _content_length(scope["headers"])
-            self._check_host(scope["headers"])
+            length = _content_length(headers)
+            self._check_host(headers)
             if self._keys and scope["path"] not in OPEN_PATHS:
-                scope.setdefault("state", {})["key_digest"] = self._key_digest(scope["headers"])
+                scope.setdefault("state", {})["key_digest"] = self._key_digest(headers)
             if length is not None and length > self._max_body_bytes:
-                await _drop_body(scope["headers"], receive, length)
+                await _drop_body(headers, receive, length)
                 raise self._too_large()
         except APIError as error:
             error.headers = {**(error.headers or {}), "Connection": "close"}
@@ -59,18 +57,18 @@ class GuardMiddleware:
             return
         await self._app(scope, self._limited(receive), send)
 
-    def _check_host(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Raise APIError, status 421, if a header names another host than this server."""
-        for name, value in headers:
-            if name == b"host" and self._allowed_hosts is not None:
-                given = value.decode("latin-1").lower()
-                if re.sub(r":\d*$", "", given) not in self._allowed_hosts:
-                    raise APIError(
-                        421,
-                        f"the header Host is {shown(given)}; without API keys this server answers "
-                        f"only to {', '.join(sorted(self._allowed_hosts))}: give it an --api-key",
-                        code="wrong_host",
-                    )
+    def _check_host(self, headers: Headers) -> None:
+        """Raise APIError, status 421, if a header names another host, whatever the port."""
+        if (allowed := self._allowed_hosts) is None:
+            return
+        for given in map(str.lower, headers.getlist("host")):
+            if re.sub(r":\d*$", "", given) not in allowed:
+                raise APIError(
+                    421,
+                    f"the header Host is {shown(given)}; without API keys this server answers "
+                    f"only to {', '.join(sorted(allowed))}: give it an --api-key",
+                    code="wrong_host",
+                )
 
     def _limited(self, receive: Receive) -> Receive:
         """Return `receive` with a limit on the bytes, for bodies that do not say their length."""
@@ -93,20 +91,20 @@ class GuardMiddleware:
             headers={"Connection": "close"},
         )
 
-    def _key_digest(self, headers: list[tuple[bytes, bytes]]) -> str:
+    def _key_digest(self, headers: Headers) -> str:
         """Return a digest of the request's API key, which does not give the key away.
 
         Every key is compared, each in constant time.
         """
-        given = [value for name, value in headers if name == b"x-api-key"]
-        for name, value in headers:
-            if name == b"authorization":
-                scheme, _, token = value.partition(b" ")
-                given.append(token.strip() if scheme.lower() == b"bearer" else b"")
+        given = headers.getlist("x-api-key")
+        for value in headers.getlist("authorization"):
+            scheme, _, token = value.partition(" ")
+            given.append(token.strip(" \t") if scheme.lower() == "bearer" else "")
         if len(set(given)) == 1:
-            matches = [hmac.compare_digest(given[0], key) for key in self._keys]
+            key = given[0].encode("latin-1")
+            matches = [hmac.compare_digest(key, own) for own in self._keys]
             if any(matches):
-                return hashlib.sha256(given[0]).hexdigest()[:16]
+                return hashlib.sha256(key).hexdigest()[:16]
         raise APIError(
             401,
             "the API key is missing or wrong: send the header Authorization: Bearer KEY",
@@ -115,19 +113,19 @@ class GuardMiddleware:
         )
 
 
-async def _drop_body(headers: list[tuple[bytes, bytes]], receive: Receive, length: int) -> None:
+async def _drop_body(headers: Headers, receive: Receive, length: int) -> None:
     """Read a body of `length` bytes that nobody wants, unless it is huge.
 
     A client that is still sending when the connection closes never reads the answer. One that sent
     "Expect" reads it before it sends.
     """
-    if length > _MAX_DROPPED_BYTES or any(name == b"expect" for name, _ in headers):
+    if length > _MAX_DROPPED_BYTES or "expect" in headers:
         return
     while (await receive()).get("more_body"):
         pass
 
 
-def _content_length(headers: list[tuple[bytes, bytes]]) -> int | None:
+def _content_length(headers: Headers) -> int | None:
     """Return the length that the headers give, None without one.
 
     Raises:
@@ -135,14 +133,13 @@ def _content_length(headers: list[tuple[bytes, bytes]]) -> int | None:
     """
     if len(headers) > MAX_HEADERS:
         raise APIError(431, f"the request has more than {MAX_HEADERS} headers")
-    if sum(len(name) + len(value) for name, value in headers) > MAX_HEAD_BYTES:
+    if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEAD_BYTES:
         raise APIError(431, f"the request has more than {MAX_HEAD_BYTES} bytes of headers")
-    lengths = [value for name, value in headers if name == b"content-length"]
-    is_chunked = any(name == b"transfer-encoding" for name, _ in headers)
-    if len(lengths) + is_chunked > 1:
+    lengths = headers.getlist("content-length")
+    if len(lengths) + ("transfer-encoding" in headers) > 1:
         raise APIError(400, "the request gives its length twice: send one Content-Length")
     if not lengths:
         return None
-    if not lengths[0].isdigit() or len(lengths[0]) > 18:
+    if not re.fullmatch(r"[0-9]{1,18}", lengths[0]):
         raise APIError(400, "the header Content-Length is no number")
     return int(lengths[0])

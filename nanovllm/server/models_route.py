@@ -50,18 +50,10 @@ async def get_model(request: Request, model: str) -> ModelCard:
 
 
 @router.post("/v1/embeddings", response_model=None)
-async def embeddings() -> NoReturn:
-    """Refuse: the model generates text."""
-    _refuse("embeddings")
-
-
 @router.post("/v1/rerank", response_model=None)
-async def rerank() -> NoReturn:
+async def refuse(request: Request) -> NoReturn:
     """Refuse: the model generates text."""
-    _refuse("scores")
-
-
-def _refuse(what: str) -> NoReturn:
+    what = "embeddings" if request.url.path.endswith("/embeddings") else "scores"
     raise APIError(
         501,
         f"this model generates text and makes no {what}: use a server for {what}",

@@ -17,6 +17,8 @@ from nanovllm.options.validation import (
     check_fields,
     check_float,
     check_int,
+    check_text,
+    check_texts,
     shown,
     strict_keywords,
 )
@@ -27,23 +29,11 @@ _MAX_FILES = 10**6
 """Linux lets a process open 2**20 files, by default."""
 
 
-def _text(error: Error, name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise error(f"{name} must be a string that is not empty, got {shown(value)}")
-    return value
-
-
 def _path(error: Error, name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.startswith("/") or value.endswith("/"):
         rule = 'must begin with "/" and not end with it, such as "/llm"'
         raise error(f"{name} {rule}, got {shown(value)}")
     return value
-
-
-def _texts(error: Error, name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-        raise error(f"{name} must be a list of strings")  # keys are never shown
-    return tuple(value)
 
 
 @strict_keywords(ConfigError)
@@ -55,21 +45,23 @@ class ServerOptions:
         ConfigError: a field is unknown, of the wrong type or out of range.
     """
 
-    host: Annotated[str, _text] = "127.0.0.1"
+    host: Annotated[str, check_text] = "127.0.0.1"
     """Address to listen on; "0.0.0.0" is every interface."""
     port: Annotated[int, check_int, 0, 65535] = 8000
     """Port to listen on; 0 takes a free one."""
-    uds: Annotated[str | None, _text] = None
+    uds: Annotated[str | None, check_text] = None
     """Path of a Unix socket to listen on instead of host and port. None is no such socket."""
-    api_keys: Annotated[tuple[str, ...], _texts] = dataclasses.field(default=(), repr=False)
+    api_keys: Annotated[tuple[str, ...], check_texts, True] = dataclasses.field(
+        default=(), repr=False
+    )
     """Keys, one of which a request must bring; without keys everyone is let in."""
-    served_model_name: Annotated[str | None, _text] = None
+    served_model_name: Annotated[str | None, check_text] = None
     """Name of the model in requests and answers; None is the last part of its path, or its hub
     id."""
-    lora_modules: Annotated[tuple[str, ...], _texts] = ()
+    lora_modules: Annotated[tuple[str, ...], check_texts] = ()
     """LoRA adapters that requests can name as their model, each name=path, or JSON such as {"name":
     "sql", "path": "/adapters/sql"}. They need enable_lora."""
-    lora_directory: Annotated[str | None, _text] = None
+    lora_directory: Annotated[str | None, check_text] = None
     """Directory below which LoRA adapters lie that clients may load with /v1/load_lora_adapter, and
     unload, while the server runs. It needs enable_lora. None is that they may not."""
     max_waiting: Annotated[int, check_int, 1] = 2048
@@ -90,16 +82,16 @@ class ServerOptions:
     """Seconds after which a request is ended with an error; None is no limit."""
     drain_seconds: Annotated[float, check_float, 0] = 30.0
     """Seconds that running requests have to finish after SIGTERM."""
-    cors_origins: Annotated[tuple[str, ...], _texts] = ()
+    cors_origins: Annotated[tuple[str, ...], check_texts] = ()
     """Origins of web pages that may use the server; "*" is every page."""
     root_path: Annotated[str | None, _path] = None
     """Path under which a proxy has the server, such as "/llm"; requests may come with it or
     without. None is no path."""
-    chat_template: Annotated[str | None, _text] = None
+    chat_template: Annotated[str | None, check_text] = None
     """File with a Jinja template, or the template itself. None is the checkpoint's template."""
-    tool_call_parser: Annotated[str, _text] = "auto"
+    tool_call_parser: Annotated[str, check_text] = "auto"
     """Format of tool calls in answers; "auto" recognises it by the chat template."""
-    reasoning_parser: Annotated[str, _text] = "auto"
+    reasoning_parser: Annotated[str, check_text] = "auto"
     """Format of reasoning in answers; "auto" recognises it by the chat template."""
 
     def __post_init__(self) -> None:

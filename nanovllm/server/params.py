@@ -69,11 +69,7 @@ def sampling_params(
 def chat_params(
     server: ServerState, given: GenerationRequest, *, logprobs: int | None, **options: Any
 ) -> SamplingParams:
-    """Return the parameters of a conversation, as `sampling_params` does.
-
-    Args:
-        options: `structured` and `changes` of `sampling_params`.
-    """
+    """Return the parameters of a conversation, as `sampling_params` does with `options`."""
     defaults = server.llm.get_default_sampling_params()
     recommended = server.llm.engine.generation_config.get("max_new_tokens")
     # A sequence ends at max_model_len anyway: so this is what the context has room for.

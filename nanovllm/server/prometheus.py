@@ -9,7 +9,6 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -34,7 +33,7 @@ from nanovllm.outputs import (
     RequestOutput,
     Vector,
 )
-from nanovllm.server.metric_names import ENGINE_HELP, REQUEST_HISTOGRAMS, token_buckets
+from nanovllm.server.metric_names import ENGINE_HELP, HISTOGRAM_HELP, bucket_bounds
 from nanovllm.server.request_log import RequestRecord
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -78,11 +77,8 @@ class ServerMetrics:
         self._llm = llm
         self.start_time = time.monotonic()
         self._labels = {"model_name": model_name, "engine": "0"}
-        info = llm.engine.worker_info
-        tokens = token_buckets(info.max_model_len)
-        self.histograms = {
-            name: Histogram(bounds or tokens) for name, (_, bounds) in REQUEST_HISTOGRAMS.items()
-        }
+        most = llm.engine.worker_info.max_model_len
+        self.histograms = {name: Histogram(bucket_bounds(name, most)) for name in HISTOGRAM_HELP}
         self.finished = Counter(dict.fromkeys(FINISH_REASONS, 0))
         """Continuations that ended, by finish reason."""
         self.refusals: Counter[str] = Counter()
@@ -130,7 +126,7 @@ class ServerMetrics:
             finished.add_metric([*values, reason], count)
         yield finished
         for name, histogram in self.histograms.items():
-            family = HistogramMetricFamily(name, REQUEST_HISTOGRAMS[name].help, labels=names)
+            family = HistogramMetricFamily(name, HISTOGRAM_HELP[name], labels=names)
             family.add_metric(values, buckets=histogram.buckets(), sum_value=histogram.sum)
             yield family
         refused = CounterMetricFamily(
@@ -186,11 +182,8 @@ class Meter:
     """Counts one request of the engine: give it each output, and leave its `with` block at the end.
 
     A request that is left before its last output was aborted, or had an error; one that the engine
-    refused to take is not counted. The counts are by continuation, as in
-    vLLM; the times of continuations are those of their request.
-
-    Args:
-        record: of the HTTP request, for its line in the log.
+    refused to take is not counted. The counts are by continuation, as in vLLM; the times of
+    continuations are those of their request. `record` is the HTTP request's.
     """
 
     def __init__(
@@ -228,12 +221,7 @@ class Meter:
         if self._record is not None:
             self._record.observe(output, is_first=first)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and issubclass(kind, InvalidRequestError):
             return
         is_error = kind is not None and issubclass(kind, NanoVLLMError)

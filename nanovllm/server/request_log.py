@@ -13,15 +13,15 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.outputs import RequestOutput
 from nanovllm.server.tracing import (
     OpenTelemetry,
-    TraceContext,
-    context_of,
+    child_traceparent,
     find_open_telemetry,
-    parse_traceparent,
+    traceparent_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ class RequestRecord:
     """What the log says of one HTTP request; it may have several requests of the engine."""
 
     request_id: str
-    trace: TraceContext | None = None
+    traceparent: str | None = None
+    """The header that names the request's span, None outside of traces."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     time_to_first_token: float | None = None
@@ -63,11 +64,7 @@ class RequestRecord:
 
 
 def record_of(scope: Mapping[str, Any]) -> RequestRecord | None:
-    """Return the record of a request, None if `RequestLog` is not in use.
-
-    Args:
-        scope: of ASGI, as `request.scope`.
-    """
+    """Return the record of a request by its ASGI scope, None if `RequestLog` is not in use."""
     found: RequestRecord | None = scope.get("state", {}).get("record")
     return found
 
@@ -97,7 +94,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = _headers(scope)
+        headers = Headers(scope=scope)
         given_id = headers.get("x-request-id", "")
         is_safe = _REQUEST_ID.fullmatch(given_id)
         record = RequestRecord(given_id if is_safe else f"req-{uuid.uuid4().hex}")
@@ -107,9 +104,9 @@ class RequestLog:
             if self._open_telemetry is not None:
                 span = self._open_telemetry.start(headers, scope["method"], scope["path"])
                 stack.enter_context(self._open_telemetry.current(span))
-                record.trace = context_of(span)
-            elif (parent := parse_traceparent(headers.get("traceparent", ""))) is not None:
-                record.trace = parent.child()
+                record.traceparent = traceparent_of(span)
+            else:
+                record.traceparent = child_traceparent(headers.get("traceparent", ""))
             status, seconds = 500, time.monotonic()
             try:
                 status = await _run(self._app, scope, receive, send, record)
@@ -131,8 +128,8 @@ async def _run(
     """Run the app, add headers to its answer, and return the status of the answer."""
     status, is_gone = None, False
     headers = [(b"x-request-id", record.request_id.encode())]
-    if record.trace is not None:
-        headers.append((b"traceparent", record.trace.header.encode()))
+    if record.traceparent is not None:
+        headers.append((b"traceparent", record.traceparent.encode()))
 
     async def noting_receive() -> Message:
         nonlocal is_gone
@@ -153,11 +150,6 @@ async def _run(
     return status
 
 
-def _headers(scope: Scope) -> dict[str, str]:
-    """Return the request's headers by lower-case name; of repeated ones the last."""
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-
-
 def _fields(
     scope: Scope, record: RequestRecord, status: int, seconds: float
 ) -> dict[str, str | int | float]:
@@ -169,7 +161,7 @@ def _fields(
         "status": status,
         "duration": round(seconds, 6),
         "client": scope["client"][0] if scope.get("client") else None,
-        "trace": None if record.trace is None else record.trace.trace_id,
+        "trace": record.traceparent and record.traceparent.split("-")[1],
     }
     if record.num_prompt_tokens:
         found |= {

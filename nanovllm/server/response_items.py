@@ -81,11 +81,7 @@ def _name_of_call(turns: Seq[dict[str, Any]], call_id: str) -> str | None:
 
 
 class ResponseBuilder:
-    """Puts the parts of an answer into a response; each change of it is an event.
-
-    Args:
-        response: what is known of it at the start; it grows.
-    """
+    """Puts the parts of an answer into `response`, which grows; each change of it is an event."""
 
     def __init__(self, response: ResponseObject) -> None:
         self.response = response

@@ -210,20 +210,20 @@ class _Answer:
 
     async def frames(
         self, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[list[str], None]:
-        """Yield the events of a streamed response; those that come at once in one list."""
+    ) -> AsyncGenerator[str, None]:
+        """Yield the events of a streamed response; those that come at once together."""
         builder, num_output = self._builder, 0
-        yield [frame(event, event.type) for event in builder.start()]
+        yield "".join(frame(event, event.type) for event in builder.start())
         try:
             async with aclosing(outputs):
                 async for output in outputs:
                     (completion,) = output.outputs
                     num_output += len(completion.token_ids)
-                    yield [
+                    yield "".join(
                         frame(event, event.type)
                         for part in self._parts(completion)
                         for event in builder.add(part)
-                    ]
+                    )
                     if completion.finish_reason is not None:
                         self._end(output, completion, num_output)
         except Exception as error:
@@ -234,7 +234,8 @@ class _Answer:
                 code=found["code"] or "server_error", message=found["message"] or ""
             )
             builder.response.status = "failed"
-        yield [frame(event, event.type) for event in builder.finish(builder.response.status)]
+        events = builder.finish(builder.response.status)
+        yield "".join(frame(event, event.type) for event in events)
 
     def _parts(self, completion: CompletionOutput) -> list[Part]:
         parts = self._parser.feed(completion.text)

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence as Seq
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from pydantic import BaseModel
@@ -32,44 +32,56 @@ class _EventStream(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-Event = BaseModel | str
-"""A model is one event with the fields that were set; a string is an event as it is sent."""
+DONE = "data: [DONE]\n\n"
+"""The frame at the end of a stream."""
 
 
-def sse(
-    events: AsyncIterator[Event | Seq[Event]], *, done: str = "data: [DONE]\n\n"
-) -> StreamingResponse:
-    """Return a response that sends `events`, and an error among them as an error event.
+def sse(frames: AsyncGenerator[str, None], *, done: str = DONE) -> _EventStream:
+    """Return a response that sends frames as they come, and an error among them as its event.
 
     Args:
-        events: those of a list are written at once.
-        done: what to send at the end.
+        frames: each is one event or several, or none; `done` is at their end.
+        done: what to send behind an error.
     """
-    return _EventStream(_frames(events, done), headers=_HEADERS, media_type="text/event-stream")
+    return _EventStream(_encoded(frames, done), headers=_HEADERS, media_type="text/event-stream")
 
 
-async def _frames(
-    events: AsyncIterator[Event | Seq[Event]], done: str
-) -> AsyncGenerator[bytes, None]:
-    assert isinstance(events, AsyncGenerator)
+async def _encoded(frames: AsyncGenerator[str, None], done: str) -> AsyncGenerator[bytes, None]:
     try:
-        async with aclosing(events):
-            async for found in events:
-                together = [found] if isinstance(found, Event) else found
-                texts = [frame(e) if isinstance(e, BaseModel) else e for e in together]
-                if texts:
-                    yield "".join(texts).encode()
+        async with aclosing(frames):
+            async for text in frames:
+                if text:
+                    yield text.encode()
     except Exception as error:
         if not isinstance(error, APIError):
             logger.exception("a stream ended with an error")
-        yield f"data: {json.dumps(as_api_error(error).body)}\n\n".encode()
-    yield done.encode()
+        yield f"data: {json.dumps(as_api_error(error).body)}\n\n{done}".encode()
 
 
 def frame(event: BaseModel, name: str | None = None) -> str:
-    """Return one event; `name` is its kind, for clients that listen to kinds."""
+    """Return one event with the fields that were set.
+
+    Args:
+        name: its kind, for clients that listen to kinds.
+    """
     data = f"data: {event.model_dump_json(exclude_unset=True)}\n\n"
     return data if name is None else f"event: {name}\n{data}"
+
+
+class TextFrames:
+    """Frames that differ in one text only: the rest is made once.
+
+    Args:
+        event: its last text is TEXT.
+    """
+
+    TEXT = "\ufffdtext\ufffd"
+
+    def __init__(self, event: BaseModel) -> None:
+        self._head, _, self._tail = frame(event).rpartition(f'"{self.TEXT}"')
+
+    def frame(self, text: str) -> str:
+        return f"{self._head}{json.dumps(text, ensure_ascii=False)}{self._tail}"
 
 
 def json_response(answer: BaseModel) -> Response:

@@ -68,11 +68,7 @@ class ServerState:
     """Unix time in seconds."""
 
     def answer_head(self, prefix: str, request_id: str | None, name: str | None) -> dict[str, Any]:
-        """Return the fields with which an answer, or each chunk of it, begins.
-
-        Args:
-            name: what the request names as its model.
-        """
+        """Return what an answer to a request for the model `name`, or each chunk, begins with."""
         return {
             "id": f"{prefix}-{request_id or uuid.uuid4().hex}",
             "created": int(time.time()),

@@ -4,7 +4,6 @@ OpenTelemetry's own environment variables (OTEL_*) say whether and where spans a
 them nothing leaves the process. Knows no routes and no log.
 """
 
-import dataclasses
 import logging
 import os
 import re
@@ -20,44 +19,23 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TraceContext:
-    """The place of one span in a trace that goes through several services."""
+def child_traceparent(parent: str) -> str | None:
+    """Return the header `traceparent` of a new span below that of the header `parent`.
 
-    trace_id: str
-    """32 hexadecimal digits."""
-    span_id: str
-    """16 hexadecimal digits."""
-    flags: str
-    """2 hexadecimal digits; the last bit says that the caller records the trace."""
-
-    @property
-    def header(self) -> str:
-        """The header `traceparent` that names this span as the parent."""
-        return f"00-{self.trace_id}-{self.span_id}-{self.flags}"
-
-    def child(self) -> "TraceContext":
-        """Return the context of a new span below this one."""
-        return dataclasses.replace(self, span_id=secrets.token_hex(8))
-
-
-def parse_traceparent(value: str) -> TraceContext | None:
-    """Return the context that a header `traceparent` names; None if it is not valid."""
-    found = _TRACEPARENT.fullmatch(value)
+    It is 00, the trace's id of 32 hexadecimal digits, the span's of 16, and two digits of flags,
+    with dashes between. None if the parent's is not valid.
+    """
+    found = _TRACEPARENT.fullmatch(parent)
     if found is None:
         return None
     version, trace_id, span_id, flags, rest = found.groups()
     if version == "ff" or (version == "00" and rest) or not int(trace_id, 16) * int(span_id, 16):
         return None
-    return TraceContext(trace_id, span_id, flags)
+    return f"00-{trace_id}-{secrets.token_hex(8)}-{flags}"
 
 
 class OpenTelemetry:
-    """Makes a span of each request; `opentelemetry` must be installed.
-
-    Args:
-        provider: where the spans go; None is the process's own tracer provider.
-    """
+    """Makes a span of each request, for a tracer provider; None is the process's own."""
 
     def __init__(self, provider: Any = None) -> None:
         from opentelemetry import propagate, trace
@@ -86,10 +64,9 @@ class OpenTelemetry:
         span.end()
 
 
-def context_of(span: Any) -> TraceContext:
+def traceparent_of(span: Any) -> str:
     context = span.get_span_context()
-    flags = f"{int(context.trace_flags):02x}"
-    return TraceContext(f"{context.trace_id:032x}", f"{context.span_id:016x}", flags)
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
 
 def find_open_telemetry(environment: Mapping[str, str] = os.environ) -> OpenTelemetry | None:

@@ -169,6 +169,46 @@ def test_reader_waits_until_there_is_something() -> None:
     run(main())
 
 
+def test_outputs_are_taken_only_while_the_task_waits_for_them() -> None:
+    outputs = make_stream(2, 1, 9, sends_all=False)
+    taken: list[RequestOutput] = []
+
+    def take(output: RequestOutput) -> bool:
+        if output is outputs[6]:
+            raise ValueError("failed")
+        if output is outputs[3]:
+            return False
+        taken.append(output)
+        return True
+
+    async def main() -> None:
+        reader = Reader(take=take)
+        reader.put(outputs[0])
+        assert await reader.get() is outputs[0]
+        task = asyncio.create_task(reader.get())
+        await asyncio.sleep(0)
+        for output in outputs[1:5]:  # the last follows one that is not read yet
+            reader.put(output)
+        assert taken == outputs[1:3]
+        assert whole([await task], sends_all=False) == whole(outputs[3:5], sends_all=False)
+        task = asyncio.create_task(reader.get())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        reader.put(outputs[5])
+        assert await reader.get() is outputs[5]
+        task = asyncio.create_task(reader.get())
+        await asyncio.sleep(0)
+        for output in outputs[6:]:
+            reader.put(output)
+        with pytest.raises(ValueError, match="failed"):
+            await task
+        assert taken == outputs[1:3]
+
+    run(main())
+
+
 def test_unread_outputs_are_few_objects() -> None:
     """Symptom: each token that a stopped reader does not read costs a kilobyte."""
     outputs = make_stream(5, 3, 5000, sends_all=False)

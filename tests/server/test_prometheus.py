@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm import AsyncLLM, RequestOutput, SamplingParams, demo_model
 from nanovllm.errors import EngineDeadError, InvalidRequestError
-from nanovllm.server.metric_names import token_buckets
+from nanovllm.server.metric_names import bucket_bounds
 from nanovllm.server.prometheus import Histogram, Meter, ServerMetrics
 from tests.glossary import GREEDY, OPTIONS, QUESTION, QUESTIONS
 from tests.speculation.fake_controller import FakeController
@@ -266,4 +266,4 @@ def test_a_bucket_holds_its_bound() -> None:
     ("most", "expected"), [(1, [1]), (10, [1, 2, 5, 10]), (49, [1, 2, 5, 10, 20])]
 )
 def test_token_buckets_end_at_the_longest_sequence(most: int, expected: list[float]) -> None:
-    assert list(token_buckets(most)) == expected
+    assert list(bucket_bounds("vllm:request_prompt_tokens", most)) == expected

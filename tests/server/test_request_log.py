@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import Message
 
 from nanovllm.server.request_log import RequestLog, RequestRecord, record_of
-from nanovllm.server.tracing import OpenTelemetry, _make_provider, parse_traceparent
+from nanovllm.server.tracing import OpenTelemetry, _make_provider, child_traceparent
 
 LOGGER = "nanovllm.server.request_log"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -83,19 +83,17 @@ def test_another_id_is_replaced(given: str | None, caplog: pytest.LogCaptureFixt
 
 def test_the_trace_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     answer = get(headers={"traceparent": PARENT})
-    sent, found = parse_traceparent(PARENT), parse_traceparent(answer.headers["traceparent"])
-    assert sent is not None
-    assert found is not None
-    assert found.trace_id == sent.trace_id == line(caplog)["trace"]
-    assert found.span_id != sent.span_id
-    assert found.flags == sent.flags
+    sent, found = PARENT.split("-"), answer.headers["traceparent"].split("-")
+    assert found[1] == sent[1] == line(caplog)["trace"]
+    assert re.fullmatch(r"[0-9a-f]{16}", found[2])
+    assert found[2] != sent[2]
+    assert (found[0], found[3]) == ("00", sent[3])
 
 
 def test_a_later_version_of_the_header_may_have_more_fields() -> None:
-    found = parse_traceparent("01" + PARENT[2:] + "-more")
-    assert found == parse_traceparent(PARENT)
+    found = child_traceparent("01" + PARENT[2:] + "-more")
     assert found is not None
-    assert found.header == PARENT
+    assert (found[:36], found[52:]) == (PARENT[:36], PARENT[52:])
 
 
 @pytest.mark.parametrize(
@@ -113,7 +111,7 @@ def test_a_later_version_of_the_header_may_have_more_fields() -> None:
     ],
 )
 def test_an_invalid_trace_is_left_out(header: str) -> None:
-    assert parse_traceparent(header) is None
+    assert child_traceparent(header) is None
     if "\n" not in header:
         assert "traceparent" not in get(headers={"traceparent": header}).headers
 
@@ -222,13 +220,12 @@ def test_spans_of_open_telemetry(caplog: pytest.LogCaptureFixture) -> None:
     attributes = json.loads(span.to_json())["attributes"]
     assert attributes["http.response.status_code"] == 200
     assert attributes["url.path"] == "/some/path"
-    found = parse_traceparent(answer.headers["traceparent"])
-    assert found is not None
-    assert int(found.span_id, 16) == span.context.span_id
+    _, trace_id, span_id, _ = answer.headers["traceparent"].split("-")
+    assert int(span_id, 16) == span.context.span_id
     assert span.parent is not None
     assert f"{span.parent.span_id:016x}" == "b7ad6b7169203331"
     fields = vars(caplog.records[0])["request"]
-    assert fields["trace"] == found.trace_id == f"{span.context.trace_id:032x}"
+    assert fields["trace"] == trace_id == f"{span.context.trace_id:032x}"
 
 
 HAS_OTLP = bool(entry_points(group="opentelemetry_traces_exporter", name="otlp_proto_http"))

@@ -177,10 +177,9 @@ class GenerationRequest(RequestModel):
 
     def without_large_fields(self) -> Self:
         """Return a copy for the time of the answer; to read a field that it lacks is an error."""
-        kept = {name: value for name, value in self if name not in _LARGE_FIELDS}
-        light = self.model_construct(**kept)
-        for name in _LARGE_FIELDS & vars(light).keys():
-            delattr(light, name)
+        light = self.model_copy()
+        for name in _LARGE_FIELDS:
+            vars(light).pop(name, None)
         return light
 
     @model_validator(mode="after")

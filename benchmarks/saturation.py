@@ -1,0 +1,192 @@
+"""How much of `LLM.generate`'s speed does a server keep, while its client shares the cores?
+
+Rounds are in turns: `generate`, then each server under `nanovllm bench serve`, which streams. All
+have the same options and the same prompts, which are new in each round. Who is not measured is
+stopped. A server is NAME or NAME=PYTHON: an interpreter that has nanovllm, for its client as well.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench import option
+from benchmarks.shapes import SMALL, checkpoint, described
+from nanovllm.loadtest.load_plan import LoadPlan, make_conversations
+
+COLUMNS = ("tokens/s", "of generate", "event loop, ms/token", "client, ms/token")
+
+
+class Process:
+    """A process that runs only while it is measured."""
+
+    def __init__(self, command: list[str], **pipes: Any) -> None:
+        self.child = subprocess.Popen(command, text=True, **pipes)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        self.child.send_signal(signal.SIGCONT)
+        yield
+        self.child.send_signal(signal.SIGSTOP)
+
+    def stop(self) -> None:
+        self.child.kill()
+        self.child.wait()
+
+
+class Generate(Process):
+    """A process that answers by `LLM.generate`."""
+
+    def __init__(self, args: argparse.Namespace, model: str) -> None:
+        command = [sys.executable, "-m", "benchmarks.saturation", "--model", model, "--generate"]
+        command += [f"--option={name}={json.dumps(value)}" for name, value in args.option]
+        super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._args = args
+        self.run(1, -1)
+        self.child.send_signal(signal.SIGSTOP)
+
+    def run(self, num_prompts: int, seed: int) -> float:
+        """Return output tokens a second."""
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        args = self._args
+        plan = LoadPlan(num_prompts=num_prompts, random_input_len=args.input_len, seed=seed)
+        prompts = [conversation.prompts[0] for conversation in make_conversations(plan)]
+        with self.running():
+            print(json.dumps([prompts, args.output_len]), file=self.child.stdin)
+            self.child.stdin.flush()
+            seconds = float(self.child.stdout.readline())
+        return float(num_prompts * args.output_len / seconds)
+
+
+class Server(Process):
+    """A process that serves, and its client."""
+
+    def __init__(self, given: str, args: argparse.Namespace, model: str) -> None:
+        self.name, _, python = given.partition("=")
+        self._args, self._command = args, [python or sys.executable, "-m", "nanovllm.cli.main"]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self._url = f"http://127.0.0.1:{port}"
+        flags = ["--port", str(port)]
+        for name, value in args.option:
+            flags += [f"--{name.replace('_', '-')}", str(value)]
+        command = [*self._command, "serve", model, *flags]
+        super().__init__(command, stderr=subprocess.DEVNULL)
+        while True:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{self._url}/ready").close()
+                break
+            if self.child.poll() is not None:
+                sys.exit(f"saturation.py: the server {self.name} ended: {' '.join(command)}")
+            time.sleep(0.1)
+        self.child.send_signal(signal.SIGSTOP)
+
+    def run(self, num_prompts: int, seed: int, path: Path) -> tuple[float, float, float]:
+        """Return output tokens a second; CPU milliseconds a token of event loop and of client."""
+        args = self._args
+        command = [*self._command, "bench", "serve", "--url", self._url, "--ignore-eos"]
+        for flag, value in (
+            ("--num-prompts", num_prompts),
+            ("--random-input-len", args.input_len),
+            ("--random-output-len", args.output_len),
+            ("--temperature", 0),
+            ("--seed", seed),
+            ("--save-result", path),
+        ):
+            command += [flag, str(value)]
+        pid = self.child.pid  # also the id of the thread of the event loop
+        schedule = Path(f"/proc/{pid}/task/{pid}/schedstat")
+        with self.running():
+            before = int(schedule.read_text().split()[0])
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            busy = int(schedule.read_text().split()[0]) - before
+        found = json.loads(path.read_text())
+        num_tokens = found["total_output_tokens"]
+        client = 1000 * found["client_busy"] * found["duration"] / num_tokens
+        return found["output_throughput"], busy / 1e6 / num_tokens, client
+
+
+def generate(args: argparse.Namespace) -> None:
+    """Run the prompts of each line of standard input, and print the seconds that they took."""
+    from nanovllm import LLM, SamplingParams
+
+    llm = LLM(args.model, **dict(args.option))
+    for line in sys.stdin:
+        prompts, length = json.loads(line)
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        print(time.perf_counter() - start, flush=True)
+
+
+def measure(args: argparse.Namespace, model: str, path: Path) -> None:
+    """Print a row for each round, and one with the medians."""
+    processes: list[Process] = []
+    try:
+        processes.append(base := Generate(args, model))
+        servers = []
+        for given in args.servers:
+            servers.append(Server(given, args, model))
+            processes.append(servers[-1])
+            servers[-1].run(2, -1, path)
+        print("| round | generate, tokens/s |", end="")
+        print(*(f" {s.name}: {column} |" for s in servers for column in COLUMNS), sep="")
+        print("|" + " --- |" * (2 + len(servers) * len(COLUMNS)))
+        rows = []
+        for number in range(args.rounds):
+            speed = base.run(args.num_prompts, number)
+            rows.append([speed])
+            for server in servers:
+                tokens, *busy = server.run(args.num_prompts, number, path)
+                rows[-1] += [tokens, tokens / speed, *busy]
+            print_row(str(number + 1), rows[-1])
+        print_row("median", [statistics.median(column) for column in zip(*rows, strict=True)])
+    finally:
+        for process in processes:
+            process.stop()
+
+
+def print_row(title: str, values: list[float]) -> None:
+    """Print a row of the table; rates without decimals."""
+    cells = [f"{value:.0f}" if value > 10 else f"{value:.3f}" for value in values]
+    print(f"| {title} | {' | '.join(cells)} |", flush=True)
+
+
+def main() -> None:
+    """Start all processes, run the rounds and stop the processes."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.saturation", description=__doc__)
+    parser.add_argument("servers", nargs="*", metavar="NAME[=PYTHON]", default=["server"])
+    parser.add_argument("--model", help=f"a checkpoint or a shape (default: {SMALL})")
+    parser.add_argument("--option", type=option, action="append", default=[], help="NAME=VALUE")
+    parser.add_argument("--num-prompts", type=int, default=128, help="requests at once")
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--generate", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.generate:
+        generate(args)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `finally` stops the processes
+    with tempfile.TemporaryDirectory() as directory:
+        model, load_format = checkpoint(args.model, directory)
+        args.option.append(("load_format", load_format))
+        print(f"{described(args.model)}: {args.num_prompts} requests at once, {args.input_len}")
+        print(f"tokens in, {args.output_len} out, on {os.cpu_count()} cores.\n")
+        measure(args, model, Path(directory, "load.json"))
+
+
+if __name__ == "__main__":
+    main()
