@@ -13,7 +13,7 @@ from nanovllm.checkpoint.files import check_file, local_path, read_json
 from nanovllm.checkpoint.gguf import is_gguf, read_gguf
 from nanovllm.errors import CheckpointError
 from nanovllm.options.config import Config
-from nanovllm.options.validation import check_int, shown
+from nanovllm.options.validation import check_int, listed, shown
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _CONFIG_PATTERNS = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
@@ -228,10 +228,8 @@ def _indexed_files(index: Path) -> list[Path]:
         raise CheckpointError(f"{index} has no weight_map of file names")
     names = sorted(set(weight_map.values()))
     if missing := [name for name in names if not check_file(path, name)]:
-        listed = [name if len(name) < 100 else shown(name) for name in missing[:_MAX_LISTED]]
-        if len(missing) > len(listed):
-            listed.append(f"and {len(missing) - len(listed)} more")
-        raise CheckpointError(f"{index} names files that are missing: {', '.join(listed)}")
+        found = listed([name if len(name) < 100 else shown(name) for name in missing], _MAX_LISTED)
+        raise CheckpointError(f"{index} names files that are missing: {found}")
     return [path / name for name in names]
 
 
@@ -309,10 +307,9 @@ def _only_gguf(path: Path, model: str, revision: str | None, download_dir: str |
             f"{path} is not a model directory: it has no config.json and no GGUF file"
         )
     if len(names) > 1:
-        listed = ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
         raise CheckpointError(
             f"{model} holds {len(names)} GGUF files; name one of them, such as "
-            f"{model}/{names[0]}: {listed}"
+            f"{model}/{names[0]}: {listed(names, _MAX_LISTED)}"
         )
     if from_hub and not (path / names[0]).exists():
         path = download(model, revision, names, download_dir)

@@ -18,7 +18,7 @@ from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.shards import Shard, model_shards
 from nanovllm.checkpoint.tensor_files import TensorFile, TensorInfo, read_header
 from nanovllm.errors import CheckpointError
-from nanovllm.options.validation import shown
+from nanovllm.options.validation import listed, shown
 from nanovllm.utils.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -167,10 +167,7 @@ def check_tensors(
         if name not in file_of and not shard.optional
     ]
     if wrong:
-        listed = wrong[:_MAX_LISTED]
-        if len(wrong) > len(listed):
-            listed.append(f"and {len(wrong) - len(listed)} more")
-        lines = "\n  ".join(listed)
+        lines = listed(wrong, _MAX_LISTED, "\n  ")
         file = next(iter(headers))
         path, settings = (file, "its metadata") if is_gguf(file) else (file.parent, "config.json")
         raise CheckpointError(f"{path}: weights do not match {settings}:\n  {lines}")

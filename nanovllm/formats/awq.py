@@ -8,17 +8,21 @@ from typing import Any
 
 import torch
 
-from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.formats.fields import Field
-from nanovllm.formats.names import Names, listed, read_names
+from nanovllm.formats.names import Names, read_names
 from nanovllm.formats.packing import AWQ_ORDER
+from nanovllm.formats.settings import (
+    WHERE,
+    check_supported,
+    one_form,
+    read_group_size,
+    unsupported,
+)
 from nanovllm.formats.stored_integers import IntegerForm, StoredIntegers
 from nanovllm.layers.linear import Matrix
-from nanovllm.options.validation import shown
 
-_WHERE = "quantization_config"
-_MAX_GROUP = 2**20
 _BITS = 4
+_EXCLUDED = "modules_to_not_convert"
 _FIXED: dict[str, tuple[Any, ...]] = {
     "version": (None, "gemm", "GEMM"),
     "zero_point": (None, True),
@@ -28,36 +32,17 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 
 class Awq:
-    """The format of an AWQ checkpoint.
-
-    Args:
-        config: `quantization_config`.
-
-    Raises:
-        UnsupportedModelError: a setting is not implemented.
-        CheckpointError: a field has the wrong type.
-    """
+    """The format of an AWQ checkpoint."""
 
     name = "AWQ"
 
     def __init__(self, config: dict[str, Any]) -> None:
-        for key, values in _FIXED.items():
-            if (value := config.get(key)) not in values:
-                raise UnsupportedModelError(
-                    f"{_WHERE}: {key} {shown(value)} is not supported (only "
-                    f"{', '.join(map(repr, values))})"
-                )
+        check_supported(config, _FIXED)
         bits = config.get("bits", config.get("w_bit"))
         if type(bits) is not int or bits != _BITS:
-            raise UnsupportedModelError(f"{_WHERE}: bits {shown(bits)} is not supported (only 4)")
-        size = config.get("group_size", config.get("q_group_size", 128))
-        if type(size) is not int or size == 0 or not -1 <= size <= _MAX_GROUP:
-            raise CheckpointError(
-                f"{_WHERE}: group_size must be from 1 to {_MAX_GROUP}, or -1, is {shown(size)}"
-            )
-        key = "modules_to_not_convert"
-        self._excluded = Names(read_names(config, key), f"{_WHERE}: {key}")
-        group = None if size == -1 else size
+            raise unsupported("bits", bits, str(_BITS))
+        group = read_group_size(config.get("group_size", config.get("q_group_size", 128)))
+        self._excluded = Names(read_names(config, _EXCLUDED), f"{WHERE}: {_EXCLUDED}")
         self._form = IntegerForm(
             f"AWQ W4A16 {'channel' if group is None else f'g{group}'}",
             _BITS,
@@ -73,15 +58,9 @@ class Awq:
         Raises:
             UnsupportedModelError: only some of them are in AWQ.
         """
-        excluded = [self._excluded.are_within(name) for name in names]
-        if all(excluded):
-            return None
-        if any(excluded):
-            raise UnsupportedModelError(
-                f"{listed(names)} are computed as one, so modules_to_not_convert must have all "
-                "or none of them"
-            )
-        return StoredIntegers(matrix, self._form)
+        forms = [None if self._excluded.are_within(name) else self._form for name in names]
+        form = one_form(names, forms, _EXCLUDED)
+        return None if form is None else StoredIntegers(matrix, form)
 
 
 def _packed(suffix: str, group: int | None) -> Field:

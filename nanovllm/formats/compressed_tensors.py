@@ -7,10 +7,10 @@ is of the files that `_STORED` names.
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.errors import UnsupportedModelError
 from nanovllm.formats.fp4 import stored_fp4
-from nanovllm.formats.names import Names, listed, read_names
+from nanovllm.formats.names import Names, read_names
 from nanovllm.formats.scheme import Scheme, read_scheme
+from nanovllm.formats.settings import WHERE, check_supported, one_form, read_object, unsupported
 from nanovllm.formats.stored_fp8 import stored_float
 from nanovllm.formats.stored_schemes import stored_int, stored_packed
 from nanovllm.layers.extensions import StoredWeight
@@ -18,6 +18,11 @@ from nanovllm.layers.linear import Matrix
 from nanovllm.options.validation import shown
 
 _MAX_GROUPS = 64
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "quantization_status": (None, "compressed"),
+    "transform_config": (None, {}),
+}
+"""Supported values of fields that change the layout."""
 _CLASS = "Linear"
 """The target that means every linear."""
 
@@ -44,43 +49,27 @@ _STORED: dict[str, StoredScheme] = {
 
 
 class CompressedTensors:
-    """The format of a checkpoint of compressed-tensors.
-
-    Args:
-        config: `quantization_config`.
-
-    Raises:
-        UnsupportedModelError: a setting is not implemented.
-        CheckpointError: a field has the wrong type.
-    """
+    """The format of a checkpoint of compressed-tensors."""
 
     name = "compressed-tensors"
 
     def __init__(self, config: dict[str, Any]) -> None:
-        _check_settings(config)
+        check_supported(config, _FIXED)
+        sparsity = config.get("sparsity_config")
+        if sparsity and (not isinstance(sparsity, dict) or sparsity.get("format") != "dense"):
+            raise unsupported("sparsity_config", sparsity, "null")
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or not 0 < len(groups) <= _MAX_GROUPS:
-            raise UnsupportedModelError(
-                f"quantization_config: config_groups {shown(groups)} is not supported (only an "
-                f"object of 1 to {_MAX_GROUPS} groups)"
-            )
+            raise unsupported("config_groups", groups, f"an object of 1 to {_MAX_GROUPS} groups")
         self._groups: list[tuple[Names, bool, Scheme]] = []
         for name, group in groups.items():
-            if not isinstance(group, dict):
-                raise UnsupportedModelError(
-                    f"quantization_config: config_groups {shown(name)} must be an object, is "
-                    f"{shown(group)}"
-                )
-            targets = read_names(group, "targets", f"quantization_config: {shown(name)}")
-            scheme = read_scheme(group, name, config.get("format"))
+            where = f"{WHERE}: config_groups {shown(name)}"
+            targets = read_names(read_object(group, where), "targets", where)
+            scheme = read_scheme(group, where, config.get("format"))
             if scheme.format not in _STORED:
-                raise UnsupportedModelError(
-                    f"quantization_config: format {shown(scheme.format)} is not supported (only "
-                    f"{', '.join(_STORED)})"
-                )
-            field = f"quantization_config: {shown(name)}: targets"
-            self._groups.append((Names(targets, field), _CLASS in targets, scheme))
-        self._ignored = Names(read_names(config, "ignore"), "quantization_config: ignore")
+                raise unsupported("format", scheme.format, ", ".join(_STORED))
+            self._groups.append((Names(targets, f"{where}: targets"), _CLASS in targets, scheme))
+        self._ignored = Names(read_names(config, "ignore"), f"{WHERE}: ignore")
 
     def scheme(self, name: str) -> Scheme | None:
         """Return how linear `name` is stored; None: as plain numbers.
@@ -103,31 +92,5 @@ class CompressedTensors:
             UnsupportedModelError: not all of them are stored in the same way.
             ConfigError: see `StoredScheme`.
         """
-        schemes = [self.scheme(name) for name in names]
-        if any(scheme != schemes[0] for scheme in schemes):
-            found = " and ".join(dict.fromkeys(str(each or "plain numbers") for each in schemes))
-            raise UnsupportedModelError(
-                f"{listed(names)} are computed as one, so all must be stored in one way, not as "
-                f"{found}"
-            )
-        scheme = schemes[0]
+        scheme = one_form(names, list(map(self.scheme, names)), "config_groups and ignore")
         return None if scheme is None else _STORED[scheme.format](scheme, matrix, names)
-
-
-def _check_settings(config: dict[str, Any]) -> None:
-    """Raise unless the settings of all groups are supported."""
-    supported: dict[str, tuple[Any, ...]] = {
-        "quantization_status": (None, "compressed"),
-        "transform_config": (None, {}),
-    }
-    for key, values in supported.items():
-        if (value := config.get(key)) not in values:
-            raise UnsupportedModelError(
-                f"quantization_config: {key} {shown(value)} is not supported (only "
-                f"{', '.join(map(repr, values))})"
-            )
-    sparsity = config.get("sparsity_config")
-    if sparsity and (not isinstance(sparsity, dict) or sparsity.get("format") != "dense"):
-        raise UnsupportedModelError(
-            f"quantization_config: sparsity_config {shown(sparsity)} is not supported (only null)"
-        )

@@ -15,13 +15,12 @@ from nanovllm.formats.fields import Field, LoadedField, LoadedVector
 from nanovllm.formats.integer import FP4_NUMBERS, IntRows, IntTensor, int_tensor
 from nanovllm.formats.packing import row_ranges
 from nanovllm.formats.scheme import Scheme
-from nanovllm.formats.stored_integers import WideWeight
-from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+from nanovllm.kernels.torch_kernels import Kernels, PlainWeight, WeightMethod
 from nanovllm.layers.experts import StackedLinear
 from nanovllm.layers.linear import Matrix
 from nanovllm.layers.pieces import SmallLinear
 
-_E8M0_BIAS, _E8M0_NAN = 127, 255
+E8M0_BIAS, _E8M0_NAN = 127, 255
 _E2M1 = torch.tensor([sign * number for sign in (1, -1) for number in FP4_NUMBERS])
 """What 4 bits stand for."""
 
@@ -110,7 +109,7 @@ class StoredFp4:
             short = str(dtype).removeprefix("torch.")
             self.description = f"in {name}: widened to {short} because {reason}"
             wide = self._wide(factors, dtype)
-            method = kernels.pack(wide, is_embedding=self._is_experts) or WideWeight(wide)
+            method = kernels.pack(wide, is_embedding=self._is_experts) or PlainWeight(wide)
         for field in (self._pairs, self._scales):
             field.release()
         return method
@@ -199,8 +198,8 @@ def _float_scales(scales: torch.Tensor) -> torch.Tensor:
     return powers_of_two(scales) if scales.dtype == torch.uint8 else scales.float()
 
 
-def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """Return what E8M0 numbers (uint8) stand for, in float32."""
+def powers_of_two(exponents: torch.Tensor, bias: int = E8M0_BIAS) -> torch.Tensor:
+    """Return 2 ** (e - `bias`) for E8M0 numbers e (uint8), in float32."""
     ones = torch.ones(exponents.shape, device=exponents.device)
-    powers = torch.ldexp(ones, exponents.int() - _E8M0_BIAS)
+    powers = torch.ldexp(ones, exponents.int() - E8M0_BIAS)
     return powers.masked_fill(exponents == _E8M0_NAN, torch.nan)

@@ -9,17 +9,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.errors import CheckpointError
 from nanovllm.formats.fields import Field
-from nanovllm.formats.names import Names, listed, read_regex, spellings
+from nanovllm.formats.names import Names, read_regex, spellings
+from nanovllm.formats.settings import (
+    WHERE,
+    check_supported,
+    one_form,
+    read_group_size,
+    read_object,
+    unsupported,
+)
 from nanovllm.formats.stored_integers import IntegerForm, StoredIntegers
 from nanovllm.layers.linear import Matrix
 from nanovllm.options.validation import shown
 from nanovllm.utils.safe_regex import SafeRegex
 
-_WHERE = "quantization_config"
 _MAX_RULES = 256
-_MAX_GROUP = 2**20
+_ONLY = "modules_in_block_to_quantize"
 _LESS = {"gptq": 1, "gptq_v2": 0}
 """By `checkpoint_format`: how much less than the zero point is in the file."""
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -37,39 +44,27 @@ class _Settings(NamedTuple):
     """How a linear is stored."""
 
     bits: int
-    group_size: int
-    """-1: the whole row."""
+    group_size: int | None
+    """None: the whole row."""
     desc_act: bool
+
+    def __str__(self) -> str:
+        size = "channel" if self.group_size is None else f"g{self.group_size}"
+        return f"GPTQ W{self.bits}A16 {size}{' desc_act' if self.desc_act else ''}"
 
 
 class Gptq:
-    """The format of a GPTQ checkpoint.
-
-    Args:
-        config: `quantization_config`.
-
-    Raises:
-        UnsupportedModelError: a setting is not implemented.
-        CheckpointError: a field has the wrong type.
-    """
+    """The format of a GPTQ checkpoint."""
 
     name = "GPTQ"
 
     def __init__(self, config: dict[str, Any]) -> None:
-        for key, values in _FIXED.items():
-            if (value := config.get(key)) not in values:
-                raise UnsupportedModelError(
-                    f"{_WHERE}: {key} {shown(value)} is not supported (only "
-                    f"{', '.join(map(repr, values))})"
-                )
+        check_supported(config, _FIXED)
         stored = config.get("checkpoint_format") or config.get("format") or "gptq"
         if not isinstance(stored, str) or stored not in _LESS:
-            raise UnsupportedModelError(
-                f"{_WHERE}: checkpoint_format {shown(stored)} is not supported (only "
-                f"{', '.join(_LESS)})"
-            )
+            raise unsupported("checkpoint_format", stored, ", ".join(_LESS))
         self._less = _LESS[stored]
-        self._settings = _settings(config, {}, _WHERE)
+        self._settings = _settings(config, {}, WHERE)
         self._rules = _rules(config)
         self._only = _only(config)
 
@@ -88,24 +83,14 @@ class Gptq:
         Raises:
             UnsupportedModelError: not all of them are stored in the same way.
         """
-        found = [self.settings(name) for name in names]
-        if any(settings != found[0] for settings in found):
-            raise UnsupportedModelError(
-                f"{listed(names)} are computed as one, so all must be stored in one way: the "
-                "rules of `dynamic` or modules_in_block_to_quantize tell them apart"
-            )
-        if found[0] is None:
-            return None
-        return StoredIntegers(matrix, _form(found[0], self._less))
+        settings = one_form(names, [self.settings(name) for name in names], f"dynamic, {_ONLY}")
+        return None if settings is None else StoredIntegers(matrix, _form(settings, self._less))
 
 
 def _form(settings: _Settings, less: int) -> IntegerForm:
-    bits = settings.bits
-    group = None if settings.group_size == -1 else settings.group_size
-    size = "channel" if group is None else f"g{group}"
-    order = " desc_act" if settings.desc_act else ""
+    bits, group, _ = settings
     return IntegerForm(
-        f"GPTQ W{bits}A16 {size}{order}",
+        str(settings),
         bits,
         group,
         Field("qweight", torch.int32, 1, "inputs", bits, transposed=True),
@@ -125,48 +110,34 @@ def _settings(config: dict[str, Any], changes: dict[str, Any], where: str) -> _S
         for key, default in (("bits", None), ("group_size", 128), ("desc_act", False))
     )
     if type(bits) is not int or bits not in (4, 8):
-        raise UnsupportedModelError(f"{where}: bits {shown(bits)} is not supported (only 4 and 8)")
-    if type(size) is not int or size == 0 or not -1 <= size <= _MAX_GROUP:
-        raise CheckpointError(
-            f"{where}: group_size must be from 1 to {_MAX_GROUP}, or -1, is {shown(size)}"
-        )
+        raise unsupported("bits", bits, "4 and 8", where)
+    group = read_group_size(size, where)
     if not isinstance(order, bool | None):
         raise CheckpointError(f"{where}: desc_act must be true or false, is {shown(order)}")
-    return _Settings(bits, size, bool(order))
+    return _Settings(bits, group, bool(order))
 
 
 def _rules(config: dict[str, Any]) -> list[tuple[SafeRegex, _Settings | None]]:
     """Read `dynamic`: regular expressions, each with what differs, or None after "-:"."""
-    dynamic = config.get("dynamic") or {}
-    if not isinstance(dynamic, dict) or len(dynamic) > _MAX_RULES:
-        raise CheckpointError(
-            f"{_WHERE}: dynamic must be an object of at most {_MAX_RULES} rules, is "
-            f"{shown(dynamic)}"
-        )
+    field = f"{WHERE}: dynamic"
     rules: list[tuple[SafeRegex, _Settings | None]] = []
-    for pattern, changes in dynamic.items():
-        field = f"{_WHERE}: dynamic"
+    for pattern, changes in read_object(config.get("dynamic") or {}, field, _MAX_RULES).items():
         regex = read_regex(pattern.removeprefix("-:").removeprefix("+:"), field)
-        if pattern.startswith("-:"):
-            rules.append((regex, None))
-        elif isinstance(changes, dict):
-            settings = _settings(config, changes, f"{field}: {shown(pattern)}")
-            rules.append((regex, settings))
-        else:
-            raise CheckpointError(
-                f"{field}: {shown(pattern)} must have an object, has {shown(changes)}"
-            )
+        settings = None
+        if not pattern.startswith("-:"):
+            where = f"{field}: {shown(pattern)}"
+            settings = _settings(config, read_object(changes, where), where)
+        rules.append((regex, settings))
     return rules
 
 
 def _only(config: dict[str, Any]) -> Names | None:
     """Read the list of the linears in GPTQ; it may be in lists. None: all are."""
-    key = "modules_in_block_to_quantize"
-    entries = config.get(key)
+    entries = config.get(_ONLY)
     if not entries:
         return None
     lists: list[Any] = entries if isinstance(entries, list) else [None]
     names = [name for each in lists for name in (each if isinstance(each, list) else [each])]
     if not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"{_WHERE}: {key} must be a list of names, is {shown(entries)}")
-    return Names(names, f"{_WHERE}: {key}")
+        raise CheckpointError(f"{WHERE}: {_ONLY} must be a list of names, is {shown(entries)}")
+    return Names(names, f"{WHERE}: {_ONLY}")

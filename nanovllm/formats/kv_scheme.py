@@ -7,8 +7,7 @@ Knows no tensors.
 
 from typing import Any
 
-from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.options.validation import shown
+from nanovllm.formats.settings import WHERE, read_number_type, read_object, unsupported
 
 UNREAD_SCALES = frozenset(
     {
@@ -49,18 +48,10 @@ def kv_scheme(config: dict[str, Any]) -> str | None:
 
 
 def _words(key: str, found: Any) -> str:
-    where = f"quantization_config: {key}"
     if isinstance(found, str):
         if found.upper() not in _ALGORITHMS:
-            raise UnsupportedModelError(
-                f"{where} {shown(found)} is not supported (only {', '.join(_ALGORITHMS)} and null)"
-            )
+            raise unsupported(key, found, f"{', '.join(_ALGORITHMS)} and null")
         return found.upper()
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{where} must be an object or a name, is {shown(found)}")
-    bits, kind = found.get("num_bits", 8), found.get("type", "int")
-    if type(bits) is not int or not 1 <= bits <= 16:
-        raise CheckpointError(f"{where}: num_bits must be from 1 to 16, is {shown(bits)}")
-    if kind not in ("int", "float"):
-        raise CheckpointError(f'{where}: type must be "int" or "float", is {shown(kind)}')
+    where = f"{WHERE}: {key}"
+    bits, kind = read_number_type(read_object(found, where), where)
     return f"{'FP' if kind == 'float' else 'INT'}{bits}"

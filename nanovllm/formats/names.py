@@ -15,7 +15,6 @@ REGEX = "re:"
 _MAX_ENTRIES = 4096
 _MAX_REGEXES = 64
 """Each is tried on each linear."""
-_MAX_LISTED = 4
 
 
 def read_names(config: dict[str, Any], key: str, where: str = "quantization_config") -> list[str]:
@@ -46,12 +45,6 @@ def read_regex(pattern: str, field: str) -> SafeRegex:
         raise UnsupportedModelError(
             f"{field}: regex {shown(pattern)} is not supported: {error}"
         ) from error
-
-
-def listed(names: list[str]) -> str:
-    """Return the first of `names`, for errors: experts have thousands."""
-    rest = len(names) - _MAX_LISTED
-    return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def spellings(name: str) -> tuple[str, ...]:

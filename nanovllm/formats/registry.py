@@ -33,7 +33,7 @@ from nanovllm.utils.distributed import tensor_parallel
 logger = logging.getLogger(__name__)
 
 FORMATS: dict[str, Callable[[dict[str, Any]], WeightFormat]] = {
-    "fp8": Fp8Format.from_blocks,
+    "fp8": Fp8Format.from_config,
     "compressed-tensors": CompressedTensors,
     "modelopt": ModelOpt,
     "modelopt_fp4": ModelOpt,

@@ -11,11 +11,11 @@ from nanovllm.formats.fp8 import FP8, Fp8Weight, quantize_fp8
 from nanovllm.formats.integer import IntRows, choose_group_size, quantize
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
-from nanovllm.layers.experts import Router, SigmoidRouter, StackedLinear
+from nanovllm.layers.experts import Router, StackedLinear
 from nanovllm.layers.linear import LinearBase, Matrix
 from nanovllm.layers.pieces import SmallLinear
 
-EXACT = (Router, SigmoidRouter, SmallLinear)
+EXACT = (Router, SmallLinear)
 """Matrices that are not rounded: small, and a rounded logit may choose another expert, or close a
 gate."""
 _NUMBERS_AT_ONCE = 2**18

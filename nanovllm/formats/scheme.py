@@ -6,9 +6,15 @@ Checks types and ranges, and knows no tensors: each format says which schemes it
 from typing import Any, NamedTuple
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.formats.settings import (
+    MAX_GROUP,
+    read_group_size,
+    read_number_type,
+    read_object,
+    unsupported,
+)
 from nanovllm.options.validation import shown
 
-_MAX_GROUP = 2**20
 _STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block", "token")
 _ORDERS = {None: None, False: None, "weight": None, "static": None}
 """What `actorder` may be without a trace in the file. Group, or dynamic: see `Scheme.actorder`."""
@@ -55,18 +61,17 @@ class Scheme(NamedTuple):
         return f"{self.format} W{self.bits}A{inputs}{size}{'' if self.symmetric else ' asymmetric'}"
 
 
-def read_scheme(group: dict[str, Any], name: str, checkpoint_format: Any) -> Scheme:
+def read_scheme(group: dict[str, Any], where: str, checkpoint_format: Any) -> Scheme:
     """Read a group of `config_groups`.
 
     Args:
-        name: of the group, for errors.
+        where: the group stands, for errors.
         checkpoint_format: `format` of quantization_config, which the group's own replaces.
 
     Raises:
         CheckpointError: a field is missing, of the wrong type or out of range.
         UnsupportedModelError: the outputs are rounded, too, or a format has no name.
     """
-    where = f"quantization_config: config_groups {shown(name)}"
     if group.get("output_activations") is not None:
         raise UnsupportedModelError(f"{where}: output_activations are not supported, only null")
     stored = group.get("format") or checkpoint_format
@@ -99,33 +104,22 @@ def _arguments(arguments: Any, where: str) -> InputScheme | None:
     """Read how weights or inputs are rounded, in the fields that both have."""
     if arguments is None:
         return None
-    if not isinstance(arguments, dict):
-        raise CheckpointError(f"{where} must be an object, is {shown(arguments)}")
-    bits, kind = arguments.get("num_bits", 8), arguments.get("type", "int")
-    if type(bits) is not int or not 1 <= bits <= 16:
-        raise CheckpointError(f"{where}: num_bits must be from 1 to 16, is {shown(bits)}")
-    if kind not in ("int", "float"):
-        raise CheckpointError(f'{where}: type must be "int" or "float", is {shown(kind)}')
+    bits, kind = read_number_type(read_object(arguments, where), where)
     size, strategy = arguments.get("group_size"), arguments.get("strategy")
-    if size is not None and (type(size) is not int or size == 0 or not -1 <= size <= _MAX_GROUP):
-        raise CheckpointError(
-            f"{where}: group_size must be from 1 to {_MAX_GROUP}, or -1, is {shown(size)}"
-        )
+    group = None if size is None else read_group_size(size, where)
     if strategy is None:
-        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+        strategy = "tensor" if size is None else "channel" if group is None else "group"
     if strategy not in _STRATEGIES:
-        raise UnsupportedModelError(
-            f"{where}: strategy {shown(strategy)} is not supported (only {', '.join(_STRATEGIES)})"
-        )
+        raise unsupported("strategy", strategy, ", ".join(_STRATEGIES), where)
     grouped = strategy in ("group", "tensor_group")
-    if grouped and (size is None or size < 1):
+    if grouped and group is None:
         raise CheckpointError(f"{where}: strategy {strategy} needs a group_size, is {shown(size)}")
     symmetric, dynamic = arguments.get("symmetric", True), arguments.get("dynamic", False)
     if not isinstance(symmetric, bool):
         raise CheckpointError(f"{where}: symmetric must be true or false, is {shown(symmetric)}")
     if not isinstance(dynamic, bool) and dynamic not in (None, "local"):
         raise CheckpointError(f"{where}: dynamic must be true or false, is {shown(dynamic)}")
-    return InputScheme(bits, kind, strategy, bool(dynamic), symmetric, size if grouped else None)
+    return InputScheme(bits, kind, strategy, bool(dynamic), symmetric, group if grouped else None)
 
 
 def _order(order: Any, where: str) -> str | None:
@@ -133,14 +127,12 @@ def _order(order: Any, where: str) -> str | None:
         return None
     if order in ("group", "dynamic") or order is True:
         return "group"
-    raise UnsupportedModelError(
-        f"{where}: actorder {shown(order)} is not supported (only group, weight and null)"
-    )
+    raise unsupported("actorder", order, "group, weight and null", where)
 
 
 def _block(block: Any, where: str) -> tuple[int, int]:
     sizes = block if isinstance(block, list) else []
-    if len(sizes) != 2 or not all(type(size) is int and 0 < size <= _MAX_GROUP for size in sizes):
+    if len(sizes) != 2 or not all(type(size) is int and 0 < size <= MAX_GROUP for size in sizes):
         raise CheckpointError(
             f"{where}: block_structure must be two sizes, such as [128, 128], is {shown(block)}"
         )

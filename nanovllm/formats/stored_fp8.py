@@ -9,15 +9,46 @@ import torch
 from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.formats.fp8 import FP8, Fp8Weight
-from nanovllm.formats.fp8_config import Fp8Config
+from nanovllm.formats.names import Names, read_names
 from nanovllm.formats.packing import row_ranges
 from nanovllm.formats.rounding import EXACT, rounded_rows
 from nanovllm.formats.scheme import Scheme
-from nanovllm.formats.stored_integers import WideWeight
-from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+from nanovllm.formats.settings import WHERE, check_supported, one_form, unsupported
+from nanovllm.kernels.torch_kernels import Kernels, PlainWeight, WeightMethod
 from nanovllm.layers.experts import StackedLinear
 from nanovllm.layers.linear import Matrix
 from nanovllm.utils.distributed import tensor_parallel
+
+_MAX_BLOCK = 1024
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "fmt": (None, "e4m3"),
+    "activation_scheme": ("dynamic", "static"),
+    "scale_fmt": (None, "float"),
+    "weight_per_tensor": (None, False),
+    "act_per_tensor": (None, False),
+    "dequantize": (None, False),
+}
+"""Supported values of fields that change the layout. How inputs are rounded is checked and not
+kept: GPUs that multiply FP8 find the scales of inputs while they run, other devices never round
+them."""
+_EXCLUDED = ("modules_to_not_convert", "ignored_layers")
+
+
+class Fp8Layout(NamedTuple):
+    """How linears are stored in FP8: each block of a weight has one scale."""
+
+    scale_name: str
+    """Of the tensor beside `weight` that holds a scale for each block. Its shape is
+    [ceil(outputs / block_outputs), ceil(inputs / block_inputs)]."""
+    block_outputs: int | None
+    """None: one block spans all outputs of a checkpoint linear."""
+    block_inputs: int | None
+    """None: one block spans all inputs."""
+    flat: bool = False
+    """Whether the scales of all inputs lie in a tensor of one dimension."""
+
+    def __str__(self) -> str:
+        return "FP8"
 
 
 class Fp8Format:
@@ -25,23 +56,41 @@ class Fp8Format:
 
     name = "FP8"
 
-    def __init__(self, fp8: Fp8Config) -> None:
-        self.fp8 = fp8
+    def __init__(self, layout: Fp8Layout, excluded: Names) -> None:
+        self.layout, self._excluded = layout, excluded
 
     @classmethod
-    def from_blocks(cls, config: dict[str, Any]) -> "Fp8Format":
-        """Read `quantization_config`; see `Fp8Config.from_blocks`."""
-        return cls(Fp8Config.from_blocks(config))
+    def from_config(cls, config: dict[str, Any]) -> "Fp8Format":
+        """Read `quantization_config` as the FP8 checkpoints of Qwen and Mistral have it. Without a
+        block size, a linear has one scale.
+
+        Raises:
+            UnsupportedModelError: a setting is not implemented.
+            CheckpointError: a field has the wrong type.
+        """
+        check_supported(config, _FIXED)
+        excluded = [name for key in _EXCLUDED for name in read_names(config, key)]
+        sizes = config.get("weight_block_size", ())
+        if sizes is None:
+            sizes = [None, None]
+        elif not (
+            isinstance(sizes, list)
+            and len(sizes) == 2
+            and all(type(size) is int and 0 < size <= _MAX_BLOCK for size in sizes)
+        ):
+            only = f"two integers from 1 to {_MAX_BLOCK}, such as [128, 128], or null"
+            raise unsupported("weight_block_size", config.get("weight_block_size"), only)
+        layout = Fp8Layout("weight_scale_inv", *sizes)
+        return cls(layout, Names(excluded, f"{WHERE}: {' and '.join(_EXCLUDED)}"))
+
+    def excludes(self, name: str) -> bool:
+        """Return whether the linear at dotted path `name` is not in FP8."""
+        return self._excluded.have_part(name) or self._excluded.match(name)
 
     def stored(self, matrix: Matrix, names: list[str]) -> "StoredFp8 | None":
-        excluded = [self.fp8.excludes(name) for name in names]
-        if all(excluded):
-            return None
-        if any(excluded):
-            raise UnsupportedModelError(
-                f"{', '.join(names)} are computed as one, so all or none must be in FP8"
-            )
-        return StoredFp8(self.fp8, matrix)
+        forms = [None if self.excludes(name) else self.layout for name in names]
+        layout = one_form(names, forms, " and ".join(_EXCLUDED))
+        return None if layout is None else StoredFp8(layout, matrix)
 
 
 def stored_float(scheme: Scheme, matrix: Matrix, names: list[str]) -> "StoredFp8":
@@ -68,7 +117,7 @@ def stored_float(scheme: Scheme, matrix: Matrix, names: list[str]) -> "StoredFp8
             f"{scheme.strategy}, symmetric {scheme.symmetric}, input_activations {listed} is not "
             f"supported (only 8, float, {', '.join(blocks)}, True, none or 8 bits, type float)"
         )
-    return StoredFp8(Fp8Config("weight_scale", *blocks[scheme.strategy]), matrix)
+    return StoredFp8(Fp8Layout("weight_scale", *blocks[scheme.strategy]), matrix)
 
 
 class StoredFp8:
@@ -78,7 +127,7 @@ class StoredFp8:
     takes several times as long as the product, so there it is widened, or rounded to integers.
     """
 
-    def __init__(self, fp8: Fp8Config, matrix: Matrix) -> None:
+    def __init__(self, fp8: Fp8Layout, matrix: Matrix) -> None:
         assert matrix.weight is not None
         self._fp8, self._is_experts = fp8, isinstance(matrix, StackedLinear)
         self._is_exact, self._rounding = isinstance(matrix, EXACT), ""
@@ -156,7 +205,7 @@ class StoredFp8:
         wide = torch.empty(self._shape, dtype=dtype)
         for part in parts:
             wide[part[0] : part[-1] + 1] = kept.embedding(part)
-        return kernels.pack(wide, is_embedding=self._is_experts) or WideWeight(wide)
+        return kernels.pack(wide, is_embedding=self._is_experts) or PlainWeight(wide)
 
 
 class _Scales(NamedTuple):
@@ -170,7 +219,7 @@ class _Scales(NamedTuple):
     """Of the part."""
 
 
-def _check_blocks(shard: Shard, fp8: Fp8Config) -> None:
+def _check_blocks(shard: Shard, fp8: Fp8Layout) -> None:
     """Raise ConfigError unless `shard` consists of whole FP8 blocks."""
     block = (fp8.block_outputs, fp8.block_inputs)[shard.dim]
     stop = shard.start + shard.target.shape[shard.dim]
@@ -181,7 +230,7 @@ def _check_blocks(shard: Shard, fp8: Fp8Config) -> None:
         )
 
 
-def _scales_shape(shape: tuple[int, ...], fp8: Fp8Config) -> tuple[int, int]:
+def _scales_shape(shape: tuple[int, ...], fp8: Fp8Layout) -> tuple[int, int]:
     """Return the shape of the scales that belong to a weight of `shape`."""
     outputs, inputs = shape
     return -(-outputs // (fp8.block_outputs or outputs)), -(-inputs // (fp8.block_inputs or inputs))

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.formats.fields import Field, LoadedField, LoadedVector
 from nanovllm.formats.integer import IntRows, IntTensor, int_tensor
 from nanovllm.formats.packing import row_ranges
-from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+from nanovllm.kernels.torch_kernels import Kernels, PlainWeight, WeightMethod
 from nanovllm.layers.experts import StackedLinear
 from nanovllm.layers.linear import Matrix
 from nanovllm.layers.pieces import SmallLinear
@@ -45,6 +44,9 @@ class IntegerForm(NamedTuple):
     """Suffix of the tensor, if a file has it, that says each input's group, which is its place."""
     maybe_bias: bool = False
     """Whether a linear without a bias may have one of zeros."""
+
+    def __str__(self) -> str:
+        return self.label
 
 
 class StoredIntegers:
@@ -108,7 +110,7 @@ class StoredIntegers:
             name = str(dtype).removeprefix("torch.")
             self.description = f"in {label}: widened to {name} because {why}"
             wide = self._wide(groups, dtype)
-            method = kernels.pack(wide, is_embedding=self._is_experts) or WideWeight(wide)
+            method = kernels.pack(wide, is_embedding=self._is_experts) or PlainWeight(wide)
         self._release()
         return method
 
@@ -239,16 +241,3 @@ class StoredIntegers:
                     numbers -= self._zero_points(start, stop)[:, group]
                 wide[start:stop] = numbers * self._scales.rows(start, stop)[:, group]
         return wide
-
-
-class WideWeight:
-    """A weight [n, k] in the dtype of inputs, multiplied by torch."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight
-
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return F.linear(x, self._weight, bias)
-
-    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self._weight)

@@ -10,7 +10,11 @@ from nanovllm.layers.linear import Matrix
 
 
 class WeightFormat(Protocol):
-    """How the weights of a checkpoint are stored."""
+    """How the weights of a checkpoint are stored.
+
+    A format that `quantization_config` names is made of that. It raises UnsupportedModelError for a
+    setting that is not implemented, and CheckpointError for a field of the wrong type.
+    """
 
     @property
     def name(self) -> str:

@@ -4,7 +4,6 @@ The layers know nothing of it: it takes the place of their `WeightMethod`. Knows
 """
 
 import torch
-import torch.nn.functional as F
 
 from nanovllm.attention.batch import Batch
 from nanovllm.kernels.adapters import AdapterRows, AdapterTable
@@ -40,19 +39,6 @@ class StepAdapters:
     def rows(self, num_inputs: int) -> AdapterRows:
         """Return the adapters of the `num_inputs` tokens that a layer computes."""
         return self._outputs if num_inputs == self._num_outputs else self.tokens
-
-
-class PlainWeight:
-    """A weight [n, k] that plain torch multiplies, as a layer without a method does."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight
-
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return F.linear(x, self._weight, bias)
-
-    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self._weight)
 
 
 class AdaptedWeight:

@@ -19,7 +19,7 @@ from nanovllm.checkpoint.json_object import MAX_JSON_BYTES, parse_object
 from nanovllm.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from nanovllm.lora.layer_parts import canonical
 from nanovllm.lora.peft_config import PeftConfig, read_peft_config
-from nanovllm.options.validation import shown
+from nanovllm.options.validation import listed, shown
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_BYTES = 8 * 2**30
@@ -112,10 +112,9 @@ def check_fits(adapter: Adapter, linears: Mapping[str, tuple[int, int]]) -> None
                 f"{shape[1]} and {shape[0]}"
             )
     if wrong:
-        more = f"\n  and {len(wrong) - _MAX_LISTED} more" if len(wrong) > _MAX_LISTED else ""
-        lines = "\n  ".join(wrong[:_MAX_LISTED])
+        lines = listed(wrong, _MAX_LISTED, "\n  ")
         raise CheckpointError(
-            f"adapter {adapter.path} does not fit the model:\n  {lines}{more}\n"
+            f"adapter {adapter.path} does not fit the model:\n  {lines}\n"
             "use an adapter of this model"
         )
 

@@ -44,7 +44,7 @@ class AdapterScheduling(Scheduler):
         self._claims: dict[str, Sequence] = {}  # the claimant, by adapter that has the slot
         self._recalled: dict[str, Sequence] = {}  # back in the queue, by adapter; one for each
         self._new: set[Sequence] = set()  # that wait for a slot, and were never admitted
-        self._prompts.defer = self._defer
+        self._prompts.defer.insert(0, self._defer)
 
     @property
     def waiting_adapters(self) -> int:

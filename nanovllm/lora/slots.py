@@ -10,10 +10,10 @@ from torch import nn
 
 from nanovllm.errors import CheckpointError
 from nanovllm.kernels.adapters import AdapterTable, empty_table
-from nanovllm.kernels.torch_kernels import Kernels
+from nanovllm.kernels.torch_kernels import Kernels, PlainWeight
 from nanovllm.layers.linear import LinearBase
 from nanovllm.lora.layer_parts import Target, canonical, own_outputs
-from nanovllm.lora.methods import AdaptedWeight, PlainWeight, StepAdapters
+from nanovllm.lora.methods import AdaptedWeight, StepAdapters
 from nanovllm.lora.peft_files import Adapter, Factors, check_fits, read_adapter
 from nanovllm.scheduler.messages import AdapterSlot
 from nanovllm.utils.memory import return_pages

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.parts import RotatedNormAttention
+from nanovllm.models.parts import RotatedNormAttention, attention_biases
 
 
 class HunYuanDenseV1ForCausalLM(DecoderForCausalLM):
@@ -18,12 +18,7 @@ class HunYuanDenseV1ForCausalLM(DecoderForCausalLM):
     def make_layer(
         self, config: ModelConfig, index: int, before: list[DecoderLayer]
     ) -> DecoderLayer:
-        bias = config.flag("attention_bias")
-        attention = RotatedNormAttention(
-            config,
-            self.rotary_emb(config.rope, config.head_dim),
-            bias=bias,
-            output_bias=bias,
-            qk_norm=True,
-        )
+        rotary_emb = self.rotary_emb(config.rope, config.head_dim)
+        biases = attention_biases(config)
+        attention = RotatedNormAttention(config, rotary_emb, qk_norm=True, **biases)
         return DecoderLayer(config, attention, GatedMLP(config))

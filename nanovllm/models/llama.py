@@ -2,6 +2,7 @@
 
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.parts import attention_biases
 
 
 class LlamaForCausalLM(DecoderForCausalLM):
@@ -10,9 +11,6 @@ class LlamaForCausalLM(DecoderForCausalLM):
     def make_layer(
         self, config: ModelConfig, index: int, before: list[DecoderLayer]
     ) -> DecoderLayer:
-        rotary_emb, bias = (
-            self.rotary_emb(config.rope, config.head_dim),
-            config.flag("attention_bias"),
-        )
-        attention = SelfAttention(config, rotary_emb, bias=bias, output_bias=bias)
+        rotary_emb = self.rotary_emb(config.rope, config.head_dim)
+        attention = SelfAttention(config, rotary_emb, **attention_biases(config))
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.flag("mlp_bias")))

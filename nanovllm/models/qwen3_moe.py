@@ -3,6 +3,7 @@
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.expert_parts import is_dense, sparse_mlp
 from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.parts import attention_biases
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
@@ -17,8 +18,7 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
         self, config: ModelConfig, index: int, before: list[DecoderLayer]
     ) -> DecoderLayer:
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)
-        bias = config.flag("attention_bias")
-        attention = SelfAttention(config, rotary_emb, bias=bias, output_bias=bias, qk_norm=True)
+        attention = SelfAttention(config, rotary_emb, qk_norm=True, **attention_biases(config))
         if is_dense(config, index):
             return DecoderLayer(config, attention, GatedMLP(config))
         renormalize = config.flag("norm_topk_prob")

@@ -11,9 +11,9 @@ from typing import Any
 from nanovllm.engine.last_step import run_last_steps
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
-from nanovllm.options.validation import shown
-from nanovllm.training import rank
+from nanovllm.options.validation import listed, shown
 from nanovllm.training.packets import NamedTensor, Packet
+from nanovllm.training.rank import MAX_LISTED, TensorInfo, command
 
 TAGS = ("weights", "kv_cache")
 """What sleeps, in vLLM's names."""
@@ -65,8 +65,8 @@ class WeightControl:
         if self._asleep == set(TAGS):
             return
         self._end_requests(mode)
-        self._call(rank.keep, level)  # all ranks keep their weights before one gives them back
-        self._call(rank.sleep)
+        self._call("keep", level)  # all ranks keep their weights before one gives them back
+        self._call("sleep")
         self._asleep, self._level = set(TAGS), level
         if level == 2 and not self._missing:
             self._missing = ["all weights"]
@@ -85,7 +85,7 @@ class WeightControl:
             )
         woken = [tag for tag in TAGS if tag in wanted and tag in self._asleep]
         if woken:
-            self._call(rank.wake_up, woken)
+            self._call("wake_up", woken)
             self._asleep -= set(woken)
         self._refuse()
         return not self._asleep
@@ -112,8 +112,8 @@ class WeightControl:
         """Check tensors of an update before any is written. See `RankWeights.check`."""
         if self.is_updating:
             self._require_update(owner)
-        infos = [rank.TensorInfo(name, tuple(x.shape), x.dtype) for name, x in tensors]
-        self._call(rank.check, infos, whole)
+        infos = [TensorInfo(name, tuple(x.shape), x.dtype) for name, x in tensors]
+        self._call("check", infos, whole)
 
     def load(self, tensors: Seq[NamedTensor | Packet], owner: object | None = None) -> None:
         """Write tensors, or let ranks keep them until the rest of their layer comes.
@@ -122,7 +122,7 @@ class WeightControl:
             InvalidRequestError: no update of `owner` has begun, or a tensor is wrong.
         """
         self._require_update(owner)
-        self._call(rank.load, tensors)
+        self._call("load", tensors)
 
     def finish(self, version: int | str | None, owner: object | None = None) -> None:
         """End an update: requests run again, with the new version on their outputs.
@@ -132,7 +132,7 @@ class WeightControl:
                 missing.
         """
         self._require_update(owner)
-        self._missing = _union(self._call(rank.finish))
+        self._missing = _union(self._call("finish"))
         outputs = self.engine.output_processor
         last = outputs.weight_version
         following = last + 1 if isinstance(last, int) else f"{last}+1"
@@ -162,7 +162,7 @@ class WeightControl:
             return
         self.is_updating, self._owner = False, None
         try:
-            names = _union(self._call(rank.give_up))
+            names = _union(self._call("give_up"))
         except NanoVLLMError:  # the engine is down, and says so
             return
         self._missing = names or self._missing
@@ -199,9 +199,9 @@ class WeightControl:
         if self._owner is not owner:
             raise InvalidRequestError("another call of update_weights runs: wait for its end")
 
-    def _call(self, function: Any, *arguments: Any) -> list[Any]:
+    def _call(self, name: str, *arguments: Any) -> list[Any]:
         self.engine.owner.check()
-        return self.engine.executor.call_all(function, *arguments)
+        return self.engine.executor.call_all(command, name, *arguments)
 
     def _refuse(self) -> None:
         """Have requests refused while weights or pool are away, or while weights are not whole."""
@@ -212,12 +212,9 @@ class WeightControl:
         elif self.is_updating:
             reason = "an update of the weights runs: finish_weight_update() ends it"
         elif self._missing:
-            listed = ", ".join(self._missing[: rank.MAX_LISTED])
-            count = len(self._missing)
-            more = f" and {count - rank.MAX_LISTED} more" if count > rank.MAX_LISTED else ""
             reason = (
-                f"the weights are not whole: {listed}{more} must come by update_weights, after "
-                "sleep(level=2) or an update that failed"
+                f"the weights are not whole: {listed(self._missing, MAX_LISTED)} must come by "
+                "update_weights, after sleep(level=2) or an update that failed"
             )
         refusal = None if reason is None else InvalidRequestError(reason)
         self.engine.executor.refusal = refusal

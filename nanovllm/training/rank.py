@@ -1,12 +1,12 @@
 """What one rank does with its weights and its KV pool when they sleep, wake up, or change.
 
-The functions at the end are the commands of `WeightControl`. Knows no request.
+`command` is how `WeightControl` calls it on each rank. Knows no request.
 """
 
 import itertools
 import weakref
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -57,6 +57,7 @@ class RankWeights:
     """The weights of one rank's networks, between loading and the end."""
 
     def __init__(self, runner: ModelRunner) -> None:
+        self._runner = weakref.ref(runner)
         self._network = runner.network
         self._drafts = _draft_networks(runner)
         self._targets: Targets | None = None
@@ -79,7 +80,7 @@ class RankWeights:
 
     # Sleeping
 
-    def keep(self, runner: ModelRunner, level: int) -> None:
+    def keep(self, level: int) -> None:
         """Prepare for `sleep`.
 
         Args:
@@ -88,7 +89,7 @@ class RankWeights:
         Raises:
             ConfigError, UnsupportedModelError: this rank cannot; its weights are as they were.
         """
-        if runner.device.type != "cpu":
+        if self._network.device.type != "cpu":
             raise ConfigError(
                 "sleep() gives back the memory of a CPU only; on a GPU, use shutdown() and make a "
                 "new LLM"
@@ -101,7 +102,13 @@ class RankWeights:
             self._spool.save(self._weights(self._network))
 
     def sleep(self) -> None:
-        """Give back the memory of the weights and of the KV pool, behind `keep`."""
+        """Give back the memory of the weights and of the KV pool, behind `keep`.
+
+        That of tiers and of adapters is given back, too.
+        """
+        runner: Any = self._runner()
+        if isinstance(runner, HasTiers):
+            runner.give_back_slots()
         if not self._is_kept:
             self._spool.forget()
             self._want_all()
@@ -109,20 +116,28 @@ class RankWeights:
         self._weights(*self._drafts).give_back()
         for pool in self._pools():
             pool.give_back()
+        if isinstance(runner, HasAdapters):
+            runner.give_back_adapters()
 
-    def wake_weights(self) -> None:
-        """Fill the weights from the file; after level 2 all must come by `load`."""
+    def wake_up(self, tags: Seq[str]) -> None:
+        """Take back the memory of `tags`: "weights", "kv_cache" or both.
+
+        The weights are filled from the file; after level 2 all must come by `load`. The first pages
+        of the KV pool are zeros.
+        """
+        if "weights" in tags:
+            self._wake_weights()
+        if "kv_cache" in tags:
+            for pool in self._pools():
+                pool.populate_beyond(0)
+
+    def _wake_weights(self) -> None:
         self._draft_spool.load(self._weights(*self._drafts))
         own = self._weights(self._network)
         if self._spool.has_weights:
             self._spool.load(own)
         else:
             own.take()
-
-    def wake_pool(self) -> None:
-        """Have memory ready for the first pages of the KV pool, which are zeros."""
-        for pool in self._pools():
-            pool.populate_beyond(0)
 
     def _weights(self, *networks: Network) -> HeldWeights:
         return HeldWeights([network.model for network in networks])
@@ -165,12 +180,15 @@ class RankWeights:
             given |= places
         return found
 
-    def load(self, tensors: Seq[NamedTensor]) -> None:
+    def load(self, items: Seq[NamedTensor | Packet]) -> None:
         """Write tensors to the weights, or keep them until the other parts of their layer come.
+
+        Ranks in other processes get packets.
 
         Raises:
             InvalidRequestError: a tensor is wrong: none of these was written.
         """
+        tensors = [each.unpacked() if isinstance(each, Packet) else each for each in items]
         infos = [TensorInfo(name, tuple(x.shape), x.dtype) for name, x in tensors]
         for (_, tensor), targets in zip(tensors, self._targets_of(infos), strict=True):
             for target in targets:
@@ -276,44 +294,6 @@ def _of(runner: ModelRunner) -> RankWeights:
     return _RANKS[runner]
 
 
-def keep(runner: ModelRunner, level: int) -> None:
-    """See `RankWeights.keep`."""
-    _of(runner).keep(runner, level)
-
-
-def sleep(runner: ModelRunner) -> None:
-    """See `RankWeights.sleep`. Memory of tiers and of adapters is given back, too."""
-    if isinstance(runner, HasTiers):
-        runner.give_back_slots()
-    _of(runner).sleep()
-    if isinstance(runner, HasAdapters):
-        runner.give_back_adapters()
-
-
-def wake_up(runner: ModelRunner, tags: Seq[str]) -> None:
-    """Take back the memory of `tags`: "weights", "kv_cache" or both."""
-    if "weights" in tags:
-        _of(runner).wake_weights()
-    if "kv_cache" in tags:
-        _of(runner).wake_pool()
-
-
-def check(runner: ModelRunner, infos: Seq[TensorInfo], whole: bool) -> None:
-    """See `RankWeights.check`."""
-    _of(runner).check(infos, whole)
-
-
-def load(runner: ModelRunner, tensors: Seq[NamedTensor | Packet]) -> None:
-    """See `RankWeights.load`. Ranks in other processes get packets."""
-    named = [each.unpacked() if isinstance(each, Packet) else each for each in tensors]
-    _of(runner).load(named)
-
-
-def finish(runner: ModelRunner) -> list[str]:
-    """See `RankWeights.finish`."""
-    return _of(runner).finish()
-
-
-def give_up(runner: ModelRunner) -> list[str]:
-    """See `RankWeights.give_up`."""
-    return _of(runner).give_up()
+def command(runner: ModelRunner, name: str, *arguments: Any) -> Any:
+    """Call method `name` of the rank's weights."""
+    return getattr(_of(runner), name)(*arguments)

@@ -20,7 +20,7 @@ from nanovllm.checkpoint.tensor_files import TensorInfo, read_header
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.experts import Experts, Router, SigmoidRouter
+from nanovllm.layers.experts import Experts, Router
 from nanovllm.layers.linear import Matrix
 from nanovllm.layers.state_layer import StateLayer
 from nanovllm.models.config_fields import architecture_of, text_fields
@@ -182,8 +182,8 @@ def _mlp(layer: DecoderLayer) -> dict[str, Any]:
     for module in layer.modules():
         if isinstance(module, ActAndMul):
             found["activation"] = module.activation
-        elif isinstance(module, Router | SigmoidRouter):
-            found |= {"experts": module.output_size, "experts_per_token": module.top_k}
+        elif isinstance(module, Router):
+            found |= {"experts": module.output_size, "experts_per_token": module.choice.top_k}
         elif isinstance(module, Experts):
             size = module.gate_up_proj.num_outputs // 2
             found |= {"activation": module.activation, "expert_size": size}

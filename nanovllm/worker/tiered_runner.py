@@ -15,7 +15,7 @@ from nanovllm.errors import ConfigError, OutOfMemoryError
 from nanovllm.scheduler.messages import Row, Schedule, StepResult
 from nanovllm.scheduler.transfers import Loaded, TieredResult, TieredSchedule
 from nanovllm.scheduler.worker_info import WorkerInfo
-from nanovllm.tiers.store import open_store
+from nanovllm.tiers.directory import DirectoryStore
 from nanovllm.tiers.weight_files import WeightFiles
 from nanovllm.utils.distributed import broadcast_from_first, smallest, tensor_parallel
 from nanovllm.worker.host_pages import HostPages, PageCopies
@@ -89,7 +89,7 @@ class TieredRunner(ModelRunner):
         if self.config.kv_cache_dir is not None:
             namespace = kv_namespace(self.network, self._weights)
             limit, rank = int(self.config.kv_cache_dir_gib * 2**30), tensor_parallel().rank
-            store = open_store(self.config.kv_cache_dir, limit, namespace, rank)
+            store = DirectoryStore(self.config.kv_cache_dir, limit, namespace, rank)
         self._transfers = PageTransfers(self._copies, store)
         # The threads hold the pool, so they end with the runner. Python's exit does the same.
         self._close = weakref.finalize(self, self._transfers.close)
@@ -147,7 +147,7 @@ class TieredRunner(ModelRunner):
             return []
         ended = transfers.ended()
         counts = smallest([-1 if load is None else load.num_parts for load in ended], self.device)
-        loaded = [Loaded(*load) for load in least(ended, counts)]
+        loaded = least(ended, counts)
         for load in loaded:
             transfers.take(load.load_id)
         return loaded

@@ -12,11 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence as Seq
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from nanovllm.scheduler.transfers import HOST, Load, Part
+from nanovllm.scheduler.transfers import HOST, Load, Loaded, Part
 from nanovllm.worker.host_pages import Buffers, PageCopies
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _CLOSE_SECONDS = 4.0
 
 
 class Store(Protocol):
-    """Where entries are kept as bytes. `nanovllm.tiers.store.KVStore` is one."""
+    """Where entries are kept as bytes. `nanovllm.tiers.directory.DirectoryStore` is one."""
 
     def read(self, key: bytes, buffers: Buffers) -> bool:
         """Fill the buffers; return False if there is no such entry, or it is damaged."""
@@ -42,16 +42,6 @@ class Store(Protocol):
     def close(self) -> None:
         """Let go of the store."""
         ...
-
-
-class Ended(NamedTuple):
-    """A load that has ended on this rank."""
-
-    load_id: int
-    num_parts: int
-    """How many of its first parts are right."""
-    seconds: float
-    """From the begin of its first part to the end of its last."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -189,11 +179,11 @@ class PageTransfers:
             if oldest is not None:
                 self._changed.wait_for(lambda: oldest.has_ended)
 
-    def ended(self) -> list[Ended | None]:
+    def ended(self) -> list[Loaded | None]:
         """Return of each load how it has ended, oldest first; None: it has not."""
         with self._changed:
             return [
-                Ended(load.load.load_id, load.num_right, max(load.end - load.start, 0.0))
+                Loaded(load.load.load_id, load.num_right, max(load.end - load.start, 0.0))
                 if load.has_ended
                 else None
                 for load in self._loads.values()
@@ -308,7 +298,7 @@ class PageTransfers:
         return True
 
 
-def least(ended: Seq[Ended | None], num_parts: Iterable[int]) -> list[Ended]:
+def least(ended: Seq[Loaded | None], num_parts: Iterable[int]) -> list[Loaded]:
     """Return the loads that have ended on all ranks, with the parts that are right on all.
 
     Args:

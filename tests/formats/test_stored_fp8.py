@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from nanovllm import SamplingParams
 from nanovllm.checkpoint.loader import load_weights
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
-from nanovllm.formats.fp8_config import Fp8Config
 from nanovllm.formats.integer import IntWeight
+from nanovllm.formats.names import Names
 from nanovllm.formats.registry import store_as
-from nanovllm.formats.stored_fp8 import Fp8Format
+from nanovllm.formats.stored_fp8 import Fp8Format, Fp8Layout
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import (
     LinearBase,
@@ -50,17 +50,17 @@ def as_rank(monkeypatch):
     return become
 
 
-def expect_fp8(module, prefix, fp8):
+def expect_fp8(module, prefix, fp8, *excluded):
     """Prepare `module`, at path `prefix` of a model, for FP8."""
     parent, name = prefix.split(".")
     model = torch.nn.ModuleDict({parent: torch.nn.ModuleDict({name: module})})
-    store_as(model, Fp8Format(fp8))
+    store_as(model, Fp8Format(fp8, Names(excluded, "ignore")))
 
 
 def load(module, path, fp8):
     """Load `module` from the file at `path`; return its dequantised weight in float64."""
     model = torch.nn.ModuleDict({"attn": torch.nn.ModuleDict({"proj": module})})
-    store_as(model, Fp8Format(fp8))
+    store_as(model, Fp8Format(fp8, Names((), "ignore")))
     assert module.weight.is_meta
     load_weights(model, [path], progress=False)
     method = module.stored.method(torch.float32, TORCH)
@@ -85,7 +85,7 @@ def test_every_part_has_its_own_blocks(rows, columns, size, as_rank, tmp_path):
         loaded = load(
             layer,
             tmp_path / "model.safetensors",
-            Fp8Config("weight_scale_inv", rows, columns, ()),
+            Fp8Layout("weight_scale_inv", rows, columns),
         )
         ours = torch.cat([weight.chunk(size)[rank] for weight in expected.values()])
         assert torch.allclose(loaded, ours, rtol=1e-6)
@@ -101,14 +101,14 @@ def test_inputs_are_split_with_their_blocks(rows, columns, size, as_rank, tmp_pa
     for rank in range(size):
         as_rank(rank, size)
         layer = RowParallelLinear(96, 20, bias=False)
-        fp8 = Fp8Config("weight_scale", rows, columns, ())
+        fp8 = Fp8Layout("weight_scale", rows, columns)
         loaded = load(layer, tmp_path / "model.safetensors", fp8)
         assert torch.allclose(loaded, expected["attn.proj"].chunk(size, 1)[rank], rtol=1e-6)
 
 
 def test_ranks_do_not_cut_blocks(as_rank):
     as_rank(1, 2)
-    fp8 = Fp8Config("weight_scale_inv", 32, 32, ())
+    fp8 = Fp8Layout("weight_scale_inv", 32, 32)
     gate_up = MergedColumnParallelLinear(64, {"gate": 96, "up": 96}, bias=False)
     rule = r"tensor_parallel_size 2 cuts mlp.gate.weight \(96, 64\) .*32"
     with pytest.raises(ConfigError, match=rule):
@@ -120,8 +120,8 @@ def test_ranks_do_not_cut_blocks(as_rank):
 def test_linears_computed_as_one_are_excluded_as_one():
     layer = MergedColumnParallelLinear(64, {"gate": 96, "up": 96}, bias=False)
     with pytest.raises(UnsupportedModelError, match=r"mlp.gate, mlp.up are computed as one"):
-        expect_fp8(layer, "mlp.gate_up", Fp8Config("weight_scale_inv", 8, 8, ("mlp.up",)))
-    expect_fp8(layer, "mlp.gate_up", Fp8Config("weight_scale_inv", 8, 8, ("mlp",)))
+        expect_fp8(layer, "mlp.gate_up", Fp8Layout("weight_scale_inv", 8, 8), "mlp.up")
+    expect_fp8(layer, "mlp.gate_up", Fp8Layout("weight_scale_inv", 8, 8), "mlp")
     assert layer.weight.dtype == torch.float32
     assert layer.stored is None
 
