@@ -121,29 +121,13 @@ class JobFiles:
                 raise ConfigError(
                     f"the output {shown(str(output))} exists: name another, or remove it"
                 )
-            make_directory(self.directory)
-            stack.enter_context(lock(self.directory))
-            self._identity = json.loads(json.dumps(identity, default=repr))
-            self._check()
+            self._identity = identity
+            stack.enter_context(job_directory(self.directory, identity))
+            if self.num_failed is None:
+                self._check_no_output()
             self.journal = Journal(self.directory / "rows.jsonl")
             stack.callback(self.journal.close)
             self._stack = stack.pop_all()
-
-    def _check(self) -> None:
-        """Check that the directory is this job's; write its manifest if it has none."""
-        path = self.directory / "manifest.json"
-        if path.exists():
-            check_manifest(path, self._identity)
-        elif set(os.listdir(self.directory)) - {"lock", "manifest.json.new"}:
-            raise ConfigError(f"{self.directory} is not the directory of a job: remove it")
-        else:
-            self._write_manifest()
-        if self.num_failed is None:
-            self._check_no_output()
-
-    def _write_manifest(self, **more: Any) -> None:
-        text = json.dumps({**self._identity, **more}, indent=1)
-        write_whole(self.directory / "manifest.json", text.encode() + b"\n")
 
     def _check_no_output(self) -> None:
         if os.path.lexists(self.output):
@@ -176,7 +160,8 @@ class JobFiles:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        self._write_manifest(**{"output": _stamp(path), "failed rows": num_failed})
+        done = {"output": _stamp(path), "failed rows": num_failed}
+        _write_manifest(self.directory, {**self._identity, **done})
         self._check_no_output()
         os.replace(path, self.output)
         _sync_directory(self.output.parent)
@@ -201,8 +186,41 @@ def _stamp(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def check_manifest(path: Path, wanted: Mapping[str, Any]) -> None:
+@contextlib.contextmanager
+def job_directory(directory: Path, identity: Mapping[str, Any]) -> Iterator[None]:
+    """Hold the locked directory of a job; a new one is made, with the job's manifest.
+
+    Args:
+        identity: what decides the outputs, as JSON.
+
+    Raises:
+        ConfigError: it cannot be made, another process works there, or it holds something else.
+    """
+    try:
+        directory.mkdir(exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"the directory {directory} cannot be made: {reason}") from None
+    with lock(directory):
+        if (directory / "manifest.json").exists():
+            _check_manifest(directory / "manifest.json", identity)
+        elif set(os.listdir(directory)) - {"lock", "manifest.json.new"}:
+            raise ConfigError(f"{directory} holds other files and no job: name another, or move it")
+        else:
+            _write_manifest(directory, identity)
+        for torn in directory.glob("*.new"):
+            torn.unlink()
+        yield
+
+
+def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
+    text = json.dumps(manifest, indent=1, default=repr)
+    write_whole(directory / "manifest.json", text.encode() + b"\n")
+
+
+def _check_manifest(path: Path, identity: Mapping[str, Any]) -> None:
     """Raise ConfigError if the manifest at `path` is another job's: it says what differs."""
+    wanted = json.loads(json.dumps(identity, default=repr))
     try:
         found = json.loads(path.read_bytes())
     except ValueError:
@@ -230,15 +248,6 @@ def write_whole(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
     os.replace(new, path)
     _sync_directory(path.parent)
-
-
-def make_directory(directory: Path) -> None:
-    """Make a directory, if there is none. Raises ConfigError if that cannot be."""
-    try:
-        directory.mkdir(exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"the directory {directory} cannot be made: {reason}") from None
 
 
 @contextlib.contextmanager

@@ -13,9 +13,11 @@ from nanovllm.options.config import Config
 from nanovllm.options.lora_modules import named_adapters
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import (
-    Error,
     check_fields,
     check_int,
+    check_names,
+    check_text,
+    check_texts,
     shown,
     strict_keywords,
 )
@@ -32,24 +34,6 @@ _FORMS = {"prompt_column": ROWS, "id_column": ROWS, "served_model_name": OPENAI}
 """Options of one form of rows."""
 
 
-def _text(error: Error, name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise error(f"{name} must be a string that is not empty, got {shown(value)}")
-    return value
-
-
-def _texts(error: Error, name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-        raise error(f"{name} must be a list of strings, got {shown(value)}")
-    return tuple(value)
-
-
-def _object(error: Error, name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise error(f"{name} must be a dictionary with names as keys, got {shown(value)}")
-    return value
-
-
 @strict_keywords(ConfigError)
 @dataclasses.dataclass(frozen=True)
 class BatchOptions:
@@ -59,23 +43,23 @@ class BatchOptions:
         ConfigError: a field is unknown, of the wrong type, out of range, or contradicts another.
     """
 
-    prompt_column: Annotated[str, _text] = "prompt"
+    prompt_column: Annotated[str, check_text] = "prompt"
     """Column with the prompt: a text or token ids. A row without it has messages in the column
     "messages"."""
-    id_column: Annotated[str, _text] = "id"
+    id_column: Annotated[str, check_text] = "id"
     """Column with the id of a row, from which its seed is made. A row without it has its number."""
-    served_model_name: Annotated[str | None, _text] = None
+    served_model_name: Annotated[str | None, check_text] = None
     """Name of the model in the bodies of OpenAI's batch format. None is the last part of its path,
     or its hub id."""
-    lora_modules: Annotated[tuple[str, ...], _texts] = ()
+    lora_modules: Annotated[tuple[str, ...], check_texts] = ()
     """LoRA adapters that rows can name as their model, each name=path, or JSON such as {"name":
     "sql", "path": "/adapters/sql"}. They need enable_lora."""
     workers: Annotated[int, check_int, 1, 2**16] = 1
     """Number of engines. More than one are actors of Ray; so is one with an address or options."""
-    ray_address: Annotated[str | None, _text] = None
+    ray_address: Annotated[str | None, check_text] = None
     """Address of a Ray cluster. None is that of RAY_ADDRESS, else the one that `ray start` began on
     this machine; without any, or with "local", one of this machine alone is started."""
-    worker_options: Annotated[dict[str, Any] | None, _object] = None
+    worker_options: Annotated[dict[str, Any] | None, check_names] = None
     """Options of a worker's Ray actor, such as {"num_cpus": 8}. None is as many GPUs as ranks, or
     one CPU where there are none."""
 

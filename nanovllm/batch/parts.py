@@ -7,16 +7,14 @@ whole or not at all. Knows no engine and no Ray.
 import contextlib
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from nanovllm.batch.job_files import check_manifest, lock, make_directory, write_whole
+from nanovllm.batch.job_files import job_directory, write_whole
 from nanovllm.batch.rows import dumps
 from nanovllm.errors import ConfigError
 
@@ -28,7 +26,7 @@ _MAX_SECONDS = 10.0
 """A crash loses the finished rows of so many seconds at most."""
 
 
-class Parts:
+class Parts(contextlib.ExitStack):
     """The parts of one job, locked while the block runs.
 
     Args:
@@ -41,36 +39,19 @@ class Parts:
     def __init__(
         self, directory: Path, identity: Mapping[str, Any], form: str, id_column: str
     ) -> None:
+        super().__init__()
         self._directory = directory
-        self._identity = json.loads(json.dumps({**identity, "parts": form}, default=repr))
+        self._identity = {**identity, "parts": form}
         self._form = form
         self._id_column = id_column
         self._tables: list[Any] = []
         self._num_rows = 0
         self._since = 0.0
-        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Parts":
-        make_directory(self._directory)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(lock(self._directory))
-            manifest = self._directory / "manifest.json"
-            if manifest.exists():
-                check_manifest(manifest, self._identity)
-            elif set(os.listdir(self._directory)) - {"lock", "manifest.json.new"}:
-                raise ConfigError(f"{self._directory} holds other files: name another directory")
-            else:
-                write_whole(manifest, json.dumps(self._identity, indent=1).encode() + b"\n")
-            for torn in self._directory.glob("*.new"):
-                torn.unlink()
-            self._stack = stack.pop_all()
+        self.enter_context(job_directory(self._directory, self._identity))
+        self.callback(self.flush)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        with self._stack:
-            self.flush()
 
     def files(self) -> list[Path]:
         """Return the finished parts in the order in which they were written."""

@@ -42,12 +42,10 @@ class PlainRows:
                 raise ConfigError(f"lora_modules: {error}") from error
         self._params = SamplingParams(**options.sampling)
         if not options.is_complete:
+            given = dict(options.sampling)
             if llm.engine.generation_config.get("max_new_tokens") is None:
-                options = dataclasses.replace(
-                    options, sampling={"max_tokens": MAX_TOKENS, **options.sampling}
-                )
-            params = llm.get_default_sampling_params()
-            self._params = dataclasses.replace(params, **options.sampling)
+                given.setdefault("max_tokens", MAX_TOKENS)
+            self._params = dataclasses.replace(llm.get_default_sampling_params(), **given)
 
     async def answer(self, row: Row) -> dict[str, Any]:
         """Return the output of a row, by column; it has an error if the row is bad.

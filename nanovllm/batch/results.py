@@ -64,11 +64,7 @@ def _merged(source: Source, options: RowOptions, outputs: Outputs) -> Iterator[d
 
 
 def output_fields(num_answers: int) -> list[Any]:
-    """Return pyarrow's fields of the columns of the output.
-
-    Args:
-        num_answers: n. Above 1, a column holds a list for each row.
-    """
+    """Return pyarrow's fields of the columns of the output: lists with more than one answer."""
     import pyarrow as pa
 
     text, tokens = pa.string(), pa.list_(pa.int64())
@@ -124,8 +120,7 @@ def _found_schema(source: Source, options: RowOptions, own: list[Any]) -> Any:
     schema = pa.schema([])
     try:
         for rows in _batched(source.rows()):
-            some = [merged(row, options.id_column, {}) for row in rows]
-            found = pa.Table.from_pylist(some, schema=_all_columns(some)).schema
+            found = _all_columns([merged(row, options.id_column, {}) for row in rows])
             schema = pa.unify_schemas([schema, found], promote_options="permissive")
     except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
         raise ConfigError(

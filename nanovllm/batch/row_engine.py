@@ -6,7 +6,7 @@ Knows no file and no Ray.
 import asyncio
 import importlib.util
 import logging
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from nanovllm.batch.lines import failed_line
 from nanovllm.batch.options import RowOptions
@@ -15,18 +15,15 @@ from nanovllm.errors import ConfigError, EngineDeadError
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
+    from nanovllm.batch.openai_rows import OpenAIRows
+    from nanovllm.batch.plain_rows import PlainRows
+
+    Form = OpenAIRows | PlainRows
 
 logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 5
 """After so many engines have died with a row in them, the row gets an error."""
-
-
-class Form(Protocol):
-    """How rows of one form are answered."""
-
-    async def answer(self, row: Row) -> dict[str, Any]:
-        """Return the output of a row. Raises EngineDeadError."""
 
 
 class RowEngine:
@@ -71,7 +68,7 @@ class RowEngine:
         """End the engine."""
         self._llm.shutdown()
 
-    async def _renew(self, dead: Form, error: EngineDeadError) -> None:
+    async def _renew(self, dead: "Form", error: EngineDeadError) -> None:
         """Make a new engine, if nobody has done so yet."""
         async with self._renewing:
             if self._form is not dead:
@@ -94,7 +91,7 @@ class RowEngine:
             llm.shutdown()
             raise
 
-    def _make_form(self, llm: "AsyncLLM") -> Form:
+    def _make_form(self, llm: "AsyncLLM") -> "Form":
         if self._options.form == OPENAI:
             from nanovllm.batch.openai_rows import OpenAIRows
 

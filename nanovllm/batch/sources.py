@@ -8,7 +8,7 @@ import importlib.util
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nanovllm.batch.rows import OPENAI, ROWS, BadRowError, Row, parse_object
 from nanovllm.errors import ConfigError
@@ -17,24 +17,7 @@ from nanovllm.options.validation import shown
 _ROWS_AT_ONCE = 1024
 
 
-class Source(Protocol):
-    """A file of rows."""
-
-    path: Path
-    form: str
-    """`ROWS` or `OPENAI`."""
-    num_rows: int
-    digest: str
-    """sha256 of the file."""
-
-    stamp: tuple[int, int]
-    """Its size in bytes and the time of its last change, when it was opened."""
-
-    def rows(self) -> Iterator[Row]:
-        """Yield the rows in the order of the file."""
-
-
-def check_unchanged(source: Source) -> None:
+def check_unchanged(source: "Source") -> None:
     """Raise ConfigError if the file was changed since it was opened."""
     if _stamp(source.path) != source.stamp:
         raise ConfigError(
@@ -48,7 +31,7 @@ def _stamp(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> "Source":
     """Return the rows of a file, whose name ends with what it is.
 
     Raises:
@@ -180,3 +163,8 @@ class ParquetRows:
             for fields in batch.to_pylist():
                 yield Row(number, fields)
                 number += 1
+
+
+Source = JSONLines | ParquetRows
+"""A file of rows. Its `form` is `ROWS` or `OPENAI`, its `digest` the file's sha256, its `stamp` the
+size in bytes and the time of the last change, when it was opened."""

@@ -4,7 +4,21 @@ Pure text: knows no requests and no tokens.
 """
 
 import json
+import re
 import uuid
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+JSON_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
+
+
+class Function(Protocol):
+    """A function that a model may call."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def parameters(self) -> Mapping[str, Any] | None: ...
 
 
 class NotACall(Exception):

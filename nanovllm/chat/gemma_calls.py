@@ -5,16 +5,15 @@ Pure text: knows no requests and no tokens.
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from nanovllm.chat.call_arguments import NotACall, decoded, escaped
+from nanovllm.chat.call_arguments import JSON_SCALAR, Function, NotACall, decoded, escaped
 from nanovllm.chat.reasoning import prefix_at_end
 from nanovllm.chat.tool_calls import Steps, ToolCallParser
 
 CLOSING, QUOTE = "<tool_call|>", '<|"|>'
 _BRACKETS = {"{": "}", "[": "]"}
 _NAME = re.compile(r"[-.:\w]")
-_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 
 
 class Gemma4Parser(ToolCallParser):
@@ -25,10 +24,11 @@ class Gemma4Parser(ToolCallParser):
     """
 
     tag = "<|tool_call>"
+    closing = CLOSING
 
-    def __init__(self, marked: Collection[str] = ()) -> None:
-        super().__init__(marked)
-        self._quote, self._end = self._tag(QUOTE), self._tag(CLOSING)
+    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
+        super().__init__(marked, functions)
+        self._quote = self._tag(QUOTE)
 
     def _calls(self) -> Steps[None]:
         yield from self._skip_space()
@@ -116,7 +116,7 @@ class Gemma4Parser(ToolCallParser):
                 self._write(json.dumps(source, ensure_ascii=False))
             else:
                 source = "null" if source in ("None", "nil") else source
-                is_json = _SCALAR.fullmatch(source) is not None
+                is_json = JSON_SCALAR.fullmatch(source) is not None
                 self._write(source if is_json else json.dumps(source, ensure_ascii=False))
 
     def _bare(self, ends: str) -> Steps[str]:
@@ -134,11 +134,7 @@ class Gemma4Parser(ToolCallParser):
         return self._text[start : self._pos].strip()
 
     def _quoted(self, ends: str) -> Steps[None]:
-        """Read a string up to the token of quotes that ends it, and pass it on meanwhile.
-
-        Args:
-            ends: one of these characters follows the string.
-        """
+        """Read a string up to the quotes that end it, before one of `ends`, and pass it on."""
         # A token that ends the call ends the string, too: the model forgot the token of quotes.
         tags = (self._quote, self._end) if CLOSING in self._marked else (self._quote,)
         any_tag = re.compile("|".join(map(re.escape, tags)))

@@ -86,11 +86,9 @@ class HarmonyParser:
         return self._take()
 
     def finish(self, *, cut: bool) -> list[Part]:
-        """Return the parts that were held back. Nothing may be fed afterwards.
+        """Return the parts that were held back, as `AnswerParser.finish` does.
 
-        Args:
-            cut: whether the answer was cut off; then what may be of a tag or a header is dropped,
-                and so is a call without arguments.
+        Of an answer that was cut off, a header and a call without arguments are dropped, too.
         """
         if not cut:
             self._read(self._held)

@@ -20,6 +20,7 @@ class HermesParser(ToolCallParser):
     """
 
     tag = "<tool_call>"
+    closing = "</tool_call>"
 
     def _calls(self) -> Steps[None]:
         yield from self._skip_space()
@@ -32,7 +33,7 @@ class HermesParser(ToolCallParser):
                 yield from self._call()
                 yield from self._skip_space()
         yield from self._skip_space()
-        yield from self._accept(self._tag("</tool_call>"))
+        yield from self._accept(self._end)
 
 
 class LlamaParser(ToolCallParser):

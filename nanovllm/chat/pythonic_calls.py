@@ -5,9 +5,8 @@ Pure text: knows no requests and no tokens.
 
 import json
 import re
-from collections.abc import Collection
 
-from nanovllm.chat.call_arguments import NotACall, escaped
+from nanovllm.chat.call_arguments import JSON_SCALAR, NotACall, escaped
 from nanovllm.chat.tool_calls import Steps, ToolCallParser
 
 CALLS_START, CALLS_END = "<|tool_call_start|>", "<|tool_call_end|>"
@@ -16,7 +15,6 @@ _OPENINGS = {"{": ("}", "}"), "[": ("]", "]"), "(": (")", "]")}
 _ARGUMENTS = (")", "}")
 _NAME, _KEY = re.compile(r"[-.:\w]"), re.compile(r"[-.\w]")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
-_JSON = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 _NUMBER = re.compile(r"[-+]?(?:[\d_]+\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?", re.ASCII)
 _MAX_NUMBER = 64
 """Characters of a number that is written as JSON has it."""
@@ -35,10 +33,7 @@ class PythonicParser(ToolCallParser):
     """
 
     tag = CALLS_START
-
-    def __init__(self, marked: Collection[str] = ()) -> None:
-        super().__init__(marked)
-        self._end = self._tag(CALLS_END)
+    closing = CALLS_END
 
     def _calls(self) -> Steps[None]:
         yield from self._skip_space()
@@ -164,11 +159,7 @@ class PythonicParser(ToolCallParser):
             self._pos += 1
 
     def _quoted(self, ends: str) -> Steps[None]:
-        """Read a string, and pass it on meanwhile.
-
-        Args:
-            ends: one of these characters follows it.
-        """
+        """Read a string that one of `ends` follows, and pass it on meanwhile."""
         quote = yield from self._peek()
         self._pos += 1
         special = re.compile(rf"{quote}|\\")
@@ -231,7 +222,7 @@ class PythonicParser(ToolCallParser):
 def as_json(source: str) -> str:
     """Return Python's number or word as JSON; what is neither is a string."""
     source = _WORDS.get(source, source)
-    if _JSON.fullmatch(source):
+    if JSON_SCALAR.fullmatch(source):
         return source
     if len(source) <= _MAX_NUMBER and _NUMBER.fullmatch(source):
         try:
@@ -243,6 +234,6 @@ def as_json(source: str) -> str:
         except ValueError:
             pass
         else:
-            if _JSON.fullmatch(found):
+            if JSON_SCALAR.fullmatch(found):
                 return found
     return json.dumps(source, ensure_ascii=False)

@@ -90,11 +90,7 @@ class ReasoningParser:
         return self._run(delta, ended=False, cut=False)
 
     def finish(self, *, cut: bool) -> list[Part]:
-        """Return what was held back.
-
-        Args:
-            cut: whether the answer was cut off; then what may be a tag is dropped.
-        """
+        """Return what was held back, as `AnswerParser.finish` does."""
         return self._run("", ended=True, cut=cut)
 
     def _run(self, delta: str, *, ended: bool, cut: bool) -> list[Part]:

@@ -15,15 +15,14 @@ import contextlib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from nanovllm.chat.call_arguments import NotACall, decoded, escaped
+from nanovllm.chat.call_arguments import Function, NotACall, decoded, escaped
 from nanovllm.chat.json_calls import HermesParser
 from nanovllm.chat.tool_calls import Steps
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-_CALL_END = "</tool_call>"
 _VALUE_END = re.compile(rf"\n?{_PARAMETER_END}|\n(?={_PARAMETER}|{_FUNCTION_END})")
 _HELD = re.compile(r"\n?(?:<[/a-z]{0,10})?\Z")
 """At the end of the text: with what a value's end may begin."""
@@ -44,15 +43,6 @@ _MAX_DEPTH = 16
 """Of schemas within schemas, and of references."""
 
 
-class Function(Protocol):
-    """A function that a model may call."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def parameters(self) -> Mapping[str, Any] | None: ...
-
-
 class TaggedParser(HermesParser):
     """<tool_call><function=f><parameter=key>value</parameter></function></tool_call>.
 
@@ -60,15 +50,11 @@ class TaggedParser(HermesParser):
     for the parameter: then it is JSON of such a type, where it can be read so. A line end on each
     side belongs to the tags. Models forget <tool_call>, and tags that close something. JSON in the
     tags is read as in the Hermes format.
-
-    Args:
-        functions: those that may be called.
     """
 
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
-        super().__init__(marked)
+        super().__init__(marked, functions)
         self._openings = (self._opening, _FUNCTION)
-        self._end = self._tag(_CALL_END)
         self._schemas = {function.name: function.parameters or {} for function in functions}
 
     def _calls(self) -> Steps[None]:
@@ -192,11 +178,7 @@ class TaggedParser(HermesParser):
 
 
 def parameter_types(schema: Mapping[str, Any], name: str) -> set[str]:
-    """Return the types, as JSON schemas name them, that a function's parameter may have.
-
-    Args:
-        schema: of the function's arguments.
-    """
+    """Return the types, as JSON schemas name them, of a parameter in a function's schema."""
     properties, part = schema.get("properties"), schema.get("additionalProperties")
     if isinstance(properties, Mapping) and name in properties:
         part = properties[name]
@@ -204,11 +186,7 @@ def parameter_types(schema: Mapping[str, Any], name: str) -> set[str]:
 
 
 def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int) -> set[str]:
-    """Return the types that `schema`, a part of `root`, names; none if it names none.
-
-    Args:
-        seen: references that are followed already.
-    """
+    """Return the types that `schema`, a part of `root`, names; `seen` references are left out."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
     named = schema.get("type", [])

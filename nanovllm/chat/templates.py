@@ -100,11 +100,7 @@ def template_options(
 
 
 class ChatTemplates:
-    """Renders conversations by chat templates, in a process of its own.
-
-    Args:
-        tokenizer: gives the checkpoint's template and the special tokens; None if there is none.
-    """
+    """Renders conversations by the tokenizer's templates, or others, in a process of its own."""
 
     def __init__(self, tokenizer: KeptTokenizer | None) -> None:
         self._tokenizer = tokenizer

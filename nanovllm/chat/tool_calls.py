@@ -6,10 +6,10 @@ Pure text: knows no requests and no tokens. `tool_formats` says how each model w
 import contextlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Sequence
 from typing import ClassVar, TypeVar
 
-from nanovllm.chat.call_arguments import NotACall, decoded, new_call_id, plain_object
+from nanovllm.chat.call_arguments import Function, NotACall, decoded, new_call_id, plain_object
 from nanovllm.chat.parts import Part, TextDelta, ToolCallArguments, ToolCallStart
 from nanovllm.chat.reasoning import marked_tag, prefix_at_end
 
@@ -36,16 +36,20 @@ class ToolCallParser(ABC):
 
     Args:
         marked: tags that have TOKEN_MARK before them.
+        functions: those that may be called, for formats that leave types to their schemas.
     """
 
     tag: ClassVar[str]
     """What a call begins with."""
+    closing: ClassVar[str] = ""
+    """The tag behind a call, or behind all; models forget it."""
     only_known_keys: ClassVar[bool] = False
     """Whether an object with further keys is no call."""
 
-    def __init__(self, marked: Collection[str] = ()) -> None:
+    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
         self._marked = marked
-        self._opening = self._tag(self.tag)
+        self._functions = functions
+        self._opening, self._end = self._tag(self.tag), self._tag(self.closing)
         self._openings: tuple[str, ...] = (self._opening,)  # what calls may begin with
         self._text = ""  # what is neither returned nor dropped yet
         self._pos = 0  # how much of it was read
@@ -63,11 +67,7 @@ class ToolCallParser(ABC):
         return self._advance()
 
     def finish(self, *, cut: bool) -> list[Part]:
-        """Return the parts that were held back. Nothing may be fed afterwards.
-
-        Args:
-            cut: whether the answer was cut off, so that a tag may have begun at its end.
-        """
+        """Return the parts that were held back, as `AnswerParser.finish` does."""
         self._ended, self._cut = True, cut
         return self._advance()
 

@@ -4,15 +4,16 @@ Pure text: knows no requests, no tokens but the ids of tags, and no server.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from nanovllm.chat import harmony
+from nanovllm.chat.call_arguments import Function
 from nanovllm.chat.gemma_calls import CLOSING, QUOTE, Gemma4Parser
 from nanovllm.chat.json_calls import HermesParser, LlamaParser, MistralParser
 from nanovllm.chat.pythonic_calls import CALLS_END, CALLS_START, PythonicParser
 from nanovllm.chat.reasoning import is_harmony
-from nanovllm.chat.tagged_calls import Function, TaggedParser
+from nanovllm.chat.tagged_calls import TaggedParser
 from nanovllm.chat.tool_calls import MAX_CALLS, ToolCallParser
 from nanovllm.chat.tool_messages import knows_tools, shows_pythonic_calls
 from nanovllm.errors import InvalidRequestError
@@ -42,10 +43,6 @@ class ToolFormat:
     """A call and what is around each, likewise."""
     separator: ClassVar[str] = ""
     """What stands between calls."""
-
-    def new_parser(self, marked: Collection[str], functions: Sequence[Function]) -> ToolCallParser:
-        """Return a parser for one answer, which may call `functions`."""
-        return self.parser(marked)
 
     def grammar(
         self, functions: Sequence[Function], *, several: bool, tag_ids: Mapping[str, int]
@@ -99,9 +96,6 @@ class Tagged(Hermes):
     """A grammar has the model write JSON as in the Hermes format, which the parser takes too."""
 
     parser = TaggedParser
-
-    def new_parser(self, marked: Collection[str], functions: Sequence[Function]) -> ToolCallParser:
-        return TaggedParser(marked, functions)
 
 
 class Llama(ToolFormat):

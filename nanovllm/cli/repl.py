@@ -48,11 +48,7 @@ THINK, END_THINK = "<think>\n", "\n</think>\n\n"
 
 
 class Chat:
-    """One conversation.
-
-    Args:
-        system: the system message; None or "" for none.
-    """
+    """One conversation, with a system message if `system` is one."""
 
     def __init__(self, source: Source, system: str | None) -> None:
         self._source = source
@@ -135,11 +131,7 @@ class Chat:
 
 
 def model_source(llm: "LLM", params: SamplingParams, template: Mapping[str, Any]) -> Source:
-    """Return the answers of a model.
-
-    Args:
-        template: arguments of the chat template.
-    """
+    """Return the answers of a model; `template` are arguments of the chat template."""
 
     def answer(messages: list[Message]) -> Iterator[str]:
         prompt = llm.render(messages, add_generation_prompt=True, **template)
@@ -149,12 +141,7 @@ def model_source(llm: "LLM", params: SamplingParams, template: Mapping[str, Any]
 
 
 def server_source(server: "Server", model: str, fields: Mapping[str, Any]) -> Source:
-    """Return the answers of a server's /v1/chat/completions.
-
-    Args:
-        model: its name at the server.
-        fields: further fields of the requests, such as {"temperature": 0}.
-    """
+    """Return the answers of a server's model; `fields` are further ones of each request."""
     from nanovllm.loadtest import sse_client
 
     def answer(messages: list[Message]) -> Iterator[str]:

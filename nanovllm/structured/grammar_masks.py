@@ -54,7 +54,6 @@ class GrammarRow:
     """The grammar of one table row, and the output tokens that it has seen.
 
     Args:
-        token_ids: the output so far.
         forces: whether `forced` may return tokens.
     """
 
@@ -280,11 +279,7 @@ class GrammarStep:
         return host, copied
 
     def _write(self, masks: Masks, tokens: list[int]) -> None:
-        """Write all masks.
-
-        Args:
-            tokens: those that the grammars have not read, row by row.
-        """
+        """Write all masks. `tokens` are those that the grammars have not read, row by row."""
         unread = iter(tokens)
         index = 0
         for grammar, row, first in self._rows:

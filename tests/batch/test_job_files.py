@@ -88,7 +88,7 @@ def test_what_stands_in_the_way(tmp_path: Path) -> None:
     output.unlink()
     (tmp_path / "out.jsonl.parts").mkdir()
     (tmp_path / "out.jsonl.parts" / "mine").touch()
-    with pytest.raises(ConfigError, match="is not the directory of a job"):
+    with pytest.raises(ConfigError, match="holds other files and no job"):
         JobFiles(output, {})
     with pytest.raises(ConfigError, match="cannot be made: No such file"):
         JobFiles(tmp_path / "none" / "out.jsonl", {})

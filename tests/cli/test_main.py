@@ -21,9 +21,10 @@ import nanovllm
 from nanovllm import SamplingParams, StructuredOutputsParams, demo_model
 from nanovllm.cli import flag_groups, main as cli
 from nanovllm.errors import InvalidRequestError
-from nanovllm.llm import LLM, default_sampling_params
+from nanovllm.llm import LLM
 from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, add_flags, fields_of, given_fields
+from nanovllm.options.sampling_params import default_sampling_params
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.utils import terminal
 from tests.glossary import ANSWER_TO, ANSWERS, ENTRIES, QUESTION, QUESTIONS
