@@ -30,15 +30,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":  # imported on first use, because both classes import torch
-        from nanovllm.llm import LLM
-
-        return LLM
-    if name == "AsyncLLM":
-        from nanovllm.async_llm import AsyncLLM
-
-        return AsyncLLM
-    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+    homes = {"LLM": "nanovllm.llm", "AsyncLLM": "nanovllm.async_llm"}
+    if name not in homes:
+        raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+    # On first use, because both import torch.
+    return getattr(importlib.import_module(homes[name]), name)
 
 
 if importlib.util.find_spec("nanovllm.compat"):  # other engines' names; the folder may be deleted

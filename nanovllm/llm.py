@@ -5,7 +5,7 @@ Knows no scheduling and no text: it waits for outputs, while `SharedEngine` runs
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.assembly import make_engine
 from nanovllm.chat.templates import Message, as_conversations, template_options
@@ -15,12 +15,9 @@ from nanovllm.engine.prompt_list import make_requests
 from nanovllm.engine.shared_engine import SharedEngine
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
-from nanovllm.options.sampling_params import SamplingParams, default_sampling_params
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
 from nanovllm.weight_methods import WeightMethods
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class LLM(WeightMethods):
@@ -145,30 +142,6 @@ class LLM(WeightMethods):
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request and return its output that was not sent yet; None if it is not running."""
         return self._shared.call(lambda: self.engine.abort(request_id))
-
-    def render(self, messages: Seq[Message], **options: Any) -> list[int]:
-        """Return the token ids of a conversation, rendered by the checkpoint's chat template.
-
-        Args:
-            options: add_generation_prompt, continue_final_message, tools, chat_template, and
-                further variables of the template.
-
-        Raises:
-            InvalidRequestError: there is no chat template, or it cannot render the messages.
-        """
-        processor = self.engine.input_processor
-        return processor.encode(processor.chat.render(messages, options), rendered=True)
-
-    def get_tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        """Return a transformers tokenizer of the checkpoint, None if it has none.
-
-        The engine has its own: it does not see changes of this one.
-        """
-        return self.engine.load_tokenizer()
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters recommended in the checkpoint's generation_config.json."""
-        return default_sampling_params(self.engine.generation_config)
 
     def get_metrics(self) -> list[Metric | Vector | Histogram]:
         """Return the engine's counts and rates; those that vLLM has too have vLLM's names."""

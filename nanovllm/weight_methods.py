@@ -1,22 +1,62 @@
-"""The methods of `LLM` and `AsyncLLM` for weights that change: vLLM's names, and one loop for both.
+"""What `LLM` and `AsyncLLM` have in common, and their methods for weights that change.
 
-Knows no weight: `nanovllm.training` does, which is imported when one of these is called.
+Knows no weight: `nanovllm.training` does, which is imported when one of these methods is called.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nanovllm.chat.templates import Message
 from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.shared_engine import SharedEngine
+from nanovllm.options.sampling_params import SamplingParams, default_sampling_params
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from nanovllm.training.control import WeightControl
 
 Result = TypeVar("Result")
 
 
-class WeightMethods:
+class ModelMethods:
+    """What both say of the model, without a step."""
+
+    engine: LLMEngine
+
+    def render(self, messages: Seq[Message], **options: Any) -> list[int]:
+        """Return the token ids of a conversation, rendered by the checkpoint's chat template.
+
+        Args:
+            options: add_generation_prompt, continue_final_message, tools, chat_template, and
+                further variables of the template.
+
+        Raises:
+            InvalidRequestError: there is no chat template, or it cannot render the messages.
+        """
+        processor = self.engine.input_processor
+        return processor.encode(processor.chat.render(messages, options), rendered=True)
+
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        """Return a transformers tokenizer of the checkpoint, None if it has none.
+
+        The engine has its own: it does not see changes of this one.
+        """
+        return self.engine.load_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling parameters recommended in the checkpoint's generation_config.json."""
+        return default_sampling_params(self.engine.generation_config)
+
+    @property
+    def _control(self) -> "WeightControl":
+        from nanovllm.training.control import control_of
+
+        return control_of(self.engine)
+
+
+class WeightMethods(ModelMethods):
     """Base of `LLM`.
 
     While the engine sleeps, or an update runs, a request raises InvalidRequestError. Requests in
@@ -24,7 +64,6 @@ class WeightMethods:
     them finish. The cached prefixes of the old weights are forgotten.
     """
 
-    engine: LLMEngine
     _shared: SharedEngine
 
     def reset_prefix_cache(self) -> bool:
@@ -119,17 +158,10 @@ class WeightMethods:
         """
         self._shared.call(lambda: self._control.end(weight_version))
 
-    @property
-    def _control(self) -> "WeightControl":
-        from nanovllm.training.control import control_of
 
-        return control_of(self.engine)
-
-
-class AsyncWeightMethods:
+class AsyncWeightMethods(ModelMethods):
     """Base of `AsyncLLM`: the methods of `WeightMethods`, which says what they do."""
 
-    engine: LLMEngine
     _thread: EngineThread
 
     async def _between_steps(self, command: Callable[[], Result]) -> Result:
@@ -179,9 +211,3 @@ class AsyncWeightMethods:
                 self._thread.deliver_all()
 
         return await self._between_steps(run)
-
-    @property
-    def _control(self) -> "WeightControl":
-        from nanovllm.training.control import control_of
-
-        return control_of(self.engine)

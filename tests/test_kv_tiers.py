@@ -276,7 +276,7 @@ def test_others_do_not_wait_for_a_load_and_it_may_be_aborted(
     loading = steps.add_request(prompt, params)
     for _ in range(10):
         steps.step()
-    assert steps.scheduler.num_loading == 1
+    assert len(steps.scheduler._loading) == 1
     assert steps.stats.num_decode_tokens >= 10
     steps.abort(loading)
     threading.Timer(0.2, gate.set).start()

@@ -26,7 +26,7 @@ HOMES = {
     "LLMEngine": "nanovllm.compat.llm_engine",
     **dict.fromkeys(("EngineArgs", "AsyncEngineArgs", "FlexibleArgumentParser"), _ARGS),
     **dict.fromkeys(("AsyncLLMEngine", "TextPrompt", "TokensPrompt", "PromptType"), _SCRIPT),
-    **dict.fromkeys(("Metric", "Counter", "Gauge", "Vector", "Histogram"), _SCRIPT),
+    **dict.fromkeys(("Metric", "Counter", "Gauge", "Vector", "Histogram"), "nanovllm.outputs"),
     "cleanup_dist_env_and_memory": _SCRIPT,
 }
 """By name of vLLM's or nano-vllm's: the module here that has it."""

@@ -11,6 +11,7 @@ _STRUCTURED = "use structured_outputs"
 _ONE_COMPILER = "grammars are compiled by llguidance; leave it out"
 _GENERATES = "the models here generate text; use sentence-transformers for embeddings and scores"
 _ONE_COPY = "use tensor_parallel_size, or one LLM for each GPU"
+_HOST_MEMORY = "use kv_offload_gib: GiB of host memory for KV that leaves the pool"
 _SAFETENSORS = "only safetensors files are read; leave it out"
 _GRAPHS = "CUDA graphs are captured for all sizes; leave it out, or use enforce_eager=True for none"
 
@@ -38,12 +39,8 @@ CONFIG_NAMES = other_names(
     ("use_tqdm_on_load", (True,), "use the environment variable TQDM_DISABLE=1"),
     ("block_size", (), "use kvcache_block_size"),
     ("num_gpu_blocks_override", (), "use num_kvcache_blocks"),
-    ("swap_space", (0,), "use kv_offload_gib: GiB of host memory for KV that leaves the pool"),
-    (
-        "kv_offloading_size",
-        (),
-        "use kv_offload_gib: GiB of host memory for KV that leaves the pool",
-    ),
+    ("swap_space", (0,), _HOST_MEMORY),
+    ("kv_offloading_size", (), _HOST_MEMORY),
     ("kv_offloading_backend", (), "use kv_offload_gib or kv_cache_dir"),
     ("cpu_offload_gb", (0,), "weights stay on one device; use quantization to make them smaller"),
     ("calculate_kv_scales", (False,), 'use kv_cache_dtype="int8" for scales, on a CPU'),

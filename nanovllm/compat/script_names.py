@@ -1,24 +1,10 @@
-"""What scripts import from vLLM beside engines and options: types of prompts, metrics, clean-up."""
+"""What scripts import from vLLM beside engines and options: types of prompts, clean-up."""
 
 import gc
 from typing import NotRequired, TypedDict
 
 from nanovllm.compat.generation import AsyncLLM
 from nanovllm.engine.prompt import PromptInput
-from nanovllm.outputs import Counter, Gauge, Histogram, Metric, Vector
-
-__all__ = [
-    "AsyncLLMEngine",
-    "Counter",
-    "Gauge",
-    "Histogram",
-    "Metric",
-    "PromptType",
-    "TextPrompt",
-    "TokensPrompt",
-    "Vector",
-    "cleanup_dist_env_and_memory",
-]
 
 AsyncLLMEngine = AsyncLLM
 PromptType = PromptInput

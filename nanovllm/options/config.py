@@ -11,13 +11,6 @@ import re
 from typing import Annotated, Any
 
 from nanovllm.errors import ConfigError
-from nanovllm.options.lora_config import (
-    DEFAULT_LORA_RANK,
-    DEFAULT_LORAS,
-    MAX_LORA_RANK,
-    MAX_LORAS,
-    check_lora,
-)
 from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.options.validation import (
     Error,
@@ -25,6 +18,7 @@ from nanovllm.options.validation import (
     check_fields,
     check_float,
     check_int,
+    check_path,
     shown,
     strict_keywords,
 )
@@ -41,15 +35,12 @@ not get the threads or their memory."""
 _INT32 = 2**31 - 1
 """The largest number in a block table."""
 _LEAST_GIB, _MAX_GIB = 2.0**-20, 2.0**30
-_STORE_GIB = 16.0
-"""The default of kv_cache_dir_gib."""
-
-
-def _path(error: Error, name: str, value: Any, rule: str, kinds: Any = str | os.PathLike) -> str:
-    if not isinstance(value, kinds) or not os.fspath(value):
-        raise error(f"{name} must be {rule}, got {shown(value)}")
-    path: str = os.fspath(value)
-    return path
+_NEEDS = {
+    "kv_cache_dir_gib": ("kv_cache_dir", "limits what is in kv_cache_dir"),
+    "max_loras": ("enable_lora", "is for adapters that requests name"),
+    "max_lora_rank": ("enable_lora", "is for adapters that requests name"),
+}
+"""Options that count only with another one: that one, and what they do."""
 
 
 def _dtype(error: Error, name: str, value: Any) -> str:
@@ -110,24 +101,24 @@ class Config:
         ConfigError: a field is unknown, of the wrong type, out of range, or contradicts another.
     """
 
-    model: Annotated[str, _path, "a directory or a hub id"]
+    model: Annotated[str, check_path, "a directory or a hub id"]
     """Path of a local checkpoint directory or GGUF file, or a Hugging Face hub id such as
     "Qwen/Qwen3-0.6B", or a GGUF file in a hub repository such as "owner/repo/model.gguf"."""
-    revision: Annotated[str | None, _path, "a string or None", str] = None
+    revision: Annotated[str | None, check_path, "a string or None", str] = None
     """Branch, tag or commit of the hub repository; None is its default branch."""
-    tokenizer: Annotated[str | None, _path, "a directory or a hub id or None"] = None
+    tokenizer: Annotated[str | None, check_path, "a directory or a hub id or None"] = None
     """Directory or hub id of another tokenizer; None is the model's own."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts and outputs are token ids, and texts are empty."""
-    download_dir: Annotated[str | None, _path, "a directory or None"] = None
+    download_dir: Annotated[str | None, check_path, "a directory or None"] = None
     """Directory for downloads from the hub; None is huggingface_hub's cache."""
     hf_overrides: Annotated[dict[str, Any] | None, _json_object] = None
     """Fields that replace those of the checkpoint's config.json, such as {"rope_theta": 1000000};
     None is none."""
-    generation_config: Annotated[str, _path, 'a directory, "auto" or "vllm"'] = "auto"
+    generation_config: Annotated[str, check_path, 'a directory, "auto" or "vllm"'] = "auto"
     """Where recommended sampling parameters come from: "auto" is the checkpoint's
     generation_config.json, "vllm" is none; else a directory with that file, which then also names
-    the end-of-sequence tokens."""
+    the end-of-sequence tokens besides the tokenizer's."""
     dtype: Annotated[str, _dtype] = "auto"
     """Data type of weights and activations: "float32", "bfloat16" or "float16"; "auto" keeps the
     checkpoint's, but is bfloat16 for a GGUF file and, on a CPU, for a quantised checkpoint in
@@ -183,10 +174,10 @@ class Config:
     kv_offload_gib: Annotated[float | None, check_float, _LEAST_GIB, _MAX_GIB] = None
     """GiB of host memory, of all ranks together, for cached KV that leaves the pool: a prefix hit
     or a preempted sequence gets it back from there. None is no such memory."""
-    kv_cache_dir: Annotated[str | None, _path, "a directory or None"] = None
+    kv_cache_dir: Annotated[str | None, check_path, "a directory or None"] = None
     """Directory that keeps the KV of prompts between processes; made if it is not there. A later
     engine with the same model and options finds the prefixes there. None is none."""
-    kv_cache_dir_gib: Annotated[float, check_float, _LEAST_GIB, _MAX_GIB] = _STORE_GIB
+    kv_cache_dir_gib: Annotated[float, check_float, _LEAST_GIB, _MAX_GIB] = 16.0
     """Most GiB of files in kv_cache_dir: the least recently used go first."""
     max_logprobs: Annotated[int, check_int, -1, _INT32] = 1000
     """Maximum number of log-probabilities that a request may ask for at each token; -1 is the size
@@ -199,15 +190,15 @@ class Config:
     {"method": "ngram"}; None is no speculation."""
     enable_lora: bool = False
     """Let each request name a LoRA adapter of its own."""
-    max_loras: Annotated[int, check_int, 1, MAX_LORAS] = DEFAULT_LORAS
+    max_loras: Annotated[int, check_int, 1, 1024] = 1
     """Maximum number of adapters whose requests run at once; each has a slot in memory, of
     max_lora_rank. Requests with further adapters wait, and any number may be known."""
-    max_lora_rank: Annotated[int, check_int, 1, MAX_LORA_RANK] = DEFAULT_LORA_RANK
+    max_lora_rank: Annotated[int, check_int, 1, 512] = 16
     """Largest rank of an adapter that a request names."""
-    lora: Annotated[str | None, _path, "a directory or None"] = None
+    lora: Annotated[str | None, check_path, "a directory or None"] = None
     """Directory of a LoRA adapter that is merged into the weights when they are loaded: all
     requests have it, and a step costs what it costs without. None is none."""
-    trace: Annotated[str | None, _path, "a file or None"] = None
+    trace: Annotated[str | None, check_path, "a file or None"] = None
     """File for a timeline of the engine's steps and of each sequence, which ui.perfetto.dev shows;
     an existing file is overwritten. None is no file."""
     logprobs_mode: Annotated[str, check_choice, LOGPROBS_MODES] = "raw_logprobs"
@@ -236,13 +227,12 @@ class Config:
             raise ConfigError(
                 "num_kvcache_blocks and kv_cache_memory_bytes both size the KV pool; give one"
             )
-        self._check_tiers()
-        check_lora(
-            enable_lora=self.enable_lora,
-            max_loras=self.max_loras,
-            max_lora_rank=self.max_lora_rank,
-            lora=self.lora,
-        )
+        self._check_needs()
+        if self.lora is not None and self.enable_lora:
+            raise ConfigError(
+                "lora merges one adapter into the weights, and with enable_lora=True each request "
+                "may name its own: leave one of both out"
+            )
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise ConfigError(
                 f"device {self.device!r} names one GPU but tensor_parallel_size is "
@@ -264,12 +254,15 @@ class Config:
         """Whether KV that is in the prefix cache is also kept outside the pool."""
         return self.kv_offload_gib is not None or self.kv_cache_dir is not None
 
-    def _check_tiers(self) -> None:
-        if self.kv_cache_dir is None and self.kv_cache_dir_gib != _STORE_GIB:
-            raise ConfigError(
-                f"kv_cache_dir_gib {self.kv_cache_dir_gib:g} limits what is in kv_cache_dir, which "
-                "is None: give the directory too, or leave kv_cache_dir_gib out"
-            )
+    def _check_needs(self) -> None:
+        """Raise ConfigError for an option that is given without another one."""
+        for name, (needed, what) in _NEEDS.items():
+            value, given = getattr(self, name), getattr(self, needed)
+            if not given and value != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(
+                    f"{name} {value:g} {what}, but {needed} is {given}: give {needed} too, or "
+                    f"leave {name} out"
+                )
         if self.has_tiers and not self.enable_prefix_caching:
             given = "kv_offload_gib" if self.kv_offload_gib is not None else "kv_cache_dir"
             raise ConfigError(

@@ -1,15 +1,16 @@
 """`SpeculativeConfig`: how draft tokens are proposed, by vLLM's names. Knows no other option."""
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 from nanovllm.errors import ConfigError
 from nanovllm.options.validation import (
+    Error,
     check_choice,
     check_fields,
     check_int,
+    check_path,
     shown,
     strict_keywords,
 )
@@ -24,6 +25,11 @@ MAX_LOOKUP = 128
 length of n-grams."""
 
 
+def _method(error: Error, name: str, value: Any) -> str:
+    known = _OTHER_NAMES.get(value, value) if isinstance(value, str) else value
+    return check_choice(error, name, known, METHODS)
+
+
 @strict_keywords(ConfigError)
 @dataclasses.dataclass(frozen=True)
 class SpeculativeConfig:
@@ -33,11 +39,11 @@ class SpeculativeConfig:
         ConfigError: a field is unknown, of the wrong type, out of range, or contradicts another.
     """
 
-    method: str | None = None
+    method: Annotated[str | None, _method] = None
     """How to propose: "ngram" (prompt lookup), "draft_model", "eagle3", or "mtp" for the layer that
     the model's own checkpoint has for drafts; "auto" is "ngram". None is what the draft network is:
     "eagle3" for an EAGLE-3 head, else "draft_model"."""
-    model: str | None = None
+    model: Annotated[str | None, check_path, "a directory or a hub id"] = None
     """Checkpoint of the draft network: a directory or hub id."""
     num_speculative_tokens: Annotated[int | None, check_int, 1, 1024] = None
     """Most tokens to propose for a sequence in one step; None is 24 for ngram, 1 for mtp, which was
@@ -49,8 +55,8 @@ class SpeculativeConfig:
     """Shortest n-gram to look up, in tokens."""
 
     def __post_init__(self) -> None:
-        self._check_method_and_model()
         check_fields(ConfigError, self)
+        self._check_model()
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min must be at most prompt_lookup_max, got "
@@ -84,14 +90,7 @@ class SpeculativeConfig:
             return dataclasses.replace(self, method="eagle3")
         return dataclasses.replace(self, method=self.method or "draft_model")
 
-    def _check_method_and_model(self) -> None:
-        if self.model is not None:
-            if not isinstance(self.model, str | os.PathLike) or not os.fspath(self.model):
-                raise ConfigError(
-                    f"model must be a directory or a hub id, got {shown(self.model)}: it is the "
-                    "checkpoint of the draft network"
-                )
-            object.__setattr__(self, "model", os.fspath(self.model))
+    def _check_model(self) -> None:
         if self.method is None:
             if self.model is None:
                 raise ConfigError(
@@ -99,9 +98,6 @@ class SpeculativeConfig:
                     "network: both are missing"
                 )
             return
-        if isinstance(self.method, str):
-            object.__setattr__(self, "method", _OTHER_NAMES.get(self.method, self.method))
-        check_choice(ConfigError, "method", self.method, METHODS)
         needs_model = self.method in NETWORK_METHODS
         if needs_model and self.model is None:
             raise ConfigError(

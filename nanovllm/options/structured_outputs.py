@@ -11,7 +11,14 @@ from typing import Annotated, Any
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.json_schema import grammar_schema_text
-from nanovllm.options.validation import Error, check_bool, check_fields, shown, strict_keywords
+from nanovllm.options.validation import (
+    Error,
+    check_bool,
+    check_fields,
+    check_text,
+    shown,
+    strict_keywords,
+)
 
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 _LONGEST_SHOWN = 200
@@ -20,12 +27,6 @@ MAX_CHARS = 1 << 16
 TOO_COMPLEX = "too complex a form"
 """With this begins the reason of an output that a limit of its grammar has ended."""
 _IS_LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|start\s*:(?!:=))")
-
-
-def _text(error: Error, name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise error(f"{name} must be a text, got {shown(value)}")
-    return value
 
 
 def _schema_text(error: Error, name: str, value: Any) -> str:
@@ -65,11 +66,11 @@ class StructuredOutputsParams:
 
     json: Annotated[str | dict[str, Any] | None, _schema_text] = None
     """A JSON schema: its text, or a dictionary, which is kept as text."""
-    regex: Annotated[str | None, _text] = None
+    regex: Annotated[str | None, check_text] = None
     """A regular expression that the whole output matches, without look-around."""
     choice: Annotated[Sequence[str] | None, _choice] = None
     """Strings, one of which is the output; kept as a tuple."""
-    grammar: Annotated[str | None, _text] = None
+    grammar: Annotated[str | None, check_text] = None
     """A grammar in Lark's notation, or in GBNF."""
     json_object: Annotated[bool | None, check_bool] = None
     """True for any JSON object."""

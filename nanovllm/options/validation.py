@@ -11,8 +11,9 @@ import logging
 import math
 import numbers
 import operator
+import os
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from nanovllm.errors import NanoVLLMError
@@ -40,6 +41,12 @@ def shown(value: Any) -> str:
     except ValueError:  # an integer of thousands of digits has no repr
         text = f"an integer of {value.bit_length()} bits"
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+
+
+def listed(items: Sequence[str], most: int, separator: str = ", ") -> str:
+    """Return the first `most` of `items`, and how many more there are: for errors."""
+    rest = len(items) - most
+    return separator.join([*items[:most], *([f"and {rest} more"] if rest > 0 else [])])
 
 
 class OtherName(NamedTuple):
@@ -198,6 +205,37 @@ def check_choice(error: Error, name: str, value: Any, choices: Collection[str]) 
         hint = f": {other.advice}" if other else meant * meant.startswith("; did")  # no second list
         raise error(f"{name} must be one of {', '.join(choices)}, got {shown(value)}{hint}")
     return value
+
+
+def check_text(error: Error, name: str, value: Any) -> str:
+    """Return `value` if it is a string that is not empty, else raise `error`."""
+    if not isinstance(value, str) or not value:
+        raise error(f"{name} must be a string that is not empty, got {shown(value)}")
+    return value
+
+
+def check_texts(error: Error, name: str, value: Any, is_secret: bool = False) -> tuple[str, ...]:
+    """Return `value` as a tuple if it is a list of strings, else raise `error`."""
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise error(f"{name} must be a list of strings" + (not is_secret) * f", got {shown(value)}")
+    return tuple(value)
+
+
+def check_path(
+    error: Error, name: str, value: Any, rule: str, kinds: Any = str | os.PathLike
+) -> str:
+    """Return `value` as a string if it is a path that is not empty, else raise `error`."""
+    path = os.fspath(value) if isinstance(value, kinds) else None
+    if not isinstance(path, str) or not path:
+        raise error(f"{name} must be {rule}, got {shown(value)}")
+    return path
+
+
+def check_names(error: Error, name: str, value: Any) -> dict[str, Any]:
+    """Return a copy of `value` if it is a dictionary with strings as keys, else raise `error`."""
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise error(f"{name} must be a dictionary with names as keys, got {shown(value)}")
+    return dict(value)
 
 
 def _letters(name: str) -> str:

@@ -20,6 +20,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -99,7 +100,7 @@ class _Forward:
                 await (await self._metrics())(scope, receive, answer.send)
                 return
             with self._bodies.reading(receive) as counted:
-                body = await self._read(counted)
+                body = await self._read(scope, counted)
                 if body is not None:
                     await self._forward(scope, body, answer)
         except Exception as error:
@@ -111,26 +112,20 @@ class _Forward:
             else:
                 await found.response()(scope, receive, send)
 
-    async def _read(self, receive: Receive) -> bytes | None:
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         """Return the body, None if the client goes away first.
 
         Raises:
             APIError: it is too large, or takes too long.
         """
-        parts, more = [], True
+        seconds = self._options.read_timeout
         try:
-            async with asyncio.timeout(self._options.read_timeout):
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    parts.append(message.get("body", b""))
-                    more = message.get("more_body", False)
+            async with asyncio.timeout(seconds):
+                return await Request(scope, receive).body()
+        except ClientDisconnect:
+            return None
         except TimeoutError:
-            raise APIError(
-                408, f"the request did not arrive within {self._options.read_timeout:g} s"
-            ) from None
-        return b"".join(parts)
+            raise APIError(408, f"the request did not arrive within {seconds:g} s") from None
 
     async def _forward(self, scope: Scope, body: bytes, answer: "_Answer") -> None:
         """Let a replica answer; if it dies before its answer has begun, another one.

@@ -14,7 +14,7 @@ from ray.serve.config import AutoscalingConfig
 
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
-from nanovllm.options.validation import OTHER_NAMES, check_int, did_you_mean, shown
+from nanovllm.options.validation import OTHER_NAMES, check_int, check_names, did_you_mean, shown
 from nanovllm.ray.affinity import AffinityRouter
 from nanovllm.ray.frontend import Frontend
 from nanovllm.ray.replica import Engine
@@ -152,7 +152,7 @@ def _replicas(given: dict[str, Any]) -> dict[str, Any]:
             f"num_replicas={shown(number)} and autoscaling_config both say how many replicas there "
             "are; give one"
         )
-    scaling = _dictionary("autoscaling_config", scaling)
+    scaling = check_names(ConfigError, "autoscaling_config", scaling)
     for name in scaling.keys() - AutoscalingConfig.model_fields.keys():
         hint = did_you_mean(name, AutoscalingConfig.model_fields)
         raise ConfigError(f"autoscaling_config has no field {shown(name)}{hint}")
@@ -162,7 +162,8 @@ def _replicas(given: dict[str, Any]) -> dict[str, Any]:
 
 def _resources(config: Config, given: _Given) -> dict[str, Any]:
     """Return Ray's options of a replica's actor: with GPUs if its engine is to run on them."""
-    resources = _dictionary("ray_actor_options", given.serve.get("ray_actor_options") or {})
+    resources = given.serve.get("ray_actor_options") or {}
+    resources = check_names(ConfigError, "ray_actor_options", resources)
     by_ray = given.engine.get("distributed_executor_backend") == "ray"  # its ranks have the GPUs
     if config.device.startswith("cuda") and not by_ray:
         resources.setdefault("num_gpus", config.tensor_parallel_size)
@@ -175,10 +176,3 @@ def _threads(given: _Given) -> dict[str, Any]:
     if num_cpus is None or "num_threads" in given.engine:
         return {}
     return {"num_threads": max(1, int(num_cpus))}
-
-
-def _dictionary(name: str, value: Any) -> dict[str, Any]:
-    """Return a copy of an option that must be a dictionary."""
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ConfigError(f"{name} must be a dictionary with texts as keys, got {shown(value)}")
-    return dict(value)

@@ -33,9 +33,9 @@ class PromptQueue:
         self._levels: dict[int, _RoundRobin] = {}  # by priority; none is empty
         self._priorities: Heap[int] = Heap()
         self._round = 0  # no turn was later in a level that is gone
-        self.defer: Callable[[Sequence], bool] | None = None
-        """Takes a sequence without a table row whose turn has come. It lets the sequence `leave`,
-        and returns True, if the sequence cannot run yet and others may go first."""
+        self.defer: list[Callable[[Sequence], bool]] = []
+        """Each takes a sequence without a table row whose turn has come. It lets the sequence
+        `leave`, and returns True, if the sequence cannot run yet and others may go first."""
 
     def __iter__(self) -> Iterator[Sequence]:
         """Yield all sequences, in no particular order."""
@@ -53,7 +53,7 @@ class PromptQueue:
         """Return the sequence whose prompt comes next, None if there is none."""
         while self._levels:
             seq = self._levels[self._priorities.first()].first()
-            if self.defer is None or seq.table_idx is not None or not self.defer(seq):
+            if seq.table_idx is not None or not any(defer(seq) for defer in self.defer):
                 return seq
         return None
 

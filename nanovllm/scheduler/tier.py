@@ -4,18 +4,10 @@ A tier keeps copies of entries of the prefix cache below the pool. Host memory i
 (host_slots.py), a byte store another (here). Knows no tensors and no bytes of an entry.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from typing import Protocol
 
 from nanovllm.scheduler.transfers import STORE, Part
-
-
-class Store(Protocol):
-    """A byte store, as the scheduler sees it."""
-
-    def has(self, key: bytes) -> bool:
-        """Return whether an entry can be read. Cheap: it is called for each block of a prompt."""
-        ...
 
 
 class Tier(Protocol):
@@ -52,17 +44,21 @@ class Tier(Protocol):
 
 
 class StoreTier:
-    """A byte store, see nanovllm/tiers. It evicts what it likes, so a load from it may fail."""
+    """A byte store, see nanovllm/tiers. It evicts what it likes, so a load from it may fail.
+
+    Args:
+        has: whether the store has an entry. Cheap: it is called for each block of a prompt.
+    """
 
     name = STORE
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, has: Callable[[bytes], bool]) -> None:
         self.page_seconds = 0.0
-        self._store = store
+        self._has = has
         self._forgotten: set[bytes] = set()  # damaged entries, until they are written again
 
     def find(self, key: bytes) -> bool:
-        return key not in self._forgotten and self._store.has(key)
+        return key not in self._forgotten and self._has(key)
 
     def offer(self, key: bytes, pages: Seq[int]) -> Part | None:
         if self.find(key):

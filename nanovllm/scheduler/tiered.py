@@ -8,13 +8,12 @@ import dataclasses
 from bisect import insort
 from typing import Any
 
-from nanovllm.scheduler.loading_queue import LoadingQueue, LoadingStepQueue
 from nanovllm.scheduler.messages import Admission, Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.snapshots import Snapshot
 from nanovllm.scheduler.stateful import StatefulScheduler
-from nanovllm.scheduler.tiered_blocks import KV, Plan, TieredBlockManager, TieredBlocks
+from nanovllm.scheduler.tiered_blocks import KV, Plan, TieredBlocks
 from nanovllm.scheduler.tiered_states import TieredStatefulBlockManager
 from nanovllm.scheduler.tiered_windows import TieredWindowedBlockManager
 from nanovllm.scheduler.transfers import HOST, Load, Loaded, TieredResult, TieredSchedule
@@ -32,7 +31,7 @@ class Loading:
 
 
 class TieredScheduling(Scheduler):
-    """A scheduler with tiers.
+    """A scheduler with tiers, by itself that of a model that has KV blocks alone.
 
     Invariants, beside those of its bases, verified by tests/scheduler/invariants.py:
     - A loading sequence is running and not queued. It has no row, and none of its steps is in
@@ -52,7 +51,6 @@ class TieredScheduling(Scheduler):
     """
 
     block_manager: TieredBlocks
-    _prompts: LoadingQueue
 
     def __init__(self, block_manager: TieredBlocks, **options: Any) -> None:
         super().__init__(block_manager, **options)
@@ -66,16 +64,12 @@ class TieredScheduling(Scheduler):
         self._num_loads = 0  # ever
         self._num_steps = 0  # in flight
         self._uncounted: set[Sequence] = set()  # whose first admission gave nothing in the end
-        self._prompts = self._make_queue()
+        self._prompts.defer.append(self._park)
 
     @property
     def num_unfinished(self) -> int:
         """How many sequences are unfinished; 1 if only writing to the store is left to begin."""
         return len(self._sequences) or int(self.traffic.has_unsent)
-
-    @property
-    def num_loading(self) -> int:
-        return len(self._loading)
 
     def schedule(self) -> Schedule | None:
         """Return the next step; None if nothing can run now. See `Scheduler.schedule`."""
@@ -123,20 +117,17 @@ class TieredScheduling(Scheduler):
     def _empty_step(self) -> Schedule:
         return Schedule(next(self._step_ids), [], [], [])
 
-    def _make_queue(self) -> LoadingQueue:
-        return LoadingQueue(self._park)
-
     def _park(self, seq: Sequence) -> bool:
         """Let a sequence whose turn has come wait, if it needs blocks that are being loaded.
 
-        It counts as admitted and preempted, with the turn that it had.
+        Else many prompts with a common prefix would each load it, and hold its blocks. It counts as
+        admitted and preempted, with the turn that it had.
         """
         if not self._loads or not self.block_manager.waits_for(seq, self._loading_keys):
             return False
         if not seq.was_admitted:
             seq.num_cached_tokens = 0
-            self.stats.num_prompt_tokens += seq.num_prompt_tokens
-            self.stats.num_queried_tokens += seq.num_prompt_tokens
+            self.stats.count_prompt(seq.num_prompt_tokens, 0, queries=True)
             self._uncounted.add(seq)
         self._prompts.leave(seq)
         self._parked.append(seq)
@@ -237,10 +228,6 @@ class TieredScheduling(Scheduler):
         self._uncounted.discard(seq)
 
 
-class TieredScheduler(TieredScheduling):
-    """A scheduler with tiers, of a model that has KV blocks alone."""
-
-
 class TieredWindowedScheduler(TieredScheduling, WindowedScheduler):
     """A scheduler with tiers, of a model with window groups."""
 
@@ -275,10 +262,6 @@ class TieredStatefulScheduler(TieredScheduling, StatefulScheduler):
         # Each step makes the copies that were noted before it: see `StatefulBlockManager`.
         return dataclasses.replace(super()._empty_step(), copies=self.block_manager.take_copies())
 
-    def _make_queue(self) -> LoadingQueue:
-        self._queue = queue = LoadingStepQueue(self._park)
-        return queue
-
 
 def _kv_keys(plan: Plan) -> set[bytes]:
     return {entry.key for entry in plan.found if entry.suffix == KV}
@@ -292,4 +275,4 @@ def with_tiers(
         return TieredWindowedScheduler, TieredWindowedBlockManager
     if issubclass(make, StatefulScheduler):
         return TieredStatefulScheduler, TieredStatefulBlockManager
-    return TieredScheduler, TieredBlockManager
+    return TieredScheduling, TieredBlocks

@@ -54,7 +54,9 @@ def digest(data: bytes) -> bytes:
 
 
 class TieredBlocks(BlockManager):
-    """A block manager with tiers below it. An entry is a KV block, a window block or a snapshot.
+    """A block manager with tiers below it, by itself that of a model that has KV blocks alone.
+
+    An entry is a KV block, a window block or a snapshot.
 
     Invariants, beside those of its bases, verified by tests/scheduler/invariants.py:
     - `_digests` has the hashes of exactly the cached blocks, by uid.
@@ -306,7 +308,3 @@ class TieredBlocks(BlockManager):
     def _keep_entries(self, uid: int, digest: bytes, page: int) -> None:
         """Offer the entries of a cached block to the store."""
         self.traffic.keep(self._key(digest, KV), [page])
-
-
-class TieredBlockManager(TieredBlocks):
-    """A block manager with tiers, of a model that has KV blocks alone."""

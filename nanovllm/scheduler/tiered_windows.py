@@ -38,7 +38,7 @@ class TieredWindowedBlockManager(TieredBlocks, WindowedBlockManager):
     ) -> tuple[int, list[Found]]:
         known: dict[tuple[int, int], Found | bool] = {}
         while num_blocks > num_hit:
-            needed = self._needed(num_blocks)
+            needed = list(self._needed(num_blocks))
             for number, index in needed:
                 if (number, index) not in known:
                     known[number, index] = self._look_up(seq, pooled, number, index)
@@ -49,20 +49,6 @@ class TieredWindowedBlockManager(TieredBlocks, WindowedBlockManager):
                 found = (known[key] for key in needed)
                 return num_blocks, [entry for entry in found if isinstance(entry, Found)]
         return num_hit, []
-
-    def _needed(self, num_blocks: int) -> list[tuple[int, int]]:
-        """Return (group, index) of the window blocks that the token behind a prefix reads.
-
-        Later blocks come first.
-        """
-        position = num_blocks * self.block_size
-        firsts = [group.first_block(position, self.block_size) for group in self.windows]
-        return [
-            (number, index)
-            for index in reversed(range(min(firsts, default=num_blocks), num_blocks))
-            for number, first in enumerate(firsts)
-            if index >= first
-        ]
 
     def _look_up(self, seq: Sequence, pooled: list[int], number: int, index: int) -> Found | bool:
         """Return a window block in a tier; True if the pool has it, False if nobody has."""

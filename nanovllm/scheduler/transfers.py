@@ -52,9 +52,9 @@ class Loaded(NamedTuple):
 
     load_id: int
     num_parts: int
-    """How many of its first parts are right, on all ranks."""
+    """How many of its first parts are right: on all ranks, in a result."""
     seconds: float
-    """How long the load took."""
+    """From the begin of its first part to the end of its last."""
 
 
 @dataclass(frozen=True, slots=True)

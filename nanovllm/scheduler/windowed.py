@@ -6,7 +6,7 @@ tensors.
 
 import dataclasses
 from collections import deque
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from itertools import islice
 
 from nanovllm.scheduler.block_manager import Block, BlockManager
@@ -20,6 +20,7 @@ Key = tuple[int, int]
 """Of a cached window block: (index of its group, uid of group 0's block at the same place)."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class WindowBlock:
     """The pages of one block of a window group.
 
@@ -27,12 +28,9 @@ class WindowBlock:
     is also cached, a prefix hit can revive it.
     """
 
-    __slots__ = ("key", "pages", "ref_count")
-
-    def __init__(self, pages: list[int]) -> None:
-        self.pages = pages
-        self.ref_count = 1
-        self.key: Key | None = None
+    pages: list[int]
+    ref_count: int = 1
+    key: Key | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -203,15 +201,22 @@ class WindowedBlockManager(BlockManager):
 
     def _last_missing(self, matched: list[int]) -> int | None:
         """Return the index of the last block of a prefix that a window needs and does not find."""
-        end = len(matched)
-        position = end * self.block_size
-        firsts = [group.first_block(position, self.block_size) for group in self.windows]
-        for index in reversed(range(min(firsts, default=end), end)):
-            uid = self.blocks[matched[index]].uid
-            for number, first in enumerate(firsts):
-                if index >= first and (number, uid) not in self._cached_windows:
-                    return index
+        for number, index in self._needed(len(matched)):
+            if (number, self.blocks[matched[index]].uid) not in self._cached_windows:
+                return index
         return None
+
+    def _needed(self, num_blocks: int) -> Iterator[tuple[int, int]]:
+        """Yield (group, index) of the window blocks that the token behind a prefix reads.
+
+        Later blocks come first.
+        """
+        position = num_blocks * self.block_size
+        firsts = [group.first_block(position, self.block_size) for group in self.windows]
+        for index in reversed(range(min(firsts, default=num_blocks), num_blocks)):
+            for number, first in enumerate(firsts):
+                if index >= first:
+                    yield number, index
 
     def _hit_position(self, cached_blocks: Seq[int]) -> int:
         """Return how many tokens an admission with `cached_blocks` need not compute."""

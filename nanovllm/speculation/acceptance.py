@@ -1,9 +1,12 @@
 """How the drafts of a request, or of all requests, fared. Knows no costs and no steps."""
 
+from dataclasses import dataclass
+
 _PRIOR_WEIGHT = 6.0
 """Number of proposals as which a new request counts the engine-wide experience."""
 
 
+@dataclass(slots=True, eq=False)
 class Acceptance:
     """How one request's drafts fared lately, as decayed counts.
 
@@ -11,28 +14,16 @@ class Acceptance:
     whole proposal is right.
     """
 
-    __slots__ = (
-        "first_accepted",
-        "first_tried",
-        "is_probe",
-        "later_accepted",
-        "later_tried",
-        "next_probe",
-        "num_asked",
-        "num_proposals",
-        "prior_weight",
-        "probe_interval",
-    )
-
-    def __init__(self) -> None:
-        self.prior_weight = _PRIOR_WEIGHT
-        self.num_asked = 0.0  # times that drafts were allowed
-        self.num_proposals = 0.0  # times that any were proposed then
-        self.first_accepted = self.first_tried = 0.0
-        self.later_accepted = self.later_tried = 0.0
-        self.is_probe = False  # whether the last drafts allowed were a probe
-        self.probe_interval = 1  # steps from the last probe to the next; 0: it succeeded
-        self.next_probe = 0  # step from which a probe may happen
+    prior_weight: float = _PRIOR_WEIGHT
+    num_asked: float = 0.0  # times that drafts were allowed
+    num_proposals: float = 0.0  # times that any were proposed then
+    first_accepted: float = 0.0
+    first_tried: float = 0.0
+    later_accepted: float = 0.0
+    later_tried: float = 0.0
+    is_probe: bool = False  # whether the last drafts allowed were a probe
+    probe_interval: int = 1  # steps from the last probe to the next; 0: it succeeded
+    next_probe: int = 0  # step from which a probe may happen
 
     def add(self, num_proposed: int, num_accepted: int, weight: float, decay: float) -> None:
         """Count one answer of the proposer, and how many of its first drafts were accepted."""

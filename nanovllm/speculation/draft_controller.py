@@ -64,8 +64,7 @@ class DraftController:
         self.max_draft_tokens = max_draft_tokens
         self._step_costs = CostCurve(step_seconds)
         self._draft_costs = DraftCosts(draft_seconds)
-        self._experience = Acceptance()
-        self._experience.prior_weight = _GUESS_WEIGHT
+        self._experience = Acceptance(_GUESS_WEIGHT)
         self._num_steps = 0
         self._choice_seconds = _CHOICE_SECONDS
         self._host_seconds = 0.0  # what the last choice has cost so far

@@ -25,7 +25,7 @@ class SequenceDrafts(DraftCounts):
 
 
 class AdaptiveDrafting:
-    """As many drafts as the controller expects to pay: `Drafting` of a scheduler.
+    """As many drafts as the controller expects to pay: see `Drafting`, the scheduler's seam.
 
     Args:
         block_manager: the scheduler's.
@@ -47,13 +47,11 @@ class AdaptiveDrafting:
         self._follows_drafts = follows_drafts
 
     def may_follow(self, seq: Sequence) -> bool:
-        """Return whether a sequence with drafts in flight may get another row."""
         return self._follows_drafts and seq.params.is_plain
 
     def extend(
         self, rows: list[Row], new_blocks: list[NewBlocks], sequences: Mapping[int, Sequence]
     ) -> tuple[list[Row], list[NewBlocks], bool]:
-        """Return a step's rows and new blocks with drafts, and whether the step may have any."""
         if self._follows_drafts:
             rows, new_blocks = self._take_back_followers(rows, new_blocks, sequences)
         if self.controller.skips_step():
@@ -63,7 +61,6 @@ class AdaptiveDrafting:
     def record(
         self, seq: Sequence, row: Row, details: RowDetails, num_accepted: int, num_appended: int
     ) -> None:
-        """Learn how the drafts of a row fared."""
         drafts = _drafts_of(seq)
         num_proposed = details.num_draft_tokens
         self.controller.record(drafts.acceptance, row.num_draft_tokens, num_proposed, num_accepted)

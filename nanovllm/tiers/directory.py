@@ -20,12 +20,11 @@ from nanovllm.options.validation import shown
 from nanovllm.tiers.entry_file import (
     MAX_KEY_BYTES,
     file_bytes,
-    open_file,
     read_file,
     write_file,
 )
 from nanovllm.tiers.eviction import NAMESPACE, Evictor, new_temporary
-from nanovllm.utils.disk_cache import check_directory, check_ours
+from nanovllm.utils.disk_cache import check_directory, check_ours, open_ours
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +37,20 @@ _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class DirectoryStore:
-    """A `KVStore` in the directory `path`.
+    """Keeps entries of the prefix cache as bytes, longer than a process lives.
+
+    One thread may write while others read. No method raises: an entry that cannot be had is a miss,
+    and one that cannot be written is left out.
 
     Args:
-        limit_bytes, namespace, rank: see `open_store`.
+        path: a directory, which is made if only the last part is missing.
+        limit_bytes: for the entries of all namespaces and ranks together; those that were not used
+            for longest go first.
+        namespace: lower-case hexadecimal, 16 to 64 digits: see `fingerprint`. Entries of other
+            namespaces and ranks are never read.
+
+    Raises:
+        ConfigError: `path` is no directory, its parent is missing, or others could write to it.
     """
 
     def __init__(
@@ -60,7 +69,7 @@ class DirectoryStore:
         self._warned = False
 
     def has(self, key: bytes) -> bool:
-        """See `KVStore`."""
+        """Return whether there is an entry, in microseconds; `read` may find it damaged."""
         group, path = self._place(key)
         try:
             if not key or key in self._bad or not self._is_safe(group):
@@ -70,12 +79,22 @@ class DirectoryStore:
             return False
 
     def read(self, key: bytes, buffers: Seq[memoryview]) -> bool:
-        """See `KVStore`. A damaged file is removed."""
+        """Fill `buffers` with the entry's bytes, in the order in which they were written.
+
+        A damaged file is removed.
+
+        Args:
+            buffers: writable and contiguous, of uint8; one a page.
+
+        Returns:
+            False if the entry is missing, damaged, another's or of another size. What is in
+            `buffers` then has no meaning.
+        """
         group, path = self._place(key)
         try:
             if not key or key in self._bad or not self._is_safe(group):
                 return False
-            fd = open_file(Path(path))
+            fd = open_ours(Path(path))
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -97,7 +116,10 @@ class DirectoryStore:
         return True
 
     def write(self, key: bytes, buffers: Seq[memoryview]) -> None:
-        """See `KVStore`. After a failure nothing is written for a minute."""
+        """Keep an entry, if there is room and it is not there. Others see all of it or nothing.
+
+        After a failure nothing is written for a minute.
+        """
         fits = 0 < len(key) <= MAX_KEY_BYTES and key not in self._bad
         if not fits or self.has(key) or time.monotonic() < self._resume:
             return
@@ -122,7 +144,7 @@ class DirectoryStore:
         self._evictor.settle()
 
     def close(self) -> None:
-        """See `KVStore`."""
+        """Let the store go. Entries stay."""
         self._evictor.close()
 
     def _place(self, key: bytes) -> tuple[str, str]:

@@ -5,14 +5,10 @@ so nothing in a file is believed. Knows no directory.
 """
 
 import os
-import stat
 import struct
 from collections.abc import Callable, Sequence as Seq
-from pathlib import Path
 
 from xxhash import xxh3_128
-
-from nanovllm.utils.disk_cache import check_ours
 
 MAX_KEY_BYTES = 96
 """A key's hexadecimal digits are a file's name, which may have 255 bytes."""
@@ -29,26 +25,6 @@ _IOV_MAX = 1024
 def file_bytes(num_bytes: int) -> int:
     """Return the size of a file with `num_bytes` of data."""
     return _HEADER.size + _CHECKSUM_BYTES + num_bytes
-
-
-def open_file(path: Path) -> int:
-    """Return a descriptor of `path`, to read; the caller closes it.
-
-    Raises:
-        FileNotFoundError: there is nothing.
-        PermissionError: others could have written it.
-        OSError: it cannot be opened, or is no regular file.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # FIFOs hang
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(f"{path} is no regular file")
-        check_ours(path, status)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def read_file(fd: int, owner: bytes, key: bytes, buffers: Seq[memoryview]) -> bool:

@@ -7,7 +7,6 @@ engine, such as the other rows of a batch, does not count: its prefix cache does
 An adapter's digest is no part of it: one engine serves many, so it belongs in a key's root.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.cpu.build import processor_flags
+from nanovllm.kernels.cpu.build import processor_field, processor_flags
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.config import Config
 
@@ -65,7 +64,7 @@ def fingerprint(
     decisive = {
         "format": _FORMAT,
         "weights": ("dummy", config.seed) if dummy else weights,
-        "model": (type(model_config).__qualname__, _fields(model_config)),
+        "model": (type(model_config).__qualname__, vars(model_config)),
         "options": {
             "hf_overrides": config.hf_overrides,
             "quantization": config.quantization,
@@ -98,7 +97,8 @@ def device_kind(device: torch.device) -> dict[str, Any]:
     kind["machine"] = platform.machine()
     kind["capability"] = torch.backends.cpu.get_cpu_capability()
     kind["flags"] = sorted(processor_flags())
-    kind["name"] = _processor_name()
+    # torch's libraries choose blocks by the size of the processor's caches.
+    kind["name"] = processor_field("model name") or platform.processor()
     return kind
 
 
@@ -114,12 +114,6 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def _fields(model_config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of `model_config`: those of its file, as overridden, and those read."""
-    names = [field.name for field in dataclasses.fields(model_config)]
-    return {name: getattr(model_config, name) for name in names}
-
-
 def _version(package: str) -> str | None:
     if package == "torch":
         return torch.__version__  # with the build, as in 2.13.0+cpu
@@ -127,15 +121,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _processor_name() -> str:
-    """Return the processor's name: torch's libraries choose blocks by the size of its caches."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor()

@@ -4,7 +4,6 @@ A file is read once: its digest is remembered in this user's cache directory. Kn
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -15,6 +14,8 @@ from collections.abc import Iterator, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+from filelock import FileLock
 
 from nanovllm.utils import disk_cache
 
@@ -178,20 +179,7 @@ def _write(cache: Path | None, known: _Known) -> None:
 def _locked(cache: Path | None) -> Iterator[None]:
     """Let one process at a time in; none waits longer than `_LOCK_SECONDS`."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            if cache is not None:
-                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                fd = os.open(cache / "weights.lock", flags, 0o600)
-                stack.callback(os.close, fd)
-                _lock(fd)
+        if cache is not None:
+            with contextlib.suppress(OSError, NotImplementedError):  # no lock in time, or none here
+                stack.enter_context(FileLock(cache / "weights.lock", _LOCK_SECONDS, mode=0o600))
         yield
-
-
-def _lock(fd: int) -> None:
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.02)
-    return None

@@ -80,23 +80,35 @@ def check_file(path: Path) -> bytes:
 
     Raises:
         PermissionError: others could have written it.
-        ValueError: it is damaged or no file.
-        OSError: it is missing or cannot be read.
+        ValueError: it is damaged.
+        OSError: it is missing, no file, or cannot be read.
     """
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # O_NONBLOCK: a FIFO may hang
-
-    with open(path, "rb", opener=opener) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{path} is no regular file")
-        check_ours(path, status)
+    with open(open_ours(path), "rb") as file:
         content = memoryview(file.read())
     digest = hashlib.new(_DIGEST, content[:-_DIGEST_BYTES]).digest()
     if digest != content[-_DIGEST_BYTES:]:
         raise ValueError(f"{path} is damaged")
     return bytes(content[:-_DIGEST_BYTES])
+
+
+def open_ours(path: Path) -> int:
+    """Return a descriptor of `path`, to read; the caller closes it.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        PermissionError: others could have written it.
+        OSError: it cannot be opened, or is no regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # FIFOs hang
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path} is no regular file")
+        check_ours(path, status)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def seal(path: Path) -> None:

@@ -12,6 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from nanovllm.checkpoint.loader import load_weights
 from nanovllm.kernels import torch_experts
+from nanovllm.kernels.torch_experts import Choice
 from nanovllm.layers import linear as linear_module
 from nanovllm.layers.experts import Experts, NormedRouter, Router, SparseMLP, StoredExperts
 from nanovllm.utils import distributed
@@ -156,6 +157,6 @@ def test_gemma4(summed, tmp_path):
 
 def test_of_equal_logits_the_first_expert_is_chosen():
     logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
-    routing = torch_experts.route(logits, 3, renormalize=True)
+    routing = torch_experts.route(logits, Choice(3, renormalize=True))
     assert routing.ids.tolist() == [[1, 3, 0], [0, 1, 2]]
     torch.testing.assert_close(routing.weights.sum(1), torch.ones(2))

@@ -283,7 +283,7 @@ def test_tiers_need_the_prefix_cache(option):
 
 
 def test_a_limit_needs_its_directory():
-    with pytest.raises(ConfigError, match="kv_cache_dir_gib 2 limits .*: give the directory too"):
+    with pytest.raises(ConfigError, match="kv_cache_dir_gib 2 limits .*: give kv_cache_dir too"):
         Config("model", kv_cache_dir_gib=2)
 
 

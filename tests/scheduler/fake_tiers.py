@@ -197,7 +197,7 @@ class TieredEngine(Engine):
         **options: Any,
     ) -> None:
         host = HostSlots(num_host_slots) if num_host_slots else None
-        tier = None if store is None else StoreTier(store)
+        tier = None if store is None else StoreTier(store.has)
         self.traffic = TierTraffic(host, tier, token_seconds=token_seconds)
         super().__init__(traffic=self.traffic, **options)
         self.worker.store = store or FakeStore()

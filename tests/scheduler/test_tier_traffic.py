@@ -16,7 +16,7 @@ def make_traffic(
 ) -> tuple[TierTraffic, FakeStore]:
     store = FakeStore()
     host = HostSlots(num_slots, page_seconds)
-    return TierTraffic(host, StoreTier(store), token_seconds=token_seconds), store
+    return TierTraffic(host, StoreTier(store.has), token_seconds=token_seconds), store
 
 
 def take(traffic: TierTraffic) -> Transfers:

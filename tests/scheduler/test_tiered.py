@@ -102,7 +102,7 @@ def test_others_go_on_while_one_loads(kind: str) -> None:
     assert later.is_finished
     assert other.num_output_tokens > 5
     assert seq.num_output_tokens == 0
-    assert engine.scheduler.num_loading == 1
+    assert len(engine.scheduler._loading) == 1
     end_loads(engine)
     engine.run()
     assert num_computed(engine, seq) == 4 + 1
@@ -196,7 +196,7 @@ def test_prompts_that_begin_alike_load_once() -> None:
     other = engine.add(text(1, 40), max_tokens=1, user="ann")
     slow_loads(engine)
     engine.step()
-    assert engine.scheduler.num_loading == 1
+    assert len(engine.scheduler._loading) == 1
     assert num_computed(engine, other) == 40
     engine.run()
     assert engine.traffic.stats.num_loads == 1
@@ -249,7 +249,7 @@ def test_a_load_for_nobody_ends_before_its_pages_are_reused(kind: str) -> None:
     (load,) = engine.worker.loads
     engine.abort(seq)
     assert seq.num_cached_tokens == 0
-    assert engine.scheduler.num_loading == 0
+    assert len(engine.scheduler._loading) == 0
     schedule = moved(engine.launch())
     pages = {page for part in load.load.parts for page in part.pages}
     assert pages <= {*schedule.transfers.released}
@@ -276,10 +276,10 @@ def test_a_failed_step_ends_all_loads(kind: str) -> None:
     engine.step()
     seq = engine.add(text(0, 40), max_tokens=1)
     engine.step()
-    assert engine.scheduler.num_loading == 1
+    assert len(engine.scheduler._loading) == 1
     engine.worker.is_broken = True
     engine.step()
-    assert engine.scheduler.num_loading == 0
+    assert len(engine.scheduler._loading) == 0
     engine.run()
     assert seq.num_cached_tokens == 36
 

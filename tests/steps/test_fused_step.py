@@ -32,7 +32,7 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.scheduler.worker_info import WorkerInfo
-from nanovllm.speculation.proposers.features import capture_features
+from nanovllm.speculation.proposers.head import capture_features
 from nanovllm.speculation.proposers.proposer import Proposer
 from nanovllm.steps import fused_step
 from nanovllm.steps.cuda_capture import make_capture

@@ -11,7 +11,7 @@ from nanovllm import SamplingParams
 from nanovllm.attention.batch import Batch
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM
 from nanovllm.scheduler.messages import Admission, Row, Schedule
-from nanovllm.speculation.proposers.features import capture_features
+from nanovllm.speculation.proposers.head import capture_features
 from nanovllm.steps.piecewise_graphs import PiecewiseGraphs, piece_sizes
 from nanovllm.steps.registry import StepRunners
 from tests.steps.fake_graphs import FakeCapture, use_fake_graphs

@@ -16,7 +16,6 @@ from nanovllm.errors import ConfigError
 from nanovllm.tiers import directory
 from nanovllm.tiers.directory import DirectoryStore
 from nanovllm.tiers.entry_file import MAX_KEY_BYTES, file_bytes
-from nanovllm.tiers.store import open_store
 from tests.tiers.helpers import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -58,11 +57,11 @@ def warnings(caplog) -> list[str]:
 
 @pytest.mark.parametrize("sizes", [(PAGE,), (1, 0, 5000, 7), (1,) * 3000, ()])
 def test_an_entry_comes_back_in_another_store(root, sizes):
-    first = open_store(root, MIB, NAMESPACE)
+    first = DirectoryStore(root, MIB, NAMESPACE)
     assert not first.has(key(0))
     write(first, 0, sizes)
     first.close()
-    second = open_store(root, MIB, NAMESPACE)
+    second = DirectoryStore(root, MIB, NAMESPACE)
     assert second.has(key(0))
     assert holds(second, 0, sizes)
     assert not second.has(key(1))
@@ -283,7 +282,7 @@ def bad_paths(tmp_path: Path) -> dict[str, str]:
 def test_paths_that_cannot_be(tmp_path):
     for path, rule in bad_paths(tmp_path).items():
         with pytest.raises(ConfigError, match="kv_cache_dir") as raised:
-            open_store(path, MIB, NAMESPACE)
+            DirectoryStore(path, MIB, NAMESPACE)
         assert rule in str(raised.value), path
         assert "kv_cache_dir '" in str(raised.value)
 

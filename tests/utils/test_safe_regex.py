@@ -35,20 +35,19 @@ def test_patterns_of_checkpoints(pattern):
     regex = SafeRegex(pattern)
     for name in NAMES:
         assert regex.match(name) == bool(re.match(pattern, name))
-        assert regex.fullmatch(name) == bool(re.fullmatch(pattern, name))
 
 
 def random_pattern(chooser, depth=0):
     kind = chooser.random()
     if depth > 3 or kind < 0.35:
-        return chooser.choice(["a", "b", ".", r"\.", "[ab]", "[^a]", r"\d", "[a-c]", "1", "{"])
+        return chooser.choice(["a", "b", ".", r"\.", "[ab]", "[^a]", r"\d", "[a-c]", "1", "{", "}"])
     first = random_pattern(chooser, depth + 1)
     if kind < 0.6:
         return first + random_pattern(chooser, depth + 1)
     if kind < 0.72:
         return f"({first}|{random_pattern(chooser, depth + 1)})"
     if kind < 0.92:
-        repeats = ["", "*", "+", "?", "{2}", "{1,2}", "*?", "{0,}", "{,2}"]
+        repeats = ["", "*", "+", "?", "{2}", "{1,2}", "*?", "{0,}", "{,2}", "{1}?", "{,}"]
         return f"(?:{first}){chooser.choice(repeats)}"
     return f"^{first}" if kind < 0.96 else f"{first}$"
 
@@ -61,33 +60,36 @@ def test_random_patterns_match_as_in_python():
         for _ in range(5):
             text = "".join(chooser.choices("ab.1{c", k=chooser.randint(0, 7)))
             assert regex.match(text) == bool(expected.match(text)), (pattern, text)
-            assert regex.fullmatch(text) == bool(expected.fullmatch(text)), (pattern, text)
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(.*)*x", "(a|a)*b", "(?:a?){60}a{60}b"])
 def test_no_exponential_time(pattern):
     """Symptom: Python's re takes longer than the universe."""
-    assert not SafeRegex(pattern).fullmatch("a" * 300 + "c")
+    assert not SafeRegex(f"(?:{pattern})$").match("a" * 300 + "c")
 
 
 @pytest.mark.parametrize(
     ("pattern", "reason"),
     [
-        ("(", "without a \\)"),
-        ("a)", "without a \\("),
+        ("(", "unclosed group"),
+        ("a)", "unopened group"),
+        ("a)(b", "unopened group"),
         ("[a", "not read"),
-        ("*a", "nothing before it"),
-        ("a**", "repeated itself"),
-        ("a{3,2}", "wrong order"),
-        ("(?!x)a", "\\(\\?! is not read"),
+        ("*a", "repetition operator missing"),
+        ("a**", "not read"),
+        ("a*+", "not read"),
+        ("a{2}{3}", "not read"),
+        ("a{3,2}", "start must be <= the end"),
+        ("[a&&b]", "not read"),
+        ("(?!x)a", "'\\(\\?!' is not read"),
         ("(?<=x)a", "is not read"),
         ("(?i)a", "is not read"),
         (r"(a)\1", "not read"),
         ("\\", "not read"),
-        ("[z-a]", "bad character range"),
+        ("[z-a]", "invalid character class range"),
         ("x" * (MAX_LENGTH + 1), "characters"),
-        ("(" * 500, "groups within groups"),
-        ("((a{99}){99}){99}", "states"),
+        ("(" * 500 + ")" * 500, "nest"),
+        ("((a{99}){99}){99}", "size limit"),
     ],
     ids=lambda text: text[:10],
 )

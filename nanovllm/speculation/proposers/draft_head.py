@@ -36,18 +36,9 @@ class DraftHead(DraftNetwork):
     The KV of drafts is computed again when they are accepted, because by then there are the
     target's hidden states. A draft is the most likely token: of what a head guesses from few
     layers, more of these are accepted than of its draws.
-
-    Args:
-        features_size: numbers of a token's hidden states in the pool.
     """
 
-    def __init__(
-        self,
-        target: Network,
-        draft: NetworkSpec,
-        max_num_batched_tokens: int,
-        features_size: int,
-    ) -> None:
+    def __init__(self, target: Network, draft: NetworkSpec, max_num_batched_tokens: int) -> None:
         network = load_draft(target, draft, target.max_model_len)
         super().__init__(network, max_num_batched_tokens, lag=1, keeps_drafts=False)
         head, config = network.model, draft.model_config
@@ -58,21 +49,13 @@ class DraftHead(DraftNetwork):
         self._hidden_size = config.hidden_size
         self._vocab_size = config.vocab_size
         self._dtype = config.dtype
-        self._features_size = features_size
-        self.block_bytes += target.backend.block_size * features_size * config.dtype.itemsize
+        self.block_bytes += target.backend.block_size * head.features_size * config.dtype.itemsize
         self._features: torch.Tensor | None = None
         self._hidden: torch.Tensor | None = None
         """The hidden states that graphs, or the second recording, read and write."""
         self._recorded: list[RecordedModel | None] = [None, None]
         """The head over the target's hidden states, and over its own."""
-        self._token_ids: torch.Tensor | None = None
-        """The target's token of each draft id; None if they are the same."""
-
-    def _capture(self, features: torch.Tensor) -> None:
-        """Let the target store hidden states in `features`, [slots, features_size], from its next
-        forward pass on.
-        """
-        raise NotImplementedError
+        self._token_ids = head.share(target.model)
 
     def admit(self, schedule: Schedule) -> None:
         """Note which blocks have new owners. For a loaded block there are no hidden states of the
@@ -80,7 +63,7 @@ class DraftHead(DraftNetwork):
         """
         super().admit(schedule)
         assert self._features is not None
-        blocks = self._features.view(-1, self._following.block_size, self._features_size)
+        blocks = self._features.view(-1, self._following.block_size, self._head.features_size)
         for page in loaded_pages(schedule):
             blocks[page].zero_()
 
@@ -88,7 +71,7 @@ class DraftHead(DraftNetwork):
         """Make the pools, and let the target store hidden states."""
         super().allocate(tables, num_blocks)
         assert self._features is not None
-        self._capture(self._features)
+        self._head.capture(self._target, self._features)
         if not self._graphs:
             self._record()
 
@@ -112,10 +95,11 @@ class DraftHead(DraftNetwork):
         features = self._network.kernels.take_rows(self._features, batch.slot_mapping)
         return self._head(batch, self._head.combine(features))  # type: ignore[no-any-return]
 
-    def _make_pools(self, tables: DeviceTables, num_blocks: int) -> None:
+    def _make_pools(self, num_blocks: int) -> None:
         """The feature pool has one more block, for the rows that pad a batch."""
-        super()._make_pools(tables, num_blocks)
-        shape = ((num_blocks + 1) * tables.block_size, self._features_size)
+        super()._make_pools(num_blocks)
+        tables = self._tables
+        shape = ((num_blocks + 1) * tables.block_size, self._head.features_size)
         self._features = zeros(shape, self._dtype, tables.device)
         self._following = copy.copy(tables)  # each position holds the token of the next one
         self._following.token_ids = tables.token_ids[:, 1:]
@@ -124,17 +108,17 @@ class DraftHead(DraftNetwork):
         super()._free_pools()
         self._features = None
 
-    def _make_graphs(self, tables: DeviceTables) -> list[GraphRunner]:
+    def _make_graphs(self) -> list[GraphRunner]:
         """The first graphs read the target's hidden states, the others the head's own."""
-        size = self._max_graph_tokens(tables, FEW_TOKENS)
+        size = self._max_graph_tokens(FEW_TOKENS)
         shape = (size, self._hidden_size)
-        hidden = self._hidden = torch.zeros(shape, dtype=self._dtype, device=tables.device)
+        hidden = self._hidden = torch.zeros(shape, dtype=self._dtype, device=self._following.device)
         graphs = []
         for features, count in ((self._features, FEW_TOKENS), (None, 1)):
             graphs.append(
                 self._steps.graphs(
                     self._following,
-                    self._max_graph_tokens(tables, count),
+                    self._max_graph_tokens(count),
                     self._graph_step(hidden, features),
                     max_known_tokens=count,
                     choose=_most_likely,
@@ -159,28 +143,20 @@ class DraftHead(DraftNetwork):
         return compute
 
     def _replay(
-        self,
-        graphs: GraphRunner,
-        tables: DeviceTables,
-        rows: list[Row],
-        hidden: torch.Tensor | None,
+        self, graphs: GraphRunner, rows: list[Row], hidden: torch.Tensor | None
     ) -> torch.Tensor | None:
         assert self._hidden is not None
         if hidden is not None and hidden is not self._hidden:  # the first call fitted no graph
             self._hidden[: len(rows)].copy_(hidden[: len(rows)])
-        super()._replay(graphs, tables, rows, hidden)
+        super()._replay(graphs, rows, hidden)
         ends = list(itertools.accumulate(row.num_scheduled_tokens for row in rows))
         if ends[-1] > len(rows):  # keep the hidden state of each row's last token
-            last_tokens = upload([end - 1 for end in ends], tables.device)
+            last_tokens = upload([end - 1 for end in ends], self._tables.device)
             self._hidden[: len(rows)] = self._hidden[last_tokens]
         return self._hidden
 
     def _forward(
-        self,
-        tables: DeviceTables,
-        rows: list[Row],
-        output_indices: torch.Tensor,
-        hidden: torch.Tensor | None,
+        self, rows: list[Row], output_indices: torch.Tensor, hidden: torch.Tensor | None
     ) -> torch.Tensor:
         recorded = self._recorded[hidden is not None]
         if recorded is not None and recorded.fits(rows):

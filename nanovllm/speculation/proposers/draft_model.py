@@ -30,23 +30,18 @@ class DraftModel(DraftNetwork):
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
         """Make the KV pool, and record small steps."""
         super().allocate(tables, num_blocks)
-        assert self._tables is not None
         self._recorded = self._steps.recorded(self._network.model, self._tables)
 
-    def _make_graphs(self, tables: DeviceTables) -> list[GraphRunner]:
-        size = self._max_graph_tokens(tables, FEW_TOKENS)
-        return [self._steps.graphs(tables, size, max_known_tokens=FEW_TOKENS)]
+    def _make_graphs(self) -> list[GraphRunner]:
+        size = self._max_graph_tokens(FEW_TOKENS)
+        return [self._steps.graphs(self._tables, size, max_known_tokens=FEW_TOKENS)]
 
     def _forward(
-        self,
-        tables: DeviceTables,
-        rows: list[Row],
-        output_indices: torch.Tensor,
-        hidden: torch.Tensor | None,
+        self, rows: list[Row], output_indices: torch.Tensor, hidden: torch.Tensor | None
     ) -> torch.Tensor:
         if self._recorded is not None and self._recorded.fits(rows):
             return self._recorded.forward(rows)
-        return self._network.forward(tables, rows, output_indices)
+        return self._network.forward(self._tables, rows, output_indices)
 
     def _choose(self, sampling: SamplingRows, logits: torch.Tensor) -> torch.Tensor:
         return sampling.sample(logits)

@@ -28,12 +28,17 @@ _MAX_GRAPH_TOKENS = 128
 class DraftNetwork(Proposer):
     """A network that drafts.
 
+    `_tables` and `_kv` are there after `allocate`, which copies the target's tables.
+
     Args:
         network: its blocks are as large as the target's.
         max_num_batched_tokens: tokens that it computes at once, at most.
         lag: how many positions after its input's last a draft lies, less one.
         keeps_drafts: whether the KV of an accepted draft is right.
     """
+
+    _tables: DeviceTables
+    _kv: DraftKV
 
     def __init__(
         self, network: Network, max_num_batched_tokens: int, *, lag: int, keeps_drafts: bool
@@ -44,18 +49,17 @@ class DraftNetwork(Proposer):
         self._max_num_batched_tokens = max_num_batched_tokens
         self._lag = lag
         self._keeps_drafts = keeps_drafts
-        self._tables: DeviceTables | None = None
-        self._kv: DraftKV | None = None
         self._graphs: list[GraphRunner] = []
         """For a proposal's first call of `_draft`, and for the others; empty without graphs."""
 
     def warm_up(self, tables: DeviceTables, num_blocks: int, rows: list[Row]) -> int:
         """See `Proposer`. The most samples at once are the target's."""
-        self._make_pools(tables, num_blocks)
-        self._forward(tables, rows, upload([], tables.device), None)
+        self._tables = tables
+        self._make_pools(num_blocks)
+        self._forward(rows, upload([], tables.device), None)
         num_bytes = 0
         if self._steps.uses_graphs:
-            for graphs in self._make_graphs(tables):
+            for graphs in self._make_graphs():
                 sizes = draft_graph_sizes(graphs.max_tokens)
                 num_bytes += measured_bytes(graphs, sizes, tables.device)
         self._free_pools()
@@ -67,15 +71,14 @@ class DraftNetwork(Proposer):
         tables.state_table = None  # the states are the target's
         width = tables.block_tables.shape[1]
         self._kv = DraftKV(len(tables.params), num_blocks, tables.block_size, width)
-        self._make_pools(tables, num_blocks)
+        self._make_pools(num_blocks)
         if self._steps.uses_graphs:
-            self._graphs = self._make_graphs(tables)
+            self._graphs = self._make_graphs()
             for graphs in self._graphs:
                 graphs.capture(draft_graph_sizes(graphs.max_tokens))
 
     def admit(self, schedule: Schedule) -> None:
         """Note which blocks have new owners."""
-        assert self._kv is not None
         self._kv.admit(schedule)
 
     def propose(self, rows: list[Row]) -> list[int]:
@@ -83,8 +86,6 @@ class DraftNetwork(Proposer):
         position for them. See `Proposer`.
         """
         kv = self._kv
-        assert self._tables is not None, "allocate() comes first"
-        assert kv is not None
         # As the network counts positions: those before sample_position have all of their input.
         rows = [r._replace(num_computed_tokens=r.num_computed_tokens - self._lag) for r in rows]
         counts = [self._num_drafts(row) for row in rows]
@@ -99,7 +100,7 @@ class DraftNetwork(Proposer):
             self._network.pool.zero(begun)
         num_allowed = max(1, min(FEW_TOKENS, self._max_num_batched_tokens // len(drafting)))
         for chunk in kv.chunks(list(drafting), num_allowed, self._max_num_batched_tokens):
-            self._forward(self._tables, chunk, upload([], self._tables.device), None)
+            self._forward(chunk, upload([], self._tables.device), None)
         hidden: torch.Tensor | None = None
         for index in range(max(counts)):
             step = []
@@ -110,9 +111,9 @@ class DraftNetwork(Proposer):
                     step.append(Row(row.seq_id, row.table_idx, start, end - start, samples=True))
             graphs = self._graphs[0 if index == 0 else -1] if self._graphs else None
             if graphs is not None and graphs.fits(step):
-                hidden = self._replay(graphs, self._tables, step, hidden)
+                hidden = self._replay(graphs, step, hidden)
             else:
-                hidden = self._draft(self._tables, step, hidden)
+                hidden = self._draft(step, hidden)
         for row, end in ends.items():
             kv.set_right(row.table_idx, row.sample_position)
             if self._keeps_drafts:
@@ -127,38 +128,32 @@ class DraftNetwork(Proposer):
         room = self._network.max_model_len + 1 - row.sample_position
         return max(0, min(row.num_draft_tokens, room))
 
-    def _draft(
-        self, tables: DeviceTables, rows: list[Row], hidden: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _draft(self, rows: list[Row], hidden: torch.Tensor | None) -> torch.Tensor:
         """Compute `rows`, write one draft behind each and return the new hidden states.
 
         Args:
             hidden: those of the last call, whose first rows these are; None in the first call.
         """
-        sampling = self._sampling(tables, rows)
+        sampling = self._sampling(rows)
         output_indices = sampling.output_indices
         hidden = None if hidden is None else hidden[: len(rows)]
-        hidden = self._forward(tables, rows, output_indices, hidden)
+        hidden = self._forward(rows, output_indices, hidden)
         self._sample(sampling, self._logits(hidden, output_indices))
         return hidden
 
     def _replay(
-        self,
-        graphs: GraphRunner,
-        tables: DeviceTables,
-        rows: list[Row],
-        hidden: torch.Tensor | None,
+        self, graphs: GraphRunner, rows: list[Row], hidden: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Do the same as `_draft`, with one of `graphs`."""
         logits = graphs.run(rows).logits
-        if any(tables.rules[row.table_idx] is not None for row in rows):
-            sampling = self._sampling(tables, rows)
+        if any(self._tables.rules[row.table_idx] is not None for row in rows):
+            sampling = self._sampling(rows)
             self._sample(sampling, None if logits is None else logits[sampling.output_indices])
         return hidden
 
-    def _sampling(self, tables: DeviceTables, rows: list[Row]) -> SamplingRows:
+    def _sampling(self, rows: list[Row]) -> SamplingRows:
         ahead = [r._replace(num_computed_tokens=r.num_computed_tokens + self._lag) for r in rows]
-        return SamplingRows(tables, ahead)
+        return SamplingRows(self._tables, ahead)
 
     def _sample(self, sampling: SamplingRows, logits: torch.Tensor | None) -> None:
         """Write one draft behind each row."""
@@ -168,33 +163,28 @@ class DraftNetwork(Proposer):
             tokens = self._choose(sampling, logits)
         sampling.store(broadcast_from_first(tokens))
 
-    def _make_pools(self, tables: DeviceTables, num_blocks: int) -> None:
+    def _make_pools(self, num_blocks: int) -> None:
         """Make what has a part for each of `num_blocks` KV blocks."""
         self._network.make_pool(num_blocks + self._steps.uses_graphs)
 
     def _free_pools(self) -> None:
         self._network.free_pool()
 
-    def _make_graphs(self, tables: DeviceTables) -> list[GraphRunner]:
+    def _make_graphs(self) -> list[GraphRunner]:
         """Return `_graphs`, not captured yet."""
         raise NotImplementedError
 
-    def _max_graph_tokens(self, tables: DeviceTables, num_tokens: int) -> int:
+    def _max_graph_tokens(self, num_tokens: int) -> int:
         """Return the size of the largest graph for rows of up to `num_tokens` tokens."""
-        most = min(len(tables.params) * num_tokens, _MAX_GRAPH_TOKENS)
+        most = min(len(self._tables.params) * num_tokens, _MAX_GRAPH_TOKENS)
         return min(most, self._max_num_batched_tokens)
 
     def _forward(
-        self,
-        tables: DeviceTables,
-        rows: list[Row],
-        output_indices: torch.Tensor,
-        hidden: torch.Tensor | None,
+        self, rows: list[Row], output_indices: torch.Tensor, hidden: torch.Tensor | None
     ) -> torch.Tensor:
         """Write the KV of `rows`; return hidden states for `_logits`.
 
         Args:
-            tables: the target's.
             output_indices: as for `Network.forward`.
             hidden: as for `_draft`; also None to catch up.
         """

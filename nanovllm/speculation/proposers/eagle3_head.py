@@ -17,9 +17,9 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models.decoder import GatedMLP, SelfAttention
+from nanovllm.models.decoder import DecoderForCausalLM, GatedMLP, SelfAttention
 from nanovllm.speculation.proposers.eagle3_config import NUM_FEATURES, Eagle3Config
-from nanovllm.speculation.proposers.head import Head
+from nanovllm.speculation.proposers.head import Head, capture_features
 from nanovllm.utils.distributed import tensor_parallel
 
 
@@ -93,7 +93,7 @@ class LlamaForCausalLMEagle3(Head):
         super().__init__()
         self.config = config
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        features_size = NUM_FEATURES * config.target_hidden_size
+        features_size = self.features_size = NUM_FEATURES * config.target_hidden_size
         self.input_norm = RMSNorm(features_size, eps) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList(
             RMSNorm(config.target_hidden_size, eps) for _ in range(NUM_FEATURES * config.fc_norm)
@@ -113,26 +113,18 @@ class LlamaForCausalLMEagle3(Head):
             self._embed = self.embed_tokens.forward
         self.ignored_weights = frozenset({"t2d", "model.t2d"})
 
-    def share_embedding(self, embedding: VocabParallelEmbedding) -> None:
-        """Use the target's `embedding`, which stays the target's own."""
-        self._embed = embedding.forward
-
-    def checkpoint_name(self, name: str, known: Collection[str]) -> str:
-        """Return the checkpoint's name of tensor `name`: one of the published ones."""
-        other = name.replace("midlayer.", "layers.0.", 1)
-        names = (name, other, f"model.{name}", f"model.{other}")
-        return next((each for each in names if each in known), name)
-
-    def check_tokens(self) -> None:
-        """Check the loaded table of tokens, because a wrong one would be read as a row of memory.
+    def share(self, target: DecoderForCausalLM) -> torch.Tensor | None:
+        """See `Head`. The embedding may be the head's own.
 
         Raises:
-            CheckpointError: a draft id stands for no token of the vocabulary.
+            CheckpointError: a draft id stands for no token of the vocabulary: it would be read as
+                a row of memory.
         """
+        if self.embed_tokens is None:
+            self._embed = target.model.embed_tokens.forward
         if self.d2t is None:
-            return
-        ids = torch.arange(self.config.draft_vocab_size, device=self.d2t.d2t.device)
-        tokens = self.d2t(ids)
+            return None
+        tokens: torch.Tensor = self.d2t(torch.arange(len(self.d2t.d2t), device=self.d2t.d2t.device))
         wrong = (tokens < 0) | (tokens >= self.config.vocab_size)
         if wrong.any():
             index = int(wrong.nonzero()[0, 0])
@@ -140,6 +132,17 @@ class LlamaForCausalLMEagle3(Head):
                 f"d2t: draft id {index} stands for token {int(tokens[index])}, but the vocabulary "
                 f"has {self.config.vocab_size}"
             )
+        return tokens
+
+    def capture(self, target: DecoderForCausalLM, features: torch.Tensor) -> None:
+        """See `Head`."""
+        capture_features(target, self.config.layer_ids, features)
+
+    def checkpoint_name(self, name: str, known: Collection[str]) -> str:
+        """Return the checkpoint's name of tensor `name`: one of the published ones."""
+        other = name.replace("midlayer.", "layers.0.", 1)
+        names = (name, other, f"model.{name}", f"model.{other}")
+        return next((each for each in names if each in known), name)
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         """Return the hidden states [T, hidden_size] of `features`.
@@ -170,7 +173,7 @@ class LlamaForCausalLMEagle3(Head):
             hidden: [T, hidden_size] contiguous, from `combine` or fed back. The kernels overwrite
                 it.
         """
-        assert self._embed is not None, "share_embedding() comes first"
+        assert self._embed is not None, "share() comes first"
         embeds = self._embed(batch.input_ids)
         output, residual = self.midlayer(embeds, hidden, batch, batch.output_indices)
         normed, total = self.norm.add_norm(output, residual)
@@ -181,7 +184,3 @@ class LlamaForCausalLMEagle3(Head):
         if not self.config.norm_output:
             hidden, _ = self.norm.add_norm(None, hidden)
         return self.lm_head(hidden)
-
-    def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Return the target's tokens [N] int64 that `draft_ids` [N], columns of logits, are."""
-        return draft_ids if self.d2t is None else self.d2t(draft_ids)

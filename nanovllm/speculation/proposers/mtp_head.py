@@ -18,7 +18,7 @@ from nanovllm.models.expert_parts import expect_stored
 from nanovllm.models.family import Family
 from nanovllm.models.parts import OTHER_MODALITIES
 from nanovllm.models.registry import family_class
-from nanovllm.speculation.proposers.head import Head
+from nanovllm.speculation.proposers.head import Head, capture_output
 from nanovllm.speculation.proposers.mtp_config import PREFIX, MTPConfig
 
 
@@ -58,6 +58,7 @@ class MTPHead(Head):
 
     def __init__(self, config: MTPConfig, max_model_len: int) -> None:
         super().__init__()
+        self.features_size = config.hidden_size
         # The family without its network: it makes one layer.
         family = family_class(config.family)
         maker: DecoderForCausalLM = family.__new__(family)
@@ -68,9 +69,13 @@ class MTPHead(Head):
         self._logits: Callable[[torch.Tensor], torch.Tensor | None] | None = None
 
     def share(self, target: DecoderForCausalLM) -> None:
-        """Use the embedding and the language-model head of `target`, which stay its own."""
+        """See `Head`."""
         self._embed = target.model.embed_tokens.forward
         self._logits = target.compute_logits
+
+    def capture(self, target: DecoderForCausalLM, features: torch.Tensor) -> None:
+        """See `Head`."""
+        capture_output(target.model, features)
 
     def checkpoint_name(self, name: str, known: Collection[str]) -> str:
         """Return the checkpoint's name of tensor `name`, as the target's family has it."""

@@ -21,14 +21,10 @@ def make_proposer(
         from nanovllm.speculation.proposers.ngram import Ngram
 
         return Ngram(spec.prompt_lookup_min, spec.prompt_lookup_max)
-    if spec.method == "eagle3":
-        from nanovllm.speculation.proposers.eagle3 import Eagle3
+    if spec.method in ("eagle3", "mtp"):
+        from nanovllm.speculation.proposers.draft_head import DraftHead
 
-        return Eagle3(target, draft, max_num_batched_tokens)
-    if spec.method == "mtp":
-        from nanovllm.speculation.proposers.mtp import MTP
-
-        return MTP(target, draft, max_num_batched_tokens)
+        return DraftHead(target, draft, max_num_batched_tokens)
     from nanovllm.speculation.proposers.draft_model import DraftModel
 
     return DraftModel(target, draft, max_num_batched_tokens)

@@ -138,10 +138,10 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     replay = DraftNetwork._replay
 
-    def watched(self: DraftNetwork, graphs: Any, tables: Any, rows: list[Row], hidden: Any) -> Any:
+    def watched(self: DraftNetwork, graphs: Any, rows: list[Row], hidden: Any) -> Any:
         longest = max(row.num_scheduled_tokens for row in rows)
         found.append((sum(row.num_scheduled_tokens for row in rows), longest))
-        return replay(self, graphs, tables, rows, hidden)
+        return replay(self, graphs, rows, hidden)
 
     monkeypatch.setattr(DraftNetwork, "_replay", watched)
     return found

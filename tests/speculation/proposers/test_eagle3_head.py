@@ -21,7 +21,7 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.options.config import Config
 from nanovllm.speculation.proposers.eagle3_config import check_eagle3
-from nanovllm.speculation.proposers.features import capture_features
+from nanovllm.speculation.proposers.head import capture_features
 from nanovllm.steps.recording import Recording
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
@@ -83,10 +83,13 @@ def make_head(config, head_config, files, target):
     kernels = select_kernels(CPU, head_config.dtype)
     head = build_model(config, head_config, files, MAX_LENGTH, CPU, kernels)
     load_model(head, config, head_config, files, kernels)
-    if head.embed_tokens is None:
-        head.share_embedding(target.model.embed_tokens)
-    head.check_tokens()
+    head.share(target)
     return head
+
+
+def target_ids(head, draft_ids):
+    """Return the target's tokens of columns of the head's logits."""
+    return draft_ids if head.d2t is None else head.d2t(draft_ids)
 
 
 def bind(model, config):
@@ -262,7 +265,7 @@ def test_logits_of_a_prompt_and_of_chained_steps(case, form, target_path, tmp_pa
     d2t = load_file(tmp_path / "model.safetensors").get("d2t")
     for _ in range(6):
         chosen = head.compute_logits(hidden.clone()).argmax(-1)
-        new = head.target_ids(chosen)
+        new = target_ids(head, chosen)
         assert torch.equal(new, chosen if d2t is None else chosen + d2t[chosen])
         for s, token in enumerate(new.tolist()):
             _, fed_back = reference.forward(tokens[s], expected[s])
@@ -559,5 +562,5 @@ def test_dummy_weights(target_path, tmp_path):
     head_config = read(read_json(tmp_path / "config.json"), target_path)
     config = Config("target", device="cpu", load_format="dummy")
     head = make_head(config, head_config, [], target)
-    assert head.target_ids(torch.tensor([0, 333])).tolist() == [0, 333]
+    assert target_ids(head, torch.tensor([0, 333])).tolist() == [0, 333]
     assert head.combine(torch.ones(2, 3 * 64)).isfinite().all()
