@@ -57,10 +57,8 @@ def test_a_row_of_a_linear_does_not_depend_on_the_others(n, k, with_bias):
 @pytest.mark.parametrize("n", [2080, 2072])  # panels' rows are cache lines, and are not
 def test_large_outputs_are_those_of_fewer_rows(n):
     weight, x, bias = pack(randn(n, 32)), randn(1100, 32), randn(n)  # 4.4 MB of outputs
-    together = cpu_ops.linear(x, weight, n, bias)
-    assert torch.equal(
-        together, torch.cat([cpu_ops.linear(r, weight, n, bias) for r in x.split(100)])
-    )
+    together = linear(x, weight, n, bias)
+    assert torch.equal(together, torch.cat([linear(r, weight, n, bias) for r in x.split(100)]))
 
 
 @native
