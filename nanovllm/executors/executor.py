@@ -95,13 +95,12 @@ def make_executor(
         ConfigError: `config` asks for Ray, which is not installed.
     """
     if config.load_format != "dummy":
-        read_ahead(_files(checkpoint))
+        read_ahead(_files(checkpoint))  # before torch is imported, which takes a second
     if not config.runs_in_process:
         from nanovllm.executors.rank_executor import RankExecutor
 
         return RankExecutor(_make_ranks(config, checkpoint, draft))
-    # Both begin before torch is imported, which takes a second.
-    reserve = _reserve(config, checkpoint)
+    reserve = _reserve(config, checkpoint)  # before torch is imported, too
     from nanovllm.executors.in_process import InProcessExecutor
 
     return InProcessExecutor(config, checkpoint, draft, reserve)
