@@ -12,7 +12,6 @@ Knows no engine and no form of rows.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -21,14 +20,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from filelock import FileLock, Timeout
+
 from nanovllm.errors import ConfigError
 from nanovllm.options.validation import shown
 
 _LINE = re.compile(rb"(\d{1,18})\t(\{.*\})\n")
 _SYNC_SECONDS = 1.0
 """After a power cut, rows that were finished in the last second may be computed again."""
-_locked: set[str] = set()
-"""Directories that this process has locked: a record lock does not keep its own process out."""
 
 
 class Journal:
@@ -252,30 +251,21 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Hold the lock of a directory. It ends with this process, and no child has it.
+    """Hold the lock of a directory. It ends with this process.
 
     Raises:
-        ConfigError: somebody holds it.
+        ConfigError: somebody holds it, or the file system has no locks.
     """
-    name = os.path.realpath(directory)
-    busy = ConfigError(f"another process works on {directory}: wait for it, or end it")
-    if name in _locked:
-        raise busy
-    with (directory / "lock").open("a+b") as file:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(file.fileno()), os.stat(directory / "lock")):
-                raise busy  # it has just ended, and removed the directory
-        except (BlockingIOError, PermissionError):
-            raise busy from None
-        except OSError as error:  # a network file system without locks
-            reason = error.strerror or error
-            raise ConfigError(f"{directory} cannot be locked: {reason}") from None
-        _locked.add(name)
-        try:
-            yield
-        finally:
-            _locked.discard(name)
+            stack.enter_context(FileLock(directory / "lock", timeout=0))
+        except Timeout:
+            raise ConfigError(
+                f"another process works on {directory}: wait for it, or end it"
+            ) from None
+        except (OSError, NotImplementedError) as error:
+            raise ConfigError(f"{directory} cannot be locked: {error}") from None
+        yield
 
 
 def _sync_directory(directory: Path) -> None:

@@ -8,6 +8,8 @@ import asyncio
 import re
 from typing import Any
 
+import httpx
+
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.batch.lines import error_body, openai_failure, openai_line
@@ -41,7 +43,12 @@ class OpenAIRows:
             max_body_bytes=2**30,
             read_timeout=1e6,
         )
-        self._app = make_app(llm, served)
+        self._client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(make_app(llm, served)),
+            base_url="http://localhost",
+            headers={"content-type": "application/json"},
+            timeout=None,
+        )
 
     async def answer(self, row: Row) -> dict[str, Any]:
         """Return a line of the output; it has an error if the row is bad.
@@ -56,7 +63,8 @@ class OpenAIRows:
         if body.get("seed") is None:
             body["seed"] = row_seed(self._seed, row.fields["custom_id"])
         for attempt in range(1, _ATTEMPTS + 1):
-            status, answer = await _post(self._app, row.fields["url"], dumps(body))
+            response = await self._client.post(row.fields["url"], content=dumps(body))
+            status, answer = response.status_code, parse_object(response.content)
             if status not in _LATER or attempt == _ATTEMPTS:
                 break
             await asyncio.sleep(1)
@@ -84,43 +92,6 @@ def _problem(fields: dict[str, Any]) -> str | None:
     if body.get("stream"):
         return "stream must be false: a batch has whole answers"
     return None
-
-
-async def _post(app: Any, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
-    """Send a body to an ASGI app; return the status and the body of its answer."""
-    sent, gone = False, asyncio.Event()
-    status, pieces = 500, []
-
-    async def receive() -> dict[str, Any]:
-        nonlocal sent
-        if sent:
-            await gone.wait()
-            return {"type": "http.disconnect"}
-        sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(message: dict[str, Any]) -> None:
-        nonlocal status
-        if message["type"] == "http.response.start":
-            status = message["status"]
-        pieces.append(message.get("body", b""))
-
-    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "headers": headers,
-        "client": None,
-        "server": None,
-    }
-    await app(scope, receive, send)
-    return status, parse_object(b"".join(pieces))
 
 
 class _Repeatable:
