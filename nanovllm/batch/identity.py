@@ -24,7 +24,8 @@ def job_identity(options: RowOptions, **more: Any) -> dict[str, Any]:
     Raises:
         CheckpointError: an adapter's file is outside its directory, or no regular file.
     """
-    adapters = {name: a.lora_path for name, a in named_adapters(options.lora_modules, ()).items()}
+    named = named_adapters(options.batch.lora_modules, ())
+    adapters = {name: adapter.lora_path for name, adapter in named.items()}
     merged = options.engine_options.get("lora")
     if merged is not None:
         adapters[""] = str(merged)

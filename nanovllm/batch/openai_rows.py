@@ -37,8 +37,8 @@ class OpenAIRows:
     def __init__(self, llm: AsyncLLM, options: RowOptions) -> None:
         self._seed = options.seed
         served = ServerOptions(
-            served_model_name=options.served_model_name,
-            lora_modules=options.lora_modules,
+            served_model_name=options.batch.served_model_name,
+            lora_modules=options.batch.lora_modules,
             max_waiting=2**20,
             max_body_bytes=2**30,
             read_timeout=1e6,

@@ -91,15 +91,12 @@ class RowOptions:
     is_complete: bool = False
     """Whether `sampling` says all: the checkpoint's recommendations then do not count."""
     form: str = ROWS
-    prompt_column: str = "prompt"
-    id_column: str = "id"
-    served_model_name: str | None = None
-    lora_modules: tuple[str, ...] = ()
-    """Adapters that rows may name as their model: see `named_adapters`."""
+    batch: BatchOptions = BatchOptions()
+    """How rows are read."""
 
     def __post_init__(self) -> None:
         config = Config(model=self.model, **self.engine_options)
-        if named_adapters(self.lora_modules, ()) and not config.enable_lora:
+        if named_adapters(self.batch.lora_modules, ()) and not config.enable_lora:
             raise ConfigError(
                 "lora_modules are for adapters that rows name, but enable_lora is False: give "
                 "enable_lora=True too, or leave lora_modules out"
@@ -118,8 +115,8 @@ class RowOptions:
 
     def _check_names(self) -> None:
         """Raise ConfigError for an option of the other form of rows."""
-        for field in dataclasses.fields(self):
-            value, form = getattr(self, field.name), _FORMS.get(field.name, self.form)
+        for field in dataclasses.fields(self.batch):
+            value, form = getattr(self.batch, field.name), _FORMS.get(field.name, self.form)
             if form != self.form and value != field.default:
                 what = "OpenAI's batch format" if form == OPENAI else "rows with a prompt"
                 raise ConfigError(
@@ -140,9 +137,9 @@ class RowOptions:
             "sampling": dict(sorted(self.sampling.items())),
             "complete sampling": self.is_complete,
             "format": self.form,
-            "prompt column": self.prompt_column,
-            "id column": self.id_column,
-            "served model name": self.served_model_name,
+            "prompt column": self.batch.prompt_column,
+            "id column": self.batch.id_column,
+            "served model name": self.batch.served_model_name,
         }
 
 

@@ -34,7 +34,7 @@ class PlainRows:
         self._llm = llm
         self._options = options
         self._base_names = (None, options.model, model_name(options.model))
-        self._adapters = named_adapters(options.lora_modules, self._base_names[1:])
+        self._adapters = named_adapters(options.batch.lora_modules, self._base_names[1:])
         for adapter in self._adapters.values():
             try:
                 llm.engine.input_processor.find_adapter(adapter)
@@ -67,11 +67,12 @@ class PlainRows:
         return _columns(output)
 
     async def _generate(self, row: Row) -> RequestOutput:
-        prompt, messages = row.fields.get(self._options.prompt_column), row.fields.get("messages")
+        column = self._options.batch.prompt_column
+        prompt, messages = row.fields.get(column), row.fields.get("messages")
         if (prompt is None) == (messages is None):
             number = "neither" if prompt is None else "both"
             raise InvalidRequestError(
-                f"a row has {shown(self._options.prompt_column)} or 'messages', got {number}"
+                f"a row has {shown(column)} or 'messages', got {number}"
             )
         params, adapter = self._row_params(row), self._adapter(row)
         if messages is None:
@@ -100,7 +101,7 @@ class PlainRows:
         known = {field.name for field in dataclasses.fields(SamplingParams)}
         if changes.keys() - known:
             SamplingParams(**changes)  # says what was meant
-        seed = row_seed(self._options.seed, row_id(row, self._options.id_column))
+        seed = row_seed(self._options.seed, row_id(row, self._options.batch.id_column))
         return dataclasses.replace(self._params, **{"seed": seed, **changes})
 
 

@@ -60,7 +60,7 @@ def merged(row: Row, id_column: str, columns: dict[str, Any]) -> dict[str, Any]:
 
 def _merged(source: Source, options: RowOptions, outputs: Outputs) -> Iterator[dict[str, Any]]:
     for row, output in zip(source.rows(), outputs(), strict=True):
-        yield merged(row, options.id_column, json.loads(output))
+        yield merged(row, options.batch.id_column, json.loads(output))
 
 
 def output_fields(num_answers: int) -> list[Any]:
@@ -74,6 +74,18 @@ def output_fields(num_answers: int) -> list[Any]:
     return [pa.field(name, kind) for name, kind in zip(OUTPUT_COLUMNS, types, strict=True)]
 
 
+def with_outputs(table: Any, outputs: Iterable[bytes], fields: list[Any]) -> Any:
+    """Return a pyarrow table with the columns of outputs, which take the place of older ones."""
+    import pyarrow as pa
+
+    found = [json.loads(output) for output in outputs]
+    table = table.select([name for name in table.column_names if name not in OUTPUT_COLUMNS])
+    for field in fields:
+        values = pa.array([columns[field.name] for columns in found], field.type)
+        table = table.append_column(field, values)
+    return table
+
+
 def _write_parquet(file: BinaryIO, source: Source, options: RowOptions, outputs: Outputs) -> None:
     import pyarrow as pa
     import pyarrow.parquet as parquet
@@ -81,9 +93,9 @@ def _write_parquet(file: BinaryIO, source: Source, options: RowOptions, outputs:
     own = output_fields(options.sampling.get("n", 1))
     if isinstance(source, ParquetRows):
         given = [field for field in source.schema if field.name not in OUTPUT_COLUMNS]
-        tables = _joined(source, options.id_column, own, outputs)
-        if options.id_column not in source.schema.names:
-            given.insert(0, pa.field(options.id_column, pa.int64()))
+        tables = _joined(source, options.batch.id_column, own, outputs)
+        if options.batch.id_column not in source.schema.names:
+            given.insert(0, pa.field(options.batch.id_column, pa.int64()))
         schema = pa.schema([*given, *own], metadata=source.schema.metadata)
     else:
         schema = _found_schema(source, options, own)
@@ -100,17 +112,12 @@ def _joined(source: ParquetRows, id_column: str, own: list[Any], outputs: Output
 
     lines, start = iter(outputs()), 0
     for batch in source.batches():
-        found = [json.loads(line) for line in itertools.islice(lines, batch.num_rows)]
-        names = [name for name in batch.schema.names if name not in OUTPUT_COLUMNS]
-        table = pa.Table.from_batches([batch]).select(names)
-        if id_column not in names:
+        table = pa.Table.from_batches([batch])
+        if id_column not in table.column_names:
             numbers = pa.array(range(start, start + batch.num_rows), pa.int64())
             table = table.add_column(0, id_column, numbers)
         start += batch.num_rows
-        for field in own:
-            values = pa.array([columns[field.name] for columns in found], field.type)
-            table = table.append_column(field, values)
-        yield table
+        yield with_outputs(table, itertools.islice(lines, batch.num_rows), own)
 
 
 def _found_schema(source: Source, options: RowOptions, own: list[Any]) -> Any:
@@ -120,7 +127,7 @@ def _found_schema(source: Source, options: RowOptions, own: list[Any]) -> Any:
     schema = pa.schema([])
     try:
         for rows in _batched(source.rows()):
-            found = _all_columns([merged(row, options.id_column, {}) for row in rows])
+            found = _all_columns([merged(row, options.batch.id_column, {}) for row in rows])
             schema = pa.unify_schemas([schema, found], promote_options="permissive")
     except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
         raise ConfigError(

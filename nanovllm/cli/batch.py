@@ -73,11 +73,8 @@ def batch(args: argparse.Namespace) -> int:
             for name, value in given_fields(SamplingParams, args).items()
             if name not in fields_of(Config)
         },
-        prompt_column=batch_options.prompt_column,
-        id_column=batch_options.id_column,
-        served_model_name=batch_options.served_model_name,
-        lora_modules=batch_options.lora_modules,
         form=source.form,
+        batch=batch_options,
     )
     check_form(options.form)
     output, make_pool = Path(args.output), _pool_of(options, batch_options)

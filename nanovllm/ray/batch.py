@@ -5,7 +5,6 @@ process alone writes parts, and rows with ids in finished parts are left out.
 """
 
 import asyncio
-import json
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ import ray
 from ray.data import ActorPoolStrategy, Dataset
 
 from nanovllm.batch.identity import job_identity
-from nanovllm.batch.lines import OUTPUT_COLUMNS
 from nanovllm.batch.options import BatchOptions, RowOptions, sampling_of
 from nanovllm.batch.parts import FORMATS, Parts, is_done
-from nanovllm.batch.results import output_fields
+from nanovllm.batch.results import output_fields, with_outputs
 from nanovllm.batch.row_engine import RowEngine
 from nanovllm.batch.rows import Row
 from nanovllm.errors import ConfigError
@@ -125,13 +123,7 @@ class RowsStage:
         """Return the rows with the columns of their outputs."""
         rows = [Row(None, fields) for fields in table.to_pylist()]
         lines = await asyncio.gather(*map(self._engine.answer, rows))
-        found = [json.loads(line) for line in lines]
-        kept = [name for name in table.column_names if name not in OUTPUT_COLUMNS]
-        table = table.select(kept)
-        for field in output_fields(self._options.sampling.get("n", 1)):
-            values = pa.array([columns[field.name] for columns in found], field.type)
-            table = table.append_column(field, values)
-        return table
+        return with_outputs(table, lines, output_fields(self._options.sampling.get("n", 1)))
 
 
 def _row_options(
@@ -150,9 +142,7 @@ def _row_options(
         engine_options=options,
         sampling=given,
         is_complete=isinstance(sampling, SamplingParams),
-        prompt_column=batch.prompt_column,
-        id_column=batch.id_column,
-        lora_modules=batch.lora_modules,
+        batch=batch,
     )
 
 

@@ -1,5 +1,6 @@
 """Batches of the glossary's questions, and what their tests share."""
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 from nanovllm import demo_model
 from nanovllm.batch.job import Finished, run_job
-from nanovllm.batch.options import RowOptions
+from nanovllm.batch.options import BatchOptions, RowOptions
 from nanovllm.batch.row_engine import RowEngine
 from nanovllm.batch.sources import open_source
 from tests.glossary import QUESTIONS
@@ -43,10 +44,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def row_options(form: str = "rows", **changes: Any) -> RowOptions:
     """Return the options of a batch of the demo model."""
+    of_batch = {field.name for field in dataclasses.fields(BatchOptions)} & changes.keys()
     given: dict[str, Any] = {
         "engine_options": ENGINE,
         "sampling": SAMPLING if form == "rows" else {},
         "form": form,
+        "batch": BatchOptions(**{name: changes.pop(name) for name in of_batch}),
         **changes,
     }
     return RowOptions(demo_model.MODEL, **given)
