@@ -65,10 +65,9 @@ def attention(record: Record) -> None:
     from nanovllm.attention.flash_attn import FlashAttnBackend
     from nanovllm.attention.spec import AttentionSpec
     from nanovllm.attention.triton import TritonBackend
-    from nanovllm.attention.varlen import VarlenBackend
 
     spec = AttentionSpec(16, 8, 128, torch.bfloat16, torch.device("cuda"), None)
-    kinds: list[Any] = [TritonBackend, FlashAttnBackend, VarlenBackend]
+    kinds: list[Any] = [TritonBackend, FlashAttnBackend]
     for kind in kinds:
         label = {"backend": kind.name, "options": ""}
         reason = kind.unsupported(spec)

@@ -4,26 +4,15 @@ Its KV-cache kernel computes batches of single tokens; its variable-length kerne
 with chunks.
 """
 
-import dataclasses
 import importlib.util
-import inspect
 from typing import Any, ClassVar
 
 import torch
 
+from nanovllm.attention.backend import NO_QUANTIZED_KV
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.paged import PagedBackend, flash_attention_refusal, flash_attention_window
+from nanovllm.attention.paged import PagedBackend
 from nanovllm.attention.spec import AttentionSpec
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chunks:
-    """Plan of a batch in which some row has several tokens."""
-
-    cu_seqlens_k: torch.Tensor
-    """[R + 1] int32."""
-    max_query_len: int
-    max_seq_len: int
 
 
 class FlashAttnBackend(PagedBackend):
@@ -44,26 +33,40 @@ class FlashAttnBackend(PagedBackend):
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
-        if (reason := flash_attention_refusal(spec)) is not None:
-            return reason
+        if spec.device.type != "cuda":
+            return "needs a CUDA GPU"
+        if spec.dtype not in (torch.float16, torch.bfloat16):
+            return f"needs float16 or bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
+        if spec.quantized_kv:
+            return NO_QUANTIZED_KV
+        if spec.sinks:
+            return "has no attention sinks"
+        if spec.head_dim % 8 or spec.head_dim > 256:
+            return f"head_dim {spec.head_dim} is no multiple of 8 up to 256"
+        if spec.block_size is not None and spec.block_size % 256:
+            return f"kvcache_block_size {spec.block_size} is no multiple of 256"
+        capability = torch.cuda.get_device_capability(spec.device)
+        if capability < (8, 0):
+            return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
         if importlib.util.find_spec("flash_attn") is None:
             return "the flash-attn package is not installed"
         try:
-            from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+            importlib.import_module("flash_attn")
         except ImportError as error:  # for example, built for another version of torch
             return f"the flash-attn package cannot be imported: {error}"
-        for function in (flash_attn_varlen_func, flash_attn_with_kvcache):
-            for option in _options(spec).keys() - inspect.signature(function).parameters:
-                return f"the flash-attn package is too old for {option}"
         return None
 
-    def plan(self, batch: Batch) -> _Chunks | None:
-        """Return None if no row has several tokens."""
+    def plan(self, batch: Batch) -> dict[str, Any] | None:
+        """Return what `_varlen` needs beside the batch; None if no row has several tokens."""
         if batch.lengths is None or max(batch.lengths.query_lens) == 1:
             return None
         cu_seqlens_k = torch.zeros_like(batch.cu_seqlens_q)
         torch.cumsum(batch.seq_lens, 0, out=cu_seqlens_k[1:])
-        return _Chunks(cu_seqlens_k, *map(max, batch.lengths))
+        return {
+            "cu_seqlens_k": cu_seqlens_k,
+            "max_seqlen_q": max(batch.lengths.query_lens),
+            "max_seqlen_k": max(batch.lengths.seq_lens),
+        }
 
     def attend(
         self,
@@ -74,9 +77,8 @@ class FlashAttnBackend(PagedBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = kv_cache.unbind()
-        chunks: _Chunks | None = batch.metadata
         found: torch.Tensor
-        if chunks is None:
+        if batch.metadata is None:
             found = self._with_kvcache(
                 q[:, None],
                 keys,
@@ -93,11 +95,9 @@ class FlashAttnBackend(PagedBackend):
                 keys,
                 values,
                 cu_seqlens_q=batch.cu_seqlens_q,
-                cu_seqlens_k=chunks.cu_seqlens_k,
-                max_seqlen_q=chunks.max_query_len,
-                max_seqlen_k=chunks.max_seq_len,
                 causal=True,
                 block_table=batch.block_tables,
+                **batch.metadata,
                 **self._options,
             )
         return found if out is None else out.copy_(found)
@@ -109,7 +109,8 @@ def _options(spec: AttentionSpec) -> dict[str, Any]:
     if spec.scale is not None:
         options["softmax_scale"] = spec.scale
     if spec.window is not None:
-        options["window_size"] = flash_attention_window(spec)
+        # The kernel reads no block, and no entry of its table, that lies wholly before the window.
+        options["window_size"] = (spec.window - 1, 0)
     if spec.softcap:
         options["softcap"] = spec.softcap
     return options

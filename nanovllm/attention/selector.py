@@ -14,7 +14,6 @@ from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.torch_explicit import TorchExplicitBackend
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
-from nanovllm.attention.varlen import VarlenBackend
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.kernels.torch_kernels import Kernels
 
@@ -23,13 +22,7 @@ logger = logging.getLogger(__name__)
 BACKENDS: dict[str, tuple[type[Backend], ...]] = {
     "torch": (TorchBackend, TorchExplicitBackend),
     "c": (CPUBackend, TorchBackend, TorchExplicitBackend),
-    "triton": (
-        FlashAttnBackend,
-        TritonBackend,
-        VarlenBackend,
-        TorchBackend,
-        TorchExplicitBackend,
-    ),
+    "triton": (FlashAttnBackend, TritonBackend, TorchBackend, TorchExplicitBackend),
 }
 """By the name of the kernels that run beside them: the best first."""
 

@@ -3,7 +3,6 @@
 A row's result does not depend on the other rows of its batch.
 """
 
-import dataclasses
 import os
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,16 +18,6 @@ if TYPE_CHECKING:
 
 _FP8_CAPABILITY = (8, 9)
 """Minimum compute capability for float8_e4m3fn in Triton."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What the kernels need to know about a batch; None where they have no rows."""
-
-    decode: "DecodePlan | None"
-    """For the rows of one token."""
-    prefill: "PrefillPlan | None"
-    """For the rows of several tokens."""
 
 
 class TritonBackend(PagedBackend):
@@ -51,8 +40,8 @@ class TritonBackend(PagedBackend):
             return "keeps keys and values in the queries' dtype or FP8"
         if spec.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"no kernel for {str(spec.dtype).removeprefix('torch.')}"
-        if spec.head_dim % 16 or spec.head_dim > 512:
-            return f"head_dim {spec.head_dim} is no multiple of 16 up to 512"
+        if spec.head_dim % 8 or spec.head_dim > 512:
+            return f"head_dim {spec.head_dim} is no multiple of 8 up to 512"
         if spec.head_dim > 256 and spec.dtype == torch.float32:
             return f"head_dim {spec.head_dim} in float32 takes too many registers"
         if spec.device.type == "cuda":
@@ -63,7 +52,8 @@ class TritonBackend(PagedBackend):
         interpreted = spec.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
         return None if interpreted else "needs a CUDA GPU"
 
-    def plan(self, batch: Batch) -> _Plan:
+    def plan(self, batch: Batch) -> "tuple[DecodePlan | None, PrefillPlan | None]":
+        """Return plans for the rows of one token and of several; None where there are none."""
         spec = self.spec
         heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
         decode = prefill = None
@@ -76,7 +66,7 @@ class TritonBackend(PagedBackend):
             prefill = self._prefill.plan_prefill(
                 *batch.lengths, *heads, spec.dtype, spec.device, self._scores
             )
-        return _Plan(decode, prefill)
+        return decode, prefill
 
     def attend(
         self,
@@ -86,18 +76,18 @@ class TritonBackend(PagedBackend):
         out: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        plan: _Plan = batch.metadata
+        decode, prefill = batch.metadata
         out = torch.empty_like(q) if out is None else out
-        if plan.decode is not None:
-            self._decode.decode(q, kv_cache, batch.block_tables, plan.decode, out, sinks)
-        if plan.prefill is not None:
+        if decode is not None:
+            self._decode.decode(q, kv_cache, batch.block_tables, decode, out, sinks)
+        if prefill is not None:
             self._prefill.prefill(
                 q,
                 kv_cache,
                 batch.block_tables,
                 batch.cu_seqlens_q,
                 batch.seq_lens,
-                plan.prefill,
+                prefill,
                 out,
                 sinks,
             )

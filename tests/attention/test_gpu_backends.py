@@ -1,5 +1,5 @@
 """The GPU backends: Triton's results against plain torch (interpreted if there is no GPU), the
-arguments of flash-attn and varlen_attn, and the specs that each backend refuses.
+arguments of flash-attn, and the specs that each backend refuses.
 """
 
 import dataclasses
@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.attention import varlen
 
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.attention.batch import Batch, HostLengths
@@ -19,7 +18,6 @@ from nanovllm.attention.spec import AttentionSpec, QKNorm
 from nanovllm.attention.torch_explicit import TorchExplicitBackend, explicit_attention
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
-from nanovllm.attention.varlen import VarlenBackend
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.torch_kernels import TORCH
@@ -63,7 +61,12 @@ def attend(backend, case, batch=None, qk_norm=True, parts=3, **options):
 
 @pytest.mark.parametrize(
     ("block_size", "head_dim", "dtype"),
-    [(16, 64, torch.float32), (64, 80, torch.float16), (3, 32, torch.float32)],
+    [
+        (16, 64, torch.float32),
+        (64, 72, torch.float16),
+        (3, 32, torch.float32),
+        (8, 8, torch.float32),
+    ],
 )
 def test_triton_is_torch(block_size, head_dim, dtype):
     """With prompts, chunks after a prefix and single tokens, each kind alone and mixed."""
@@ -144,9 +147,6 @@ def test_an_fp8_cache():
         assert (outs[0] - outs[1]).abs().max() <= 1e-6
 
 
-GPU_BACKENDS = [TritonBackend, FlashAttnBackend, VarlenBackend]
-
-
 def as_in_a_graph(batch, num_padding):
     """Return the batch as a CUDA graph holds it: no lengths on the host, a wide block table, and
     `num_padding` last rows of length 0.
@@ -178,11 +178,11 @@ def test_a_batch_as_a_graph_holds_it():
     assert (cache.flatten(1, 2)[:, slots[2:]] == 1e4).all()
 
 
-# --- flash-attn and varlen_attn: without a GPU, plain torch replaces their functions
+# --- flash-attn: without a GPU, plain torch replaces its functions
 
 
 def attend_pages(q, k, v, query_lens, seq_lens, tables, scale, window, softcap=0.0):
-    """Return what both packages compute: attention of q [T, heads, dim] over the cache's pages."""
+    """Return what the package computes: attention of q [T, heads, dim] over the cache's pages."""
     out = []
     for row, queries in enumerate(q.split(query_lens)):
         if seq_lens[row] == 0:
@@ -243,73 +243,39 @@ def flash_attn_varlen_func(
     return attend_pages(q, k, v, query_lens, seq_lens, *options)
 
 
-def varlen_attn(
-    query,
-    key,
-    value,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    *,
-    scale=None,
-    window_size,
-    enable_gqa,
-    seqused_k,
-    block_table,
-    num_splits,
-):
-    assert window_size[1] == 0
-    assert enable_gqa
-    assert num_splits == 1
-    assert key.shape[1] % 256 == 0
-    query_lens, seq_lens = cu_seq_q.diff().tolist(), seqused_k.tolist()
-    assert cu_seq_k.diff().tolist() == seq_lens
-    assert max_q == max(query_lens)
-    assert max_k >= max(seq_lens)
-    return attend_pages(query, key, value, query_lens, seq_lens, block_table, scale, window_size)
-
-
-@pytest.mark.skipif(CUDA, reason="the packages themselves are tested there")
+@pytest.mark.skipif(CUDA, reason="the package itself is tested there")
 @pytest.mark.parametrize(
-    ("backend_class", "options"),
-    [
-        *((FlashAttnBackend, options) for options in ({}, {"window": 20, "softcap": 5.0})),
-        *((VarlenBackend, options) for options in ({}, {"window": 20, "scale": 0.3})),
-    ],
-    ids=str,
+    "options", [{}, {"window": 20, "softcap": 5.0}, {"window": 20, "scale": 0.3}], ids=str
 )
-def test_the_packages_are_asked_for_the_right_thing(backend_class, options, monkeypatch):
+def test_the_package_is_asked_for_the_right_thing(options, monkeypatch):
     functions = SimpleNamespace(
         flash_attn_varlen_func=flash_attn_varlen_func,
         flash_attn_with_kvcache=flash_attn_with_kvcache,
     )
     monkeypatch.setitem(sys.modules, "flash_attn", functions)
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     for rows in ([(1, 30), (1, 1), (1, 270)], [(9, 9), (7, 40)], [(1, 300), (5, 260), (6, 6)]):
         case = make_case(rows, 2, 3, 32, 256)
         case.spec = dataclasses.replace(case.spec, **options)
         expected, _ = attend(TorchExplicitBackend(case.spec), case)
-        out, _ = attend(backend_class(case.spec), case)
+        out, _ = attend(FlashAttnBackend(case.spec), case)
         assert (out - expected).abs().max() <= 1e-5
     case = make_case([(1, 30), (1, 270), (1, 2)], 2, 3, 32, 256)
     case.spec = dataclasses.replace(case.spec, **options)
     expected, _ = attend(TorchExplicitBackend(case.spec), case)
-    out, _ = attend(backend_class(case.spec), case, as_in_a_graph(case.batch, 1))
+    out, _ = attend(FlashAttnBackend(case.spec), case, as_in_a_graph(case.batch, 1))
     assert (out[:2] - expected[:2]).abs().max() <= 1e-5
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 @pytest.mark.parametrize("options", [{}, {"window": 20}, {"window": 300, "scale": 0.3}], ids=str)
-@pytest.mark.parametrize("backend_class", [FlashAttnBackend, VarlenBackend])
-def test_the_packages_are_torch_on_a_gpu(backend_class, options):
+def test_the_package_is_torch_on_a_gpu(options):
     for rows in ([(1, 30), (1, 1), (1, 270)], [(9, 9), (7, 40)], [(1, 300), (5, 260), (6, 6)]):
         case = make_case(rows, 2, 3, 64, 256, torch.float16, device=DEVICE)
         case.spec = dataclasses.replace(case.spec, **options)
-        if (reason := backend_class.unsupported(case.spec)) is not None:
+        if (reason := FlashAttnBackend.unsupported(case.spec)) is not None:
             pytest.skip(reason)
         expected, _ = attend(TorchExplicitBackend(case.spec), case)
-        out, _ = attend(backend_class(case.spec), case)
+        out, _ = attend(FlashAttnBackend(case.spec), case)
         assert (out - expected).abs().max() <= 5e-3
 
 
@@ -320,7 +286,6 @@ def test_the_packages_are_torch_on_a_gpu(backend_class, options):
 def a_gpu(monkeypatch):
     """Pretend that there is a GPU; return a spec that every GPU backend supports."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(varlen, "varlen_attn", lambda *args, block_table=None: None)  # torch 2.13
     return AttentionSpec(16, 8, 128, torch.bfloat16, torch.device("cuda"), None)
 
 
@@ -328,15 +293,12 @@ def a_gpu(monkeypatch):
     ("backend_class", "changes", "reason"),
     [
         (TritonBackend, {"dtype": torch.float64}, "no kernel for float64"),
-        (TritonBackend, {"head_dim": 72}, "head_dim 72 is no multiple of 16"),
-        (TritonBackend, {"head_dim": 528}, "head_dim 528 is no multiple of 16 up to 512"),
+        (TritonBackend, {"head_dim": 76}, "head_dim 76 is no multiple of 8"),
+        (TritonBackend, {"head_dim": 528}, "head_dim 528 is no multiple of 8 up to 512"),
         (TritonBackend, {"head_dim": 272, "dtype": torch.float32}, "takes too many registers"),
-        (VarlenBackend, {"softcap": 30.0}, "varlen_attn has no softcap"),
-        (VarlenBackend, {"scale": 1.0}, "takes no scale"),
         (TritonBackend, {"device": torch.device("meta")}, "needs a CUDA GPU"),
         *(
-            (backend_class, changes, reason)
-            for backend_class in (FlashAttnBackend, VarlenBackend)
+            (FlashAttnBackend, changes, reason)
             for changes, reason in (
                 ({"device": torch.device("cpu")}, "needs a CUDA GPU"),
                 ({"dtype": torch.float32}, "needs float16 or bfloat16, not float32"),
@@ -353,10 +315,9 @@ def test_refusals(backend_class, changes, reason, a_gpu):
     assert reason in backend_class.unsupported(dataclasses.replace(a_gpu, **changes))
 
 
-@pytest.mark.parametrize("backend_class", [FlashAttnBackend, VarlenBackend])
-def test_an_old_gpu_is_refused(backend_class, a_gpu, monkeypatch):
+def test_an_old_gpu_is_refused(a_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert backend_class.unsupported(a_gpu) == "compute capability 7.5 is below 8.0"
+    assert FlashAttnBackend.unsupported(a_gpu) == "compute capability 7.5 is below 8.0"
 
 
 def test_an_fp8_cache_needs_a_gpu_that_has_it(a_gpu, monkeypatch):
@@ -382,28 +343,6 @@ def test_flash_attn_that_is_absent_or_broken_is_refused(a_gpu, monkeypatch, tmp_
     assert FlashAttnBackend.unsupported(a_gpu) == reason
 
 
-def test_a_flash_attn_without_softcap_is_refused(a_gpu, monkeypatch, tmp_path):
-    """Versions before 2.6 have none."""
-    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    (tmp_path / "flash_attn.py").write_text(
-        "def flash_attn_varlen_func(q, softmax_scale=None, window_size=None): ...\n"
-        "flash_attn_with_kvcache = flash_attn_varlen_func\n"
-    )
-    windowed = dataclasses.replace(a_gpu, window=128, scale=1.0)
-    assert FlashAttnBackend.unsupported(windowed) is None
-    capped = dataclasses.replace(a_gpu, softcap=50.0)
-    reason = "the flash-attn package is too old for softcap"
-    assert FlashAttnBackend.unsupported(capped) == reason
-
-
-def test_varlen_attn_without_pages_is_refused(a_gpu, monkeypatch):
-    """torch 2.11 has no block_table parameter."""
-    assert VarlenBackend.unsupported(a_gpu) is None
-    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, cu_seq_q, cu_seq_k: None)
-    assert "takes no block table" in VarlenBackend.unsupported(a_gpu)
-
-
 def test_the_choice_on_a_gpu_and_what_the_log_says(a_gpu, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "nanovllm")
     monkeypatch.setitem(sys.modules, "flash_attn", None)
@@ -411,12 +350,10 @@ def test_the_choice_on_a_gpu_and_what_the_log_says(a_gpu, monkeypatch, caplog):
     assert "triton; flash-attn: the flash-attn package" in caplog.text
     assert isinstance(select_backend(a_gpu, TORCH), TorchBackend)
     odd = dataclasses.replace(a_gpu, head_dim=72)
-    assert isinstance(select_backend(odd, TritonKernels()), VarlenBackend)
-    assert isinstance(
-        select_backend(dataclasses.replace(odd, head_dim=76), TritonKernels()), TorchBackend
-    )
-    for reason in ("multiple of 16 up to 512", "multiple of 8 up to 256"):
-        assert reason in caplog.text
+    assert isinstance(select_backend(odd, TritonKernels()), TritonBackend)
+    odd = dataclasses.replace(a_gpu, head_dim=76)
+    assert isinstance(select_backend(odd, TritonKernels()), TorchBackend)
+    assert "triton: head_dim 76 is no multiple of 8 up to 512" in caplog.text
 
 
 def test_triton_serves_a_cpu_only_interpreted(a_gpu, monkeypatch):

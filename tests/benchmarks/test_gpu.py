@@ -199,7 +199,7 @@ LINES = (
     "| measured | 0.50 | 80 |",
     "| triton |  | 256 x 1 of 600 | 200.0 | 3.00 | 75% | 20 |",
     "| triton | N=128 | 256 x 1 of 600 | OutOfResources: 1 \\| 2 |  |  |  |",
-    "| varlen |  |  | no block table |  |  |  |",
+    "| flash-attn |  |  | not installed |  |  |  |",
     "| 64 | 1.000 | 2.000 | 28 | 12.5% | 1.5% | GEMM 50%, other 10% |",
     "| `_decode` | 28 | 20.00 | 1.00 | 588.00 |",
     "| sum | 28 | 560.00 | 28.00 | 588.00 |",

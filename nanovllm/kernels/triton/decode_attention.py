@@ -21,6 +21,7 @@ from nanovllm.kernels.triton.online_softmax import (
     block_ids,
     block_stride,
     finish_split,
+    padded,
     register_limit,
     store_result,
 )
@@ -175,7 +176,7 @@ def decode(
             "KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim,
             "BLOCK_SIZE": block_size, "BLOCK_STRIDE": block_stride(kv_cache),
             **plan.scores.constants(),
-            "M": max(8, triton.next_power_of_2(group)), "D": triton.next_power_of_2(head_dim),
+            "M": max(8, triton.next_power_of_2(group)), "D": padded(head_dim),
             **_decode_options(q.dtype, head_dim), **register_limit(q.dtype, kv_cache),
         }  # fmt: skip
         grid = (min(len(plan.splits) * num_kv_heads, plan.max_programs),)
@@ -192,7 +193,7 @@ def _decode_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
     registers let an SM run _PROGRAMS_PER_SM programs. Above a head_dim of 128 there is no limit:
     with this one ptxas takes more registers than without, and may spill a few.
     """
-    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+    row_bytes = padded(head_dim) * dtype.itemsize
     options = {"N": min(64, max(16, 16384 // row_bytes)), "num_warps": 4, "num_stages": 3}
     return options | ({"maxnreg": 168} if dtype.itemsize == 2 and head_dim <= 128 else {})
 

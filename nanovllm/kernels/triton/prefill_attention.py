@@ -17,6 +17,7 @@ from nanovllm.kernels.triton.online_softmax import (
     PLAIN,
     Scores,
     block_stride,
+    padded,
     register_limit,
 )
 from nanovllm.kernels.triton.prefill_kernels import MERGED_TOKENS, merge_prefill, prefill_tile
@@ -194,7 +195,7 @@ def prefill(
 
     def constants() -> dict[str, int]:
         shape = {"KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim}
-        return shape | {"D": triton.next_power_of_2(head_dim)}
+        return shape | {"D": padded(head_dim)}
 
     def tiles(launch: PrefillLaunch) -> Arguments:
         sizes = _prefill_options(q.dtype, head_dim, group)

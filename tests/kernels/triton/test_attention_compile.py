@@ -88,11 +88,12 @@ def test_attention(num_heads, head_dim, dtype, cache_dtype, block_size, archs):
         ((16, 8, 256), Scores(window=4096, softcap=50.0), False, [90]),
         ((16, 2, 512), Scores(scale=1.0), False, [100]),
         ((24, 4, 256), PLAIN, False, [80]),
+        ((32, 8, 120), PLAIN, False, [90]),
     ],
     ids=str,
 )
 def test_options(heads, scores, sinks, archs):
-    """Shapes of gpt-oss, Gemma 2 9B, Gemma 4 26B and Qwen3.5-27B."""
+    """Shapes of gpt-oss, Gemma 2 9B, Gemma 4 26B and Qwen3.5-27B; heads of 120, no multiple of 16."""
     assert_fits((launch, heads, BF16, BF16, 64, scores, sinks), archs)
 
 
