@@ -21,38 +21,36 @@ class Backend(abc.ABC):
     """An attention kernel with its KV cache layout: it stores keys and values, then attends."""
 
     name: ClassVar[str]
-    supports_graph: ClassVar[bool]
+    default_block_size: ClassVar[int]
+    supports_graph: ClassVar[bool] = False
     """Whether a CUDA graph can capture `plan` and the attention for rows of one token. In such a
     batch `lengths` is None, the tensors keep their addresses, and a row of length 0 does nothing.
     Several rows may be of one sequence, at consecutive positions, with the same block table: the KV
     of the whole batch is stored before any row attends. So a graph needs no rows of several
     tokens."""
-    supports_recording: ClassVar[bool]
+    supports_recording: ClassVar[bool] = False
     """Whether `kernels.cpu.recording` can record the attention: C kernels compute all of it, and
     it needs no plan."""
     blocks_lie_apart: ClassVar[bool] = False
     """Whether a layer's cache may be a view whose blocks, dimension 1, lie apart; else it is
     contiguous."""
-    spec: AttentionSpec
-    block_size: int
-    """Tokens in a KV block: the spec's, or the backend's choice."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self.block_size = spec.block_size or self.default_block_size
 
     @classmethod
     @abc.abstractmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
         """Return why this backend does not support `spec`, or None if it does."""
 
-    @abc.abstractmethod
-    def __init__(self, spec: AttentionSpec) -> None:
-        """Set `spec` and `block_size`."""
-
-    @abc.abstractmethod
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Return the shape of one layer's KV cache, which holds keys and values.
+        """Return the shape of one layer's KV cache: keys, then values, in flash-attn's layout.
 
-        Dimension 1 is `num_blocks`. In the last block of a row, the slots past its last token hold
-        finite numbers: see `Schedule.blocks_to_zero`.
+        Another layout, too, has `num_blocks` in dimension 1. In the last block of a row, the slots
+        past its last token hold finite numbers: see `Schedule.blocks_to_zero`.
         """
+        return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
 
     @abc.abstractmethod
     def plan(self, batch: Batch) -> Any:

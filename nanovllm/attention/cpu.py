@@ -19,13 +19,9 @@ class CPUBackend(Backend):
     """
 
     name: ClassVar[str] = "cpu"
-    supports_graph: ClassVar[bool] = False
+    default_block_size: ClassVar[int] = 64
     blocks_lie_apart: ClassVar[bool] = True
     supports_recording: ClassVar[bool] = True
-
-    def __init__(self, spec: AttentionSpec) -> None:
-        self.block_size = spec.block_size or 64
-        self.spec = spec
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:

@@ -15,19 +15,13 @@ class PagedBackend(Backend):
     """KV cache of a layer: [2, num_blocks, block_size, num_kv_heads, head_dim]."""
 
     supports_graph: ClassVar[bool] = True
-    supports_recording: ClassVar[bool] = False
-    default_block_size: ClassVar[int]
 
     def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
         # Imported here, because machines without a GPU may not have triton.
         from nanovllm.kernels.triton.store import store
 
-        self.block_size = spec.block_size or self.default_block_size
-        self.spec = spec
         self._store = store
-
-    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
 
     def store(
         self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch

@@ -34,24 +34,16 @@ class TorchExplicitBackend(TorchBackend):
             start += query_len
         return chunks
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        batch: Batch,
-        out: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
+    def _chunk(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, plan: Chunk, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         spec = self.spec
-        out = torch.empty_like(q) if out is None else out
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        for chunk in batch.metadata:
-            cached = kv_cache[:, chunk.blocks].flatten(1, 2)[:, : chunk.num_keys]
-            keys, values = cached.transpose(1, 2)
-            heads = q[chunk.start : chunk.stop].transpose(0, 1)
-            found = explicit_attention(heads, keys, values, chunk.mask, scale, spec.softcap, sinks)
-            out[chunk.start : chunk.stop] = found.transpose(0, 1)
-        return out
+        k, v = kv_cache[:, plan.blocks].flatten(1, 2)[:, : plan.num_keys].transpose(1, 2)
+        assert plan.mask is not None
+        heads = q.transpose(0, 1)
+        found = explicit_attention(heads, k, v, plan.mask, scale, spec.softcap, sinks)
+        return found.transpose(0, 1)
 
 
 def explicit_attention(

@@ -50,22 +50,14 @@ class TorchBackend(Backend):
     """KV cache of a layer: [2, num_blocks, block_size, num_kv_heads, head_dim]."""
 
     name: ClassVar[str] = "torch"
-    supports_graph: ClassVar[bool] = False
+    default_block_size: ClassVar[int] = 16
     blocks_lie_apart: ClassVar[bool] = True
-    supports_recording: ClassVar[bool] = False
-
-    def __init__(self, spec: AttentionSpec) -> None:
-        self.block_size = spec.block_size or 16
-        self.spec = spec
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
         if spec.window or spec.softcap or spec.sinks:
             return "has no windows, soft caps and sinks"
         return NO_QUANTIZED_KV if spec.quantized_kv else None
-
-    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
 
     def plan(self, batch: Batch) -> list[_Singles | Chunk]:
         plans: list[_Singles | Chunk] = []
@@ -114,7 +106,8 @@ class TorchBackend(Backend):
         out = torch.empty_like(q) if out is None else out
         for plan in batch.metadata:
             if isinstance(plan, Chunk):
-                out[plan.start : plan.stop] = self._chunk(q[plan.start : plan.stop], kv_cache, plan)
+                queries = q[plan.start : plan.stop]
+                out[plan.start : plan.stop] = self._chunk(queries, kv_cache, plan, sinks)
             else:
                 out[plan.tokens] = self._singles(q[plan.tokens], kv_cache, plan)
         return out
@@ -151,7 +144,9 @@ class TorchBackend(Backend):
         mask, scale = plan.mask, self.spec.scale
         return scaled_dot_product_attention(grouped, k, v, mask, scale=scale).reshape(q.shape)
 
-    def _chunk(self, q: torch.Tensor, kv_cache: torch.Tensor, plan: Chunk) -> torch.Tensor:
+    def _chunk(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, plan: Chunk, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         k, v = kv_cache[:, plan.blocks].flatten(1, 2)[:, : plan.num_keys].transpose(1, 2).unbind()
         out = scaled_dot_product_attention(
             q.transpose(0, 1)[None],

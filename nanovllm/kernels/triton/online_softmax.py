@@ -59,7 +59,7 @@ def block_stride(kv_cache: torch.Tensor) -> int:
 
 def padded(head_dim: int) -> int:
     """Return D, the numbers of a head in a tile: tl.dot takes a power of two from 16 on."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 def register_limit(dtype: torch.dtype, kv_cache: torch.Tensor) -> dict[str, int]:
