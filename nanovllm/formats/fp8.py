@@ -98,7 +98,7 @@ class Fp8Weight:
         group_size = self._group_size
         values, scales = kernels.quantize(x, group_size)
         if self._counters is None:
-            self._counters = kernels.new_counters(self._values)
+            self._counters = kernels.new_counters(len(self._values), self._values.device)
         weight = self._values, self._scales, group_size, self._dtype
         return kernels.multiply(values, scales, *weight, self._counters)
 

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.triton import split_k
-from nanovllm.kernels.triton.split_k import add_splits
+from nanovllm.kernels.triton.split_k import add_splits, plan_launch
 
 FP8 = torch.float8_e4m3fn
+new_counters = split_k.new_counters
 
 _LIMIT = torch.finfo(FP8).max
 _MAX_INPUTS = 128
@@ -21,6 +22,8 @@ _MIN_INPUTS = 32
 """Minimum inputs of one `tl.dot` with FP8 operands."""
 _SPLIT_PROGRAMS = 264
 """Maximum programs of a tile of rows whose inputs are split: two for each SM of an H100."""
+_MANY = {"M": 64, "N": 128, "SPLITS": 1, "num_warps": 4, "num_stages": 3}
+"""The launch options for more than 64 rows."""
 
 
 def quantize(x: torch.Tensor, group: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,30 +82,14 @@ def multiply(
     assert all(t.is_contiguous() for t in (x, x_scales, weight, weight_scales))
     y = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     step = inputs_of_a_step(group)
-    options = _options(rows, outputs, triton.cdiv(size, step))
-    tiles = triton.cdiv(rows, options["M"]) * triton.cdiv(outputs, options["N"])
-    programs = tiles * options["SPLITS"]
-    partial = x_scales.new_empty(
-        programs if options["SPLITS"] > 1 else 0, options["M"], options["N"]
-    )
+    steps = triton.cdiv(size, step)
+    programs, partial, options = plan_launch(x, outputs, steps, _SPLIT_PROGRAMS, _MANY)
     if rows:
         _multiply_fp8[(programs,)](
             x, x_scales, weight, weight_scales, y, partial, splits_done, rows,
             OUTPUTS=outputs, SIZE=size, GROUP=group, STEP=step, **options,
         )  # fmt: skip
     return y
-
-
-def new_counters(weight: torch.Tensor) -> torch.Tensor:
-    """Return the counters that `multiply` needs for `weight`."""
-    return split_k.new_counters(len(weight), weight.device)
-
-
-def _options(rows: int, outputs: int, steps: int) -> dict[str, int]:
-    """Return the launch options: for up to 64 rows see `split_options`."""
-    if rows > 64:
-        return {"M": 64, "N": 128, "SPLITS": 1, "num_warps": 4, "num_stages": 3}
-    return split_k.split_options(rows, outputs, steps, _SPLIT_PROGRAMS)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from nanovllm.kernels.triton.fused_layer import (
     sum_parts,
     wait_for_previous,
 )
-from nanovllm.kernels.triton.int4 import FORMATS, to_numbers
+from nanovllm.kernels.triton.int4 import scale_and_shift, to_numbers
 from nanovllm.kernels.triton.packed_ints import PackedInts
 
 
@@ -69,12 +69,8 @@ def linear_partials(x: torch.Tensor, weight: PackedInts, *, chained: bool) -> to
 
 def _options(x: torch.Tensor, weight: PackedInts) -> dict[str, Any]:
     assert x.is_contiguous()
-    mantissa, exponent = FORMATS[x.dtype]
     rows = next(rows for rows in (1, 4, MAX_ROWS) if len(x) <= rows)
-    return {
-        "SIZE": weight.size, "GROUP": weight.group, "PART": weight.part, "KIND": weight.kind,
-        "MANTISSA": mantissa, "BIAS": exponent, "R": rows, "num_warps": WARPS, "num_stages": 1,
-    }  # fmt: skip
+    return {**weight.constants(), "R": rows, "num_warps": WARPS, "num_stages": 1}
 
 
 @triton.jit
@@ -98,28 +94,21 @@ def _columns(block, index, PART: tl.constexpr):
 def _multiply(
     x, words, index, groups, output, is_output, block, acc, ROWS: tl.constexpr,
     SIZE: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, KIND: tl.constexpr,
-    MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Return acc [warps, R, N] plus x [R, warps * PART] times part `index` of the words.
 
     Args:
         ROWS: of the weight.
     """
-    scales, zeros, minimums = groups
     R: tl.constexpr = x.shape[0]
     parts = tl.permute(tl.reshape(x, [R, PARTS, PART]), (1, 0, 2))
-    number = to_numbers(words, index, x.dtype, KIND, MANTISSA, BIAS)
-    start = block * (4 * PART) + index * PART
-    place = (start // GROUP * ROWS)[:, None] + output[None, :]
-    inside = (start < SIZE)[:, None] & is_output[None, :]
-    scale = tl.load(scales + place, inside, 0.0).to(tl.float32)
+    number = to_numbers(words, index, x.dtype, KIND)
+    start = (block * (4 * PART) + index * PART)[:, None]
+    scale, shift = scale_and_shift(
+        groups, output[None, :], is_output[None, :], start, ROWS, SIZE, GROUP
+    )
     acc += tl.dot(parts, tl.permute(number, (0, 2, 1))) * scale[:, None, :]
-    if zeros is not None or minimums is not None:
-        shift = tl.zeros_like(scale)
-        if zeros is not None:
-            shift -= scale * tl.load(zeros + place, inside, 0).to(tl.float32)
-        if minimums is not None:
-            shift += scale * 8 + tl.load(minimums + place, inside, 0.0).to(tl.float32)
+    if groups[1] is not None or groups[2] is not None:
         ones = tl.full([PARTS, PART, acc.shape[2]], 1.0, x.dtype)
         acc += tl.dot(parts, ones) * shift[:, None, :]
     return acc
@@ -160,8 +149,8 @@ def _norm_linear_packed(
     x, partials, partials_bias, total_out, norm_weight, eps,
     words, scales, zeros, minimums, factors, bias, out, rows,
     SIZE: tl.constexpr, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
-    GROUP: tl.constexpr, PART: tl.constexpr, KIND: tl.constexpr, MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr, R: tl.constexpr, N: tl.constexpr, CHAINED: tl.constexpr,
+    GROUP: tl.constexpr, PART: tl.constexpr, KIND: tl.constexpr,
+    R: tl.constexpr, N: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Compute N outputs of all rows. Each program normalises the rows anew."""
     let_next_begin(CHAINED)
@@ -197,13 +186,13 @@ def _norm_linear_packed(
             weight = tl.load(norm_weight + column, column < SIZE, 0.0).to(tl.float32)
             normed = ((total * factor).to(dtype).to(tl.float32) * weight).to(dtype)
             acc = _multiply(
-                normed, found, index, groups, output, is_output, block, acc, ROWS,
-                SIZE, GROUP, PART, KIND, MANTISSA, BIAS,
+                normed, found, index, groups, output, is_output, block, acc,
+                ROWS, SIZE, GROUP, PART, KIND,
             )  # fmt: skip
             if GATED:
                 up_acc = _multiply(
                     normed, found_up, index, groups, output + OUTPUTS, is_output, block, up_acc,
-                    ROWS, SIZE, GROUP, PART, KIND, MANTISSA, BIAS,
+                    ROWS, SIZE, GROUP, PART, KIND,
                 )  # fmt: skip
         found = following
         if GATED:
@@ -221,8 +210,7 @@ def _norm_linear_packed(
 def _linear_partials_packed(
     x, words, scales, zeros, minimums, factors, partials, rows,
     SIZE: tl.constexpr, OUTPUTS: tl.constexpr, STEPS: tl.constexpr, GROUP: tl.constexpr,
-    PART: tl.constexpr, KIND: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    R: tl.constexpr, N: tl.constexpr, CHAINED: tl.constexpr,
+    PART: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, N: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Compute one part of N outputs of all rows: the sum over STEPS blocks of each warp."""
     let_next_begin(CHAINED)
@@ -241,8 +229,8 @@ def _linear_partials_packed(
             column = _columns(block, index, PART)
             inputs = tl.load(x + row * SIZE + column, (row < rows) & (column < SIZE), 0.0)
             acc = _multiply(
-                inputs, found, index, groups, output, is_output, block, acc, OUTPUTS,
-                SIZE, GROUP, PART, KIND, MANTISSA, BIAS,
+                inputs, found, index, groups, output, is_output, block, acc,
+                OUTPUTS, SIZE, GROUP, PART, KIND,
             )  # fmt: skip
         found = following
     place = partials + (tl.program_id(1) * rows + row) * OUTPUTS + output[None, :]

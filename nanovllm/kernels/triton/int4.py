@@ -1,6 +1,6 @@
 """Products with weights of 4 or 8 bits, which stay packed: 16-bit inputs, float32 sums.
 
-Up to 64 rows the kernel multiplies with the integers themselves, which 16 bits hold exactly, and
+Up to FEW rows the kernel multiplies with the integers themselves, which 16 bits hold exactly, and
 scales the sum of each group. With more rows it scales a tile of weights and rounds it to the dtype
 of x first. Imports triton: check `kernels.selector.triton_available` first. Knows no layer.
 """
@@ -10,14 +10,12 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.triton.packed_ints import INT4, INT8, PackedInts
-from nanovllm.kernels.triton.split_k import add_splits, split_options
+from nanovllm.kernels.triton.split_k import FEW, add_splits, plan_launch
 
-_FEW = 64
-"""Maximum rows of x for which the inputs are split, and the weights not rounded."""
 _SPLIT_PROGRAMS = 528
 """Maximum programs of a tile of rows whose inputs are split: four for each SM of an H100."""
-FORMATS = {torch.float16: (10, 15), torch.bfloat16: (7, 127)}
-"""Of a dtype of x: bits of the mantissa, and bias of the exponent."""
+_MANY = {"M": 128, "N": 128, "SPLITS": 1, "num_warps": 8, "num_stages": 3}
+"""The launch options for more than FEW rows."""
 _INT4, _INT8 = tl.constexpr(INT4), tl.constexpr(INT8)
 
 
@@ -41,26 +39,12 @@ def multiply(
     y = x.new_empty(rows, outputs)
     if not rows:
         return y
-    mantissa, exponent = FORMATS[x.dtype]
-    common = {
-        "OUTPUTS": outputs, "SIZE": weight.size, "GROUP": weight.group, "PART": weight.part,
-        "KIND": weight.kind, "MANTISSA": mantissa, "BIAS": exponent,
-    }  # fmt: skip
-    tensors = *weight[:5], bias
-    if rows > _FEW:
-        grid = (triton.cdiv(rows, 128) * triton.cdiv(outputs, 128),)
-        _multiply_many[grid](
-            x, *tensors, y, rows, **common, M=128, N=128, num_warps=8, num_stages=3
-        )
-        return y
     steps = triton.cdiv(weight.size, 4 * weight.part)
-    options = split_options(rows, outputs, steps, _SPLIT_PROGRAMS)
-    tiles = triton.cdiv(rows, options["M"]) * triton.cdiv(outputs, options["N"])
-    programs = tiles * options["SPLITS"]
-    partial = x.new_empty(
-        programs if options["SPLITS"] > 1 else 0, options["M"], options["N"], dtype=torch.float32
-    )
-    _multiply_few[(programs,)](x, *tensors, y, partial, splits_done, rows, **common, **options)
+    programs, partial, options = plan_launch(x, outputs, steps, _SPLIT_PROGRAMS, _MANY)
+    _multiply[(programs,)](
+        x, *weight[:5], bias, y, partial, splits_done, rows,
+        OUTPUTS=outputs, **weight.constants(), FEW=rows <= FEW, **options,
+    )  # fmt: skip
     return y
 
 
@@ -73,12 +57,10 @@ def take_rows(
         inputs: [k] int32, the place of each of the weight's columns in the result.
     """
     y = torch.empty(len(ids), weight.size, dtype=dtype, device=ids.device)
-    mantissa, exponent = FORMATS[dtype]
     if len(ids):
         _take_rows[(len(ids), triton.cdiv(weight.size, 4 * weight.part))](
             ids, *weight[:5], inputs, y,
-            OUTPUTS=len(weight.words), SIZE=weight.size, GROUP=weight.group, PART=weight.part,
-            KIND=weight.kind, MANTISSA=mantissa, BIAS=exponent, num_warps=1,
+            OUTPUTS=len(weight.words), **weight.constants(), num_warps=1,
         )  # fmt: skip
     return y
 
@@ -93,11 +75,10 @@ def _load_words(words, output, is_output, step, SIZE, PART: tl.constexpr, KIND: 
 
 
 @triton.jit
-def to_numbers(
-    words, index, dtype: tl.constexpr, KIND: tl.constexpr, MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-):  # fmt: skip
+def to_numbers(words, index, dtype: tl.constexpr, KIND: tl.constexpr):
     """Return the numbers of part `index` of the words, exactly, in `dtype`."""
+    MANTISSA: tl.constexpr = dtype.fp_mantissa_width
+    BIAS: tl.constexpr = dtype.exponent_bias
     if KIND == _INT8:
         number = words.to(dtype)
     elif KIND == _INT4:  # put the bits below the mantissa of a power of two
@@ -114,7 +95,7 @@ def to_numbers(
 
 
 @triton.jit
-def _scale_and_shift(
+def scale_and_shift(
     groups, output, is_output, start, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr
 ):
     """Return float32 [N] of the group of input `start`: a weight is scale * number + shift."""
@@ -137,35 +118,25 @@ def _of_parts(
 ):  # fmt: skip
     """Return scale and shift of each part of block `step`."""
     at = step * 4 * PART
-    a = _scale_and_shift(groups, output, is_output, at, OUTPUTS, SIZE, GROUP)
+    a = scale_and_shift(groups, output, is_output, at, OUTPUTS, SIZE, GROUP)
     b, c, d = a, a, a
     if GROUP % (4 * PART) and GROUP < SIZE:  # a block has several groups
-        b = _scale_and_shift(groups, output, is_output, at + PART, OUTPUTS, SIZE, GROUP)
-        c = _scale_and_shift(groups, output, is_output, at + 2 * PART, OUTPUTS, SIZE, GROUP)
-        d = _scale_and_shift(groups, output, is_output, at + 3 * PART, OUTPUTS, SIZE, GROUP)
+        b = scale_and_shift(groups, output, is_output, at + PART, OUTPUTS, SIZE, GROUP)
+        c = scale_and_shift(groups, output, is_output, at + 2 * PART, OUTPUTS, SIZE, GROUP)
+        d = scale_and_shift(groups, output, is_output, at + 3 * PART, OUTPUTS, SIZE, GROUP)
     return a, b, c, d
 
 
-@triton.jit
-def _store(acc, factors, bias, y, row, output, is_row, is_output, OUTPUTS: tl.constexpr):
-    if factors is not None:
-        acc *= tl.load(factors + output, is_output, 0.0)[None, :]
-    if bias is not None:
-        acc += tl.load(bias + output, is_output, 0.0).to(tl.float32)[None, :]
-    place = y + row[:, None] * OUTPUTS + output[None, :]
-    tl.store(place, acc.to(y.dtype.element_ty), is_row[:, None] & is_output[None, :])
-
-
 @triton.jit(do_not_specialize=["rows"])
-def _multiply_few(
+def _multiply(
     x, words, scales, zeros, minimums, factors, bias, y, partial, splits_done, rows,
     OUTPUTS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr,
-    KIND: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
+    KIND: tl.constexpr, FEW: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Compute one split of a tile of y, and y if it is the tile's last split to end.
 
-    Programs with neighbouring ids read the same rows of the weight, which the L2 then holds.
+    If there are FEW rows, scale sums of integers, else round scaled weights. Programs with
+    neighbouring ids read the same rows of the weight, which the L2 then holds.
     """
     BLOCK: tl.constexpr = 4 * PART
     STEPS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
@@ -190,50 +161,25 @@ def _multiply_few(
                 found = _load_words(words, output, is_output, 4 * step + index, SIZE, PART, KIND)
             start = step * BLOCK + index * PART
             a = _load_x(x, row, is_row, start, SIZE, PART)
-            b = tl.trans(to_numbers(found, index, dtype, KIND, MANTISSA, BIAS))
+            number = to_numbers(found, index, dtype, KIND)
             scale, shift = of_parts[index]
-            acc += tl.dot(a, b) * scale[None, :]
-            if zeros is not None or minimums is not None:
-                acc += tl.dot(a, ones) * shift[None, :]
+            if FEW:
+                acc += tl.dot(a, tl.trans(number)) * scale[None, :]
+                if zeros is not None or minimums is not None:
+                    acc += tl.dot(a, ones) * shift[None, :]
+            else:
+                b = (number.to(tl.float32) * scale[:, None] + shift[:, None]).to(dtype)
+                acc = tl.dot(a, tl.trans(b), acc)
     is_last = True
     if SPLITS > 1:
         acc, is_last = add_splits(acc, partial, splits_done, tile, split, SPLITS)
     if is_last:
-        _store(acc, factors, bias, y, row, output, is_row, is_output, OUTPUTS)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _multiply_many(
-    x, words, scales, zeros, minimums, factors, bias, y, rows,
-    OUTPUTS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr,
-    KIND: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Compute a tile of y. Programs with neighbouring ids read the same rows of the weight."""
-    BLOCK: tl.constexpr = 4 * PART
-    dtype: tl.constexpr = x.dtype.element_ty
-    row_tiles = tl.cdiv(rows, M)
-    row = (tl.program_id(0) % row_tiles * M + tl.arange(0, M)).to(tl.int64)
-    output = (tl.program_id(0) // row_tiles * N + tl.arange(0, N)).to(tl.int64)
-    is_row, is_output = row < rows, output < OUTPUTS
-    acc = tl.zeros([M, N], tl.float32)
-    groups = scales, zeros, minimums
-    following = _of_parts(groups, output, is_output, 0, OUTPUTS, SIZE, GROUP, PART)
-    for step in range((SIZE + BLOCK - 1) // BLOCK):
-        of_parts = following
-        following = _of_parts(groups, output, is_output, step + 1, OUTPUTS, SIZE, GROUP, PART)
-        if KIND != _INT8:
-            found = _load_words(words, output, is_output, step, SIZE, PART, KIND)
-        for index in tl.static_range(4):
-            if KIND == _INT8:
-                found = _load_words(words, output, is_output, 4 * step + index, SIZE, PART, KIND)
-            start = step * BLOCK + index * PART
-            a = _load_x(x, row, is_row, start, SIZE, PART)
-            scale, shift = of_parts[index]
-            number = to_numbers(found, index, dtype, KIND, MANTISSA, BIAS).to(tl.float32)
-            b = (number * scale[:, None] + shift[:, None]).to(dtype)
-            acc = tl.dot(a, tl.trans(b), acc)
-    _store(acc, factors, bias, y, row, output, is_row, is_output, OUTPUTS)
+        if factors is not None:
+            acc *= tl.load(factors + output, is_output, 0.0)[None, :]
+        if bias is not None:
+            acc += tl.load(bias + output, is_output, 0.0).to(tl.float32)[None, :]
+        place = y + row[:, None] * OUTPUTS + output[None, :]
+        tl.store(place, acc.to(y.dtype.element_ty), is_row[:, None] & is_output[None, :])
 
 
 @triton.jit
@@ -250,7 +196,7 @@ def _load_x(x, row, is_row, start, SIZE: tl.constexpr, PART: tl.constexpr):
 def _take_rows(
     ids, words, scales, zeros, minimums, factors, inputs, y,
     OUTPUTS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr,
-    KIND: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Widen one block of a row."""
     token, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -261,9 +207,9 @@ def _take_rows(
     for index in tl.static_range(4):
         words_at = 4 * step + index if KIND == _INT8 else step
         found = _load_words(words, output, is_output, words_at, SIZE, PART, KIND)
-        number = to_numbers(found, index, dtype, KIND, MANTISSA, BIAS).to(tl.float32)
+        number = to_numbers(found, index, dtype, KIND).to(tl.float32)
         start = step * 4 * PART + index * PART
-        scale, shift = _scale_and_shift(groups, output, is_output, start, OUTPUTS, SIZE, GROUP)
+        scale, shift = scale_and_shift(groups, output, is_output, start, OUTPUTS, SIZE, GROUP)
         number = number * scale[:, None] + shift[:, None]
         if factors is not None:
             number *= tl.load(factors + output)[:, None]

@@ -40,6 +40,10 @@ class PackedInts(NamedTuple):
     kind: int
     """INT4, INT8 or FP4."""
 
+    def constants(self) -> dict[str, int]:
+        """Return what the kernels know of the weight when they are compiled."""
+        return {"SIZE": self.size, "GROUP": self.group, "PART": self.part, "KIND": self.kind}
+
 
 def part_size(group: int, size: int) -> int:
     """Return the inputs of a part of a block, or 0 if the kernels do not support `group`."""

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+FEW = 64
+"""Maximum rows of x for which the inputs are split."""
 MIN_TILE = 32
 """Minimum outputs of a tile whose inputs are split."""
 _MIN_STEPS = 2
@@ -15,7 +17,7 @@ _MAX_SPLITS = 16
 
 
 def split_options(rows: int, outputs: int, steps: int, most_programs: int) -> dict[str, int]:
-    """Return the launch options for up to 64 rows. A tile is M rows times N outputs, of SPLITS
+    """Return the launch options for up to FEW rows. A tile is M rows times N outputs, of SPLITS
     parts of the inputs.
 
     With few rows the tiles are narrow, so that more programs read the weight. SPLITS depends on
@@ -30,10 +32,26 @@ def split_options(rows: int, outputs: int, steps: int, most_programs: int) -> di
     return {"M": m, "N": n, "SPLITS": max(1, min(most)), "num_warps": 4, "num_stages": 4}
 
 
+def plan_launch(
+    x: torch.Tensor, outputs: int, steps: int, most_programs: int, many: dict[str, int]
+) -> tuple[int, torch.Tensor, dict[str, int]]:
+    """Return the number of programs, the memory `partial` of `add_splits`, and launch options.
+
+    Args:
+        steps, most_programs: see `split_options`.
+        many: the options for more than FEW rows of x.
+    """
+    options = many if len(x) > FEW else split_options(len(x), outputs, steps, most_programs)
+    m, n, splits = options["M"], options["N"], options["SPLITS"]
+    programs = triton.cdiv(len(x), m) * triton.cdiv(outputs, n) * splits
+    partial = x.new_empty(programs if splits > 1 else 0, m, n, dtype=torch.float32)
+    return programs, partial, options
+
+
 def new_counters(outputs: int, device: torch.device) -> torch.Tensor:
     """Return the counters for a weight of `outputs` rows, all 0 between two launches.
 
-    They count the finished splits of each tile, for up to 64 rows of x in tiles of at least 16 by
+    They count the finished splits of each tile, for up to FEW rows of x in tiles of at least 16 by
     2 * MIN_TILE, or one tile of rows by MIN_TILE. Launches that share them must run one after
     another.
     """

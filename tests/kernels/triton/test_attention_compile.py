@@ -93,7 +93,7 @@ def test_attention(num_heads, head_dim, dtype, cache_dtype, block_size, archs):
     ids=str,
 )
 def test_options(heads, scores, sinks, archs):
-    """Shapes of gpt-oss, Gemma 2 9B, Gemma 4 26B and Qwen3.5-27B; heads of 120, no multiple of 16."""
+    """Shapes of gpt-oss, Gemma 2 9B, Gemma 4 26B and Qwen3.5-27B; then 120, no multiple of 16."""
     assert_fits((launch, heads, BF16, BF16, 64, scores, sinks), archs)
 
 

@@ -6,6 +6,7 @@ import torch
 from nanovllm.formats.fp8 import Fp8Weight, quantize_fp8
 from nanovllm.kernels.triton import fp8 as triton_fp8
 from nanovllm.kernels.triton.kernels import TritonKernels
+from nanovllm.kernels.triton.split_k import split_options
 from tests.kernels.triton.harness import ARCHS, compile_launches, shapes
 from tests.kernels.triton.inputs import CUDA, DEVICE, each_dtype, few_dtypes, has_fp8, randn
 from tests.kernels.triton.interpreter import patch_interpreter
@@ -52,7 +53,7 @@ def test_multiply(rows, outputs, inputs, group, dtype):
     x, x_scales = triton_fp8.quantize(randn(rows, inputs), group)
     weight, weight_scales = triton_fp8.quantize(randn(outputs, inputs, seed=1), group)
     weight_scales *= torch.rand_like(weight_scales) * 5  # neighbours of very different magnitudes
-    counters = triton_fp8.new_counters(weight)
+    counters = triton_fp8.new_counters(len(weight), weight.device)
     y = triton_fp8.multiply(x, x_scales, weight, weight_scales, group, dtype, counters)
     assert not counters.any()
     wide_x, wide_weight = (
@@ -76,7 +77,7 @@ def test_a_row_has_the_same_bits_in_every_batch_of_up_to_16():
     """The inputs are split, by the shape of the weight alone."""
     x, x_scales = triton_fp8.quantize(randn(16, 512), 128)
     weight, weight_scales = triton_fp8.quantize(randn(40, 512, seed=1), 128)
-    counters = triton_fp8.new_counters(weight)
+    counters = triton_fp8.new_counters(len(weight), weight.device)
 
     def rows(some):
         args = x[some], x_scales[some], weight, weight_scales, 128, torch.float32, counters
@@ -101,9 +102,9 @@ def test_inputs_are_split_where_outputs_are_few():
         (32, 2): 1,
         (32, 1000): 16,
     }
-    assert {case: triton_fp8._options(16, *case)["SPLITS"] for case in splits} == splits
-    assert triton_fp8._options(64, 1024, 24)["SPLITS"] == 12
-    assert triton_fp8._options(65, 1024, 24)["SPLITS"] == 1
+    most = triton_fp8._SPLIT_PROGRAMS
+    assert {case: split_options(16, *case, most)["SPLITS"] for case in splits} == splits
+    assert split_options(64, 1024, 24, most)["SPLITS"] == 12
 
 
 @has_fp8
@@ -131,7 +132,7 @@ def multiply(rows, outputs, inputs, dtype):
     """Launch the product of a linear layer whose checkpoint has blocks of 128."""
     x, weight = (meta(n, inputs, dtype=triton_fp8.FP8) for n in (rows, outputs))
     scales = [meta(n, inputs // 128, dtype=torch.float32) for n in (rows, outputs)]
-    counters = triton_fp8.new_counters(weight)
+    counters = triton_fp8.new_counters(len(weight), weight.device)
     triton_fp8.multiply(x, scales[0], weight, scales[1], 128, dtype, counters)
 
 
