@@ -7,7 +7,7 @@ timed at start. Knows no scheduling and no sampling.
 import dataclasses
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -122,9 +122,9 @@ class FusedStep:
     """
 
     def __init__(self, model: DecoderForCausalLM, backend: Backend) -> None:
-        from nanovllm.kernels.triton import fused_attention, fused_layer, fused_packed
+        from nanovllm.kernels.triton import fused_attention, fused_layer
 
-        self._attention, self._layer, self._packed = fused_attention, fused_layer, fused_packed
+        self._attention, self._layer = fused_attention, fused_layer
         self._model = model
         spec = self._spec = backend.spec
         shape = (fused_layer.MAX_ROWS, spec.num_kv_heads)
@@ -199,19 +199,17 @@ class FusedStep:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `fused_layer.norm_linear`."""
         weight = _weight(linear, self._spec.dtype)
-        kernels: Any = self._packed if isinstance(weight, PackedInts) else self._layer
-        found: tuple[torch.Tensor, torch.Tensor] = kernels.norm_linear(
+        assert weight is not None
+        return self._layer.norm_linear(
             residual, *sums, norm.weight, norm.eps, weight, bias,
             gated=gated, chained=self._chained,
         )  # fmt: skip
-        return found
 
     def _partials(self, x: torch.Tensor, linear: Matrix) -> torch.Tensor:
         """See `fused_layer.linear_partials`."""
         weight = _weight(linear, self._spec.dtype)
-        kernels: Any = self._packed if isinstance(weight, PackedInts) else self._layer
-        partials: torch.Tensor = kernels.linear_partials(x, weight, chained=self._chained)
-        return partials
+        assert weight is not None
+        return self._layer.linear_partials(x, weight, chained=self._chained)
 
 
 def _weight(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor | PackedInts | None:

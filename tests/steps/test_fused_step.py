@@ -304,8 +304,14 @@ def test_a_step_has_at_most_150_launches(rows: int, monkeypatch: pytest.MonkeyPa
     )
     names = launches(config, rows, monkeypatch)
     assert len(names) <= 150
-    layer = ["_norm_linear", "_attend_rows", "_linear_partials", "_norm_linear", "_linear_partials"]
-    start = names.index("_norm_linear")
+    layer = [
+        "norm_linear_kernel",
+        "_attend_rows",
+        "linear_partials_kernel",
+        "norm_linear_kernel",
+        "linear_partials_kernel",
+    ]
+    start = names.index("norm_linear_kernel")
     assert names[start : start + 28 * 5] == layer * 28
 
 

@@ -11,12 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.fused_layer import (
-    MAX_ROWS,
-    launch_options,
-    let_next_begin,
-    wait_for_previous,
-)
+from nanovllm.kernels.triton.fused_kernels import let_next_begin, wait_for_previous
+from nanovllm.kernels.triton.fused_layer import MAX_ROWS, launch_options
 from nanovllm.kernels.triton.online_softmax import LOG2_E, MAX_SPLITS, block_ids, finish_split
 
 _WARPS = 4

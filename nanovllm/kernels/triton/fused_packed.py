@@ -1,76 +1,20 @@
 """The kernels of fused_layer.py for weights of 4 bits, which stay packed.
 
-Each warp multiplies with one block of inputs at a time: a word's nibbles are its four parts. What
-fused_layer.py says of rows, splits and chains holds here. Knows no attention and no model.
+Each warp multiplies with one block of inputs at a time: a word's nibbles are its four parts. Knows
+no attention and no model.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.fused_layer import (
-    MAX_ROWS,
+from nanovllm.kernels.triton.fused_kernels import (
     PARTS,
-    PROGRAMS,
-    WARPS,
-    launch_options,
     let_next_begin,
-    outputs_per_program,
     places,
     sum_parts,
     wait_for_previous,
 )
 from nanovllm.kernels.triton.int4 import scale_and_shift, to_numbers
-from nanovllm.kernels.triton.packed_ints import PackedInts
-
-
-def norm_linear(
-    x: torch.Tensor,
-    partials: torch.Tensor | None,
-    partials_bias: torch.Tensor | None,
-    norm_weight: torch.Tensor,
-    eps: float,
-    weight: PackedInts,
-    bias: torch.Tensor | None,
-    *,
-    gated: bool,
-    chained: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do what `fused_layer.norm_linear` says. `weight` has words of 4 bits."""
-    rows, outputs = len(x), len(weight.words) // (1 + gated)
-    width = outputs_per_program(outputs, gated)
-    out = x.new_empty(rows, outputs)
-    total = x if partials is None else torch.empty_like(x)
-    _norm_linear_packed[(triton.cdiv(outputs, width),)](
-        x, partials, partials_bias, total, norm_weight, eps, *weight[:5], bias, out, rows,
-        OUTPUTS=outputs, SPLITS=0 if partials is None else len(partials), GATED=gated, N=width,
-        **_options(x, weight), **launch_options(chained),
-    )  # fmt: skip
-    return out, total
-
-
-def linear_partials(x: torch.Tensor, weight: PackedInts, *, chained: bool) -> torch.Tensor:
-    """Do what `fused_layer.linear_partials` says. `weight` has words of 4 bits."""
-    rows, outputs = len(x), len(weight.words)
-    width = outputs_per_program(outputs, False)
-    tiles = triton.cdiv(outputs, width)
-    steps = triton.cdiv(weight.size, 4 * weight.part * WARPS)
-    steps_of_a_split = triton.cdiv(steps, triton.cdiv(PROGRAMS, tiles))
-    splits = triton.cdiv(steps, steps_of_a_split)
-    partials = x.new_empty(splits, rows, outputs, dtype=torch.float32)
-    _linear_partials_packed[(tiles, splits)](
-        x, *weight[:5], partials, rows, OUTPUTS=outputs, STEPS=steps_of_a_split, N=width,
-        **_options(x, weight), **launch_options(chained),
-    )  # fmt: skip
-    return partials
-
-
-def _options(x: torch.Tensor, weight: PackedInts) -> dict[str, Any]:
-    assert x.is_contiguous()
-    rows = next(rows for rows in (1, 4, MAX_ROWS) if len(x) <= rows)
-    return {**weight.constants(), "R": rows, "num_warps": WARPS, "num_stages": 1}
 
 
 @triton.jit
@@ -145,7 +89,7 @@ def _norm_factor(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _norm_linear_packed(
+def norm_linear_packed(
     x, partials, partials_bias, total_out, norm_weight, eps,
     words, scales, zeros, minimums, factors, bias, out, rows,
     SIZE: tl.constexpr, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
@@ -207,13 +151,14 @@ def _norm_linear_packed(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _linear_partials_packed(
+def linear_partials_packed(
     x, words, scales, zeros, minimums, factors, partials, rows,
-    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, STEPS: tl.constexpr, GROUP: tl.constexpr,
+    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
     PART: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, N: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Compute one part of N outputs of all rows: the sum over STEPS blocks of each warp."""
+    """Compute one part of N outputs of all rows: the sum over SPLIT inputs."""
     let_next_begin(CHAINED)
+    STEPS: tl.constexpr = SPLIT // (4 * PART * PARTS)
     groups = scales, zeros, minimums
     output = (tl.program_id(0) * N + tl.arange(0, N)).to(tl.int64)
     is_output = output < OUTPUTS

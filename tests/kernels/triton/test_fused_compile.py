@@ -18,14 +18,14 @@ BF16, F32 = torch.bfloat16, torch.float32
 QWEN3, LLAMA = (1024, 3072, 16, 151936, True), (4096, 14336, 32, 128256, False)
 KV_HEADS, HEAD_DIM = 8, 128
 NAMES = [
-    *("_norm_linear", "_attend_rows", "_linear_partials"),
-    *("_norm_linear", "_linear_partials", "_norm_linear"),
+    *("norm_linear_kernel", "_attend_rows", "linear_partials_kernel"),
+    *("norm_linear_kernel", "linear_partials_kernel", "norm_linear_kernel"),
 ]
 
 
 READ_EARLY = {
-    "_norm_linear": {"weight", "norm_weight"},
-    "_linear_partials": {"weight"},
+    "norm_linear_kernel": {"weight", "norm_weight"},
+    "linear_partials_kernel": {"weight"},
     "_attend_rows": {"positions", "slot_mapping", "block_tables"},
 }
 

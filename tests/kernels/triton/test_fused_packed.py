@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from nanovllm.formats.integer import IntTensor
-from nanovllm.kernels.triton import fused_packed
+from nanovllm.kernels.triton import fused_layer
 from nanovllm.kernels.triton.packed_ints import empty_ints
 from tests.kernels.triton.harness import SHARED, compile_launches, shapes
 from tests.kernels.triton.inputs import CAPABILITY, randn
@@ -28,7 +28,7 @@ patch_interpreter()
 
 
 def norm_linear(x, partials, weight, norm, bias, gated):
-    return fused_packed.norm_linear(
+    return fused_layer.norm_linear(
         x, partials, None, norm, EPS, weight, bias, gated=gated, chained=CHAINED
     )
 
@@ -74,7 +74,7 @@ def test_norm_linear(rows, case, gated, dtype):
 def test_linear_partials(rows, case, splits, dtype):
     weight, wide = random_weight(*case)
     x = randn(rows, wide.shape[1], dtype=dtype)
-    partials = fused_packed.linear_partials(x, packed(weight), chained=CHAINED)
+    partials = fused_layer.linear_partials(x, packed(weight), chained=CHAINED)
     assert partials.shape == (splits, rows, len(wide))
     exact = x.double() @ wide.T
     error = (partials.double().sum(0) - exact).abs()
@@ -87,11 +87,11 @@ def test_a_row_has_the_same_bits_in_any_batch():
     x, partials = randn(16, 1152, dtype=torch.float16), randn(2, 16, 1152, seed=1)
     norm = randn(1152, dtype=torch.float16, seed=2) / 100
     out, _ = norm_linear(x, partials, weight, norm, None, True)
-    parts = fused_packed.linear_partials(x, weight, chained=CHAINED)
+    parts = fused_layer.linear_partials(x, weight, chained=CHAINED)
     for rows in (slice(0, 5), slice(0, 9)):
         some = norm_linear(x[rows], partials[:, rows].contiguous(), weight, norm, None, True)[0]
         assert torch.equal(some, out[rows])
-        found = fused_packed.linear_partials(x[rows], weight, chained=CHAINED)
+        found = fused_layer.linear_partials(x[rows], weight, chained=CHAINED)
         assert torch.equal(found, parts[:, rows])
 
 
@@ -108,13 +108,13 @@ def linears(model, rows, group, has_zeros, chained):
         return empty_ints(outputs, IntTensor(values, scales, None, 4, zeros))
 
     def normed(outputs, gated):
-        fused_packed.norm_linear(
+        fused_layer.norm_linear(
             x, sums, None, norm, EPS, weight(outputs, hidden), None, gated=gated, chained=chained
         )
 
     def partials(inputs):
         inner = meta(rows, inputs, dtype=BF16)
-        fused_packed.linear_partials(inner, weight(hidden, inputs), chained=chained)
+        fused_layer.linear_partials(inner, weight(hidden, inputs), chained=chained)
 
     normed(width, False)
     partials(width - 2048)  # without k and v
@@ -124,7 +124,7 @@ def linears(model, rows, group, has_zeros, chained):
 
 # hidden size, intermediate size, and the outputs of q, k and v
 QWEN3, LLAMA = (1024, 3072, 4096), (4096, 14336, 6144)
-NAMES = ["_norm_linear_packed", "_linear_partials_packed"] * 2
+NAMES = ["norm_linear_packed", "linear_partials_packed"] * 2
 
 
 @pytest.mark.parametrize(
