@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.kernels.cpu.calls import pack_call
+from nanovllm.kernels.cpu.calls import CSRC, cases, pack_call
 from nanovllm.utils import disk_cache
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = sorted(Path(__file__).with_name("csrc").glob("*.[ch]"))
-_FLAGS = ("-O3", "-pthread", "-fPIC")
+_SOURCES = sorted(CSRC.glob("*.[ch]"))
+_FLAGS = ("-O3", "-pthread", "-fPIC", f"-DCASES={cases()}")
 _WITHOUT_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 _COMPILER_SECONDS = 300
 """How long the compiler may take for all sources: seconds, and minutes on a busy machine."""
