@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu.kernels import CKernels
-from nanovllm.kernels.cpu.packed import IntPanelWeight
+from nanovllm.kernels.cpu.packed import FP4, MINIMUMS, PLAIN, ZEROS, IntPanelWeight
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.utils.pages import PageReserve
 
@@ -197,17 +197,13 @@ class IntRows:
 
     def _panels(self, part: IntTensor) -> IntPanelWeight:
         k = part.values.shape[1]
-        return IntPanelWeight(
-            self._num_rows,
-            k,
-            k // part.scales.shape[1],
-            part.bits,
-            has_minimums=part.minimums is not None,
-            has_zeros=part.zeros is not None,
-            fp4=part.fp4,
-            inputs=part.inputs,
-            reserve=self._reserve,
-        )
+        kind = FP4 if part.fp4 else PLAIN
+        if part.minimums is not None:
+            kind = MINIMUMS
+        elif part.zeros is not None:
+            kind = ZEROS
+        group, rest = k // part.scales.shape[1], (part.inputs, self._reserve)
+        return IntPanelWeight(self._num_rows, k, group, part.bits, kind, *rest)
 
     def _empty(self, part: IntTensor) -> Any:
         n = self._num_rows

@@ -6,10 +6,17 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.cpu import library, ops
+from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import PANEL
+from nanovllm.utils.memory import lazy_zeros
 from nanovllm.utils.pages import PageReserve
 
+PLAIN, MINIMUMS, FP4, ZEROS = range(4)
+"""The kinds of weights of 8 or 4 bits, and their numbers in csrc/int_weights.h, which says what
+the numbers of such a weight mean."""
+
+_K_STEP = 256
+"""What groups of inputs divide; see csrc/int_weights.h."""
 _ONEDNN_HINT_ROWS = 16
 """Number of input rows that oneDNN optimises its layout for. Inputs may have any number of rows."""
 _ONEDNN_MIN_ELEMENTS = 2**20
@@ -17,29 +24,24 @@ _ONEDNN_MIN_ELEMENTS = 2**20
 
 
 class Panels(NamedTuple):
-    """A weight in the layout of the C kernels, see `ops.packed_zeros` and `ops.int_zeros`."""
+    """A weight [n, k] in the layout of the C kernels: panels of 32 outputs, zeros in the last."""
 
     packed: torch.Tensor
+    """[panels, k / 2, 32, 2] bfloat16; with 8 and 4 bits [panels, k * 32 * bits / 8] uint8."""
     scales: torch.Tensor | None
-    """With 8 and 4 bits only; [panels, groups, 32], or [panels, groups, 2, 32] with minimums or
-    zeros."""
+    """With 8 and 4 bits only, of 16 bits: [panels, groups, 32], or [panels, groups, 2, 32] with
+    minimums or zeros."""
     bits: int
-    fp4: bool = False
-    """Whether its values plus 8 are the bits of E2M1 numbers, and the bits of its scales are those
-    of bfloat16: a weight is scale * twice the number."""
-    zeros: bool = False
-    """Whether zeros lie beside its scales, not minimums."""
+    kind: int = PLAIN
     factors: torch.Tensor | None = None
     """[panels * 32] float32: multiply the outputs."""
     inputs: torch.Tensor | None = None
     """[k] int32: which input belongs to each column of the weight."""
 
     def arguments(self, inputs: int) -> tuple[int, int, int]:
-        """Return the group, the bits and the kernels' kind of a weight of `inputs` inputs."""
-        if self.scales is None:
-            return 0, self.bits, 0
-        kind = 3 if self.zeros else 2 if self.fp4 else int(self.scales.dim() == 4)  # with minimums
-        return inputs // self.scales.shape[1], self.bits, kind
+        """Return the group, the bits and the kind of a weight of `inputs` inputs."""
+        group = 0 if self.scales is None else inputs // self.scales.shape[1]
+        return group, self.bits, self.kind
 
 
 class PanelWeight:
@@ -86,8 +88,8 @@ class IntPanelWeight(PanelWeight):
     """A weight [n, k] of 8 or 4 bits in the layout of the C kernels, of zeros at first.
 
     Args:
-        group: inputs that share a scale.
-        has_minimums, has_zeros, fp4: what it has; at most one of them.
+        group: inputs that share a scale, a multiple of 32; of 16 for FP4.
+        kind: PLAIN, MINIMUMS, FP4 or ZEROS.
         inputs: see `Panels`.
         reserve: gives the memory while it lasts.
     """
@@ -98,18 +100,16 @@ class IntPanelWeight(PanelWeight):
         k: int,
         group: int,
         bits: int,
-        *,
-        has_minimums: bool = False,
-        has_zeros: bool = False,
-        fp4: bool = False,
+        kind: int = PLAIN,
         inputs: torch.Tensor | None = None,
         reserve: PageReserve | None = None,
     ) -> None:
-        rows_of_group = 2 if has_minimums or has_zeros else 1
-        if has_minimums or fp4:
-            group = math.gcd(group, PANEL)  # the kernels have no wider groups of these
-        memory = ops.int_zeros(n, k, group, bits, rows_of_group, reserve)
-        super().__init__(Panels(*memory, bits, fp4, has_zeros, None, inputs), n)
+        # The kernels' groups are smaller: they divide _K_STEP, and with these kinds 32.
+        group = math.gcd(group, PANEL if kind in (MINIMUMS, FP4) else _K_STEP)
+        panels, rows = -(-n // PANEL), (2, PANEL) if kind in (MINIMUMS, ZEROS) else (PANEL,)
+        packed = lazy_zeros((panels, k * PANEL * bits // 8), torch.uint8, reserve)
+        scales = lazy_zeros((panels, k // group, *rows), torch.float16, reserve)
+        super().__init__(Panels(packed, scales, bits, kind, None, inputs), n)
 
     def store(
         self,
@@ -122,18 +122,32 @@ class IntPanelWeight(PanelWeight):
         """Store rows; the first is row `start`, a multiple of 32.
 
         Args:
-            values: [m, k] int8. m is a multiple of 32, too, unless these are the last rows.
-            scales: [m, k / group]: float16, or with fp4 bfloat16, of twice the numbers.
+            values: [m, k] int8; within [-8, 7] for 4 bits. m is a multiple of 32, too, unless these
+                are the last rows.
+            scales: [m, k / group]: float16, or with FP4 bfloat16, of twice the numbers.
             more: minimums, float16, or zeros of any integer dtype: like `scales`.
             factors: [m] float32; None: 1.
         """
-        packed, packed_scales, bits, fp4, has_zeros, *_ = self.panels
+        packed, packed_scales, bits, kind, *_ = self.panels
         assert packed_scales is not None
-        if has_zeros:
-            zeros = torch.zeros_like(scales) if more is None else more
-            more = (-(zeros.int() + (8 if bits == 4 else 0))).short()
-        assert scales.dtype == (torch.bfloat16 if fp4 else torch.float16)
-        ops.pack_int_rows(values, scales, more, packed, packed_scales, start)
+        if kind == ZEROS:
+            assert more is not None
+            more = (-(more.int() + (8 if bits == 4 else 0))).short()
+        assert scales.dtype == (torch.bfloat16 if kind == FP4 else torch.float16)
+        m, k = values.shape
+        library.call(
+            "nv_pack_int",
+            values.contiguous(),
+            scales.contiguous(),
+            None if more is None else more.contiguous(),
+            packed[start // PANEL :],
+            packed_scales[start // PANEL :],
+            m,
+            k,
+            k // scales.shape[1],
+            k // packed_scales.shape[1],
+            bits,
+        )
         if factors is None:
             return
         if self.panels.factors is None:
@@ -146,18 +160,21 @@ class PackedWeight(PanelWeight):
     """An unquantised bfloat16 weight [n, k] in the layout of the C kernels, of zeros at first.
 
     Args:
+        k: a multiple of 32.
         reserve: gives the memory while it lasts.
     """
 
     def __init__(self, n: int, k: int, reserve: PageReserve | None = None) -> None:
-        super().__init__(Panels(ops.packed_zeros(n, k, reserve), None, 16), n)
+        packed = lazy_zeros((-(-n // PANEL), k // 2, PANEL, 2), torch.bfloat16, reserve)
+        super().__init__(Panels(packed, None, 16), n)
 
     def store(self, start: int, rows: torch.Tensor) -> None:
         """Store `rows` [m, k]; the first is row `start`, a multiple of 32.
 
         m is a multiple of 32, too, unless these are the last rows.
         """
-        ops.pack_rows(rows.to(torch.bfloat16), self.panels.packed, start)
+        rows = rows.to(torch.bfloat16).contiguous()
+        library.call("nv_pack", rows, self.panels.packed[start // PANEL :], *rows.shape)
 
 
 class OneDnnWeight:

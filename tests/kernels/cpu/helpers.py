@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanovllm.formats.integer import IntTensor, make_int_method
 from nanovllm.kernels.cpu import build
+from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.cpu.library import library
-from nanovllm.kernels.cpu.packed import PackedWeight, Panels, PanelWeight
+from nanovllm.kernels.cpu.packed import PackedWeight
+from nanovllm.kernels.torch_kernels import WeightMethod
 
 native = pytest.mark.skipif(library() is None, reason="no compiler here")
 
@@ -18,37 +21,13 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
+def pack(weight: torch.Tensor | IntTensor) -> WeightMethod:
     """Return a weight [n, k] in panels."""
+    if isinstance(weight, IntTensor):
+        return make_int_method(weight, torch.bfloat16, CKernels())
     packed = PackedWeight(*weight.shape)
     packed.store(0, weight)
-    return packed.panels.packed
-
-
-def linear(
-    x: torch.Tensor, packed: torch.Tensor, num_outputs: int, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Multiply by a weight that `pack` returned."""
-    return PanelWeight(Panels(packed, None, 16), num_outputs).apply(x, bias)
-
-
-def int_linear(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    num_outputs: int,
-    bits: int,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Multiply by a weight that `ops.pack_int` returned."""
-    return PanelWeight(Panels(packed, scales, bits), num_outputs).apply(x, bias)
-
-
-def gather(
-    ids: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor | None = None, bits: int = 16
-) -> torch.Tensor:
-    """Return rows of such a weight."""
-    return PanelWeight(Panels(packed, scales, bits), 0).embedding(ids)
+    return packed
 
 
 @functools.cache

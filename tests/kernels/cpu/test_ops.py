@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm.formats.integer import quantize
+from nanovllm.formats.integer import IntTensor, quantize
 from nanovllm.kernels.cpu import layer_ops, ops as cpu_ops, table_ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.layers.sampler import draw
 from nanovllm.layers.sampling_filters import Sampling
-from tests.kernels.cpu.helpers import gather, int_linear, linear, native, pack, randn
+from tests.kernels.cpu.helpers import native, pack, randn
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -26,7 +26,7 @@ def test_linear(n, k):
         x = randn(m, k, seed=m)
         expected = x.double() @ weight.double().T
         torch_error = (torch.nn.functional.linear(x, weight).double() - expected).abs().max()
-        error = (linear(x, packed, n).double() - expected).abs().max()
+        error = (packed.apply(x).double() - expected).abs().max()
         assert error <= 1.01 * torch_error + 1e-3
 
 
@@ -35,8 +35,8 @@ def test_linear(n, k):
 def test_linear_reads_rows_that_lie_apart():
     weight, wide = randn(64, 96), randn(20, 400)
     x = wide[:, 100:196]
-    expected = linear(x.contiguous(), pack(weight), 64)
-    assert torch.equal(linear(x, pack(weight), 64), expected)
+    expected = pack(weight).apply(x.contiguous())
+    assert torch.equal(pack(weight).apply(x), expected)
 
 
 @pytest.mark.thinned(3)
@@ -47,18 +47,18 @@ def test_linear_reads_rows_that_lie_apart():
 def test_a_row_of_a_linear_does_not_depend_on_the_others(n, k, with_bias):
     weight, x = pack(randn(n, k)), randn(600, k)
     bias = randn(n, seed=1) if with_bias else None
-    together = linear(x, weight, n, bias)
+    together = weight.apply(x, bias)
     for m in (1, 5, 12, 16, 31, 32, 47, 256, 257):
-        assert torch.equal(linear(x[:m], weight, n, bias), together[:m])
-        assert torch.equal(linear(x[-m:], weight, n, bias), together[-m:])
+        assert torch.equal(weight.apply(x[:m], bias), together[:m])
+        assert torch.equal(weight.apply(x[-m:], bias), together[-m:])
 
 
 @native
 @pytest.mark.parametrize("n", [2080, 2072])  # panels' rows are cache lines, and are not
 def test_large_outputs_are_those_of_fewer_rows(n):
     weight, x, bias = pack(randn(n, 32)), randn(1100, 32), randn(n)  # 4.4 MB of outputs
-    together = linear(x, weight, n, bias)
-    assert torch.equal(together, torch.cat([linear(r, weight, n, bias) for r in x.split(100)]))
+    together = weight.apply(x, bias)
+    assert torch.equal(together, torch.cat([weight.apply(r, bias) for r in x.split(100)]))
 
 
 @native
@@ -69,20 +69,16 @@ def test_a_bias_is_added_before_the_sum_is_rounded(n, bits):
     weight, bias = randn(n, 64).double(), randn(n, seed=1) * 2
     if bits == 16:
         packed = pack(weight.bfloat16())
-        multiply = functools.partial(linear, packed=packed, num_outputs=n)
     else:
         rounded = quantize(weight, bits, 32)
         weight = rounded.values.double() * rounded.scales.double().repeat_interleave(32, 1)
-        packed, scales = cpu_ops.pack_int(*rounded[:4])
-        multiply = functools.partial(
-            int_linear, packed=packed, scales=scales, num_outputs=n, bits=bits
-        )
+        packed = pack(rounded)
     for m in (0, 1, 2, 13, 33, 100):
         x = torch.zeros(m, 64, dtype=torch.bfloat16)
         x[:, ::32] = randn(m, 2, seed=m)  # one input a group, so that rounding inputs is exact
         expected = x.double() @ weight.T + bias.double()
         half_step = 2.0 ** (expected.frexp().exponent - 9)  # of bfloat16
-        assert ((multiply(x, bias=bias).double() - expected).abs() <= half_step + 1e-5).all()
+        assert ((packed.apply(x, bias).double() - expected).abs() <= half_step + 1e-5).all()
 
 
 @native
@@ -91,7 +87,7 @@ def test_a_bias_is_added_before_the_sum_is_rounded(n, bits):
 def test_gather_returns_the_rows(n, k):
     weight = randn(n, k)
     ids = torch.randint(n, (50,), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(gather(ids, pack(weight)), weight[ids])
+    assert torch.equal(pack(weight).embedding(ids), weight[ids])
 
 
 @native
@@ -107,21 +103,21 @@ def test_gather_returns_the_rows(n, k):
 def test_linear_int(n, k, group, bits):
     rounded = quantize(randn(n, k), bits, group)
     weight = rounded.values.double() * rounded.scales.double().repeat_interleave(group, 1)
-    packed = cpu_ops.pack_int(*rounded[:4])
+    packed = pack(rounded)
     largest = randn(300, k, seed=300)
     largest[:, ::7] *= 1000  # inputs of very different magnitudes
-    together = int_linear(largest, *packed, n, bits)
+    together = packed.apply(largest)
     for m in (0, 1, 2, 3, 4, 6, 7, 12, 13, 16, 31, 32, 33, 47, 100, 300):
         x = largest[:m]
         expected = x.double() @ weight.T
-        out = int_linear(x, *packed, n, bits)
+        out = packed.apply(x)
         # Inputs are rounded to 16 or 8 bits of the largest in the group, the result to bfloat16.
         steps = x.view(m, k // group, group).abs().amax(-1).double() / (32767 if bits == 8 else 127)
         bound = 0.501 * steps.repeat_interleave(group, 1) @ weight.abs().T
         assert ((out.double() - expected).abs() <= bound + 2**-8 * expected.abs() + 1e-5).all()
         assert torch.equal(out, together[:m])
     ids = torch.arange(n - 1, -1, -1)
-    assert torch.equal(gather(ids, *packed, bits), weight[ids].bfloat16())
+    assert torch.equal(packed.embedding(ids), weight[ids].bfloat16())
 
 
 def any_float16(*shape, seed):
@@ -146,21 +142,21 @@ def test_linear_int_with_minimums(n, k, extreme):
     scaled = (values.double() + 8) * scales.double().repeat_interleave(32, 1)
     offsets = minimums.double().repeat_interleave(32, 1)
     weight = scaled + offsets
-    packed = cpu_ops.pack_int(values, scales, minimums, 4)
+    packed = pack(IntTensor(values, scales, minimums, 4))
     x = randn(300, k, seed=300)
     x[:, ::7] *= 1000
     bias = randn(n, seed=3)
-    together = int_linear(x, *packed, n, 4, bias)
+    together = packed.apply(x, bias)
     expected = x.double() @ weight.T + bias.double()
     steps = x.view(300, k // 32, 32).abs().amax(-1).double() / 127
     bound = 0.501 * steps.repeat_interleave(32, 1) @ weight.abs().T + 2**-8 * expected.abs() + 1e-5
     bound += 1e-5 * x.double().abs() @ (scaled.abs() + offsets.abs()).T  # sums are in float32
     assert ((together.double() - expected).abs() <= bound).all()
     for m in (0, 1, 2, 3, 4, 6, 7, 12, 13, 16, 31, 32, 33, 47, 100):
-        assert torch.equal(int_linear(x[:m], *packed, n, 4, bias), together[:m])
+        assert torch.equal(packed.apply(x[:m], bias), together[:m])
     ids = torch.arange(n - 1, -1, -1)
     rows = (scaled.float() + offsets.float()).bfloat16()  # a sum in float32, then rounded again
-    assert torch.equal(gather(ids, *packed, 4), rows[ids])
+    assert torch.equal(packed.embedding(ids), rows[ids])
 
 
 @native
@@ -170,12 +166,12 @@ def test_every_scale_of_float16_is_exact():
     scales = torch.arange(2**16).short().view(torch.float16)[:, None]
     values = torch.zeros(len(scales), 32, dtype=torch.int8)
     values[:, 0] = 1
-    packed = cpu_ops.pack_int(values, scales, None, 8)
+    packed = pack(IntTensor(values, scales, None, 8))
     x = torch.zeros(1, 32, dtype=torch.bfloat16)
     x[0, 0] = 1
     expected = scales[:, 0].float().bfloat16()
-    product = int_linear(x, *packed, len(scales), 8)[0]
-    row = gather(torch.arange(len(scales)), *packed, 8)[:, 0]
+    product = packed.apply(x)[0]
+    row = packed.embedding(torch.arange(len(scales)))[:, 0]
     finite = scales[:, 0].isfinite()
     assert torch.equal(product[finite], expected[finite])
     assert not product[~finite].isfinite().any()
