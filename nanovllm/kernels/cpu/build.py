@@ -17,13 +17,12 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.kernels.cpu.calls import CSRC, cases, pack_call
+from nanovllm.kernels.cpu.calls import SOURCES, macros, pack_call
 from nanovllm.utils import disk_cache
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = sorted(CSRC.glob("*.[ch]"))
-_FLAGS = ("-O3", "-pthread", "-fPIC", f"-DCASES={cases()}")
+_FLAGS = ("-O3", "-pthread", "-fPIC", *macros())
 _WITHOUT_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 _COMPILER_SECONDS = 300
 """How long the compiler may take for all sources: seconds, and minutes on a busy machine."""
@@ -101,7 +100,7 @@ def find_compiler() -> list[str]:
 
 def _key(command: list[str], version: bytes) -> str:
     """Return a hash of all that decides the code."""
-    sources = [(path.name, path.read_bytes()) for path in _SOURCES]
+    sources = [(path.name, path.read_bytes()) for path in SOURCES]
     processor = (os.uname().machine, sorted(processor_flags()))
     decisive = (sources, command, version, processor)
     return hashlib.sha256(repr(decisive).encode()).hexdigest()[:24]
@@ -109,7 +108,7 @@ def _key(command: list[str], version: bytes) -> str:
 
 def _compile(command: list[str], library: Path) -> None:
     """Compile the sources side by side, and link them to `library`."""
-    objects = {s: str(library.with_name(f"{s.stem}.o")) for s in _SOURCES if s.suffix == ".c"}
+    objects = {s: str(library.with_name(f"{s.stem}.o")) for s in SOURCES if s.suffix == ".c"}
     _run(*([*command, "-c", str(source), "-o", output] for source, output in objects.items()))
     _run([*command, "-shared", *objects.values(), "-o", str(library), "-lm"])
     if not library.is_file():

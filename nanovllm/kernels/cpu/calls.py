@@ -1,6 +1,6 @@
 """How Python writes a call of a C kernel, for `nv_run` to read: see csrc/run.c. Knows no tensor.
 
-csrc/kernels.h declares the kernels. Its order gives their numbers.
+A kernel is a function of csrc whose name begins with nv_ and whose first argument is a team.
 """
 
 import re
@@ -8,16 +8,17 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-CSRC = Path(__file__).with_name("csrc")
+SOURCES = sorted(Path(__file__).with_name("csrc").glob("*.[ch]"))
 CALL_BYTES = 8 * 26
 """A call has 26 words of 64 bits: the kernel's number, its arguments, padding."""
 
-_DECLARATION = re.compile(r"void (\w+)\(team \*\w+, ([^;]+)\);")
+_KERNEL = re.compile(r"^void (nv_\w+)\((team \*\w+), ([^)]+)\) \{", re.MULTILINE)
+_DEFINITIONS = [found for path in SOURCES for found in _KERNEL.findall(path.read_text())]
 _KINDS = {"ptrdiff_t": "N", "float": "F", "token_count": "T", "row_count": "R"}
 """Of arguments, by their C type; P is a pointer. In csrc/run.c they are macros."""
 _KERNELS = {
     name: "".join("P" if "*" in each else _KINDS[each.split()[0]] for each in arguments.split(","))
-    for name, arguments in _DECLARATION.findall((CSRC / "kernels.h").read_text())
+    for name, _, arguments in _DEFINITIONS
 }
 _NUMBERS = {name: number for number, name in enumerate(_KERNELS)}
 
@@ -30,13 +31,14 @@ def _format(kinds: str) -> struct.Struct:
 _FORMATS = {name: _format(kinds) for name, kinds in _KERNELS.items()}
 
 
-def cases() -> str:
-    """Return the cases of csrc/run.c, which call the kernels."""
-    found = ""
-    for name, kinds in _KERNELS.items():
-        words = ", ".join(f"{kind}({index})" for index, kind in enumerate(kinds))
-        found += f"case {_NUMBERS[name]}: {name}(t, {words}); break; "
-    return found
+def macros() -> tuple[str, str]:
+    """Return the compiler's flags that define what csrc/run.c has of the kernels."""
+    declarations = cases = ""
+    for name, team, arguments in _DEFINITIONS:
+        declarations += f"void {name}({team}, {' '.join(arguments.split())}); "
+        words = ", ".join(f"{kind}({index})" for index, kind in enumerate(_KERNELS[name]))
+        cases += f"case {_NUMBERS[name]}: {name}(t, {words}); break; "
+    return f"-DDECLARATIONS={declarations}", f"-DCASES={cases}"
 
 
 def pack_call(name: str, args: Sequence[int | float]) -> bytes:

@@ -267,7 +267,7 @@ INLINE kv_sequence visible_keys(const cache_layout *c, const uint8_t *cache, ptr
  * softcap * tanh(s / softcap), unless softcap is 0. Unless sinks[heads] is NULL, exp(sink) is added to the sum of a softmax. */
 void nv_attention(team *team, const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t head_bytes, ptrdiff_t block_bytes,
                   const int32_t *block_tables, ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens,
-                  const float *sinks, ptrdiff_t num_rows, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block,
+                  const float *sinks, row_count num_rows, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block,
                   ptrdiff_t bits, ptrdiff_t window, float scale, float softcap) {
     int group = heads / kv_heads, max_tokens = TILE_ROWS / group;
     cache_layout layout = layout_of(dim, block, bits);

@@ -3,7 +3,7 @@
 
 /* residual += multiplier * x, unless x is NULL; out = rmsnorm(residual), unless out is NULL. Rows have n numbers. Unless the multiplier is 1, the
  * product is rounded before the sum. */
-void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, ptrdiff_t rows, ptrdiff_t n, float eps,
+void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, token_count rows, ptrdiff_t n, float eps,
                      ptrdiff_t kind, float multiplier) {
     FOR_ITEMS(r, t, rows) {
         bf16 *sum = residual + r * n;
@@ -18,7 +18,7 @@ void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight,
 }
 
 /* out = rmsnorm(x), rows of n numbers that are ldo and ldx apart. out may be x. */
-void nv_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, bf16 *out, ptrdiff_t ldo, ptrdiff_t rows, ptrdiff_t n,
+void nv_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, bf16 *out, ptrdiff_t ldo, token_count rows, ptrdiff_t n,
                  float eps, ptrdiff_t kind) {
     FOR_ITEMS(r, t, rows) norm_row(x + r * ldx, weight, out + r * ldo, n, eps, kind);
 }
@@ -55,7 +55,7 @@ INLINE void gated_row(int activation, const bf16 *gate, ptrdiff_t step, const bf
 /* out = activation(gate) * x, rows of n numbers that are ldo, ldg and ldx apart. out may be gate or x. If step is 0, not 1, a row
  * of gate has one number. */
 void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, ptrdiff_t step, const bf16 *x, ptrdiff_t ldx, bf16 *out, ptrdiff_t ldo,
-                ptrdiff_t rows, ptrdiff_t n, ptrdiff_t activation) {
+                token_count rows, ptrdiff_t n, ptrdiff_t activation) {
     ptrdiff_t chunks = (n + CHUNK - 1) / CHUNK;
     FOR_ITEMS(item, t, rows * chunks) {
         ptrdiff_t r = item / chunks, i = item % chunks * CHUNK, count = n - i < CHUNK ? n - i : CHUNK;
@@ -65,7 +65,7 @@ void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, ptrdiff_t step, const 
 }
 
 /* x *= factor, or, unless `number` is NULL, x *= *number. Rows have n numbers. */
-void nv_scale(team *t, bf16 *x, const bf16 *number, ptrdiff_t rows, ptrdiff_t n, float factor) {
+void nv_scale(team *t, bf16 *x, const bf16 *number, token_count rows, ptrdiff_t n, float factor) {
     if (number) factor = from_bf16((half_vu){*number})[0];
     FOR_ITEMS(r, t, rows)
         for (ptrdiff_t i = 0; i < n; i += VL) store_bf16(x + r * n + i, n - i, load_bf16(x + r * n + i, n - i) * factor);
@@ -73,7 +73,7 @@ void nv_scale(team *t, bf16 *x, const bf16 *number, ptrdiff_t rows, ptrdiff_t n,
 
 /* y[y_rows[r]] = x[x_rows[r]], rows of n numbers that are ldx and ldy apart. If x_rows or y_rows is NULL, the row is r. */
 void nv_copy_rows(team *t, const bf16 *x, ptrdiff_t ldx, const int64_t *x_rows, bf16 *y, ptrdiff_t ldy,
-                  const int64_t *y_rows, ptrdiff_t rows, ptrdiff_t n) {
+                  const int64_t *y_rows, token_count rows, ptrdiff_t n) {
     FOR_ITEMS(r, t, rows)
         memcpy(y + (y_rows ? y_rows[r] : r) * ldy, x + (x_rows ? x_rows[r] : r) * ldx, n * sizeof *x);
 }

@@ -37,7 +37,7 @@ static void sigmoids(float *row, const float *bias, float *sums, ptrdiff_t exper
 /* ids[token][top] = the largest of logits[token][experts]. Their weights are a softmax of factor * logits, over all experts or
  * (`renormalize`) over those chosen, times scales[id] unless scales is NULL. If `sigmoid`, those with the largest sigmoid plus bias[id]
  * are chosen; their weights are factor * the sigmoids, divided by their sum if `renormalize`. If a logit is NaN, so are the weights. */
-void nv_route(team *t, const bf16 *logits, const bf16 *scales, const float *bias, int32_t *ids, float *weights, ptrdiff_t tokens,
+void nv_route(team *t, const bf16 *logits, const bf16 *scales, const float *bias, int32_t *ids, float *weights, token_count tokens,
               ptrdiff_t experts, ptrdiff_t top, ptrdiff_t renormalize, float factor, ptrdiff_t sigmoid) {
     ptrdiff_t padded = (experts + 31) / 16 * 16;
     float *row = aligned_alloc(64, 2 * padded * sizeof(float)), *sums = row + padded;
@@ -212,7 +212,7 @@ static ptrdiff_t groups_of(ptrdiff_t panels) { return (panels + STREAMS - 1) / S
 /* hidden[pair][n] = activation(gate, up) of the sorted pairs, for x[tokens][k] and a weight with 2n outputs of each expert. An item
  * is a block and STREAMS panels of hidden. */
 void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *packed, const uint16_t *scales,
-                       const float *factors, const bf16 *bias, bf16 *hidden, ptrdiff_t tokens, ptrdiff_t experts, ptrdiff_t top,
+                       const float *factors, const bf16 *bias, bf16 *hidden, token_count tokens, ptrdiff_t experts, ptrdiff_t top,
                        ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind, ptrdiff_t activation,
                        ptrdiff_t interleaved) {
     const expert_weight w = {packed, scales, factors, bias, 2 * n, k, group, bits, kind};
@@ -272,7 +272,7 @@ static void add_weighted(grouping g, block b, ptrdiff_t top, const float *weight
  * prepared_bytes(), at most 4k + 256, for each pair: all threads share the prepared rows of hidden[pair][k]. An item is some panels of y,
  * which it sums for all tokens: threads write no sum in common, and whichever is ready takes the next item. */
 void nv_expert_down(team *t, const bf16 *hidden, const int32_t *ids, const float *weights, const void *packed, const uint16_t *scales,
-                    const float *factors, const bf16 *bias, char *buffer, bf16 *y, ptrdiff_t tokens, ptrdiff_t experts,
+                    const float *factors, const bf16 *bias, char *buffer, bf16 *y, token_count tokens, ptrdiff_t experts,
                     ptrdiff_t top, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind) {
     const expert_weight w = {packed, scales, factors, bias, n, k, group, bits, kind};
     ptrdiff_t panels = n / PANEL, width = groups_of(panels) < t->threads ? 1 : STREAMS, bytes = prepared_bytes(&w);

@@ -232,7 +232,7 @@ static void run_head(const delta_sizes *s, head_inputs in, const bf16 *v, bf16 *
 void nv_gated_delta(team *team, const bf16 *qkv, const bf16 *a, ptrdiff_t lda, const bf16 *b, ptrdiff_t ldb, const float *a_log,
                     const float *dt_bias, bf16 *out, uint8_t *pool, ptrdiff_t page_bytes, const int64_t *places,
                     const int32_t *pages, ptrdiff_t num_pages, const int32_t *cu_seqlens, const int32_t *write_lens,
-                    ptrdiff_t rows, ptrdiff_t key_heads, ptrdiff_t value_heads, ptrdiff_t dk, ptrdiff_t dv) {
+                    row_count rows, ptrdiff_t key_heads, ptrdiff_t value_heads, ptrdiff_t dk, ptrdiff_t dv) {
     const state_pages states = {pool, page_bytes, places, pages, num_pages};
     const delta_sizes sizes = {key_heads, value_heads, dk, dv, 2 * key_heads * dk + value_heads * dv};
     FOR_ITEMS(item, team, rows * value_heads) {

@@ -34,7 +34,7 @@ void nv_pack(team *t, const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
 
 /* y[m][n] = x[m][k] . w + bias[n], rounded to nearest even; rows of x are ldx apart. An item is the product of a block of x with a
  * panel, or of a single row with STREAMS panels. Each thread prepares the blocks that it multiplies, so that a block fits its cache. */
-void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, const bf16 *bias, bf16 *y, ptrdiff_t m, ptrdiff_t n,
+void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, const bf16 *bias, bf16 *y, token_count m, ptrdiff_t n,
                ptrdiff_t k) {
     ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = rows_that_fit(m, k * sizeof(operand), LINEAR_BYTES), prepared = -1;
     ptrdiff_t group = m == 1 ? STREAMS : 1, groups = (panels + group - 1) / group, acc_rows = block > TILE_ROWS ? block : TILE_ROWS;
@@ -63,7 +63,7 @@ void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, const 
 }
 
 /* y[t] = row ids[t] of the unpacked weight, [k]. */
-void nv_gather(team *t, const int64_t *ids, const bf16 *packed, bf16 *y, ptrdiff_t tokens, ptrdiff_t k) {
+void nv_gather(team *t, const int64_t *ids, const bf16 *packed, bf16 *y, token_count tokens, ptrdiff_t k) {
     FOR_ITEMS(token, t, tokens) {
         const bf16 *w = packed + ids[token] / PANEL * PANEL * k + ids[token] % PANEL * 2;
         for (ptrdiff_t i = 0; i < k; i += 2) memcpy(y + token * k + i, w + i * PANEL, 4);

@@ -31,7 +31,7 @@ void nv_pack_int(team *t, const int8_t *q, const uint16_t *scales, const uint16_
  * x belongs to input i of w. `factors`, for whole panels, and bias may be NULL, too. `kind`: see int_weights.h. An item is the product of
  * a block of x with a panel, or of a single row with STREAMS of them. Each thread quantises the blocks that it multiplies. */
 void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const uint16_t *scales, const float *factors,
-                   const int32_t *inputs, const bf16 *bias, bf16 *y, ptrdiff_t m, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group,
+                   const int32_t *inputs, const bf16 *bias, bf16 *y, token_count m, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group,
                    ptrdiff_t bits, ptrdiff_t kind) {
     ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = rows_that_fit(m, k * 2, CACHE_BYTES), ld = k + 64;
     ptrdiff_t streams = m == 1 ? STREAMS : 1, items_per_block = (panels + streams - 1) / streams, prepared = -1;
@@ -72,7 +72,7 @@ void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed,
 
 /* y[t] = row ids[t] of the unpacked weight, [k]; `factors` and `inputs` as above. */
 void nv_gather_int(team *t, const int64_t *ids, const uint8_t *packed, const uint16_t *scales, const float *factors,
-                   const int32_t *inputs, bf16 *y, ptrdiff_t tokens, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind) {
+                   const int32_t *inputs, bf16 *y, token_count tokens, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind) {
     ptrdiff_t groups = k / group, rows_of_group = rows_of_scales(kind);
     FOR_ITEMS(token, t, tokens) {
         ptrdiff_t p = ids[token] / PANEL, c = ids[token] % PANEL;

@@ -164,7 +164,7 @@ static column_chunk find_chunk(const int32_t *ends, ptrdiff_t index) {
  * a[slots][slices * max_rank][k], b[slots][max_rank][n]. */
 void nv_add_lora(team *t, const bf16 *x, ptrdiff_t ldx, bf16 *y, const bf16 *a, const bf16 *b, const int32_t *ranks,
                  const float *scales, const int32_t *ends, const int32_t *groups, const int32_t *order, float *scratch,
-                 ptrdiff_t tokens, ptrdiff_t n, ptrdiff_t k, ptrdiff_t slices, ptrdiff_t max_rank) {
+                 token_count tokens, ptrdiff_t n, ptrdiff_t k, ptrdiff_t slices, ptrdiff_t max_rank) {
     (void)tokens; /* the groups have as many at most */
     if (!groups[0]) return;
     ptrdiff_t blocks = blocks_of(groups), chunks = chunks_of(ends, slices), width = slices * max_rank;

@@ -1,7 +1,9 @@
-/* Runs calls of kernels on several threads: one call, or the recorded calls of a forward pass. calls.py writes them, and
- * defines CASES: the call of each kernel that kernels.h declares.
+/* Runs calls of kernels on several threads: one call, or the recorded calls of a forward pass. calls.py writes them, and the macros
+ * DECLARATIONS and CASES: the kernels, and how each is called.
  */
 #include "kernels.h"
+
+DECLARATIONS
 
 /* A call is the number of a kernel and its arguments, each in a word. */
 typedef union {
@@ -17,7 +19,7 @@ typedef struct {
     ptrdiff_t count, tokens, rows;
 } call_list;
 
-/* The argument in word i of a call, by its kind; -1 tokens or rows: as the call says. */
+/* The argument in word i of a call, by its kind. */
 #define P(i) a[i].p
 #define N(i) a[i].n
 #define F(i) (float)a[i].f
@@ -34,6 +36,7 @@ static void run_calls(team *t, const void *argument) {
     for (ptrdiff_t i = 0; i < list->count; i++) run_call(t, list->calls[i], list->tokens, list->rows);
 }
 
+/* Run `count` calls on `threads` threads: for `tokens` tokens in `rows` rows, or, where these are -1, as the calls say. */
 void nv_run(const void *calls, ptrdiff_t count, ptrdiff_t tokens, ptrdiff_t rows, ptrdiff_t threads) {
     run_threads(threads, run_calls, &(call_list){calls, count, tokens, rows});
 }

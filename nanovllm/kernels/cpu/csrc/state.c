@@ -62,7 +62,7 @@ static void convolve(const convolution *conv, ptrdiff_t tokens, const bf16 *cons
  * state is [taps - 1][n]: the inputs before the row's first token. bias may be NULL. */
 void nv_causal_conv(team *team, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, const bf16 *bias, bf16 *out, uint8_t *pool,
                     ptrdiff_t page_bytes, const int64_t *places, const int32_t *pages, ptrdiff_t num_pages,
-                    const int32_t *cu_seqlens, const int32_t *write_lens, ptrdiff_t rows, ptrdiff_t n, ptrdiff_t taps,
+                    const int32_t *cu_seqlens, const int32_t *write_lens, row_count rows, ptrdiff_t n, ptrdiff_t taps,
                     ptrdiff_t silu) {
     const state_pages states = {pool, page_bytes, places, pages, num_pages};
     ptrdiff_t blocks = (n + CHANNELS - 1) / CHANNELS, kept = taps - 1;
@@ -89,7 +89,7 @@ void nv_causal_conv(team *team, const bf16 *x, ptrdiff_t ldx, const bf16 *weight
 
 /* out = round(weight * round(x / rms(x))) * silu(gate), for each head of n numbers. Tokens are ldx and ldg apart. */
 void nv_gated_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *gate, ptrdiff_t ldg, const bf16 *weight, bf16 *out,
-                       ptrdiff_t tokens, ptrdiff_t heads, ptrdiff_t n, float eps) {
+                       token_count tokens, ptrdiff_t heads, ptrdiff_t n, float eps) {
     FOR_ITEMS(item, t, tokens * heads) {
         const bf16 *g = gate + item / heads * ldg + item % heads * n;
         bf16 *row = out + item * n;

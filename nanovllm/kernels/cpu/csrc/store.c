@@ -123,7 +123,7 @@ INLINE void store_vl_tokens(const cache_layout *c, const bf16 *key, const bf16 *
  * Work is divided into chunks of a KV head's tokens; VL tokens in adjacent cells of a block are stored together. */
 void nv_store(team *team, const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin, const float *q_scale,
               const int64_t *positions, const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t head_bytes,
-              ptrdiff_t block_bytes, ptrdiff_t tokens, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t kv_parts, ptrdiff_t dim,
+              ptrdiff_t block_bytes, token_count tokens, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t kv_parts, ptrdiff_t dim,
               ptrdiff_t rotary, ptrdiff_t block, ptrdiff_t bits, float eps, ptrdiff_t norm, ptrdiff_t after_rotation,
               ptrdiff_t interleaved, ptrdiff_t v_norm) {
     const cache_layout c = layout_of(dim, block, bits);
