@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from nanovllm.kernels import torch_experts
-from nanovllm.kernels.cpu import expert_ops, layer_ops, lora_ops, ops, state_ops
+from nanovllm.kernels.cpu import expert_ops, layer_ops, ops
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import OneDnnWeight, PackedWeight, use_onednn
 from nanovllm.kernels.torch_experts import ExpertMLP, Routing
@@ -24,7 +24,7 @@ class CSamplingKernels(OneDnnKernels):
     """Samples in C, whatever the model's dtype is."""
 
     name: ClassVar[str] = "c"
-    greedy = staticmethod(ops.greedy)
+    greedy = staticmethod(ops.sample)
     sample = staticmethod(ops.sample)
     forbid = staticmethod(ops.forbid)
 
@@ -40,11 +40,11 @@ class CKernels(CSamplingKernels):
     mul_act = staticmethod(layer_ops.mul_act)
     scale = staticmethod(layer_ops.scale)
 
-    add_lora = staticmethod(lora_ops.add_lora)
+    add_lora = staticmethod(layer_ops.add_lora)
 
-    causal_conv = staticmethod(state_ops.causal_conv)
-    gated_delta = staticmethod(state_ops.gated_delta)
-    gated_rms_norm = staticmethod(state_ops.gated_rms_norm)
+    causal_conv = staticmethod(layer_ops.causal_conv)
+    gated_delta = staticmethod(layer_ops.gated_delta)
+    gated_rms_norm = staticmethod(layer_ops.gated_rms_norm)
 
     route = staticmethod(expert_ops.route)
 

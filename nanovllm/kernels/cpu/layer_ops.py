@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from nanovllm.attention.states import StateRows, States
+from nanovllm.kernels.adapters import AdapterRows, AdapterTable
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 
@@ -235,3 +237,75 @@ def _distances(kv_cache: torch.Tensor) -> tuple[int, int]:
     """Return the bytes from one KV head of a layer's cache to the next, and from block to block."""
     head, block, *_ = kv_cache.stride()
     return head * kv_cache.element_size(), block * kv_cache.element_size()
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    silu: bool,
+    states: States,
+    rows: StateRows,
+) -> torch.Tensor:
+    """The rows of `x` may lie apart."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    sizes = len(rows.write_lens), *weight.shape, silu
+    library.call(
+        "nv_causal_conv", x, x.stride(0), weight, bias, out, *_places(states, rows), *sizes
+    )
+    return out
+
+
+def gated_delta(
+    qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: States,
+    rows: StateRows,
+) -> torch.Tensor:
+    num_heads, (dk, dv) = len(a_log), states.parts[1].shape
+    key_heads = (qkv.shape[1] - num_heads * dv) // (2 * dk)
+    out = torch.empty(len(qkv), num_heads, dv, dtype=qkv.dtype)
+    gates = a, a.stride(0), b, b.stride(0), a_log, dt_bias
+    sizes = len(rows.write_lens), key_heads, num_heads, dk, dv
+    library.call("nv_gated_delta", qkv, *gates, out, *_places(states, rows), *sizes)
+    return out
+
+
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Only [T, heads, D] can be recorded for T tokens."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    tokens, size = len(x), x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    inputs = x, x.stride(0), gate, gate.stride(0), weight
+    library.call("nv_gated_rms_norm", *inputs, out, tokens, heads, size, eps)
+    return out
+
+
+def _places(states: States, rows: StateRows) -> tuple[torch.Tensor | int, ...]:
+    """Return the arguments of a kernel that say where the states are."""
+    pool, pages = states.pool, rows.pages
+    pages_of_rows = pages, pages.shape[1], rows.cu_seqlens, rows.write_lens
+    return pool, pool.stride(0), states.places, *pages_of_rows
+
+
+def add_lora(y: torch.Tensor, x: torch.Tensor, rows: AdapterRows, table: AdapterTable) -> None:
+    """See `kernels.adapters.add_lora`. A token's bits do not depend on the other tokens.
+
+    Recorded calls read `rows` and `table` when they run.
+
+    Args:
+        y: contiguous.
+        x: its rows may lie apart.
+    """
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    sizes = len(x), y.shape[1], x.shape[1], len(table.ends), table.max_rank
+    factors = table.a, table.b, table.ranks, table.scales, table.ends
+    library.call(
+        "nv_add_lora", x, x.stride(0), y, *factors, rows.groups, rows.order, table.scratch, *sizes
+    )

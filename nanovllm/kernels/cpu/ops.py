@@ -1,4 +1,4 @@
-"""The C kernels for bfloat16 on CPUs as functions of tensors.
+"""The C kernels that read logits, as functions of tensors.
 
 Knows no layer and no model. Shapes and layouts are not checked: a wrong one corrupts memory.
 """
@@ -12,26 +12,12 @@ _CHUNK = 128
 """Logits of a chunk; see csrc/sampling.c."""
 
 
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Do what `Kernels.greedy` says, for [r, n] of any float dtype."""
-    return _sample(logits, None)
+def sample(logits: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
+    """Do what `Kernels.sample` says, or without columns `Kernels.greedy`.
 
-
-def sample(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    top_ks: torch.Tensor,
-    top_ps: torch.Tensor,
-    min_ps: torch.Tensor,
-) -> torch.Tensor:
-    """Do what `Kernels.sample` says, for [r, n] of any float dtype."""
-    columns = (temperatures, seeds, positions, top_ks, top_ps, min_ps)
-    return _sample(logits, columns)
-
-
-def _sample(logits: torch.Tensor, columns: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
+    Args:
+        logits: [r, n] of any float dtype.
+    """
     if logits.dtype == torch.float16:
         logits = logits.float()
     logits = logits.contiguous()
@@ -39,7 +25,7 @@ def _sample(logits: torch.Tensor, columns: tuple[torch.Tensor, ...] | None) -> t
     out = torch.empty(rows, dtype=torch.int64)
     maxima = torch.empty(rows, -(-n // _CHUNK), dtype=torch.float32)
     sums = scratch = None
-    if columns is not None:
+    if columns:
         sums = torch.empty_like(maxima)
         scratch = torch.empty(rows, n, dtype=torch.float32)
     bits = 8 * logits.element_size()

@@ -189,7 +189,7 @@ def test_what_is_no_number_stays_so():
     assert found.isnan().nonzero().tolist() == [[5]]
     logits = torch.zeros(1, 256, dtype=torch.bfloat16)
     logits[0, 130] = torch.nan
-    assert cpu_ops.greedy(logits).tolist() == [-1]
+    assert cpu_ops.sample(logits).tolist() == [-1]
     assert draws(logits) == [-1]
     logits[0, 130] = -torch.inf
     assert draws(logits, positions=range(300), num_rows=300).count(130) == 0
@@ -202,11 +202,11 @@ def test_greedy_is_the_first_of_the_largest(rows, n):
     logits = (randn(rows, n) * 3).round()  # so that there are ties
     logits[0, : n // 3] = -torch.inf
     logits[-1, : n // 2] = -5.0
-    assert torch.equal(cpu_ops.greedy(logits), logits.float().argmax(-1))
+    assert torch.equal(cpu_ops.sample(logits), logits.float().argmax(-1))
     logits[:] = -1.0
     logits[:, n // 2] = -0.0
     logits[:, n - 1] = 0.0
-    assert torch.equal(cpu_ops.greedy(logits), torch.full((rows,), n // 2))
+    assert torch.equal(cpu_ops.sample(logits), torch.full((rows,), n // 2))
 
 
 @native
@@ -221,8 +221,8 @@ def test_one_logit_that_is_no_number_shows_in_the_largest(n, value):
         logits[row, place] = value
     logits[-2] = -torch.inf
     expected = [-1] * (len(places) + 1) + [logits[-1].argmax()]
-    assert cpu_ops.greedy(logits).tolist() == expected
-    assert cpu_ops.greedy(logits.float()).tolist() == expected
+    assert cpu_ops.sample(logits).tolist() == expected
+    assert cpu_ops.sample(logits.float()).tolist() == expected
     assert [token < 0 for token in draws(logits)] == [token < 0 for token in expected]
 
 
@@ -275,7 +275,7 @@ def draws(logits, *, positions=None, num_rows=None, **columns):
         **columns,
     }
     logits = logits if len(logits) == num_rows else logits[:1].repeat(num_rows, 1)
-    return cpu_ops.sample(logits, **columns).tolist()
+    return cpu_ops.sample(logits, *columns.values()).tolist()
 
 
 FILTERS = {
