@@ -23,7 +23,7 @@ from nanovllm.server.error_bodies import Error, add_error_handlers
 from nanovllm.server.middleware import GuardMiddleware
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.request_log import RequestLog
-from nanovllm.server.state import make_state
+from nanovllm.server.state import ServerState
 
 _ERROR: dict[str, Any] = {"model": Error, "description": "Error"}
 
@@ -39,7 +39,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
         redirect_slashes=False,
         responses={"4XX": _ERROR, "5XX": _ERROR},
     )
-    app.state.server = make_state(llm, options)
+    app.state.server = ServerState(llm, options)
     for module in (chat, completions, responses, models, adapters, tokens, health, metrics, status):
         app.include_router(module.router)
     add_error_handlers(app)

@@ -1,10 +1,8 @@
 """What the routes of one app share. Knows no routes."""
 
-import dataclasses
 import hashlib
 import time
 import uuid
-from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -29,43 +27,49 @@ _MANY_BODIES = 64
 """So many bodies of max_body_bytes are in memory at most."""
 
 
-@dataclasses.dataclass
 class ServerState:
     """The engine and what the server knows beside it."""
 
-    llm: AsyncLLM
-    options: ServerOptions
-    model_name: str
-    """Name of the model in answers."""
-    admission: Admission
-    bodies: BodyBudget
-    chat_template: str | None
-    """Renders conversations; None is the checkpoint's."""
-    answer_format: AnswerFormat
-    """How the model marks reasoning and tool calls."""
-    metrics: ServerMetrics
-    max_model_len: int
-    adapters: Adapters
-    fingerprint: str
-    """Names what makes the answers: version and model."""
-    token_bytes: Callable[[int], bytes]
-    """The bytes of a token; none without a tokenizer."""
-    failure: str | None = None
-    """Why the engine is dead; None while it lives."""
-    preparing: FairExecutor = dataclasses.field(
-        default_factory=lambda: FairExecutor(2, "nanovllm-prepare")
-    )
-    """Renders conversations, and tokenizes for /tokenize."""
-    compiling: FairExecutor = dataclasses.field(
-        default_factory=lambda: FairExecutor(2, "nanovllm-grammar")
-    )
-    """Compiles grammars, so that nothing but other grammars waits for a heavy one."""
-    loading: FairExecutor = dataclasses.field(
-        default_factory=lambda: FairExecutor(1, "nanovllm-adapters")
-    )
-    """Reads adapters, one at a time."""
-    start_time: int = dataclasses.field(default_factory=lambda: int(time.time()))
-    """Unix time in seconds."""
+    def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
+        engine = llm.engine
+        _ = engine.input_processor.limit.bound  # computed now, so that no request waits for it
+        check_adapter_options(options, engine.config)
+        tokenizer = engine.input_processor.tokenizer
+        self.llm = llm
+        self.options = options
+        self.model_name = options.served_model_name or model_name(engine.config.model)
+        """Name of the model in answers."""
+        digest = hashlib.sha256(repr((engine.config, engine.worker_info.num_blocks)).encode())
+        self.fingerprint = f"nanovllm-{__version__}-{digest.hexdigest()[:8]}"
+        """Names what makes the answers: version and model."""
+        self.adapters = Adapters(
+            options.lora_modules,
+            (self.model_name, engine.config.model),
+            engine.input_processor.find_adapter,
+            options.lora_directory,
+        )
+        self.chat_template = options.read_chat_template()
+        """Renders conversations; None is the checkpoint's."""
+        self.answer_format = _answer_format(tokenizer, options, self.chat_template)
+        """How the model marks reasoning and tool calls."""
+        self.metrics = ServerMetrics(self.model_name, llm)
+        self.admission = Admission(
+            options.max_waiting, lambda: len(engine.scheduler.running), options.read_timeout
+        )
+        self.bodies = BodyBudget(_MANY_BODIES * options.max_body_bytes)
+        self.max_model_len = engine.worker_info.max_model_len
+        self.token_bytes = (lambda token: b"") if tokenizer is None else token_bytes(tokenizer)
+        """The bytes of a token; none without a tokenizer."""
+        self.failure: str | None = None
+        """Why the engine is dead; None while it lives."""
+        self.preparing = FairExecutor(2, "nanovllm-prepare")
+        """Renders conversations, and tokenizes for /tokenize."""
+        self.compiling = FairExecutor(2, "nanovllm-grammar")
+        """Compiles grammars, so that nothing but other grammars waits for a heavy one."""
+        self.loading = FairExecutor(1, "nanovllm-adapters")
+        """Reads adapters, one at a time."""
+        self.start_time = int(time.time())
+        """Unix time in seconds."""
 
     def answer_head(self, prefix: str, request_id: str | None, name: str | None) -> dict[str, Any]:
         """Return what an answer to a request for the model `name`, or each chunk, begins with."""
@@ -113,39 +117,7 @@ class ServerState:
         return priority or 0
 
 
-def make_state(llm: AsyncLLM, options: ServerOptions) -> ServerState:
-    engine = llm.engine
-    _ = engine.input_processor.limit.bound  # computed now, so that no request waits for it
-    tokenizer = llm.engine.input_processor.tokenizer
-    template = options.read_chat_template()
-    name = options.served_model_name or model_name(engine.config.model)
-    check_adapter_options(options, engine.config)
-    digest = hashlib.sha256(repr((engine.config, engine.worker_info.num_blocks)).encode())
-    return ServerState(
-        llm=llm,
-        options=options,
-        model_name=name,
-        fingerprint=f"nanovllm-{__version__}-{digest.hexdigest()[:8]}",
-        adapters=Adapters(
-            options.lora_modules,
-            (name, engine.config.model),
-            engine.input_processor.find_adapter,
-            options.lora_directory,
-        ),
-        chat_template=template,
-        answer_format=_answer_format(llm, options, template),
-        metrics=ServerMetrics(name, llm),
-        admission=Admission(
-            options.max_waiting, lambda: len(engine.scheduler.running), options.read_timeout
-        ),
-        bodies=BodyBudget(_MANY_BODIES * options.max_body_bytes),
-        max_model_len=engine.worker_info.max_model_len,
-        token_bytes=(lambda token_id: b"") if tokenizer is None else token_bytes(tokenizer),
-    )
-
-
-def _answer_format(llm: AsyncLLM, options: ServerOptions, template: Any) -> AnswerFormat:
-    tokenizer = llm.engine.input_processor.tokenizer
+def _answer_format(tokenizer: Any, options: ServerOptions, template: Any) -> AnswerFormat:
     parsers = options.tool_call_parser, options.reasoning_parser
     if tokenizer is None:
         return find_answer_format(None, *parsers)
