@@ -21,15 +21,12 @@ from nanovllm.engine.prompt import Prompt
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.server import generation
-from nanovllm.server.answers import NamedTool, ToolChoice
+from nanovllm.server.conversation import AnswerReader, params_in_form, render
 from nanovllm.server.error_bodies import naming_params
 from nanovllm.server.json_route import JSONRoute
 from nanovllm.server.params import (
     LEAST_LOGPROB,
     chat_params,
-    check_logprobs,
-    check_one_form,
-    num_answers,
     structured_names,
 )
 from nanovllm.server.protocol.chat import (
@@ -44,13 +41,11 @@ from nanovllm.server.protocol.chat import (
     Delta,
     FunctionCall,
     FunctionCallDelta,
-    NamedToolChoice,
     TokenLogprob,
     ToolCall,
     ToolCallDelta,
 )
 from nanovllm.server.protocol.common import StreamOptions, Usage, usage
-from nanovllm.server.rendering import render
 from nanovllm.server.sse import DONE, TextFrames, frame, json_response, sse
 from nanovllm.server.state import ServerState, state_of
 
@@ -61,13 +56,11 @@ router = APIRouter(tags=["chat"], route_class=JSONRoute)
 async def answer_chat(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
     server = state_of(request)
-    adapter = server.check_model(body.model)
-    priority = server.check_priority(body.priority)
     renamed = {**structured_names(body), "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
     with naming_params(ChatRequest.model_fields, "messages", renamed):
-        place = generation.admit(request, num_answers(body), body.user, priority, adapter)
+        place = generation.admit(request, body.n or 1, body)
         prompt, params = await place.prepare(_prepare, server, body)
         answer = _Answer(server, body, prompt)
         if params.prompt_logprobs is None:
@@ -88,14 +81,14 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
 
 def _prepare(server: ServerState, body: ChatRequest) -> tuple[str, SamplingParams]:
     """Return the prompt and the parameters. To make them takes a while: call it in a thread."""
-    params = _params(server, body)  # first, for its checks cost little
-    prompt = _render(server, body)
-    check_logprobs(server, params, [len(prompt)])
-    tools = [tool.function for tool in body.tools or ()]
-    params = server.answer_format.params(
-        params, prompt, tools, _tool_choice(body), parallel_tool_calls=_may_repeat(body)
+    params = chat_params(  # first, for its checks cost little
+        server,
+        body,
+        max_tokens=body.max_completion_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return prompt, params
+    prompt = _render(server, body)
+    return prompt, params_in_form(server, body, prompt, params)
 
 
 def _render(server: ServerState, body: ChatRequest) -> str:
@@ -107,56 +100,25 @@ def _render(server: ServerState, body: ChatRequest) -> str:
     return render(
         server,
         body.messages,
-        tools=None if body.tool_choice == "none" else body.tools,
+        tools=body.functions,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=variables,
     )
 
 
-def _params(server: ServerState, body: ChatRequest) -> SamplingParams:
-    changes: dict[str, Any] = {}
-    if body.max_completion_tokens is not None:
-        changes["max_tokens"] = body.max_completion_tokens
-    check_one_form(body, must_call=_tool_choice(body) not in ("none", "auto"))
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return chat_params(server, body, logprobs=logprobs, **changes)
-
-
-def _tool_choice(body: ChatRequest) -> ToolChoice:
-    if isinstance(body.tool_choice, NamedToolChoice):
-        return NamedTool(body.tool_choice.function.name)
-    return body.tool_choice or "auto"
-
-
-def _may_repeat(body: ChatRequest) -> bool:
-    """Whether an answer may have several tool calls."""
-    return body.parallel_tool_calls is not False
-
-
 class _Choice:
     """One of n answers: its parser, and what it has said."""
 
     def __init__(self, server: ServerState, body: ChatRequest, prompt: str) -> None:
-        answers = server.answer_format
-        self._parser = answers.parser(
-            has_tools=bool(body.tools) and body.tool_choice != "none",
-            starts_in_reasoning=answers.starts_in_reasoning(prompt),
-            parallel_tool_calls=_may_repeat(body),
-            tools=[tool.function for tool in body.tools or ()],
-        )
-        self._with_reasoning = body.include_reasoning is not False
+        self._reader = AnswerReader(server, body, prompt)
         self.text_frames: TextFrames | None = None
         """Make the frames of mere text; set with the first chunk."""
         self.has_calls = False
 
     def parts(self, completion: CompletionOutput) -> list[Part]:
-        parts = self._parser.feed(completion.text)
-        if completion.finish_reason is not None:
-            parts += self._parser.finish(cut=completion.finish_reason != "stop")
+        parts = self._reader.parts(completion)
         self.has_calls |= any(isinstance(part, ToolCallStart) for part in parts)
-        if not self._with_reasoning:
-            parts = [part for part in parts if not isinstance(part, ReasoningDelta)]
         return parts
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:

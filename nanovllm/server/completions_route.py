@@ -42,13 +42,11 @@ TokenLogprobs = dict[int, Logprob] | None
 async def complete(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or many."""
     server = state_of(request)
-    adapter = server.check_model(body.model)
-    priority = server.check_priority(body.priority)
     with naming_params(CompletionRequest.model_fields, "prompt", structured_names(body)):
         params, prompts = _params(server, body), _prompts(server, body)
         answer = _Answer(server, body, params, len(prompts))
         check_logprobs(server, params, map(len, prompts))
-        place = generation.admit(request, params.n * len(prompts), body.user, priority, adapter)
+        place = generation.admit(request, params.n * len(prompts), body)
         if len(prompts) == 1 and params.prompt_logprobs is None:
             place.frames = answer.frames
         outputs = await generation.run_all(

@@ -20,6 +20,7 @@ from nanovllm.options.structured_outputs import TOO_COMPLEX, StructuredOutputsPa
 from nanovllm.outputs import RequestOutput
 from nanovllm.server.error_bodies import APIError
 from nanovllm.server.prometheus import Meter
+from nanovllm.server.protocol.common import GenerationRequest
 from nanovllm.server.request_log import record_of
 from nanovllm.server.state import state_of
 
@@ -117,29 +118,24 @@ class Place:
             return await asyncio.wrap_future(pool.submit(self.user or "", function, *args))
 
 
-def admit(
-    request: Request,
-    num_sequences: int,
-    user: str | None = None,
-    priority: int = 0,
-    lora_request: LoRARequest | None = None,
-) -> Place:
+def admit(request: Request, num_sequences: int, body: GenerationRequest | None = None) -> Place:
     """Admit a request before anything is done for it, and watch its client and its deadline.
 
     Its place is free when the engine has ended its sequences, or else when its answer was sent.
-
-    Args:
-        user: the key of fairness; with several API keys it is the request's key.
+    The key of fairness is its user or, with several API keys, its key.
 
     Raises:
-        APIError: the queue is full, or holds too much of this user.
+        APIError: there is no such model, the priority is not allowed, the queue is full, or it
+            holds too much of this user.
     """
-    server, guard = state_of(request), _Guard()
+    server, guard, given = state_of(request), _Guard(), body or GenerationRequest()
+    adapter, priority = server.check_model(given.model), server.check_priority(given.priority)
+    user = given.user
     if len(server.options.api_keys) > 1:  # a client with a key of its own cannot be many users
         user = str(request.state.key_digest)
     held: ExitStack = request.state.held
     held.push(guard.ends_quietly)
-    held.enter_context(server.adapters.used(lora_request))
+    held.enter_context(server.adapters.used(adapter))
     try:
         held.enter_context(server.admission.admit(guard, num_sequences, user or None))
     except APIError as error:
@@ -158,7 +154,7 @@ def admit(
         )
         timer = watch.get_loop().call_later(seconds, guard.end, late)
         held.callback(timer.cancel)
-    return Place(request, guard, user, priority, lora_request)
+    return Place(request, guard, user, priority, adapter)
 
 
 async def run(

@@ -12,27 +12,18 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from nanovllm.chat.answer_parser import AnswerParser
-from nanovllm.chat.parts import Part, ReasoningDelta
 from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.server import generation
-from nanovllm.server.answers import NamedTool, ToolChoice
+from nanovllm.server.conversation import AnswerReader, params_in_form, render
 from nanovllm.server.error_bodies import APIError, as_api_error, naming_params
 from nanovllm.server.json_route import JSONRoute
-from nanovllm.server.params import (
-    chat_params,
-    check_one_form,
-    structured_names,
-    structured_outputs,
-)
-from nanovllm.server.protocol.chat import ChatTool, Tool
+from nanovllm.server.params import chat_params, structured_names
 from nanovllm.server.protocol.responses import (
     IncompleteDetails,
     InputTokensDetails,
-    NamedFunction,
     OutputTokensDetails,
     ResponseError,
     ResponseObject,
@@ -40,7 +31,6 @@ from nanovllm.server.protocol.responses import (
     ResponseUsage,
     Status,
 )
-from nanovllm.server.rendering import render
 from nanovllm.server.response_items import ResponseBuilder, messages_of, new_id
 from nanovllm.server.sse import frame, sse
 from nanovllm.server.state import ServerState, state_of
@@ -54,15 +44,10 @@ logger = logging.getLogger(__name__)
 async def respond(request: Request, body: ResponsesRequest) -> Response:
     """Answer an input."""
     server = state_of(request)
-    adapter = server.check_model(body.model)
-    priority = server.check_priority(body.priority)
-    form = _text_format(body)
     renamed = {"max_tokens": "max_output_tokens", **structured_names(body)}
-    if form is not None:
-        renamed |= dict.fromkeys(("structured_outputs", "StructuredOutputsParams"), "text.format")
     with naming_params(ResponsesRequest.model_fields, "input", renamed):
-        place = generation.admit(request, 1, body.user, priority, adapter)
-        prompt, params = await place.prepare(_prepare, server, body, form)
+        place = generation.admit(request, 1, body)
+        prompt, params = await place.prepare(_prepare, server, body)
         answer = _Answer(server, body, params, prompt)
         outputs = await generation.run(
             place,
@@ -76,55 +61,30 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
         return Response(text, media_type="application/json")
 
 
-def _prepare(
-    server: ServerState, body: ResponsesRequest, form: dict[str, Any] | None
-) -> tuple[str, SamplingParams]:
+def _prepare(server: ServerState, body: ResponsesRequest) -> tuple[str, SamplingParams]:
     """Return the prompt and the parameters. To make them takes a while: call it in a thread."""
-    params = _params(server, body, form)  # first, for its checks cost little
+    changes: dict[str, Any] = {}
+    if body.truncation == "auto":
+        room = _room(server.max_model_len, body.max_output_tokens)
+        changes["truncate_prompt_tokens"] = server.max_model_len - room
+    # First, for its checks cost little.
+    params = chat_params(server, body, max_tokens=body.max_output_tokens, **changes)
     prompt = _render(server, body)
-    return prompt, server.answer_format.params(
-        params,
-        prompt,
-        body.tools or [],
-        _tool_choice(body),
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-    )
+    return prompt, params_in_form(server, body, prompt, params)
 
 
 def _render(server: ServerState, body: ResponsesRequest) -> str:
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning.effort)
-    tools = [] if body.tool_choice == "none" else body.tools or []
-    fields = set(Tool.model_fields)
+    messages = messages_of(body.instructions, body.input)
     try:
-        return render(
-            server,
-            messages_of(body.instructions, body.input),
-            tools=[
-                ChatTool(type="function", function=Tool(**tool.model_dump(include=fields)))
-                for tool in tools
-            ],
-            chat_template_kwargs=variables,
-        )
+        return render(server, messages, tools=body.functions, chat_template_kwargs=variables)
     except (APIError, InvalidRequestError) as error:
         found = as_api_error(error).body["error"]
         is_field = found["param"] in ResponsesRequest.model_fields  # else a place in the messages
         param = found["param"] if is_field else "input"
         raise APIError(400, found["message"] or "", param=param) from None
-
-
-def _params(
-    server: ServerState, body: ResponsesRequest, form: dict[str, Any] | None
-) -> SamplingParams:
-    changes: dict[str, Any] = {}
-    if body.max_output_tokens is not None:
-        changes["max_tokens"] = body.max_output_tokens
-    if body.truncation == "auto":
-        room = _room(server.max_model_len, body.max_output_tokens)
-        changes["truncate_prompt_tokens"] = server.max_model_len - room
-    check_one_form(body, must_call=_tool_choice(body) not in ("none", "auto"))
-    return chat_params(server, body, logprobs=None, structured=form, **changes)
 
 
 def _room(max_model_len: int, max_output_tokens: int | None) -> int:
@@ -134,25 +94,6 @@ def _room(max_model_len: int, max_output_tokens: int | None) -> int:
     return max(1, min(max_output_tokens, max_model_len // 2))
 
 
-def _tool_choice(body: ResponsesRequest) -> ToolChoice:
-    if isinstance(body.tool_choice, NamedFunction):
-        return NamedTool(body.tool_choice.name)
-    return body.tool_choice or "auto"
-
-
-def _text_format(body: ResponsesRequest) -> dict[str, Any] | None:
-    """Return what the text must fit, by vLLM's names; None if the request's other fields say it."""
-    form = None if body.text is None else body.text.format
-    if form is None or form.type == "text":
-        return None
-    if structured_outputs(body) is not None:
-        other = structured_names(body)["structured_outputs"]
-        raise APIError(
-            400, f"text.format and {other} both say what to write: give one", param="text.format"
-        )
-    return {"json_object": True} if form.schema_ is None else {"json": form.schema_}
-
-
 class _Answer:
     """Makes the response of one request."""
 
@@ -160,47 +101,25 @@ class _Answer:
         self, server: ServerState, body: ResponsesRequest, params: SamplingParams, prompt: str
     ) -> None:
         self._tokenizer: Any = server.llm.engine.input_processor.tokenizer
-        self._reasoning = ""
-        self._with_reasoning = body.include_reasoning is not False
-        self._parser: AnswerParser = server.answer_format.parser(
-            has_tools=bool(body.tools) and body.tool_choice != "none",
-            starts_in_reasoning=server.answer_format.starts_in_reasoning(prompt),
-            parallel_tool_calls=body.parallel_tool_calls is not False,
-            tools=body.tools or (),
-        )
-        choice, form = body.tool_choice, None if body.text is None else body.text.format
+        self._reader = AnswerReader(server, body, prompt)
+        echoed = {"reasoning": {}, "text": {}, "tools": [], **body.echoed()}
+        echoed["reasoning"] = {"effort": None} | echoed["reasoning"]
+        echoed["text"] = {"format": {"type": "text"}} | echoed["text"]
+        echoed["tools"] = [{"parameters": None, "strict": False} | tool for tool in echoed["tools"]]
         self._builder = ResponseBuilder(
             ResponseObject(
                 id=new_id("resp") if body.request_id is None else f"resp_{body.request_id}",
                 created_at=int(time.time()),
-                instructions=body.instructions,
-                max_output_tokens=body.max_output_tokens,
-                metadata=body.metadata or {},
                 model=server.name_in_answer(body.model),
-                parallel_tool_calls=body.parallel_tool_calls is not False,
-                reasoning={"effort": body.reasoning.effort if body.reasoning else None},
                 temperature=params.temperature,
-                text={
-                    "format": {"type": "text"}
-                    if form is None
-                    else form.model_dump(by_alias=True, exclude_none=True)
-                },
-                tool_choice=choice.model_dump()
-                if isinstance(choice, NamedFunction)
-                else choice or "auto",
-                tools=[
-                    {"parameters": None, "strict": False} | tool.model_dump(exclude_none=True)
-                    for tool in body.tools or ()
-                ],
                 top_p=params.top_p,
-                truncation=body.truncation or "disabled",
-                user=body.user,
+                **echoed,
             )
         )
 
     def whole(self, output: RequestOutput) -> ResponseObject:
         (completion,) = output.outputs
-        for part in self._parts(completion):
+        for part in self._reader.parts(completion):
             for _ in self._builder.add(part):
                 pass
         self._end(output, completion, len(completion.token_ids))
@@ -221,7 +140,7 @@ class _Answer:
                     num_output += len(completion.token_ids)
                     yield "".join(
                         frame(event, event.type)
-                        for part in self._parts(completion)
+                        for part in self._reader.parts(completion)
                         for event in builder.add(part)
                     )
                     if completion.finish_reason is not None:
@@ -237,15 +156,6 @@ class _Answer:
         events = builder.finish(builder.response.status)
         yield "".join(frame(event, event.type) for event in events)
 
-    def _parts(self, completion: CompletionOutput) -> list[Part]:
-        parts = self._parser.feed(completion.text)
-        if completion.finish_reason is not None:
-            parts += self._parser.finish(cut=completion.finish_reason != "stop")
-        self._reasoning += "".join(part.text for part in parts if isinstance(part, ReasoningDelta))
-        if not self._with_reasoning:
-            parts = [part for part in parts if not isinstance(part, ReasoningDelta)]
-        return parts
-
     def _end(self, output: RequestOutput, completion: CompletionOutput, num_output: int) -> None:
         """Set the status and the usage."""
         response = self._builder.response
@@ -258,7 +168,7 @@ class _Answer:
             response.error = ResponseError(code="server_error", message="the request was aborted")
         response.status = status
         response.completed_at = int(time.time()) if status == "completed" else None
-        num_prompt, reasoning = len(output.prompt_token_ids), self._reasoning
+        num_prompt, reasoning = len(output.prompt_token_ids), self._reader.reasoning
         num_reasoning = len(self._tokenizer.encode(reasoning)) if reasoning else 0
         response.usage = ResponseUsage(
             input_tokens=num_prompt,

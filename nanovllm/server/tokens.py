@@ -6,11 +6,11 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 
 from nanovllm.server import generation
+from nanovllm.server.conversation import render
 from nanovllm.server.error_bodies import APIError, naming_params
 from nanovllm.server.json_route import JSONRoute
 from nanovllm.server.protocol.chat import ChatTools, Messages
 from nanovllm.server.protocol.common import RequestModel, refused
-from nanovllm.server.rendering import render
 from nanovllm.server.state import ServerState, state_of
 
 router = APIRouter(tags=["tokens"], route_class=JSONRoute)
@@ -127,7 +127,7 @@ def _tokenize(server: ServerState, body: TokenizeRequest) -> tuple[list[int], li
         prompt = render(
             server,
             body.messages,
-            tools=body.tools,
+            tools=[tool.function for tool in body.tools or ()],
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=body.chat_template_kwargs,

@@ -309,7 +309,7 @@ def test_items_become_messages() -> None:
         (
             {"input": "Hi", "text": {"format": {"type": "json_object"}}, "guided_regex": "a"},
             "text.format",
-            "text.format and guided_regex both say",
+            "guided_regex and text.format both say",
         ),
         ({"input": "Hi", "guided_regex": "(a"}, "guided_regex", "cannot be used"),
         ({"input": "Hi " * 2000}, "input", "1024"),

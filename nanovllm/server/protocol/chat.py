@@ -1,12 +1,13 @@
 """Requests and answers of /v1/chat/completions."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from nanovllm.options.validation import OtherName, other_names
+from nanovllm.server.answers import NamedTool, ToolChoice
 from nanovllm.server.protocol.common import (
     GenerationRequest,
     Objects,
@@ -110,7 +111,43 @@ class NamedToolChoice(RequestModel):
     function: FunctionName
 
 
-class ChatRequest(GenerationRequest):
+class ConversationRequest(GenerationRequest):
+    """The fields that chats and responses share."""
+
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    """False leaves the reasoning out of the answer."""
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def functions(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        raise NotImplementedError
+
+    @property
+    def choice(self) -> ToolChoice:
+        """Whether it may or must call them."""
+        raise NotImplementedError
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether the answer may have several calls."""
+        return self.parallel_tool_calls is not False
+
+    @model_validator(mode="after")
+    def _check_one_form(self) -> Self:
+        """Refuse a form of the answer beside a tool that must be called.
+
+        That of a text does not matter: such an answer has none.
+        """
+        for field in self.forms().keys() - {"response_format", "text.format"}:
+            if self.choice not in ("none", "auto"):
+                message = f'tool_choice and {field} both say what to write: give one, or "auto"'
+                raise refused(field, message)
+        return self
+
+
+class ChatRequest(ConversationRequest):
     """A conversation to answer, and how."""
 
     others: ClassVar[Mapping[str, OtherName]] = {
@@ -135,15 +172,21 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = None
     tools: ChatTools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     """Passed to the chat template."""
-    include_reasoning: bool | None = None
-    """False leaves the reasoning out of the answer."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     documents: Objects | None = None
+
+    @property
+    def functions(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
+
+    @property
+    def choice(self) -> ToolChoice:
+        if isinstance(self.tool_choice, NamedToolChoice):
+            return NamedTool(self.tool_choice.function.name)
+        return self.tool_choice or "auto"
 
     @model_validator(mode="after")
     def _check_fields(self) -> "ChatRequest":

@@ -103,6 +103,14 @@ class ResponseFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
 
+    @model_validator(mode="after")
+    def _check_schema(self) -> "ResponseFormat":
+        schema = self.json_schema.schema_ if self.json_schema else None
+        if self.type == "json_schema" and schema is None:
+            field = "json_schema.schema"
+            raise refused(field, f"response_format of type json_schema needs {field}")
+        return self
+
 
 _FEW = Field(max_length=64, fail_fast=True)
 _MANY = Field(max_length=1024, fail_fast=True)
@@ -116,11 +124,17 @@ Objects = Annotated[list[dict[str, Any]], Field(max_length=4096, fail_fast=True)
 """Parts of a content, documents, and the like."""
 
 
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 _LARGE_FIELDS = frozenset(
     (
         *("prompt", "messages", "tools", "documents", "chat_template_kwargs"),
         *("structured_outputs", "response_format", "bad_words", "allowed_token_ids", "logit_bias"),
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "user"),
+        *(*_GUIDED, "user"),
     )
 )
 """Fields that are not needed any more once the engine has the request."""
@@ -136,7 +150,7 @@ class GenerationRequest(RequestModel):
     ignored: ClassVar[frozenset[str]] = IGNORED
 
     model: str | None = None
-    n: int | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -182,10 +196,26 @@ class GenerationRequest(RequestModel):
             vars(light).pop(name, None)
         return light
 
+    def forms(self) -> dict[str, dict[str, Any]]:
+        """Return what the answer must fit, by vLLM's names, for each field that says it."""
+        found = {"structured_outputs": self.structured_outputs} if self.structured_outputs else {}
+        for name, kind in _GUIDED.items():
+            if (value := getattr(self, name)) is not None:
+                found[name] = {kind: value}
+        match self.response_format:
+            case ResponseFormat(type="json_object"):
+                found["response_format"] = {"json_object": True}
+            case ResponseFormat(type="json_schema", json_schema=JSONSchema(schema_=schema)):
+                found["response_format"] = {"json": schema if isinstance(schema, dict) else {}}
+        return found
+
     @model_validator(mode="after")
-    def _check_stream_options(self) -> "GenerationRequest":
+    def _check_streaming_and_form(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", "stream_options needs stream=true")
+        if len(self.forms()) > 1:
+            first, second, *_ = self.forms()
+            raise refused(second, f"{first} and {second} both say what to write: give one")
         return self
 
 

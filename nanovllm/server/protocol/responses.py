@@ -6,7 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from nanovllm.options.validation import OtherName, other_names, shown
-from nanovllm.server.protocol.chat import Tool
+from nanovllm.server.answers import NamedTool, ToolChoice
+from nanovllm.server.protocol.chat import ConversationRequest, Tool
 from nanovllm.server.protocol.common import GenerationRequest, Objects, RequestModel, refused
 
 _NOT_STORED = "responses are not stored; send the whole conversation in input"
@@ -146,7 +147,7 @@ _MANY_ITEMS = Field(min_length=1, max_length=4096, fail_fast=True)
 _FEW = Field(max_length=128, fail_fast=True)
 
 
-class ResponsesRequest(GenerationRequest):
+class ResponsesRequest(ConversationRequest):
     """What to answer, and how."""
 
     others: ClassVar[Mapping[str, OtherName]] = {
@@ -174,17 +175,37 @@ class ResponsesRequest(GenerationRequest):
         | Annotated[NamedFunction, Tag("function")],
         Discriminator(lambda value: "function" if isinstance(value, dict | BaseModel) else "word"),
     ] = None
-    parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    include_reasoning: bool | None = None
-    """False leaves the reasoning out of the answer."""
     include: Annotated[list[str], _FEW] | None = None
     """Parts of answers that only hosted tools and encrypted reasoning have; ignored."""
     truncation: Literal["auto", "disabled"] | None = None
     """"auto" keeps the end of a conversation that leaves too little room for the answer."""
     metadata: Annotated[dict[str, str], Field(max_length=128)] | None = None
     """Returned with the answer."""
-    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def functions(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else list(self.tools or ())
+
+    @property
+    def choice(self) -> ToolChoice:
+        if isinstance(self.tool_choice, NamedFunction):
+            return NamedTool(self.tool_choice.name)
+        return self.tool_choice or "auto"
+
+    def echoed(self) -> dict[str, Any]:
+        """Return the fields that are returned with the answer, of those that were set."""
+        fields = ResponseObject.model_fields.keys() - {"model", "temperature", "top_p"}
+        return self.model_dump(include=fields, exclude_none=True, by_alias=True)
+
+    def forms(self) -> dict[str, dict[str, Any]]:
+        found = super().forms()
+        match self.text:
+            case TextOptions(format=TextFormat(type="json_object")):
+                found["text.format"] = {"json_object": True}
+            case TextOptions(format=TextFormat(type="json_schema", schema_=schema)):
+                found["text.format"] = {"json": schema}
+        return found
 
     @model_validator(mode="before")
     @classmethod
@@ -314,26 +335,26 @@ class ResponseObject(BaseModel):
     background: Literal[False] = False
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
-    instructions: str | None
-    max_output_tokens: int | None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
     max_tool_calls: None = None
-    metadata: dict[str, str]
+    metadata: dict[str, str] = {}
     model: str
     output: list[OutputItem] = []
-    parallel_tool_calls: bool
+    parallel_tool_calls: bool = True
     previous_response_id: None = None
     reasoning: dict[str, str | None]
     service_tier: Literal["default"] = "default"
     store: Literal[False] = False
     temperature: float
     text: dict[str, Any]
-    tool_choice: str | dict[str, str]
+    tool_choice: str | dict[str, str] = "auto"
     tools: list[dict[str, Any]]
     top_logprobs: Literal[0] = 0
     top_p: float
-    truncation: Literal["auto", "disabled"]
+    truncation: Literal["auto", "disabled"] = "disabled"
     usage: ResponseUsage | None = None
-    user: str | None
+    user: str | None = None
 
 
 class Event(BaseModel):

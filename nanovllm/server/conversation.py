@@ -1,6 +1,6 @@
-"""Conversations of requests to prompts: what the chat template needs to know of the protocol.
+"""What chats and responses share: a conversation to a prompt, and an answer's text to its parts.
 
-Blocks while the template runs: call it in a thread.
+`render` blocks while the chat template runs: call it in a thread.
 """
 
 import json
@@ -8,10 +8,14 @@ from collections.abc import Mapping, Sequence as Seq
 from itertools import chain
 from typing import Any
 
+from nanovllm.chat.parts import Part, ReasoningDelta
 from nanovllm.chat.templates import template_options
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
+from nanovllm.outputs import CompletionOutput
 from nanovllm.server.error_bodies import APIError
-from nanovllm.server.protocol.chat import ChatTool, Message
+from nanovllm.server.params import check_logprobs
+from nanovllm.server.protocol.chat import ConversationRequest, Message, Tool
 from nanovllm.server.state import ServerState
 
 
@@ -19,7 +23,7 @@ def render(
     server: ServerState,
     messages: Seq[Message],
     *,
-    tools: Seq[ChatTool] | None = None,
+    tools: Seq[Tool] = (),
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -37,11 +41,12 @@ def render(
             "requests",
             param="chat_template_kwargs",
         )
-    continues = bool(continue_final_message)
+    continues, fields = bool(continue_final_message), set(Tool.model_fields)
+    dumped = [tool.model_dump(include=fields, exclude_none=True) for tool in tools]
     options = template_options(
         not continues if add_generation_prompt is None else add_generation_prompt,
         continues,
-        [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+        [{"type": "function", "function": tool} for tool in dumped] or None,
         server.chat_template,
         chat_template_kwargs,
     )
@@ -79,3 +84,38 @@ def _template_message(index: int, message: Message) -> dict[str, Any]:
             )
         function["arguments"] = arguments
     return fields
+
+
+def params_in_form(
+    server: ServerState, body: ConversationRequest, prompt: str, params: SamplingParams
+) -> SamplingParams:
+    """Return the parameters with which a request runs; see `AnswerFormat.params`."""
+    check_logprobs(server, params, [len(prompt)])
+    return server.answer_format.params(
+        params, prompt, body.functions, body.choice, parallel_tool_calls=body.may_repeat
+    )
+
+
+class AnswerReader:
+    """Reads the text of one answer, as it comes."""
+
+    def __init__(self, server: ServerState, body: ConversationRequest, prompt: str) -> None:
+        self._parser = server.answer_format.parser(
+            has_tools=bool(body.functions),
+            starts_in_reasoning=server.answer_format.starts_in_reasoning(prompt),
+            parallel_tool_calls=body.may_repeat,
+            tools=body.functions,
+        )
+        self._with_reasoning = body.include_reasoning is not False
+        self.reasoning = ""
+
+    def parts(self, completion: CompletionOutput) -> list[Part]:
+        parts = self._parser.feed(completion.text)
+        if completion.finish_reason is not None:
+            parts += self._parser.finish(cut=completion.finish_reason != "stop")
+        for part in parts:
+            if isinstance(part, ReasoningDelta):
+                self.reasoning += part.text
+        if not self._with_reasoning:
+            parts = [part for part in parts if not isinstance(part, ReasoningDelta)]
+        return parts
