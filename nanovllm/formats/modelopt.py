@@ -8,9 +8,9 @@ from typing import Any
 
 from nanovllm.errors import CheckpointError
 from nanovllm.formats.fp4 import MODELOPT_NVFP4, Fp4Layout, StoredFp4
+from nanovllm.formats.names import ModuleList, enclosing, plain
 from nanovllm.formats.settings import WHERE, one_form, read_object, unsupported
 from nanovllm.formats.stored_fp8 import Fp8Layout, StoredFp8
-from nanovllm.formats.wildcards import ModuleList, plain
 from nanovllm.layers.extensions import StoredWeight
 from nanovllm.layers.linear import Matrix
 from nanovllm.options.validation import shown
@@ -64,8 +64,7 @@ class ModelOpt:
             return None
         if self._algorithm is not None:
             return self._algorithm
-        parts = plain(name).split(".")
-        paths = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        paths = enclosing(plain(name))
         return next((self._linears[path] for path in paths if path in self._linears), None)
 
 

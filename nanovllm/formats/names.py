@@ -1,9 +1,11 @@
-"""Which linears a checkpoint's configuration means: lists of names and of regular expressions.
+"""Which linears a checkpoint's configuration means: lists of names, of regular expressions, and of
+patterns in which "*" stands for any characters.
 
 Knows no tensors and no format.
 """
 
-from collections.abc import Iterable
+import fnmatch
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
@@ -14,7 +16,10 @@ REGEX = "re:"
 """What an entry that is a regular expression begins with."""
 _MAX_ENTRIES = 4096
 _MAX_REGEXES = 64
+_MAX_WILDCARDS = 512
 """Each is tried on each linear."""
+_MAX_LENGTH = 1000
+"""Of a name with wildcards."""
 
 
 def read_names(config: dict[str, Any], key: str, where: str = "quantization_config") -> list[str]:
@@ -53,8 +58,8 @@ def spellings(name: str) -> tuple[str, ...]:
     Args:
         name: the dotted path of a linear.
     """
-    nested = name.replace("model.", "model.language_model.", 1)
-    return name, nested, f"language_model.{name}"
+    nested = f"{name}.".replace("model.", "model.language_model.", 1)
+    return name, nested[:-1], f"language_model.{name}"
 
 
 class Names:
@@ -101,3 +106,54 @@ class Names:
             for first in range(len(parts))
             for last in range(first + 1, len(parts) + 1)
         )
+
+
+class ModuleList:
+    """Modules of a checkpoint; with a module, all that are in it.
+
+    An entry is a dotted name, or consecutive parts of one, or a pattern with "*" for a whole name,
+    which `fnmatch` matches without backtracking.
+
+    Args:
+        settings: have the list.
+        key: its name in them.
+
+    Raises:
+        CheckpointError: it is no list of strings, or has too many or too long ones.
+        UnsupportedModelError: an entry is a regular expression that is not read.
+    """
+
+    def __init__(self, settings: dict[str, Any], key: str) -> None:
+        names, field = read_names(settings, key), f"quantization_config: {key}"
+        patterns = {name for name in names if "*" in name and not name.startswith(REGEX)}
+        if len(patterns) > _MAX_WILDCARDS or any(len(name) > _MAX_LENGTH for name in patterns):
+            raise CheckpointError(
+                f"{field} has {len(patterns)} names with *; at most {_MAX_WILDCARDS} of "
+                f"{_MAX_LENGTH} characters are read"
+            )
+        self._patterns = sorted(patterns)
+        rest = (name for name in names if name not in patterns)
+        self._names = Names(
+            (name if name.startswith(REGEX) else plain(name) for name in rest), field
+        )
+
+    def covers(self, name: str) -> bool:
+        """Return whether the module at dotted path `name` is in the list, or in one that is."""
+        name = plain(name)
+        if self._names.have_part(name) or self._names.match(name):
+            return True
+        paths = (path for module in enclosing(name) for path in spellings(module))
+        return any(
+            fnmatch.fnmatchcase(path, pattern) for path in paths for pattern in self._patterns
+        )
+
+
+def plain(name: str) -> str:
+    """Return a module's name as models that take text alone have it."""
+    return ".".join(part for part in name.split(".") if part != "language_model")
+
+
+def enclosing(name: str) -> Iterator[str]:
+    """Yield the dotted path `name` and those of the modules that it is in, from the inside."""
+    parts = name.split(".")
+    return (".".join(parts[:end]) for end in range(len(parts), 0, -1))

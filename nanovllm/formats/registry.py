@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,9 +21,9 @@ from nanovllm.formats.modelopt import ModelOpt
 from nanovllm.formats.mxfp4 import Mxfp4Format
 from nanovllm.formats.rounding import Rounding
 from nanovllm.formats.stored_fp8 import Fp8Format, StoredFp8
-from nanovllm.formats.weight_format import WeightFormat
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.experts import StackedLinear
+from nanovllm.layers.extensions import StoredWeight
 from nanovllm.layers.linear import LinearBase, Matrix
 from nanovllm.layers.matrices import shared_matrices
 from nanovllm.options.config import Config
@@ -31,6 +31,36 @@ from nanovllm.options.validation import shown
 from nanovllm.utils.distributed import tensor_parallel
 
 logger = logging.getLogger(__name__)
+
+
+class WeightFormat(Protocol):
+    """How the weights of a checkpoint are stored.
+
+    A format that `quantization_config` names is made of that. It raises UnsupportedModelError for a
+    setting that is not implemented, and CheckpointError for a field of the wrong type.
+    """
+
+    @property
+    def name(self) -> str:
+        """Return the name that errors show: "FP8"."""
+        ...
+
+    def stored(self, matrix: Matrix, names: list[str]) -> StoredWeight | None:
+        """Return how the weight of `matrix` is stored; None: as plain numbers.
+
+        The shape [n, k], dtype and device of `matrix.weight` are those of the weight on this rank;
+        it has no memory. The caller puts a weight on the meta device in its place.
+
+        Args:
+            names: dotted paths, as the checkpoint has them, of the linears that `matrix` merges.
+                Experts are a linear each, or one for all.
+
+        Raises:
+            UnsupportedModelError: only some of them are in this format, or not in the same form.
+            ConfigError: this rank's part begins or ends inside a group of numbers.
+        """
+        ...
+
 
 FORMATS: dict[str, Callable[[dict[str, Any]], WeightFormat]] = {
     "fp8": Fp8Format.from_config,
