@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.comparison import processor_name
 from benchmarks.shapes import CONFIGS, SMALL
-from nanovllm.formats.integer import IntTensor, make_int_method
+from nanovllm.formats.integer import IntRows, IntTensor
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.torch_kernels import WeightMethod
 from nanovllm.steps.recording import Recording
@@ -73,11 +73,12 @@ def make_layers(
 ) -> list[WeightMethod]:
     """Return the linears of all layers. Layers have equal weights, each in memory of its own."""
     weights = [random_weight(form, n, k) for n, k in shapes]
-    return [
-        make_int_method(weight, torch.bfloat16, CKernels())
-        for _ in range(num_layers)
-        for weight in weights
-    ]
+    layers = []
+    for weight in weights * num_layers:
+        rows = IntRows(len(weight.values), torch.bfloat16, CKernels())
+        rows.store(0, weight)
+        layers.append(rows.method())
+    return layers
 
 
 def megabytes(linears: list[WeightMethod]) -> float:

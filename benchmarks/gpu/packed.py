@@ -41,7 +41,7 @@ def ways(weights: Any) -> dict[str, tuple[list[Callable[[Any], Any]], int]]:
     """Return by way what multiplies with each of `weights` [layers, n, k], and a weight's bytes."""
     import torch
 
-    from nanovllm.formats.integer import IntWeight, make_int_method, quantize
+    from nanovllm.formats.integer import IntRows, IntWeight, quantize
     from nanovllm.kernels.triton.kernels import TritonKernels
 
     kernels = TritonKernels()
@@ -49,8 +49,10 @@ def ways(weights: Any) -> dict[str, tuple[list[Callable[[Any], Any]], int]]:
     for group in GROUPS:
         ints = [quantize(weight, 4, group) for weight in weights]
         num_bytes = weights[0].numel() // 2 + ints[0].scales.nbytes
-        triton = [make_int_method(weight, weights.dtype, kernels) for weight in ints]
-        found[f"Triton, groups of {group}"] = [method.apply for method in triton], num_bytes
+        triton = [IntRows(len(weight.values), weights.dtype, kernels) for weight in ints]
+        for rows, weight in zip(triton, ints, strict=True):
+            rows.store(0, weight)
+        found[f"Triton, groups of {group}"] = [rows.method().apply for rows in triton], num_bytes
         if group == GROUPS[-1]:
             torchs = [IntWeight(weight, weights.dtype) for weight in ints]
             found[WIDENED] = [method.apply for method in torchs], num_bytes

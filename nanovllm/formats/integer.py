@@ -141,19 +141,6 @@ def _equal(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return (found == expected) | (found.isnan() & expected.isnan())
 
 
-def make_int_method(weight: IntTensor, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
-    """Return the method for a weight of 8 or 4 bits.
-
-    Args:
-        dtype: of inputs and results.
-    """
-    if weight.zeros is not None and not weight.zeros.any():
-        weight = weight._replace(zeros=None)
-    rows = IntRows(len(weight.values), dtype, kernels)
-    rows.store(0, weight)
-    return rows.method()
-
-
 class IntRows:
     """Makes the method for a weight of 8 or 4 bits whose rows come in parts.
 

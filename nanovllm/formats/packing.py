@@ -24,11 +24,6 @@ def row_ranges(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + count, stop)
 
 
-def words_for(count: int, bits: int) -> int:
-    """Return the words that `count` integers take."""
-    return -(-count * bits // WORD_BITS)
-
-
 def unpack_columns(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Return the integers [n, count] int8 of `words` [n, words] int32, packed along a row.
 

@@ -137,20 +137,6 @@ class _RowsInFp8:
         return Fp8Weight(self._values, self._scales, width, dtype, self._kernels)
 
 
-def round_weight(weight: torch.Tensor, quantization: str, kernels: Kernels) -> WeightMethod:
-    """Return the method for `weight` [n, k], rounded.
-
-    Args:
-        quantization: "int8", "int4" or "fp8".
-
-    Raises:
-        ConfigError: no group size of `quantization` divides k.
-    """
-    rows = rounded_rows(quantization, weight, kernels)
-    _store(rows, 0, weight)
-    return rows.method()
-
-
 def _store(rows: Rows, first: int, values: torch.Tensor) -> None:
     """Store all rows of `values`, few at a time: rounding makes several copies in float32."""
     num_rows = max(1, _NUMBERS_AT_ONCE // max(1, values.shape[1]) // PANEL) * PANEL

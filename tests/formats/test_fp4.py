@@ -7,7 +7,6 @@ from safetensors.torch import save_file
 from nanovllm.checkpoint.loader import load_weights
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.formats.fp4 import MXFP4, NVFP4, StoredFp4, powers_of_two, unpack_fp4
-from nanovllm.formats.integer import make_int_method
 from nanovllm.formats.registry import store_as
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.cpu.library import library
@@ -17,6 +16,7 @@ from nanovllm.layers.pieces import Piece, SmallLinear
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from tests.formats.float_checkpoints import compress, scheme_of
+from tests.kernels.cpu.int_weights import make_int_method
 
 LAYOUTS = {"NVFP4": NVFP4, "MXFP4": MXFP4}
 NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6]

@@ -10,10 +10,9 @@ from nanovllm.formats.integer import (
     IntTensor,
     IntWeight,
     choose_group_size,
-    make_int_method,
     quantize,
 )
-from nanovllm.formats.rounding import round_weight
+from nanovllm.formats.rounding import rounded_rows
 from nanovllm.kernels.cpu import packed as packed_weights
 from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.cpu.packed import (
@@ -26,6 +25,7 @@ from nanovllm.kernels.cpu.packed import (
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import Matrix
+from tests.kernels.cpu.int_weights import make_int_method
 
 PACKED_BY_TORCH = {
     dtype: OneDnnWeight if use_onednn(torch.empty(1024, 1024, dtype=dtype)) else type(None)
@@ -48,7 +48,9 @@ def method_of(weight, quantization, native=True, is_embedding=False):
     kernels = kernels_of(weight, native)
     if quantization is None:
         return kernels.pack(weight, is_embedding=is_embedding)
-    return round_weight(weight, quantization, kernels)
+    rows = rounded_rows(quantization, weight, kernels)
+    rows.store(0, weight)
+    return rows.method()
 
 
 def dequantised(weight):

@@ -20,7 +20,7 @@ from nanovllm.attention.spec import AttentionOptions, AttentionSpec
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.formats.fp8 import FP8
-from nanovllm.formats.integer import make_int_method, quantize
+from nanovllm.formats.integer import quantize
 from nanovllm.kernels.torch_math import NORM_WIDE
 from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.layers.activation import ActAndMul
@@ -46,6 +46,7 @@ from nanovllm.steps.fused_step import (
 )
 from nanovllm.worker import attention_groups
 from nanovllm.worker.device_tables import DeviceTables
+from tests.kernels.cpu.int_weights import make_int_method
 from tests.kernels.triton.inputs import CUDA, DEVICE, randn
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.kernels.triton.test_ops import assert_as_good

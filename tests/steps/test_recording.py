@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from nanovllm.formats.rounding import round_weight
+from nanovllm.formats.rounding import rounded_rows
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.layers.linear import RowParallelLinear
@@ -47,7 +47,9 @@ def test_a_linear_with_a_bias_can_be_recorded(quantization):
     weight, kernels = layer.weight.data, CKernels()
     method = kernels.pack(weight, is_embedding=False)
     if quantization is not None:
-        method = round_weight(weight, quantization, kernels)
+        rows = rounded_rows(quantization, weight, kernels)
+        rows.store(0, weight)
+        method = rows.method()
     layer.replace_weight(method)
     x = torch.zeros(4, 64, dtype=torch.bfloat16)
     with torch.inference_mode():

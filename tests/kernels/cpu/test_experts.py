@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.formats.fp4 import unpack_fp4
-from nanovllm.formats.integer import IntTensor, make_int_method, quantize
+from nanovllm.formats.integer import IntTensor, quantize
 from nanovllm.kernels import torch_experts
 from nanovllm.kernels.cpu import expert_ops
 from nanovllm.kernels.cpu.kernels import CKernels
@@ -15,7 +15,7 @@ from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP
 from nanovllm.steps.recording import Recording
 from tests.kernels.cpu.helpers import native, randn
-from tests.kernels.cpu.int_weights import Form, dequantised, random_weight
+from tests.kernels.cpu.int_weights import Form, dequantised, make_int_method, random_weight
 
 pytestmark = [native, pytest.mark.usefixtures("kernels", "inference_mode")]
 NUM_EXPERTS, TOP_K = 7, 3

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from nanovllm.formats.integer import IntRows, IntWeight, make_int_method
+from nanovllm.formats.integer import IntRows, IntWeight
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.steps.recording import Recording
 from nanovllm.utils.pages import PageReserve
@@ -16,6 +16,7 @@ from tests.kernels.cpu.int_weights import (
     Form,
     dequantised,
     forms,
+    make_int_method,
     random_inputs,
     random_weight,
     rounded_inputs,
@@ -98,16 +99,6 @@ def test_rows_may_come_in_parts(form):
         weight.factors[64:128] = 1
     whole = make_int_method(weight, torch.bfloat16, CKernels())
     assert torch.equal(rows.method().apply(x), whole.apply(x))
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_zeros_of_0_cost_nothing(bits):
-    weight = random_weight(Form(bits, "zeros", 64, False, False), 40, 128, 1)
-    weight.zeros.zero_()
-    plain = make_int_method(weight._replace(zeros=None), torch.bfloat16, CKernels())
-    method = make_int_method(weight, torch.bfloat16, CKernels())
-    assert method.panels.scales.shape == plain.panels.scales.shape == (2, 2, 32)
-    assert torch.equal(method.panels.packed, plain.panels.packed)
 
 
 def test_a_scale_or_a_factor_that_is_no_number_shows():

@@ -1,4 +1,4 @@
-"""What `make_int_method` gives on a GPU: a product that reads the packed weight.
+"""What `IntRows` gives on a GPU: a product that reads the packed weight.
 
 Without a GPU the kernels are interpreted.
 """
@@ -6,9 +6,10 @@ Without a GPU the kernels are interpreted.
 import pytest
 import torch
 
-from nanovllm.formats.integer import IntTensor, IntWeight, make_int_method, quantize
+from nanovllm.formats.integer import IntTensor, IntWeight, quantize
 from nanovllm.kernels.triton.int_weight import PackedIntWeight
 from nanovllm.kernels.triton.kernels import TritonKernels
+from tests.kernels.cpu.int_weights import make_int_method
 from tests.kernels.triton.inputs import DEVICE, randn
 from tests.kernels.triton.interpreter import patch_interpreter
 
