@@ -8,6 +8,7 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -264,7 +265,7 @@ def _read_chunks(
     """
     queue = _in_order(chunks, header)
     chunks.clear()
-    with TensorFile(file, header) as tensors:
+    with closing(TensorFile(file, header)) as tensors:
         while queue:
             chunk = queue.popleft()
             raw = chunk.target.dtype == torch.uint8

@@ -6,14 +6,13 @@ Knows no module.
 
 import math
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nanovllm.checkpoint.files import MAX_JSON_BYTES, parse_object
 from nanovllm.checkpoint.gguf import GgufWeight, is_gguf, read_gguf, read_rows
-from nanovllm.checkpoint.json_object import MAX_JSON_BYTES, parse_object
 from nanovllm.errors import CheckpointError
 
 _DTYPES = {
@@ -88,7 +87,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 class TensorFile:
-    """A file of weights, open for reading. A context manager.
+    """A file of weights, open for reading until `close`.
 
     Args:
         header: what `read_header` returns.
@@ -104,15 +103,7 @@ class TensorFile:
             self._opened = file.open("rb", buffering=0)
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def __enter__(self) -> "TensorFile":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
 

@@ -14,8 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from nanovllm.checkpoint.files import check_file, local_path
-from nanovllm.checkpoint.json_object import MAX_JSON_BYTES, parse_object
+from nanovllm.checkpoint.files import MAX_JSON_BYTES, check_file, local_path, parse_object
 from nanovllm.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from nanovllm.lora.layer_parts import canonical
 from nanovllm.lora.peft_config import PeftConfig, read_peft_config

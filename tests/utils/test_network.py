@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from nanovllm.utils.network import interface_of
+from nanovllm.utils.distributed import interface_of
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
