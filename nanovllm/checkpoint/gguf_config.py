@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.checkpoint.gguf_family import GgufFamily
 from nanovllm.checkpoint.gguf_metadata import MAX_SIZE, Metadata
-from nanovllm.checkpoint.gguf_rope import ROPE_KEYS, rope_parameters
+from nanovllm.checkpoint.gguf_rope import rope_parameters
 from nanovllm.checkpoint.gguf_vocabulary import eos_token_ids
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.options.validation import check_float, check_int, shown
@@ -21,16 +21,20 @@ _SIZES = {
     "context_length": "max_position_embeddings",
 }
 """A config's sizes, by the key of the metadata without the architecture."""
-_CHECKED_KEYS = {
-    *_SIZES,
-    *ROPE_KEYS,
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.value_length",
-    "attention.layer_norm_rms_epsilon",
+_IGNORED_KEYS = {
+    "vocab_size",
+    "rope.dimension_sections",  # of pictures: a text has one position a token
+    "rope.scaling.finetuned",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_log_multiplier",
 }
-_IGNORED_KEYS = {"vocab_size", "rope.scaling.finetuned"}
-"""What the tensors say too, or what changes no result."""
+"""Settings that are not always read: the tensors say them too, they change no result, or they are
+of some types of rotary scaling alone."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.sliding_window": (0,),
@@ -54,7 +58,6 @@ def make_config(metadata: Metadata, family: GgufFamily) -> dict[str, Any]:
         CheckpointError: a setting is missing or invalid.
         UnsupportedModelError: a setting is not implemented.
     """
-    _check_settings(metadata, family)
     file, tensors = metadata.file, metadata.tensors
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -88,31 +91,33 @@ def make_config(metadata: Metadata, family: GgufFamily) -> dict[str, Any]:
     }
     config |= {name: metadata.size(key) for key, name in family.sizes.items()}
     for key, name in family.numbers.items():
-        if metadata.has(key):
+        if metadata.own(key) is not None:
             config[name] = metadata.number(key)
-    return config | family.fields(metadata, config)
+    config |= family.fields(metadata, config)
+    _check_unread(metadata, family)
+    return config
 
 
 def _size(metadata: Metadata, family: GgufFamily, key: str, default: int | None = None) -> int:
     """Return a size; of a list of the layers' sizes the largest."""
-    name = f"{metadata.architecture}.{key}"
-    value = metadata.values.get(name, default)
+    value = metadata.own(key)
     if value is None and key == "feed_forward_length":  # a model may have experts alone
-        value = metadata.values.get(f"{metadata.architecture}.expert_feed_forward_length")
+        value = metadata.own("expert_feed_forward_length")
+    if value is None:
+        value = default
     if key in family.per_layer and isinstance(value, list) and value:
         value = max(value)
-    return check_int(CheckpointError, f"{metadata.file}: {name}", value, 1, MAX_SIZE)
+    name = f"{metadata.file}: {metadata.architecture}.{key}"
+    return check_int(CheckpointError, name, value, 1, MAX_SIZE)
 
 
-def _check_settings(metadata: Metadata, family: GgufFamily) -> None:
-    """Raise for a setting of the architecture that is not implemented."""
-    own = family.keys | family.sizes.keys() | family.numbers.keys()
-    known = (_CHECKED_KEYS | _IGNORED_KEYS | own) - family.neutral.keys()
-    neutral = _NEUTRAL | {key: (value,) for key, value in family.neutral.items()}
-    for key in sorted(metadata.settings() - known):
-        name = f"{metadata.architecture}.{key}"
-        value = metadata.values.get(name)
-        if key not in neutral or not any(value == allowed for allowed in neutral[key]):
+def _check_unread(metadata: Metadata, family: GgufFamily) -> None:
+    """Raise for a setting that nobody has read and that may change the results."""
+    neutral = {**_NEUTRAL, **family.neutral}
+    for key in sorted(metadata.unread() - (_IGNORED_KEYS - family.neutral.keys())):
+        value = metadata.own(key)
+        if not any(value == allowed for allowed in neutral.get(key, ())):
+            name = f"{metadata.architecture}.{key}"
             raise UnsupportedModelError(
                 f"{metadata.file}: {name:.100} {shown(value)} is not supported"
             )

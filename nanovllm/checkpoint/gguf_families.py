@@ -6,48 +6,13 @@ Reads metadata, no weight. Imports no torch.
 
 from collections.abc import Callable
 
-from nanovllm.checkpoint.gguf_family import Fields, GgufFamily
-from nanovllm.checkpoint.gguf_gemma4 import GEMMA4_KEYS, gemma4_fields
-from nanovllm.checkpoint.gguf_lfm2 import (
-    LFM2_MODULES,
-    LFM2_MOE_MODULES,
-    LFM2_READINGS,
-    LFM2_SIZES,
-    LFM2_TENSORS,
-    lfm2_fields,
-    lfm2_moe_fields,
-)
+from nanovllm.checkpoint.gguf_family import EXPERTS, SANDWICH, SOFTCAP, Fields, GgufFamily
+from nanovllm.checkpoint.gguf_gemma4 import GEMMA4
+from nanovllm.checkpoint.gguf_lfm2 import LFM2, LFM2_MOE
 from nanovllm.checkpoint.gguf_metadata import MAX_SIZE, Metadata
-from nanovllm.checkpoint.gguf_qwen35 import (
-    QWEN35_DRAFT_TENSORS,
-    QWEN35_KEYS,
-    QWEN35_MODULES,
-    QWEN35_MOE_MODULES,
-    QWEN35_SIZES,
-    QWEN35_TENSORS,
-    qwen35_fields,
-    qwen35_readings,
-)
+from nanovllm.checkpoint.gguf_qwen35 import QWEN35, QWEN35_MOE
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.options.validation import check_int, shown
-
-_WINDOW_KEYS = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
-_EXPERT_SIZES = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
-_SANDWICH = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_EXPERTS = {
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-}
-_SOFTCAP = {"final_logit_softcapping": "final_logit_softcapping"}
 
 
 def _windows(metadata: Metadata, config: Fields, interval: int, default: int = 0) -> Fields:
@@ -101,11 +66,12 @@ def _gemma(num_layers: int) -> Callable[[Metadata, Fields], Fields]:
 
 def _mistral3(metadata: Metadata, config: Fields) -> Fields:
     """The queries' factor: llama.cpp has it grow at multiples of the original context."""
-    if not metadata.has("attention.temperature_scale"):
+    length = metadata.size("attention.temperature_length", 0)
+    if metadata.own("attention.temperature_scale") is None:
         return {}
     rope: Fields = config["rope_parameters"]
     original = metadata.size("rope.scaling.original_context_length")
-    length = metadata.size("attention.temperature_length", original)
+    length = length or original
     if length != original or rope.get("rope_type") != "yarn":
         raise UnsupportedModelError(
             f"{metadata.file}: mistral3.attention.temperature_length {length} is not supported: "
@@ -123,11 +89,10 @@ def _phi3(metadata: Metadata, config: Fields) -> Fields:
 def _olmo2(metadata: Metadata, config: Fields) -> Fields:
     """Olmo 3 is an Olmo 2 with windows."""
     windows = _windows(metadata, config, 4)
+    windows |= _theta_of_windows(metadata, config, config["rope_parameters"]["rope_theta"])
     if windows["sliding_window"] is None:
         return {}
-    theta = config["rope_parameters"]["rope_theta"]
-    own = {"architectures": ["Olmo3ForCausalLM"], **windows}
-    return own | _theta_of_windows(metadata, config, theta)
+    return {"architectures": ["Olmo3ForCausalLM"], **windows}
 
 
 def _qwen3moe(metadata: Metadata, config: Fields) -> Fields:
@@ -155,49 +120,28 @@ FAMILIES: dict[str, GgufFamily] = {
     ),
     "exaone4": GgufFamily(
         "Exaone4ForCausalLM",
-        modules=_SANDWICH,
-        keys=_WINDOW_KEYS,
+        modules=SANDWICH,
         fields=lambda metadata, config: _windows(metadata, config, 4),
     ),
     "gemma2": GgufFamily(
         "Gemma2ForCausalLM",
-        modules=_SANDWICH,
+        modules=SANDWICH,
         norm_offset=-1.0,
-        numbers={**_SOFTCAP, "attn_logit_softcapping": "attn_logit_softcapping"},
-        keys=_WINDOW_KEYS,
+        numbers={**SOFTCAP, "attn_logit_softcapping": "attn_logit_softcapping"},
         fields=_gemma(46),
     ),
     "gemma3": GgufFamily(
         "Gemma3ForCausalLM",
-        modules=_SANDWICH,
+        modules=SANDWICH,
         norm_offset=-1.0,
-        numbers=_SOFTCAP,
-        keys=_WINDOW_KEYS | {"rope.freq_base_swa"},
+        numbers=SOFTCAP,
         fields=_gemma(62),
     ),
-    "gemma4": GgufFamily(
-        "Gemma4ForCausalLM",
-        modules={
-            **_SANDWICH,
-            "inp_gate": "per_layer_input_gate",
-            "proj": "per_layer_projection",
-            "post_norm": "post_per_layer_input_norm",
-        },
-        tensors={
-            "layer_output_scale.weight": "layer_scalar",
-            "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
-            "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
-            "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
-        },
-        numbers=_SOFTCAP,
-        keys=GEMMA4_KEYS,
-        per_layer=frozenset({"attention.head_count_kv", "feed_forward_length"}),
-        fields=gemma4_fields,
-    ),
+    "gemma4": GEMMA4,
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
         modules={
-            **_EXPERTS,
+            **EXPERTS,
             "post_attention_norm": "post_attention_layernorm",
             "ffn_gate_inp": "mlp.router",
         },
@@ -207,7 +151,6 @@ FAMILIES: dict[str, GgufFamily] = {
             "expert_used_count": "num_experts_per_tok",
             "expert_feed_forward_length": "intermediate_size",
         },
-        keys=_WINDOW_KEYS,
         fields=_gpt_oss,
     ),
     "granite": GgufFamily(
@@ -218,11 +161,10 @@ FAMILIES: dict[str, GgufFamily] = {
             "residual_scale": "residual_multiplier",
             "logit_scale": "logits_scaling",
         },
-        keys=frozenset({"attention.scale"}),
         fields=lambda metadata, config: {
             "attention_multiplier": metadata.number("attention.scale", config["head_dim"] ** -0.5)
         },
-        neutral={"rope.scaling.finetuned": True},  # False: no layer rotates
+        neutral={"rope.scaling.finetuned": (True,)},  # False: no layer rotates
     ),
     "hunyuan-dense": GgufFamily(
         "HunYuanDenseV1ForCausalLM",
@@ -231,85 +173,38 @@ FAMILIES: dict[str, GgufFamily] = {
             "attn_k_norm": "self_attn.key_layernorm",
         },
     ),
-    "lfm2": GgufFamily(
-        "Lfm2ForCausalLM",
-        modules=LFM2_MODULES,
-        tensors=LFM2_TENSORS,
-        sizes=LFM2_SIZES,
-        per_layer=frozenset({"attention.head_count_kv"}),
-        fields=lfm2_fields,
-        readings=lambda config: LFM2_READINGS,
-    ),
-    "lfm2moe": GgufFamily(
-        "Lfm2MoeForCausalLM",
-        modules={**LFM2_MODULES, **LFM2_MOE_MODULES},
-        tensors=LFM2_TENSORS,
-        sizes=LFM2_SIZES | _EXPERT_SIZES,
-        keys=frozenset({"leading_dense_block_count"}),
-        per_layer=frozenset({"attention.head_count_kv"}),
-        fields=lfm2_moe_fields,
-        readings=lambda config: LFM2_READINGS,
-        neutral={"expert_gating_func": 2},  # a sigmoid
-    ),
+    "lfm2": LFM2,
+    "lfm2moe": LFM2_MOE,
     "llama": GgufFamily("LlamaForCausalLM", permuted=True),
     "mistral3": GgufFamily(
         "Ministral3ForCausalLM",
         permuted=True,
-        keys=frozenset({"attention.temperature_scale", "attention.temperature_length"}),
         fields=_mistral3,
     ),
     "olmo2": GgufFamily(
         "Olmo2ForCausalLM",
-        modules=_SANDWICH,
-        keys=_WINDOW_KEYS | {"rope.freq_base_swa"},
+        modules=SANDWICH,
         fields=_olmo2,
     ),
     "phi3": GgufFamily(
         "Phi3ForCausalLM",
         modules={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-        keys=frozenset({"attention.sliding_window"}),
         partial_rotation=True,
         fields=_phi3,
     ),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
     "qwen3": GgufFamily("Qwen3ForCausalLM"),
-    "qwen35": GgufFamily(
-        "Qwen3_5ForCausalLM",
-        modules=QWEN35_MODULES,
-        tensors=QWEN35_TENSORS,
-        draft_tensors=QWEN35_DRAFT_TENSORS,
-        sizes=QWEN35_SIZES,
-        keys=QWEN35_KEYS,
-        partial_rotation=True,
-        fields=qwen35_fields,
-        readings=qwen35_readings,
-    ),
-    "qwen35moe": GgufFamily(
-        "Qwen3_5MoeForCausalLM",
-        modules={**QWEN35_MODULES, **QWEN35_MOE_MODULES, **_EXPERTS},
-        tensors=QWEN35_TENSORS,
-        draft_tensors=QWEN35_DRAFT_TENSORS,
-        sizes={
-            **QWEN35_SIZES,
-            **_EXPERT_SIZES,
-            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-        },
-        keys=QWEN35_KEYS,
-        partial_rotation=True,
-        fields=qwen35_fields,
-        readings=qwen35_readings,
-        neutral={"expert_gating_func": 1},  # a softmax
-    ),
+    "qwen35": QWEN35,
+    "qwen35moe": QWEN35_MOE,
     "qwen3moe": GgufFamily(
         "Qwen3MoeForCausalLM",
-        modules={**_EXPERTS, "ffn_gate_inp": "mlp.gate"},
+        modules={**EXPERTS, "ffn_gate_inp": "mlp.gate"},
         sizes={
             "expert_count": "num_experts",
             "expert_used_count": "num_experts_per_tok",
         },
-        keys=frozenset({"expert_feed_forward_length"}),
         fields=_qwen3moe,
-        neutral={"expert_gating_func": 1},  # a softmax
+        neutral={"expert_gating_func": (1,)},  # a softmax
     ),
     "seed_oss": GgufFamily(
         "SeedOssForCausalLM",

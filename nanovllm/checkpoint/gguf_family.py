@@ -1,4 +1,5 @@
-"""`GgufFamily`: what an architecture of llama.cpp can have of its own in a GGUF file.
+"""`GgufFamily`: what an architecture of llama.cpp can have of its own in a GGUF file, and what
+several of them have.
 
 Knows none of them. Imports no torch.
 """
@@ -37,8 +38,6 @@ class GgufFamily(NamedTuple):
     holds."""
     sizes: Mapping[str, str] = _NO_NAMES
     """The same of sizes, which must be there."""
-    keys: frozenset[str] = frozenset()
-    """The keys that `fields` reads."""
     per_layer: frozenset[str] = frozenset()
     """The sizes that may be lists, a number for each layer. The common fields have the largest."""
     partial_rotation: bool = False
@@ -47,5 +46,24 @@ class GgufFamily(NamedTuple):
     """Returns the family's own fields; gets the common ones."""
     readings: Callable[[Fields], Mapping[str, Reading]] = lambda config: {}
     """Returns how tensors are read, by llama.cpp's name of their module; gets all fields."""
-    neutral: Mapping[str, Any] = MappingProxyType({})
-    """Keys with the only value that is supported. Without the key it is meant."""
+    neutral: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+    """Keys that are not read, with the values that are supported. Without the key one is meant."""
+
+
+SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Modules of a layer that has norms behind attention and MLP, too."""
+EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+EXPERT_SIZES = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+SOFTCAP = {"final_logit_softcapping": "final_logit_softcapping"}

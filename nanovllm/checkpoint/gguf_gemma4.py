@@ -1,29 +1,15 @@
-"""The settings of Gemma 4 in a GGUF file: sizes that differ between layers, and which layers share.
+"""Gemma 4 in a GGUF file: names, sizes that differ between layers, and which layers share.
 
 Reads metadata, no weight. Imports no torch.
 """
 
-from typing import Any
-
+from nanovllm.checkpoint.gguf_family import SANDWICH, SOFTCAP, Fields, GgufFamily
 from nanovllm.checkpoint.gguf_metadata import MAX_SIZE, Metadata
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.options.validation import check_int, shown
 
-GEMMA4_KEYS = frozenset(
-    {
-        "attention.sliding_window",
-        "attention.sliding_window_pattern",
-        "attention.key_length_swa",
-        "attention.value_length_swa",
-        "attention.shared_kv_layers",
-        "embedding_length_per_layer_input",
-        "rope.freq_base_swa",
-        "rope.dimension_count_swa",
-    }
-)
 
-
-def gemma4_fields(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _fields(metadata: Metadata, config: Fields) -> Fields:
     """Return the fields of Gemma 4's config.json beyond the common ones.
 
     In the file the plain sizes of a head are those of the layers with full attention.
@@ -75,7 +61,7 @@ def gemma4_fields(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mlp_sizes(metadata: Metadata, num_layers: int, num_shared: int) -> dict[str, Any]:
+def _mlp_sizes(metadata: Metadata, num_layers: int, num_shared: int) -> Fields:
     sizes = metadata.listed("feed_forward_length", num_layers, int)
     if sizes is None:
         return {"use_double_wide_mlp": False}
@@ -89,7 +75,7 @@ def _mlp_sizes(metadata: Metadata, num_layers: int, num_shared: int) -> dict[str
     return {"intermediate_size": size, "use_double_wide_mlp": doubled}
 
 
-def _full_rope(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _full_rope(metadata: Metadata, config: Fields) -> Fields:
     """Return the rotary settings of full attention: the file divides by 1 what rotates, and by an
     astronomic number what does not.
     """
@@ -106,3 +92,23 @@ def _full_rope(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
         "rope_theta": rope["rope_theta"],
         "partial_rotary_factor": rotating / size,
     }
+
+
+GEMMA4 = GgufFamily(
+    "Gemma4ForCausalLM",
+    modules={
+        **SANDWICH,
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+    },
+    tensors={
+        "layer_output_scale.weight": "layer_scalar",
+        "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+        "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+        "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
+    },
+    numbers=SOFTCAP,
+    per_layer=frozenset({"attention.head_count_kv", "feed_forward_length"}),
+    fields=_fields,
+)

@@ -18,55 +18,15 @@ Reads metadata, no weight. Imports no torch.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
+from nanovllm.checkpoint.gguf_family import EXPERT_SIZES, EXPERTS, Fields, GgufFamily
 from nanovllm.checkpoint.gguf_metadata import MAX_SIZE, Metadata
 from nanovllm.checkpoint.gguf_reading import Order, Reading
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.options.validation import check_int
 
-QWEN35_MODULES = {
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
-}
-QWEN35_MOE_MODULES = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-QWEN35_TENSORS = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
-QWEN35_DRAFT_TENSORS = {
-    "nextn.eh_proj.weight": "fc.weight",
-    "nextn.enorm.weight": "pre_fc_norm_embedding.weight",
-    "nextn.hnorm.weight": "pre_fc_norm_hidden.weight",
-    "nextn.shared_head_norm.weight": "norm.weight",
-}
-QWEN35_SIZES = {
-    "ssm.conv_kernel": "linear_conv_kernel_dim",
-    "ssm.group_count": "linear_num_key_heads",
-    "ssm.state_size": "linear_key_head_dim",
-    "ssm.time_step_rank": "linear_num_value_heads",
-}
-QWEN35_KEYS = frozenset(
-    {
-        "attention.recurrent_layers",
-        "full_attention_interval",
-        "nextn_predict_layers",
-        "rope.dimension_sections",  # of pictures: a text has one position a token
-        "ssm.inner_size",
-    }
-)
 
-
-def qwen35_fields(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _fields(metadata: Metadata, config: Fields) -> Fields:
     """Return the fields of Qwen3.5's config.json beyond the common ones."""
     num_drafting = metadata.setting("nextn_predict_layers", check_int, 0, MAX_SIZE, default=0)
     num_layers = config["num_hidden_layers"] - num_drafting
@@ -93,14 +53,14 @@ def qwen35_fields(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 def _layer_types(metadata: Metadata, num_layers: int, num_drafting: int) -> list[str]:
     """Return the type of each layer: by a list, or every so many layers have full attention."""
+    interval = metadata.size("full_attention_interval", 4)
     listed = metadata.listed("attention.recurrent_layers", num_layers + num_drafting, bool)
     if listed is None:
-        interval = metadata.size("full_attention_interval", 4)
         listed = [number % interval != 0 for number in range(1, num_layers + 1)]
     return ["linear_attention" if state else "full_attention" for state in listed[:num_layers]]
 
 
-def qwen35_readings(config: dict[str, Any]) -> Mapping[str, Reading]:
+def _readings(config: Fields) -> Mapping[str, Reading]:
     """Return how tensors are read, by llama.cpp's name of their module."""
     num_key_heads, head_dim = config["linear_num_key_heads"], config["linear_value_head_dim"]
     key_rows = 2 * num_key_heads * config["linear_key_head_dim"]
@@ -131,3 +91,52 @@ def qwen35_readings(config: dict[str, Any]) -> Mapping[str, Reading]:
         "ssm_out": Reading(columns=values),
         "ffn_gate_inp_shexp": Reading(axis=0),
     }
+
+
+QWEN35 = GgufFamily(
+    "Qwen3_5ForCausalLM",
+    modules={
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    },
+    tensors={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+    draft_tensors={
+        "nextn.eh_proj.weight": "fc.weight",
+        "nextn.enorm.weight": "pre_fc_norm_embedding.weight",
+        "nextn.hnorm.weight": "pre_fc_norm_hidden.weight",
+        "nextn.shared_head_norm.weight": "norm.weight",
+    },
+    sizes={
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.time_step_rank": "linear_num_value_heads",
+    },
+    partial_rotation=True,
+    fields=_fields,
+    readings=_readings,
+)
+QWEN35_MOE = QWEN35._replace(
+    architecture="Qwen3_5MoeForCausalLM",
+    modules={
+        **QWEN35.modules,
+        **EXPERTS,
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    },
+    sizes={
+        **QWEN35.sizes,
+        **EXPERT_SIZES,
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+    neutral={"expert_gating_func": (1,)},  # a softmax
+)

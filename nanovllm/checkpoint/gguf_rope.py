@@ -10,27 +10,12 @@ import numpy as np
 
 from nanovllm.checkpoint.gguf_metadata import Metadata
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.options.validation import check_float, shown
+from nanovllm.options.validation import check_float, check_text, shown
 
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor by whose elements the rotary angles are divided."""
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 """The same of LongRoPE, for texts of the original context and for longer ones."""
-ROPE_KEYS = frozenset(
-    {
-        "rope.dimension_count",
-        "rope.freq_base",
-        "rope.scaling.type",
-        "rope.scaling.factor",
-        "rope.scaling.attn_factor",
-        "rope.scaling.original_context_length",
-        "rope.scaling.yarn_attn_factor",
-        "rope.scaling.yarn_beta_fast",
-        "rope.scaling.yarn_beta_slow",
-        "rope.scaling.yarn_log_multiplier",
-    }
-)
-"""The keys that `rope_parameters` reads."""
 _YARN_NAMES = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
@@ -50,7 +35,7 @@ def rope_parameters(metadata: Metadata, head_dim: int, *, partial: bool) -> dict
         "rope_theta": metadata.setting("rope.freq_base", check_float, 2.0, 1e12, default=10000.0)
     }
     settings |= _rotating_part(metadata, head_dim, partial)
-    kind = metadata.text(f"{metadata.architecture}.rope.scaling.type", "none")
+    kind = metadata.setting("rope.scaling.type", check_text, default="none")
     kinds = ("none", "linear", "yarn", "longrope")
     has_long = SHORT_FACTORS in metadata.tensors or LONG_FACTORS in metadata.tensors
     if kind not in kinds or (has_long and kind not in ("none", "longrope")):
@@ -73,7 +58,7 @@ def rope_parameters(metadata: Metadata, head_dim: int, *, partial: bool) -> dict
     settings |= {"rope_type": kind, "factor": _factor(metadata, "factor")}
     if kind == "yarn":
         for key, name in _YARN_NAMES.items():
-            if metadata.has(f"rope.scaling.{key}"):
+            if metadata.own(f"rope.scaling.{key}") is not None:
                 settings[name] = _factor(metadata, key)
         if "mscale_all_dim" in settings:
             settings["mscale"] = 1.0
@@ -125,6 +110,6 @@ def _longrope(metadata: Metadata) -> dict[str, Any]:
         "long_factor": read_factors(metadata, LONG_FACTORS),
         "original_max_position_embeddings": metadata.size("rope.scaling.original_context_length"),
     }
-    if metadata.has("rope.scaling.attn_factor"):
+    if metadata.own("rope.scaling.attn_factor") is not None:
         settings["attention_factor"] = _factor(metadata, "attn_factor")
     return settings
