@@ -1,18 +1,22 @@
 """Checkpoints that compressed-tensors and llmcompressor write: which linear has which scheme.
 
-`quantization_config` says it in `config_groups` and `ignore`. How a scheme is stored and multiplied
-is of the files that `_STORED` names.
+`quantization_config` says it in `config_groups` and `ignore`. Layouts of integers:
+compressed_tensors 0.20, compressors.pack_quantized and compressors.naive_quantized.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.formats.fields import Field
 from nanovllm.formats.fp4 import stored_fp4
 from nanovllm.formats.names import Names, read_names
 from nanovllm.formats.scheme import Scheme, read_scheme
 from nanovllm.formats.settings import WHERE, check_supported, one_form, read_object, unsupported
 from nanovllm.formats.stored_fp8 import stored_float
-from nanovllm.formats.stored_schemes import stored_int, stored_packed
+from nanovllm.formats.stored_integers import IntegerForm, StoredIntegers
 from nanovllm.layers.extensions import StoredWeight
 from nanovllm.layers.linear import Matrix
 from nanovllm.options.validation import shown
@@ -33,13 +37,47 @@ Raises UnsupportedModelError for a scheme that it does not take, and ConfigError
 begins or ends inside what is stored together."""
 
 
+def _stored_int(scheme: Scheme, matrix: Matrix, names: list[str]) -> StoredIntegers:
+    """Return a weight whose integers are packed along the inputs, or have a byte each."""
+    rounded = scheme.inputs and scheme.inputs.type
+    checks = (
+        ("weights: type", scheme.type, ("int",)),
+        ("weights: num_bits", scheme.bits, (4, 8)),
+        ("weights: strategy", scheme.strategy, ("group", "channel")),
+        ("input_activations: type", rounded, (None, "int")),
+    )
+    for field, found, supported in checks:
+        if found not in supported:
+            raise UnsupportedModelError(
+                f"{names[0]}: {scheme.format} with {field} {found!r} is not supported (only "
+                f"{', '.join(map(repr, supported))})"
+            )
+    group, bits, shape = scheme.group_size, scheme.bits, None
+    values, zeros = Field("weight", torch.int8), Field("weight_zero_point", torch.int8, group)
+    if scheme.format == "pack-quantized":
+        values = Field("weight_packed", torch.int32, 1, "inputs", bits)
+        zeros = Field("weight_zero_point", torch.int32, group, "outputs", bits)
+        shape = "weight_shape"
+    form = IntegerForm(
+        f"compressed-tensors {scheme}",
+        bits,
+        group,
+        values,
+        Field("weight_scale", torch.float32, group),
+        None if scheme.symmetric else zeros,
+        order="weight_g_idx" if scheme.actorder == "group" else None,
+        shape=shape,
+    )
+    return StoredIntegers(matrix, form)
+
+
 def _stored_naive(scheme: Scheme, matrix: Matrix, names: list[str]) -> StoredWeight:
-    return (stored_float if scheme.type == "float" else stored_int)(scheme, matrix, names)
+    return (stored_float if scheme.type == "float" else _stored_int)(scheme, matrix, names)
 
 
 _STORED: dict[str, StoredScheme] = {
-    "pack-quantized": stored_packed,
-    "int-quantized": stored_int,
+    "pack-quantized": _stored_int,
+    "int-quantized": _stored_int,
     "naive-quantized": _stored_naive,
     "float-quantized": stored_float,
     "nvfp4-pack-quantized": stored_fp4,

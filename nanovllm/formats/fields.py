@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.checkpoint.shards import Shard
-from nanovllm.errors import ConfigError
+from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.formats.packing import WORD_BITS, unpack_columns, unpack_rows
 from nanovllm.utils.distributed import tensor_parallel
 
 
 class Field(NamedTuple):
-    """A tensor whose rows are outputs, and whose columns are inputs or groups of them."""
+    """A tensor whose rows are outputs, and whose columns are inputs, or groups of them."""
 
     suffix: str
     """Of its name, which follows the linear's."""
@@ -30,11 +30,15 @@ class Field(NamedTuple):
     """See `packing.unpack_rows`."""
     transposed: bool = False
     """Whether the file has the inputs before the outputs."""
+    outputs: int | None = 1
+    """Outputs that share a number; None: all of a linear."""
+    flat: bool = False
+    """Whether the file has the only column as a tensor of one dimension."""
 
     @property
-    def per_row(self) -> int:
-        """Return the outputs of a row."""
-        return WORD_BITS // self.bits if self.packed == "outputs" else 1
+    def per_row(self) -> int | None:
+        """Return the outputs of a row; None: all."""
+        return WORD_BITS // self.bits if self.packed == "outputs" else self.outputs
 
     @property
     def per_column(self) -> int | None:
@@ -45,7 +49,7 @@ class Field(NamedTuple):
     def shape(self, outputs: int, inputs: int) -> tuple[int, int]:
         """Return the shape for a weight [outputs, inputs], before it is transposed."""
         columns = 1 if self.per_column is None else -(-inputs // self.per_column)
-        return -(-outputs // self.per_row), columns
+        return -(-outputs // (self.per_row or outputs)), columns
 
 
 class Part(NamedTuple):
@@ -90,7 +94,7 @@ class LoadedField:
         rows, own_inputs = weight.target.shape
         first, start, skipped = first_row(weight), weight.start, 0
         if weight.dim == 0:
-            start, skipped = divmod(start, field.per_row)
+            start, skipped = divmod(start, field.per_row or outputs)
         elif self._whole or field.per_column is None:
             start, own_inputs = 0, inputs
         else:
@@ -101,9 +105,10 @@ class LoadedField:
             shape = field.shape(skipped + rows, own_inputs)
             memory = torch.empty(shape, dtype=field.dtype, device=self._device)
             self._parts[first] = Part(name, memory, skipped, rows, weight.shape)
-        shape = field.shape(outputs, inputs)
+        shape, memory = field.shape(outputs, inputs), self._parts[first].tensor
+        if field.flat:
+            return Shard(name, shape[:1], memory[:, 0], start=start)
         shape = (shape[1], shape[0]) if field.transposed else shape
-        memory = self._parts[first].tensor
         return Shard(name, shape, memory, weight.dim, start, transposed=field.transposed)
 
     def _check_columns(self, weight: Shard, per_column: int) -> None:
@@ -114,6 +119,12 @@ class LoadedField:
                 f"tensor_parallel_size {tensor_parallel().size} cuts {weight.name} {weight.shape} "
                 f"within a {unit} of {per_column} inputs of {self.field.suffix}; use a smaller size"
             )
+
+    def check_finite(self) -> None:
+        """Raise CheckpointError if a number is none."""
+        for part in self.parts:
+            if not part.tensor.isfinite().all():
+                raise CheckpointError(f"{part.name} has a number that is not finite")
 
     def release(self) -> None:
         """Forget what was loaded."""
@@ -133,6 +144,9 @@ class LoadedField:
         if field.packed == "outputs":
             skipped, count = part.skipped + start, stop - start
             return unpack_rows(part.tensor, field.bits, skipped, count, field.order)
+        if field.outputs != 1:
+            rows = torch.arange(part.skipped + start, part.skipped + stop, device=self._device)
+            return part.tensor[rows // (field.outputs or part.shape[0])]
         rows = part.tensor[start:stop]
         if not field.packed:
             return rows

@@ -10,15 +10,14 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.checkpoint.shards import Shard
-from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.formats.fields import Field, LoadedField, LoadedVector
 from nanovllm.formats.integer import FP4_NUMBERS, IntRows, IntTensor, int_tensor
 from nanovllm.formats.packing import row_ranges
 from nanovllm.formats.scheme import Scheme
-from nanovllm.kernels.torch_kernels import Kernels, PlainWeight, WeightMethod
-from nanovllm.layers.experts import StackedLinear
+from nanovllm.formats.stored import StoredNumbers
+from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.linear import Matrix
-from nanovllm.layers.pieces import SmallLinear
 
 E8M0_BIAS, _E8M0_NAN = 127, 255
 _E2M1 = torch.tensor([sign * number for sign in (1, -1) for number in FP4_NUMBERS])
@@ -54,7 +53,7 @@ _LAYOUTS = {
 """By the format of compressed-tensors: the layout, and the strategy that it has."""
 
 
-class StoredFp4:
+class StoredFp4(StoredNumbers):
     """Loads the FP4 weights of the checkpoint linears that one matrix merges.
 
     Raises:
@@ -62,72 +61,43 @@ class StoredFp4:
     """
 
     def __init__(self, layout: Fp4Layout, matrix: Matrix) -> None:
-        assert matrix.weight is not None
-        self._shape, self._layout = tuple(matrix.weight.shape), layout
-        self._device = device = matrix.weight.device
-        self._pairs = LoadedField(Field(layout.pairs, torch.uint8, 2), device)
+        super().__init__(matrix, layout.name)
+        self._layout, device = layout, self._device
         scale = Field("weight_scale", layout.scale_dtype, layout.group_size)
+        self._pairs = LoadedField(Field(layout.pairs, torch.uint8, 2), device)
         self._scales = LoadedField(scale, device)
         self._factors = LoadedVector(layout.factor or "", torch.float32, device, 1)
-        self._is_experts = isinstance(matrix, StackedLinear)
-        self._reason = "its outputs are gates" if isinstance(matrix, SmallLinear) else None
-        self.label, self.description = layout.name, ""
+        self._loaded = [self._pairs, self._scales]
 
     def shards(self, weight: Shard) -> Iterator[Shard]:
-        size, linear = self._layout.group_size, weight.name.removesuffix(".weight")
-        if weight.index is not None:
+        self._check_tensor(weight)
+        if weight.shape[1] % (size := self._layout.group_size):
             raise UnsupportedModelError(
-                f"{linear}: {self._layout.name} is not supported where all experts are in one "
-                "tensor"
-            )
-        if weight.shape[1] % size:
-            raise UnsupportedModelError(
-                f"{linear}: {self._layout.name} has scales of {size} inputs, which do not divide "
-                f"its {weight.shape[1]} inputs"
+                f"{weight.name.removesuffix('.weight')}: {self.label} has scales of {size} inputs, "
+                f"which do not divide its {weight.shape[1]} inputs"
             )
         yield self._pairs.shard(weight)
         yield self._scales.shard(weight)
         if self._layout.factor is not None:
             yield self._factors.shard(weight, 1)
 
-    def method(self, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
-        """Return what multiplies.
-
-        Raises:
-            CheckpointError: a factor of a whole linear is no positive number.
-            ConfigError: experts on a GPU.
-        """
-        name = self._layout.name
-        if self._is_experts and kernels.name == "triton":
-            raise ConfigError(f"experts in {name} run on CPUs alone; choose device='cpu'")
+    def _kept(self, dtype: torch.dtype, kernels: Kernels) -> tuple[WeightMethod | None, str]:
         factors = self._row_factors()
-        if self._reason is None and dtype != torch.float32:
-            self.description = f"in {name}: kept in 4 bits"
-            method = self._kept(factors, dtype, kernels)
-        else:
-            reason = self._reason or "the model's dtype is float32"
-            short = str(dtype).removeprefix("torch.")
-            self.description = f"in {name}: widened to {short} because {reason}"
-            wide = self._wide(factors, dtype)
-            method = kernels.pack(wide, is_embedding=self._is_experts) or PlainWeight(wide)
-        for field in (self._pairs, self._scales):
-            field.release()
-        return method
-
-    def _kept(
-        self, factors: torch.Tensor | None, dtype: torch.dtype, kernels: Kernels
-    ) -> WeightMethod:
+        if self._is_gates:
+            return None, "its outputs are gates"
+        if dtype == torch.float32:
+            return None, "the model's dtype is float32"
         rows = IntRows(self._shape[0], dtype, kernels)
-        for start, stop in self._chunks():
+        for start, stop in row_ranges(0, *self._shape):
             part = None if factors is None else factors[start:stop]
             pairs, scales = self._pairs.rows(start, stop), self._scales.rows(start, stop)
             rows.store(start, unpack_fp4(pairs, scales, part))
-        return rows.method()
+        return rows.method(), "kept in 4 bits"
 
-    def _wide(self, factors: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight in `dtype`."""
+    def _wide(self, dtype: torch.dtype) -> torch.Tensor:
+        factors = self._row_factors()
         wide = torch.empty(self._shape, dtype=dtype, device=self._device)
-        for start, stop in self._chunks():
+        for start, stop in row_ranges(0, *self._shape):
             scales = _float_scales(self._scales.rows(start, stop))
             if factors is not None:
                 scales *= factors[start:stop, None]
@@ -135,9 +105,6 @@ class StoredFp4:
             grouped = numbers.view(*scales.shape, self._layout.group_size) * scales[..., None]
             wide[start:stop] = grouped.flatten(1)
         return wide
-
-    def _chunks(self) -> Iterator[tuple[int, int]]:
-        return row_ranges(0, *self._shape)
 
     def _row_factors(self) -> torch.Tensor | None:
         """Return what multiplies each row [n] float32."""

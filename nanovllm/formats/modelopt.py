@@ -6,22 +6,25 @@ in "quantization" and have other names. Inputs are never rounded by the scales o
 
 from typing import Any
 
+import torch
+
 from nanovllm.errors import CheckpointError
+from nanovllm.formats.fields import Field
 from nanovllm.formats.fp4 import MODELOPT_NVFP4, Fp4Layout, StoredFp4
 from nanovllm.formats.names import ModuleList, enclosing, plain
 from nanovllm.formats.settings import WHERE, one_form, read_object, unsupported
-from nanovllm.formats.stored_fp8 import Fp8Layout, StoredFp8
+from nanovllm.formats.stored_fp8 import StoredFp8
 from nanovllm.layers.extensions import StoredWeight
 from nanovllm.layers.linear import Matrix
 from nanovllm.options.validation import shown
 
-_ALGORITHMS: dict[str, Fp8Layout | Fp4Layout] = {
-    "FP8": Fp8Layout("weight_scale", None, None),
-    "FP8_PER_CHANNEL_PER_TOKEN": Fp8Layout("weight_scale", 1, None, flat=True),
+_ALGORITHMS: dict[str, Field | Fp4Layout] = {
+    "FP8": Field("weight_scale", torch.float32, None, outputs=None),
+    "FP8_PER_CHANNEL_PER_TOKEN": Field("weight_scale", torch.float32, None, flat=True),
     "NVFP4": MODELOPT_NVFP4,
     "W4A16_NVFP4": MODELOPT_NVFP4,
 }
-"""How linears are stored, by `quant_algo`."""
+"""How linears are stored, by `quant_algo`: the scales of FP8, or FP4."""
 _MIXED = "MIXED_PRECISION"
 _MAX_LINEARS = 2**17
 
@@ -54,7 +57,7 @@ class ModelOpt:
         if algorithm is None:
             return None
         layout = _ALGORITHMS[algorithm]
-        if isinstance(layout, Fp8Layout):
+        if isinstance(layout, Field):
             return StoredFp8(layout, matrix)
         return StoredFp4(layout, matrix)
 

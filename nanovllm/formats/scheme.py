@@ -3,7 +3,8 @@
 Checks types and ranges, and knows no tensors: each format says which schemes it takes.
 """
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.formats.settings import (
@@ -16,42 +17,39 @@ from nanovllm.formats.settings import (
 from nanovllm.options.validation import shown
 
 _STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block", "token")
-_ORDERS = {None: None, False: None, "weight": None, "static": None}
-"""What `actorder` may be without a trace in the file. Group, or dynamic: see `Scheme.actorder`."""
+_GROUP_ORDERS = (True, "group", "dynamic")
+"""What `actorder` may be for `Scheme.actorder` "group"."""
+_OTHER_ORDERS = (None, False, "weight", "static")
+"""What it may be without a trace in the tensors."""
 
 
-class InputScheme(NamedTuple):
-    """How the inputs of a linear are rounded."""
+@dataclasses.dataclass(frozen=True)
+class Rounded:
+    """How the inputs of a linear are rounded, or its weight."""
 
     bits: int
     type: str
     """"int" or "float"."""
     strategy: str
-    """"token", "tensor", "group" or "tensor_group"."""
+    """"tensor", "channel", "group", "tensor_group", "block" or "token"."""
     dynamic: bool
     """Whether the scale is found while it runs. With "local" in the file, that of groups is."""
     symmetric: bool
     group_size: int | None
+    """Inputs that share a scale; None without groups."""
 
 
-class Scheme(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Scheme(Rounded):
     """How a linear is stored."""
 
     format: str
     """Such as "pack-quantized"."""
-    bits: int
-    type: str
-    """"int" or "float"."""
-    strategy: str
-    """"tensor", "channel", "group", "tensor_group" or "block"."""
-    group_size: int | None
-    """Inputs that share a scale; None without groups."""
-    block: tuple[int, int] | None
+    block: tuple[int, int] | None = None
     """Outputs and inputs of a block that shares a scale; None without blocks."""
-    symmetric: bool
-    actorder: str | None
+    actorder: str | None = None
     """"group": an input's group is not its place, `weight_g_idx` says it."""
-    inputs: InputScheme | None
+    inputs: Rounded | None = None
     """None: they are not rounded."""
 
     def __str__(self) -> str:
@@ -82,25 +80,18 @@ def read_scheme(group: dict[str, Any], where: str, checkpoint_format: Any) -> Sc
         raise UnsupportedModelError(f"{where}: weights null is not supported: nothing is stored")
     if weights.dynamic:
         raise UnsupportedModelError(f"{where}: weights: dynamic is not supported, only false")
-    order = _order(group["weights"].get("actorder"), where)
+    order = group["weights"].get("actorder")
+    if not isinstance(order, str | bool | None) or order not in _GROUP_ORDERS + _OTHER_ORDERS:
+        raise unsupported("actorder", order, "group, weight and null", where)
     inputs = _arguments(group.get("input_activations"), f"{where}: input_activations")
-    block = group["weights"].get("block_structure")
+    block = None
     if weights.strategy == "block":
-        block = _block(block, where)
-    return Scheme(
-        stored,
-        weights.bits,
-        weights.type,
-        weights.strategy,
-        weights.group_size,
-        block if weights.strategy == "block" else None,
-        weights.symmetric,
-        order,
-        inputs,
-    )
+        block = _block(group["weights"].get("block_structure"), where)
+    order = "group" if order in _GROUP_ORDERS else None
+    return Scheme(**vars(weights), format=stored, block=block, actorder=order, inputs=inputs)
 
 
-def _arguments(arguments: Any, where: str) -> InputScheme | None:
+def _arguments(arguments: Any, where: str) -> Rounded | None:
     """Read how weights or inputs are rounded, in the fields that both have."""
     if arguments is None:
         return None
@@ -119,15 +110,7 @@ def _arguments(arguments: Any, where: str) -> InputScheme | None:
         raise CheckpointError(f"{where}: symmetric must be true or false, is {shown(symmetric)}")
     if not isinstance(dynamic, bool) and dynamic not in (None, "local"):
         raise CheckpointError(f"{where}: dynamic must be true or false, is {shown(dynamic)}")
-    return InputScheme(bits, kind, strategy, bool(dynamic), symmetric, group if grouped else None)
-
-
-def _order(order: Any, where: str) -> str | None:
-    if isinstance(order, str | bool | None) and order in _ORDERS:
-        return None
-    if order in ("group", "dynamic") or order is True:
-        return "group"
-    raise unsupported("actorder", order, "group, weight and null", where)
+    return Rounded(bits, kind, strategy, bool(dynamic), symmetric, group if grouped else None)
 
 
 def _block(block: Any, where: str) -> tuple[int, int]:

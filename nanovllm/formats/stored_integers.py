@@ -10,14 +10,13 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.checkpoint.shards import Shard
-from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from nanovllm.errors import CheckpointError
 from nanovllm.formats.fields import Field, LoadedField, LoadedVector
 from nanovllm.formats.integer import IntRows, IntTensor, int_tensor
 from nanovllm.formats.packing import row_ranges
-from nanovllm.kernels.torch_kernels import Kernels, PlainWeight, WeightMethod
-from nanovllm.layers.experts import StackedLinear
+from nanovllm.formats.stored import StoredNumbers
+from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.linear import Matrix
-from nanovllm.layers.pieces import SmallLinear
 
 _NO_GROUP = -1
 """In the place of an input's group: all are in the order of their places."""
@@ -49,15 +48,12 @@ class IntegerForm(NamedTuple):
         return self.label
 
 
-class StoredIntegers:
+class StoredIntegers(StoredNumbers):
     """The weight of a matrix in such a form."""
 
     def __init__(self, matrix: Matrix, form: IntegerForm) -> None:
-        assert matrix.weight is not None
-        self._form, device = form, matrix.weight.device
-        self._shape, self._device = tuple(matrix.weight.shape), device
-        self._is_experts = isinstance(matrix, StackedLinear)
-        self._is_gates = isinstance(matrix, SmallLinear)
+        super().__init__(matrix, form.label)
+        self._form, device = form, self._device
         self._has_bias = getattr(matrix, "bias", None) is not None
         ordered = form.order is not None
         self._values = LoadedField(form.values, device)
@@ -67,15 +63,11 @@ class StoredIntegers:
         self._orders = LoadedVector(order, torch.int32, device, fill=_NO_GROUP)
         self._shapes = LoadedVector(form.shape or "", torch.int64, device)
         self._biases = LoadedVector("bias", torch.float32, device)
-        self.label, self.description = form.label, ""
+        self._loaded = [each for each in (self._values, self._scales, self._zeros) if each]
 
     def shards(self, weight: Shard) -> Iterator[Shard]:
         """Yield the tensors that stand in place of `weight`; see `StoredWeight`."""
-        if weight.index is not None:
-            raise UnsupportedModelError(
-                f"{weight.name}: {self._form.label} is not supported where all experts are in one "
-                "tensor"
-            )
+        self._check_tensor(weight)
         yield self._values.shard(weight)
         yield self._scales.shard(weight)
         if self._zeros is not None:
@@ -90,40 +82,8 @@ class StoredIntegers:
         if self._form.maybe_bias and not self._has_bias:
             yield self._biases.shard(weight, outputs, optional=True)
 
-    def method(self, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
-        """Return what multiplies; see `StoredWeight`.
-
-        Raises:
-            CheckpointError: a scale is no finite number, or another tensor is out of its range.
-            ConfigError: experts on a GPU.
-        """
-        label = self._form.label
-        if self._is_experts and kernels.name == "triton":
-            raise ConfigError(f"experts in {label} run on CPUs alone; choose device='cpu'")
-        self._check()
-        groups = self._groups()
-        kept, why = self._kept(groups, dtype, kernels)
-        if kept is not None:
-            self.description = f"in {label}: kept in {self._form.bits} bits"
-            method = kept
-        else:
-            name = str(dtype).removeprefix("torch.")
-            self.description = f"in {label}: widened to {name} because {why}"
-            wide = self._wide(groups, dtype)
-            method = kernels.pack(wide, is_embedding=self._is_experts) or PlainWeight(wide)
-        self._release()
-        return method
-
-    def _release(self) -> None:
-        """Forget what was loaded."""
-        for field in (self._values, self._scales, self._zeros):
-            if field is not None:
-                field.release()
-
     def _check(self) -> None:
-        for part in self._scales.parts:
-            if not part.tensor.isfinite().all():
-                raise CheckpointError(f"{part.name} has a number that is not finite")
+        self._scales.check_finite()
         for name, tensor in self._biases.items():
             if tensor.any():
                 raise CheckpointError(f"{name} is not zero, but such a model's linear has no bias")
@@ -160,10 +120,9 @@ class StoredIntegers:
                 )
         return found
 
-    def _kept(
-        self, groups: list[torch.Tensor], dtype: torch.dtype, kernels: Kernels
-    ) -> tuple[WeightMethod | None, str]:
-        """Return the method that keeps the bits, or None and why not."""
+    def _kept(self, dtype: torch.dtype, kernels: Kernels) -> tuple[WeightMethod | None, str]:
+        self._check()
+        groups = self._groups()
         n, k = self._shape
         size = self._form.group or k
         if dtype == torch.float32:
@@ -187,7 +146,7 @@ class StoredIntegers:
             if part is None:
                 return None, "16 bits do not hold its scales exactly"
             rows.store(start, part)
-        return rows.method(), ""
+        return rows.method(), f"kept in {self._form.bits} bits"
 
     def _int_tensor(
         self,
@@ -229,11 +188,11 @@ class StoredIntegers:
         half = 2 ** (self._form.bits - 1)
         return ((zeros.int() + half + self._form.zeros_less) % (2 * half) - half).to(torch.int8)
 
-    def _wide(self, groups: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def _wide(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight in `dtype`, each number rounded once."""
         wide = torch.empty(self._shape, dtype=dtype, device=self._device)
         end = 0
-        for part, group in zip(self._values.parts, groups, strict=True):
+        for part, group in zip(self._values.parts, self._groups(), strict=True):
             first, end = end, end + part.rows
             for start, stop in row_ranges(first, end, self._shape[1]):
                 numbers = self._numbers(start, stop).float()

@@ -1,11 +1,13 @@
 """Reading quantization_config of FP8 checkpoints. Unsupported settings are refused by name."""
 
 import pytest
+import torch
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.formats.fields import Field
 from nanovllm.formats.names import Names
 from nanovllm.formats.registry import checkpoint_format
-from nanovllm.formats.stored_fp8 import Fp8Format, Fp8Layout
+from nanovllm.formats.stored_fp8 import Fp8Format
 
 BLOCKS = {
     "quant_method": "fp8",
@@ -20,11 +22,12 @@ BLOCKS = {
 def test_supported_formats():
     assert checkpoint_format(None) is None
     found = checkpoint_format(BLOCKS)
-    assert found.layout == Fp8Layout("weight_scale_inv", 128, 64)
+    assert found.scale == Field("weight_scale_inv", torch.float32, 64, outputs=128)
     assert found.excludes("lm_head")
     assert not found.excludes("model.layers.0.mlp.up_proj")
     mistral = {**BLOCKS, "activation_scheme": "static", "weight_block_size": None}
-    assert checkpoint_format(mistral).layout == Fp8Layout("weight_scale_inv", None, None)
+    whole = Field("weight_scale_inv", torch.float32, None, outputs=None)
+    assert checkpoint_format(mistral).scale == whole
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,7 @@ def test_wrong_types(wrong):
 
 def test_excludes():
     entries = Names(["lm_head", "layers.1", "re:.*down_proj$"], "ignore")
-    fp8 = Fp8Format(Fp8Layout("weight_scale", 1, None), entries)
+    fp8 = Fp8Format(Field("weight_scale", torch.float32, None), entries)
     excluded = ["lm_head", "model.layers.1.mlp.up_proj", "model.layers.0.mlp.down_proj"]
     assert [fp8.excludes(name) for name in excluded] == [True] * 3
     assert not fp8.excludes("model.layers.11.mlp.up_proj")

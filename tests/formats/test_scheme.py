@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.formats.compressed_tensors import CompressedTensors
-from nanovllm.formats.scheme import InputScheme, Scheme
+from nanovllm.formats.scheme import Rounded, Scheme
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
@@ -20,7 +20,7 @@ W4A16 = {
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4}},
 }
 """As llmcompressor writes it."""
-PACKED = Scheme("pack-quantized", 4, "int", "group", 128, None, True, None, None)
+PACKED = Scheme(4, "int", "group", False, True, 128, "pack-quantized")
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
@@ -50,9 +50,9 @@ def test_names_before_regexes_before_classes():
     groups = {"every": every, "down": down, "one": one}
     found = CompressedTensors({**W4A16, "ignore": [], "config_groups": groups})
     assert found.scheme(Q_PROJ) == PACKED
-    inputs = InputScheme(8, "int", "token", dynamic=True, symmetric=True, group_size=None)
+    inputs = Rounded(8, "int", "token", dynamic=True, symmetric=True, group_size=None)
     assert found.scheme("model.layers.0.mlp.down_proj") == Scheme(
-        "int-quantized", 8, "int", "channel", None, None, True, None, inputs
+        8, "int", "channel", False, True, None, "int-quantized", inputs=inputs
     )
     assert found.scheme("model.layers.3.mlp.down_proj").group_size == 32
 
