@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.chat.gemma_calls import CLOSING, QUOTE, Gemma4Parser
+from nanovllm.chat.literal_calls import CLOSING, QUOTE, Gemma4Parser
 from nanovllm.chat.parts import TextDelta, ToolCallStart
 from nanovllm.chat.tool_calls import ToolCallParser
 from nanovllm.options.sampling_params import TOKEN_MARK
@@ -72,6 +72,8 @@ def call(arguments: str, name: str = "f") -> str:
         (call(f"{{a:{QUOTE}x = {QUOTE}y{QUOTE} + z{QUOTE}}}"), [("f", '{"a": "x = \\"y\\" + z"}')]),
         (call("{a:[1,{b:2],}"), [("f", '{"a": [1, {"b": 2}]}')]),
         (call("{a:[{b:1"), [("f", '{"a": [{"b": 1}]}')]),
+        ("<|tool_call>call:f{a:[1, yes", [("f", '{"a": [1, "yes"]}')]),
+        (f"<|tool_call>call:f{{a:{QUOTE}Ro<|", [("f", '{"a": "Ro<|"}')]),
         (call("{a,b:}"), [("f", '{"a": "", "b": ""}')]),
         (call("{a:{b:1} ; ,c:2}"), [("f", '{"a": {"b": 1}, "c": 2}')]),
         # None at all.
@@ -92,8 +94,9 @@ def test_calls(text: str, answer: Answer) -> None:
     [
         (f"{{a:{QUOTE}Ro", '{"a": "Ro'),
         (f"{{a:{QUOTE}Ro<|", '{"a": "Ro'),
+        (f"{{a:{QUOTE}Ro{QUOTE[:-1]}", '{"a": "Ro'),
         ("{a:tru", '{"a": '),
-        ("{a:1,", '{"a": 1, '),
+        ("{a:1,", '{"a": 1'),
         ("{", "{"),
         ("", None),
     ],

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from nanovllm.chat.literal_calls import CALLS_END, CALLS_START, PythonicParser, as_json
 from nanovllm.chat.parts import ToolCallStart
-from nanovllm.chat.pythonic_calls import CALLS_END, CALLS_START, PythonicParser, as_json
 from nanovllm.options.sampling_params import TOKEN_MARK
 from tests.chat.strategies import json_values
 from tests.chat.test_tool_formats import Answer, cut, joined

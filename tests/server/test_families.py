@@ -13,7 +13,7 @@ pytest.importorskip("fastapi")
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
 from nanovllm.chat import harmony
-from nanovllm.chat.gemma_calls import CLOSING, QUOTE
+from nanovllm.chat.literal_calls import CLOSING, QUOTE
 from nanovllm.chat.parts import Part
 from nanovllm.options.structured_outputs import structured_outputs
 from nanovllm.server.answers import AnswerFormat, find_answer_format
