@@ -80,7 +80,9 @@ def grammar_schema(schema: Any) -> Any:
         new = set(aliases.get(unread.pop(), ())) - shared
         shared |= new
         unread += new
-    return _converted(schema, (), shared)
+    copied = json.loads(json.dumps(schema))
+    _convert(copied, (), shared)
+    return copied
 
 
 def grammar_schema_text(text: str) -> str:
@@ -142,25 +144,15 @@ def _find_shared(
             _find_shared(part, place + inner, owner, together, shared, aliases)
 
 
-def _converted(schema: Any, place: _Place, shared: set[_Place]) -> Any:
+def _convert(schema: Any, place: _Place, shared: set[_Place]) -> None:
     if not isinstance(schema, dict):
-        return schema
-    found = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
-    for key, value in found.items():
-        inside = (*place, key)
-        if key in _BY_NAME and isinstance(value, dict):
-            found[key] = {
-                name: _converted(part, (*inside, name), shared) for name, part in value.items()
-            }
-        elif key in _LISTS and isinstance(value, list):
-            found[key] = [
-                _converted(part, (*inside, str(index)), shared) for index, part in enumerate(value)
-            ]
-        elif key in _SINGLE:
-            found[key] = _converted(value, inside, shared)
-    if place not in shared and _declares_all(found):
-        found["additionalProperties"] = False
-    return found
+        return
+    for key in schema.keys() & _ANNOTATIONS:
+        del schema[key]
+    for _, inner, part in _parts(schema):
+        _convert(part, place + inner, shared)
+    if place not in shared and _declares_all(schema):
+        schema["additionalProperties"] = False
 
 
 def _declares_all(schema: dict[str, Any]) -> bool:
