@@ -8,7 +8,7 @@ from typing import Any
 from nanovllm import __version__
 from nanovllm.batch.options import RowOptions
 from nanovllm.checkpoint.files import check_file, local_path
-from nanovllm.options.lora_modules import named_adapters
+from nanovllm.options.lora_request import named_adapters
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _END_BYTES = 2**20

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from nanovllm.batch.rows import OPENAI, ROWS
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
-from nanovllm.options.lora_modules import named_adapters
+from nanovllm.options.lora_request import named_adapters
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import (
     check_fields,

@@ -12,8 +12,7 @@ from nanovllm.batch.lines import failed_columns
 from nanovllm.batch.options import RowOptions, check_override
 from nanovllm.batch.rows import Row, row_id, row_seed
 from nanovllm.errors import ConfigError, EngineDeadError, InvalidRequestError
-from nanovllm.options.lora_modules import named_adapters
-from nanovllm.options.lora_request import LoRARequest
+from nanovllm.options.lora_request import LoRARequest, named_adapters
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
 from nanovllm.outputs import RequestOutput

@@ -1,9 +1,14 @@
-"""`LoRARequest`: which LoRA adapter a request uses. Reads no file."""
+"""`LoRARequest`: which LoRA adapter a request uses; and the option lora_modules, which names some
+that a request can have as its model. Reads no file.
+"""
 
+import contextlib
 import dataclasses
+import json
+from collections.abc import Collection, Sequence as Seq
 from typing import Annotated, Any
 
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.options.validation import (
     Error,
     check_fields,
@@ -77,3 +82,40 @@ class LoRARequest:
     @property
     def path(self) -> str:
         return self.lora_path
+
+
+def named_adapters(modules: Seq[str], taken: Collection[str]) -> dict[str, LoRARequest]:
+    """Return the adapters of lora_modules, by name; their ids are 1, 2, ...
+
+    Args:
+        modules: each is name=path, or vLLM's {"name": ..., "path": ..., "base_model_name": ...}.
+        taken: names of the model itself.
+
+    Raises:
+        ConfigError: one has another form, or its name is another's.
+    """
+    found: dict[str, LoRARequest] = {}
+    for text in modules:
+        name, path, base = _parsed(text)
+        try:
+            adapter = LoRARequest(name, len(found) + 1, path, base)
+        except InvalidRequestError as error:
+            raise ConfigError(f"lora_modules {shown(text)}: {error}") from None
+        if name in taken or name in found:
+            raise ConfigError(f"lora_modules: {shown(name)} is another model's name: give its own")
+        found[name] = adapter
+    return found
+
+
+def _parsed(text: str) -> tuple[Any, Any, Any]:
+    """Return the name, the path and the name of the base model."""
+    if text.lstrip().startswith("{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            fields = json.loads(text)
+            if {"name", "path"} <= fields.keys() <= {"name", "path", "base_model_name"}:
+                return fields["name"], fields["path"], fields.get("base_model_name")
+    elif "=" in text:
+        name, path = text.split("=", 1)
+        return name, path, None
+    rule = 'name=path or {"name": ..., "path": ..., "base_model_name": ...}'
+    raise ConfigError(f"lora_modules must be {rule}, got {shown(text)}")

@@ -13,8 +13,7 @@ from typing import Any
 
 from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.options.config import Config
-from nanovllm.options.lora_modules import named_adapters
-from nanovllm.options.lora_request import LoRARequest
+from nanovllm.options.lora_request import LoRARequest, named_adapters
 from nanovllm.options.validation import shown
 from nanovllm.server.error_bodies import APIError
 from nanovllm.server.options import ServerOptions

@@ -73,7 +73,7 @@ def test_options_are_checked(adapted: Running, async_llm: AsyncLLM, home: Path) 
         ),
         (adapted.state.llm, {"lora_modules": (f"model={home / 'a'}",)}, "another model's name"),
         (adapted.state.llm, {"lora_modules": ("a",)}, "must be name=path"),
-        (adapted.state.llm, {"lora_modules": ('{"name": "a"}',)}, "has the keys"),
+        (adapted.state.llm, {"lora_modules": ('{"name": "a"}',)}, '"base_model_name": ...}, got'),
     ):
         with pytest.raises(ConfigError, match=message):
             make_app(llm, ServerOptions(**options))  # type: ignore[arg-type]
