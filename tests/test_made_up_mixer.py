@@ -74,9 +74,7 @@ class RunningMean(StateLayer):
 class RunningMeanForCausalLM(DecoderForCausalLM):
     """Nothing: a running mean, or attention in each second layer."""
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         if index % 2 == 0:
             mixer: Any = RunningMean(config.hidden_size)
         else:

@@ -187,9 +187,7 @@ class DecoderForCausalLM(Family):
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__(max_model_len)
-        layers: list[DecoderLayer] = []
-        for index in range(config.num_layers):
-            layers.append(self.make_layer(config, index, layers))
+        layers = [self.make_layer(config, index) for index in range(config.num_layers)]
         self.model = self.make_decoder(config, layers)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         self.ignored_weights = frozenset(self.left_out)  # checkpoint names not to load
@@ -197,10 +195,8 @@ class DecoderForCausalLM(Family):
             self.lm_head.weight = self.model.embed_tokens.weight
             self.ignored_weights |= {"lm_head.weight", "language_model.lm_head.weight"}
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
-        """Return layer `index` of the family; `before` has the layers before it."""
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
+        """Return layer `index` of the family, which makes them in order."""
         raise NotImplementedError
 
     def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:

@@ -20,9 +20,7 @@ class Exaone4ForCausalLM(DecoderForCausalLM):
     defaults: ClassVar[dict[str, Any]] = {"sliding_window": 4096}
     reads = frozenset({"layer_types"})
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         hybrid = config.fields.get("sliding_window") is not None
         interval = _interval(config) if hybrid else 0
         window = config.windows(interval)[index]

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection
+from typing import Any
 
 from torch import nn
 
@@ -15,7 +16,6 @@ from nanovllm.layers.experts import (
     StackedLinear,
     StoredExperts,
 )
-from nanovllm.models.config_fields import config_size
 from nanovllm.models.decoder import GatedMLP
 from nanovllm.models.hybrid_parts import SharedExpertMLP
 from nanovllm.models.model_config import ModelConfig
@@ -38,24 +38,37 @@ def is_dense(config: ModelConfig, index: int) -> bool:
     return index in dense or bool((index + 1) % config.size("decoder_sparse_step", 1))
 
 
-def sparse_mlp(config: ModelConfig, *, renormalize: bool) -> SparseMLP:
+def sparse_mlp(
+    config: ModelConfig,
+    size: int,
+    *,
+    bias: bool = False,
+    activation: str = "silu",
+    stored: StoredExperts = PER_EXPERT,
+    **choice: Any,
+) -> SparseMLP:
     """Return a router and its experts.
 
     Args:
-        renormalize: see `Router`.
+        size: of an expert.
+        bias: whether the linears of both have one.
+        activation, stored: see `Experts`.
+        choice: see `Router`.
     """
     # transformers 5 writes num_local_experts, transformers 4 wrote num_experts.
-    key = "num_experts" if "num_experts" in config.fields else "num_local_experts"
-    num_experts = config_size(config.fields, key, high=MAX_EXPERTS)
-    top_k = config_size(config.fields, "num_experts_per_tok", 8, high=num_experts)
-    router = Router(config.hidden_size, num_experts, top_k, renormalize=renormalize)
-    size = config.size("moe_intermediate_size")
-    return SparseMLP(router, Experts(num_experts, config.hidden_size, size))
+    key = "num_local_experts" if config.fields.get("num_local_experts") else "num_experts"
+    num_experts = config.size(key, high=MAX_EXPERTS)
+    top_k = config.size("num_experts_per_tok", 8, high=num_experts)
+    router = Router(config.hidden_size, num_experts, top_k, bias=bias, **choice)
+    experts = Experts(
+        num_experts, config.hidden_size, size, activation=activation, bias=bias, stored=stored
+    )
+    return SparseMLP(router, experts)
 
 
 def shared_expert_mlp(config: ModelConfig, *, renormalize: bool) -> SharedExpertMLP:
     """Return the same beside an expert that all tokens share."""
-    sparse = sparse_mlp(config, renormalize=renormalize)
+    sparse = sparse_mlp(config, config.size("moe_intermediate_size"), renormalize=renormalize)
     size = config.size("shared_expert_intermediate_size")
     shared = GatedMLP(dataclasses.replace(config, intermediate_size=size))
     return SharedExpertMLP(sparse.gate, sparse.experts, shared, config.hidden_size)

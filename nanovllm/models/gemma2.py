@@ -36,9 +36,7 @@ class Gemma2ForCausalLM(SandwichForCausalLM):
     }
     reads = frozenset({*defaults, "layer_types"})
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         layer_type = config.layer_types(self.interval)[index]
         theta = self.local_theta if layer_type == "sliding_attention" else None
         attention = SelfAttention(

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from nanovllm.kernels.torch_math import NORM_WIDE
+from nanovllm.layers.attention import Attention
 from nanovllm.models.decoder import Decoder, DecoderLayer, GatedMLP
 from nanovllm.models.gemma4_parts import (
     DEFAULTS,
@@ -27,10 +28,12 @@ class Gemma4ForCausalLM(SandwichForCausalLM):
     defaults: ClassVar[dict[str, Any]] = DEFAULTS
     reads = frozenset({*DEFAULTS, "layer_types", "partial_rotary_factor"})
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
-        attention = Gemma4Attention(config, index, before, self.rotary_emb)
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        self._sources: dict[str, Attention] = {}
+        super().__init__(config, max_model_len)
+
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
+        attention = Gemma4Attention(config, index, self._sources, self.rotary_emb)
         doubled = attention.shares and config.flag("use_double_wide_mlp")
         size = config.intermediate_size * (1 + doubled)
         wide = dataclasses.replace(config, intermediate_size=size)

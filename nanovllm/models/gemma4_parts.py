@@ -78,27 +78,12 @@ def full_attention_sizes(config: ModelConfig, index: int) -> ModelConfig:
     return dataclasses.replace(config, head_dim=head_dim, num_kv_heads=num_kv_heads)
 
 
-def source_layer(layer_type: str, types: list[str], before: list[DecoderLayer]) -> Attention:
-    """Return the attention of the last layer of `layer_type` that has keys and values.
-
-    Args:
-        types: of all layers.
-        before: the layers so far.
-    """
-    for layer, name in reversed(list(zip(before, types, strict=False))):
-        if name == layer_type and layer.self_attn.attn.source is None:
-            return layer.self_attn.attn
-    raise CheckpointError(
-        f"config.json: num_kv_shared_layers: no layer of type {layer_type} has keys and values"
-    )
-
-
 class Gemma4Attention(SelfAttention):
     """Attention that normalises values, too.
 
     Args:
         index: of the layer. The last `num_kv_shared_layers` layers have no keys and values.
-        before: the layers before it.
+        sources: the last layer so far of each type that has keys and values.
         rotary_emb: see `Family.rotary_emb`.
     """
 
@@ -106,14 +91,19 @@ class Gemma4Attention(SelfAttention):
         self,
         config: ModelConfig,
         index: int,
-        before: list[DecoderLayer],
+        sources: dict[str, Attention],
         rotary_emb: Callable[[RopeConfig | None, int], RotaryEmbedding],
     ) -> None:
-        types = [*config.layer_types(6)[:-1], "full_attention"]
-        is_full = types[index] == "full_attention"
+        layer_type = [*config.layer_types(6)[:-1], "full_attention"][index]
+        is_full = layer_type == "full_attention"
         self.shares = index >= config.num_layers - config.count("num_kv_shared_layers")
+        if self.shares and layer_type not in sources:
+            raise CheckpointError(
+                f"config.json: num_kv_shared_layers: no layer of type {layer_type} has keys and "
+                "values"
+            )
         sizes = full_attention_sizes(config, index) if is_full else config
-        rope = sizes.rope_of(types[index], 1_000_000.0 if is_full else 10_000.0)
+        rope = sizes.rope_of(layer_type, 1_000_000.0 if is_full else 10_000.0)
         window = None if is_full else config.size("sliding_window")
         parts = "qk" if is_full and config.flag("attention_k_eq_v") else "qkv"
         super().__init__(
@@ -123,8 +113,10 @@ class Gemma4Attention(SelfAttention):
             norm_kind=NORM_WIDE,
             options=AttentionOptions(scale=1.0, window=window),
             parts="q" if self.shares else parts,
-            source=source_layer(types[index], types, before) if self.shares else None,
+            source=sources[layer_type] if self.shares else None,
         )
+        if not self.shares:
+            sources[layer_type] = self.attn
 
     def head_norm(self) -> QKNorm:
         return super().head_norm()._replace(v_norm=True)
@@ -174,8 +166,8 @@ class Gemma4ExpertsLayer(Gemma4Layer):
     ) -> None:
         super().__init__(config, self_attn, mlp, **norm)
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        num_experts = config_size(config.fields, "num_experts", high=MAX_EXPERTS)
-        top_k = config_size(config.fields, "top_k_experts", high=num_experts)
+        num_experts = config.size("num_experts", high=MAX_EXPERTS)
+        top_k = config.size("top_k_experts", high=num_experts)
         self.router = NormedRouter(hidden_size, num_experts, top_k, eps)
         self.experts = Experts(
             num_experts,

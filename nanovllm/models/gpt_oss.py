@@ -6,16 +6,9 @@ from typing import Any, ClassVar
 
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.kernels.torch_math import NORM_WIDE
-from nanovllm.layers.experts import (
-    MAX_EXPERTS,
-    PER_EXPERT,
-    Experts,
-    Router,
-    SparseMLP,
-    StoredExperts,
-)
-from nanovllm.models.config_fields import config_size
+from nanovllm.layers.experts import PER_EXPERT, StoredExperts
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
+from nanovllm.models.expert_parts import sparse_mlp
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import SinkAttention, attention_biases
 
@@ -29,27 +22,26 @@ class GptOssForCausalLM(DecoderForCausalLM):
 
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
     names: ClassVar[dict[str, str]] = {"mlp.gate.": "mlp.router."}
-    defaults: ClassVar[dict[str, Any]] = {"sliding_window": 128, "rope_theta": 150_000.0}
+    defaults: ClassVar[dict[str, Any]] = {
+        "sliding_window": 128,
+        "rope_theta": 150_000.0,
+        "num_experts_per_tok": 4,
+    }
     reads = frozenset({"layer_types", "num_local_experts", "num_experts"})
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         attention = SinkAttention(
             config,
             self.rotary_emb(config.rope, config.head_dim),
             options=AttentionOptions(window=config.windows(2)[index], sinks=True),
             **attention_biases(config, default=True),
         )
-        num_experts = config_size(config.fields, "num_local_experts", high=MAX_EXPERTS)
-        top_k = config_size(config.fields, "num_experts_per_tok", 4, high=num_experts)
-        router = Router(config.hidden_size, num_experts, top_k, renormalize=True, bias=True)
-        experts = Experts(
-            num_experts,
-            config.hidden_size,
+        mlp = sparse_mlp(
+            config,
             config.intermediate_size,
-            activation="swiglu_oai",
             bias=True,
+            activation="swiglu_oai",
             stored=PER_EXPERT if config.flag("split_experts") else _MERGED,
+            renormalize=True,
         )
-        return DecoderLayer(config, attention, SparseMLP(router, experts), **self.norm)
+        return DecoderLayer(config, attention, mlp, **self.norm)

@@ -26,9 +26,7 @@ class GraniteForCausalLM(DecoderForCausalLM):
         super().__init__(config, max_model_len)
         self._logits_scaling = config.number("logits_scaling", 1.0)
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         attention = SelfAttention(
             config,
             self.rotary_emb(config.rope, config.head_dim),

@@ -15,9 +15,7 @@ class HunYuanDenseV1ForCausalLM(DecoderForCausalLM):
 
     names: ClassVar[dict[str, str]] = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)
         biases = attention_biases(config)
         attention = RotatedNormAttention(config, rotary_emb, qk_norm=True, **biases)

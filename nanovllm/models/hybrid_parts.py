@@ -17,7 +17,6 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.pieces import Piece, PiecedLinear, SmallLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.state_layer import StateLayer
-from nanovllm.models.config_fields import config_size
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import GatedAttention, attention_biases
@@ -111,15 +110,14 @@ def delta_net(config: ModelConfig, *, grouped: bool = False) -> GatedDeltaNet:
     """Return the gated DeltaNet of a layer. See `GatedDeltaNet`."""
     key_heads, value_heads = (config.size(f"linear_num_{kind}_heads") for kind in ("key", "value"))
     key_dim, value_dim = (
-        config_size(config.fields, f"linear_{kind}_head_dim", high=_MAX_DIM)
-        for kind in ("key", "value")
+        config.size(f"linear_{kind}_head_dim", high=_MAX_DIM) for kind in ("key", "value")
     )
     if value_heads % key_heads:
         raise CheckpointError(
             f"config.json: linear_num_value_heads {value_heads} is no multiple of "
             f"linear_num_key_heads {key_heads}"
         )
-    taps = config_size(config.fields, "linear_conv_kernel_dim", high=MAX_TAPS, low=2)
+    taps = config.size("linear_conv_kernel_dim", high=MAX_TAPS, low=2)
     sizes = DeltaSizes(config.hidden_size, key_heads, value_heads, key_dim, value_dim, taps)
     return GatedDeltaNet(sizes, config.rms_norm_eps, grouped=grouped)
 

@@ -5,12 +5,15 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from nanovllm.errors import CheckpointError
+from nanovllm.layers.experts import StoredExperts
 from nanovllm.layers.short_conv import ShortConv
-from nanovllm.models.config_fields import config_size
+from nanovllm.models.config_fields import MAX_SIZE
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
-from nanovllm.models.hybrid_parts import MAX_TAPS, MixerLayer
-from nanovllm.models.lfm2_parts import DEFAULTS, NAMES, adjusted_size, lfm2_types
+from nanovllm.models.expert_parts import sparse_mlp
+from nanovllm.models.hybrid_parts import MAX_TAPS, MixerLayer, check_mixed
 from nanovllm.models.model_config import ModelConfig
+from nanovllm.options.validation import check_int, shown
 
 
 class Lfm2ForCausalLM(DecoderForCausalLM):
@@ -18,26 +21,39 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
     others have attention with norms of queries and keys.
     """
 
-    names: ClassVar[dict[str, str]] = NAMES
+    names: ClassVar[dict[str, str]] = {
+        **{f"self_attn.{part}.": f"conv.{part}." for part in ("in_proj", "conv", "out_proj")},
+        "self_attn.o_proj.": "self_attn.out_proj.",
+        "self_attn.q_norm.": "self_attn.q_layernorm.",
+        "self_attn.k_norm.": "self_attn.k_layernorm.",
+        "input_layernorm.": "operator_norm.",
+        "post_attention_layernorm.": "ffn_norm.",
+        "model.norm.": "model.embedding_norm.",
+        "mlp.gate_proj.": "feed_forward.w1.",
+        "mlp.up_proj.": "feed_forward.w3.",
+        "mlp.down_proj.": "feed_forward.w2.",
+        "mlp.": "feed_forward.",
+    }
     aliases: ClassVar[dict[str, str]] = {
         "rms_norm_eps": "norm_eps",
         "intermediate_size": "block_ff_dim",
         "tie_word_embeddings": "tie_embedding",
     }
     defaults: ClassVar[dict[str, Any]] = {
-        **DEFAULTS,
+        "norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+        "conv_L_cache": 3,
         "block_auto_adjust_ff_dim": True,
         "block_ffn_dim_multiplier": 1.0,
         "block_multiple_of": 256,
     }
     reads = frozenset({"layer_types"})
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         mlp = self.make_mlp(config, index)
-        if lfm2_types(config)[index] == "conv":
-            taps = config_size(config.fields, "conv_L_cache", high=MAX_TAPS, low=2)
+        if _layer_types(config)[index] == "conv":
+            taps = config.size("conv_L_cache", high=MAX_TAPS, low=2)
             mixer = ShortConv(config.hidden_size, taps, bias=config.flag("conv_bias"))
             return MixerLayer(config, mixer, mlp)
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)
@@ -45,4 +61,58 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
 
     def make_mlp(self, config: ModelConfig, index: int) -> nn.Module:
         """Return the MLP of layer `index`, or its experts."""
-        return GatedMLP(dataclasses.replace(config, intermediate_size=adjusted_size(config)))
+        return GatedMLP(dataclasses.replace(config, intermediate_size=_adjusted_size(config)))
+
+
+class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
+    """LFM2-8B-A1B: LFM2 with experts in place of the MLP behind the first layers."""
+
+    aliases: ClassVar[dict[str, str]] = {
+        "rms_norm_eps": "norm_eps",
+        "tie_word_embeddings": "tie_embedding",
+    }
+    defaults: ClassVar[dict[str, Any]] = {
+        **Lfm2ForCausalLM.defaults,
+        "num_dense_layers": 2,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "use_expert_bias": True,
+        "norm_topk_prob": True,
+    }
+    reads = frozenset({"layer_types", "num_experts"})
+
+    def make_mlp(self, config: ModelConfig, index: int) -> nn.Module:
+        if index < config.count("num_dense_layers"):
+            return GatedMLP(config)
+        return sparse_mlp(
+            config,
+            config.size("moe_intermediate_size"),
+            stored=StoredExperts(linears=("w1", "w3", "w2")),
+            renormalize=config.flag("norm_topk_prob"),
+            factor=config.number("routed_scaling_factor", 1.0),
+            sigmoid=True,
+            choice_bias=config.flag("use_expert_bias"),
+        )
+
+
+def _layer_types(config: ModelConfig) -> list[str]:
+    """Return each layer's type: "conv" or "full_attention"."""
+    attends = config.fields.get("full_attn_idxs")
+    if config.fields.get("layer_types") is not None or attends is None:
+        return check_mixed(config.layer_types(0, "conv"))
+    if not isinstance(attends, list) or {*map(type, attends)} - {int}:
+        raise CheckpointError(
+            f"config.json: full_attn_idxs must be a list of numbers, is {shown(attends)}"
+        )
+    names = ("conv", "full_attention")
+    return check_mixed([names[index in attends] for index in range(config.num_layers)])
+
+
+def _adjusted_size(config: ModelConfig) -> int:
+    """Return the size of the MLP: two thirds of the config's, times a factor, rounded up."""
+    size, multiple = config.intermediate_size, config.size("block_multiple_of")
+    if not config.flag("block_auto_adjust_ff_dim"):
+        return size
+    size = int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    size = -(-size // multiple) * multiple
+    return check_int(CheckpointError, "config.json: the adjusted block_ff_dim", size, 1, MAX_SIZE)

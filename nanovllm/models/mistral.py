@@ -17,9 +17,7 @@ class MistralForCausalLM(DecoderForCausalLM):
 
     left_out = OTHER_MODALITIES
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         options = AttentionOptions(window=config.window())
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)
         attention = SelfAttention(config, rotary_emb, options=options)

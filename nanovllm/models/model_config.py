@@ -144,9 +144,9 @@ class ModelConfig:
         value = self.fields.get(key)
         return config_bool(self.fields, key, default) if value is not None else default
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """Return the family's own field `key`, an integer of at least 1."""
-        return config_size(self.fields, key, default)
+    def size(self, key: str, default: int | None = None, high: int = MAX_SIZE, low: int = 1) -> int:
+        """Return the family's own field `key`, an integer from `low` to `high`."""
+        return config_size(self.fields, key, default, high, low)
 
     def number(self, key: str, default: float) -> float:
         """Return the family's own field `key`, a number above 0; `default` for null."""
@@ -155,7 +155,7 @@ class ModelConfig:
 
     def count(self, key: str) -> int:
         """Return the family's own field `key`, an integer of at least 0; 0 for null."""
-        return config_size(self.fields, key, 0, low=0)
+        return self.size(key, 0, low=0)
 
     def per_layer(self, key: str) -> list[float] | None:
         """Return the family's own field `key`, a number for each layer; None if absent."""

@@ -34,9 +34,7 @@ class MuseGlimmerForConditionalGeneration(SandwichForCausalLM):
     }
     reads = frozenset({*defaults, "layer_types"})
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         slides = (config.num_layers - 1 - index) % 4 > 0
         thetas = config.per_layer("layer_rope_theta")
         rotates = bool(thetas[index]) if thetas else slides

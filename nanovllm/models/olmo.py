@@ -15,9 +15,7 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
     names: ClassVar[dict[str, str]] = SANDWICH
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         return _layer(self, config, "full_attention", None)
 
 
@@ -29,9 +27,7 @@ class Olmo3ForCausalLM(DecoderForCausalLM):
     defaults: ClassVar[dict[str, Any]] = {"sliding_window": 4096, "rope_theta": 500_000.0}
     reads = frozenset({"layer_types"})
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         return _layer(self, config, config.layer_types(4)[index], config.windows(4)[index])
 
 

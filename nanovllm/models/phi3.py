@@ -12,9 +12,7 @@ class Phi3ForCausalLM(DecoderForCausalLM):
 
     reads = frozenset({"partial_rotary_factor"})
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         attention = SelfAttention(
             config,
             self.rotary_emb(config.rope, config.head_dim),

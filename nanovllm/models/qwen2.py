@@ -7,9 +7,7 @@ from nanovllm.models.model_config import ModelConfig
 class Qwen2ForCausalLM(DecoderForCausalLM):
     """Qwen2 and Qwen2.5: q, k and v always have a bias, no other linear has one."""
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)
         attention = SelfAttention(config, rotary_emb, bias=True)
         return DecoderLayer(config, attention, GatedMLP(config))

@@ -7,12 +7,8 @@ from nanovllm.models.model_config import ModelConfig
 class Qwen3ForCausalLM(DecoderForCausalLM):
     """Qwen3: norms of each query and key head; attention biases if the config says so."""
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
-        rotary_emb, bias = (
-            self.rotary_emb(config.rope, config.head_dim),
-            config.flag("attention_bias"),
-        )
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
+        rotary_emb = self.rotary_emb(config.rope, config.head_dim)
+        bias = config.flag("attention_bias")
         attention = SelfAttention(config, rotary_emb, bias=bias, output_bias=bias, qk_norm=True)
         return DecoderLayer(config, attention, GatedMLP(config))

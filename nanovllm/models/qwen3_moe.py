@@ -14,12 +14,10 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
 
     reads = frozenset({"num_experts", "num_local_experts"})
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)
         attention = SelfAttention(config, rotary_emb, qk_norm=True, **attention_biases(config))
         if is_dense(config, index):
             return DecoderLayer(config, attention, GatedMLP(config))
-        renormalize = config.flag("norm_topk_prob")
-        return DecoderLayer(config, attention, sparse_mlp(config, renormalize=renormalize))
+        size, renormalize = config.size("moe_intermediate_size"), config.flag("norm_topk_prob")
+        return DecoderLayer(config, attention, sparse_mlp(config, size, renormalize=renormalize))

@@ -7,9 +7,7 @@ from nanovllm.models.model_config import ModelConfig
 class SeedOssForCausalLM(DecoderForCausalLM):
     """Seed-OSS-36B: Llama; q, k and v have a bias unless the config says otherwise."""
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         attention = SelfAttention(
             config,
             self.rotary_emb(config.rope, config.head_dim),

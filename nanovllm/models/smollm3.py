@@ -14,9 +14,7 @@ class SmolLM3ForCausalLM(DecoderForCausalLM):
     defaults: ClassVar[dict[str, Any]] = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True}
     reads = frozenset({"no_rope_layers", "layer_types", "use_sliding_window"})
 
-    def make_layer(
-        self, config: ModelConfig, index: int, before: list[DecoderLayer]
-    ) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         rotates = _rotating_layers(config)
         window = config.windows(0)[index] if config.flag("use_sliding_window") else None
         if config.flag("use_sliding_window") and config.fields.get("layer_types") is None:

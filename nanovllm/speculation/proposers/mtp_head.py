@@ -63,7 +63,7 @@ class MTPHead(Head):
         family = family_class(config.family)
         maker: DecoderForCausalLM = family.__new__(family)
         Family.__init__(maker, max_model_len)
-        self.mtp = MTPParts(config, maker.make_layer(config, 0, []), **family.norm)
+        self.mtp = MTPParts(config, maker.make_layer(config, 0), **family.norm)
         self._checkpoint_name = maker.checkpoint_name
         self._embed: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._logits: Callable[[torch.Tensor], torch.Tensor | None] | None = None
