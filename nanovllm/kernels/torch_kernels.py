@@ -117,10 +117,6 @@ class Kernels:
             return swiglu_oai(gate, up)
         return activate(gate, activation) * up
 
-    def relu2(self, x: torch.Tensor) -> torch.Tensor:
-        """Return relu(x) squared, for `x` [T, n], contiguous, which may be overwritten."""
-        return F.relu(x).square()
-
     def mul_act(self, gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
         """Return activation(gate), rounded, times `x`: [T, n].
 

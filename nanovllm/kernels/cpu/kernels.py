@@ -36,7 +36,6 @@ class CKernels(CSamplingKernels):
     add = staticmethod(layer_ops.add)
     rms_norm = staticmethod(layer_ops.rms_norm)
     act_and_mul = staticmethod(layer_ops.act_and_mul)
-    relu2 = staticmethod(layer_ops.relu2)
     mul_act = staticmethod(layer_ops.mul_act)
     scale = staticmethod(layer_ops.scale)
 

@@ -13,7 +13,7 @@ from nanovllm.kernels.adapters import AdapterRows, AdapterTable
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2, "relu": 3, "swiglu_oai": 4, "identity": 5}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2, "swiglu_oai": 3, "identity": 4}
 """The numbers of the activations in csrc/elementwise.c."""
 
 
@@ -61,13 +61,6 @@ def act_and_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor
     numbers = rows, width // 2, _ACTIVATIONS[activation]
     library.call("nv_mul_act", gate_up, width, 1, up, width, gate_up, width, *numbers)
     return gate_up[:, : width // 2]
-
-
-def relu2(x: torch.Tensor) -> torch.Tensor:
-    """Replace each number of `x` [t, n], contiguous, by relu(x) squared; return `x`."""
-    rows, n = x.shape
-    library.call("nv_mul_act", x, n, 1, x, n, x, n, rows, n, _ACTIVATIONS["relu"])
-    return x
 
 
 def mul_act(gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:

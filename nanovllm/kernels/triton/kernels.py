@@ -30,11 +30,8 @@ class TritonKernels(Kernels):
     ngram = ngram
     add_rms_norm = staticmethod(ops.add_rms_norm)
     rms_norm = staticmethod(ops.rms_norm)
-    add = staticmethod(ops.add)
     act_and_mul = staticmethod(ops.act_and_mul)
     mul_act = staticmethod(ops.mul_act)
-    relu2 = staticmethod(ops.relu2)
-    scale = staticmethod(ops.scale)
     route = staticmethod(experts.route)
     causal_conv = staticmethod(states.causal_conv)
     gated_delta = staticmethod(delta_cells.gated_delta)

@@ -1,4 +1,4 @@
-"""The Triton kernels that layers call: norms, activations, and arithmetic number by number.
+"""The Triton kernels that layers call: norms and activations.
 
 The result for a row does not depend on the rest of the batch. The host never waits for the device,
 so a CUDA graph can hold every call. Imports triton: see `kernels.selector.triton_available`.
@@ -26,17 +26,8 @@ def add_rms_norm(
     multiplier: float = 1.0,
 ) -> torch.Tensor:
     """Do what `Kernels.add_rms_norm` does. `x` and `residual` [..., n] are contiguous."""
-    out = torch.empty_like(residual)
-    size = residual.shape[-1]
-    block = triton.next_power_of_2(size)
-    num_warps = min(max(block // 256, 1), 16)
-    grid = (residual.numel() // size,)
-    if grid[0]:
-        _add_rms_norm[grid](
-            x, residual, weight, out, size, eps,
-            KIND=kind, MULTIPLIER=None if multiplier == 1 else multiplier,
-            BLOCK=block, num_warps=num_warps,
-        )  # fmt: skip
+    out, size = torch.empty_like(residual), residual.shape[-1]
+    _norm_rows(x, residual, weight, out, (size, size), eps, kind, multiplier)
     return out
 
 
@@ -49,15 +40,30 @@ def rms_norm(
 ) -> torch.Tensor:
     """Do what `Kernels.rms_norm` does. The rows of `x` and `out` [T, n] may lie apart."""
     out = x.new_empty(x.shape) if out is None else out
-    rows, size = x.shape
     assert x.stride(1) == out.stride(1) == 1
-    block = triton.next_power_of_2(size)
-    if rows:
-        _rms_norm[(rows,)](
-            x, weight, out, x.stride(0), out.stride(0), size, eps,
-            KIND=kind, BLOCK=block, num_warps=min(max(block // 256, 1), 16),
-        )  # fmt: skip
+    _norm_rows(None, x, weight, out, (x.stride(0), out.stride(0)), eps, kind)
     return out
+
+
+def _norm_rows(
+    x: torch.Tensor | None,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    out: torch.Tensor,
+    strides: tuple[int, int],
+    eps: float,
+    kind: int,
+    multiplier: float = 1.0,
+) -> None:
+    """Launch the norm. `strides` are those between rows of `residual` and of `out`."""
+    size = residual.shape[-1]
+    block = triton.next_power_of_2(size)
+    if rows := residual.numel() // size:
+        _add_rms_norm[(rows,)](
+            x, residual, weight, out, *strides, size, eps,
+            KIND=kind, MULTIPLIER=None if multiplier == 1 else multiplier,
+            BLOCK=block, num_warps=min(max(block // 256, 1), 16),
+        )  # fmt: skip
 
 
 def act_and_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
@@ -83,30 +89,6 @@ def mul_act(gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tenso
     return out
 
 
-def relu2(x: torch.Tensor) -> torch.Tensor:
-    """Return relu(x) squared, for `x` contiguous."""
-    out = torch.empty_like(x)
-    if grid := triton.cdiv(x.numel(), _BLOCK):
-        _relu2[(grid,)](x, out, x.numel(), BLOCK=_BLOCK)
-    return out
-
-
-def scale(x: torch.Tensor, factor: float | torch.Tensor) -> None:
-    """Multiply `x`, contiguous, by `factor` in place: a number, or a tensor of one element."""
-    assert x.is_contiguous()
-    is_tensor = isinstance(factor, torch.Tensor)
-    if grid := triton.cdiv(x.numel(), _BLOCK):
-        _scale[(grid,)](x, factor, x.numel(), IS_TENSOR=is_tensor, BLOCK=_BLOCK)
-
-
-def add(x: torch.Tensor, residual: torch.Tensor) -> None:
-    """Add `x` to `residual`, both contiguous, in place."""
-    assert x.is_contiguous()
-    assert residual.is_contiguous()
-    if grid := triton.cdiv(x.numel(), _BLOCK):
-        _add[(grid,)](x, residual, x.numel(), BLOCK=_BLOCK)
-
-
 @triton.jit
 def times_weight(normed, factors, dtype: tl.constexpr, KIND: tl.constexpr):
     """Return float32 numbers `normed` times those of the weight, rounded to `dtype`."""
@@ -118,52 +100,30 @@ def times_weight(normed, factors, dtype: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _normalise(
-    wide, weight, columns, inside, size, eps, dtype: tl.constexpr, KIND: tl.constexpr
-):  # fmt: skip
-    """Return the RMSNorm of a row in float32, rounded to `dtype`."""
-    scale = tl.rsqrt(tl.sum(wide * wide) / size + eps)
-    if weight is None:
-        normed = (wide * scale).to(dtype)
-    else:
-        factors = tl.load(weight + columns, inside, 0.0).to(tl.float32)
-        normed = times_weight(wide * scale, factors, dtype, KIND)
-    return normed
-
-
-@triton.jit
 def _add_rms_norm(
-    x, residual, weight, out, size, eps,
+    x, residual, weight, out, residual_stride, out_stride, size, eps,
     KIND: tl.constexpr, MULTIPLIER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Process one row. Like torch, round the product, the sum and the norm."""
-    row = tl.program_id(0).to(tl.int64) * size
-    columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    dtype = residual.dtype.element_ty
-    wide = tl.load(residual + row + columns, inside, 0.0).to(tl.float32)
-    if x is not None:
-        added = tl.load(x + row + columns, inside, 0.0).to(tl.float32)
-        if MULTIPLIER is not None:
-            added = (added * MULTIPLIER).to(dtype).to(tl.float32)
-        total = (wide + added).to(dtype)
-        tl.store(residual + row + columns, total, inside)
-        wide = total.to(tl.float32)
-    normed = _normalise(wide, weight, columns, inside, size, eps, dtype, KIND)
-    tl.store(out + row + columns, normed, inside)
-
-
-@triton.jit
-def _rms_norm(
-    x, weight, out, x_stride, out_stride, size, eps, KIND: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Process one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    wide = tl.load(x + row * x_stride + columns, inside, 0.0).to(tl.float32)
-    dtype = out.dtype.element_ty
-    normed = _normalise(wide, weight, columns, inside, size, eps, dtype, KIND)
+    dtype = residual.dtype.element_ty
+    source = residual + row * residual_stride + columns
+    wide = tl.load(source, inside, 0.0).to(tl.float32)
+    if x is not None:
+        added = tl.load(x + row * size + columns, inside, 0.0).to(tl.float32)
+        if MULTIPLIER is not None:
+            added = (added * MULTIPLIER).to(dtype).to(tl.float32)
+        total = (wide + added).to(dtype)
+        tl.store(source, total, inside)
+        wide = total.to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide) / size + eps)
+    if weight is None:
+        normed = normed.to(dtype)
+    else:
+        factors = tl.load(weight + columns, inside, 0.0).to(tl.float32)
+        normed = times_weight(normed, factors, dtype, KIND)
     tl.store(out + row * out_stride + columns, normed, inside)
 
 
@@ -207,28 +167,3 @@ def _mul_act(
     wide_x = tl.load(x + row * x_stride + columns, inside, 0.0).to(tl.float32)
     product = _activate_and_multiply(wide_gate, wide_x, out.dtype.element_ty, ACTIVATION)
     tl.store(out + row * size + columns, product, inside)
-
-
-@triton.jit
-def _relu2(x, out, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    wide = tl.load(x + place, place < count, 0.0).to(tl.float32)
-    positive = tl.where(wide < 0.0, 0.0, wide)
-    tl.store(out + place, (positive * positive).to(out.dtype.element_ty), place < count)
-
-
-@triton.jit
-def _scale(x, factor, count, IS_TENSOR: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    if IS_TENSOR:
-        factor = tl.load(factor).to(tl.float32)
-    product = tl.load(x + place, place < count, 0.0).to(tl.float32) * factor
-    tl.store(x + place, product.to(x.dtype.element_ty), place < count)
-
-
-@triton.jit
-def _add(x, residual, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(residual + place, place < count, 0.0).to(tl.float32)
-    total += tl.load(x + place, place < count, 0.0).to(tl.float32)
-    tl.store(residual + place, total.to(residual.dtype.element_ty), place < count)

@@ -23,7 +23,7 @@ void nv_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, bf16
     FOR_ITEMS(r, t, rows) norm_row(x + r * ldx, weight, out + r * ldo, n, eps, kind);
 }
 
-enum { SILU, GELU_TANH, SIGMOID, RELU, SWIGLU_OAI, IDENTITY, CHUNK = 512 };
+enum { SILU, GELU_TANH, SIGMOID, SWIGLU_OAI, IDENTITY, CHUNK = 512 };
 
 /* Return activation(x). GELU by tanh is x / 2 (1 + tanh(u)), which is x / (1 + exp(-2 u)). */
 INLINE vf activate(int activation, vf x) {
@@ -31,8 +31,7 @@ INLINE vf activate(int activation, vf x) {
     case SILU: return silu_(x);
     case GELU_TANH: return x / (exp_(x * fma_(x * x, broadcast(-0.0713548163f), broadcast(-1.59576912f))) + 1.0f);
     case SIGMOID: return 1.0f / (exp_(-x) + 1.0f);
-    case IDENTITY: return x;
-    default: return (vf)((vi)x & ~(vi)(x < 0.0f));
+    default: return x;
     }
 }
 
@@ -60,7 +59,7 @@ void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, ptrdiff_t step, const 
     FOR_ITEMS(item, t, rows * chunks) {
         ptrdiff_t r = item / chunks, i = item % chunks * CHUNK, count = n - i < CHUNK ? n - i : CHUNK;
 #define GATED(a) case a: gated_row(a, gate + r * ldg + i * step, step, x + r * ldx + i, out + r * ldo + i, count); break;
-        switch (activation) { GATED(SILU) GATED(GELU_TANH) GATED(SIGMOID) GATED(RELU) GATED(SWIGLU_OAI) GATED(IDENTITY) }
+        switch (activation) { GATED(SILU) GATED(GELU_TANH) GATED(SIGMOID) GATED(SWIGLU_OAI) GATED(IDENTITY) }
     }
 }
 
