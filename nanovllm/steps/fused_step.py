@@ -7,7 +7,6 @@ timed at start. Knows no scheduling and no sampling.
 import dataclasses
 import functools
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -35,9 +34,6 @@ from nanovllm.steps.cuda_capture import Graph, make_capture
 from nanovllm.steps.cuda_graph import ComputeLogits
 from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.worker.timing import measure_seconds
-
-if TYPE_CHECKING:
-    from nanovllm.kernels.triton.fused_attention import Scratch
 
 logger = logging.getLogger(__name__)
 
@@ -137,26 +133,17 @@ class FusedStep:
     def compute_logits(self, batch: Batch) -> torch.Tensor:
         """Write the KV of R rows of one token; return logits [R, vocab_size]."""
         decoder, head = self._model.model, self._model.lm_head
-        rows = len(batch.input_ids)
-        scratch = self._attention.make_scratch(
-            self._splits_done, rows, self._spec.num_heads, self._spec.head_dim
-        )
         residual = decoder.embed_tokens(batch.input_ids)
         sums: _Sums = (None, None)
         for layer in decoder.layers:
             assert isinstance(layer, DecoderLayer)
-            sums, residual = self._run_layer(layer, sums, residual, batch, scratch)
+            sums, residual = self._run_layer(layer, sums, residual, batch)
         norm = decoder.norm
         logits, _ = self._norm_linear(residual, sums, norm, head, None)
         return logits[:, : head.vocab_size]
 
     def _run_layer(
-        self,
-        layer: DecoderLayer,
-        sums: _Sums,
-        residual: torch.Tensor,
-        batch: Batch,
-        scratch: "Scratch",
+        self, layer: DecoderLayer, sums: _Sums, residual: torch.Tensor, batch: Batch
     ) -> tuple[_Sums, torch.Tensor]:
         """Run five kernels; return the MLP's output, not yet added up, and the residual.
 
@@ -177,7 +164,7 @@ class FusedStep:
             batch.block_tables,
             attention.attn.kv_cache,
             self._spec.num_heads,
-            scratch,
+            self._splits_done,
             chained=self._chained,
         )
         sums = self._partials(heads.flatten(1), attention.o_proj), attention.o_proj.bias

@@ -45,9 +45,9 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
     """Do what `torch_experts.experts` says, but sum in the order of the weights.
 
     Args:
-        x: [T, hidden_size], contiguous.
         mlp: its weights are tensors.
     """
+    x = x.contiguous()
     (up_weight, up_bias, up_outputs), (down_weight, down_bias, num_outputs), *_ = mlp
     assert isinstance(up_weight, torch.Tensor)
     assert isinstance(down_weight, torch.Tensor)

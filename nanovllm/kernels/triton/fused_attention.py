@@ -5,8 +5,6 @@ Rows may be tokens of one sequence. Its new keys and values are then read from t
 because nothing says when another program has stored them. The cache is that of `decode_attention`.
 """
 
-import dataclasses
-
 import torch
 import triton
 import triton.language as tl
@@ -23,28 +21,6 @@ _PROGRAMS = 512
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Scratch:
-    """Memory for the splits of a batch's rows. The layers share it: they run one after another."""
-
-    splits_done: torch.Tensor
-    """[MAX_ROWS, num_kv_heads] int32, the finished splits of a row; 0 between two launches."""
-    partial_out: torch.Tensor
-    """[R, MAX_SPLITS, num_heads, head_dim] float32, the weighted sum of values of each split."""
-    partial_stats: torch.Tensor
-    """[R, MAX_SPLITS, num_heads, 2] float32: maximum score (log2), and sum of weights."""
-
-
-def make_scratch(splits_done: torch.Tensor, rows: int, num_heads: int, head_dim: int) -> Scratch:
-    """Return scratch memory for `rows` rows; `splits_done` is zeroed memory that stays."""
-    per_head = (rows, MAX_SPLITS, num_heads)
-    return Scratch(
-        splits_done,
-        splits_done.new_empty(*per_head, head_dim, dtype=torch.float32),
-        splits_done.new_empty(*per_head, 2, dtype=torch.float32),
-    )
-
-
 def attend_rows(
     qkv: torch.Tensor,
     q_weight: torch.Tensor | None,
@@ -56,7 +32,7 @@ def attend_rows(
     block_tables: torch.Tensor,
     kv_cache: torch.Tensor,
     num_heads: int,
-    scratch: Scratch,
+    splits_done: torch.Tensor,
     *,
     chained: bool,
 ) -> torch.Tensor:
@@ -71,6 +47,8 @@ def attend_rows(
         q_weight, k_weight, eps, cos_sin, positions, slot_mapping: see `store.store`.
         block_tables: [R, width] int32. Columns past a row's last block are not read.
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim] of `qkv`'s dtype.
+        splits_done: [MAX_ROWS, num_kv_heads] int32, 0 between two launches, which must run one
+            after another.
         chained: see `fused_layer.launch_options`.
 
     Returns:
@@ -83,14 +61,16 @@ def attend_rows(
     group = num_heads // num_kv_heads
     k_cache, v_cache = kv_cache.unbind()
     out = qkv.new_empty(rows, num_heads, head_dim)
+    per_head = rows, MAX_SPLITS, num_heads
+    partial_out = qkv.new_empty(*per_head, head_dim, dtype=torch.float32)
+    partial_stats = qkv.new_empty(*per_head, 2, dtype=torch.float32)
     programs = MAX_SPLITS
     if qkv.itemsize == 2:  # float32 has no registers left for a loop over splits
         programs = min(max(_PROGRAMS // (rows * num_kv_heads), 1), MAX_SPLITS)
     _attend_rows[(rows * num_kv_heads, programs)](
         qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping,
         block_tables, block_tables.stride(0), k_cache, v_cache, out,
-        scratch.splits_done, scratch.partial_out, scratch.partial_stats, rows,
-        head_dim**-0.5 * LOG2_E,
+        splits_done, partial_out, partial_stats, rows, head_dim**-0.5 * LOG2_E,
         KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         MANY_SPLITS=programs < MAX_SPLITS,
         ROWS=MAX_ROWS, M=triton.next_power_of_2(group), D=triton.next_power_of_2(head_dim),

@@ -2,9 +2,6 @@
 
 from typing import ClassVar
 
-import torch
-
-from nanovllm.kernels.torch_experts import ExpertMLP, Routing
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.kernels.triton import (
     decode_step,
@@ -42,6 +39,4 @@ class TritonKernels(Kernels):
     advance = staticmethod(decode_step.advance)
     accept = staticmethod(decode_step.accept)
     add_lora = staticmethod(lora.add_lora)
-
-    def experts(self, x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
-        return experts.experts(x.contiguous(), routing, mlp)
+    experts = staticmethod(experts.experts)

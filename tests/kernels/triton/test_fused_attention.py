@@ -58,13 +58,11 @@ class Case:
         order = torch.arange(len(self.qkv)) if order is None else order
         order = order.to(DEVICE)
         done = torch.zeros(16, self.cache.shape[3], dtype=torch.int32, device=DEVICE)
-        head_dim = self.cache.shape[-1]
-        scratch = fused_attention.make_scratch(done, len(order), self.heads, head_dim)
         positions, slots, tables = (x[order] for x in self.tokens)
         cache = self.cache.clone()
         out = fused_attention.attend_rows(
             self.qkv[order], *self.weights, EPS, self.cos_sin, positions, slots, tables, cache,
-            self.heads, scratch, chained=CHAINED,
+            self.heads, done, chained=CHAINED,
         )  # fmt: skip
         assert not done.any(), "the next layer must find no split done"
         return out, cache
