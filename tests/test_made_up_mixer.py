@@ -22,7 +22,7 @@ from nanovllm.attention.spec import AttentionOptions
 from nanovllm.attention.states import StatePart
 from nanovllm.errors import ConfigError, OutOfMemoryError, UnsupportedModelError
 from nanovllm.kernels.torch_states import read_parts, write_parts
-from nanovllm.layers.replicated import ReplicatedLinear
+from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.state_layer import StateLayer
 from nanovllm.models import registry
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
@@ -45,8 +45,8 @@ class RunningMean(StateLayer):
 
     def __init__(self, size: int) -> None:
         super().__init__((StatePart((size,), torch.float32), StatePart((1,), torch.int64)))
-        self.in_proj = ReplicatedLinear(size, size)
-        self.o_proj = ReplicatedLinear(size, size)
+        self.in_proj = LinearBase(size, size)
+        self.o_proj = LinearBase(size, size)
 
     def forward(
         self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None

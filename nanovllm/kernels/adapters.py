@@ -4,7 +4,7 @@ The memory is made once, and its addresses stay: recorded steps and CUDA graphs 
 when they run. Knows no layer, no file and no sequence.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain, repeat
 from typing import NamedTuple
 
@@ -125,12 +125,6 @@ class AdapterRows:
                 start += count
             self.groups[: len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
 
-    def by_slot(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield each slot that is used, with its tokens as indices [m] on the device."""
-        slots = self.slots[: self._num_filled]
-        for slot in sorted(set(slots.tolist()) - {-1}):
-            yield slot, (slots == slot).nonzero()[:, 0]
-
 
 def add_lora(y: torch.Tensor, x: torch.Tensor, rows: AdapterRows, table: AdapterTable) -> None:
     """Add the adapters' part to the outputs `y` [T, n] of a layer with inputs `x` [T, k], in place.
@@ -140,8 +134,9 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, rows: AdapterRows, table: Adapter
     """
     if rows.is_empty:
         return
-    ends = table.ends.tolist()
-    for slot, tokens in rows.by_slot():
+    slots, ends = rows.slots[: len(x)], table.ends.tolist()
+    for slot in sorted(set(slots.tolist()) - {-1}):
+        tokens = (slots == slot).nonzero()[:, 0]
         inputs, start = x[tokens].float(), 0
         ranks, scales = table.ranks[slot].tolist(), table.scales[slot].tolist()
         for i, (rank, scale, end) in enumerate(zip(ranks, scales, ends, strict=True)):

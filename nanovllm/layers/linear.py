@@ -61,7 +61,9 @@ class Matrix(nn.Module):
 
         A `Shard` says which slice of which tensor the loader copies to which memory.
         """
-        raise NotImplementedError
+        for name, parameter in self.named_parameters(recurse=False):
+            whole = Shard(f"{prefix}.{name}", tuple(parameter.shape), parameter.data)
+            yield from self.weight_shards(whole) if name == "weight" else [whole]
 
     def weight_shards(self, weight: Shard) -> Iterator[Shard]:
         """Yield `weight`, a part of the weight, or the tensors that are stored in its place."""
@@ -87,7 +89,14 @@ class Matrix(nn.Module):
 
 
 class LinearBase(Matrix):
-    """Base of the linears. One layer merges one or more checkpoint linears."""
+    """A linear that each rank computes whole, and the base of those that are split or merged."""
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool = False) -> None:
+        super().__init__(output_size, input_size)
+        self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x, self.bias)
 
 
 class ColumnParallelLinear(LinearBase):
@@ -102,13 +111,9 @@ class ColumnParallelLinear(LinearBase):
         self, input_size: int, slices: Mapping[str, OutputSlice], bias: bool, fused: bool = False
     ) -> None:
         output_size = sum(outputs.size for outputs in slices.values())
-        super().__init__(output_size, input_size)
+        super().__init__(input_size, output_size, bias=bias)
         self.slices = dict(slices)
         self.fused = fused
-        self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x, self.bias)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         assert self.weight is not None
@@ -186,8 +191,7 @@ class RowParallelLinear(LinearBase):
     """A linear whose inputs are split over the ranks. The results are summed over the ranks."""
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool) -> None:
-        super().__init__(output_size, divide(input_size, "linear input size"))
-        self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
+        super().__init__(divide(input_size, "linear input size"), output_size, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias if tensor_parallel().rank == 0 else None  # the sum must contain it once

@@ -59,11 +59,6 @@ class LogitsRules:
             self._biased = tensor([token for token, _ in params.logit_bias])
             self._biases = tensor([bias for _, bias in params.logit_bias], torch.float32)
 
-    @staticmethod
-    def needed(params: SamplingParams) -> bool:
-        """Return whether `params` set any rule."""
-        return params.has_rules
-
     def run_processors(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
         """Change `logits` [vocab_size] float32 in place by the request's logits processors.
 

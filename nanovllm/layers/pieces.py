@@ -45,22 +45,11 @@ class PiecedLinear(LinearBase):
 
     def __init__(self, input_size: int, pieces: Iterable[Piece], *, bias: bool = False) -> None:
         self.pieces = joined(pieces)
-        output_size = sum(piece.size for piece in self.pieces)
-        super().__init__(output_size, input_size)
-        self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x, self.bias)
+        super().__init__(input_size, sum(piece.size for piece in self.pieces), bias=bias)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
-        assert self.weight is not None
-        inputs = self.weight.shape[1]
-        for path, piece, rows in _placed(prefix, self.pieces):
-            shape, weight = (piece.total, inputs), self.weight.data[rows]
-            part = Shard(f"{path}.weight", shape, weight, start=piece.start)
-            yield from self.weight_shards(part)
-            if self.bias is not None:
-                yield Shard(f"{path}.bias", (piece.total,), self.bias.data[rows], start=piece.start)
+        for part in _shards(self, self.pieces, prefix):
+            yield from self.weight_shards(part) if part.target.ndim == 2 else [part]
 
 
 class SmallLinear(PiecedLinear):
@@ -88,16 +77,16 @@ class ChannelConv(nn.Module):
         return self.weight.view(self.channels, -1)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
-        for path, piece, rows in _placed(prefix, self.pieces):
-            shape, weight = (piece.total, *self.weight.shape[1:]), self.weight.data[rows]
-            yield Shard(f"{path}.weight", shape, weight, start=piece.start)
-            if self.bias is not None:
-                yield Shard(f"{path}.bias", (piece.total,), self.bias.data[rows], start=piece.start)
+        yield from _shards(self, self.pieces, prefix)
 
 
-def _placed(prefix: str, pieces: list[Piece]) -> Iterator[tuple[str, Piece, slice]]:
-    """Yield each piece with its path in the checkpoint, and with its rows here."""
+def _shards(module: nn.Module, pieces: list[Piece], prefix: str) -> Iterator[Shard]:
+    """Yield each piece's rows of the weight, and of the bias if there is one."""
     parent, row = prefix.rpartition(".")[0], 0
     for piece in pieces:
-        yield f"{parent}.{piece.name}", piece, slice(row, row + piece.size)
+        rows = slice(row, row + piece.size)
         row += piece.size
+        for name, parameter in module.named_parameters(recurse=False):
+            target = parameter.data[rows]
+            shape = piece.total, *target.shape[1:]
+            yield Shard(f"{parent}.{piece.name}.{name}", shape, target, start=piece.start)

@@ -70,7 +70,7 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
     near = chunks.gather(1, chunk_ids[..., None].expand(-1, -1, CHUNK))
     values = near.flatten(1).topk(num_candidates).values
     thresholds, complete = thresholds_of(values, largest, total, sampling)
-    sums = _kept_weights(near, largest, thresholds, sampling).sum(-1, dtype=torch.float64)
+    sums = weights_of(near, largest, sampling, thresholds).sum(-1, dtype=torch.float64)
     chosen = _invert(near, sums, largest, thresholds, sampling)
     tokens = chunk_ids.gather(1, chosen[:, None] // CHUNK)[:, 0] * CHUNK + chosen % CHUNK
     if num_candidates < vocab_size:
@@ -83,16 +83,6 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
 def _checked(tokens: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """Return `tokens` [R], but NO_TOKEN where the row's largest logit is not finite."""
     return torch.where(largest.isfinite(), tokens, NO_TOKEN)
-
-
-def _kept_weights(
-    x: torch.Tensor, largest: torch.Tensor, thresholds: torch.Tensor | None, sampling: Sampling
-) -> torch.Tensor:
-    """Return the weights of logits x [R, chunks, CHUNK], 0 below the thresholds."""
-    weights = weights_of(x, largest, sampling)
-    if thresholds is not None:
-        weights.masked_fill_(x < thresholds[:, None, None], 0.0)
-    return weights
 
 
 def _invert(
@@ -116,7 +106,7 @@ def _invert(
     # Rounding can give a share below 0, which would choose a first token of weight 0.
     share = ((target - mass.gather(1, chunk) + chunk_sum) / chunk_sum).clamp_(min=0.0)
     chosen = chunks.gather(1, chunk[..., None].expand(-1, 1, CHUNK))
-    inner = _kept_weights(chosen, largest, thresholds, sampling)[:, 0].double().cumsum(-1)
+    inner = weights_of(chosen, largest, sampling, thresholds)[:, 0].double().cumsum(-1)
     place = torch.searchsorted(inner, share * inner[:, -1:], right=True)
     # Rounding can choose an index past the last token with a weight above 0.
     place = place.minimum((inner < inner[:, -1:]).sum(-1, keepdim=True))

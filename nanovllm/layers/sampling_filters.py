@@ -57,11 +57,21 @@ def thresholds_of(
     return thresholds, (smallest < thresholds) & ~ties_cut
 
 
-def weights_of(x: torch.Tensor, largest: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return exp((x - largest) / temperature) in float32; 0 for tokens that min_p excludes."""
+def weights_of(
+    x: torch.Tensor,
+    largest: torch.Tensor,
+    sampling: Sampling,
+    thresholds: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return exp((x - largest) / temperature) in float32.
+
+    It is 0 for tokens that min_p excludes, or that are below the row's threshold [R], if given.
+    """
     shape = (-1, *[1] * (x.ndim - 1))
     weights = x.float().sub(largest.view(shape))
     weights.div_(sampling.temperatures.view(shape)).exp_()
     if sampling.any_min_p:  # min_p is relative to the most likely token, whose weight is 1
         weights.masked_fill_(weights < sampling.min_ps.view(shape), 0.0)
+    if thresholds is not None:
+        weights.masked_fill_(x < thresholds.view(shape), 0.0)
     return weights

@@ -15,7 +15,7 @@ from nanovllm.kernels.torch_math import NORM_WIDE
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.experts import MAX_EXPERTS, Experts, NormedRouter, StoredExperts
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.replicated import ReplicatedLinear
+from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.rope_scaling import RopeConfig
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.config_fields import config_size
@@ -137,8 +137,8 @@ class Gemma4Layer(SandwichLayer):
         self.has_input = bool(size)
         if self.has_input:
             hidden_size, eps = config.hidden_size, config.rms_norm_eps
-            self.per_layer_input_gate = ReplicatedLinear(hidden_size, size)
-            self.per_layer_projection = ReplicatedLinear(size, hidden_size)
+            self.per_layer_input_gate = LinearBase(hidden_size, size)
+            self.per_layer_projection = LinearBase(size, hidden_size)
             self.post_per_layer_input_norm = RMSNorm(hidden_size, eps, NORM_WIDE)
 
     def finish(
@@ -199,7 +199,7 @@ class Gemma4Decoder(ScaledDecoder):
         if size:
             vocab_size, width = config.size("vocab_size_per_layer_input"), len(layers) * size
             self.embed_tokens_per_layer = ScaledEmbedding(vocab_size, width, size**0.5)
-            self.per_layer_model_projection = ReplicatedLinear(hidden_size, width)
+            self.per_layer_model_projection = LinearBase(hidden_size, width)
             self.per_layer_projection_norm = RMSNorm(size, config.rms_norm_eps, NORM_WIDE)
 
     def forward(self, batch: Batch) -> torch.Tensor:

@@ -138,6 +138,6 @@ class DeviceTables:
             self.num_prompt_tokens[new.table_idx] = new.num_prompt_tokens
             self.rules[new.table_idx] = None
             self.plain[new.table_idx] = new.params.is_plain
-            if LogitsRules.needed(new.params):
+            if new.params.has_rules:
                 words = new.bad_words, new.stop_token_ids, self.device
                 self.rules[new.table_idx] = LogitsRules(new.params, new.num_prompt_tokens, *words)

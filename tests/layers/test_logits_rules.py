@@ -241,8 +241,8 @@ def test_rules_are_needed_where_a_parameter_says_so():
         "output_kind": RequestOutputKind.CUMULATIVE,
     }
     assert {f.name for f in dataclasses.fields(SamplingParams)} == of_rules.keys() | of_others
-    assert not LogitsRules.needed(SamplingParams())
+    assert not SamplingParams().has_rules
     for name, value in of_rules.items():
-        assert LogitsRules.needed(SamplingParams(**{name: value})), name
+        assert SamplingParams(**{name: value}).has_rules, name
     for name, value in of_others.items():
-        assert not LogitsRules.needed(SamplingParams(**{name: value})), name
+        assert not SamplingParams(**{name: value}).has_rules, name

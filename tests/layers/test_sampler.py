@@ -19,7 +19,7 @@ from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers import sampler
 from nanovllm.layers.sampler import NO_TOKEN, draw, uniform
-from nanovllm.layers.sampling_filters import Sampling
+from nanovllm.layers.sampling_filters import Sampling, weights_of
 
 KERNELS = select_kernels(torch.device("cpu"), torch.float32)
 
@@ -152,7 +152,7 @@ def kept_logits(monkeypatch, logits, sampling, num_candidates):
     invert = sampler._invert
 
     def record(chunks, sums, largest, thresholds, sampling):
-        weights = sampler._kept_weights(chunks, largest, thresholds, sampling)
+        weights = weights_of(chunks, largest, sampling, thresholds)
         assert torch.equal(weights.sum(-1) > 0, sums > 0)
         rows = zip(sampling.positions.tolist(), chunks, weights > 0, strict=True)
         kept.update((row, x[mask].sort().values) for row, x, mask in rows)

@@ -12,7 +12,7 @@ from torch import nn
 
 from nanovllm.attention.batch import Batch
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.replicated import ReplicatedLinear
+from nanovllm.layers.linear import LinearBase
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
 from nanovllm.models.expert_parts import expect_stored
 from nanovllm.models.family import Family
@@ -35,7 +35,7 @@ class MTPParts(nn.Module):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.pre_fc_norm_embedding = RMSNorm(size, eps, **norm)
         self.pre_fc_norm_hidden = RMSNorm(size, eps, **norm)
-        self.fc = ReplicatedLinear(2 * size, size)
+        self.fc = LinearBase(2 * size, size)
         self.layers = nn.ModuleList([layer])
         self.norm = RMSNorm(size, eps, **norm)
 
