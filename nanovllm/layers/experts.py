@@ -145,30 +145,22 @@ class StackedLinear(Matrix):
         """
         assert self.weight is not None
         linear, stacked = names
-        parent = prefix.rpartition(".")[0]
-        together = self.stored_as.linears is None
+        parent, transposed = prefix.rpartition(".")[0], self.stored_as.transposed
         weights = self.weight.data.view(self.num_experts, self.num_outputs, -1)[:, rows]
         shape: tuple[int, ...] = (size, weights.shape[2]) if dim == 0 else (weights.shape[1], size)
-        stored_shape = shape[::-1] if self.stored_as.transposed else shape
+        stored_shape = shape[::-1] if transposed else shape
+        bias_start = start if dim == 0 else 0
+        together = self.stored_as.linears is None
+        experts: tuple[int, ...] = (self.num_experts,) if together else ()
+        suffix, bias_suffix = ("", "_bias") if together else (".weight", ".bias")
         for expert in range(self.num_experts):
-            bias = None
+            path = f"{parent}.{stacked}" if together else f"{parent}.{expert}.{linear}"
+            index, found = expert if together else None, (*experts, *stored_shape)
+            weight = Shard(path + suffix, found, weights[expert], dim, start, index, transposed)
+            yield from self.weight_shards(weight)
             if self.bias is not None:
                 bias = self.bias.data.view(self.num_experts, -1)[expert, rows]
-            bias_start = start if dim == 0 else 0
-            if together:
-                name, found = f"{parent}.{stacked}", (self.num_experts, *stored_shape)
-                transposed = self.stored_as.transposed
-                weight = Shard(name, found, weights[expert], dim, start, expert, transposed)
-                yield from self.weight_shards(weight)
-                if bias is not None:
-                    found = (self.num_experts, shape[0])
-                    yield Shard(f"{name}_bias", found, bias, 0, bias_start, index=expert)
-            else:
-                name = f"{parent}.{expert}.{linear}"
-                weight = Shard(f"{name}.weight", shape, weights[expert], dim, start)
-                yield from self.weight_shards(weight)
-                if bias is not None:
-                    yield Shard(f"{name}.bias", (shape[0],), bias, 0, bias_start)
+                yield Shard(path + bias_suffix, (*experts, shape[0]), bias, 0, bias_start, index)
 
 
 class GateUp(StackedLinear):

@@ -2,25 +2,16 @@
 no model.
 """
 
-from typing import Protocol, runtime_checkable
-
 from torch import nn
 
 from nanovllm.kernels.torch_kernels import WeightMethod
 from nanovllm.layers.linear import Matrix
 
 
-@runtime_checkable
-class WrappingMethod(Protocol):
-    """A `WeightMethod` that changes what another computes, as adapters do."""
-
-    base: WeightMethod
-
-
 def own_method(matrix: Matrix) -> WeightMethod | None:
-    """Return what multiplies with the weight of `matrix` itself, see `Matrix.method`."""
-    method = matrix.method
-    return method.base if isinstance(method, WrappingMethod) else method
+    """Return what multiplies with the weight of `matrix` itself, not what wraps it for adapters."""
+    method: WeightMethod | None = getattr(matrix.method, "base", matrix.method)
+    return method
 
 
 def shared_matrices(model: nn.Module) -> dict[nn.Parameter, dict[str, Matrix]]:

@@ -46,40 +46,17 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
     num_experts = len(gate_up.packed) * PANEL // mlp.gate_up.num_outputs
     sizes = tokens, num_experts, top_k
     hidden = torch.empty(tokens * top_k, size, dtype=torch.bfloat16)
-    library.call(
-        "nv_expert_gate_up",
-        x,
-        routing.ids,
-        gate_up.packed,
-        gate_up.scales,
-        gate_up.factors,
-        mlp.gate_up.bias,
-        hidden,
-        *sizes,
-        size,
-        hidden_size,
-        *gate_up.arguments(hidden_size),
-        ACTIVATIONS.index(mlp.activation),
-        mlp.interleaved,
-    )
+    tensors = gate_up.packed, gate_up.scales, gate_up.factors, mlp.gate_up.bias
+    of_weight = size, hidden_size, *gate_up.arguments(hidden_size)
+    options = ACTIVATIONS.index(mlp.activation), mlp.interleaved
+    inputs = x, routing.ids
+    library.call("nv_expert_gate_up", *inputs, *tensors, hidden, *sizes, *of_weight, *options)
     prepared = torch.empty(tokens * top_k, 4 * size + 256, dtype=torch.uint8)
     y = torch.empty(tokens, mlp.down.num_outputs, dtype=torch.bfloat16)
-    library.call(
-        "nv_expert_down",
-        hidden,
-        routing.ids,
-        routing.weights,
-        down.packed,
-        down.scales,
-        down.factors,
-        mlp.down.bias,
-        prepared,
-        y,
-        *sizes,
-        mlp.down.num_outputs,
-        size,
-        *down.arguments(size),
-    )
+    tensors = down.packed, down.scales, down.factors, mlp.down.bias
+    of_weight = mlp.down.num_outputs, size, *down.arguments(size)
+    routed = hidden, routing.ids, routing.weights
+    library.call("nv_expert_down", *routed, *tensors, prepared, y, *sizes, *of_weight)
     return y
 
 
