@@ -32,13 +32,6 @@ INLINE vf add_products(vf acc, vu x, vu a) {
 #endif
 }
 
-INLINE vu load_pairs(const bf16 *p, ptrdiff_t left) {
-    if (left >= 2 * VL) return *(const vu *)p;
-    vu v = {0};
-    memcpy(&v, p, left * sizeof *p);
-    return v;
-}
-
 /* t[r][j] = x[r] . a[j] for `rows` rows of x and `ranks` rows of a, which are constants. */
 INLINE void shrink_tile(int rows, int ranks, const bf16 *const *x, const bf16 *a, ptrdiff_t k, float *t, ptrdiff_t width) {
     vf acc[SHRINK_ROWS][RANKS] = {0};

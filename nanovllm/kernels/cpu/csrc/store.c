@@ -28,20 +28,13 @@ typedef struct {
     float eps;
 } preparation;
 
-/* Load VL pairs of adjacent numbers, of a row that has `left` more. */
-INLINE vu load_pairs(const bf16 *p, ptrdiff_t left) {
-    vu pairs = {0};
-    memcpy(&pairs, p, left >= VL ? sizeof pairs : left * 2 * sizeof *p);
-    return pairs;
-}
-
 /* out = x[dim] after rotation; angles are [2][rotary/2]: cos, then sin. */
 INLINE void rotate(const bf16 *x, const float *angles, bf16 *out, const preparation *p) {
     ptrdiff_t half = p->rotary / 2;
     if (p->interleaved) {
         for (ptrdiff_t i = 0; i < half; i += VL) {
             vf c = load_f32(angles + i, half - i), s = load_f32(angles + half + i, half - i);
-            vu pairs = load_pairs(x + 2 * i, half - i);
+            vu pairs = load_pairs(x + 2 * i, p->rotary - 2 * i);
             vf first = (vf)(pairs << 16), second = (vf)(pairs & 0xffff0000);
             store_bf16(out + i, half - i, fma_(first, c, -(second * s)));
             store_bf16(out + half + i, half - i, fma_(second, c, first * s));

@@ -196,6 +196,9 @@ INLINE int can_stream(linear_outputs out) {
 }
 
 #ifndef HAVE_AMX
+static void begin_tiles(void) {}
+static void end_tiles(void) {}
+
 INLINE void linear_panel(linear_inputs in, const bf16 *w, linear_outputs out, float *acc) {
     int stream = can_stream(out);
     for (ptrdiff_t r = 0; r < in.rows; r += in.step) {

@@ -3,9 +3,6 @@
  */
 enum { PASS_KEYS = 256, K_MULTIPLE = 2, LINEAR_BYTES = CACHE_BYTES, STREAM_BYTES = 4 << 20 };
 
-static void begin_tiles(void) {}
-static void end_tiles(void) {}
-
 /* a += v . x and b += w . x, where each lane holds a pair of numbers, and all lanes multiply the pair at x. In assembly, because
  * GCC loads the pairs of many rows in advance, and then keeps accumulators in memory. */
 INLINE void multiply_add2(__m512 *a, __m512 *b, __m512i v, __m512i w, const bf16 *x) {

@@ -3,9 +3,6 @@
  */
 enum { PASS_KEYS = PANEL, K_MULTIPLE = 2, LINEAR_BYTES = CACHE_BYTES, STREAM_BYTES = 4 << 20 };
 
-static void begin_tiles(void) {}
-static void end_tiles(void) {}
-
 /* a += x * v and b += x * w. In assembly, because GCC keeps one accumulator of the largest tile in memory, and then each step waits
  * for a store. */
 INLINE void multiply_add2(vf *a, vf *b, vf v, vf w, const float *x) {

@@ -149,7 +149,7 @@ INLINE half_vu to_bf16(vf v) {
 INLINE float float_of(bf16 x) { return from_bf16((half_vu){x})[0]; }
 INLINE vf round_to_bf16(vf v) { return from_bf16(to_bf16(v)); }
 
-/* Load or store the next VL numbers of a row that has `left` more. If these are fewer than VL, missing numbers are read as 0. */
+/* Load or store the next VL numbers, or VL pairs, of a row that has `left` numbers more. Missing numbers are read as 0. */
 INLINE half_vu load_bits16(const bf16 *p, ptrdiff_t left) {
     if (left >= VL) return *(const half_vu *)p;
     half_vu h = {0};
@@ -161,6 +161,12 @@ INLINE void store_bf16(bf16 *p, ptrdiff_t left, vf v) {
     half_vu h = to_bf16(v);
     if (left >= VL) *(half_vu *)p = h;
     else memcpy(p, &h, left * sizeof *p);
+}
+INLINE vu load_pairs(const bf16 *p, ptrdiff_t left) {
+    if (left >= 2 * VL) return *(const vu *)p;
+    vu pairs = {0};
+    memcpy(&pairs, p, left * sizeof *p);
+    return pairs;
 }
 INLINE vf load_f32(const float *p, ptrdiff_t left) {
     if (left >= VL) return load(p);
