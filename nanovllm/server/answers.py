@@ -6,7 +6,7 @@ Pure text: knows no requests, no tokens but the ids of tags, and no server.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from tokenizers import AddedToken
 
@@ -44,10 +44,11 @@ T = TypeVar("T")
 _NO_REASONING = "start: answer\n"
 
 
-class NamedTool(NamedTuple):
+class NamedTool(Protocol):
     """The tool that an answer must call."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
@@ -205,11 +206,11 @@ class AnswerFormat:
                 f"tool_choice={shown(tool_choice)} needs a known format of tool calls: start the "
                 f"server with tool_call_parser set to one of {', '.join(TOOL_FORMATS)}"
             )
-        if isinstance(tool_choice, NamedTool):
+        if not isinstance(tool_choice, str):
             tools = [tool for tool in tools if tool.name == tool_choice.name][:1]
             parallel_tool_calls = False
         if not tools:
-            name = f" named {shown(tool_choice.name)}" if isinstance(tool_choice, NamedTool) else ""
+            name = "" if isinstance(tool_choice, str) else f" named {shown(tool_choice.name)}"
             raise InvalidRequestError(f"tool_choice needs a tool{name}, but tools has none")
         rules = self._tools.grammar(tools, several=parallel_tool_calls, tag_ids=self._tag_ids)
         return made_grammar(f"{self._start(prompt)}answer: calls\n{rules}", "tools")

@@ -39,6 +39,9 @@ router = APIRouter(tags=["responses"], route_class=JSONRoute)
 
 logger = logging.getLogger(__name__)
 
+_ECHOED = ResponseObject.model_fields.keys() - {"model", "temperature", "top_p"}
+"""Fields of the request that are returned with its answer."""
+
 
 @router.post("/v1/responses", response_model=ResponseObject)
 async def respond(request: Request, body: ResponsesRequest) -> Response:
@@ -102,7 +105,8 @@ class _Answer:
     ) -> None:
         self._tokenizer: Any = server.llm.engine.input_processor.tokenizer
         self._reader = AnswerReader(server, body, prompt)
-        echoed = {"reasoning": {}, "text": {}, "tools": [], **body.echoed()}
+        given = body.model_dump(include=_ECHOED, exclude_none=True, by_alias=True)
+        echoed: dict[str, Any] = {"reasoning": {}, "text": {}, "tools": [], **given}
         echoed["reasoning"] = {"effort": None} | echoed["reasoning"]
         echoed["text"] = {"format": {"type": "text"}} | echoed["text"]
         echoed["tools"] = [{"parameters": None, "strict": False} | tool for tool in echoed["tools"]]

@@ -17,9 +17,9 @@ from nanovllm.engine.marked_detokenizer import MarkedDetokenizer
 from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.options.sampling_params import TOKEN_MARK
 from nanovllm.options.structured_outputs import structured_outputs
-from nanovllm.server.answers import AnswerFormat, NamedTool, ToolChoice, find_answer_format
+from nanovllm.server.answers import AnswerFormat, ToolChoice, find_answer_format
 from nanovllm.server.chat_route import _Choice
-from nanovllm.server.protocol.chat import ChatRequest
+from nanovllm.server.protocol.chat import ChatRequest, FunctionName
 from nanovllm.structured.grammar import GrammarCompiler
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -147,7 +147,7 @@ def test_grammars_take_calls_and_nothing_else(
     assert not required.takes(one.replace("Rome", 'Rome", "x": "y'))
     assert not required.takes(one.replace("weather", "whether"))
     assert not required.takes(one.replace('"city"', '"town"'))
-    named = calls(template, NamedTool("weather"), special=special)
+    named = calls(template, FunctionName(name="weather"), special=special)
     assert named.takes(one)
     assert not named.takes(two)
     single = calls(template, "required", special=special, parallel_tool_calls=False)
@@ -254,7 +254,7 @@ def test_tools_that_cannot_be_called() -> None:
     found = answer_format(QWEN)
     assert found.tool_grammar(TOOLS, "auto") is found.tool_grammar(TOOLS, "none") is None
     with pytest.raises(InvalidRequestError, match="a tool named 'f', but tools has none"):
-        found.tool_grammar(TOOLS, NamedTool("f"))
+        found.tool_grammar(TOOLS, FunctionName(name="f"))
     with pytest.raises(InvalidRequestError, match="needs a tool, but"):
         found.tool_grammar([], "required")
     other = find_answer_format("{{ tools }}", "auto", "auto")

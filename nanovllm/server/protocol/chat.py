@@ -7,7 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 from nanovllm.options.validation import OtherName, other_names
-from nanovllm.server.answers import NamedTool, ToolChoice
+from nanovllm.server.answers import ToolChoice
 from nanovllm.server.protocol.common import (
     GenerationRequest,
     Objects,
@@ -184,9 +184,8 @@ class ChatRequest(ConversationRequest):
 
     @property
     def choice(self) -> ToolChoice:
-        if isinstance(self.tool_choice, NamedToolChoice):
-            return NamedTool(self.tool_choice.function.name)
-        return self.tool_choice or "auto"
+        given = self.tool_choice
+        return given.function if isinstance(given, NamedToolChoice) else given or "auto"
 
     @model_validator(mode="after")
     def _check_fields(self) -> "ChatRequest":

@@ -47,6 +47,8 @@ class RequestModel(BaseModel):
 
     others: ClassVar[Mapping[str, OtherName]] = {}
     """Fields that are accepted with some values only, and what to use instead of others."""
+    not_taken: ClassVar[frozenset[str]] = frozenset()
+    """Fields of the base that are in `others`."""
     ignored: ClassVar[frozenset[str]] = frozenset()
     """Fields that are accepted and dropped."""
 
@@ -56,7 +58,7 @@ class RequestModel(BaseModel):
         """Drop the fields of `others` and `ignored`; refuse one that nobody knows."""
         if not isinstance(given, dict):
             return given
-        known = {field.alias or name for name, field in cls.model_fields.items()}
+        known = {field.alias or name for name, field in cls.model_fields.items()} - cls.not_taken
         kept = {name: value for name, value in given.items() if name in known}
         for name in sorted(given.keys() - known - cls.ignored):
             value, other = given[name], cls.others.get(name)

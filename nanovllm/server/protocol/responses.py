@@ -6,20 +6,20 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from nanovllm.options.validation import OtherName, other_names, shown
-from nanovllm.server.answers import NamedTool, ToolChoice
-from nanovllm.server.protocol.chat import ConversationRequest, Tool
-from nanovllm.server.protocol.common import GenerationRequest, Objects, RequestModel, refused
+from nanovllm.server.answers import ToolChoice
+from nanovllm.server.protocol.chat import ConversationRequest, FunctionName, Tool
+from nanovllm.server.protocol.common import JSONSchema, Objects, RequestModel, refused
 
 _NOT_STORED = "responses are not stored; send the whole conversation in input"
 _ONLY_FUNCTIONS = 'this server calls no tools itself; give functions, of type "function"'
-_OF_OTHER_ROUTES = {
-    "n": "a response is one answer",
-    "max_tokens": "use max_output_tokens",
-    "response_format": "use text.format",
-    "prompt_logprobs": "use /v1/completions",
-    "return_token_ids": "use /v1/chat/completions",
-    "return_tokens_as_token_ids": "use /v1/chat/completions",
-}
+_OF_CHATS = "use /v1/chat/completions"
+_OF_OTHER_ROUTES = other_names(
+    ("n", (1,), "a response is one answer"),
+    ("max_tokens", (), "use max_output_tokens"),
+    ("response_format", (), "use text.format"),
+    ("prompt_logprobs", (), "use /v1/completions"),
+    ("return_token_ids return_tokens_as_token_ids", (False,), _OF_CHATS),
+)
 
 
 class InputItem(RequestModel):
@@ -67,17 +67,13 @@ class InputCallOutput(InputItem):
     output: str | Objects
 
 
-def _item_type(item: Any) -> Any:
-    return item.get("type", "message") if isinstance(item, dict) else None
-
-
 AnyInputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[InputReasoning, Tag("reasoning")]
     | Annotated[InputCall, Tag("function_call")]
     | Annotated[InputCallOutput, Tag("function_call_output")],
     Discriminator(
-        _item_type,
+        lambda item: item.get("type", "message") if isinstance(item, dict) else None,
         custom_error_type="item_type",
         custom_error_message="must be of type message, reasoning, function_call or "
         f"function_call_output: {_NOT_STORED}",
@@ -93,7 +89,7 @@ class FunctionTool(Tool):
     type: Literal["function"]
 
 
-class NamedFunction(RequestModel):
+class NamedFunction(FunctionName):
     """The function that the answer must call."""
 
     others: ClassVar[Mapping[str, OtherName]] = other_names(
@@ -101,17 +97,12 @@ class NamedFunction(RequestModel):
     )
 
     type: Literal["function"]
-    name: str
 
 
-class TextFormat(RequestModel):
+class TextFormat(JSONSchema):
     """What form the text must have."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
 
     @model_validator(mode="after")
     def _check_schema(self) -> "TextFormat":
@@ -151,15 +142,18 @@ class ResponsesRequest(ConversationRequest):
     """What to answer, and how."""
 
     others: ClassVar[Mapping[str, OtherName]] = {
-        **GenerationRequest.others,
+        **ConversationRequest.others,
+        **_OF_OTHER_ROUTES,
         **other_names(
             ("background", (False,), _NOT_STORED),
             ("previous_response_id conversation prompt previous_input_messages", (), _NOT_STORED),
             ("max_tool_calls", (), _ONLY_FUNCTIONS),
-            ("top_logprobs", (0,), "use /v1/chat/completions"),
+            ("top_logprobs", (0,), _OF_CHATS),
             ("enable_response_messages", (False,), "use /tokenize to see a prompt"),
         ),
     }
+
+    not_taken: ClassVar[frozenset[str]] = frozenset(_OF_OTHER_ROUTES)
 
     input: Annotated[
         Annotated[str, Field(min_length=1), Tag("text")]
@@ -189,14 +183,7 @@ class ResponsesRequest(ConversationRequest):
 
     @property
     def choice(self) -> ToolChoice:
-        if isinstance(self.tool_choice, NamedFunction):
-            return NamedTool(self.tool_choice.name)
         return self.tool_choice or "auto"
-
-    def echoed(self) -> dict[str, Any]:
-        """Return the fields that are returned with the answer, of those that were set."""
-        fields = ResponseObject.model_fields.keys() - {"model", "temperature", "top_p"}
-        return self.model_dump(include=fields, exclude_none=True, by_alias=True)
 
     def forms(self) -> dict[str, dict[str, Any]]:
         found = super().forms()
@@ -204,7 +191,7 @@ class ResponsesRequest(ConversationRequest):
             case TextOptions(format=TextFormat(type="json_object")):
                 found["text.format"] = {"json_object": True}
             case TextOptions(format=TextFormat(type="json_schema", schema_=schema)):
-                found["text.format"] = {"json": schema}
+                found["text.format"] = {"json": schema if isinstance(schema, dict) else {}}
         return found
 
     @model_validator(mode="before")
@@ -222,10 +209,6 @@ class ResponsesRequest(ConversationRequest):
 
     @model_validator(mode="after")
     def _check_fields(self) -> "ResponsesRequest":
-        for name, advice in _OF_OTHER_ROUTES.items():
-            value = getattr(self, name)
-            if value not in (None, False) and (name, value) != ("n", 1):
-                raise refused(name, f"{name}={shown(value)} is not supported: {advice}")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise refused("tool_choice", "tool_choice needs tools")
         if "message.output_text.logprobs" in (self.include or ()):
