@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
+    InfoMetricFamily,
     Metric as Family,
 )
 
@@ -163,7 +164,7 @@ class ServerMetrics:
     def _cache_info(self) -> Family:
         """Return the sizes of the KV cache as labels of a gauge that is always 1."""
         config, info = self._llm.engine.config, self._llm.engine.worker_info
-        labels = {
+        values = {
             "block_size": info.block_size,
             "cache_dtype": config.kv_cache_dtype,
             "enable_prefix_caching": config.enable_prefix_caching,
@@ -171,11 +172,8 @@ class ServerMetrics:
             "num_gpu_blocks": info.num_blocks,
             "engine": 0,
         }
-        family = GaugeMetricFamily(
-            "vllm:cache_config_info", "Sizes of the KV cache.", labels=list(labels)
-        )
-        family.add_metric([str(value) for value in labels.values()], 1)
-        return family
+        labels = {name: str(value) for name, value in values.items()}
+        return InfoMetricFamily("vllm:cache_config", "Sizes of the KV cache.", labels)
 
 
 class Meter:
@@ -191,7 +189,7 @@ class Meter:
     ) -> None:
         self._metrics = metrics
         self._params = params
-        self._record = record
+        self._record = record or RequestRecord("")
         self._start = time.monotonic()
         self._num_tokens = [0] * params.n  # by continuation
         self._last_token: list[float | None] = [None] * params.n  # time of its last token
@@ -210,16 +208,14 @@ class Meter:
         had_token = self._last is not None and self._last.metrics.first_token_time is not None
         if metrics.time_to_first_token is not None and not had_token:
             self._observe("time_to_first_token_seconds", metrics.time_to_first_token)
-            if self._record is not None:
-                self._record.first_token(metrics.time_to_first_token)
+            self._record.first_token(metrics.time_to_first_token)
         self._last = output
         for completion in output.outputs:
             if completion.token_ids:
                 self._count_tokens(completion, metrics)
             if completion.finish_reason is not None:
                 self._finish(completion.index, completion.finish_reason)
-        if self._record is not None:
-            self._record.observe(output, is_first=first)
+        self._record.observe(output, is_first=first)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and issubclass(kind, InvalidRequestError):
