@@ -21,6 +21,7 @@ from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.errors import InvalidRequestError, UnsupportedModelError
 from nanovllm.executors.pipes import PipeRanks
 from nanovllm.executors.rank_executor import RankExecutor
+from nanovllm.executors.worker import check_networks
 from nanovllm.options.config import Config
 from tests.checkpoints import copy_checkpoint
 from tests.helpers import environment, token_ids
@@ -171,7 +172,7 @@ def test_ranks_agree_on_the_smallest_block_count(
     random_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Config(model=random_model, tensor_parallel_size=2, num_kvcache_blocks=90)
-    executor = RankExecutor(PipeRanks(config, open_checkpoint(random_model)))
+    executor = RankExecutor(PipeRanks(*check_networks(config, open_checkpoint(random_model))))
     receive = executor._receive
     measured = {}
 

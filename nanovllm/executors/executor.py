@@ -20,7 +20,6 @@ from nanovllm.utils.pages import PageReserve
 from nanovllm.utils.read_ahead import read_ahead
 
 if TYPE_CHECKING:
-    from nanovllm.executors.ranks import Ranks
     from nanovllm.structured.grammar import GrammarCompiler
 
 _MIN_RESERVE = 64 * 2**20
@@ -94,31 +93,31 @@ def make_executor(
         CheckpointError, ConfigError: the model, or its draft network, cannot run with `config`.
         ConfigError: `config` asks for Ray, which is not installed.
     """
-    if config.load_format != "dummy":
-        read_ahead(_files(checkpoint))  # before torch is imported, which takes a second
-    if not config.runs_in_process:
-        from nanovllm.executors.rank_executor import RankExecutor
-
-        return RankExecutor(_make_ranks(config, checkpoint, draft))
-    reserve = _reserve(config, checkpoint)  # before torch is imported, too
-    from nanovllm.executors.in_process import InProcessExecutor
-
-    return InProcessExecutor(config, checkpoint, draft, reserve)
-
-
-def _make_ranks(config: Config, checkpoint: Checkpoint, draft: Checkpoint | None) -> "Ranks":
-    if config.distributed_executor_backend != "ray":
-        from nanovllm.executors.pipes import PipeRanks
-
-        return PipeRanks(config, checkpoint, draft)
-    if find_spec("ray") is None:
+    by_ray = config.distributed_executor_backend == "ray"
+    if by_ray and find_spec("ray") is None:
         raise ConfigError(
             'distributed_executor_backend="ray" needs Ray, which is not installed: '
             "pip install 'nanovllm[ray]'"
         )
-    from nanovllm.executors.ray_ranks import RayRanks
+    if config.load_format != "dummy":
+        read_ahead(_files(checkpoint))  # before torch is imported, which takes a second
+    reserve = _reserve(config, checkpoint) if config.runs_in_process else None  # before it, too
+    from nanovllm.executors.worker import check_networks
 
-    return RayRanks(config, checkpoint, draft)
+    target, drafting = check_networks(config, checkpoint, draft)
+    if config.runs_in_process:
+        from nanovllm.executors.in_process import InProcessExecutor
+
+        return InProcessExecutor(target._replace(reserve=reserve), drafting)
+    from nanovllm.executors.rank_executor import RankExecutor
+
+    if by_ray:
+        from nanovllm.executors.ray_ranks import RayRanks
+
+        return RankExecutor(RayRanks(target, drafting))
+    from nanovllm.executors.pipes import PipeRanks
+
+    return RankExecutor(PipeRanks(target, drafting))
 
 
 def _files(checkpoint: Checkpoint) -> list[Path]:

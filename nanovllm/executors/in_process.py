@@ -3,21 +3,14 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.checkpoint.hub import Checkpoint
+import torch
+
 from nanovllm.errors import EngineDeadError, NanoVLLMError
-from nanovllm.executors.commands import Command, run_command, values_of
-from nanovllm.executors.worker import (
-    check_networks,
-    make_runner,
-    num_threads,
-    on_device,
-    rank_device,
-)
-from nanovllm.options.config import Config
+from nanovllm.executors.worker import make_runner, num_threads, on_device, rank_device
 from nanovllm.scheduler.messages import Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
-from nanovllm.utils.pages import PageReserve
 from nanovllm.worker.kv_cache import memory_errors, require_one_sequence
+from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.step_output import PendingResult
 from nanovllm.worker.warm_up import allocate, measure
@@ -29,23 +22,16 @@ if TYPE_CHECKING:
 class InProcessExecutor:
     """Runs the only rank in this process."""
 
-    def __init__(
-        self,
-        config: Config,
-        checkpoint: Checkpoint,
-        draft: Checkpoint | None = None,
-        reserve: PageReserve | None = None,
-    ) -> None:
-        self._config = config
-        target, self._draft = check_networks(config, checkpoint, draft)
-        self._target = target._replace(reserve=reserve)
+    def __init__(self, target: NetworkSpec, draft: NetworkSpec | None = None) -> None:
+        self._target, self._draft = target, draft
         self._runner: ModelRunner | None = None
-        self._num_threads = num_threads(config)
+        self._num_threads = num_threads(target.config)
         self.refusal: NanoVLLMError | None = None
 
     def start(self) -> WorkerInfo:
-        device = rank_device(self._config)
-        with on_device(device, self._num_threads), memory_errors(self._config):
+        config = self._target.config
+        device = rank_device(config)
+        with on_device(device, self._num_threads), memory_errors(config):
             runner = make_runner(self._target, device, self._draft)
             info = measure(runner)
             require_one_sequence(info)
@@ -68,8 +54,8 @@ class InProcessExecutor:
     def call_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         self.check_health()
         assert self._runner is not None
-        with on_device(self._runner.device, self._num_threads):
-            return values_of([run_command(self._runner, Command(0, function, arguments))])
+        with on_device(self._runner.device, self._num_threads), torch.inference_mode():
+            return [function(self._runner, *arguments)]
 
     def check_ready(self) -> None:
         self.check_health()

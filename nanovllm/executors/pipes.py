@@ -8,11 +8,10 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from nanovllm.checkpoint.hub import Checkpoint
-from nanovllm.executors.rank_process import run_spawned
-from nanovllm.executors.worker import check_networks, num_threads, rank_device
-from nanovllm.options.config import Config
-from nanovllm.utils.distributed import make_store
+from nanovllm.executors.rank_process import RankJob, run_spawned
+from nanovllm.executors.worker import num_threads, rank_device
+from nanovllm.utils.distributed import LOOPBACK, make_store
+from nanovllm.worker.model_loader import NetworkSpec
 
 _EXIT_SECONDS = 5.0
 """How long `end` waits for the processes to exit before it kills them."""
@@ -24,26 +23,26 @@ class PipeRanks:
     All ranks are children. So this process joins no process group and may have several engines.
     """
 
-    def __init__(
-        self, config: Config, checkpoint: Checkpoint, draft: Checkpoint | None = None
-    ) -> None:
-        self.size = config.tensor_parallel_size
+    def __init__(self, target: NetworkSpec, draft: NetworkSpec | None = None) -> None:
+        self.size = target.config.tensor_parallel_size
         self.processes: list[SpawnProcess] = []
-        self._config = config
-        self._networks = check_networks(config, checkpoint, draft)
+        self._target, self._draft = target, draft
         self._pipes: list[Connection] = []
         self._store: TCPStore | None = None
 
     def start(self) -> None:
-        rank_device(self._config, self.size - 1)
+        config = self._target.config
+        rank_device(config, self.size - 1)
         context = mp.get_context("spawn")
         self._store = make_store()
+        store_at = (LOOPBACK, self._store.port)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             self._pipes.append(ours)
+            job = RankJob(rank, self.size, store_at, LOOPBACK, num_threads(config))
             process = context.Process(
                 target=run_spawned,
-                args=(rank, self._store.port, num_threads(self._config), *self._networks, theirs),
+                args=(job, theirs, self._target, self._draft),
                 name=f"nanovllm-rank{rank}",
                 daemon=True,
             )

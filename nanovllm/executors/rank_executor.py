@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from nanovllm.errors import EngineDeadError, NanoVLLMError
-from nanovllm.executors.commands import Command, CommandResult, values_of
+from nanovllm.executors.rank_process import Command, CommandResult
 from nanovllm.executors.ranks import Ranks
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.worker_info import WorkerInfo
@@ -63,7 +63,11 @@ class RankExecutor:
         self.check_health()
         self._num_commands += 1
         self._send(Command(self._num_commands, function, arguments), self._all)
-        return values_of([self._command_result(rank) for rank in self._all])
+        results = [self._command_result(rank) for rank in self._all]
+        for result in results:
+            if result.error is not None:
+                raise result.error
+        return [result.value for result in results]
 
     def _command_result(self, rank: int) -> CommandResult:
         """Return what `rank` says of the last command; keep the results of steps before it."""

@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,13 +18,13 @@ import torch
 from tqdm.auto import tqdm
 
 from nanovllm.errors import NanoVLLMError
-from nanovllm.executors.commands import Command, CommandResult, run_command
 from nanovllm.executors.worker import keep_on_device, make_runner, rank_device
 from nanovllm.scheduler.messages import Schedule
-from nanovllm.scheduler.worker_info import WorkerInfo
-from nanovllm.utils.distributed import LOOPBACK, init_tensor_parallel
+from nanovllm.utils.distributed import init_tensor_parallel
 from nanovllm.worker.kv_cache import memory_errors
 from nanovllm.worker.model_loader import NetworkSpec
+from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.worker.step_output import PendingResult
 from nanovllm.worker.warm_up import allocate, measure
 
 if TYPE_CHECKING:
@@ -47,13 +46,25 @@ Prepare = Callable[[], tuple[torch.device, NetworkSpec, NetworkSpec | None]]
 """Returns a rank's device, its network and its draft network, or raises what the user shall see."""
 
 
+class Command(NamedTuple):
+    """A call of `function(runner, *arguments)`, in the order of the steps around it."""
+
+    command_id: int
+    function: Callable[..., Any]
+    """A function of a module, because its name is what is sent to other processes."""
+    arguments: tuple[Any, ...]
+
+
+class CommandResult(NamedTuple):
+    """What one rank's call returned, or the mistake of the user that it found."""
+
+    command_id: int
+    value: Any = None
+    error: NanoVLLMError | None = None
+
+
 def run_spawned(
-    rank: int,
-    port: int,
-    num_threads: int,
-    target: NetworkSpec,
-    draft: NetworkSpec | None,
-    pipe: Connection,
+    job: RankJob, pipe: Connection, target: NetworkSpec, draft: NetworkSpec | None
 ) -> None:
     """Run a spawned rank until the pipe closes or the parent dies.
 
@@ -62,9 +73,7 @@ def run_spawned(
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    size = target.config.tensor_parallel_size
-    job = RankJob(rank, size, (LOOPBACK, port), LOOPBACK, num_threads)
-    run_rank(job, pipe, lambda: (rank_device(target.config, rank), target, draft))
+    run_rank(job, pipe, lambda: (rank_device(target.config, job.rank), target, draft))
     with contextlib.suppress(AttributeError, OSError, ValueError):
         sys.stdout.flush()  # what a logits processor printed
     os._exit(0)
@@ -90,26 +99,20 @@ def run_rank(job: RankJob, pipe: Connection, prepare: Prepare) -> None:
             init_tensor_parallel(job.rank, job.size, job.store_at, device, job.own_address)
         with memory_errors(target.config):
             runner = make_runner(target, device, draft)
-            measured = measure(runner)
-        outbox.put(lambda: measured)
-        info: WorkerInfo = pipe.recv()
-        with memory_errors(target.config):
-            allocated = allocate(runner, info)
-        outbox.put(lambda: allocated)
+            outbox.put(measure(runner))
+            outbox.put(allocate(runner, pipe.recv()))
         while True:
             message: GrammarCompiler | Schedule | Command = pipe.recv()
-            if isinstance(message, Command):
-                result = run_command(runner, message)
-                outbox.put(partial(_itself, result))
-                continue
-            if not isinstance(message, Schedule):
+            if isinstance(message, Schedule):
+                pending = runner.execute(message)
+                if job.rank == 0:
+                    outbox.put(pending)
+            elif isinstance(message, Command):
+                outbox.put(_called(runner, message))
+            else:
                 from nanovllm.structured.grammar_masks import GrammarMasks
 
                 runner.masks = GrammarMasks(message)
-                continue
-            pending = runner.execute(message)
-            if job.rank == 0:
-                outbox.put(pending.result)
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the engine closed the pipe
         if runner is not None and runner.config.has_tiers:
             runner.free()  # it writes what is queued
@@ -119,8 +122,19 @@ def run_rank(job: RankJob, pipe: Connection, prepare: Prepare) -> None:
             raise
 
 
-def _itself(result: CommandResult) -> CommandResult:
-    return result
+def _called(runner: ModelRunner, command: Command) -> CommandResult:
+    """Call the function of `command`.
+
+    Raises:
+        Exception: no mistake of the user. The rank then ends, as after a step that failed.
+    """
+    try:
+        with torch.inference_mode():
+            return CommandResult(command.command_id, command.function(runner, *command.arguments))
+    except NanoVLLMError as error:
+        if type(error) is NanoVLLMError:  # it wraps a crash
+            raise
+        return CommandResult(command.command_id, error=error)
 
 
 class _Outbox:
@@ -133,27 +147,28 @@ class _Outbox:
     def __init__(self, pipe: Connection, rank: int) -> None:
         self._pipe = pipe
         self._rank = rank
-        self._queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def put(self, value: Callable[[], Any]) -> None:
-        """Call `value` in the thread; send what it returns or raises."""
+    def put(self, value: Any) -> None:
+        """Send `value`, or the result of a launched step."""
         self._queue.put(value)
 
     def close(self, error: BaseException) -> None:
         """Send `error` as the last message and wait until it is sent."""
-
-        def fail() -> None:
-            raise error
-
-        self._queue.put(fail)
+        self._queue.put(error)
         self._thread.join()
 
     def _run(self) -> None:
         while True:
             try:
-                self._pipe.send(("ok", self._queue.get()()))
+                value = self._queue.get()
+                if isinstance(value, BaseException):
+                    raise value
+                if isinstance(value, PendingResult):
+                    value = value.result()
+                self._pipe.send(("ok", value))
             except OSError:  # the parent closed the pipe
                 return
             except BaseException as error:

@@ -20,14 +20,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nanovllm.checkpoint.files import local_path
-from nanovllm.checkpoint.hub import Checkpoint
 from nanovllm.errors import ConfigError, EngineDeadError
 from nanovllm.executors.links import connect
 from nanovllm.executors.rank_process import RankJob
 from nanovllm.executors.ray_actor import Place, RankActor, found_files, versions
 from nanovllm.executors.ray_cluster import join_cluster, wait_for_room
-from nanovllm.executors.worker import check_networks, num_threads
+from nanovllm.executors.worker import num_threads
 from nanovllm.options.config import Config
+from nanovllm.worker.model_loader import NetworkSpec
 
 _START_SECONDS = 300.0
 """How long actors may take to start: a node may read Python's packages from a slow network."""
@@ -45,14 +45,12 @@ class RayRanks:
     the process or its machine does.
     """
 
-    def __init__(
-        self, config: Config, checkpoint: Checkpoint, draft: Checkpoint | None = None
-    ) -> None:
-        networks = check_networks(config, checkpoint, draft)
+    def __init__(self, target: NetworkSpec, draft: NetworkSpec | None = None) -> None:
+        config = target.config
         self.size = config.tensor_parallel_size
         self.places: list[Place] = []
         self._config = _for_other_nodes(config)
-        self._found = [found_files(network) for network in networks if network is not None]
+        self._found = [found_files(network) for network in (target, draft) if network is not None]
         self._num_threads = num_threads(config)
         self._job: str | None = None  # Ray's name of this process in that cluster
         self._group: PlacementGroup | None = None

@@ -29,8 +29,8 @@ _REDUCED = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precis
 """Where cuBLAS cuts a long sum into parts, torch by default allows it to add them up in 16 bits."""
 
 
-def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
-    """Return the weight files to read. First check that the model can run with `config`.
+def check_network(config: Config, checkpoint: Checkpoint) -> NetworkSpec:
+    """Return what the ranks load of `checkpoint`. First check that it can run with `config`.
 
     Raises:
         CheckpointError: the architecture or a setting is not supported, there are no weights, or
@@ -48,11 +48,11 @@ def find_weights(config: Config, checkpoint: Checkpoint) -> list[Path]:
             f"tensor_parallel_size {config.tensor_parallel_size} does not divide this model's "
             f"num_attention_heads ({model_config.num_heads})"
         )
-    if config.load_format == "dummy":
-        return []
-    files = weight_files(checkpoint, config.model, config.revision, config.download_dir)
-    check_weights(model_config, files)
-    return files
+    files = []
+    if config.load_format != "dummy":
+        files = weight_files(checkpoint, config.model, config.revision, config.download_dir)
+        check_weights(model_config, files)
+    return NetworkSpec(config, model_config, files)
 
 
 def check_networks(
@@ -61,11 +61,10 @@ def check_networks(
     """Return what the ranks load: the target, and the draft network if there is one.
 
     Raises:
-        CheckpointError, ConfigError: as for `find_weights`, for each of both.
+        CheckpointError, ConfigError: as for `check_network`, for each of both.
         ConfigError: they have different vocabularies.
     """
-    files = find_weights(config, checkpoint)
-    target = NetworkSpec(config, _model_config(config, checkpoint), files)
+    target = check_network(config, checkpoint)
     if config.speculation is not None and config.speculation.method == "mtp":
         from nanovllm.speculation.proposers.mtp_config import check_mtp
 
@@ -105,7 +104,7 @@ def _check_draft(target: NetworkSpec, checkpoint: Checkpoint) -> NetworkSpec:
         )
     if model_config.quantization_config is not None:
         config = dataclasses.replace(config, quantization=None)
-    return NetworkSpec(config, model_config, find_weights(config, checkpoint))
+    return check_network(config, checkpoint)
 
 
 def _model_config(config: Config, checkpoint: Checkpoint) -> ModelConfig:

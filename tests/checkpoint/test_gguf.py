@@ -15,7 +15,7 @@ from nanovllm.checkpoint.gguf import read_gguf, read_rows
 from nanovllm.checkpoint.gguf_reading import rotary_pairs
 from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
-from nanovllm.executors.worker import find_weights
+from nanovllm.executors.worker import check_network
 from nanovllm.formats.gguf import BLOCK_BITS, unpack_blocks
 from nanovllm.formats.integer import IntWeight
 from nanovllm.kernels.torch_kernels import TORCH
@@ -288,7 +288,7 @@ def test_a_file_that_is_not_there(tmp_path):
 def test_settings_that_are_refused(tmp_path, metadata, said):
     file, _ = make_gguf(tmp_path, "llama", metadata=metadata)
     with pytest.raises(CheckpointError, match=said) as raised:
-        find_weights(Config(file), open_checkpoint(file))
+        check_network(Config(file), open_checkpoint(file))
     assert file in str(raised.value)
 
 

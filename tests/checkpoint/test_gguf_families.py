@@ -12,7 +12,7 @@ from nanovllm.checkpoint import gguf
 from nanovllm.checkpoint.gguf_families import FAMILIES
 from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.errors import CheckpointError
-from nanovllm.executors.worker import find_weights
+from nanovllm.executors.worker import check_network
 from nanovllm.formats.gguf import StoredBlocks
 from nanovllm.layers.experts import StackedLinear
 from nanovllm.options.config import Config
@@ -347,7 +347,7 @@ def test_what_is_refused(case, metadata, shapes, said, tmp_path):
         models(case), tmp_path / "x.gguf", architecture_of(case), metadata=metadata, shapes=shapes
     )
     with pytest.raises(CheckpointError, match=said) as raised:
-        find_weights(Config(file), open_checkpoint(file))
+        check_network(Config(file), open_checkpoint(file))
     assert file in str(raised.value)
 
 

@@ -19,7 +19,7 @@ from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.checkpoint.loader import load_weights
 from nanovllm.checkpoint.shards import model_shards
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.executors.worker import find_weights
+from nanovllm.executors.worker import check_network
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -341,13 +341,13 @@ def test_pickled_weights_alone_are_refused(tmp_path):
     torch.save({"model.norm.weight": torch.ones(32)}, tmp_path / "pytorch_model.bin")
     config = Config(str(tmp_path))
     with pytest.raises(CheckpointError, match=r"no \.safetensors .*pytorch_model\.bin, which is"):
-        find_weights(config, open_checkpoint(config.model))
+        check_network(config, open_checkpoint(config.model))
 
 
 def test_dummy_weights_need_no_files(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     config = Config(str(tmp_path), load_format="dummy")
-    assert find_weights(config, open_checkpoint(config.model)) == []
+    assert check_network(config, open_checkpoint(config.model)).files == []
 
 
 class SmallTensors(TorchDispatchMode):
@@ -382,16 +382,16 @@ def save_model(path, **changes):
     ],
 )
 def test_sizes_that_the_headers_do_not_confirm_allocate_nothing(tmp_path, changes, said):
-    """`find_weights` makes no parameter: such a model has up to 2**50 of them."""
+    """`check_network` makes no parameter: such a model has up to 2**50 of them."""
     config = save_model(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=said) as raised, SmallTensors():
-        find_weights(config, open_checkpoint(config.model))
+        check_network(config, open_checkpoint(config.model))
     assert len(str(raised.value)) < 4000
 
 
 def test_a_sound_checkpoint_passes_the_check(tmp_path):
     config = save_model(tmp_path)
-    files = find_weights(config, open_checkpoint(config.model))
+    files = check_network(config, open_checkpoint(config.model)).files
     assert files == [tmp_path / "model.safetensors"]
 
 
@@ -408,7 +408,7 @@ def test_an_unsupported_model_is_refused_before_its_weights_are_searched(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["Other"]}))
     config = Config(str(tmp_path))
     with pytest.raises(CheckpointError, match="architecture 'Other' is not supported"):
-        find_weights(config, open_checkpoint(config.model))
+        check_network(config, open_checkpoint(config.model))
 
 
 # Dummy weights.

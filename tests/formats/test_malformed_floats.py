@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.executors.worker import find_weights
+from nanovllm.executors.worker import check_network
 from nanovllm.options.config import Config
 from tests.checkpoints import copy_checkpoint, read_json, write_json
 from tests.formats.float_checkpoints import make_compressed, make_modelopt, scheme_of
@@ -219,7 +219,7 @@ def cases(table):
 def load(path):
     """Check and load the checkpoint at `path`."""
     checkpoint = open_checkpoint(str(path))
-    find_weights(Config(str(path), device="cpu"), checkpoint)
+    check_network(Config(str(path), device="cpu"), checkpoint)
     Steps(path, 16)
 
 

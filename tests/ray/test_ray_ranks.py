@@ -115,7 +115,8 @@ def test_logits_processors_cannot_go_to_another_process(
 
 def test_a_rank_whose_node_has_no_files_says_so(ray_cluster: Any) -> None:
     """All nodes are in this machine: another path stands for a node without the files."""
-    ranks = RayRanks(Config(MODEL, **RAY), open_checkpoint(MODEL))
+    config = Config(MODEL, **RAY)
+    ranks = RayRanks(*check_networks(config, open_checkpoint(MODEL)))
     ranks._config = dataclasses.replace(ranks._config, model="/nowhere")
     with pytest.raises(
         CheckpointError, match=r"node .*: model directory '/nowhere' does not exist"
