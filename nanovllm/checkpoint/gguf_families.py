@@ -82,7 +82,7 @@ def _mistral3(metadata: Metadata, config: Fields) -> Fields:
 
 
 def _phi3(metadata: Metadata, config: Fields) -> Fields:
-    window = metadata.setting("attention.sliding_window", check_int, 0, MAX_SIZE, default=0)
+    window = metadata.size("attention.sliding_window", 0)
     return {"sliding_window": window or None}
 
 

@@ -30,7 +30,7 @@ def _fields(metadata: Metadata, config: Fields) -> Fields:
     full = [index for index in range(num_layers) if not slides[index]]
     same_values = bool(full) and f"blk.{full[0]}.attn_v.weight" not in tensors
     num_shared = metadata.setting("attention.shared_kv_layers", check_int, 0, num_layers, default=0)
-    extra = metadata.setting("embedding_length_per_layer_input", check_int, 0, MAX_SIZE, default=0)
+    extra = metadata.size("embedding_length_per_layer_input", 0)
     embedding = tensors.get("per_layer_token_embd.weight")
     heads = (
         metadata.listed("attention.head_count_kv", num_layers, int)

@@ -54,8 +54,9 @@ class Metadata:
         return check(CheckpointError, f"{self.file}: {self.architecture}.{key}", value, *limits)
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return a size, an integer of at least 1."""
-        found: int = self.setting(key, check_int, 1, MAX_SIZE, default=default)
+        """Return a size: an integer of at least 1, or of at least 0 if `default` is 0."""
+        low = 0 if default == 0 else 1
+        found: int = self.setting(key, check_int, low, MAX_SIZE, default=default)
         return found
 
     def number(self, key: str, default: float | None = None) -> float:

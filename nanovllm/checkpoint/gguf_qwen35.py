@@ -20,15 +20,14 @@ Reads metadata, no weight. Imports no torch.
 from collections.abc import Mapping
 
 from nanovllm.checkpoint.gguf_family import EXPERT_SIZES, EXPERTS, Fields, GgufFamily
-from nanovllm.checkpoint.gguf_metadata import MAX_SIZE, Metadata
+from nanovllm.checkpoint.gguf_metadata import Metadata
 from nanovllm.checkpoint.gguf_reading import Order, Reading
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.options.validation import check_int
 
 
 def _fields(metadata: Metadata, config: Fields) -> Fields:
     """Return the fields of Qwen3.5's config.json beyond the common ones."""
-    num_drafting = metadata.setting("nextn_predict_layers", check_int, 0, MAX_SIZE, default=0)
+    num_drafting = metadata.size("nextn_predict_layers", 0)
     num_layers = config["num_hidden_layers"] - num_drafting
     if num_layers < 1:
         raise CheckpointError(

@@ -53,11 +53,6 @@ class Awq:
         )
 
     def stored(self, matrix: Matrix, names: list[str]) -> StoredIntegers | None:
-        """Return how the checkpoint stores the linears `names`, which `matrix` merges.
-
-        Raises:
-            UnsupportedModelError: only some of them are in AWQ.
-        """
         forms = [None if self._excluded.are_within(name) else self._form for name in names]
         form = one_form(names, forms, _EXCLUDED)
         return None if form is None else StoredIntegers(matrix, form)

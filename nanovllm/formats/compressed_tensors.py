@@ -124,11 +124,5 @@ class CompressedTensors:
         return next((scheme for _, every, scheme in self._groups if every), None)
 
     def stored(self, matrix: Matrix, names: list[str]) -> StoredWeight | None:
-        """Return how the checkpoint stores the linears `names`, which `matrix` merges.
-
-        Raises:
-            UnsupportedModelError: not all of them are stored in the same way.
-            ConfigError: see `StoredScheme`.
-        """
         scheme = one_form(names, list(map(self.scheme, names)), "config_groups and ignore")
         return None if scheme is None else _STORED[scheme.format](scheme, matrix, names)

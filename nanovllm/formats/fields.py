@@ -148,9 +148,7 @@ class LoadedField:
             rows = torch.arange(part.skipped + start, part.skipped + stop, device=self._device)
             return part.tensor[rows // (field.outputs or part.shape[0])]
         rows = part.tensor[start:stop]
-        if not field.packed:
-            return rows
-        return unpack_columns(rows, field.bits, rows.shape[1] * (WORD_BITS // field.bits))
+        return unpack_columns(rows, field.bits) if field.packed else rows
 
 
 class LoadedVector:

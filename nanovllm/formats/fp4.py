@@ -13,7 +13,7 @@ from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.formats.fields import Field, LoadedField, LoadedVector
 from nanovllm.formats.integer import FP4_NUMBERS, IntRows, IntTensor, int_tensor
-from nanovllm.formats.packing import row_ranges
+from nanovllm.formats.packing import row_ranges, unpack_columns
 from nanovllm.formats.scheme import Scheme
 from nanovllm.formats.stored import StoredNumbers
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
@@ -69,8 +69,7 @@ class StoredFp4(StoredNumbers):
         self._factors = LoadedVector(layout.factor or "", torch.float32, device, 1)
         self._loaded = [self._pairs, self._scales]
 
-    def shards(self, weight: Shard) -> Iterator[Shard]:
-        self._check_tensor(weight)
+    def _tensors(self, weight: Shard) -> Iterator[Shard]:
         if weight.shape[1] % (size := self._layout.group_size):
             raise UnsupportedModelError(
                 f"{weight.name.removesuffix('.weight')}: {self.label} has scales of {size} inputs, "
@@ -101,7 +100,8 @@ class StoredFp4(StoredNumbers):
             scales = _float_scales(self._scales.rows(start, stop))
             if factors is not None:
                 scales *= factors[start:stop, None]
-            numbers = _E2M1.to(self._device)[numbers_of(self._pairs.rows(start, stop)).int()]
+            values = unpack_columns(self._pairs.rows(start, stop), 4).int() + 8
+            numbers = _E2M1.to(self._device)[values]
             grouped = numbers.view(*scales.shape, self._layout.group_size) * scales[..., None]
             wide[start:stop] = grouped.flatten(1)
         return wide
@@ -150,23 +150,18 @@ def unpack_fp4(
         scales: [n, k / group] float8_e4m3fn, or uint8 for powers of two (E8M0).
         factors: [n] float32, further factors of the rows.
     """
-    values = numbers_of(pairs).view(torch.int8) - 8
+    values = unpack_columns(pairs, 4)
     weight = int_tensor(values, _float_scales(scales), 4, factors=factors, fp4=True)
     assert weight is not None, "the scales of an IntTensor hold E4M3 and E8M0"
     return weight
-
-
-def numbers_of(pairs: torch.Tensor) -> torch.Tensor:
-    """Return the 4 bits of each number of `pairs` [n, k / 2]: [n, k] uint8."""
-    return torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)
 
 
 def _float_scales(scales: torch.Tensor) -> torch.Tensor:
     return powers_of_two(scales) if scales.dtype == torch.uint8 else scales.float()
 
 
-def powers_of_two(exponents: torch.Tensor, bias: int = E8M0_BIAS) -> torch.Tensor:
-    """Return 2 ** (e - `bias`) for E8M0 numbers e (uint8), in float32."""
+def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """Return 2 ** (e - 127) for E8M0 numbers e (uint8), in float32."""
     ones = torch.ones(exponents.shape, device=exponents.device)
     powers = torch.ldexp(ones, exponents.int() - E8M0_BIAS)
     return powers.masked_fill(exponents == _E8M0_NAN, torch.nan)

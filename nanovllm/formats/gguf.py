@@ -88,17 +88,10 @@ class StoredBlocks:
     """
 
     def __init__(self, block_type: str, like: torch.Tensor) -> None:
-        self.block_type = block_type
+        self.block_type = self.label = block_type
+        self.description = f"in {block_type}, kept in {BLOCK_BITS[block_type]} bits"
         (self._rows, self._inputs), self._device = like.shape, like.device
         self._blocks: torch.Tensor | None = None
-
-    @property
-    def label(self) -> str:
-        return self.block_type
-
-    @property
-    def description(self) -> str:
-        return f"in {self.block_type}, kept in {BLOCK_BITS[self.block_type]} bits"
 
     def shards(self, weight: Shard) -> Iterator[Shard]:
         """Yield the tensor of `weight` as bytes: [outputs, bytes of a row]."""

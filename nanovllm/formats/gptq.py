@@ -78,11 +78,6 @@ class Gptq:
         return self._settings
 
     def stored(self, matrix: Matrix, names: list[str]) -> StoredIntegers | None:
-        """Return how the checkpoint stores the linears `names`, which `matrix` merges.
-
-        Raises:
-            UnsupportedModelError: not all of them are stored in the same way.
-        """
         settings = one_form(names, [self.settings(name) for name in names], f"dynamic, {_ONLY}")
         return None if settings is None else StoredIntegers(matrix, _form(settings, self._less))
 

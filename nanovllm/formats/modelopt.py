@@ -47,12 +47,6 @@ class ModelOpt:
         self._linears = _by_linear(settings) if algorithm == _MIXED else {}
 
     def stored(self, matrix: Matrix, names: list[str]) -> StoredWeight | None:
-        """Return how the checkpoint stores the linears `names`, which `matrix` merges.
-
-        Raises:
-            UnsupportedModelError: not all of them are stored in the same way.
-            ConfigError: this rank's part begins or ends inside a group of numbers.
-        """
         algorithm = one_form(names, list(map(self.algorithm, names)), "the excluded modules")
         if algorithm is None:
             return None

@@ -24,8 +24,8 @@ def row_ranges(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + count, stop)
 
 
-def unpack_columns(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Return the integers [n, count] int8 of `words` [n, words] int32, packed along a row.
+def unpack_columns(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the integers [n, k] int8 of `words` [n, words], of any dtype, packed along a row.
 
     Args:
         bits: 4 or 8, so that an integer is in a byte: those of a word are the lowest first.
@@ -33,7 +33,7 @@ def unpack_columns(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     as_bytes = words.contiguous().view(torch.uint8)
     if bits == 4:
         as_bytes = torch.stack([as_bytes & 15, as_bytes >> 4], -1).flatten(1)
-    return _centred(as_bytes[:, :count], bits)
+    return _centred(as_bytes, bits)
 
 
 def unpack_rows(

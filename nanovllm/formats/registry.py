@@ -40,10 +40,8 @@ class WeightFormat(Protocol):
     setting that is not implemented, and CheckpointError for a field of the wrong type.
     """
 
-    @property
-    def name(self) -> str:
-        """Return the name that errors show: "FP8"."""
-        ...
+    name: str
+    """For errors: "FP8"."""
 
     def stored(self, matrix: Matrix, names: list[str]) -> StoredWeight | None:
         """Return how the weight of `matrix` is stored; None: as plain numbers.

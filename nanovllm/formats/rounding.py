@@ -53,18 +53,11 @@ class StoredRounded:
     """
 
     def __init__(self, quantization: str, like: torch.Tensor, kernels: Kernels) -> None:
-        self._quantization, self._like = quantization, like
+        self.label, self.description = quantization, f"rounded to {quantization}"
+        self._like = like
         self._rows = rounded_rows(quantization, like, kernels)
         self._waiting: torch.Tensor | None = None
         self._has_panels = True
-
-    @property
-    def label(self) -> str:
-        return self._quantization
-
-    @property
-    def description(self) -> str:
-        return f"rounded to {self._quantization}"
 
     def shards(self, weight: Shard) -> Iterator[Shard]:
         if weight.target.storage_offset() // self._like.shape[1] % PANEL:

@@ -36,13 +36,11 @@ class StoredNumbers:
 
     def shards(self, weight: Shard) -> Iterator[Shard]:
         """Yield the tensors that stand in place of `weight`."""
-        raise NotImplementedError
-
-    def _check_tensor(self, weight: Shard) -> None:
         if weight.index is not None:
             raise UnsupportedModelError(
                 f"{weight.name}: {self.label} is not supported where all experts are in one tensor"
             )
+        yield from self._tensors(weight)
 
     def method(self, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
         """Return what multiplies.
@@ -62,6 +60,10 @@ class StoredNumbers:
         for field in self._loaded:
             field.release()
         return method
+
+    def _tensors(self, weight: Shard) -> Iterator[Shard]:
+        """Yield the tensors that stand in place of `weight`, which is of one linear."""
+        raise NotImplementedError
 
     def _kept(self, dtype: torch.dtype, kernels: Kernels) -> tuple[WeightMethod | None, str]:
         """Return the method of few bits, and what it is; or None, and why there is none."""

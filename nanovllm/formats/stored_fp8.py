@@ -119,9 +119,7 @@ class StoredFp8(StoredNumbers):
         self._scales = LoadedField(scale, self._device)
         self._loaded = [self._scales]
 
-    def shards(self, weight: Shard) -> Iterator[Shard]:
-        """Yield `weight` in FP8, and its scales."""
-        self._check_tensor(weight)
+    def _tensors(self, weight: Shard) -> Iterator[Shard]:
         if self._values is None:
             self._values = torch.empty(self._shape, dtype=FP8, device=self._device)
         first = first_row(weight)

@@ -65,9 +65,7 @@ class StoredIntegers(StoredNumbers):
         self._biases = LoadedVector("bias", torch.float32, device)
         self._loaded = [each for each in (self._values, self._scales, self._zeros) if each]
 
-    def shards(self, weight: Shard) -> Iterator[Shard]:
-        """Yield the tensors that stand in place of `weight`; see `StoredWeight`."""
-        self._check_tensor(weight)
+    def _tensors(self, weight: Shard) -> Iterator[Shard]:
         yield self._values.shard(weight)
         yield self._scales.shard(weight)
         if self._zeros is not None:
