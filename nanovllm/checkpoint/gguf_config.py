@@ -10,8 +10,8 @@ from nanovllm.checkpoint.gguf_family import GgufFamily
 from nanovllm.checkpoint.gguf_metadata import MAX_SIZE, Metadata
 from nanovllm.checkpoint.gguf_rope import rope_parameters
 from nanovllm.checkpoint.gguf_vocabulary import eos_token_ids
-from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.options.validation import check_float, check_int, shown
+from nanovllm.errors import CheckpointError
+from nanovllm.options.validation import check_float, check_int
 
 _SIZES = {
     "embedding_length": "hidden_size",
@@ -69,10 +69,8 @@ def make_config(metadata: Metadata, family: GgufFamily) -> dict[str, Any]:
     )
     value_length = metadata.setting("attention.value_length", check_int, 0, 2**12, default=head_dim)
     if value_length != head_dim:
-        raise UnsupportedModelError(
-            f"{file}: {metadata.architecture}.attention.value_length {value_length} is not "
-            f"supported: it must be the head size, {head_dim}"
-        )
+        rule = f"the head size, {head_dim}"
+        raise metadata.unsupported("attention.value_length", value_length, rule)
     config |= {
         "architectures": [family.architecture],
         "model_type": metadata.architecture,
@@ -117,7 +115,4 @@ def _check_unread(metadata: Metadata, family: GgufFamily) -> None:
     for key in sorted(metadata.unread() - (_IGNORED_KEYS - family.neutral.keys())):
         value = metadata.own(key)
         if not any(value == allowed for allowed in neutral.get(key, ())):
-            name = f"{metadata.architecture}.{key}"
-            raise UnsupportedModelError(
-                f"{metadata.file}: {name:.100} {shown(value)} is not supported"
-            )
+            raise metadata.unsupported(key, value)

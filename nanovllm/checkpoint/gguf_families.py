@@ -73,10 +73,8 @@ def _mistral3(metadata: Metadata, config: Fields) -> Fields:
     original = metadata.size("rope.scaling.original_context_length")
     length = length or original
     if length != original or rope.get("rope_type") != "yarn":
-        raise UnsupportedModelError(
-            f"{metadata.file}: mistral3.attention.temperature_length {length} is not supported: "
-            f"it must be the original context of yarn scaling, {original}"
-        )
+        rule = f"the original context of yarn scaling, {original}"
+        raise metadata.unsupported("attention.temperature_length", length, rule)
     beta = metadata.number("attention.temperature_scale")
     return {"rope_parameters": {**rope, "llama_4_scaling_beta": beta}}
 

@@ -5,7 +5,7 @@ Reads metadata, no weight. Imports no torch.
 
 from nanovllm.checkpoint.gguf_family import SANDWICH, SOFTCAP, Fields, GgufFamily
 from nanovllm.checkpoint.gguf_metadata import MAX_SIZE, Metadata
-from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.errors import UnsupportedModelError
 from nanovllm.options.validation import check_int, shown
 
 
@@ -15,18 +15,11 @@ def _fields(metadata: Metadata, config: Fields) -> Fields:
     In the file the plain sizes of a head are those of the layers with full attention.
     """
     num_layers, tensors = config["num_hidden_layers"], metadata.tensors
-    slides = metadata.listed("attention.sliding_window_pattern", num_layers, bool)
-    if slides is None:
-        raise CheckpointError(
-            f"{metadata.file}: gemma4.attention.sliding_window_pattern must be a list of bool"
-        )
+    slides = metadata.listed_for_layers("attention.sliding_window_pattern", num_layers, bool)
     head_dim = metadata.size("attention.key_length_swa")
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
         if (found := metadata.size(key, head_dim)) != head_dim:
-            raise UnsupportedModelError(
-                f"{metadata.file}: gemma4.{key} {found} is not supported: it must be the head "
-                f"size, {head_dim}"
-            )
+            raise metadata.unsupported(key, found, f"the head size, {head_dim}")
     full = [index for index in range(num_layers) if not slides[index]]
     same_values = bool(full) and f"blk.{full[0]}.attn_v.weight" not in tensors
     num_shared = metadata.setting("attention.shared_kv_layers", check_int, 0, num_layers, default=0)
@@ -38,10 +31,8 @@ def _fields(metadata: Metadata, config: Fields) -> Fields:
     )
     by_type = dict(zip(slides, heads, strict=True))
     if any(by_type[slide] != count for slide, count in zip(slides, heads, strict=True)):
-        raise UnsupportedModelError(
-            f"{metadata.file}: gemma4.attention.head_count_kv {shown(heads)} is not supported: "
-            "layers of one type must have equally many"
-        )
+        rule = "equally many in all layers of one type"
+        raise metadata.unsupported("attention.head_count_kv", heads, rule)
     return {
         "head_dim": head_dim,
         "global_head_dim": config["head_dim"],
@@ -68,10 +59,8 @@ def _mlp_sizes(metadata: Metadata, num_layers: int, num_shared: int) -> Fields:
     size, doubled = sizes[0], sizes[-1] == 2 * sizes[0]
     expected = [size] * (num_layers - num_shared) + [size * (1 + doubled)] * num_shared
     if sizes != expected or not 1 <= size <= MAX_SIZE:
-        raise UnsupportedModelError(
-            f"{metadata.file}: gemma4.feed_forward_length {shown(sizes)} is not supported: layers "
-            "that share keys and values may have twice the size of the others"
-        )
+        rule = "the same in all layers, or twice that in those that share keys and values"
+        raise metadata.unsupported("feed_forward_length", sizes, rule)
     return {"intermediate_size": size, "use_double_wide_mlp": doubled}
 
 

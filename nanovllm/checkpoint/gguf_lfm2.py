@@ -7,24 +7,16 @@ attention.head_count_kv. Reads metadata, no weight. Imports no torch.
 from nanovllm.checkpoint.gguf_family import EXPERT_SIZES, Fields, GgufFamily
 from nanovllm.checkpoint.gguf_metadata import Metadata
 from nanovllm.checkpoint.gguf_reading import Reading
-from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.options.validation import check_int, shown
+from nanovllm.options.validation import check_int
 
 
 def _fields(metadata: Metadata, config: Fields) -> Fields:
     """Return the fields of LFM2's config.json beyond the common ones."""
     num_layers = config["num_hidden_layers"]
-    heads = metadata.listed("attention.head_count_kv", num_layers, int)
-    if heads is None:
-        raise CheckpointError(
-            f"{metadata.file}: {metadata.architecture}.attention.head_count_kv must be a list of "
-            "int, one for each layer"
-        )
+    heads = metadata.listed_for_layers("attention.head_count_kv", num_layers, int)
     if {*heads} - {0, config["num_key_value_heads"]}:
-        raise UnsupportedModelError(
-            f"{metadata.file}: {metadata.architecture}.attention.head_count_kv {shown(heads)} is "
-            "not supported: layers with attention must have equally many"
-        )
+        rule = "equally many in all layers with attention"
+        raise metadata.unsupported("attention.head_count_kv", heads, rule)
     return {
         "layer_types": ["full_attention" if count else "conv" for count in heads],
         "norm_eps": config["rms_norm_eps"],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.checkpoint.gguf_header import GgufHeader
-from nanovllm.errors import CheckpointError
+from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.options.validation import check_float, check_int, shown
 
 MAX_SIZE = 2**24
@@ -44,6 +44,13 @@ class Metadata:
         keys = {key.removeprefix(prefix) for key in self.values if key.startswith(prefix)}
         return keys - self._read
 
+    def unsupported(self, key: str, value: Any, rule: str = "") -> UnsupportedModelError:
+        """Return the error for a setting that is not implemented, and the rule for it."""
+        name, rule = f"{self.architecture}.{key}", f": it must be {rule}" if rule else ""
+        return UnsupportedModelError(
+            f"{self.file}: {name:.100} {shown(value)} is not supported{rule}"
+        )
+
     def setting(
         self, key: str, check: Callable[..., Any], *limits: Any, default: Any = None
     ) -> Any:
@@ -65,13 +72,18 @@ class Metadata:
         return found
 
     def listed(self, key: str, length: int, kind: type) -> list[Any] | None:
-        """Return a list, which must have `length` elements of type `kind`; None if it is none."""
+        """Return `listed_for_layers` if the setting is a list, else None."""
+        is_list = isinstance(self.own(key), list)
+        return self.listed_for_layers(key, length, kind) if is_list else None
+
+    def listed_for_layers(self, key: str, length: int, kind: type) -> list[Any]:
+        """Return a setting that is a list of `length` elements of type `kind`."""
         values = self.own(key)
-        if not isinstance(values, list):
-            return None
-        if len(values) != length or any(type(value) is not kind for value in values):
+        fits = isinstance(values, list) and len(values) == length
+        if not fits or any(type(value) is not kind for value in values):
             raise CheckpointError(
                 f"{self.file}: {self.architecture}.{key} must be a list of {length} "
                 f"{kind.__name__}, one for each layer, is {shown(values)}"
             )
-        return values
+        found: list[Any] = values
+        return found

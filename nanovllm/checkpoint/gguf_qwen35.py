@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from nanovllm.checkpoint.gguf_family import EXPERT_SIZES, EXPERTS, Fields, GgufFamily
 from nanovllm.checkpoint.gguf_metadata import Metadata
 from nanovllm.checkpoint.gguf_reading import Order, Reading
-from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.errors import CheckpointError
 
 
 def _fields(metadata: Metadata, config: Fields) -> Fields:
@@ -37,11 +37,8 @@ def _fields(metadata: Metadata, config: Fields) -> Fields:
     num_heads, width = config["linear_num_value_heads"], metadata.size("ssm.inner_size")
     num_key_heads = config["linear_num_key_heads"]
     if width % num_heads or num_heads % num_key_heads:
-        raise UnsupportedModelError(
-            f"{metadata.file}: {metadata.architecture}.ssm.time_step_rank {num_heads} is not "
-            f"supported: it must divide ssm.inner_size {width}, and ssm.group_count "
-            f"{num_key_heads} must divide it"
-        )
+        rule = f"a multiple of ssm.group_count {num_key_heads} that divides ssm.inner_size {width}"
+        raise metadata.unsupported("ssm.time_step_rank", num_heads, rule)
     return {
         "num_hidden_layers": num_layers,
         "mtp_num_hidden_layers": num_drafting,

@@ -10,7 +10,7 @@ import numpy as np
 
 from nanovllm.checkpoint.gguf_metadata import Metadata
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.options.validation import check_float, check_text, shown
+from nanovllm.options.validation import check_float, check_text
 
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor by whose elements the rotary angles are divided."""
@@ -39,10 +39,8 @@ def rope_parameters(metadata: Metadata, head_dim: int, *, partial: bool) -> dict
     kinds = ("none", "linear", "yarn", "longrope")
     has_long = SHORT_FACTORS in metadata.tensors or LONG_FACTORS in metadata.tensors
     if kind not in kinds or (has_long and kind not in ("none", "longrope")):
-        raise UnsupportedModelError(
-            f"{metadata.file}: {metadata.architecture}.rope.scaling.type {shown(kind)} is not "
-            f"supported ({', '.join(kinds)})"
-        )
+        rule = f"one of {', '.join(kinds)}"
+        raise metadata.unsupported("rope.scaling.type", kind, rule)
     if ROPE_FACTORS in metadata.tensors:
         if kind != "none" or has_long:
             raise UnsupportedModelError(
@@ -94,10 +92,7 @@ def _rotating_part(metadata: Metadata, head_dim: int, partial: bool) -> dict[str
     if size == head_dim:
         return {}
     if not partial or size > head_dim or size % 2:
-        raise UnsupportedModelError(
-            f"{metadata.file}: {metadata.architecture}.rope.dimension_count {size} is not "
-            f"supported: it must be the head size, {head_dim}"
-        )
+        raise metadata.unsupported("rope.dimension_count", size, f"the head size, {head_dim}")
     share = size / head_dim
     exact = int(head_dim * share) == size
     return {"partial_rotary_factor": share if exact else math.nextafter(share, 1.0)}
