@@ -84,7 +84,7 @@ def test_tokens_do_not_depend_on_steps_in_flight(
     prompts = [[i + 1] * (3 + i) for i in range(6)]
     alone = make_llm(random_model).generate(prompts, SHORT, use_tqdm=False)
     llm = tensor_parallel_llm(random_model, 2)
-    monkeypatch.setattr(llm.engine, "_queue_depth", 3)
+    monkeypatch.setattr(llm.engine, "queue_depth", 3)
     outputs = llm.generate(prompts, SHORT, use_tqdm=False)
     assert token_ids(outputs) == token_ids(alone)
 

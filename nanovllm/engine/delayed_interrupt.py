@@ -3,7 +3,7 @@
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -29,12 +29,7 @@ class DelayedInterrupt:
                 signal.signal(signal.SIGINT, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._handler is not None:
             found = signal.signal(signal.SIGINT, self._handler)
             if found != self._handle:  # the block has set another handler

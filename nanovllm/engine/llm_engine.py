@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
@@ -31,47 +32,34 @@ from nanovllm.scheduler.worker_info import WorkerInfo
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class LLMEngine:
     """Continuous batching over one model, for one thread at a time: `SharedEngine` sees to that.
 
     `assembly.make_engine` makes it of its parts.
-
-    Args:
-        executor: started; the engine shuts it down, and closes the observer.
-        generation_config: the sampling parameters that are recommended for the model.
-        load_tokenizer: returns the checkpoint's transformers tokenizer, None if it has none. The
-            engine itself does not need it.
-        queue_depth: how many more steps to launch before the oldest step's tokens are known; 0
-            waits for each step.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        worker_info: WorkerInfo,
-        executor: Executor,
-        scheduler: Scheduler,
-        input_processor: InputProcessor,
-        output_processor: OutputProcessor,
-        *,
-        generation_config: Mapping[str, Any],
-        load_tokenizer: Callable[[], Any],
-        observer: Observer,
-        queue_depth: int,
-    ) -> None:
-        self.config = config
-        self.worker_info = worker_info
-        self.executor = executor
-        self.scheduler = scheduler
-        self.stats = scheduler.stats
-        self.input_processor = input_processor
-        self.output_processor = output_processor
-        self.generation_config = generation_config
-        self.observer = observer
-        self.load_tokenizer = load_tokenizer
+    config: Config
+    worker_info: WorkerInfo
+    executor: Executor  # started; the engine shuts it down, and closes the observer
+    scheduler: Scheduler
+    input_processor: InputProcessor
+    output_processor: OutputProcessor
+    _: KW_ONLY
+    generation_config: Mapping[str, Any]
+    """The sampling parameters that are recommended for the model."""
+    load_tokenizer: Callable[[], Any]
+    """Returns the checkpoint's transformers tokenizer, None if it has none. The engine itself does
+    not need it."""
+    observer: Observer
+    queue_depth: int
+    """How many more steps to launch before the oldest step's tokens are known; 0 waits for each."""
+
+    def __post_init__(self) -> None:
+        self.stats = self.scheduler.stats
         self.owner = OwnerProcess()
-        self._finalizer = weakref.finalize(self, _shut_down, executor, observer, self.owner)
-        self._queue_depth = queue_depth
+        parts = self.executor, self.observer, self.owner
+        self._finalizer = weakref.finalize(self, _shut_down, *parts)
         self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
         self._outputs: list[RequestOutput] = []  # for the next step() to return
 
@@ -100,7 +88,7 @@ class LLMEngine:
         """
         self.owner.check()
         self.executor.check_ready()
-        if self.output_processor.get_request(request.request_id) is not None:
+        if request.request_id in self.output_processor.requests:
             raise InvalidRequestError(
                 f"request_id {shown(request.request_id)} is that of a running request: give each "
                 "its own"
@@ -133,7 +121,7 @@ class LLMEngine:
             self.observer.begin_step()
             start = time.perf_counter()
             launched = self._launch_step(interrupt)
-            if self._in_flight and (not launched or len(self._in_flight) > self._queue_depth):
+            if self._in_flight and (not launched or len(self._in_flight) > self.queue_depth):
                 self._process_oldest_step(start, interrupt)
             self.observer.end_step(self.scheduler)
 
@@ -142,7 +130,7 @@ class LLMEngine:
 
         The output is also delivered, if the request has a `deliver`.
         """
-        request = self.output_processor.get_request(request_id)
+        request = self.output_processor.requests.get(request_id)
         if request is None:
             return None
         self._queue_remaining(request)
@@ -217,7 +205,7 @@ class LLMEngine:
             self._in_flight.popleft()
             self._process_result(schedule, result)
             if self.scheduler.drafting is not None:
-                elapsed = None if self._queue_depth else time.perf_counter() - start
+                elapsed = None if self.queue_depth else time.perf_counter() - start
                 self.scheduler.drafting.settle(schedule, result, elapsed)
         except BaseException:
             # The steps launched after a failed one may have read KV that it did not write.

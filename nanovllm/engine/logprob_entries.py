@@ -1,7 +1,5 @@
 """Log-probabilities as users see them: by token, with rank and text. Knows no requests."""
 
-from collections.abc import Mapping
-
 from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
 from nanovllm.outputs import Logprob
 from nanovllm.scheduler.messages import TokenLogprobs
@@ -26,19 +24,6 @@ class LogprobEntries:
             text = self._text(token) if with_text else None
             entries.setdefault(token, Logprob(logprob, rank, text))
         return entries
-
-    def make_all(
-        self, found: Mapping[int, TokenLogprobs], positions: range, *, with_text: bool
-    ) -> list[dict[int, Logprob] | None]:
-        """Return the entries of each position; None where there are none.
-
-        Args:
-            found: by position.
-        """
-        return [
-            self.make(found[position], with_text=with_text) if position in found else None
-            for position in positions
-        ]
 
     def _text(self, token_id: int) -> str | None:
         if self._tokenizer is None:

@@ -25,7 +25,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: KeptTokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self.requests: dict[int | str, Request] = {}
+        self.requests: dict[int | str, Request] = {}  # that are followed, by id
         self._completions: dict[int, Completion] = {}  # by sequence id
         self._entries = LogprobEntries(tokenizer)
         self.weight_version: int | str = 0
@@ -36,10 +36,6 @@ class OutputProcessor:
         for index, seq in enumerate(request.sequences):
             detokenizer = self.make_detokenizer(request.params)
             self._completions[seq.seq_id] = Completion(request, index, seq, detokenizer)
-
-    def get_request(self, request_id: int | str) -> Request | None:
-        """Return a request that is being followed, None if there is none with this id."""
-        return self.requests.get(request_id)
 
     def request_of(self, seq_id: int) -> Request | None:
         """Return the request that a sequence belongs to, None if it is not followed."""
@@ -168,8 +164,11 @@ class OutputProcessor:
             return None
         request.sent_prompt_logprobs = True
         first, with_text = request.sequences[0], request.params.detokenize
-        positions = range(first.num_prompt_tokens)
-        return self._entries.make_all(first.prompt_logprobs, positions, with_text=with_text)
+        found = map(first.prompt_logprobs.get, range(first.num_prompt_tokens))
+        return [
+            None if logprobs is None else self._entries.make(logprobs, with_text=with_text)
+            for logprobs in found
+        ]
 
 
 def _decode(completion: Completion, detokenizer: Detokenizer, num_output_tokens: int) -> str | None:

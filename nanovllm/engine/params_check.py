@@ -1,5 +1,7 @@
 """Which parameters of a request an engine supports. Knows no prompt and compiles no grammar."""
 
+import dataclasses
+
 from nanovllm.engine.prompt import check_unicode
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import SamplingParams
@@ -39,27 +41,17 @@ def no_adapters(lora_request: object) -> None:
         )
 
 
+@dataclasses.dataclass
 class ParamsCheck:
-    """Checks sampling parameters against the model and the options of an engine.
+    """Checks sampling parameters against the model and the options of an engine."""
 
-    Args:
-        has_tokenizer: whether the engine knows text.
-        max_logprobs: most log-probabilities for each token; -1 is the size of the vocabulary.
-        in_process: whether the model runs in this process, and can call logits processors.
-    """
-
-    def __init__(
-        self,
-        has_tokenizer: bool,
-        vocab_size: int,
-        *,
-        max_logprobs: int = -1,
-        in_process: bool = True,
-    ) -> None:
-        self._has_tokenizer = has_tokenizer
-        self._vocab_size = vocab_size
-        self._max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
-        self._in_process = in_process
+    has_tokenizer: bool
+    """Whether the engine knows text."""
+    vocab_size: int
+    max_logprobs: int = -1
+    """Most log-probabilities for each token; -1 is the size of the vocabulary."""
+    in_process: bool = True
+    """Whether the model runs in this process, and can call logits processors."""
 
     def check(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with the size of the vocabulary for a logprobs of -1.
@@ -72,22 +64,22 @@ class ParamsCheck:
                 "sampling_params must be SamplingParams, "
                 f"got {type(params).__name__} {shown(params)}"
             )
-        if params.stop and not self._has_tokenizer:
+        if params.stop and not self.has_tokenizer:
             raise InvalidRequestError(
                 "this engine has no tokenizer, so stop cannot be used; use stop_token_ids"
             )
-        if params.logits_processors and not self._in_process:
+        if params.logits_processors and not self.in_process:
             raise InvalidRequestError(
                 "logits_processors run in this process, so tensor_parallel_size must be 1, "
                 "without Ray; use logit_bias, allowed_token_ids or bad_words"
             )
         for stop in params.stop:
             check_unicode("a stop string", stop)
-        if not self._has_tokenizer and params.structured_outputs is not None:
+        if not self.has_tokenizer and params.structured_outputs is not None:
             raise InvalidRequestError(
                 "this engine has no tokenizer, so structured_outputs cannot be used"
             )
-        last = self._vocab_size - 1
+        last = self.vocab_size - 1
         for name, token_ids in (
             ("stop_token_ids", params.stop_token_ids),
             ("allowed_token_ids", params.allowed_token_ids or ()),
@@ -105,10 +97,10 @@ class ParamsCheck:
         Raises:
             InvalidRequestError: more are requested than max_logprobs.
         """
-        limit = self._max_logprobs
+        limit = self.vocab_size if self.max_logprobs == -1 else self.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             given = getattr(params, name)
-            count = self._vocab_size if given == -1 else given
+            count = self.vocab_size if given == -1 else given
             if count is not None and count > limit:
                 raise InvalidRequestError(
                     f"{name} {given} asks for {count} of each token; this engine's max_logprobs "

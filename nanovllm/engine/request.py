@@ -5,6 +5,7 @@ Knows no tokenizer and no scheduling. The scheduler sees the sequences only.
 
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.options.lora_request import LoRARequest
@@ -13,43 +14,35 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.scheduler.sequence import Sequence
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
-    """A prompt, its n sequences and the times of its events.
+    """A prompt, its n sequences and the times of its events."""
 
-    Args:
-        prompt: the prompt's text; None if it was given as token ids.
-        sequences: one for each of the params.n continuations.
-        lora_request: the adapter of all its sequences.
-        stream: whether the request returns a delta after each step, or one output at its end.
-        request_id: the caller's own id; None takes that of the first sequence.
-    """
+    prompt: str | None  # its text; None if it was given as token ids
+    params: SamplingParams
+    sequences: list[Sequence]  # one for each of the params.n continuations
+    own_id: str | None = None  # the caller's
+    lora_request: LoRARequest | None = None  # the adapter of all its sequences
+    _: KW_ONLY
+    stream: bool  # whether it returns a delta after each step, or one output at its end
 
-    def __init__(
-        self,
-        prompt: str | None,
-        params: SamplingParams,
-        sequences: list[Sequence],
-        request_id: str | None = None,
-        lora_request: LoRARequest | None = None,
-        *,
-        stream: bool,
-    ) -> None:
-        self.request_id = sequences[0].seq_id if request_id is None else request_id
-        self.prompt = prompt
-        self.prompt_token_ids = list(sequences[0].token_ids)  # shared by all its outputs
-        self.params = params
-        self.lora_request = lora_request
-        self.sequences = sequences
-        self.stream = stream
-        # Else nobody looks at the text before its end, and all of it is decoded at once.
-        self.decodes_each_step = stream or bool(params.stop)
-        self.deliver: Callable[[RequestOutput], object] | None = None  # see LLMEngine.queue
-        self.arrival_time = time.monotonic()
-        self.first_scheduled_time: float | None = None
-        self.first_token_time: float | None = None
-        self.last_token_time: float | None = None
-        self.sent_prompt_logprobs = False
-        self.unqueued = list(sequences)  # sequences that the scheduler does not have yet
+    request_id: int | str = field(init=False)  # that of the first sequence without `own_id`
+    prompt_token_ids: list[int] = field(init=False)  # shared by all its outputs
+    # Else nobody looks at the text before its end, and all of it is decoded at once.
+    decodes_each_step: bool = field(init=False)
+    deliver: Callable[[RequestOutput], object] | None = None  # see LLMEngine.queue
+    arrival_time: float = field(default_factory=time.monotonic)
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    sent_prompt_logprobs: bool = False
+    unqueued: list[Sequence] = field(init=False)  # those that the scheduler does not have yet
+
+    def __post_init__(self) -> None:
+        self.request_id = self.sequences[0].seq_id if self.own_id is None else self.own_id
+        self.prompt_token_ids = list(self.sequences[0].token_ids)
+        self.decodes_each_step = self.stream or bool(self.params.stop)
+        self.unqueued = list(self.sequences)
 
     @property
     def sends_all(self) -> bool:
@@ -61,21 +54,19 @@ class Request:
         return all(seq.is_finished for seq in self.sequences)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Completion:
     """One sequence of a request: which of its tokens were read, and which were sent."""
 
-    def __init__(
-        self, request: Request, index: int, seq: Sequence, detokenizer: Detokenizer | None
-    ) -> None:
-        self.request = request
-        self.index = index
-        self.seq = seq
-        self.detokenizer = detokenizer
-        self.num_tokens = 0  # output tokens read; tokens after a stop string are never read
-        self.num_sent_tokens = 0
-        self.num_sent_chars = 0
-        self.cumulative_logprob = 0.0  # of the tokens sent
-        self.sent_end = False  # whether an output with the finish reason was sent
+    request: Request
+    index: int
+    seq: Sequence
+    detokenizer: Detokenizer | None
+    num_tokens: int = 0  # output tokens read; tokens after a stop string are never read
+    num_sent_tokens: int = 0
+    num_sent_chars: int = 0
+    cumulative_logprob: float = 0.0  # of the tokens sent
+    sent_end: bool = False  # whether an output with the finish reason was sent
 
     @property
     def has_delta(self) -> bool:

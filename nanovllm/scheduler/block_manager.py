@@ -8,6 +8,7 @@ never gives a wrong prefix. Each adapter and salt has a root and a trie of its o
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
 from itertools import count
 
 from xxhash import xxh3_128_digest
@@ -18,6 +19,7 @@ Key = tuple[int | str, bytes]
 """Of a cached block: (uid of its parent block, or `Sequence.root_uid`; chained hash)."""
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """A KV block.
 
@@ -25,13 +27,10 @@ class Block:
     reused. A block with `ref_count` 0 is free; if it is also cached, a prefix hit can revive it.
     """
 
-    __slots__ = ("key", "ref_count", "tokens", "uid")
-
-    def __init__(self) -> None:
-        self.ref_count = 0
-        self.uid: int | None = None
-        self.key: Key | None = None
-        self.tokens = b""
+    ref_count: int = 0
+    uid: int | None = None
+    key: Key | None = None
+    tokens: bytes = b""
 
 
 class BlockManager:

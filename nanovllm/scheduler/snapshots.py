@@ -1,10 +1,12 @@
 """Copies of states in the prefix cache. Knows no tensors."""
 
+import dataclasses
 from collections import OrderedDict
 
 from nanovllm.scheduler.block_manager import Block, BlockManager
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Snapshot:
     """A copy of a sequence's state, as it is behind the sequence's first `position` tokens.
 
@@ -12,14 +14,11 @@ class Snapshot:
     It has no pages until its copy is scheduled. A dropped one has no use any more.
     """
 
-    __slots__ = ("is_dropped", "is_rolling", "pages", "position", "uid")
-
-    def __init__(self, position: int, *, is_rolling: bool) -> None:
-        self.position = position
-        self.is_rolling = is_rolling
-        self.is_dropped = False
-        self.pages: list[int] = []
-        self.uid: int | None = None
+    position: int
+    is_rolling: bool
+    is_dropped: bool = False
+    pages: list[int] = dataclasses.field(default_factory=list)
+    uid: int | None = None
 
 
 class SnapshotCache(BlockManager):

@@ -204,7 +204,7 @@ class StatefulBlockManager(SnapshotCache):
         state = self._states[seq]
         is_rolling = position > state.last
         if is_rolling or position in (state.branch, state.last) or position % self._interval == 0:
-            state.begun = Snapshot(position, is_rolling=is_rolling)
+            state.begun = Snapshot(position, is_rolling)
             state.unpublished.append(state.begun)
             self._begun.append(state)
 

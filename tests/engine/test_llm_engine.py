@@ -221,7 +221,7 @@ def test_generate_leaves_other_requests_alone(llm: LLM) -> None:
 
 def test_abort_returns_the_tokens_so_far(llm: LLM) -> None:
     request = llm.engine.add_request([1, 2, 3], GREEDY)
-    for _ in range(4 + llm.engine._queue_depth):
+    for _ in range(4 + llm.engine.queue_depth):
         llm.engine.step()
     output = llm.engine.abort(request)
     assert output is not None

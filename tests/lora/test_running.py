@@ -53,7 +53,7 @@ def test_each_that_ends_has_its_own_bits(
     llm: LLM = make_llm(model, **{**shared, "max_num_seqs": 5, **options})
     ask(llm, asked, params)  # the files of now are the adapters'
     engine = llm.engine
-    engine._queue_depth = 1
+    engine.queue_depth = 1
     rng, files = random.Random(0), Files(paths)
     running: dict[str, int] = {}
     reasons = []

@@ -263,7 +263,7 @@ def test_top_logprobs_of_the_whole_vocabulary(
     """Symptom: -1 returns all but the least likely one."""
     engine = server.state.llm.engine
     vocab_size = engine.worker_info.vocab_size
-    monkeypatch.setattr(engine.input_processor.params_check, "_max_logprobs", vocab_size)
+    monkeypatch.setattr(engine.input_processor.params_check, "max_logprobs", vocab_size)
     answer = ask(server, CHAT, chat(max_tokens=1, logprobs=True, top_logprobs=-1))
     (entry,) = answer["choices"][0]["logprobs"]["content"]
     assert len(entry["top_logprobs"]) == engine.worker_info.vocab_size
