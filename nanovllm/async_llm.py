@@ -10,12 +10,13 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence as Seq
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from nanovllm.assembly import make_engine
 from nanovllm.chat.templates import Message, template_options
 from nanovllm.engine.engine_thread import EngineThread
-from nanovllm.engine.fair_executor import FairExecutor
+from nanovllm.engine.fair_executor import FairExecutor, fulfil
 from nanovllm.engine.prompt import Prompt, PromptInput
 from nanovllm.engine.reader import Reader, send
 from nanovllm.errors import EngineDeadError
@@ -169,7 +170,7 @@ class AsyncLLM(AsyncWeightMethods):
         If no request with this id is running, this does nothing.
         """
         user = self._making.get(request_id, "") if isinstance(request_id, str) else ""
-        await self._between_steps(lambda: self._thread.abort(request_id), after_input_of=user)
+        await self._between_steps(lambda: self.engine.abort(request_id), after_input_of=user)
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine is down."""
@@ -186,7 +187,7 @@ class AsyncLLM(AsyncWeightMethods):
     async def _between_steps(
         self, command: Callable[[], Result], *, after_input_of: str | None = None
     ) -> Result:
-        """Run a command on the engine's thread and return its result.
+        """Run a command on the engine's thread and return its result, once its outputs are sent.
 
         Args:
             after_input_of: a user, behind whose requests that are being made it runs.
@@ -194,17 +195,17 @@ class AsyncLLM(AsyncWeightMethods):
         self.engine.owner.check()
         thread, done = self._thread, Future[Result]()
 
-        def run() -> None:
-            if done.set_running_or_notify_cancel():
-                try:
-                    done.set_result(command())
-                except BaseException as error:  # a panic of a library is no Exception
-                    done.set_exception(error)
+        def run() -> Result:
+            try:
+                return command()
+            finally:
+                thread.deliver_all()
 
+        fulfil_done = partial(fulfil, done, run)
         if after_input_of is not None:
-            self._submit_input(after_input_of, lambda: thread.submit(run))
+            self._submit_input(after_input_of, lambda: thread.submit(fulfil_done))
         else:
-            thread.submit(run)
+            thread.submit(fulfil_done)
         return await asyncio.wrap_future(done)
 
     def _submit_input(self, user: str, command: Callable[[], None]) -> None:

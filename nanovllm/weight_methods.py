@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.chat.templates import Message
-from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.shared_engine import SharedEngine
 from nanovllm.options.sampling_params import SamplingParams, default_sampling_params
@@ -162,8 +161,6 @@ class WeightMethods(ModelMethods):
 class AsyncWeightMethods(ModelMethods):
     """Base of `AsyncLLM`: the methods of `WeightMethods`, which says what they do."""
 
-    _thread: EngineThread
-
     async def _between_steps(self, command: Callable[[], Result]) -> Result:
         raise NotImplementedError
 
@@ -173,7 +170,7 @@ class AsyncWeightMethods(ModelMethods):
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """See `WeightMethods.sleep`."""
-        await self._change(lambda: self._control.sleep(level, mode))
+        await self._between_steps(lambda: self._control.sleep(level, mode))
 
     async def wake_up(self, tags: Seq[str] | None = None) -> bool:
         """See `WeightMethods.wake_up`."""
@@ -196,18 +193,7 @@ class AsyncWeightMethods(ModelMethods):
         update = Update(self._control, weights, weight_version, mode)
         try:
             for command in update.commands():
-                await self._change(command)
+                await self._between_steps(command)
         except BaseException:
-            await self._change(update.fail)
+            await self._between_steps(update.fail)
             raise
-
-    async def _change(self, command: Callable[[], Any]) -> Any:
-        """Run a command that may end requests, and give their outputs to their readers."""
-
-        def run() -> Any:
-            try:
-                return command()
-            finally:
-                self._thread.deliver_all()
-
-        return await self._between_steps(run)

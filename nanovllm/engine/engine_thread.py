@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from nanovllm.engine.last_step import has_sequences, run_last_steps
+from nanovllm.engine.last_step import abort_all, has_sequences, run_last_steps, run_logged
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.reader import Item, Reader, send
 from nanovllm.engine.request import Request
@@ -79,11 +79,6 @@ class EngineThread(threading.Thread):
             reader.sends_all = request.sends_all
             self.readers[reader] = request.request_id
 
-    def abort(self, request_id: int | str) -> None:
-        """End a request if it is running; its reader gets what was not sent yet."""
-        self.engine.abort(request_id)
-        self.deliver_all()
-
     def close(self, reader: Reader) -> None:
         """End a reader's request if it is running."""
         request_id = self.readers.pop(reader, None)  # first, as nobody reads what abort() delivers
@@ -125,7 +120,7 @@ class EngineThread(threading.Thread):
                 return True
             if command is None:
                 return False
-            _run(command)
+            run_logged(command)
 
     def _drain_inbox(self) -> None:
         """Run the commands that came too late; a new request fails, as the engine is down."""
@@ -133,7 +128,7 @@ class EngineThread(threading.Thread):
             while True:
                 command = self.inbox.get_nowait()
                 if command is not None:
-                    _run(command)
+                    run_logged(command)
 
     def _deliver(self, reader: Reader, output: RequestOutput) -> None:
         """Keep an output for `deliver_all`, unless its reader has its request's end already."""
@@ -152,13 +147,4 @@ class EngineThread(threading.Thread):
         readers, self.readers = self.readers, {}
         self._deliveries += [(reader, error) for reader in readers]
         self.deliver_all()
-        for request_id in readers.values():
-            _run(partial(self.engine.abort, request_id))
-
-
-def _run(command: Callable[[], object]) -> None:
-    """Run a command; one that fails must not end the thread that runs it."""
-    try:
-        command()
-    except BaseException:
-        logger.exception("a command to the engine failed")
+        abort_all(self.engine, readers.values())

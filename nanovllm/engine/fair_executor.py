@@ -46,11 +46,13 @@ class FairExecutor:
             future, function = jobs.popleft()
             if jobs:
                 self._jobs[user] = jobs  # behind the others
-        if not future.set_running_or_notify_cancel():
-            return
+        fulfil(future, function)
+
+
+def fulfil(future: Future[T], function: Callable[[], T]) -> None:
+    """Give a future what a function returns or raises. If it was cancelled, do nothing."""
+    if future.set_running_or_notify_cancel():
         try:
-            result = function()
+            future.set_result(function())
         except BaseException as error:  # a panic of a Rust library is no Exception
             future.set_exception(error)
-        else:
-            future.set_result(result)

@@ -3,22 +3,21 @@
 Knows no scheduling and no text.
 """
 
-import contextlib
-import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence as Seq
+from collections.abc import Callable, Generator, Sequence as Seq
+from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from nanovllm.engine.delayed_interrupt import DelayedInterrupt
-from nanovllm.engine.last_step import run_last_steps
+from nanovllm.engine.fair_executor import fulfil
+from nanovllm.engine.last_step import abort_all, run_last_steps, run_logged
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
 from nanovllm.errors import NanoVLLMError
 from nanovllm.outputs import RequestOutput
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Mailbox = SimpleQueue[Any]
@@ -78,13 +77,7 @@ class SharedEngine:
                     yield output
         finally:
             if unfinished:  # after an error or Ctrl-C, or the iterator was closed
-                self.submit(lambda: self._abort_all(unfinished))
-
-    def _abort_all(self, request_ids: Iterable[int | str]) -> None:
-        """Abort requests; one that fails stops none."""
-        with contextlib.ExitStack() as stack:
-            for request_id in request_ids:
-                stack.callback(self._engine.abort, request_id)
+                self.submit(lambda: abort_all(self._engine, unfinished))
 
     def receive(self, mailbox: Mailbox) -> Any:
         """Return the mailbox's next item; run steps until it comes, or wait while others do.
@@ -117,18 +110,11 @@ class SharedEngine:
         """
         self._check_caller()
         mailbox: Mailbox = SimpleQueue()
-
-        def run() -> None:
-            try:
-                mailbox.put((command(), None))
-            except BaseException as error:  # for the caller; the leader goes on
-                mailbox.put((None, error))
-
-        self._commands.append(run)
-        result, error = self.receive(mailbox)
-        if error is not None:
-            raise error
-        return result  # type: ignore[no-any-return]
+        done: Future[Result] = Future()
+        done.add_done_callback(mailbox.put)
+        self._commands.append(partial(fulfil, done, command))
+        self.receive(mailbox)
+        return done.result()
 
     def submit(self, command: Callable[[], object]) -> None:
         """Run a command now if there is no leader, else let the leader run it; never wait.
@@ -137,14 +123,7 @@ class SharedEngine:
         """
         if not self._engine.owner.is_this:
             return
-
-        def run() -> None:
-            try:
-                command()
-            except BaseException:  # one that fails must not keep the next from the lead
-                logger.exception("a command to the engine failed")
-
-        self._commands.append(run)
+        self._commands.append(partial(run_logged, command))
         turn: Mailbox = SimpleQueue()
         try:
             self._takes_lead(turn)
