@@ -124,8 +124,7 @@ def _scheduler(config: Config, info: WorkerInfo, eos_token_ids: frozenset[int]) 
 
 def _tier_traffic(config: Config, info: WorkerInfo) -> "TierTraffic":
     """Return the tiers below the pool, as the scheduler sees them."""
-    from nanovllm.scheduler.host_slots import HostSlots
-    from nanovllm.scheduler.tier import StoreTier
+    from nanovllm.scheduler.tier import HostSlots, StoreTier
     from nanovllm.scheduler.tier_traffic import TierTraffic
     from nanovllm.tiers.directory import DirectoryStore
 

@@ -65,6 +65,10 @@ class BlockManager:
         """Return the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
+    def hit_position(self, cached_blocks: Seq[int]) -> int:
+        """Return how many tokens an admission with `cached_blocks` need not compute."""
+        return len(cached_blocks) * self.block_size
+
     def match_prefix(self, seq: Sequence) -> list[int]:
         """Return the ids of the longest chain of cached blocks that `seq` begins with.
 

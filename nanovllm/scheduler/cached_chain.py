@@ -8,8 +8,8 @@ from nanovllm.scheduler.sequence import Sequence
 
 def cached_chain(
     manager: BlockManager, seq: Sequence, index: int, parent_uid: int | str | None
-) -> Iterator[int]:
-    """Yield the uids of the cached blocks of a sequence's published blocks from `index` on.
+) -> Iterator[tuple[int, int]]:
+    """Yield (uid, block id) of the cached blocks of a sequence's published blocks from `index` on.
 
     They are not all in its block table: another sequence may have published an equal block first.
 
@@ -18,8 +18,8 @@ def cached_chain(
     """
     for key_hash, _ in seq.block_keys[index : seq.num_published_blocks]:
         block_id = None if parent_uid is None else manager._cached.get((parent_uid, key_hash))
-        parent_uid = None if block_id is None else manager.blocks[block_id].uid
-        if parent_uid is None:
+        if block_id is None:
             return
-        assert isinstance(parent_uid, int)
-        yield parent_uid
+        parent_uid = manager.blocks[block_id].uid
+        assert parent_uid is not None
+        yield parent_uid, block_id

@@ -226,7 +226,7 @@ class Scheduler:
         blocks = self.block_manager.allocate_blocks(seq, seq.num_tokens, cached)
         if blocks is None:
             return None
-        seq.num_computed_tokens = len(cached) * self.block_manager.block_size
+        seq.num_computed_tokens = self.block_manager.hit_position(cached)
         if not seq.was_admitted:
             seq.num_cached_tokens = seq.num_computed_tokens
             queries = self.block_manager.enable_prefix_caching and not needs_all

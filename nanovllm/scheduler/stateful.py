@@ -73,10 +73,9 @@ class StatefulBlockManager(SnapshotCache):
     written. What its rows gave is not published, and is dropped with their sequences.
 
     Args:
-        num_blocks: number of pages, of KV blocks and states together.
-        state_pages: pages of a state.
         snapshot_interval: in tokens; rounded to whole blocks.
         cell_tokens: see `WorkerInfo`.
+        options: those of `SnapshotCache`.
     """
 
     def __init__(
@@ -84,17 +83,11 @@ class StatefulBlockManager(SnapshotCache):
         num_blocks: int,
         block_size: int,
         *,
-        state_pages: int,
-        enable_prefix_caching: bool = True,
         snapshot_interval: int = SNAPSHOT_INTERVAL,
         cell_tokens: int = 1,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            num_blocks,
-            block_size,
-            state_pages=state_pages,
-            enable_prefix_caching=enable_prefix_caching,
-        )
+        super().__init__(num_blocks, block_size, **options)
         self.cell_tokens = cell_tokens
         self.unit = math.lcm(block_size, cell_tokens)  # snapshots are taken at its multiples
         self._interval = max(1, snapshot_interval // self.unit) * self.unit
@@ -126,7 +119,7 @@ class StatefulBlockManager(SnapshotCache):
         num_missing += sum(self.blocks[block_id].ref_count == 0 for block_id in cached_blocks)
         if num_missing > self.num_free_blocks:
             return None
-        state = self._new_state(seq, self._hit_position(cached_blocks))
+        state = self._new_state(seq, self.hit_position(cached_blocks))
         hit = self._snapshot_behind(cached_blocks)
         if hit is not None and self._must_give_pages(hit, num_missing):
             state.pages = self._take_over(hit)
@@ -163,7 +156,7 @@ class StatefulBlockManager(SnapshotCache):
         Args:
             keep_cached: False removes those that no other sequence holds from the prefix cache.
         """
-        uids = [] if keep_cached else list(cached_chain(self, seq, 0, seq.root_uid))
+        chain = [] if keep_cached else list(cached_chain(self, seq, 0, seq.root_uid))
         super().free(seq, keep_cached=keep_cached)
         state = self._states.pop(seq)
         for snapshot in state.unpublished:
@@ -176,7 +169,7 @@ class StatefulBlockManager(SnapshotCache):
             self._keep(state, begun)
         if state.rolling is not None and not state.rolling.is_dropped:
             self._let_go(state.rolling)
-        for uid in uids:
+        for uid, _ in chain:
             if uid in self._snapshots:
                 self._drop(self._snapshots[uid])
 
@@ -252,10 +245,6 @@ class StatefulBlockManager(SnapshotCache):
         # A branch that is near is not worth a snapshot.
         branch = matched if matched - position > self._interval // 8 else 0
         return State([], position, branch, last)
-
-    def _hit_position(self, cached_blocks: Seq[int]) -> int:
-        """Return how many tokens an admission with `cached_blocks` need not compute."""
-        return len(cached_blocks) * self.block_size
 
     def _snapshot_behind(self, cached_blocks: Seq[int]) -> Snapshot | None:
         """Return the cached snapshot behind the last of `cached_blocks`, if it can be hit."""

@@ -1,13 +1,15 @@
 """What the scheduler knows of a tier: which entries it has, and what a page of it costs.
 
-A tier keeps copies of entries of the prefix cache below the pool. Host memory is one
-(host_slots.py), a byte store another (here). Knows no tensors and no bytes of an entry.
+A tier keeps copies of entries of the prefix cache below the pool. Host memory is one, a byte store
+another. Knows no tensors, no pool and no bytes of an entry.
 """
 
+import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Sequence as Seq
 from typing import Protocol
 
-from nanovllm.scheduler.transfers import STORE, Part
+from nanovllm.scheduler.transfers import HOST, STORE, Part
 
 
 class Tier(Protocol):
@@ -41,6 +43,86 @@ class Tier(Protocol):
     def forget(self, key: bytes) -> None:
         """Find an entry no more, unless it is offered again."""
         ...
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Entry:
+    slots: list[int]
+    num_pins: int = 0  # loads that read it
+
+
+class HostSlots:
+    """The host memory tier: entries of one or more pages, the least recently used evicted first.
+
+    The workers have as many slots, each for one page, and copy what its parts say.
+
+    Invariants, verified by tests/scheduler/invariants.py:
+    - A slot is free, or belongs to one entry.
+    - An entry that is being loaded is pinned: its slots are not reused.
+
+    An entry that was loaded stays here. So the next eviction of it from the pool copies nothing,
+    and a load that fails or is given up loses nothing. Every operation costs O(slots that it
+    touches).
+    """
+
+    name = HOST
+
+    def __init__(self, num_slots: int, page_seconds: float = 0.0) -> None:
+        self.num_slots = num_slots
+        self.page_seconds = page_seconds
+        # Low ones first: untouched memory is no memory.
+        self._free = list(reversed(range(num_slots)))
+        self._entries: dict[bytes, _Entry] = {}
+        self._unpinned: OrderedDict[bytes, None] = OrderedDict()  # LRU order
+        self._pinned: dict[int, _Entry] = {}  # by their first slot; forgotten ones, too
+
+    def find(self, key: bytes) -> bool:
+        return key in self._entries
+
+    def offer(self, key: bytes, pages: Seq[int]) -> Part | None:
+        """Give slots to an entry; None if it has some, or if too many are pinned. See `Tier`."""
+        if key in self._entries:
+            if key in self._unpinned:
+                self._unpinned.move_to_end(key)
+            return None
+        if len(pages) > self.num_slots:
+            return None
+        while len(self._free) < len(pages) and self._unpinned:
+            self.forget(next(iter(self._unpinned)))
+        if len(self._free) < len(pages):
+            return None
+        slots = [self._free.pop() for _ in pages]
+        self._entries[key] = _Entry(slots)
+        self._unpinned[key] = None
+        return Part(self.name, key, list(pages), slots)
+
+    def begin(self, key: bytes) -> Part:
+        entry = self._entries[key]
+        entry.num_pins += 1
+        self._pinned[entry.slots[0]] = entry
+        self._unpinned.pop(key, None)
+        return Part(self.name, key, [], list(entry.slots))
+
+    def end(self, part: Part) -> None:
+        entry = self._pinned[part.slots[0]]
+        entry.num_pins -= 1
+        if entry.num_pins == 0:
+            del self._pinned[part.slots[0]]
+            if self._entries.get(part.key) is entry:
+                self._unpinned[part.key] = None
+            else:
+                self._free += entry.slots
+
+    def forget(self, key: bytes) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None and entry.num_pins == 0:
+            del self._unpinned[key]
+            self._free += entry.slots
+
+    def clear(self) -> None:
+        """Forget all entries."""
+        for key in list(self._entries):
+            self.forget(key)
 
 
 class StoreTier:

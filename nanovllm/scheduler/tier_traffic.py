@@ -5,11 +5,10 @@ the next step shall move.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Sequence as Seq
 
-from nanovllm.scheduler.host_slots import HostSlots
 from nanovllm.scheduler.stats import TierStats
-from nanovllm.scheduler.tier import StoreTier, Tier
+from nanovllm.scheduler.tier import HostSlots, StoreTier, Tier
 from nanovllm.scheduler.transfers import HOST, Load, Loaded, Part, Transfers
 
 SMOOTHING = 0.25
@@ -120,21 +119,21 @@ class TierTraffic:
         for part in reversed(parts):  # so that the tail is evicted before the prefix
             self._by_name[part.tier].end(part)
 
-    def end(self, load: Load, loaded: Loaded) -> None:
+    def end(self, parts: Seq[Part], loaded: Loaded) -> None:
         """Learn how a load ended: what it took, and that its first wrong part is none."""
-        self.unpin(load.parts)
+        self.unpin(parts)
         self.stats.num_loads += 1
-        if loaded.num_parts < len(load.parts):
+        if loaded.num_parts < len(parts):
             self.stats.num_failed_loads += 1
-            failed = load.parts[loaded.num_parts]
+            failed = parts[loaded.num_parts]
             self._by_name[failed.tier].forget(failed.key)
         else:
-            self._learn(load, loaded.seconds)
+            self._learn(parts, loaded.seconds)
 
-    def give_up(self, load: Load) -> None:
+    def give_up(self, parts: Seq[Part]) -> None:
         """Note that nobody waits for a load. It is over before the next step does anything."""
-        self.unpin(load.parts)
-        self._released.update(dict.fromkeys(page for part in load.parts for page in part.pages))
+        self.unpin(parts)
+        self._released.update(dict.fromkeys(page for part in parts for page in part.pages))
 
     def forget(self, key: bytes) -> None:
         """Remove an entry that may be wrong from all tiers."""
@@ -173,22 +172,16 @@ class TierTraffic:
         if self.host is not None:
             self.host.clear()
 
-    def _learn(self, load: Load, seconds: float) -> None:
+    def _learn(self, parts: Seq[Part], seconds: float) -> None:
         """Give what a load took to its farthest tier, less what the others are known to take."""
-        num_pages = count_pages(load.parts)
+        num_pages: Counter[str] = Counter()
+        for part in parts:
+            num_pages[part.tier] += len(part.pages)
         *others, last = (tier for tier in self.tiers if tier.name in num_pages)
         seconds -= sum(tier.page_seconds * num_pages[tier.name] for tier in others)
         measured = max(seconds, 0.0) / num_pages[last.name]
         weight = SMOOTHING if last.page_seconds else 1.0
         last.page_seconds += weight * (measured - last.page_seconds)
-
-
-def count_pages(parts: Iterable[Part]) -> Counter[str]:
-    """Return how many pages of each tier `parts` have."""
-    counts: Counter[str] = Counter()
-    for part in parts:
-        counts[part.tier] += len(part.pages)
-    return counts
 
 
 def _last_of_each_slot(parts: list[Part]) -> list[Part]:

@@ -20,16 +20,6 @@ from nanovllm.scheduler.transfers import HOST, Load, Loaded, TieredResult, Tiere
 from nanovllm.scheduler.windowed import WindowedScheduler
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Loading:
-    """A load in flight."""
-
-    load: Load
-    plan: Plan
-    is_resumption: bool
-    """Whether the sequence had been preempted."""
-
-
 class TieredScheduling(Scheduler):
     """A scheduler with tiers, by itself that of a model that has KV blocks alone.
 
@@ -56,8 +46,8 @@ class TieredScheduling(Scheduler):
         super().__init__(block_manager, **options)
         self.traffic = block_manager.traffic
         self.stats.tiers = self.traffic.stats
-        self._loads: dict[int, Loading] = {}  # in flight, by id
-        self._loading: dict[Sequence, Loading] = {}
+        self._loads: dict[int, Plan] = {}  # in flight, by id
+        self._loading: dict[Sequence, Plan] = {}
         self._loading_keys: set[bytes] = set()  # of the KV blocks in these loads
         self._parked: list[Sequence] = []  # unfinished ones and finished ones
         self._unsent: list[Load] = []  # for the next step
@@ -84,17 +74,8 @@ class TieredScheduling(Scheduler):
         self._unsent = [load for load in self._unsent if load not in loads]
         awaited = not (found.rows or self._num_steps) and len(self._loads) > len(self._unsent)
         self._num_steps += 1
-        return TieredSchedule(
-            found.step_id,
-            found.admissions,
-            found.new_blocks,
-            found.rows,
-            found.blocks_to_zero,
-            found.new_tokens,
-            found.may_draft,
-            found.copies,
-            transfers=self.traffic.take(loads, awaited=awaited),
-        )
+        known = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+        return TieredSchedule(**known, transfers=self.traffic.take(loads, awaited=awaited))
 
     def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
         """Append a step's tokens, and end the loads that it tells of. See `Scheduler.update`."""
@@ -151,62 +132,63 @@ class TieredScheduling(Scheduler):
             is_resumption = is_resumption and seq not in self._uncounted
             self._uncounted.discard(seq)
         if plan is not None:
-            self._begin_load(seq, plan, is_resumption=is_resumption)
+            plan.is_resumption = is_resumption
+            self._begin_load(seq, plan)
         return admission
 
-    def _begin_load(self, seq: Sequence, plan: Plan, *, is_resumption: bool) -> None:
+    def _begin_load(self, seq: Sequence, plan: Plan) -> None:
         """Let a sequence that was just admitted wait for a load, and others go on."""
-        load = Load(self._num_loads, plan.parts)
+        plan.load_id = self._num_loads
         self._num_loads += 1
-        self._loads[load.load_id] = self._loading[seq] = Loading(load, plan, is_resumption)
+        self._loads[plan.load_id] = self._loading[seq] = plan
         self._loading_keys.update(_kv_keys(plan))
-        self._unsent.append(load)
+        self._unsent.append(Load(plan.load_id, plan.parts))
         self.running.remove(seq)
         self._prompts.leave(seq)
         insort(self.running, seq, key=lambda s: s.order)
 
     def _end_load(self, loaded: Loaded) -> None:
         """Let a loaded sequence go on. The load is unknown if the sequence lost its blocks."""
-        loading = self._loads.get(loaded.load_id)
-        if loading is None:
+        plan = self._loads.get(loaded.load_id)
+        if plan is None:
             return
-        seq, load = loading.plan.seq, loading.load
-        self._stop_loading(loading)
-        self.traffic.end(load, loaded)
-        self.block_manager.publish_loaded(loading.plan, loaded.num_parts)
-        self._count(loading, loaded.num_parts)
-        if loaded.num_parts < len(load.parts):
+        seq = plan.seq
+        self._stop_loading(plan)
+        self.traffic.end(plan.parts, loaded)
+        self.block_manager.publish_loaded(plan, loaded.num_parts)
+        self._count(plan, loaded.num_parts)
+        if loaded.num_parts < len(plan.parts):
             self.block_manager.without_loads.add(seq)
-            self._uncount(loading)
+            self._uncount(plan)
             self._preempt(seq)
             return
         self.running.remove(seq)
         self._prompts.push(seq)
         insort(self.running, seq, key=lambda s: s.order)
 
-    def _stop_loading(self, loading: Loading) -> None:
+    def _stop_loading(self, plan: Plan) -> None:
         """Note that a load is over, and let those that waited for it try again."""
-        del self._loads[loading.load.load_id], self._loading[loading.plan.seq]
-        self._loading_keys.difference_update(_kv_keys(loading.plan))
-        self._unsent = [load for load in self._unsent if load is not loading.load]
+        del self._loads[plan.load_id], self._loading[plan.seq]
+        self._loading_keys.difference_update(_kv_keys(plan))
+        self._unsent = [load for load in self._unsent if load.load_id != plan.load_id]
         parked, self._parked = self._parked, []
         for seq in parked:
             if seq.seq_id in self._sequences:
                 self._prompts.push(seq)
 
-    def _count(self, loading: Loading, num_parts: int) -> None:
+    def _count(self, plan: Plan, num_parts: int) -> None:
         stats = self.traffic.stats
-        for entry in loading.plan.found[:num_parts]:
+        for entry in plan.found[:num_parts]:
             if entry.suffix == KV:
                 size = self.block_manager.block_size
                 stats.num_host_tokens += size * (entry.tier == HOST)
                 stats.num_store_tokens += size * (entry.tier != HOST)
-                stats.num_swapped_tokens += size * loading.is_resumption
+                stats.num_swapped_tokens += size * plan.is_resumption
 
-    def _uncount(self, loading: Loading) -> None:
+    def _uncount(self, plan: Plan) -> None:
         """Let the prefix hit of a first admission be that of the next one."""
-        seq = loading.plan.seq
-        if not loading.is_resumption:
+        seq = plan.seq
+        if not plan.is_resumption:
             self.stats.num_cached_tokens -= seq.num_cached_tokens or 0
             seq.num_cached_tokens = 0
             self._uncounted.add(seq)
@@ -215,11 +197,11 @@ class TieredScheduling(Scheduler):
         return 0 if seq in self._loading else super()._num_missing_tokens(seq)
 
     def _release(self, seq: Sequence) -> None:
-        loading = self._loading.get(seq)
-        if loading is not None:
-            self._stop_loading(loading)
-            self._uncount(loading)
-            self.traffic.give_up(loading.load)
+        plan = self._loading.get(seq)
+        if plan is not None:
+            self._stop_loading(plan)
+            self._uncount(plan)
+            self.traffic.give_up(plan.parts)
         super()._release(seq)
 
     def _remove(self, seq: Sequence) -> None:
@@ -251,7 +233,8 @@ class TieredStatefulScheduler(TieredScheduling, StatefulScheduler):
 
     def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
         advanced = super().update(schedule, result)
-        self.block_manager.copied(self._copied.pop(schedule.step_id))
+        for snapshot in self._copied.pop(schedule.step_id):
+            self.block_manager.offer_snapshot(snapshot)
         return advanced
 
     def abandon(self, schedule: Schedule) -> None:

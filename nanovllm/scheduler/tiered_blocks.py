@@ -46,6 +46,15 @@ class Plan:
     """What is loaded, in the order of the blocks."""
     parts: list[Part] = dataclasses.field(default_factory=list)
     """The same with pages; empty before the admission."""
+    load_id: int = -1
+    """Of the load in flight; -1 before."""
+    is_resumption: bool = False
+    """Whether the sequence had been preempted."""
+    places: set[tuple[int, bytes]] = dataclasses.field(init=False)
+    """(block_index, suffix) of what is loaded."""
+
+    def __post_init__(self) -> None:
+        self.places = {(entry.block_index, entry.suffix) for entry in self.found}
 
 
 def digest(data: bytes) -> bytes:
@@ -131,7 +140,7 @@ class TieredBlocks(BlockManager):
             plan.parts.append(part._replace(pages=self._pages_of(seq, entry)))
         if plan.parts:
             self._last_plan = plan
-        self._offer_prompt(seq, 0, seq.root_uid, plan.num_pooled)
+        self._offer_prompt(seq, 0, seq.root_uid)
         return appended
 
     def take_plan(self) -> Plan | None:
@@ -143,7 +152,7 @@ class TieredBlocks(BlockManager):
         """Cache full blocks, and offer those of the prompt to the store."""
         first, parent = seq.num_published_blocks, seq.parent_uid
         super().publish(seq, num_written)
-        self._offer_prompt(seq, first, parent, seq.num_published_blocks)
+        self._offer_prompt(seq, first, parent)
 
     def publish_loaded(self, plan: Plan, num_parts: int) -> None:
         """Cache the blocks whose entries are among the first `num_parts` of a load."""
@@ -155,7 +164,7 @@ class TieredBlocks(BlockManager):
     def free(self, seq: Sequence, *, keep_cached: bool = True) -> None:
         """Free all blocks of a sequence. Without `keep_cached` the tiers forget them, too."""
         chain = [] if keep_cached else list(cached_chain(self, seq, 0, seq.root_uid))
-        digests = {uid: self._digests[uid] for uid in chain}
+        digests = {uid: self._digests[uid] for uid, _ in chain}
         super().free(seq, keep_cached=keep_cached)
         for uid in digests.keys() - self._digests.keys():
             self._distrusted.add(digests[uid])
@@ -231,26 +240,18 @@ class TieredBlocks(BlockManager):
             digest = sha256(self._nonce + digest).digest()
         return digest + suffix
 
-    def _offer_prompt(
-        self, seq: Sequence, first: int, parent_uid: int | str | None, end: int
-    ) -> None:
-        """Note the hashes of a sequence's cached blocks first..end-1, and offer them to the store.
+    def _offer_prompt(self, seq: Sequence, first: int, parent_uid: int | str | None) -> None:
+        """Note the hashes of a sequence's cached blocks from `first` on, and offer the prompt's.
 
         Another sequence's answer may be this one's prompt. So blocks that are hit are offered, too.
         """
         num_prompt_blocks = seq.num_prompt_tokens // self.block_size
-        for index in range(first, end):
-            digest = seq.block_keys[index][0]
-            page = None if parent_uid is None else self._cached.get((parent_uid, digest))
-            uid = None if page is None else self.blocks[page].uid
-            if page is None or uid is None:
-                return
-            self._digests[uid] = digest
+        for index, (uid, page) in enumerate(cached_chain(self, seq, first, parent_uid), first):
+            digest = self._digests[uid] = seq.block_keys[index][0]
             if index < num_prompt_blocks and self.traffic.store and uid not in self._kept:
                 self._kept.add(uid)
                 if digest not in self._distrusted:
                     self._keep_entries(uid, digest, page)
-            parent_uid = uid
 
     def _take_free_block(self) -> int:
         page = next(iter(self._free))
@@ -275,7 +276,7 @@ class TieredBlocks(BlockManager):
             del self._digests[uid]
             self._kept.discard(uid)
 
-    def _hit_position(self, cached_blocks: Seq[int]) -> int:
+    def hit_position(self, cached_blocks: Seq[int]) -> int:
         """Return how many tokens the admission that runs need not compute."""
         num_blocks = len(cached_blocks) if self._admitted is None else self._admitted.num_blocks
         return num_blocks * self.block_size

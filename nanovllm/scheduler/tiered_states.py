@@ -21,7 +21,7 @@ class TieredStatefulBlockManager(TieredBlocks, StatefulBlockManager):
 
     A snapshot is loaded to the pages of the sequence's state. A step makes its copies after its
     offers to host memory, and one that fails may make none. So a snapshot whose copy the next step
-    makes is not offered. The store is offered a snapshot when its copy is certain: see `copied`.
+    makes is not offered. The store is offered a snapshot when its copy is certain.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -42,19 +42,15 @@ class TieredStatefulBlockManager(TieredBlocks, StatefulBlockManager):
         begun = self._states[seq].begun
         super().free(seq, keep_cached=keep_cached)
         if begun is not None:
-            self._offer_snapshot(begun)
+            self.offer_snapshot(begun)
 
     def copies_to(self, copies: Seq[PageCopy]) -> list[Snapshot]:
         """Return the snapshots that the `copies` of the step just scheduled make."""
         found = (self._snapshot_pages.get(copy.targets[0]) for copy in copies)
         return [snapshot for snapshot in found if snapshot is not None]
 
-    def copied(self, snapshots: Seq[Snapshot]) -> None:
-        """Note that snapshots hold their states: the step that copied them did not fail."""
-        for snapshot in snapshots:
-            self._offer_snapshot(snapshot)
-
-    def _offer_snapshot(self, snapshot: Snapshot) -> None:
+    def offer_snapshot(self, snapshot: Snapshot) -> None:
+        """Offer a snapshot to the store, if it shall be: the step that copied it did not fail."""
         if snapshot in self._unoffered and snapshot.uid is not None:
             del self._unoffered[snapshot]
             digest = self._digests[snapshot.uid]

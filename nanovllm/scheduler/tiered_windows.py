@@ -1,15 +1,10 @@
 """Window blocks as entries of tiers, see tiered_blocks.py and windowed.py. Knows no tensors."""
 
-from collections import deque
 from collections.abc import Sequence as Seq
 
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.tiered_blocks import Found, Plan, TieredBlocks
-from nanovllm.scheduler.windowed import (
-    WindowBlock,
-    WindowedBlockManager,
-    WindowTable,
-)
+from nanovllm.scheduler.windowed import WindowBlock, WindowedBlockManager
 
 
 def suffix(number: int) -> bytes:
@@ -60,25 +55,11 @@ class TieredWindowedBlockManager(TieredBlocks, WindowedBlockManager):
         digest = seq.block_keys[index][0]
         return self._find(digest, index, suffix(number), self.windows[number].pages) or False
 
-    def _begun(self, number: int, cached_blocks: Seq[int]) -> WindowTable:
-        """Return a window table with cached blocks, and with ones without pages to load to."""
-        plan = self._admitted
-        if plan is None or not plan.found:
-            return super()._begun(number, cached_blocks)
-        position = plan.num_blocks * self.block_size
-        start = self.windows[number].first_block(position, self.block_size)
-        loaded = {entry.block_index for entry in plan.found if entry.suffix == suffix(number)}
-        blocks: deque[WindowBlock] = deque()
-        for index in range(start, plan.num_blocks):
-            if index in loaded:
-                block = WindowBlock([])
-                block.ref_count = 0  # like a cached one that is revived
-            else:
-                uid = self.blocks[cached_blocks[index]].uid
-                assert uid is not None
-                block = self._cached_windows[number, uid]
-            blocks.append(block)
-        return WindowTable(start, blocks, num_sent=start)
+    def _begun_block(self, number: int, index: int, cached_blocks: Seq[int]) -> WindowBlock:
+        """Return a block, without pages if it is to be loaded."""
+        if self._admitted is not None and (index, suffix(number)) in self._admitted.places:
+            return WindowBlock([], ref_count=0)  # like a cached one that is revived
+        return super()._begun_block(number, index, cached_blocks)
 
     def _take_pages(self, seq: Sequence, plan: Plan) -> None:
         """Give pages to the window blocks that are loaded. `allocate_blocks` has counted them."""

@@ -103,7 +103,7 @@ class WindowedBlockManager(BlockManager):
         Returns:
             The blocks appended to table 0; None, with nothing taken, if too few pages are free.
         """
-        computed = max(seq.num_computed_tokens, self._hit_position(cached_blocks))
+        computed = max(seq.num_computed_tokens, self.hit_position(cached_blocks))
         end = self.blocks_for(min(num_tokens, computed + self._max_num_batched_tokens))
         tables = self._tables.get(seq)
         if tables is None:
@@ -136,7 +136,7 @@ class WindowedBlockManager(BlockManager):
         """
         index, parent_uid = seq.num_published_blocks, seq.parent_uid
         super().publish(seq, num_written)
-        for uid in cached_chain(self, seq, index, parent_uid):
+        for uid, _ in cached_chain(self, seq, index, parent_uid):
             for number, table in enumerate(self._tables[seq]):
                 if index >= table.start:
                     self._cache(table.blocks[index - table.start], (number, uid))
@@ -158,12 +158,12 @@ class WindowedBlockManager(BlockManager):
         Args:
             keep_cached: False removes those that no other sequence holds from the prefix cache.
         """
-        uids = [] if keep_cached else list(cached_chain(self, seq, 0, seq.root_uid))
+        chain = [] if keep_cached else list(cached_chain(self, seq, 0, seq.root_uid))
         super().free(seq, keep_cached=keep_cached)
         for table in self._tables.pop(seq, ()):
             while table.blocks:
                 self._let_go(table.blocks.pop())
-        for key in [(number, uid) for number in range(len(self.windows)) for uid in uids]:
+        for key in [(number, uid) for number in range(len(self.windows)) for uid, _ in chain]:
             block = self._cached_windows.get(key)
             if block is not None and block.ref_count == 0:
                 self._forget(block)
@@ -218,17 +218,19 @@ class WindowedBlockManager(BlockManager):
                 if index >= first:
                     yield number, index
 
-    def _hit_position(self, cached_blocks: Seq[int]) -> int:
-        """Return how many tokens an admission with `cached_blocks` need not compute."""
-        return len(cached_blocks) * self.block_size
-
     def _begun(self, number: int, cached_blocks: Seq[int]) -> WindowTable:
         """Return a window table of cached blocks, for the tokens behind those of a prefix hit."""
-        position = self._hit_position(cached_blocks)
+        position = self.hit_position(cached_blocks)
         start = self.windows[number].first_block(position, self.block_size)
-        uids = (self.blocks[block_id].uid for block_id in cached_blocks[start:])
-        blocks = (self._cached_windows[number, uid] for uid in uids if uid is not None)
-        return WindowTable(start, deque(blocks), num_sent=start)
+        indices = range(start, position // self.block_size)
+        blocks = deque(self._begun_block(number, index, cached_blocks) for index in indices)
+        return WindowTable(start, blocks, num_sent=start)
+
+    def _begun_block(self, number: int, index: int, cached_blocks: Seq[int]) -> WindowBlock:
+        """Return the cached window block at the place of `cached_blocks[index]`."""
+        uid = self.blocks[cached_blocks[index]].uid
+        assert uid is not None
+        return self._cached_windows[number, uid]
 
     def _num_pages_missing(self, seq: Sequence, num_tokens: int, cached_blocks: Seq[int]) -> int:
         """Return how many free pages of group 0 `allocate_blocks` takes, revived ones included."""

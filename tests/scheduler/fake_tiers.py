@@ -10,10 +10,9 @@ import random
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from nanovllm.scheduler.host_slots import HostSlots
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.scheduler.tier import StoreTier
+from nanovllm.scheduler.tier import HostSlots, StoreTier
 from nanovllm.scheduler.tier_traffic import TierTraffic
 from nanovllm.scheduler.tiered import TieredScheduling
 from nanovllm.scheduler.transfers import (

@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Iterable
 
 from nanovllm.scheduler.block_manager import BlockManager
-from nanovllm.scheduler.host_slots import HostSlots
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.snapshots import Snapshot
 from nanovllm.scheduler.stateful import StatefulBlockManager
+from nanovllm.scheduler.tier import HostSlots
 from nanovllm.scheduler.tiered import TieredScheduling
 from nanovllm.scheduler.transfers import HOST
 from nanovllm.scheduler.windowed import WindowBlock, WindowedBlockManager
@@ -59,17 +59,17 @@ def check_tiers(scheduler: TieredScheduling) -> None:
     assert manager._kept <= cached.keys()
     assert manager._admitted is None
     assert not manager._is_evicting
-    assert {x.load.load_id: x for x in scheduler._loading.values()} == scheduler._loads
-    assert len({x.load.load_id for x in scheduler._loading.values()}) == len(scheduler._loading)
+    assert {x.load_id: x for x in scheduler._loading.values()} == scheduler._loads
+    assert len({x.load_id for x in scheduler._loading.values()}) == len(scheduler._loading)
     assert bool(scheduler._loads) or not (scheduler._loading_keys or scheduler._parked)
     loaded: list[int] = []
-    for seq, loading in scheduler._loading.items():
-        assert loading.plan.seq is seq
+    for seq, plan in scheduler._loading.items():
+        assert plan.seq is seq
         assert seq in scheduler.running
         assert not seq.is_queued
         assert seq.num_in_flight_steps == 0
-        assert seq.num_computed_tokens == loading.plan.num_blocks * manager.block_size
-        loaded += [page for part in loading.load.parts for page in part.pages]
+        assert seq.num_computed_tokens == plan.num_blocks * manager.block_size
+        loaded += [page for part in plan.parts for page in part.pages]
     assert len({*loaded}) == len(loaded), "two loads fill the same page"
     for page in loaded:
         assert manager.blocks[page].ref_count == 1, "a page is loaded and has no owner"
@@ -88,8 +88,8 @@ def check_host_slots(host: HostSlots, scheduler: TieredScheduling) -> None:
         AssertionError: a slot is leaked, or a pin is.
     """
     pins: Counter[int] = Counter()
-    for loading in scheduler._loads.values():
-        pins.update(part.slots[0] for part in loading.load.parts if part.tier == HOST)
+    for plan in scheduler._loads.values():
+        pins.update(part.slots[0] for part in plan.parts if part.tier == HOST)
     assert {slot: entry.num_pins for slot, entry in host._pinned.items()} == pins
     entries = {*host._entries.values(), *host._pinned.values()}
     slots = [slot for entry in entries for slot in entry.slots] + host._free

@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.scheduler.host_slots import HostSlots
+from nanovllm.scheduler.tier import HostSlots
 from nanovllm.scheduler.transfers import Part
 
 

@@ -4,10 +4,9 @@ from collections import Counter
 
 import pytest
 
-from nanovllm.scheduler.host_slots import HostSlots
-from nanovllm.scheduler.tier import StoreTier
+from nanovllm.scheduler.tier import HostSlots, StoreTier
 from nanovllm.scheduler.tier_traffic import TierTraffic
-from nanovllm.scheduler.transfers import HOST, STORE, Load, Loaded, Part, Transfers
+from nanovllm.scheduler.transfers import HOST, STORE, Loaded, Part, Transfers
 from tests.scheduler.fake_tiers import FakeStore
 
 
@@ -58,8 +57,8 @@ def test_what_the_store_has_is_not_written_again_unless_it_is_damaged() -> None:
     store.entries[b"a"] = None
     traffic.keep(b"a", [1])
     assert not traffic.has_unsent
-    load = Load(0, [traffic.begin(STORE, b"a")])
-    traffic.end(load, Loaded(0, 0, 0.1))
+    parts = [traffic.begin(STORE, b"a")]
+    traffic.end(parts, Loaded(0, 0, 0.1))
     assert traffic.find(b"a") is None
     traffic.keep(b"a", [1])
     assert traffic.has_unsent
@@ -96,10 +95,10 @@ def test_a_failed_step_stores_nothing_and_releases_again() -> None:
 def test_a_load_that_is_given_up_is_over_before_the_next_step() -> None:
     traffic, _ = make_traffic(num_slots=1)
     traffic.evict(b"a", [1])
-    load = Load(0, [traffic.begin(HOST, b"a")._replace(pages=[5])])
+    parts = [traffic.begin(HOST, b"a")._replace(pages=[5])]
     traffic.evict(b"b", [2])
     assert traffic.find(b"b") is None  # the slot is pinned
-    traffic.give_up(load)
+    traffic.give_up(parts)
     traffic.evict(b"b", [2])
     assert traffic.find(b"b") == HOST
     assert take(traffic).released == [5]
@@ -116,9 +115,9 @@ def test_a_load_pays_if_it_is_faster_than_computing() -> None:
 def test_a_slow_tier_is_tried_again() -> None:
     """By admissions. A prompt that only waits for pages, and asks at each step, changes nothing."""
     traffic, _ = make_traffic(token_seconds=0.001)
-    load = Load(0, [Part(STORE, b"a", [1], [])])
+    parts = [Part(STORE, b"a", [1], [])]
     assert traffic.pays(Counter({STORE: 1}), 16)
-    traffic.end(load, Loaded(0, 1, 0.1))
+    traffic.end(parts, Loaded(0, 1, 0.1))
     tries = 0
     while not any(traffic.pays(Counter({STORE: 1}), 16) for _ in range(100)):
         traffic.retry_slow()
@@ -130,5 +129,5 @@ def test_what_a_mixed_load_took_is_the_stores() -> None:
     traffic, _ = make_traffic(token_seconds=0.001, page_seconds=0.01)
     traffic.evict(b"a", [1])
     parts = [traffic.begin(HOST, b"a")._replace(pages=[5]), Part(STORE, b"b", [6, 7], [])]
-    traffic.end(Load(0, parts), Loaded(0, 2, 0.05))
+    traffic.end(parts, Loaded(0, 2, 0.05))
     assert [tier.page_seconds for tier in traffic.tiers] == pytest.approx([0.01, 0.02])
