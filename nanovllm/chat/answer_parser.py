@@ -5,10 +5,7 @@ Pure text: knows no requests, no tokens and no server.
 
 import dataclasses
 
-from nanovllm.chat.harmony import HarmonyParser
-from nanovllm.chat.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments
-from nanovllm.chat.reasoning import ReasoningParser
-from nanovllm.chat.tool_calls import ToolCallParser
+from nanovllm.chat.parts import Part, PartsReader, ReasoningDelta, TextDelta, ToolCallArguments
 from nanovllm.options.sampling_params import TOKEN_MARK
 
 
@@ -22,11 +19,7 @@ class AnswerParser:
     """
 
     def __init__(
-        self,
-        reasoning: ReasoningParser | HarmonyParser | None,
-        tools: ToolCallParser | None,
-        *,
-        several: bool,
+        self, reasoning: PartsReader | None, tools: PartsReader | None, *, several: bool
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools

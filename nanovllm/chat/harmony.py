@@ -6,11 +6,17 @@ Pure text: knows no requests, no tokens and no server.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Literal
 
 from nanovllm.chat.call_arguments import new_call_id
-from nanovllm.chat.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.chat.parts import (
+    PartsReader,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from nanovllm.chat.reasoning import marked_tag, prefix_at_end
 from nanovllm.chat.tool_calls import MAX_CALLS
 
@@ -30,15 +36,8 @@ _CONTENT_TYPE = re.compile(r"\A\s*(?:json|code|text)\b")
 _Kind = Literal["text", "reasoning", "call"]
 
 
-class _Header(NamedTuple):
-    channel: str | None
-    recipient: str | None
-    rest: str
-    """What belongs to no header: the model forgot <|message|>."""
-
-
-class HarmonyParser:
-    """Splits an answer into reasoning, text and calls. The parts are the same however it is cut.
+class HarmonyParser(PartsReader):
+    """Splits an answer into reasoning, text and calls.
 
     The channel analysis is reasoning; a message to a function is a call; all else is text, also
     where the model breaks the format: text without a header, or in an unknown channel. Messages of
@@ -59,11 +58,11 @@ class HarmonyParser:
         started: bool = False,
         marked: Collection[str] = (),
     ) -> None:
+        super().__init__()
         self._has_reasoning = has_reasoning
         self._has_calls = has_calls
         self._tags = {marked_tag(tag, marked): tag for tag in TAGS}
         self._any_tag = re.compile("|".join(map(re.escape, self._tags)))
-        self._held = ""  # the beginning of a tag, maybe
         self._sections: list[tuple[str, str]] | None = None if started else [("", "")]
         self._is_open = False  # the header began with a tag, so it is one
         self._kind: _Kind = "reasoning" if started and has_reasoning else "text"
@@ -71,35 +70,27 @@ class HarmonyParser:
         self._num_calls = 0
         self._said: set[_Kind] = set()  # kinds that an earlier message has
         self._is_first = True  # nothing of the message was returned yet
-        self._parts: list[Part] = []
 
-    def feed(self, delta: str) -> list[Part]:
-        """Return the parts that are certain after the next piece of text."""
-        text, end = self._held + delta, 0
-        for match in self._any_tag.finditer(text):
-            self._read(text[end : match.start()])
-            self._read_tag(self._tags[match[0]])
-            end = match.end()
-        text = text[end:]
-        self._held = max((prefix_at_end(text, tag) for tag in self._tags), key=len)
-        self._read(text.removesuffix(self._held))
-        return self._take()
-
-    def finish(self, *, cut: bool) -> list[Part]:
-        """Return the parts that were held back, as `AnswerParser.finish` does.
+    def _answer(self) -> Iterator[None]:
+        """Read the answer. What is held back is the beginning of a tag, maybe.
 
         Of an answer that was cut off, a header and a call without arguments are dropped, too.
         """
-        if not cut:
-            self._read(self._held)
+        while not self._ended:
+            end = 0
+            for match in self._any_tag.finditer(self._text):
+                self._read(self._text[end : match.start()])
+                self._read_tag(self._tags[match[0]])
+                end = match.end()
+            text = self._text[end:]
+            self._text = max((prefix_at_end(text, tag) for tag in self._tags), key=len)
+            self._read(text.removesuffix(self._text))
+            yield
+        if not self._cut:
+            self._read(self._text)
         if self._sections is not None:
-            self._end_header(cut=cut)
-        self._end_message(cut=cut)
-        return self._take()
-
-    def _take(self) -> list[Part]:
-        parts, self._parts = self._parts, []
-        return parts
+            self._end_header()
+        self._end_message()
 
     def _read(self, text: str) -> None:
         if self._sections is None:
@@ -127,16 +118,15 @@ class HarmonyParser:
             self._end_message()
             self._sections, self._is_open = [(tag, "")], True
 
-    def _end_header(self, *, has_message: bool = False, cut: bool = False) -> None:
+    def _end_header(self, *, has_message: bool = False) -> None:
         """Begin the message that the header announces. What belongs to no header is its text."""
         assert self._sections is not None
-        header = _read_header(self._sections) if self._is_open or has_message else None
-        if header is None:
-            channel, recipient, rest = None, None, self._sections[0][1]
-        else:
-            channel, recipient, rest = header
+        channel, recipient, rest = None, None, self._sections[0][1]
+        if self._is_open or has_message:
+            channel, recipient, rest = _read_header(self._sections)
             # One word is a type of content, or what is there of a channel's name.
-            if len(rest.split()) < 2 and (has_message or cut or rest.strip() in _CONTENT_TYPES):
+            is_name = has_message or self._cut or rest.strip() in _CONTENT_TYPES
+            if is_name and len(rest.split()) < 2:
                 rest = ""
         name = (recipient or "").removeprefix("functions.")
         may_call = self._has_calls and self._num_calls < MAX_CALLS
@@ -153,8 +143,8 @@ class HarmonyParser:
     def _begin_message(self, kind: _Kind) -> None:
         self._sections, self._kind, self._is_first = None, kind, True
 
-    def _end_message(self, *, cut: bool = False) -> None:
-        if self._name and not cut:
+    def _end_message(self) -> None:
+        if self._name and not self._cut:
             self._send("{}")
         self._name = ""
         if not self._is_first:
@@ -187,8 +177,14 @@ def _may_be_header(text: str) -> bool:
     return any(header.startswith(words) for header in ("assistant to=", "to="))
 
 
-def _read_header(sections: list[tuple[str, str]]) -> _Header:
-    """Read the sections of a header, each the text behind a tag."""
+def _read_header(sections: list[tuple[str, str]]) -> tuple[str | None, str | None, str]:
+    """Return the channel and the recipient that a header names, and what belongs to no header.
+
+    There is some if the model forgot <|message|>.
+
+    Args:
+        sections: its tags, each with the text behind it.
+    """
     channel = recipient = None
     rest = ""
     for tag, text in sections:
@@ -208,7 +204,7 @@ def _read_header(sections: list[tuple[str, str]]) -> _Header:
         elif tag == CONSTRAIN:
             text = _CONTENT_TYPE.sub("", text)
         rest = f"{rest} {text}" if rest.strip() else text
-    return _Header(channel, recipient, rest)
+    return channel, recipient, rest
 
 
 def answer_rules(literal: Callable[[str], str], tag_ids: Mapping[str, int], *, inside: bool) -> str:

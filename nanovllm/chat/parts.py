@@ -1,9 +1,11 @@
 """The parts of an answer: text, reasoning and tool calls, in the order in which they arrive.
 
-Values only; `answers` makes them of a model's text, the routes send them to clients.
+`PartsReader` is what makes them of a model's text; the routes send them to clients.
 """
 
 import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,3 +40,36 @@ class ToolCallArguments:
 
 
 Part = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
+
+
+class PartsReader(ABC):
+    """Splits an answer into parts while it arrives. They are the same, joined, however it is cut.
+
+    An answer is read by one iterator, which stops where it needs more text.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""  # what is neither returned nor dropped yet
+        self._ended = self._cut = False
+        self._parts: list[Part] = []
+        self._run = self._answer()
+
+    def feed(self, delta: str) -> list[Part]:
+        """Return the parts that are certain after the next piece of text."""
+        self._text += delta
+        next(self._run, None)
+        parts, self._parts = self._parts, []
+        return parts
+
+    def finish(self, *, cut: bool) -> list[Part]:
+        """Return the parts that were held back. Nothing may be fed afterwards.
+
+        Args:
+            cut: whether the answer was cut off; then the beginning of a tag at its end is dropped.
+        """
+        self._ended, self._cut = True, cut
+        return self.feed("")
+
+    @abstractmethod
+    def _answer(self) -> Iterator[None]:
+        """Read `_text` and add to `_parts`."""

@@ -3,11 +3,10 @@
 Pure text: knows no requests, no tokens and no server.
 """
 
-import enum
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from nanovllm.chat.parts import Part, ReasoningDelta, TextDelta
+from nanovllm.chat.parts import PartsReader, ReasoningDelta, TextDelta
 from nanovllm.options.sampling_params import TOKEN_MARK
 
 
@@ -58,14 +57,7 @@ def marked_tag(tag: str, marked: Collection[str]) -> str:
     return TOKEN_MARK + tag if tag in marked else tag
 
 
-class _State(enum.Enum):
-    START = enum.auto()
-    REASONING = enum.auto()
-    BEHIND = enum.auto()  # between the reasoning and the text
-    TEXT = enum.auto()
-
-
-class ReasoningParser:
+class ReasoningParser(PartsReader):
     """Finds reasoning at the start of an answer; tags anywhere else are text.
 
     Reasoning that is not closed runs to the end of the answer.
@@ -78,63 +70,50 @@ class ReasoningParser:
     def __init__(
         self, tags: ReasoningFormat, *, started: bool, marked: Collection[str] = ()
     ) -> None:
+        super().__init__()
         self._begin = marked_tag(tags.opening, marked) + tags.label
         self._closing = marked_tag(tags.closing, marked)
         self._started = started
-        self._state = _State.START
-        self._held = ""
-        self._is_first = True  # no reasoning was returned yet
 
-    def feed(self, delta: str) -> list[Part]:
-        """Return what is certain now; only what may belong to a tag is held back."""
-        return self._run(delta, ended=False, cut=False)
+    def _answer(self) -> Iterator[None]:
+        """Read the answer. Only what may belong to a tag is held back."""
+        while not self._ended and self._begin.startswith(self._text.lstrip()):
+            yield
+        text = self._text.lstrip()
+        has_tag = text.startswith(self._begin)  # a model may repeat that of the prompt
+        if has_tag:
+            self._text = text.removeprefix(self._begin)
+        elif self._cut and self._begin.startswith(text):
+            self._text = self._text.removesuffix(text)
+        if has_tag or self._started:
+            yield from self._reasoning()
+        while True:
+            if self._text:
+                self._parts.append(TextDelta(self._text))
+            self._text = ""
+            yield
 
-    def finish(self, *, cut: bool) -> list[Part]:
-        """Return what was held back, as `AnswerParser.finish` does."""
-        return self._run("", ended=True, cut=cut)
+    def _reasoning(self) -> Iterator[None]:
+        """Read reasoning, its closing tag, and the line ends behind it."""
+        yield from self._skip_line_ends()
+        while True:
+            text, closing, rest = self._text.partition(self._closing)
+            if not closing and (self._cut or not self._ended):
+                text = text.removesuffix(prefix_at_end(text, self._closing))
+            text = text.rstrip("\n")
+            if text:
+                self._parts.append(ReasoningDelta(text))
+            if closing or self._ended:
+                break
+            self._text = self._text[len(text) :]
+            yield
+        self._text = rest
+        yield from self._skip_line_ends()
 
-    def _run(self, delta: str, *, ended: bool, cut: bool) -> list[Part]:
-        self._held += delta
-        parts: list[Part] = []
-        if self._state is _State.START:
-            self._state = self._after_start(ended, cut)
-        if self._state is _State.REASONING:
-            self._add_reasoning(parts, ended, cut)
-        if self._state is _State.BEHIND:
-            self._held = self._held.lstrip("\n")
-            self._state = _State.TEXT if self._held else _State.BEHIND
-        if self._state is _State.TEXT and self._held:
-            parts.append(TextDelta(self._held))
-            self._held = ""
-        return parts
-
-    def _after_start(self, ended: bool, cut: bool) -> _State:
-        """Drop the opening tag if it is there; a model may repeat that of the prompt."""
-        begin = self._held.lstrip()
-        if begin.startswith(self._begin):
-            self._held = begin[len(self._begin) :]
-            return _State.REASONING
-        if self._begin.startswith(begin):
-            if not ended:
-                return _State.START
-            if cut:
-                self._held = self._held.removesuffix(begin)
-        return _State.REASONING if self._started else _State.TEXT
-
-    def _add_reasoning(self, parts: list[Part], ended: bool, cut: bool) -> None:
-        if self._is_first:
-            self._held = self._held.lstrip("\n")
-        text, closing, rest = self._held.partition(self._closing)
-        if not closing and (cut or not ended):
-            text = text.removesuffix(prefix_at_end(text, self._closing))
-        text = text.rstrip("\n")
-        if closing:
-            self._state, self._held = _State.BEHIND, rest
-        else:
-            self._held = "" if ended else self._held[len(text) :]
-        if text:
-            parts.append(ReasoningDelta(text))
-            self._is_first = False
+    def _skip_line_ends(self) -> Iterator[None]:
+        while not (text := self._text.lstrip("\n")) and not self._ended:
+            yield
+        self._text = text
 
 
 def prefix_at_end(text: str, tag: str) -> str:

@@ -5,12 +5,12 @@ Pure text: knows no requests and no tokens. `tool_formats` says how each model w
 
 import contextlib
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Generator, Sequence
 from typing import ClassVar, TypeVar
 
 from nanovllm.chat.call_arguments import Function, NotACall, decoded, new_call_id, plain_object
-from nanovllm.chat.parts import Part, TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.chat.parts import PartsReader, TextDelta, ToolCallArguments, ToolCallStart
 from nanovllm.chat.reasoning import marked_tag, prefix_at_end
 
 T = TypeVar("T")
@@ -26,8 +26,8 @@ MAX_CALLS = 128
 """In an answer: a message of a request may have as many."""
 
 
-class ToolCallParser(ABC):
-    """Splits an answer into text and calls. The parts are the same however the text is cut.
+class ToolCallParser(PartsReader):
+    """Splits an answer into text and calls.
 
     A call is certain, and begins, once its name and the first character of its arguments are known.
     From then on the arguments are passed on as they arrive. A call that goes wrong before is text,
@@ -47,29 +47,15 @@ class ToolCallParser(ABC):
     """Whether an object with further keys is no call."""
 
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
+        super().__init__()
         self._marked = marked
-        self._functions = functions
         self._opening, self._end = self._tag(self.tag), self._tag(self.closing)
         self._openings: tuple[str, ...] = (self._opening,)  # what calls may begin with
-        self._text = ""  # what is neither returned nor dropped yet
-        self._pos = 0  # how much of it was read
-        self._ended = self._cut = False
-        self._parts: list[Part] = []
+        self._pos = 0  # how much of the text was read
         self._num_calls = 0
         self._is_streaming = False  # the text read is arguments of the last call
         self._is_behind_call = False  # no text since the last call
         self._has_sent_text = False  # since the answer began, or since the last call
-        self._run = self._answer()
-
-    def feed(self, delta: str) -> list[Part]:
-        """Return the parts that are certain after the next piece of text."""
-        self._text += delta
-        return self._advance()
-
-    def finish(self, *, cut: bool) -> list[Part]:
-        """Return the parts that were held back, as `AnswerParser.finish` does."""
-        self._ended, self._cut = True, cut
-        return self._advance()
 
     def _find(self) -> tuple[int, int] | None:
         """Return where in the unread text the opening of a call begins and ends."""
@@ -90,11 +76,6 @@ class ToolCallParser(ABC):
 
     def _new_call_id(self) -> str:
         return new_call_id()
-
-    def _advance(self) -> list[Part]:
-        next(self._run, None)
-        parts, self._parts = self._parts, []
-        return parts
 
     def _answer(self) -> Steps[None]:
         while True:
