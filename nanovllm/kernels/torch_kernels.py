@@ -53,7 +53,7 @@ class Kernels:
     fp8: ModuleType | None = None
     """Kernels that multiply in FP8: `kernels.triton.fp8`."""
     ints: ModuleType | None = None
-    """Products with weights of 4 and 8 bits, which stay packed: `kernels.triton.int_weight`."""
+    """Products with weights of 4 and 8 bits, which stay packed: `kernels.triton.int4`."""
     ngram: ModuleType | None = None
     """Kernels for prompt lookup on a GPU: `kernels.triton.ngram`."""
 

@@ -2,21 +2,66 @@
 
 Up to FEW rows the kernel multiplies with the integers themselves, which 16 bits hold exactly, and
 scales the sum of each group. With more rows it scales a tile of weights and rounds it to the dtype
-of x first. Imports triton: check `kernels.selector.triton_available` first. Knows no layer.
+of x first. Imports triton: see `kernels.selector.triton_available`. Knows no layer and no format.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.packed_ints import INT4, INT8, PackedInts
-from nanovllm.kernels.triton.split_k import FEW, add_splits, plan_launch
+from nanovllm.kernels.triton.packed_ints import (
+    INT4,
+    INT8,
+    IntFields,
+    PackedInts,
+    empty_ints,
+    part_size,
+    store_rows,
+)
+from nanovllm.kernels.triton.split_k import FEW, add_splits, new_counters, plan_launch
 
 _SPLIT_PROGRAMS = 528
 """Maximum programs of a tile of rows whose inputs are split: four for each SM of an H100."""
 _MANY = {"M": 128, "N": 128, "SPLITS": 1, "num_warps": 8, "num_stages": 3}
 """The launch options for more than FEW rows."""
 _INT4, _INT8 = tl.constexpr(INT4), tl.constexpr(INT8)
+
+
+def supports(weight: IntFields, dtype: torch.dtype) -> bool:
+    """Return whether there are kernels for `weight`, or rows of it, and inputs of `dtype`."""
+    size, groups = weight.values.shape[1], weight.scales.shape[1]
+    return dtype != torch.float32 and part_size(size // groups, size) > 0
+
+
+class PackedIntWeight:
+    """A weight of 4 or 8 bits that stays packed in each product. A CUDA graph can hold every call.
+
+    Args:
+        num_rows: of the weight; `store` fills them.
+        like: some of its rows, which it `supports`.
+        dtype: of inputs and results, float16 or bfloat16.
+    """
+
+    def __init__(self, num_rows: int, like: IntFields, dtype: torch.dtype) -> None:
+        self._weight, self._inputs, self._dtype = empty_ints(num_rows, like), like.inputs, dtype
+        self._counters = new_counters(num_rows, like.values.device)
+
+    @property
+    def fusible(self) -> PackedInts | None:
+        """The weight, if the kernels of small steps read it: fused_packed.py."""
+        has_words = self._weight.kind != INT8 and self._inputs is None
+        return self._weight if has_words else None
+
+    def store(self, start: int, part: IntFields) -> None:
+        """Replace the rows from `start` on by those of `part`."""
+        self._weight = store_rows(self._weight, start, part)
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        x = x.contiguous() if self._inputs is None else x.index_select(1, self._inputs)
+        return multiply(x, self._weight, bias, self._counters)
+
+    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
+        return take_rows(self._weight, ids, self._inputs, self._dtype)
 
 
 def multiply(

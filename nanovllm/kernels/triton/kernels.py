@@ -8,7 +8,7 @@ from nanovllm.kernels.triton import (
     delta_cells,
     experts,
     fp8,
-    int_weight,
+    int4,
     lora,
     ngram,
     ops,
@@ -23,7 +23,7 @@ class TritonKernels(Kernels):
     name: ClassVar[str] = "triton"
     computes_cells: ClassVar[bool] = True
     fp8 = fp8
-    ints = int_weight
+    ints = int4
     ngram = ngram
     add_rms_norm = staticmethod(ops.add_rms_norm)
     rms_norm = staticmethod(ops.rms_norm)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.formats.integer import IntTensor, IntWeight, quantize
-from nanovllm.kernels.triton.int_weight import PackedIntWeight
+from nanovllm.kernels.triton.int4 import PackedIntWeight
 from nanovllm.kernels.triton.kernels import TritonKernels
 from tests.kernels.cpu.int_weights import make_int_method
 from tests.kernels.triton.inputs import DEVICE, randn
