@@ -141,10 +141,7 @@ class BlockManager:
     def trim(self, seq: Sequence, num_tokens: int) -> None:
         """Free the blocks behind a sequence's first `num_tokens` tokens. None of them is cached."""
         num_kept = self.blocks_for(num_tokens)
-        for block_id in reversed(seq.block_table[num_kept:]):
-            self.blocks[block_id].ref_count = 0
-            self._free[block_id] = None
-            self._free.move_to_end(block_id, last=False)
+        self._free_uncached(seq.block_table[num_kept:])
         del seq.block_table[num_kept:]
 
     def free(self, seq: Sequence, *, keep_cached: bool = True) -> None:
@@ -173,6 +170,13 @@ class BlockManager:
         for block_id in list(self._cached.values()):
             self._uncache(self.blocks[block_id])
         return True
+
+    def _free_uncached(self, block_ids: Seq[int]) -> None:
+        """Free blocks that are not cached. They are reused first."""
+        for block_id in reversed(block_ids):
+            self.blocks[block_id].ref_count = 0
+            self._free[block_id] = None
+            self._free.move_to_end(block_id, last=False)
 
     def _take_free_block(self) -> int:
         """Return the least recently used free block, removed from the prefix cache."""

@@ -105,7 +105,7 @@ class SnapshotCache(BlockManager):
         """Forget a snapshot, and free its pages."""
         if not snapshot.is_dropped:
             self._forget(snapshot)
-            self._free_pages(snapshot.pages)
+            self._free_uncached(snapshot.pages)
 
     def _forget(self, snapshot: Snapshot) -> None:
         """Remove a snapshot from the cache. Its pages have no owner then."""
@@ -116,19 +116,12 @@ class SnapshotCache(BlockManager):
         if snapshot.uid is not None:
             del self._snapshots[snapshot.uid]
 
-    def _free_pages(self, pages: list[int]) -> None:
-        """Free pages that are not cached. They are reused first."""
-        for page in reversed(pages):
-            self.blocks[page].ref_count = 0
-            self._free[page] = None
-            self._free.move_to_end(page, last=False)
-
     def _take_free_block(self) -> int:
         page = super()._take_free_block()
         evicted = self._snapshot_pages.get(page)
         if evicted is not None:
             self._forget(evicted)
-            self._free_pages([other for other in evicted.pages if other != page])
+            self._free_uncached([other for other in evicted.pages if other != page])
         return page
 
     def _uncache(self, block: Block) -> None:

@@ -151,11 +151,6 @@ class StatefulBlockManager(SnapshotCache):
         super().publish(seq, num_written)
 
     def free(self, seq: Sequence, *, keep_cached: bool = True) -> None:
-        """Free all that a sequence owns. What is cached stays in the prefix cache until reused.
-
-        Args:
-            keep_cached: False removes those that no other sequence holds from the prefix cache.
-        """
         chain = [] if keep_cached else list(cached_chain(self, seq, 0, seq.root_uid))
         super().free(seq, keep_cached=keep_cached)
         state = self._states.pop(seq)
@@ -163,7 +158,7 @@ class StatefulBlockManager(SnapshotCache):
             self._drop(snapshot)
         begun, state.begun = state.begun, None
         if begun is None or begun.is_dropped:
-            self._free_pages(state.pages)
+            self._free_uncached(state.pages)
         else:  # the sequence needs its state no more
             self._hold(begun, state.pages)
             self._keep(state, begun)
@@ -214,7 +209,7 @@ class StatefulBlockManager(SnapshotCache):
             pages = self._take_state_pages() if is_wanted else []
             if begun.is_dropped or not pages:  # perhaps its block was one of these pages
                 self._drop(begun)
-                self._free_pages(pages)
+                self._free_uncached(pages)
                 continue
             self._hold(begun, pages)
             self._copies.append(PageCopy(state.pages, pages))
@@ -292,7 +287,6 @@ class StatefulScheduler(Scheduler):
         assert self.max_num_batched_tokens > 0
 
     def schedule(self) -> Schedule | None:
-        """Return the next step; None if nothing can run now. See `Scheduler.schedule`."""
         manager = self.block_manager
         manager.save()
         schedule = super().schedule()
@@ -315,7 +309,6 @@ class StatefulScheduler(Scheduler):
         )
 
     def abandon(self, schedule: Schedule) -> None:
-        """Undo a failed step. See `Scheduler.abandon`."""
         super().abandon(schedule)
         self.block_manager.forget(schedule.copies)
 

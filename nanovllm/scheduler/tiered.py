@@ -62,7 +62,6 @@ class TieredScheduling(Scheduler):
         return len(self._sequences) or int(self.traffic.has_unsent)
 
     def schedule(self) -> Schedule | None:
-        """Return the next step; None if nothing can run now. See `Scheduler.schedule`."""
         found = super().schedule()
         if found is None:
             if self._num_steps or not (self._loads or self.traffic.has_unsent):
@@ -87,7 +86,6 @@ class TieredScheduling(Scheduler):
         return advanced
 
     def abandon(self, schedule: Schedule) -> None:
-        """Undo a failed step. See `Scheduler.abandon`."""
         self._num_steps -= 1
         for seq in list(self._loading):
             self._preempt(seq)
@@ -115,23 +113,18 @@ class TieredScheduling(Scheduler):
         return True
 
     def _admit(self, seq: Sequence) -> Admission | None:
-        is_resumption = seq.was_admitted
+        is_resumption = seq.was_admitted and seq not in self._uncounted
         admission = super()._admit(seq)
         if admission is None:
             return None
+        if seq in self._uncounted:
+            self._uncounted.remove(seq)
+            seq.num_cached_tokens = seq.num_computed_tokens
+            self.stats.num_cached_tokens += seq.num_computed_tokens
         plan = self.block_manager.take_plan()
         if plan is None:
             self.traffic.retry_slow()
-        num_pooled = seq.num_computed_tokens
-        if plan is not None:
-            seq.num_computed_tokens = plan.num_blocks * self.block_manager.block_size
-        if seq in self._uncounted or not is_resumption:
-            num_counted = 0 if is_resumption else num_pooled
-            seq.num_cached_tokens = seq.num_computed_tokens
-            self.stats.num_cached_tokens += seq.num_computed_tokens - num_counted
-            is_resumption = is_resumption and seq not in self._uncounted
-            self._uncounted.discard(seq)
-        if plan is not None:
+        else:
             plan.is_resumption = is_resumption
             self._begin_load(seq, plan)
         return admission

@@ -98,8 +98,7 @@ class TieredBlocks(BlockManager):
         self.without_loads: set[Sequence] = set()  # unfinished, those with a load that failed
         self._nonce = b""
         self._plan: Plan | None = None  # of the last `match_prefix`
-        self._admitted: Plan | None = None  # of the admission that runs
-        self._last_plan: Plan | None = None  # of the last admission that needs a load
+        self._admitted: Plan | None = None  # of the admission that runs, up to `take_plan`
         self._is_evicting = False
 
     def match_prefix(self, seq: Sequence) -> list[int]:
@@ -131,22 +130,20 @@ class TieredBlocks(BlockManager):
         parts = [self.traffic.begin(entry.tier, entry.key) for entry in plan.found]
         self._admitted = plan
         appended = super().allocate_blocks(seq, num_tokens, cached_blocks)
-        self._admitted = None
         if appended is None:
+            self._admitted = None
             self.traffic.unpin(parts)
             return None
         self._take_pages(seq, plan)
         for entry, part in zip(plan.found, parts, strict=True):
             plan.parts.append(part._replace(pages=self._pages_of(seq, entry)))
-        if plan.parts:
-            self._last_plan = plan
         self._offer_prompt(seq, 0, seq.root_uid)
         return appended
 
     def take_plan(self) -> Plan | None:
-        """Return the load that the last admission needs; None if it needs none."""
-        plan, self._last_plan = self._last_plan, None
-        return plan
+        """End an admission; return the load that it needs, None if it needs none."""
+        plan, self._admitted = self._admitted, None
+        return plan if plan is not None and plan.parts else None
 
     def publish(self, seq: Sequence, num_written: int) -> None:
         """Cache full blocks, and offer those of the prompt to the store."""
@@ -277,7 +274,6 @@ class TieredBlocks(BlockManager):
             self._kept.discard(uid)
 
     def hit_position(self, cached_blocks: Seq[int]) -> int:
-        """Return how many tokens the admission that runs need not compute."""
         num_blocks = len(cached_blocks) if self._admitted is None else self._admitted.num_blocks
         return num_blocks * self.block_size
 

@@ -144,7 +144,6 @@ class WindowedBlockManager(BlockManager):
         self._leave(seq, num_written)
 
     def trim(self, seq: Sequence, num_tokens: int) -> None:
-        """Free the blocks behind a sequence's first `num_tokens` tokens. None of them is cached."""
         super().trim(seq, num_tokens)
         end = self.blocks_for(num_tokens)
         for table in self._tables[seq]:
@@ -153,11 +152,6 @@ class WindowedBlockManager(BlockManager):
             table.num_sent = min(table.num_sent, end)
 
     def free(self, seq: Sequence, *, keep_cached: bool = True) -> None:
-        """Free all blocks of a sequence. Cached blocks stay in the prefix cache until reused.
-
-        Args:
-            keep_cached: False removes those that no other sequence holds from the prefix cache.
-        """
         chain = [] if keep_cached else list(cached_chain(self, seq, 0, seq.root_uid))
         super().free(seq, keep_cached=keep_cached)
         for table in self._tables.pop(seq, ()):
@@ -313,7 +307,6 @@ class WindowedScheduler(Scheduler):
     block_manager: WindowedBlockManager
 
     def schedule(self) -> Schedule | None:
-        """Return the next step; None if nothing can run now. See `Scheduler.schedule`."""
         schedule = super().schedule()
         if schedule is None:
             return None

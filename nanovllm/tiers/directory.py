@@ -17,12 +17,7 @@ from pathlib import Path
 
 from nanovllm.errors import ConfigError
 from nanovllm.options.validation import shown
-from nanovllm.tiers.entry_file import (
-    MAX_KEY_BYTES,
-    file_bytes,
-    read_file,
-    write_file,
-)
+from nanovllm.tiers.entry_file import MAX_KEY_BYTES, file_bytes, read_file, write_file
 from nanovllm.tiers.eviction import NAMESPACE, Evictor, new_temporary
 from nanovllm.utils.disk_cache import check_directory, check_ours, open_ours
 
@@ -234,7 +229,12 @@ def find_directory(path: str | os.PathLike[str]) -> Path:
     try:
         directory = Path(path).expanduser().absolute()
         directory.parent.resolve(strict=True)
-        _make_directory(directory)
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            _warn_not_made(directory, str(error))
     except (OSError, RuntimeError, ValueError) as error:  # missing, no such user, a zero byte
         raise ConfigError(
             f"{name} must be a directory, or a new name in one: make that one first, or name "
@@ -250,24 +250,6 @@ def find_directory(path: str | os.PathLike[str]) -> Path:
             f"{name} must be a directory that others can neither write to nor replace: {error}"
         ) from error
     return directory
-
-
-def _make_directory(directory: Path) -> None:
-    """Make `directory` if it is missing; warn if this cannot be.
-
-    Raises:
-        OSError: something else is in its place, or its name cannot be one.
-        ValueError: the same.
-    """
-    try:
-        directory.mkdir(mode=0o700)
-    except FileExistsError:
-        if not directory.is_dir():
-            raise
-    except OSError as error:
-        if error.errno not in _REFUSED:
-            raise
-        _warn_not_made(directory, str(error))
 
 
 @functools.cache

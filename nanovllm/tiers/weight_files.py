@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,30 +115,23 @@ def _hash(files: Seq[Path]) -> list[str]:
     """
     if not files:
         return []
-    start = time.monotonic()
-    sizes = [file.stat().st_size for file in files]
-    chunks = [
-        (file, offset)
-        for file, size in zip(files, sizes, strict=True)
-        for offset in range(0, max(size, 1), _CHUNK_BYTES)
-    ]
-    threads = min(_MAX_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, "hash-weights") as pool:
-        parts = list(pool.map(_hash_chunk, chunks))
-    digests = []
-    for file, size in zip(files, sizes, strict=True):
-        whole = hashlib.sha256(str(size).encode())
-        for (owner, _), part in zip(chunks, parts, strict=True):
-            if owner == file:
-                whole.update(part)
-        digests.append(whole.hexdigest())
+    start, num_bytes = time.monotonic(), sum(file.stat().st_size for file in files)
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "hash-weights") as pool:
+        digests = [_hash_file(file, pool) for file in files]
     seconds = time.monotonic() - start
-    logger.info("hashed %.2f GB of weights in %.1f s, once", sum(sizes) / 1e9, seconds)
+    logger.info("hashed %.2f GB of weights in %.1f s, once", num_bytes / 1e9, seconds)
     return digests
 
 
-def _hash_chunk(chunk: tuple[Path, int]) -> bytes:
-    file, offset = chunk
+def _hash_file(file: Path, pool: ThreadPoolExecutor) -> str:
+    size = file.stat().st_size
+    whole = hashlib.sha256(str(size).encode())
+    for part in pool.map(partial(_hash_chunk, file), range(0, max(size, 1), _CHUNK_BYTES)):
+        whole.update(part)
+    return whole.hexdigest()
+
+
+def _hash_chunk(file: Path, offset: int) -> bytes:
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_BUFFER_BYTES))
     with file.open("rb", buffering=0) as opened:
         opened.seek(offset)
