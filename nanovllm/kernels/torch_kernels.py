@@ -110,7 +110,7 @@ class Kernels:
 
         Args:
             activation: "silu" or "gelu_tanh", whose result is rounded before the product; or
-                "swiglu_oai", see torch_math.py.
+                "swiglu_oai", see activations.py.
         """
         gate, up = gate_up.chunk(2, dim=-1)
         if activation == "swiglu_oai":

@@ -167,7 +167,6 @@ class GateUp(StackedLinear):
     """The gates and the ups of E experts. Each rank has some of both."""
 
     def shards(self, prefix: str) -> Iterator[Shard]:
-        """Yield this rank's parts of the checkpoint tensors."""
         own, total = self.num_outputs // 2, self.num_outputs // 2 * tensor_parallel().size
         start = tensor_parallel().rank * own
         if self.stored_as.interleaved:
@@ -186,7 +185,6 @@ class Down(StackedLinear):
     """The last linear of E experts. Each rank reads some of the inputs."""
 
     def shards(self, prefix: str) -> Iterator[Shard]:
-        """Yield this rank's parts of the checkpoint tensors."""
         assert self.weight is not None
         own = self.weight.shape[1]
         size, start = own * tensor_parallel().size, own * tensor_parallel().rank

@@ -50,12 +50,7 @@ def rms_norm(
 
 
 def act_and_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """Return activation(gate) * up: [t, n], a view of `gate_up`, whose first half is overwritten.
-
-    Args:
-        gate_up: [t, 2n] contiguous, gate in the first half of each row and up in the second.
-        activation: "silu", "gelu_tanh" or "swiglu_oai"; see `Kernels.act_and_mul`.
-    """
+    """Return a view of `gate_up`, contiguous, whose first half is overwritten."""
     rows, width = gate_up.shape
     up = gate_up.data_ptr() + width // 2 * gate_up.element_size()
     numbers = rows, width // 2, _ACTIVATIONS[activation]
