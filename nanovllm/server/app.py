@@ -9,10 +9,8 @@ from starlette.types import Receive, Scope, Send
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.server import (
-    adapters_route as adapters,
     chat_route as chat,
     completions_route as completions,
-    health,
     models_route as models,
     prometheus as metrics,
     responses_route as responses,
@@ -40,7 +38,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
         responses={"4XX": _ERROR, "5XX": _ERROR},
     )
     app.state.server = ServerState(llm, options)
-    for module in (chat, completions, responses, models, adapters, tokens, health, metrics, status):
+    for module in (chat, completions, responses, models, tokens, metrics, status):
         app.include_router(module.router)
     add_error_handlers(app)
     app.add_middleware(

@@ -101,19 +101,18 @@ class Place:
     """Makes what is sent for a delta of a stream of one prompt. While the stream waits, deltas go
     through it to the client at once, but for the first one and the last."""
 
-    def engine_ended(self, num_sequences: int) -> None:
-        state_of(self.request).admission.engine_ended(self.guard, num_sequences)
+    async def prepare(
+        self, function: Callable[..., T], *args: Any, pool: FairExecutor | None = None
+    ) -> T:
+        """Run what takes a while before the engine has the request, when it is the user's turn.
 
-    async def prepare(self, function: Callable[..., T], *args: Any) -> T:
-        """Run what takes a while before the engine has the request, beside the event loop.
+        Args:
+            pool: its threads; None are those for conversations.
 
         Raises:
             APIError: the time is over, or the client is gone; or what the function raises.
         """
-        return await self.in_pool(state_of(self.request).preparing, function, *args)
-
-    async def in_pool(self, pool: FairExecutor, function: Callable[..., T], *args: Any) -> T:
-        """Run a function in a pool of threads when it is the user's turn, as `prepare` does."""
+        pool = pool or state_of(self.request).preparing
         with self.guard:
             return await asyncio.wrap_future(pool.submit(self.user or "", function, *args))
 
@@ -238,7 +237,7 @@ async def _compile_grammar(place: Place, params: SamplingParams) -> None:
         return
     try:
         async with asyncio.timeout(_COMPILE_SECONDS):
-            await place.in_pool(server.compiling, grammars.compile, form)
+            await place.prepare(grammars.compile, form, pool=server.compiling)
     except TimeoutError:
         raise APIError(
             503,
@@ -255,15 +254,15 @@ async def _outputs(
     server, guard = state_of(place.request), place.guard
     fair: dict[str, Any] = {"priority": place.priority, "user": place.user}
     fair["lora_request"] = place.lora_request
+    ended = partial(server.admission.engine_ended, guard, params.n)
     with Meter(server.metrics, params, record_of(place.request.scope)) as meter:
         if not stream:
             with guard:
                 output = await server.llm.generate(prompt, params, **fair)
-            place.engine_ended(params.n)
+            ended()
             meter.observe(output)
             yield _checked(output)
             return
-        ended = partial(place.engine_ended, params.n)
         connection = place.request.scope["state"].get("connection")  # None behind other servers
 
         def take(delta: RequestOutput) -> bool:

@@ -1,7 +1,8 @@
-"""GET / is a page for people: live load and a chat box; GET /status.json has its numbers.
+"""What the server tells of itself: GET /health, /ready and /version, which wait for no engine step;
+and GET /, a page for people with live load and a chat box, whose numbers are in /status.json.
 
 The page is one file without data: it asks the other routes, with the API key that its user types.
-It loads nothing from elsewhere, and the browser is told to refuse anything else. Knows no engine.
+It loads nothing from elsewhere, and the browser is told to refuse anything else.
 """
 
 import re
@@ -17,10 +18,12 @@ from fastapi.responses import Response
 
 from nanovllm import __version__
 from nanovllm.engine.engine_metrics import kv_cache_tokens
+from nanovllm.errors import EngineDeadError
 from nanovllm.outputs import Metric
-from nanovllm.server.state import state_of
+from nanovllm.server.admission import shutting_down
+from nanovllm.server.state import ServerState, state_of
 
-router = APIRouter()
+router = APIRouter(tags=["server"])
 
 _COUNTS = {
     "running": "vllm:num_requests_running",
@@ -33,6 +36,34 @@ _COUNTS = {
     "preemptions": "vllm:num_preemptions",
     "mean_acceptance_length": "nanovllm:mean_acceptance_length",
 }
+
+
+@router.get("/health")
+async def health(request: Request) -> dict[str, str]:
+    """Say that the server is alive; status 500 if its engine is dead."""
+    _check_engine(state_of(request))
+    return {"status": "ok"}
+
+
+@router.get("/ready")
+async def ready(request: Request) -> dict[str, str]:
+    """Say that the server takes requests; status 503 while it shuts down."""
+    server = state_of(request)
+    if server.admission.is_draining:
+        raise shutting_down()
+    _check_engine(server)
+    return {"status": "ready"}
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """Name the version of nanovllm."""
+    return {"version": __version__}
+
+
+def _check_engine(server: ServerState) -> None:
+    if server.failure is not None:
+        raise EngineDeadError(server.failure)
 
 
 @cache
