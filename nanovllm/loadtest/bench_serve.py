@@ -129,15 +129,15 @@ class _Load:
                 messages.append(_user(prompt))
             request = first or self._request({"messages": messages}, output_len)
             first = b""
-            answer = _Answer(Measurement(arrival))
-            measured.append(answer.measured)
+            answer = _Answer(arrival)
+            measured.append(answer)
             await self._send(request, answer)
             if self._progress is not None:
                 self._progress.update()
-            if answer.measured.error is not None:
+            if answer.error is not None:
                 return
-            messages.append({"role": "assistant", "content": answer.measured.text})
-            arrival = answer.measured.end
+            messages.append({"role": "assistant", "content": "".join(answer.pieces)})
+            arrival = answer.end
 
     def _request(self, body: dict[str, Any], output_len: int) -> bytes:
         plan = self._plan
@@ -154,24 +154,22 @@ class _Load:
         return json.dumps(body | (plan.extra_body or {})).encode()
 
     async def _send(self, request: bytes, answer: "_Answer") -> None:
-        measured = answer.measured
         async with self._places:
-            measured.start = measured.end = time.perf_counter()
+            answer.start = answer.end = time.perf_counter()
             try:
                 await self._client.post(self._plan.endpoint, request, answer.receive)
                 answer.check()
             except NanoVLLMError as error:
-                measured.error = str(error)
-                measured.end = time.perf_counter()
+                answer.error = str(error)
+                answer.end = time.perf_counter()
 
 
-class _Answer:
-    """Reads the events of one answer into its measurement."""
+@dataclasses.dataclass(slots=True)
+class _Answer(Measurement):
+    """Reads the events of one answer."""
 
-    def __init__(self, measured: Measurement) -> None:
-        self.measured = measured
-        self._reason: str | None = None
-        self._pieces: list[str] = []
+    reason: str | None = None
+    pieces: list[str] = dataclasses.field(default_factory=list)
 
     def receive(self, data: str) -> None:
         """Take the data of an event.
@@ -184,18 +182,18 @@ class _Answer:
             return
         event = parse_event(data)
         for text, thought, reason, delta in choices_of(event):
-            self._reason = reason or self._reason
-            is_head = "role" in delta and self._reason is None
-            is_tail = self._reason is not None and bool(self.measured.token_times)
+            self.reason = reason or self.reason
+            is_head = "role" in delta and self.reason is None
+            is_tail = self.reason is not None and bool(self.token_times)
             if text or thought or delta.get("tool_calls") or not (is_head or is_tail):
-                self.measured.token_times.append(now)
-            self.measured.end = now
-            self._pieces.append(text)
+                self.token_times.append(now)
+            self.end = now
+            self.pieces.append(text)
         match event.get("usage"):
             case {"prompt_tokens": int(num_prompt), "completion_tokens": int(num_output)}:
-                self.measured.has_usage = True
-                self.measured.num_prompt_tokens = num_prompt
-                self.measured.num_output_tokens = num_output
+                self.has_usage = True
+                self.num_prompt_tokens = num_prompt
+                self.num_output_tokens = num_output
 
     def check(self) -> None:
         """Finish the measurement.
@@ -203,13 +201,12 @@ class _Answer:
         Raises:
             ServerError: the answer has no text, or did not come to its end.
         """
-        if self._reason in (None, "abort", "error"):
-            raise ServerError(f"the answer broke off: {self._reason or 'it has no finish_reason'}")
-        if not self.measured.token_times:
+        if self.reason in (None, "abort", "error"):
+            raise ServerError(f"the answer broke off: {self.reason or 'it has no finish_reason'}")
+        if not self.token_times:
             raise ServerError("the answer has no token")
-        self.measured.text = "".join(self._pieces)
-        if not self.measured.has_usage:
-            self.measured.num_output_tokens = len(self.measured.token_times)
+        if not self.has_usage:
+            self.num_output_tokens = len(self.token_times)
 
 
 def _user(text: str) -> dict[str, str]:

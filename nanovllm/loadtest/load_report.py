@@ -47,7 +47,6 @@ class Measurement:
     num_output_tokens: int = 0
     has_usage: bool = False
     """Whether the server counted the tokens; else events are counted."""
-    text: str = ""
     error: str | None = None
 
     @property

@@ -4,13 +4,11 @@ bodies, and refuses what is too much.
 Knows no engine and no HTTP connection: it is told how many sequences run.
 """
 
-import dataclasses
 import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from starlette.types import Message, Receive
 
@@ -22,25 +20,22 @@ _SMALL_BODY = 2**16
 """Bytes of each body that are not counted, so that large ones do not keep out small ones."""
 
 
-class Endable(Protocol):
-    """A request that can be ended early."""
+class Admitted:
+    """A request, which can be ended early, and what it holds in the server."""
+
+    user: str | None = None
+    num_active = 0
+    """Sequences that wait or run."""
+    num_unread = 0
+    """Sequences that the engine has ended, whose client has not read all."""
 
     def end(self, error: APIError) -> None:
         """End the request; its client gets the error."""
+        raise NotImplementedError
 
     def cut(self) -> None:
         """End the request although its client has not read its answer."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Admitted:
-    """What a request in the server holds."""
-
-    user: str | None
-    num_active: int
-    """Sequences that wait or run."""
-    num_unread: int = 0
-    """Sequences that the engine has ended, whose client has not read all."""
+        raise NotImplementedError
 
 
 class Admission:
@@ -64,8 +59,8 @@ class Admission:
         self._held: Counter[str] = Counter()  # active sequences of each user
         self._num_running = num_running
         self._read_seconds = read_seconds
-        self._requests: dict[Endable, _Admitted] = {}
-        self._unread: dict[Endable, float] = {}  # since when answers are unread, the oldest first
+        self._requests: set[Admitted] = set()
+        self._unread: dict[Admitted, float] = {}  # since when answers are unread, the oldest first
         self.num_active = 0
         """How many sequences wait or run."""
         self._num_unread = 0
@@ -84,7 +79,7 @@ class Admission:
 
     @contextmanager
     def admit(
-        self, request: Endable, num_sequences: int, user: str | None = None
+        self, request: Admitted, num_sequences: int, user: str | None = None
     ) -> Iterator[None]:
         """Count a request's sequences: as active until `engine_ended`, then as unread.
 
@@ -99,38 +94,38 @@ class Admission:
         if self.is_draining:
             raise shutting_down()
         self._check_room(num_sequences, user)
-        admitted = self._requests[request] = _Admitted(user, num_sequences)
-        self._add_active(admitted, num_sequences)
+        self._requests.add(request)
+        request.user = user
+        self._add_active(request, num_sequences)
         try:
             yield
         finally:
-            del self._requests[request]
-            self._free(admitted, admitted.num_active)
-            self._num_unread -= admitted.num_unread
+            self._requests.remove(request)
+            self._free(request, request.num_active)
+            self._num_unread -= request.num_unread
             self._unread.pop(request, None)
 
-    def engine_ended(self, request: Endable, num_sequences: int) -> None:
+    def engine_ended(self, request: Admitted, num_sequences: int) -> None:
         """Give back the places of sequences that the engine has ended."""
-        admitted = self._requests.get(request)
-        if admitted is None:  # the client went away first
+        if request not in self._requests:  # the client went away first
             return
-        self._free(admitted, num_sequences)
+        self._free(request, num_sequences)
         self._unread.setdefault(request, time.monotonic())
-        admitted.num_unread += num_sequences
+        request.num_unread += num_sequences
         self._num_unread += num_sequences
         self._cut_unread()
 
-    def _add_active(self, admitted: _Admitted, num_sequences: int) -> None:
+    def _add_active(self, request: Admitted, num_sequences: int) -> None:
+        request.num_active += num_sequences
         self.num_active += num_sequences
-        if admitted.user is not None:
-            self._held[admitted.user] += num_sequences
-            if not self._held[admitted.user]:
-                del self._held[admitted.user]
+        if request.user is not None:
+            self._held[request.user] += num_sequences
+            if not self._held[request.user]:
+                del self._held[request.user]
 
-    def _free(self, admitted: _Admitted, num_sequences: int) -> None:
+    def _free(self, request: Admitted, num_sequences: int) -> None:
         if num_sequences:
-            admitted.num_active -= num_sequences
-            self._add_active(admitted, -num_sequences)
+            self._add_active(request, -num_sequences)
             self._ended.append((time.monotonic(), num_sequences))
             self._forget_old()
 
@@ -141,9 +136,8 @@ class Admission:
             if self._num_unread <= self._max_waiting or since > oldest:
                 break
             del self._unread[request]
-            admitted = self._requests[request]
-            self._num_unread -= admitted.num_unread
-            admitted.num_unread = 0
+            self._num_unread -= request.num_unread
+            request.num_unread = 0
             request.cut()
 
     def _check_room(self, num_sequences: int, user: str | None) -> None:

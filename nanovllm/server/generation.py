@@ -18,6 +18,7 @@ from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.structured_outputs import TOO_COMPLEX, StructuredOutputsParams
 from nanovllm.outputs import RequestOutput
+from nanovllm.server.admission import Admitted
 from nanovllm.server.error_bodies import APIError
 from nanovllm.server.prometheus import Meter
 from nanovllm.server.protocol.common import GenerationRequest
@@ -30,7 +31,7 @@ _COMPILE_SECONDS = 10.0
 """For a grammar, with its wait for a thread. Compiling takes some 100 ms at most."""
 
 
-class _Guard:
+class _Guard(Admitted):
     """Ends an HTTP request when its client goes away or its time is over.
 
     The tasks of the request wait for the engine within `with guard`. There, and only there, they

@@ -15,7 +15,7 @@ import pytest
 
 from nanovllm import AsyncLLM
 from nanovllm.server import generation
-from nanovllm.server.admission import Admission, BodyBudget
+from nanovllm.server.admission import Admission, Admitted, BodyBudget
 from nanovllm.server.error_bodies import APIError
 from tests.glossary import ANSWER_TO, QUESTIONS
 from tests.helpers import wait_until
@@ -26,7 +26,7 @@ ENDLESS: dict[str, Any] = {"prompt": [1], "max_tokens": 1000, "ignore_eos": True
 pytestmark = pytest.mark.usefixtures("idle_afterwards")
 
 
-class Ended:
+class Ended(Admitted):
     """A request of `Admission` that notes how it was ended."""
 
     def __init__(self) -> None:
