@@ -16,8 +16,7 @@ from nanovllm.errors import ConfigError, NanoVLLMError
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.worker_info import WorkerInfo
-from nanovllm.utils.pages import PageReserve
-from nanovllm.utils.read_ahead import read_ahead
+from nanovllm.utils.pages import PageReserve, read_ahead
 
 if TYPE_CHECKING:
     from nanovllm.structured.grammar import GrammarCompiler

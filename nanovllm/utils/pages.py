@@ -1,16 +1,23 @@
-"""Huge pages of the system, taken before they are needed. Imports no torch: it starts before torch.
+"""Pages taken before they are needed: huge ones of memory, and those of files. Imports no torch: it
+starts before torch.
 
 Knows nothing of the contents.
 """
 
+import contextlib
 import ctypes
 import mmap
+import os
 import threading
 import weakref
+from collections.abc import Iterable
+from pathlib import Path
 
 HUGE_PAGE = 2 * 2**20
 _SLICE = 8 * HUGE_PAGE
 """Bytes written by one call, which no one can interrupt: about 10 ms."""
+_PIECE = 2 * 2**20
+"""Bytes of a file asked for at once. Linux reads no more of one request, the rest is ignored."""
 
 
 def huge_pages(size: int) -> mmap.mmap:
@@ -70,3 +77,23 @@ def _write_zeros(memory: mmap.mmap, stop: threading.Event) -> None:
         if stop.is_set():
             return
         ctypes.memset(address + start, 0, min(_SLICE, len(memory) - start))
+
+
+def read_ahead(files: Iterable[Path]) -> None:
+    """Let a thread ask the system for `files`, in order, up to half of the memory.
+
+    The system reads many pieces at the same time: a disk that gives one reader 0.6 GB/s gave 3.
+    A file that cannot be read is left to its reader, who reports the error.
+    """
+    if hasattr(os, "posix_fadvise"):
+        arguments = list(files), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        threading.Thread(target=_ask, args=arguments, name="read-ahead", daemon=True).start()
+
+
+def _ask(files: list[Path], limit: int) -> None:
+    for path in files:
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            size = min(os.fstat(file.fileno()).st_size, limit)
+            for start in range(0, size, _PIECE):
+                os.posix_fadvise(file.fileno(), start, _PIECE, os.POSIX_FADV_WILLNEED)
+            limit -= size

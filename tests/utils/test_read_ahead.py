@@ -3,8 +3,8 @@ import threading
 
 import pytest
 
-from nanovllm.utils import read_ahead as module
-from nanovllm.utils.read_ahead import read_ahead
+from nanovllm.utils import pages
+from nanovllm.utils.pages import read_ahead
 
 PIECE = 2 * 2**20
 
@@ -18,7 +18,7 @@ def asked(monkeypatch):
         assert (length, advice) == (PIECE, os.POSIX_FADV_WILLNEED)
         found.append((os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")), start))
 
-    monkeypatch.setattr(module.os, "posix_fadvise", note)
+    monkeypatch.setattr(pages.os, "posix_fadvise", note)
     return found
 
 
@@ -43,7 +43,7 @@ def test_all_files_are_asked_for_in_order(tmp_path, asked):
 
 def test_half_of_the_memory_is_the_limit(tmp_path, asked, monkeypatch):
     sizes = {"SC_PHYS_PAGES": 6 * PIECE // 4096, "SC_PAGE_SIZE": 4096}
-    monkeypatch.setattr(module.os, "sysconf", sizes.__getitem__)
+    monkeypatch.setattr(pages.os, "sysconf", sizes.__getitem__)
     read_ahead([write(tmp_path / "a", 2 * PIECE), write(tmp_path / "b", 2 * PIECE)])
     wait()
     assert asked == [("a", 0), ("a", PIECE), ("b", 0)]
