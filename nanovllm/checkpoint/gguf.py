@@ -197,11 +197,7 @@ def _named(name: str, family: GgufFamily, num_layers: int) -> tuple[str, str]:
 
 
 def _check_tensor(metadata: Metadata, name: str, reading: Reading, *, experts: bool) -> None:
-    """Check what reading tensor `name` relies on.
-
-    Args:
-        experts: whether it has the weights of all experts.
-    """
+    """Check what reading tensor `name`, of one linear or of all `experts`, relies on."""
     tensor, wrong = metadata.tensors[name], None
     num_dimensions = len(tensor.shape) - experts
     if experts and (num_dimensions < 1 or tensor.shape[0] != metadata.size("expert_count", 0)):

@@ -111,12 +111,7 @@ def read_gguf_header(file: Path) -> GgufHeader:
 
 
 class _Parser:
-    """Reads the fields of a header one after the other.
-
-    Args:
-        data: the beginning of the file.
-        size: of the file in bytes.
-    """
+    """Reads the fields of a header one after the other; `data` is the beginning of the file."""
 
     def __init__(self, file: Path, data: mmap.mmap, size: int) -> None:
         self._file, self._data, self._size = file, data, size

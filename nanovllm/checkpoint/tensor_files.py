@@ -87,11 +87,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 class TensorFile:
-    """A file of weights, open for reading until `close`.
-
-    Args:
-        header: what `read_header` returns.
-    """
+    """A file of weights with the header that `read_header` returned, open until `close`."""
 
     def __init__(self, file: Path, header: dict[str, TensorInfo]) -> None:
         self._file, self._header = file, header

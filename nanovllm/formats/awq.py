@@ -10,7 +10,6 @@ import torch
 
 from nanovllm.formats.fields import Field
 from nanovllm.formats.names import Names, read_names
-from nanovllm.formats.packing import AWQ_ORDER
 from nanovllm.formats.settings import (
     WHERE,
     check_supported,
@@ -22,6 +21,8 @@ from nanovllm.formats.stored_integers import IntegerForm, StoredIntegers
 from nanovllm.layers.linear import Matrix
 
 _BITS = 4
+_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where the 4 bits of each of eight neighbours are: the first in place 0, the next in 4."""
 _EXCLUDED = "modules_to_not_convert"
 _FIXED: dict[str, tuple[Any, ...]] = {
     "version": (None, "gemm", "GEMM"),
@@ -59,4 +60,4 @@ class Awq:
 
 
 def _packed(suffix: str, group: int | None) -> Field:
-    return Field(suffix, torch.int32, group, "outputs", _BITS, AWQ_ORDER, transposed=True)
+    return Field(suffix, torch.int32, group, "outputs", _BITS, _ORDER, transposed=True)

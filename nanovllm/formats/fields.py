@@ -1,17 +1,21 @@
 """The tensors that stand in place of a weight [n, k], and the memory that they are loaded to.
 
 A `Field` says how one of them is laid out in a file; a `LoadedField` has its rows for a matrix.
-Knows no format.
+Integers of 4 or 8 bits are in words of 32, the lowest bits first. They are numbers from 0 up, and
+become less by half of their range, so that they fit int8. Knows no format.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.formats.packing import WORD_BITS, unpack_columns, unpack_rows
 from nanovllm.utils.distributed import tensor_parallel
+
+WORD_BITS = 32
+_NUMBERS_AT_ONCE = 2**18
 
 
 class Field(NamedTuple):
@@ -27,7 +31,7 @@ class Field(NamedTuple):
     bits: int = 8
     """Of an integer, if they are packed."""
     order: tuple[int, ...] | None = None
-    """See `packing.unpack_rows`."""
+    """See `unpack_rows`."""
     transposed: bool = False
     """Whether the file has the inputs before the outputs."""
     outputs: int | None = 1
@@ -188,3 +192,46 @@ class LoadedVector:
 def first_row(weight: Shard) -> int:
     """Return the row of the matrix where the part `weight` of it begins."""
     return weight.target.storage_offset() // weight.target.shape[1]
+
+
+def row_ranges(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
+    """Yield the first row of each part of rows [start, stop), and the row behind the part.
+
+    Parts bound the memory of temporary copies. They have a multiple of 32 rows, but for the last.
+    """
+    count = max(1, _NUMBERS_AT_ONCE // max(1, width) // 32) * 32
+    for first in range(start, stop, count):
+        yield first, min(first + count, stop)
+
+
+def unpack_columns(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the integers [n, k] int8 of `words` [n, words], of any dtype, packed along a row.
+
+    Args:
+        bits: 4 or 8, so that an integer is in a byte: those of a word are the lowest first.
+    """
+    as_bytes = words.contiguous().view(torch.uint8)
+    if bits == 4:
+        as_bytes = torch.stack([as_bytes & 15, as_bytes >> 4], -1).flatten(1)
+    return _centred(as_bytes, bits)
+
+
+def unpack_rows(
+    words: torch.Tensor, bits: int, start: int, count: int, order: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Return the integers [count, k] int8 of `words` [words, k] int32, packed along a column.
+
+    Args:
+        start: the row of the first of them.
+        order: where in a word each of its integers is; None: in turn.
+    """
+    per_word = WORD_BITS // bits
+    shifts = torch.tensor(order or tuple(range(per_word)), device=words.device) * bits
+    rows = torch.arange(start, start + count, device=words.device)
+    found = words[rows // per_word] >> shifts[rows % per_word, None].int() & (2**bits - 1)
+    return _centred(found.to(torch.uint8), bits)
+
+
+def _centred(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return uint8 `numbers` less half of their range, as int8."""
+    return (numbers - 2 ** (bits - 1)).view(torch.int8)

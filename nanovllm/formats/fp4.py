@@ -11,9 +11,8 @@ import torch
 
 from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.formats.fields import Field, LoadedField, LoadedVector
+from nanovllm.formats.fields import Field, LoadedField, LoadedVector, row_ranges, unpack_columns
 from nanovllm.formats.integer import FP4_NUMBERS, IntRows, IntTensor, int_tensor
-from nanovllm.formats.packing import row_ranges, unpack_columns
 from nanovllm.formats.scheme import Scheme
 from nanovllm.formats.stored import StoredNumbers
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod

@@ -5,7 +5,7 @@
 zero point. Layout: auto-round 0.16.1, auto_round_extension/torch/qlinear_torch_zp.py.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -40,19 +40,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 """Supported values of fields that change the layout or the network."""
 
 
-class _Settings(NamedTuple):
-    """How a linear is stored."""
-
-    bits: int
-    group_size: int | None
-    """None: the whole row."""
-    desc_act: bool
-
-    def __str__(self) -> str:
-        size = "channel" if self.group_size is None else f"g{self.group_size}"
-        return f"GPTQ W{self.bits}A16 {size}{' desc_act' if self.desc_act else ''}"
-
-
 class Gptq:
     """The format of a GPTQ checkpoint."""
 
@@ -63,66 +50,58 @@ class Gptq:
         stored = config.get("checkpoint_format") or config.get("format") or "gptq"
         if not isinstance(stored, str) or stored not in _LESS:
             raise unsupported("checkpoint_format", stored, ", ".join(_LESS))
-        self._less = _LESS[stored]
-        self._settings = _settings(config, {}, WHERE)
-        self._rules = _rules(config)
+        self._form = _form(config, _LESS[stored], WHERE)
+        self._rules = _rules(config, _LESS[stored])
         self._only = _only(config)
 
-    def settings(self, name: str) -> _Settings | None:
+    def form(self, name: str) -> IntegerForm | None:
         """Return how linear `name` is stored; None: as plain numbers."""
         if self._only is not None and not self._only.have_part(name):
             return None
-        for regex, settings in self._rules:
+        for regex, form in self._rules:
             if any(regex.match(spelt) for spelt in spellings(name)):
-                return settings
-        return self._settings
+                return form
+        return self._form
 
     def stored(self, matrix: Matrix, names: list[str]) -> StoredIntegers | None:
-        settings = one_form(names, [self.settings(name) for name in names], f"dynamic, {_ONLY}")
-        return None if settings is None else StoredIntegers(matrix, _form(settings, self._less))
+        form = one_form(names, [self.form(name) for name in names], f"dynamic, {_ONLY}")
+        return None if form is None else StoredIntegers(matrix, form)
 
 
-def _form(settings: _Settings, less: int) -> IntegerForm:
-    bits, group, _ = settings
+def _form(config: dict[str, Any], less: int, where: str) -> IntegerForm:
+    """Read how linears are stored."""
+    bits, ordered = config.get("bits"), config.get("desc_act", False)
+    if type(bits) is not int or bits not in (4, 8):
+        raise unsupported("bits", bits, "4 and 8", where)
+    group = read_group_size(config.get("group_size", 128), where)
+    if not isinstance(ordered, bool | None):
+        raise CheckpointError(f"{where}: desc_act must be true or false, is {shown(ordered)}")
+    size = "channel" if group is None else f"g{group}"
     return IntegerForm(
-        str(settings),
+        f"GPTQ W{bits}A16 {size}{' desc_act' if ordered else ''}",
         bits,
         group,
         Field("qweight", torch.int32, 1, "inputs", bits, transposed=True),
         Field("scales", torch.float32, group, transposed=True),
         Field("qzeros", torch.int32, group, "outputs", bits, transposed=True),
         zeros_less=less,
-        order="g_idx" if settings.desc_act else None,
-        places=None if settings.desc_act else "g_idx",
+        order="g_idx",
+        in_place=not ordered,
         maybe_bias=True,
     )
 
 
-def _settings(config: dict[str, Any], changes: dict[str, Any], where: str) -> _Settings:
-    """Read what may differ between linears, from `config` with `changes`."""
-    bits, size, order = (
-        changes.get(key, config.get(key, default))
-        for key, default in (("bits", None), ("group_size", 128), ("desc_act", False))
-    )
-    if type(bits) is not int or bits not in (4, 8):
-        raise unsupported("bits", bits, "4 and 8", where)
-    group = read_group_size(size, where)
-    if not isinstance(order, bool | None):
-        raise CheckpointError(f"{where}: desc_act must be true or false, is {shown(order)}")
-    return _Settings(bits, group, bool(order))
-
-
-def _rules(config: dict[str, Any]) -> list[tuple[SafeRegex, _Settings | None]]:
+def _rules(config: dict[str, Any], less: int) -> list[tuple[SafeRegex, IntegerForm | None]]:
     """Read `dynamic`: regular expressions, each with what differs, or None after "-:"."""
     field = f"{WHERE}: dynamic"
-    rules: list[tuple[SafeRegex, _Settings | None]] = []
+    rules: list[tuple[SafeRegex, IntegerForm | None]] = []
     for pattern, changes in read_object(config.get("dynamic") or {}, field, _MAX_RULES).items():
         regex = read_regex(pattern.removeprefix("-:").removeprefix("+:"), field)
-        settings = None
+        form = None
         if not pattern.startswith("-:"):
             where = f"{field}: {shown(pattern)}"
-            settings = _settings(config, read_object(changes, where), where)
-        rules.append((regex, settings))
+            form = _form({**config, **read_object(changes, where)}, less, where)
+        rules.append((regex, form))
     return rules
 
 

@@ -15,8 +15,6 @@ from nanovllm.utils.pages import PageReserve
 GROUP_SIZES = {"int8": (128, 64, 32), "int4": (32,)}
 """Allowed numbers of inputs that share a scale, preferred first."""
 
-_ROWS_AT_ONCE = 1024
-"""Rows quantised at once. Bounds the size of the float32 copies."""
 _FLOAT16_MAX = torch.finfo(torch.float16).max
 
 
@@ -47,17 +45,13 @@ class IntTensor(NamedTuple):
 
     def by_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "IntTensor":
         """Return the weight with `change` of each tensor that has a row for each of its rows."""
+        changed: Any = {name: change(rows) for name, rows in self.row_tensors().items()}
+        return self._replace(**changed)
 
-        def of(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else change(tensor)
-
-        return self._replace(
-            values=change(self.values),
-            scales=change(self.scales),
-            minimums=of(self.minimums),
-            zeros=of(self.zeros),
-            factors=of(self.factors),
-        )
+    def row_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that have a row for each of the weight's, by field."""
+        names = ("values", "scales", "minimums", "zeros", "factors")
+        return {name: rows for name in names if (rows := getattr(self, name)) is not None}
 
 
 FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -224,20 +218,16 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> IntTensor:
     becomes its largest number, but a weight that is no number makes its scale infinite or NaN.
     """
     n, k = weight.shape
-    values = torch.empty(n, k, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(n, k // group_size, dtype=torch.float16, device=weight.device)
-    for start in range(0, n, _ROWS_AT_ONCE):
-        part = weight[start : start + _ROWS_AT_ONCE].float().view(-1, k // group_size, group_size)
-        if bits == 8:
-            scale = part.abs().amax(-1) / 127
-        else:
-            low, high = part.aminmax(dim=-1)
-            scale = torch.where(high > -low, high, low) / -8
-        scale = scale.clamp(-_FLOAT16_MAX, _FLOAT16_MAX).where(scale.isfinite(), scale).half()
-        rounded = (part / scale.float().masked_fill(scale == 0, 1.0)[..., None]).round_()
-        limit = 2 ** (bits - 1)
-        values[start : start + _ROWS_AT_ONCE] = rounded.clamp_(-limit, limit - 1).flatten(1)
-        scales[start : start + _ROWS_AT_ONCE] = scale
+    groups = weight.float().view(n, k // group_size, group_size)
+    if bits == 8:
+        scales = groups.abs().amax(-1) / 127
+    else:
+        low, high = groups.aminmax(dim=-1)
+        scales = torch.where(high > -low, high, low) / -8
+    scales = scales.clamp(-_FLOAT16_MAX, _FLOAT16_MAX).where(scales.isfinite(), scales).half()
+    rounded = (groups / scales.float().masked_fill(scales == 0, 1.0)[..., None]).round_()
+    limit = 2 ** (bits - 1)
+    values = rounded.clamp_(-limit, limit - 1).flatten(1).to(torch.int8)
     return IntTensor(values, scales, None, bits)
 
 
@@ -262,9 +252,8 @@ class IntWeight:
             self._weight = self._weight._replace(factors=ones)
         if part.bits == 4:
             part = part._replace(values=_pairs(part.values))
-        for name, rows in part._asdict().items():
-            if isinstance(rows, torch.Tensor) and name != "inputs":
-                getattr(self._weight, name)[start : start + len(rows)] = rows
+        for name, rows in part.row_tensors().items():
+            getattr(self._weight, name)[start : start + len(rows)] = rows
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, self._dequantize(self._weight), bias)

@@ -5,15 +5,14 @@ They stay in their bits.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import ConfigError, UnsupportedModelError
+from nanovllm.formats.fields import row_ranges
 from nanovllm.formats.fp4 import E8M0_BIAS, unpack_fp4
 from nanovllm.formats.integer import IntRows
-from nanovllm.formats.packing import row_ranges
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.experts import StackedLinear
 from nanovllm.layers.linear import Matrix
@@ -26,9 +25,6 @@ class Mxfp4Format:
     """A checkpoint whose experts are in MXFP4. All else is plain numbers."""
 
     name = "MXFP4"
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        pass  # it has no other settings
 
     def stored(self, matrix: Matrix, names: list[str]) -> "StoredMxfp4 | None":
         if not isinstance(matrix, StackedLinear):

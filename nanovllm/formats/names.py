@@ -53,11 +53,7 @@ def read_regex(pattern: str, field: str) -> SafeRegex:
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """Return `name` as checkpoints write it: those that also take pictures add a word.
-
-    Args:
-        name: the dotted path of a linear.
-    """
+    """Return a dotted path as checkpoints write it: those that also take pictures add a word."""
     nested = f"{name}.".replace("model.", "model.language_model.", 1)
     return name, nested[:-1], f"language_model.{name}"
 
@@ -112,11 +108,7 @@ class ModuleList:
     """Modules of a checkpoint; with a module, all that are in it.
 
     An entry is a dotted name, or consecutive parts of one, or a pattern with "*" for a whole name,
-    which `fnmatch` matches without backtracking.
-
-    Args:
-        settings: have the list.
-        key: its name in them.
+    which `fnmatch` matches without backtracking. `settings` have the list under `key`.
 
     Raises:
         CheckpointError: it is no list of strings, or has too many or too long ones.

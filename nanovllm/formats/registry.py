@@ -67,7 +67,7 @@ FORMATS: dict[str, Callable[[dict[str, Any]], WeightFormat]] = {
     "modelopt_fp4": ModelOpt,
     "gptq": Gptq,
     "awq": Awq,
-    "mxfp4": Mxfp4Format,
+    "mxfp4": lambda _: Mxfp4Format(),  # it has no other settings
 }
 """By `quant_method` of config.json: what reads the other settings."""
 _LINEARS = (LinearBase, StackedLinear)

@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import ConfigError
+from nanovllm.formats.fields import row_ranges
 from nanovllm.formats.fp8 import FP8, Fp8Weight, quantize_fp8
 from nanovllm.formats.integer import IntRows, choose_group_size, quantize
 from nanovllm.kernels.cpu.build import PANEL
@@ -18,15 +19,10 @@ from nanovllm.layers.pieces import SmallLinear
 EXACT = (Router, SmallLinear)
 """Matrices that are not rounded: small, and a rounded logit may choose another expert, or close a
 gate."""
-_NUMBERS_AT_ONCE = 2**18
 
 
 class Rounding:
-    """All weights in 8 or 4 bits, or those of linears in FP8.
-
-    Args:
-        quantization: "int8", "int4" or "fp8".
-    """
+    """All weights in "int8" or "int4", or those of linears in "fp8"."""
 
     def __init__(self, quantization: str, kernels: Kernels) -> None:
         self.name, self._kernels = quantization, kernels
@@ -132,6 +128,5 @@ class _RowsInFp8:
 
 def _store(rows: Rows, first: int, values: torch.Tensor) -> None:
     """Store all rows of `values`, few at a time: rounding makes several copies in float32."""
-    num_rows = max(1, _NUMBERS_AT_ONCE // max(1, values.shape[1]) // PANEL) * PANEL
-    for start in range(0, len(values), num_rows):
-        rows.store(first + start, values[start : start + num_rows])
+    for start, stop in row_ranges(0, *values.shape):
+        rows.store(first + start, values[start:stop])

@@ -8,10 +8,9 @@ import torch
 
 from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.formats.fields import Field, LoadedField, first_row
+from nanovllm.formats.fields import Field, LoadedField, first_row, row_ranges
 from nanovllm.formats.fp8 import FP8, Fp8Weight
 from nanovllm.formats.names import Names, read_names
-from nanovllm.formats.packing import row_ranges
 from nanovllm.formats.rounding import EXACT, rounded_rows
 from nanovllm.formats.scheme import Scheme
 from nanovllm.formats.settings import WHERE, check_supported, one_form, unsupported
@@ -78,9 +77,6 @@ class Fp8Format:
 
 def stored_float(scheme: Scheme, matrix: Matrix, names: list[str]) -> "StoredFp8":
     """Return how a checkpoint of compressed-tensors stores FP8 linears.
-
-    How `scheme` rounds inputs is checked and not kept: GPUs that multiply FP8 find the scales of
-    inputs while they run, other devices never round them.
 
     Raises:
         UnsupportedModelError: the scheme is not implemented.

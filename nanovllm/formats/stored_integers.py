@@ -11,9 +11,8 @@ import torch
 
 from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import CheckpointError
-from nanovllm.formats.fields import Field, LoadedField, LoadedVector
-from nanovllm.formats.integer import IntRows, IntTensor, int_tensor
-from nanovllm.formats.packing import row_ranges
+from nanovllm.formats.fields import Field, LoadedField, LoadedVector, row_ranges
+from nanovllm.formats.integer import IntRows, int_tensor
 from nanovllm.formats.stored import StoredNumbers
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.linear import Matrix
@@ -37,10 +36,10 @@ class IntegerForm(NamedTuple):
     """How much less than the zero point is in the file."""
     order: str | None = None
     """Suffix of the tensor that says each input's group; None: its place does."""
+    in_place: bool = False
+    """Whether it says what the place does, too. A file may lack it."""
     shape: str | None = None
     """Suffix of the tensor that repeats the shape of the weight."""
-    places: str | None = None
-    """Suffix of the tensor, if a file has it, that says each input's group, which is its place."""
     maybe_bias: bool = False
     """Whether a linear without a bias may have one of zeros."""
 
@@ -55,12 +54,11 @@ class StoredIntegers(StoredNumbers):
         super().__init__(matrix, form.label)
         self._form, device = form, self._device
         self._has_bias = getattr(matrix, "bias", None) is not None
-        ordered = form.order is not None
+        ordered = form.order is not None and not form.in_place
         self._values = LoadedField(form.values, device)
         self._scales = LoadedField(form.scales, device, whole=ordered)
         self._zeros = LoadedField(form.zeros, device, whole=ordered) if form.zeros else None
-        order = form.order or form.places or ""
-        self._orders = LoadedVector(order, torch.int32, device, fill=_NO_GROUP)
+        self._orders = LoadedVector(form.order or "", torch.int32, device, fill=_NO_GROUP)
         self._shapes = LoadedVector(form.shape or "", torch.int64, device)
         self._biases = LoadedVector("bias", torch.float32, device)
         self._loaded = [each for each in (self._values, self._scales, self._zeros) if each]
@@ -71,10 +69,9 @@ class StoredIntegers(StoredNumbers):
         if self._zeros is not None:
             yield self._zeros.shard(weight)
         outputs, inputs = weight.shape
-        if self._form.order or self._form.places:
+        if self._form.order is not None:
             own, start = (weight.target.shape[1], weight.start) if weight.dim else (inputs, 0)
-            optional = self._form.order is None
-            yield self._orders.shard(weight, inputs, own, start, optional=optional)
+            yield self._orders.shard(weight, inputs, own, start, optional=self._form.in_place)
         if self._form.shape is not None:
             yield self._shapes.shard(weight, 2)
         if self._form.maybe_bias and not self._has_bias:
@@ -110,7 +107,7 @@ class StoredIntegers(StoredNumbers):
                     f"{name} has group {low if low < 0 else high}, must be from 0 to "
                     f"{num_groups - 1}"
                 )
-            if self._form.order is not None:
+            if not self._form.in_place:
                 found[i] = order.long()
             elif not torch.equal(order - order[0], place) and order.any():
                 raise CheckpointError(
@@ -134,33 +131,20 @@ class StoredIntegers(StoredNumbers):
         used, counts = torch.unique(groups[0], return_counts=True)
         if (counts != size).any():
             return None, f"groups do not all have {size} inputs"
-        sorting = groups[0].argsort(stable=True)
-        in_place = torch.equal(sorting, torch.arange(k, device=self._device))
-        order = None if in_place else sorting
+        order = groups[0].argsort(stable=True)
+        in_place = torch.equal(order, torch.arange(k, device=self._device))
+        inputs = None if in_place else order.int()
         has_zeros = self._zeros is not None and bool(self._zero_points(0, n).any())
         rows = IntRows(n, dtype, kernels)
         for start, stop in row_ranges(0, n, k):
-            part = self._int_tensor(start, stop, used, order, has_zeros)
+            values, scales = self._numbers(start, stop), self._scales.rows(start, stop)[:, used]
+            values = values if in_place else values[:, order]
+            zeros = self._zero_points(start, stop)[:, used] if has_zeros else None
+            part = int_tensor(values, scales, self._form.bits, zeros=zeros, inputs=inputs)
             if part is None:
                 return None, "16 bits do not hold its scales exactly"
             rows.store(start, part)
         return rows.method(), f"kept in {self._form.bits} bits"
-
-    def _int_tensor(
-        self,
-        start: int,
-        stop: int,
-        used: torch.Tensor,
-        order: torch.Tensor | None,
-        has_zeros: bool,
-    ) -> IntTensor | None:
-        """Return rows [start, stop), whose columns are in the order of their groups."""
-        values, scales = self._numbers(start, stop), self._scales.rows(start, stop)
-        zeros = self._zero_points(start, stop)[:, used] if has_zeros else None
-        inputs = None
-        if order is not None:
-            values, inputs = values[:, order], order.int()
-        return int_tensor(values, scales[:, used], self._form.bits, zeros=zeros, inputs=inputs)
 
     def _numbers(self, start: int, stop: int) -> torch.Tensor:
         """Return the values of rows [start, stop), [rows, k] int8.
