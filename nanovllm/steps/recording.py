@@ -1,19 +1,33 @@
-"""Records the kernel calls of a forward pass and replays them with one call of C.
+"""The model's forward pass on the CPU, recorded once and replayed by a single call of C.
 
-Knows no model: any function whose work is all kernel calls can be recorded.
+In a small step, the Python code between two kernels would take as long as a short kernel. Any
+function whose work is all kernel calls can be recorded. Knows no scheduling and no sampling.
 """
 
+import dataclasses
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence as Seq
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.kernels.cpu import library
+from nanovllm.attention.batch import Batch
+from nanovllm.attention.states import StateRows
+from nanovllm.kernels.cpu import library, table_ops
 from nanovllm.kernels.cpu.calls import pack_call, size_of
+from nanovllm.scheduler.messages import Row
+from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.extensions import Computed
+
+Forward = Callable[[Batch], torch.Tensor]
+"""Returns hidden states [T, hidden_size]."""
+
+MAX_TOKENS = 64
+"""Larger steps run call by call: there Python's share of the time is small, and a recording keeps
+the memory of all intermediate tensors."""
 
 _ALLOCATES = (torch.ops.aten.empty, torch.ops.aten.empty_like)
 
@@ -89,8 +103,83 @@ class Recording(TorchDispatchMode):
         library.run(self._calls, num_tokens, num_rows)
 
 
-def _is_part_of(x: torch.Tensor, viewed: torch.Tensor | Sequence[torch.Tensor]) -> bool:
+def _is_part_of(x: torch.Tensor, viewed: torch.Tensor | Seq[torch.Tensor]) -> bool:
     """Return whether `viewed` has the memory of `x`. What torch calls a view may be a copy."""
     views = [viewed] if isinstance(viewed, torch.Tensor) else viewed
     memory = x.untyped_storage().data_ptr()
     return all(view.untyped_storage().data_ptr() == memory for view in views)
+
+
+class RecordedModel:
+    """A forward pass for batches of up to MAX_TOKENS tokens.
+
+    Args:
+        model: a module or a function. All that it computes must be calls of C kernels.
+        tables: hold the tokens and blocks of the batches, and the pages of states.
+
+    Raises:
+        Unrecordable: torch computes some of the forward pass.
+    """
+
+    def __init__(self, model: Forward, tables: DeviceTables) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype)
+
+        self._tables = tables
+        num_tables, width = 1 + len(tables.other_tables), tables.block_tables.shape[1]
+        self._inputs = (
+            zeros(MAX_TOKENS, dtype=torch.int64),
+            zeros(MAX_TOKENS, dtype=torch.int64),
+            zeros(num_tables, MAX_TOKENS, dtype=torch.int64),
+            zeros(MAX_TOKENS + 1),
+            zeros(MAX_TOKENS),
+            zeros(num_tables, MAX_TOKENS, width),
+        )
+        input_ids, positions, slots, cu_seqlens_q, seq_lens, blocks = self._inputs
+        batch, *others = (
+            Batch(input_ids, positions, slots[i], cu_seqlens_q, seq_lens, blocks[i])
+            for i in range(num_tables)
+        )
+        self._state: table_ops.StateColumns | None = None
+        state = None
+        if tables.state_table is not None:
+            source = tables.state_table.pages
+            pages, write_lens = zeros(MAX_TOKENS, source.shape[1]), zeros(MAX_TOKENS)
+            self._state = table_ops.StateColumns(source, pages, write_lens)
+            state = StateRows(pages, cu_seqlens_q, write_lens)
+        batch = dataclasses.replace(batch, state=state, others=tuple(others))
+        with Recording(MAX_TOKENS) as self._recording:
+            self._hidden: torch.Tensor = model(batch)
+
+    def fits(self, rows: Seq[Row]) -> bool:
+        """Return whether the recording is large enough for `rows`.
+
+        Beside layers with state, it has none of the work that drafts make.
+        """
+        states = self._tables.state_table
+        if states is not None and states.replays.concern(rows):
+            return False
+        return sum(row.num_scheduled_tokens for row in rows) <= MAX_TOKENS
+
+    def run(self, rows: Seq[Row]) -> Computed:
+        """Write the KV of the tokens of `rows`; return their hidden states."""
+        return Computed(self.forward(rows))
+
+    def forward(self, rows: Seq[Row]) -> torch.Tensor:
+        """Do the same; return [T, hidden_size], which the next call overwrites."""
+        table_indices = [row.table_idx for row in rows]
+        query_lens = [row.num_scheduled_tokens for row in rows]
+        seq_lens = [row.num_computed_tokens + row.num_scheduled_tokens for row in rows]
+        tables, num_tokens = self._tables, sum(query_lens)
+        table_ops.batch(
+            tables.token_ids,
+            tables.block_tables,
+            tables.block_size,
+            table_indices,
+            query_lens,
+            seq_lens,
+            self._inputs,
+            self._state,
+        )
+        self._recording.run(num_tokens, len(rows))
+        return self._hidden[:num_tokens]

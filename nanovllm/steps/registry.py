@@ -2,6 +2,7 @@
 asked. A new way is one file here and a line in `StepRunners.make`.
 """
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,13 +16,15 @@ from nanovllm.steps.cuda_capture import can_capture, make_capture
 from nanovllm.steps.cuda_graph import ComputeLogits, GraphRunner, graph_sizes
 from nanovllm.steps.fused_step import faster_logits
 from nanovllm.steps.piecewise_graphs import PiecewiseGraphs, piece_sizes
-from nanovllm.steps.recorded_step import Forward, RecordedModel, record
+from nanovllm.steps.recording import Forward, RecordedModel, Unrecordable
 from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.extensions import StepRunner
 from nanovllm.worker.kv_cache import graph_bytes
 from nanovllm.worker.network import Network
 from nanovllm.worker.timing import measure_seconds
+
+logger = logging.getLogger(__name__)
 
 
 class StepRunners:
@@ -95,7 +98,12 @@ class StepRunners:
 
     def recorded(self, forward: Forward, tables: DeviceTables) -> RecordedModel | None:
         """Return `forward` recorded over the pool and `tables`; None if that is not possible."""
-        return record(forward, tables) if self._records else None
+        if self._records:
+            try:
+                return RecordedModel(forward, tables)
+            except Unrecordable as reason:
+                logger.info("steps run call by call: %s", reason)
+        return None
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         hidden: torch.Tensor = self._network.model(self._network.attention.planned(batch))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.steps.recorded_step import RecordedModel
+from nanovllm.steps.recording import RecordedModel
 from tests.helpers import random_prompt, token_ids
 from tests.kernels.cpu.helpers import native
 

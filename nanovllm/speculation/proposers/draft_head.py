@@ -17,7 +17,7 @@ from nanovllm.speculation.proposers.draft_kv import FEW_TOKENS, loaded_pages
 from nanovllm.speculation.proposers.draft_network import DraftNetwork, load_draft
 from nanovllm.speculation.proposers.head import Head
 from nanovllm.steps.cuda_graph import ComputeLogits, GraphRunner
-from nanovllm.steps.recorded_step import MAX_TOKENS, RecordedModel
+from nanovllm.steps.recording import MAX_TOKENS, RecordedModel
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import zeros

@@ -6,7 +6,7 @@ from nanovllm.scheduler.messages import Row
 from nanovllm.speculation.proposers.draft_kv import FEW_TOKENS
 from nanovllm.speculation.proposers.draft_network import DraftNetwork, load_draft
 from nanovllm.steps.cuda_graph import GraphRunner
-from nanovllm.steps.recorded_step import RecordedModel
+from nanovllm.steps.recording import RecordedModel
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.network import Network
