@@ -133,7 +133,6 @@ def step_costs(llm: LLM, batch: int) -> dict[int, float]:
     """Return the seconds of a step of `batch` sequences by its tokens, with 0 to 23 drafts each."""
     runner = runner_of(llm)
     tables = runner.tables
-    assert tables is not None
     per_row = -(-(CONTEXT + 1 + DRAFTS[-1]) // tables.block_size)
     blocks = torch.arange(batch * per_row, dtype=torch.int32).view(batch, per_row)
     tables.block_tables[:batch, :per_row] = blocks  # nobody owns them now

@@ -143,8 +143,7 @@ class RankWeights:
         return HeldWeights([network.model for network in networks])
 
     def _pools(self) -> list[KVPool]:
-        networks = [self._network, *self._drafts]
-        return [network.pool for network in networks if network.pool is not None]
+        return [network.pool for network in (self._network, *self._drafts)]
 
     # Changing
 

@@ -16,9 +16,8 @@ from nanovllm.attention.spec import AttentionSpec
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.attention import Attention
-from nanovllm.models.model_config import ModelConfig
-from nanovllm.options.config import Config
 from nanovllm.worker.kv_pool import KVPool, page_layout
+from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.state_layers import StateLayers
 
 
@@ -35,20 +34,17 @@ class AttentionGroups:
 
     Args:
         max_model_len: a window that is as long is none.
-        one_table: keep the KV of all layers in the pages of table 0: a draft network's, whose
-            blocks are its target's.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        config: Config,
-        model_config: ModelConfig,
+        spec: NetworkSpec,
         max_model_len: int,
         device: torch.device,
         kernels: Kernels,
-        one_table: bool = False,
     ) -> None:
+        config, model_config, one_table = spec.config, spec.model_config, spec.one_table
         self.layers = layers = [m for m in model.modules() if isinstance(m, Attention)]
         kv_dtypes = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
         self._dtype = kv_dtypes.get(config.kv_cache_dtype, model_config.dtype)

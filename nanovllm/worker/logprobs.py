@@ -3,16 +3,18 @@
 The device gathers them, with each token's rank and the most likely tokens. Knows no model.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence as Seq
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from nanovllm.layers.sampling_filters import Sampling, thresholds_of, weights_of
+from nanovllm.options.sampling_params import GREEDY_BELOW
 from nanovllm.scheduler.messages import Row, TokenLogprobs
 from nanovllm.utils.transfer import to_host, upload
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.processed_logits import processed_logits
 from nanovllm.worker.sampling_rows import SamplingRows
 
 _PIECE = 2**23
@@ -85,6 +87,51 @@ def sampled_logprobs(
     else:
         gathered = gather_logprobs(logits, own, most, rows, normalized=normalized)
     return [Logprobs([sampling.rows[i].seq_id for i in counts], list(counts.values()), gathered)]
+
+
+def processed_logits(
+    logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling
+) -> torch.Tensor:
+    """Return vLLM's processed logits: logits / temperature, and -inf for the tokens that the row's
+    filters leave out.
+
+    A greedy row has neither temperature nor filters. A drawn token is never left out: rounding may
+    put a token at the edge of top_p on either side.
+
+    Args:
+        logits: [L, vocab_size], behind the rules.
+        tokens: [L], the drawn tokens.
+        sampling: of these rows.
+
+    Returns:
+        [L, vocab_size] float32, a new tensor.
+    """
+    scores = logits.float().clone()
+    greedy = sampling.temperatures < GREEDY_BELOW
+    temperatures = torch.where(greedy, 1.0, sampling.temperatures)
+    sampling = dataclasses.replace(sampling, temperatures=temperatures)
+    own = scores.gather(1, tokens[:, None])
+    largest = scores.amax(-1)
+    excluded = torch.zeros_like(scores, dtype=torch.bool)
+    filtered = (sampling.top_ks < scores.shape[-1]) | (sampling.top_ps < 1) | (sampling.min_ps > 0)
+    rows = (filtered & ~greedy).nonzero()[:, 0]
+    if len(rows):
+        excluded[rows] = _excluded(scores[rows], largest[rows], own[rows], sampling.take(rows))
+    return scores.div_(temperatures[:, None]).masked_fill_(excluded, -torch.inf)
+
+
+def _excluded(
+    scores: torch.Tensor, largest: torch.Tensor, own: torch.Tensor, sampling: Sampling
+) -> torch.Tensor:
+    """Return which tokens top_k, top_p and min_p leave out: [R, vocab_size]."""
+    weights = weights_of(scores, largest, sampling)
+    total = weights.sum(-1, dtype=torch.float64)
+    values = scores.sort(descending=True).values
+    thresholds, _ = thresholds_of(values, largest, total, sampling)
+    keeps_all = (sampling.top_ks >= scores.shape[-1]) & (sampling.top_ps >= 1)
+    thresholds = thresholds.masked_fill(keeps_all, -torch.inf)
+    below = (scores < thresholds[:, None]) | (weights < sampling.min_ps[:, None])
+    return below & (scores != own)
 
 
 def want_prompt_logprobs(tables: DeviceTables, rows: list[Row]) -> bool:

@@ -46,19 +46,20 @@ class NetworkSpec(NamedTuple):
     reserve: PageReserve | None = None
     """Has memory for the weights already."""
     one_table: bool = False
-    """See `AttentionGroups`."""
+    """Keep the KV of all layers in the pages of table 0: a draft network's, whose blocks are its
+    target's."""
 
 
-def num_positions(config: Config, model_config: ModelConfig) -> int:
+def num_positions(spec: NetworkSpec) -> int:
     """Return max_model_len, cut to the positions that the model was made for; warn if it is cut."""
-    found = min(config.max_model_len, model_config.max_position)
-    if found < config.max_model_len and tensor_parallel().rank == 0:
+    wanted, found = spec.config.max_model_len, spec.model_config.max_position
+    if wanted > found and tensor_parallel().rank == 0:
         logger.warning(
             "max_model_len cut from %d to %d, the positions that the model was made for",
-            config.max_model_len,
+            wanted,
             found,
         )
-    return found
+    return min(wanted, found)
 
 
 def check_weights(model_config: ModelConfig, files: list[Path]) -> None:
@@ -83,18 +84,12 @@ def check_weights(model_config: ModelConfig, files: list[Path]) -> None:
 
 
 def build_model(
-    config: Config,
-    model_config: ModelConfig,
-    files: list[Path],
-    max_model_len: int,
-    device: torch.device,
-    kernels: Kernels,
+    spec: NetworkSpec, max_model_len: int, device: torch.device, kernels: Kernels
 ) -> nn.Module:
-    """Return the model on `device`, with `kernels` in its layers and uninitialised weights.
-
-    Args:
-        files: what will be loaded, because weights may stay in the form that a file has.
+    """Return the model on `device`, with `kernels` in its layers and uninitialised weights, in the
+    form that a file has if they stay in that.
     """
+    config, model_config, files = spec.config, spec.model_config, spec.files
     stored = model_config.quantization_config
     has_format = stored is not None or config.quantization is not None or any(map(is_gguf, files))
     # Such a model is built on the CPU, so that a GPU never holds the wide weights.
@@ -143,24 +138,15 @@ def _build(model_config: ModelConfig, max_model_len: int, device: torch.device) 
         return model_class(model_config)(model_config, max_model_len)
 
 
-def load_model(
-    model: nn.Module,
-    config: Config,
-    model_config: ModelConfig,
-    files: list[Path],
-    kernels: Kernels,
-    reserve: PageReserve | None = None,
-) -> None:
-    """Load the weights of a model made by `build_model`.
+def load_model(model: nn.Module, spec: NetworkSpec, kernels: Kernels) -> None:
+    """Load the weights of a model made by `build_model`. Close the reserve of `spec`.
 
     Each weight gets its final form (packed or quantised) before the next one is read, so memory
     never holds all weights in both forms. A weight that is packed as it is, row by row, takes no
     memory in its first form.
-
-    Args:
-        reserve: gives packed weights their memory while it lasts; closed then.
     """
-    forms = WeightForms(model, model_config.dtype, kernels, reserve)
+    config, reserve = spec.config, spec.reserve
+    forms = WeightForms(model, spec.model_config.dtype, kernels, reserve)
     store = _with_lora(forms.store, model, config)
     if config.load_format == "dummy":
         init_dummy_weights(model, config.seed)
@@ -172,7 +158,7 @@ def load_model(
         ignored: frozenset[str] = model.ignored_weights  # type: ignore[assignment]
         progress = tensor_parallel().rank == 0
         options: dict[str, Any] = {"ignored": ignored, "progress": progress}
-        load_weights(model, files, on_loaded=forms.finish, store=store, **options)
+        load_weights(model, spec.files, on_loaded=forms.finish, store=store, **options)
     if reserve is not None:
         reserve.close()
     return_freed()

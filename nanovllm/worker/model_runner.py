@@ -40,6 +40,9 @@ class ModelRunner:
         ConfigError: the options name a GPU, and its kernels need a tool that is not installed.
     """
 
+    tables: DeviceTables
+    """Between `allocate` and `free`."""
+
     def __init__(
         self,
         target: NetworkSpec,
@@ -52,7 +55,7 @@ class ModelRunner:
         self.device = device
         if config.native_kernels and device.type == "cuda" and config.device != "auto":
             require_triton(config.device)
-        self.max_model_len = num_positions(config, target.model_config)
+        self.max_model_len = num_positions(target)
         # Larger steps take more memory; on a CPU they do not make a token cheaper.
         default_num_tokens = 1024 if device.type == "cpu" else 16384
         self.max_num_batched_tokens = config.max_num_batched_tokens or default_num_tokens
@@ -64,7 +67,6 @@ class ModelRunner:
         self.masks: LogitMasks | None = None
         if device.type == "cpu":
             keep_freed()  # each step reuses the memory that the last one freed
-        self.tables: DeviceTables | None = None
         self.step_runners: list[StepRunner] = []
         self._launched: deque[PendingResult] = deque()  # the last LAPS steps at most
 
@@ -79,7 +81,7 @@ class ModelRunner:
     def free(self) -> None:
         """Free the KV pool and the tables."""
         self.network.free_pool()
-        self.tables = None
+        del self.tables
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:
@@ -92,12 +94,10 @@ class ModelRunner:
         return pending
 
     def _execute(self, schedule: Schedule) -> PendingResult:
-        assert self.tables is not None, "allocate() comes first"
         self.tables.apply(schedule)
         if self.masks is not None:
             self.masks.admit(schedule.admissions)
         pool = self.network.pool
-        assert pool is not None, "allocate() comes first"
         for copy in schedule.copies:
             pool.copy(*copy)
         if schedule.blocks_to_zero:
@@ -126,7 +126,6 @@ class ModelRunner:
         and `sampling.store` writes them to the tables, where the next step finds its input.
         """
         tables, mode = self.tables, self.config.logprobs_mode
-        assert tables is not None, "allocate() comes first"
         masks = None if self.masks is None else self.masks.begin(tables, rows)
         computed = Computed()
         for runner in self.step_runners:

@@ -24,20 +24,20 @@ class Network:
         max_model_len: number of positions.
     """
 
+    pool: KVPool
+    """Between `make_pool` and `free_pool`."""
+
     def __init__(self, spec: NetworkSpec, max_model_len: int, device: torch.device) -> None:
-        config, model_config, files, reserve, one_table = spec
-        self.config = config
-        self.model_config = model_config
+        self.config = spec.config
+        self.model_config = spec.model_config
         self.max_model_len = max_model_len
-        native = config.native_kernels
-        self.kernels = select_kernels(device, model_config.dtype, native=native)
-        self.model = build_model(config, model_config, files, max_model_len, device, self.kernels)
-        sizes = config, model_config, max_model_len
-        self.attention = AttentionGroups(self.model, *sizes, device, self.kernels, one_table)
+        native = spec.config.native_kernels
+        self.kernels = select_kernels(device, spec.model_config.dtype, native=native)
+        self.model = build_model(spec, max_model_len, device, self.kernels)
+        self.attention = AttentionGroups(self.model, spec, max_model_len, device, self.kernels)
         self.backend: Backend = self.attention.groups[0].backend
-        load_model(self.model, config, model_config, files, self.kernels, reserve)
+        load_model(self.model, spec, self.kernels)
         self.device = device
-        self.pool: KVPool | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -47,7 +47,6 @@ class Network:
     @property
     def num_blocks(self) -> int:
         """Number of pages of the KV pool."""
-        assert self.pool is not None, "make_pool() comes first"
         return self.pool.num_blocks
 
     def make_pool(self, num_blocks: int) -> None:
@@ -55,7 +54,7 @@ class Network:
         self.pool = self.attention.make_pool(num_blocks, self.device)
 
     def free_pool(self) -> None:
-        self.pool = None
+        del self.pool
         self.attention.unbind()
 
     def forward(

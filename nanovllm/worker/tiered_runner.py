@@ -7,6 +7,7 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from nanovllm.worker.kv_pool import KVPool
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.step_output import PendingResult, StepOutput
-from nanovllm.worker.transfers import PageTransfers, least
+from nanovllm.worker.timing import measure_seconds
+from nanovllm.worker.transfers import PageTransfers
 
 _FIRST_TOKENS, _MOST_TOKENS = 16, 1024
 _MEASURE_SECONDS = 0.15
@@ -77,7 +79,6 @@ class TieredRunner(ModelRunner):
         Called once, behind `allocate`. A few steps and copies are run, to measure them.
         """
         pool = self.network.pool
-        assert pool is not None, "allocate() comes first"
         self._require_memory(pool)
         if self.device.type == "cuda":
             from nanovllm.worker.cuda_pages import CudaPages
@@ -114,7 +115,6 @@ class TieredRunner(ModelRunner):
         Nothing is on its way between pool and tiers then. The caller asks for no slot's old values.
         """
         if self._transfers is not None and isinstance(self._copies, HostPages):
-            assert self.network.pool is not None
             self._transfers.release(range(self.network.pool.num_blocks))
             self._copies.give_back()
 
@@ -133,7 +133,8 @@ class TieredRunner(ModelRunner):
         pending = super()._execute(schedule)
         if awaited:
             transfers.wait()
-        return TieredPending(pending, self._take_loaded(transfers))
+        agree = partial(smallest, device=self.device)
+        return TieredPending(pending, transfers.take_ended(agree))
 
     def run_rows(self, rows: list[Row]) -> StepOutput:
         """See `ModelRunner`. A step may have no rows: it moves pages, or waits for some."""
@@ -141,34 +142,21 @@ class TieredRunner(ModelRunner):
             return StepOutput(torch.empty(0, dtype=torch.int64))
         return super().run_rows(rows)
 
-    def _take_loaded(self, transfers: PageTransfers) -> list[Loaded]:
-        """Return the loads that have ended on all ranks, and forget them."""
-        if not transfers.num_loads:
-            return []
-        ended = transfers.ended()
-        counts = smallest([-1 if load is None else load.num_parts for load in ended], self.device)
-        loaded = least(ended, counts)
-        for load in loaded:
-            transfers.take(load.load_id)
-        return loaded
-
     def _find_num_slots(self) -> int:
         """Return the pages of this rank's host memory: as many on each rank."""
-        config, ranks = self.config, tensor_parallel().size
-        page_bytes = self.network.block_bytes
-        limits = [("kv_offload_gib", config.kv_offload_gib, page_bytes * ranks)]
+        config = self.config
+        needed = self.network.block_bytes * tensor_parallel().size
+        limits = {"kv_offload_gib": config.kv_offload_gib}
         if config.kv_cache_dir is not None:
-            limits.append(("kv_cache_dir_gib", config.kv_cache_dir_gib, page_bytes * ranks))
-        for name, limit, needed in limits:
+            limits["kv_cache_dir_gib"] = config.kv_cache_dir_gib
+        for name, limit in limits.items():
             if limit is not None and limit * 2**30 < needed:
                 raise ConfigError(
                     f"{name} {limit:g} holds no page of {needed} bytes: give at least "
                     f"{needed / 2**30:.3g}"
                 )
-        gib = config.kv_offload_gib
-        if gib is None:
-            return 0
-        return smallest([int(gib * 2**30) // ranks // page_bytes], self.device)[0]
+        host_bytes = int((config.kv_offload_gib or 0) * 2**30)
+        return smallest([host_bytes // needed], self.device)[0]
 
     def _require_memory(self, pool: KVPool) -> None:
         """Check that host memory can be filled beside a CPU's pool, on all ranks of this machine.
@@ -200,7 +188,6 @@ class TieredRunner(ModelRunner):
         while size * 2 <= most and seconds < _MEASURE_SECONDS / 4:
             size *= 2
             seconds = self._seconds_of(size)
-        assert self.network.pool is not None
         self.network.pool.zero([0])
         return seconds / size
 
@@ -222,10 +209,5 @@ class TieredRunner(ModelRunner):
         if not self._num_slots:
             return 0.0
         self._copies.save([0], [0])
-        mark = self._copies.mark()
-        times = []
-        for _ in range(3):
-            start = time.perf_counter()
-            self._copies.restore([0], [0], mark)
-            times.append(time.perf_counter() - start)
-        return min(times)
+        restore = partial(self._copies.restore, [0], mark=self._copies.mark())
+        return measure_seconds(lambda page: restore([page]), [0], self.device)[0][1]

@@ -12,12 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence as Seq
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from nanovllm.scheduler.transfers import HOST, Load, Loaded, Part
-from nanovllm.worker.host_pages import Buffers, PageCopies
+from nanovllm.tiers.directory import DirectoryStore
+from nanovllm.worker.host_pages import PageCopies
 
 logger = logging.getLogger(__name__)
 
@@ -26,22 +27,6 @@ _LOW_PRIORITY = 10
 """Of the thread that writes: it gives way to the steps."""
 _CLOSE_SECONDS = 4.0
 """How long `close` waits for what is still to be written."""
-
-
-class Store(Protocol):
-    """Where entries are kept as bytes. `nanovllm.tiers.directory.DirectoryStore` is one."""
-
-    def read(self, key: bytes, buffers: Buffers) -> bool:
-        """Fill the buffers; return False if there is no such entry, or it is damaged."""
-        ...
-
-    def write(self, key: bytes, buffers: Buffers) -> None:
-        """Keep the entry if possible."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the store."""
-        ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,7 +65,7 @@ class PageTransfers:
     Invariants:
     - A page of a load in flight, or of a write that is queued or being written, is not changed by
       others: `release` is called first.
-    - Loads end in any order. Each is in `_loads` until `take` removes it.
+    - Loads end in any order. Each is in `_loads` until `take_ended` returns it.
 
     One thread writes, `_NUM_LOADERS` others load: a step waits for none of them, except in
     `release` and `wait`. One condition guards everything.
@@ -90,7 +75,7 @@ class PageTransfers:
         store: None without one.
     """
 
-    def __init__(self, copies: PageCopies, store: Store | None) -> None:
+    def __init__(self, copies: PageCopies, store: DirectoryStore | None) -> None:
         self._copies = copies
         self._store = store
         self._changed = threading.Condition()
@@ -107,11 +92,6 @@ class PageTransfers:
         ]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def num_loads(self) -> int:
-        """How many loads `take` has not removed yet."""
-        return len(self._loads)
 
     def release(self, pages: Iterable[int]) -> None:
         """Give up the loads and the writes of `pages`; wait for those that have begun."""
@@ -179,20 +159,27 @@ class PageTransfers:
             if oldest is not None:
                 self._changed.wait_for(lambda: oldest.has_ended)
 
-    def ended(self) -> list[Loaded | None]:
-        """Return of each load how it has ended, oldest first; None: it has not."""
-        with self._changed:
-            return [
-                Loaded(load.load.load_id, load.num_right, max(load.end - load.start, 0.0))
-                if load.has_ended
-                else None
-                for load in self._loads.values()
-            ]
+    def take_ended(self, smallest: Callable[[list[int]], list[int]]) -> list[Loaded]:
+        """Return the loads that have ended on all ranks, with the parts that are right on all, and
+        forget them.
 
-    def take(self, load_id: int) -> None:
-        """Remove a load that has ended."""
+        Args:
+            smallest: returns the smallest of the ranks' numbers, for each; all ranks call it.
+        """
+        if not self._loads:
+            return []
         with self._changed:
-            del self._loads[load_id]
+            loads = list(self._loads.values())
+            num_right = [load.num_right if load.has_ended else -1 for load in loads]
+        taken = []
+        for load, count in zip(loads, smallest(num_right), strict=True):
+            if count >= 0:
+                load_id, seconds = load.load.load_id, max(load.end - load.start, 0.0)
+                taken.append(Loaded(load_id, count, seconds))
+        with self._changed:
+            for load_id, _, _ in taken:
+                del self._loads[load_id]
+        return taken
 
     def close(self) -> None:
         """Give up the loads, write what is queued, and end the threads.
@@ -296,17 +283,3 @@ class PageTransfers:
             self._forget(write)
             self._changed.notify_all()
         return True
-
-
-def least(ended: Seq[Loaded | None], num_parts: Iterable[int]) -> list[Loaded]:
-    """Return the loads that have ended on all ranks, with the parts that are right on all.
-
-    Args:
-        num_parts: for each of `ended`, the smallest over the ranks of `num_parts`; -1: a rank has
-            not ended it.
-    """
-    return [
-        load._replace(num_parts=count)
-        for load, count in itertools.zip_longest(ended, num_parts)
-        if load is not None and count >= 0
-    ]

@@ -134,9 +134,7 @@ def compile_kernels(runner: ModelRunner, info: WorkerInfo) -> None:
     spec = runner.config.speculation
     for schedule in warm_up_steps(info, 0 if spec is None else spec.max_draft_tokens):
         runner.execute(schedule).result()
-    assert runner.tables is not None
     runner.tables.apply(emptying_step(info))
-    assert runner.network.pool is not None
     runner.network.pool.zero([0])
 
 

@@ -22,7 +22,7 @@ from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import Matrix
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils import distributed
-from nanovllm.worker.model_loader import build_model
+from nanovllm.worker.model_loader import NetworkSpec, build_model
 from tests.gguf_files import KEPT, TYPES, make_gguf
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -203,10 +203,11 @@ def test_ranks_that_cut_a_block(tmp_path, monkeypatch):
     file, _ = make_gguf(tmp_path, "llama", "Q8_0", intermediate_size=32)
     config = Config(file, tensor_parallel_size=2)
     model_config = ModelConfig.from_hf(open_checkpoint(file).config)
-    arguments = config, model_config, [Path(file)], 16, torch.device("cpu"), TORCH
+    spec = NetworkSpec(config, model_config, [Path(file)])
     with pytest.raises(ConfigError, match=r"cuts .*down_proj\.weight.* within a Q8_0 block of 32"):
-        build_model(*arguments)
-    build_model(dataclasses.replace(config, quantization="none"), *arguments[1:])
+        build_model(spec, 16, torch.device("cpu"), TORCH)
+    spec = spec._replace(config=dataclasses.replace(config, quantization="none"))
+    build_model(spec, 16, torch.device("cpu"), TORCH)
 
 
 # Which file.

@@ -26,7 +26,7 @@ from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.options.config import Config
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
-from nanovllm.worker.model_loader import build_model
+from nanovllm.worker.model_loader import NetworkSpec, build_model
 from tests.checkpoints import random_model
 
 CONFIG = {
@@ -401,7 +401,7 @@ def test_a_dummy_model_that_fits_no_memory(tmp_path):
     config = Config(str(tmp_path), load_format="dummy")
     model_config = ModelConfig.from_hf(open_checkpoint(config.model).config)
     with pytest.raises(CheckpointError, match="does not fit into memory"):
-        build_model(config, model_config, [], 16, torch.device("cpu"), TORCH)
+        build_model(NetworkSpec(config, model_config, []), 16, torch.device("cpu"), TORCH)
 
 
 def test_an_unsupported_model_is_refused_before_its_weights_are_searched(tmp_path):

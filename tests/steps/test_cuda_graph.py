@@ -290,7 +290,6 @@ class Bench:
         files = weight_files(checkpoint, model, None)
         self.runner = make_runner(NetworkSpec(config, model_config, files), torch.device("cpu"))
         allocate(self.runner, WorkerInfo(100, BLOCK_SIZE, 64, model_config.vocab_size, 64))
-        assert self.runner.tables is not None
         self.tables = self.runner.tables
         self.graphs: Any = next(iter(self.runner.step_runners), None)  # None with enforce_eager
         self.lengths: dict[int, int] = {}

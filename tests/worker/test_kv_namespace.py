@@ -30,8 +30,7 @@ def namespace_of(model: str = demo_model.MODEL, **options: Any) -> str:
     config = Config(model, **{"max_model_len": 256, **options})
     target, _ = check_networks(config, configured_checkpoint(config))
     weights = WeightFiles(target.files)
-    length = num_positions(config, target.model_config)
-    return kv_namespace(Network(target, length, torch.device("cpu")), weights)
+    return kv_namespace(Network(target, num_positions(target), torch.device("cpu")), weights)
 
 
 def config_json() -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.sampling_filters import Sampling
 from nanovllm.layers.sampling_tensors import KEEP_ALL
-from nanovllm.worker.processed_logits import processed_logits
+from nanovllm.worker.logprobs import processed_logits
 
 
 def sampling(rows: list[dict[str, float]]) -> Sampling:

@@ -13,7 +13,7 @@ from nanovllm.attention.states import StatePart, StateRows
 from nanovllm.layers.state_layer import StateLayer
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, Row, Schedule
-from nanovllm.worker.replays import Replays
+from nanovllm.worker.state_table import Replays
 from tests.kernels.state_cases import make_rows, make_states
 
 NUM_ROWS, NUM_DRAFTS, LENGTH = 3, 4, 30

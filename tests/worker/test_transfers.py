@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.scheduler.transfers import HOST, STORE, Load, Loaded, Part
+from nanovllm.scheduler.transfers import HOST, STORE, Load, Part
 from nanovllm.worker.host_pages import Buffers, HostPages
 from nanovllm.worker.kv_pool import KVPool, page_layout
-from nanovllm.worker.transfers import PageTransfers, least
+from nanovllm.worker.transfers import PageTransfers
 from tests.helpers import wait_until
 
 NUM_PAGES = 8
@@ -82,7 +82,10 @@ def value(pool: KVPool, page: int) -> int:
 
 def ended(moves: PageTransfers) -> list[tuple[int, int] | None]:
     """Return (id, right parts) of each load; None for one that goes on."""
-    return [load and (load.load_id, load.num_parts) for load in moves.ended()]
+    return [
+        (load_id, load.num_right) if load.has_ended else None
+        for load_id, load in moves._loads.items()
+    ]
 
 
 def test_host_memory_and_back(pool: KVPool, moves: PageTransfers) -> None:
@@ -92,8 +95,8 @@ def test_host_memory_and_back(pool: KVPool, moves: PageTransfers) -> None:
     moves.wait()
     assert ended(moves) == [(7, 2)]
     assert [value(pool, page) for page in (1, 2, 3)] == [6, 7, 5]
-    moves.take(7)
-    assert moves.num_loads == 0
+    assert [load[:2] for load in moves.take_ended(list)] == [(7, 2)]
+    assert moves.take_ended(list) == []
 
 
 def test_the_last_entry_of_a_slot_stays(pool: KVPool, moves: PageTransfers) -> None:
@@ -168,7 +171,7 @@ def test_a_slot_that_a_load_reads_is_not_overwritten(pool: KVPool, moves: PageTr
     for index in range(50):
         moves.load([Load(index, [Part(HOST, b"a", [1], [0])])])
         moves.save([Part(HOST, b"b", [index % 3 + 5], [0])])
-        assert None not in moves.ended()
+        assert None not in ended(moves)
 
 
 def test_closing_writes_what_is_queued(store: SlowStore, moves: PageTransfers) -> None:
@@ -214,23 +217,25 @@ def test_random_transfers_never_mix_pages(pool: KVPool, store: SlowStore) -> Non
                 moves.load([Load(load_id, [stored(bytes([byte]), page)])])
             case 2:
                 moves.wait()
-        for load in moves.ended():
-            if load is not None:
-                moves.take(load.load_id)
-                expected = loads.pop(load.load_id, None)
-                if load.num_parts and expected is not None:
-                    num_right += 1
-                    assert value(pool, expected[0]) == expected[1]
+        for load in moves.take_ended(list):
+            expected = loads.pop(load.load_id, None)
+            if load.num_parts and expected is not None:
+                num_right += 1
+                assert value(pool, expected[0]) == expected[1]
     moves.close()
     assert num_right
     for key, (data,) in store.entries.items():
         assert set(data) == set(key)
 
 
-def test_ranks_agree() -> None:
+def test_ranks_agree(store: SlowStore, moves: PageTransfers) -> None:
     """A load has ended when it has on each rank, and what is right is right on each."""
-    mine = [Loaded(3, 5, 0.1), None, Loaded(5, 2, 0.1)]
-    assert least(mine, [4, -1, -1]) == [Loaded(3, 4, 0.1)]
+    store.entries = {b"a": [bytes(256)]}
+    moves.load([Load(index, [stored(b"a", index)] * 2) for index in range(3)])
+    wait_until(lambda: ended(moves) == [(0, 2), (1, 2), (2, 2)], SECONDS)
+    taken = moves.take_ended(lambda mine: [1, -1, mine[2]])
+    assert [load[:2] for load in taken] == [(0, 1), (2, 2)]
+    assert ended(moves) == [(1, 2)]
 
 
 def in_thread(work: Callable[[], object]) -> threading.Event:

@@ -95,7 +95,6 @@ class DraftNetwork(Proposer):
             return counts
         ends = {row: row.sample_position + count - 1 for row, count in drafting.items()}
         begun = [block for row, end in ends.items() for block in kv.begun_blocks(row, end)]
-        assert self._network.pool is not None
         if begun:
             self._network.pool.zero(begun)
         num_allowed = max(1, min(FEW_TOKENS, self._max_num_batched_tokens // len(drafting)))

@@ -25,7 +25,7 @@ from nanovllm.speculation.proposers.head import capture_features
 from nanovllm.steps.recording import Recording
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
-from nanovllm.worker.model_loader import build_model, load_model
+from nanovllm.worker.model_loader import NetworkSpec, build_model, load_model
 from tests.checkpoints import SMALL, make_checkpoint, random_model, read_json, write_json
 from tests.eagle3_checkpoints import change_tensors, make_eagle3_checkpoint
 from tests.kernels.cpu.helpers import native
@@ -65,10 +65,10 @@ def load_target(path, dtype="float32", **options):
         Config(str(path), dtype=dtype, device="cpu", **options),
         ModelConfig.from_hf(checkpoint.config, dtype),
     )
-    files = weight_files(checkpoint, str(path))
+    spec = NetworkSpec(config, model_config, weight_files(checkpoint, str(path)))
     kernels = select_kernels(CPU, model_config.dtype)
-    model = build_model(config, model_config, files, MAX_LENGTH, CPU, kernels)
-    load_model(model, config, model_config, files, kernels)
+    model = build_model(spec, MAX_LENGTH, CPU, kernels)
+    load_model(model, spec, kernels)
     return model, model_config
 
 
@@ -81,8 +81,9 @@ def load_head(path, target, target_config, dtype="float32", **options):
 
 def make_head(config, head_config, files, target):
     kernels = select_kernels(CPU, head_config.dtype)
-    head = build_model(config, head_config, files, MAX_LENGTH, CPU, kernels)
-    load_model(head, config, head_config, files, kernels)
+    spec = NetworkSpec(config, head_config, files)
+    head = build_model(spec, MAX_LENGTH, CPU, kernels)
+    load_model(head, spec, kernels)
     head.share(target)
     return head
 
