@@ -81,7 +81,7 @@ def unsupported_model(model: nn.Module, backend: Backend) -> str | None:
             return "the weights are quantised in another way than packed 4 bits, or have adapters"
         if isinstance(module, DecoderLayer) and module.store_input is not None:
             return "a draft head reads hidden states"
-    return _not_plain(model, spec)
+    return None
 
 
 def _not_plain(model: DecoderForCausalLM, spec: AttentionSpec) -> str | None:

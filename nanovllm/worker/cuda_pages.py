@@ -52,13 +52,11 @@ class CudaPages:
             _cudart().cudaHostUnregister(self._memory.data_ptr())
 
     def mark(self) -> torch.cuda.Event:
-        """See `PageCopies`."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def save(self, pages: Seq[int], slots: Seq[int]) -> None:
-        """See `PageCopies`."""
         size = max(1, _GATHERED_BYTES // self.page_bytes)
         for start in range(0, len(pages), size):
             if start:  # the steps' stream may reuse the memory of `gathered` when it is copied
@@ -72,13 +70,11 @@ class CudaPages:
                 gathered.record_stream(self._stream)
 
     def restore(self, slots: Seq[int], pages: Seq[int], mark: torch.cuda.Event) -> None:
-        """See `PageCopies`."""
         self._upload([self._memory[slot] for slot in slots], pages, mark)
 
     def fill(
         self, pages: Seq[int], mark: torch.cuda.Event, read: Callable[[Buffers], bool]
     ) -> bool:
-        """See `PageCopies`."""
         staged = self._staged(len(pages))
         if not read([memoryview(row.numpy()) for row in staged]):
             return False
@@ -88,7 +84,6 @@ class CudaPages:
     def drain(
         self, pages: Seq[int], mark: torch.cuda.Event, write: Callable[[Buffers], object]
     ) -> None:
-        """See `PageCopies`."""
         staged = self._staged(len(pages))
         self._stream.wait_event(mark)
         with torch.cuda.stream(self._stream):

@@ -82,16 +82,13 @@ class HostPages:
             self._memory[slot] = self._pool[page]
 
     def restore(self, slots: Seq[int], pages: Seq[int], mark: None) -> None:
-        """See `PageCopies`."""
         for slot, page in zip(slots, pages, strict=True):
             self._pool_rows[page] = self._slot_rows[slot]
 
     def fill(self, pages: Seq[int], mark: None, read: Callable[[Buffers], bool]) -> bool:
-        """See `PageCopies`."""
         return read([memoryview(self._pool_rows[page]) for page in pages])
 
     def drain(self, pages: Seq[int], mark: None, write: Callable[[Buffers], object]) -> None:
-        """See `PageCopies`."""
         write([memoryview(self._pool_rows[page]) for page in pages])
 
     def give_back(self) -> None:

@@ -211,9 +211,7 @@ def _memory(
     network: nn.Module, config: ModelConfig, headers: dict[Path, dict[str, TensorInfo]]
 ) -> dict[str, Any]:
     """Return the bytes of the weights in each form, and of one text that decodes."""
-    stored = _made_bytes(network)
-    if headers:
-        stored = _stored_bytes(network, headers)
+    stored = _stored_bytes(network, headers) if headers else _made_bytes(network)
     found: dict[str, Any] = {
         "weights_bytes": stored,
         "weights_from": "files" if headers else "sizes",

@@ -42,13 +42,11 @@ class TieredPending(PendingResult):
         self._loaded = loaded
 
     def result(self) -> StepResult:
-        """See `PendingResult`."""
         step = self._step.result()
         durations = step.seconds, step.draft_seconds
         return TieredResult(step.step_id, step.token_ids, step.details, *durations, self._loaded)
 
     def keep(self) -> None:
-        """See `PendingResult`."""
         self._step.keep()
 
 
