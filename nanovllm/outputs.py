@@ -88,11 +88,9 @@ class RequestMetrics:
     def time_per_output_token(self) -> float | None:
         """Mean seconds between output tokens after the first; None for fewer than two."""
         seconds = _difference(self.first_token_time, self.last_token_time)
-        return (
-            None
-            if seconds is None or self.num_output_tokens < 2
-            else (seconds / (self.num_output_tokens - 1))
-        )
+        if seconds is None or self.num_output_tokens < 2:
+            return None
+        return seconds / (self.num_output_tokens - 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from nanovllm.engine.bad_words import encode_bad_words
 from nanovllm.engine.extensions import Grammars
 from nanovllm.engine.params_check import ParamsCheck, check_names, check_priority, no_adapters
 from nanovllm.engine.prompt import Prompt, PromptInput, check_unicode, make_prompt
-from nanovllm.engine.prompt_limit import PromptLimit, check_made_tokens
+from nanovllm.engine.prompt_limit import PromptLimit
 from nanovllm.engine.request import Request
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.lora_request import LoRARequest
@@ -54,11 +54,10 @@ class InputProcessor:
         self.find_adapter = find_adapter
         self._grammars: Grammars | None = None
         self._grammars_lock = threading.Lock()
-        self._last_token_id = vocab_size - 1
         self._seeds = random.Random(seed)
         self._seq_ids = count()
         self.chat = ChatTemplates(tokenizer)
-        self.limit = PromptLimit(tokenizer, max_model_len)
+        self.limit = PromptLimit(tokenizer, max_model_len, vocab_size - 1)
         self.params_check = ParamsCheck(tokenizer is not None, vocab_size, **checks)
 
     def make_request(
@@ -148,7 +147,7 @@ class InputProcessor:
         if self.tokenizer is None:
             raise InvalidRequestError(f"this engine has no tokenizer, so {without}")
         token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        check_made_tokens(token_ids, self._last_token_id)
+        self.limit.check_made_tokens(token_ids)
         return token_ids
 
     def _tokenize(self, prompt: Prompt, kept: int | None) -> list[int]:
@@ -164,4 +163,4 @@ class InputProcessor:
             if kept is None:
                 self.limit.check_length(prompt.text, encode)
             token_ids = encode(prompt.text)
-        return self.limit.checked_tokens(token_ids, kept, self._last_token_id)
+        return self.limit.checked_tokens(token_ids, kept)

@@ -3,6 +3,7 @@
 Knows no requests.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence as Seq
 from functools import cached_property
 from typing import Any
@@ -19,21 +20,13 @@ _UNSETTLED_TOKENS = 256
 """Tokens at the end of a slice that the text behind it may change; in truth these are a few."""
 
 
-def check_made_tokens(token_ids: list[int], last: int) -> None:
-    """Raise InvalidRequestError if a tokenizer made a token behind `last`, the model's last."""
-    if max(token_ids, default=0) > last:
-        raise InvalidRequestError(
-            f"the checkpoint's tokenizer made token {max(token_ids)} of the text; this model's "
-            f"last is {last}: the tokenizer is another model's"
-        )
-
-
+@dataclasses.dataclass(eq=False)
 class PromptLimit:
     """The limit of max_model_len: a prompt has fewer tokens, as one of output must fit."""
 
-    def __init__(self, tokenizer: KeptTokenizer | None, max_model_len: int) -> None:
-        self._tokenizer = tokenizer
-        self.max_model_len = max_model_len
+    tokenizer: KeptTokenizer | None
+    max_model_len: int
+    last: int  # the model's last token
 
     def check_length(self, text: str, encode: Callable[[str], list[int]]) -> None:
         """Raise InvalidRequestError if a prompt's text is surely too long, or its first part is.
@@ -56,19 +49,26 @@ class PromptLimit:
             f"room for {limit - 1} at most, and one of output: shorten it, or raise the limit"
         )
 
-    def checked_tokens(self, token_ids: Seq[Any], kept: int | None, last: int) -> list[int]:
+    def check_made_tokens(self, token_ids: list[int]) -> None:
+        """Raise InvalidRequestError if a tokenizer made a token that the model lacks."""
+        if max(token_ids, default=0) > self.last:
+            raise InvalidRequestError(
+                f"the checkpoint's tokenizer made token {max(token_ids)} of the text; this model's "
+                f"last is {self.last}: the tokenizer is another model's"
+            )
+
+    def checked_tokens(self, token_ids: Seq[Any], kept: int | None) -> list[int]:
         """Return the token ids of a prompt, all of them tokens of the model.
 
         Args:
             kept: truncate_prompt_tokens.
-            last: the model's last token.
 
         Raises:
             InvalidRequestError: there are none or too many, or one is no token.
         """
         if not token_ids:
             raise InvalidRequestError("the prompt is empty: give at least one token")
-        limit = self.max_model_len
+        limit, last = self.max_model_len, self.last
         if kept is not None:
             token_ids = token_ids[-(limit - 1 if kept == -1 else kept) :]
         if len(token_ids) >= limit:
@@ -98,4 +98,4 @@ class PromptLimit:
         """What a text's length says of its tokens. The first call takes a microsecond a token of
         the vocabulary.
         """
-        return None if self._tokenizer is None else token_bound(self._tokenizer)
+        return None if self.tokenizer is None else token_bound(self.tokenizer)

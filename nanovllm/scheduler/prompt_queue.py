@@ -3,7 +3,7 @@
 Owns the order of waiting and running prompts. Knows no blocks and no tokens' values.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from nanovllm.scheduler.heap import Heap
 from nanovllm.scheduler.sequence import Sequence
@@ -36,11 +36,6 @@ class PromptQueue:
         self.defer: list[Callable[[Sequence], bool]] = []
         """Each takes a sequence without a table row whose turn has come. It lets the sequence
         `leave`, and returns True, if the sequence cannot run yet and others may go first."""
-
-    def __iter__(self) -> Iterator[Sequence]:
-        """Yield all sequences, in no particular order."""
-        for level in self._levels.values():
-            yield from level
 
     def push(self, seq: Sequence) -> None:
         """Add a sequence, a new one or one that was preempted, unless it still has its place."""
@@ -94,10 +89,6 @@ class _RoundRobin:
         self.round = start  # that has passed
         self._users: dict[str, _User] = {}  # those with sequences
         self._turns: Heap[str] = Heap()
-
-    def __iter__(self) -> Iterator[Sequence]:
-        for user in self._users.values():
-            yield from user.sequences
 
     @property
     def is_empty(self) -> bool:

@@ -3,8 +3,10 @@
 from array import array
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 
 from nanovllm.scheduler.block_manager import BlockManager
+from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.snapshots import Snapshot
@@ -30,7 +32,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     table_indices = sorted(owned + scheduler._free_table_indices)
     assert table_indices == list(range(len(table_indices))), "a table row is lost or owned twice"
     assert scheduler.running == sorted(scheduler.running, key=lambda s: s.order)
-    queued = list(scheduler._prompts)
+    queued = sequences_of(scheduler._prompts)
     assert {*queued} == {seq for seq in scheduler._sequences.values() if seq.is_queued}
     if isinstance(scheduler, TieredScheduling):
         queued += [seq for seq in scheduler._parked if not seq.is_finished]
@@ -45,6 +47,12 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert 0 <= seq.num_pending_tokens <= seq.num_in_flight_steps
         if isinstance(scheduler.block_manager, WindowedBlockManager):
             check_window_tables(scheduler.block_manager, seq)
+
+
+def sequences_of(queue: PromptQueue) -> list[Sequence]:
+    """Return all sequences of a queue, in no particular order."""
+    users = chain.from_iterable(level._users.values() for level in queue._levels.values())
+    return list(chain.from_iterable(user.sequences for user in users))
 
 
 def check_tiers(scheduler: TieredScheduling) -> None:

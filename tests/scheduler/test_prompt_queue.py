@@ -19,6 +19,7 @@ from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.sequence import Sequence
 from tests.scheduler.fake_engine import Engine
+from tests.scheduler.invariants import sequences_of
 from tests.scheduler.test_scheduler import num_lines_run
 
 INDEX = st.integers(0, 31)
@@ -184,7 +185,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds_who_is_queued(self) -> None:
-        assert sorted(seq.seq_id for seq in self.queue) == sorted(s.seq_id for s in self.queued)
+        found = sorted(seq.seq_id for seq in sequences_of(self.queue))
+        assert found == sorted(seq.seq_id for seq in self.queued)
         if not self.queued:
             assert self.queue.first() is None
 
@@ -393,4 +395,4 @@ def test_many_aborts_leave_no_memory() -> None:
     (level,) = queue._levels.values()
     assert len(level._turns._entries) < 50
     assert len(queue._priorities._entries) < 50
-    assert [seq.seq_id for seq in queue] == [0]
+    assert [seq.seq_id for seq in sequences_of(queue)] == [0]
