@@ -111,8 +111,9 @@ class AdapterRunner(ModelRunner):
         self._slots.drop(adapter)
         return Ending("error", reason)
 
-    def give_back_adapters(self) -> None:
+    def give_back(self) -> None:
         """Give the memory of the slots to the system; admissions load their adapters again."""
+        super().give_back()
         self._slots.give_back()
 
     def run_rows(self, rows: list[Row]) -> StepOutput:

@@ -3,18 +3,19 @@
 `command` is how `WeightControl` calls it on each rank. Knows no request.
 """
 
+import functools
 import itertools
 import weakref
-from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections import defaultdict
+from collections.abc import Mapping, Sequence as Seq
+from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.errors import ConfigError, InvalidRequestError
-from nanovllm.training.memory import HeldWeights
+from nanovllm.training.memory import HeldWeights, Spool
 from nanovllm.training.packets import NamedTensor, Packet
-from nanovllm.training.spool import Spool
-from nanovllm.training.targets import Region, Target, Targets, Weight, missing_names
+from nanovllm.training.targets import Region, Target, Targets, Weight
 from nanovllm.training.writing import is_exact, old_values, write
 from nanovllm.utils.memory import return_freed
 from nanovllm.worker.kv_pool import KVPool
@@ -25,24 +26,6 @@ _TRIM_EVERY = 2**24
 """Numbers that were written."""
 MAX_LISTED = 5
 """Names that one error lists."""
-
-
-@runtime_checkable
-class HasAdapters(Protocol):
-    """A runner with memory that its requests fill again when they need it: no weight is there."""
-
-    def give_back_adapters(self) -> None:
-        """Give the memory back. No request may run."""
-        ...
-
-
-@runtime_checkable
-class HasTiers(Protocol):
-    """A runner with host memory for KV that left the pool."""
-
-    def give_back_slots(self) -> None:
-        """Give the memory back. No request may run."""
-        ...
 
 
 class TensorInfo(NamedTuple):
@@ -60,23 +43,18 @@ class RankWeights:
         self._runner = weakref.ref(runner)
         self._network = runner.network
         self._drafts = _draft_networks(runner)
-        self._targets: Targets | None = None
-        self._held: HeldWeights | None = None
         self._spool, self._draft_spool = Spool(), Spool()
         self._is_kept = False  # by `keep`
-        self._staged: dict[Weight, torch.Tensor] = {}
-        self._filled: dict[Weight, set[Region]] = {}
-        self._given: set[tuple[Weight, Region]] = set()  # in this update
+        self._staged: dict[Weight, torch.Tensor] = {}  # not written yet
+        self._given: defaultdict[Weight, set[Region]] = defaultdict(set)  # in this update
         self._is_changed = False  # in this update
         self._num_freed = 0
-        self._wanted: set[tuple[int, Region]] | None = None  # what must still come; None: nothing
+        self._wanted: dict[tuple[Weight, Region], str] = {}  # tensors that must still come
 
-    @property
+    @functools.cached_property
     def targets(self) -> Targets:
         """What tensors fill; made when it is first asked for."""
-        if self._targets is None:
-            self._targets = Targets(self._network)
-        return self._targets
+        return Targets(self._network)
 
     # Sleeping
 
@@ -97,7 +75,7 @@ class RankWeights:
         if level == 2:
             _ = self.targets  # an engine whose weights cannot be filled again must keep them
         self._draft_spool.save(self._weights(*self._drafts))
-        self._is_kept = self._wanted is None and level == 1
+        self._is_kept = not self._wanted and level == 1
         if self._is_kept:
             self._spool.save(self._weights(self._network))
 
@@ -106,9 +84,9 @@ class RankWeights:
 
         That of tiers and of adapters is given back, too.
         """
-        runner: Any = self._runner()
-        if isinstance(runner, HasTiers):
-            runner.give_back_slots()
+        runner = self._runner()
+        assert runner is not None, "it calls this"
+        runner.give_back()
         if not self._is_kept:
             self._spool.forget()
             self._want_all()
@@ -116,8 +94,6 @@ class RankWeights:
         self._weights(*self._drafts).give_back()
         for pool in self._pools():
             pool.give_back()
-        if isinstance(runner, HasAdapters):
-            runner.give_back_adapters()
 
     def wake_up(self, tags: Seq[str]) -> None:
         """Take back the memory of `tags`: "weights", "kv_cache" or both.
@@ -126,18 +102,11 @@ class RankWeights:
         of the KV pool are zeros.
         """
         if "weights" in tags:
-            self._wake_weights()
+            self._draft_spool.load(self._weights(*self._drafts))
+            self._spool.load(self._weights(self._network))
         if "kv_cache" in tags:
             for pool in self._pools():
                 pool.populate_beyond(0)
-
-    def _wake_weights(self) -> None:
-        self._draft_spool.load(self._weights(*self._drafts))
-        own = self._weights(self._network)
-        if self._spool.has_weights:
-            self._spool.load(own)
-        else:
-            own.take()
 
     def _weights(self, *networks: Network) -> HeldWeights:
         return HeldWeights([network.model for network in networks])
@@ -156,9 +125,9 @@ class RankWeights:
         Raises:
             InvalidRequestError: one is wrong, or a part of a rounded layer is missing.
         """
-        filled: dict[Weight, set[Region]] = {}
+        filled: defaultdict[Weight, set[Region]] = defaultdict(set)
         for target in itertools.chain.from_iterable(self._targets_of(infos)):
-            filled.setdefault(target.weight, set()).add(target.region)
+            filled[target.weight].add(target.region)
         if whole:
             _require_whole(filled)
 
@@ -169,7 +138,7 @@ class RankWeights:
             InvalidRequestError: one is wrong, or fills what another of this update fills.
         """
         found = [self.targets.of(*info) for info in infos]
-        given = set(self._given)
+        given = {(weight, region) for weight, own in self._given.items() for region in own}
         for info, targets in zip(infos, found, strict=True):
             places = {(target.weight, target.region) for target in targets}
             if not given.isdisjoint(places):
@@ -198,25 +167,22 @@ class RankWeights:
         if weight not in self._staged:
             device = self._network.device
             self._staged[weight] = torch.zeros(weight.shape, dtype=weight.dtype, device=device)
-            self._filled[weight] = set()
         target.view(self._staged[weight]).copy_(target.values(tensor.detach()))
-        self._filled[weight].add(target.region)
-        self._given.add((weight, target.region))
-        if self._filled[weight] >= weight.regions.keys():
+        self._given[weight].add(target.region)
+        if self._given[weight] >= weight.regions.keys():
             self._write(weight)
 
     def _write(self, weight: Weight) -> None:
         self._is_changed = True
         self._spool.forget()
         staged = self._staged.pop(weight)
-        regions = self._filled.pop(weight)
         write(weight, staged, self._network)
         self._num_freed += staged.numel()
         if self._num_freed >= _TRIM_EVERY:  # else malloc keeps as much as the weights have
             return_freed()
             self._num_freed = 0
-        if self._wanted is not None:
-            self._wanted -= {(id(weight), region) for region in regions}
+        for region in self._given[weight]:
+            self._wanted.pop((weight, region), None)
 
     def finish(self) -> list[str]:
         """Write the layers of which parts came; return the names of tensors that must still come.
@@ -224,9 +190,9 @@ class RankWeights:
         Raises:
             InvalidRequestError: a part of a rounded layer is missing.
         """
-        _require_whole(self._filled)
-        for weight, regions in list(self._filled.items()):
-            missing = weight.regions.keys() - regions
+        _require_whole({weight: self._given[weight] for weight in self._staged})
+        for weight in list(self._staged):
+            missing = weight.regions.keys() - self._given[weight]
             old = old_values(weight, self._network)
             for offset, shape in missing:
                 strides = torch.empty(shape, device="meta").stride()
@@ -235,37 +201,29 @@ class RankWeights:
             self._write(weight)
         self._is_changed = False
         self._given.clear()
-        wanted = self._wanted
-        if wanted is None:
-            return []
-        all_regions = {
-            (id(weight), region) for weight in self.targets.weights for region in weight.regions
-        }
-        names = list(missing_names(self.targets.weights, all_regions - wanted))
-        if not names:
-            self._wanted = None
-        return names
+        return list(self._wanted.values())
 
     def give_up(self) -> list[str]:
         """Forget what is not written yet. If some is written, all weights must come again: return
         the names.
         """
         self._staged.clear()
-        self._filled.clear()
         self._given.clear()
         if not self._is_changed:
             return []
         self._is_changed = False
         self._want_all()
-        return sorted({name for weight in self.targets.weights for name in weight.regions.values()})
+        return sorted(set(self._wanted.values()))
 
     def _want_all(self) -> None:
         self._wanted = {
-            (id(weight), region) for weight in self.targets.weights for region in weight.regions
+            (weight, region): name
+            for weight in self.targets.weights
+            for region, name in weight.regions.items()
         }
 
 
-def _require_whole(filled: dict[Weight, set[Region]]) -> None:
+def _require_whole(filled: Mapping[Weight, set[Region]]) -> None:
     """Raise InvalidRequestError for rounded layers of which only some parts came."""
     for weight, regions in filled.items():
         missing = weight.regions.keys() - regions
@@ -287,12 +245,7 @@ def _draft_networks(runner: ModelRunner) -> list[Network]:
 _RANKS: "weakref.WeakKeyDictionary[ModelRunner, RankWeights]" = weakref.WeakKeyDictionary()
 
 
-def _of(runner: ModelRunner) -> RankWeights:
-    if runner not in _RANKS:
-        _RANKS[runner] = RankWeights(runner)
-    return _RANKS[runner]
-
-
 def command(runner: ModelRunner, name: str, *arguments: Any) -> Any:
     """Call method `name` of the rank's weights."""
-    return getattr(_of(runner), name)(*arguments)
+    weights = _RANKS.setdefault(runner, RankWeights(runner))
+    return getattr(weights, name)(*arguments)

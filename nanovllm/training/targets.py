@@ -152,15 +152,12 @@ def _weights(twin: nn.Module, model: nn.Module) -> dict[int, Weight]:
     for path, module in twin.named_modules():
         loaded = model.get_submodule(path)
         for name, parameter in module.named_parameters(recurse=False):
-            is_matrix = isinstance(loaded, Matrix) and name == "weight"
             actual = loaded._parameters[name]
             key = _storage(parameter)
             if key not in found:
                 whole = f"{path}.{name}"
                 found[key] = Weight(whole, parameter.shape, parameter.dtype, [], actual)
-            if is_matrix:
-                assert isinstance(loaded, Matrix)
-                assert isinstance(module, Matrix)
+            if isinstance(loaded, Matrix) and isinstance(module, Matrix) and name == "weight":
                 found[key].matrices.append(loaded)
                 found[key].twin = found[key].twin or module
     return found
@@ -174,7 +171,7 @@ def _storage(tensor: torch.Tensor) -> int:
 def _check_plain(network: Network) -> None:
     """Raise UnsupportedModelError if trainers do not have what the checkpoint stores."""
     stored = network.model_config.quantization_config
-    if stored is None and not _is_gguf(network):
+    if stored is None and not str(network.config.model).endswith(".gguf"):
         return
     method = "GGUF blocks" if stored is None else stored.get("quant_method", "another form")
     raise UnsupportedModelError(
@@ -182,15 +179,3 @@ def _check_plain(network: Network) -> None:
         'plain numbers; load the unquantised checkpoint, with quantization="int4" if it shall be '
         "small"
     )
-
-
-def _is_gguf(network: Network) -> bool:
-    return str(network.config.model).endswith(".gguf")
-
-
-def missing_names(weights: list[Weight], done: set[tuple[int, Region]]) -> Iterator[str]:
-    """Yield the tensors whose regions are not among `done`, pairs of a weight's id and a region."""
-    for weight in weights:
-        for region, name in weight.regions.items():
-            if (id(weight), region) not in done:
-                yield name

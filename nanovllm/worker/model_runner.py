@@ -83,6 +83,9 @@ class ModelRunner:
         self.network.free_pool()
         del self.tables
 
+    def give_back(self) -> None:
+        """Give memory beside weights and pools to the system; later requests fill it again."""
+
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:
         """Launch a step. Steps run in the order in which they are launched."""

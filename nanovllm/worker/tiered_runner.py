@@ -107,11 +107,12 @@ class TieredRunner(ModelRunner):
         self._copies = self._transfers = self._close = None
         super().free()
 
-    def give_back_slots(self) -> None:
+    def give_back(self) -> None:
         """Give a CPU's host memory of the tier to the system, while no step runs.
 
         Nothing is on its way between pool and tiers then. The caller asks for no slot's old values.
         """
+        super().give_back()
         if self._transfers is not None and isinstance(self._copies, HostPages):
             self._transfers.release(range(self.network.pool.num_blocks))
             self._copies.give_back()
