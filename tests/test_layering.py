@@ -116,7 +116,7 @@ CORE = (
 What the trunk offers to branches is beside it, in the files `extensions.py`, and so are the checks
 of what callers give.
 """
-MAX_CORE_LINES = 3_657
+MAX_CORE_LINES = 3_628
 """A budget that may only fall."""
 BRANCHES = (
     *("speculation", "structured", "formats", "steps", "observe", "tiers", "compat", "server"),

@@ -70,9 +70,7 @@ class PlainRows:
         prompt, messages = row.fields.get(column), row.fields.get("messages")
         if (prompt is None) == (messages is None):
             number = "neither" if prompt is None else "both"
-            raise InvalidRequestError(
-                f"a row has {shown(column)} or 'messages', got {number}"
-            )
+            raise InvalidRequestError(f"a row has {shown(column)} or 'messages', got {number}")
         params, adapter = self._row_params(row), self._adapter(row)
         if messages is None:
             return await self._llm.generate(prompt, params, lora_request=adapter)  # type: ignore[arg-type]  # it checks

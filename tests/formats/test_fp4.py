@@ -16,7 +16,7 @@ from nanovllm.layers.pieces import Piece, SmallLinear
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from tests.formats.float_checkpoints import compress, scheme_of
-from tests.kernels.cpu.int_weights import make_int_method
+from tests.kernels.cpu.helpers import make_int_method
 
 LAYOUTS = {"NVFP4": NVFP4, "MXFP4": MXFP4}
 NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6]

@@ -6,7 +6,8 @@ from hypothesis import given, settings, strategies as st
 
 from nanovllm.formats.integer import IntRows, IntWeight, int_tensor
 from nanovllm.kernels.torch_kernels import TORCH
-from tests.kernels.cpu.int_weights import dequantised, forms, make_int_method, random_weight
+from tests.kernels.cpu.helpers import make_int_method
+from tests.kernels.cpu.int_weights import dequantised, forms, random_weight
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 

@@ -25,7 +25,7 @@ from nanovllm.kernels.cpu.packed import (
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import Matrix
-from tests.kernels.cpu.int_weights import make_int_method
+from tests.kernels.cpu.helpers import make_int_method
 
 PACKED_BY_TORCH = {
     dtype: OneDnnWeight if use_onednn(torch.empty(1024, 1024, dtype=dtype)) else type(None)

@@ -46,7 +46,7 @@ from nanovllm.steps.fused_step import (
 )
 from nanovllm.worker import attention_groups
 from nanovllm.worker.device_tables import DeviceTables
-from tests.kernels.cpu.int_weights import make_int_method
+from tests.kernels.cpu.helpers import make_int_method
 from tests.kernels.triton.inputs import CUDA, DEVICE, randn
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.kernels.triton.test_ops import assert_as_good

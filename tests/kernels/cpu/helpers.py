@@ -6,14 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm.formats.integer import IntTensor, make_int_method
+from nanovllm.formats.integer import IntRows, IntTensor
 from nanovllm.kernels.cpu import build
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.cpu.packed import PackedWeight
-from nanovllm.kernels.torch_kernels import WeightMethod
+from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 
 native = pytest.mark.skipif(library() is None, reason="no compiler here")
+
+
+def make_int_method(weight: IntTensor, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
+    """Return the method for a weight whose rows come at once."""
+    rows = IntRows(len(weight.values), dtype, kernels)
+    rows.store(0, weight)
+    return rows.method()
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

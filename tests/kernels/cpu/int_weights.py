@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from nanovllm.formats.integer import FP4_NUMBERS, IntRows, IntTensor
-from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+from nanovllm.formats.integer import FP4_NUMBERS, IntTensor
 from tests.kernels.cpu.helpers import randn
 
 TILE_INPUTS = 32
@@ -22,13 +21,6 @@ class Form(NamedTuple):
     """None: a row."""
     has_factors: bool
     has_order: bool
-
-
-def make_int_method(weight: IntTensor, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
-    """Return the method for a weight whose rows come at once."""
-    rows = IntRows(len(weight.values), dtype, kernels)
-    rows.store(0, weight)
-    return rows.method()
 
 
 def forms() -> st.SearchStrategy[Form]:

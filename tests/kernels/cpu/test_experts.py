@@ -14,8 +14,8 @@ from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP
 from nanovllm.steps.recording import Recording
-from tests.kernels.cpu.helpers import native, randn
-from tests.kernels.cpu.int_weights import Form, dequantised, make_int_method, random_weight
+from tests.kernels.cpu.helpers import make_int_method, native, randn
+from tests.kernels.cpu.int_weights import Form, dequantised, random_weight
 
 pytestmark = [native, pytest.mark.usefixtures("kernels", "inference_mode")]
 NUM_EXPERTS, TOP_K = 7, 3

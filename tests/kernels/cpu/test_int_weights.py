@@ -11,12 +11,11 @@ from nanovllm.formats.integer import IntRows, IntWeight
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.steps.recording import Recording
 from nanovllm.utils.pages import PageReserve
-from tests.kernels.cpu.helpers import native, randn
+from tests.kernels.cpu.helpers import make_int_method, native, randn
 from tests.kernels.cpu.int_weights import (
     Form,
     dequantised,
     forms,
-    make_int_method,
     random_inputs,
     random_weight,
     rounded_inputs,

@@ -9,7 +9,7 @@ import torch
 from nanovllm.formats.integer import IntTensor, IntWeight, quantize
 from nanovllm.kernels.triton.int4 import PackedIntWeight
 from nanovllm.kernels.triton.kernels import TritonKernels
-from tests.kernels.cpu.int_weights import make_int_method
+from tests.kernels.cpu.helpers import make_int_method
 from tests.kernels.triton.inputs import DEVICE, randn
 from tests.kernels.triton.interpreter import patch_interpreter
 
