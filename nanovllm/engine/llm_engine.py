@@ -112,9 +112,9 @@ class LLMEngine:
         than `queue_depth` steps are in flight, or nothing was launched.
 
         Raises:
-            EngineDeadError: a worker died. After an error of a worker, the requests of all steps in
-                flight are queued again. After an error in making the output of one request, the
-                others have got theirs.
+            EngineDeadError: a worker died. After an error of a worker, the requests of the failed
+                step and of later ones in flight are queued again. After an error in making one
+                request's output, the others have got theirs.
         """
         self.owner.check()
         with DelayedInterrupt() as interrupt:

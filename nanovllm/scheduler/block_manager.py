@@ -51,7 +51,7 @@ class BlockManager:
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.digest: Callable[[bytes], bytes] = xxh3_128_digest  # cryptographic with tiers
+        self.digest: Callable[[bytes], bytes] = xxh3_128_digest  # or a cryptographic one
         self.blocks = [Block() for _ in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # LRU order
         self._cached: dict[Key, int] = {}  # key -> block id
@@ -119,7 +119,7 @@ class BlockManager:
         """Cache the full blocks of a sequence's first `num_written` tokens, whose KV is written.
 
         If a block with the same contents is cached already, it stays cached, and the sequence's
-        next blocks are cached as its children.
+        next blocks are cached as children of that one.
         """
         num_full = min(num_written, len(seq.token_ids)) // self.block_size
         if not self.enable_prefix_caching or num_full <= seq.num_published_blocks:

@@ -143,7 +143,7 @@ class RowDetails(NamedTuple):
     ending: Ending | None = None
     """Why the row got no token."""
     forced: list[int] | None = None
-    """Tokens that the sequence's grammar forces behind the sampled ones."""
+    """Tokens that the sequence's grammar forces after the sampled ones."""
     logprobs: list[TokenLogprobs] | None = None
     """With params.logprobs: those of the row's tokens, in order. There may be more of them, of
     samples behind a rejected draft."""

@@ -158,7 +158,7 @@ class Scheduler:
         admissions: list[Admission] = []
         # The step is done with running[:index]; nobody behind has a row yet.
         budget, index = self.max_num_batched_tokens, 0
-        # The first of the queue: it waits, or it runs already and is in running[index:], too.
+        # The first of the queue. If it runs already, it is in running[index:], which is sorted.
         head = self._prompts.first()  # None: no more admissions in this step
         while budget > 0:
             seq = self.running[index] if index < len(self.running) else None

@@ -140,7 +140,7 @@ class Sequence:
         num_rejected = row.num_draft_tokens + 1 - len(tokens)
         assert 0 <= num_rejected <= row.num_draft_tokens
         self.num_pending_tokens -= 1
-        if self.table_idx is not None:
+        if self.table_idx is not None:  # else a preemption has set both to 0
             self.num_computed_tokens -= num_rejected
             self.num_draft_tokens -= row.num_draft_tokens
         self.append(tokens)

@@ -60,7 +60,7 @@ class DeviceTables:
         """Write what changed since the last step: with one upload, or none if nothing changed.
 
         No cell is written twice: an admitted table row gets no new tokens in the same step, and
-        new blocks only in other block tables than its first.
+        new blocks only in block tables after its first, which models with windows have.
         """
         if self.state_table is not None:
             self.state_table.begin(schedule)

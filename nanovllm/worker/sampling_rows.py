@@ -33,7 +33,7 @@ class SamplingRows:
             or its grammar did, or its output is complete and the model has no token that says so.
         draft_ids: [S] int64, the draft at the sample's position, where the row has one; None if no
             row has any.
-        ruled: [S, vocab_size], set by `sample`: the logits behind the rules.
+        ruled: [S, vocab_size], set by `sample`: the logits after the rules.
     """
 
     def __init__(
