@@ -6,6 +6,7 @@ checkpoint tensors in `shards()`.
 
 import logging
 import math
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
@@ -30,6 +31,7 @@ _ROWS = 32
 """A chunk's rows are a multiple of it, except for a tensor's last: packed weights are cut there."""
 _MAX_LISTED = 20
 """Mismatches that one error lists."""
+_NUMBER = re.compile(r"\d+")
 _MAX_NAME = 200
 """Characters of a tensor's name that an error shows as they are."""
 _FLOATS = ("BF16", "F16", "F32", "F64")
@@ -76,7 +78,9 @@ def load_weights(
     headers = {file: read_header(file) for file in files}
     file_of = check_tensors(model, headers, ignored)
     if progress:
-        _log_left_out((name for header in headers.values() for name in header), ignored)
+        _log_left_out(
+            (n for header in headers.values() for n in header if n not in file_of), ignored
+        )
     chunks = _plan(model, file_of, ignored)
 
     def keep(chunk: "_Chunk", values: torch.Tensor) -> None:
@@ -103,12 +107,20 @@ def load_weights(
 
 
 def _log_left_out(names: Iterable[str], ignored: frozenset[str]) -> None:
-    """Log how many tensors of each part are not loaded, such as those for pictures."""
-    parts = [part for part in ignored if part.endswith(".")]
-    found = Counter(part for name in names for part in parts if name.startswith(part))
+    """Log `names`, tensors that are not loaded: one entry for those that differ in numbers only, or
+    are of one part that `ignored` names.
+    """
+    parts = tuple(part for part in ignored if part.endswith("."))
+    found = Counter(
+        next((f"{part}*" for part in parts if name.startswith(part)), _NUMBER.sub("*", name))
+        for name in names
+    )
     if found:
-        counts = ", ".join(f"{part}* ({count} tensors)" for part, count in sorted(found.items()))
-        logger.info("left out, because this network needs none of it: %s", counts)
+        entries = (
+            f"{_shown(entry)} ({count} tensors)" if "*" in entry else _shown(entry)
+            for entry, count in sorted(found.items())
+        )
+        logger.info("left out, because this network needs none of it: %s", ", ".join(entries))
 
 
 def _plan(

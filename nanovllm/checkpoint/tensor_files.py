@@ -4,6 +4,7 @@ longer than a call: pages of a mapped file count as this process's memory.
 Knows no module.
 """
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ _DTYPES = {
     "U8": torch.uint8,
 }
 """What is read, by safetensors' names."""
+_COMPARED = 2**19
+"""Numbers of two tensors that are compared at once: they fit into a processor's cache."""
 
 
 class TensorInfo(NamedTuple):
@@ -84,6 +87,36 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         )
         for name in names
     }
+
+
+def equal_tensors(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
+    """Return whether two tensors, each named by its file and its name there, have the same shape,
+    dtype and values. Reads no more than it takes to find a difference.
+
+    Raises:
+        CheckpointError: a file is not sound.
+    """
+    headers = [read_header(file) for file, _ in (one, other)]
+    infos = [header[name] for header, (_, name) in zip(headers, (one, other), strict=True)]
+    shape, dtype, *_ = infos[0]
+    if (shape, dtype) != infos[1][:2] or dtype not in _DTYPES or not shape:
+        return False
+    num_rows = max(1, _COMPARED // max(1, math.prod(shape[1:])))
+    with contextlib.ExitStack() as opened:
+        files = [
+            opened.enter_context(contextlib.closing(TensorFile(file, header)))
+            for header, (file, _) in zip(headers, (one, other), strict=True)
+        ]
+        for row in range(0, shape[0], num_rows):
+            slices = tuple(slice(0, size) for size in shape)
+            slices = (slice(row, min(row + num_rows, shape[0])), *slices[1:])
+            first, second = (
+                tensors.read(name, slices, raw=False)
+                for tensors, (_, name) in zip(files, (one, other), strict=True)
+            )
+            if not torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
+                return False
+    return True
 
 
 class TensorFile:

@@ -51,7 +51,7 @@ def check_network(config: Config, checkpoint: Checkpoint) -> NetworkSpec:
     files = []
     if config.load_format != "dummy":
         files = weight_files(checkpoint, config.model, config.revision, config.download_dir)
-        check_weights(model_config, files)
+        model_config = check_weights(model_config, files)
     return NetworkSpec(config, model_config, files)
 
 

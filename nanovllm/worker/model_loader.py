@@ -5,6 +5,7 @@ Knows no KV cache, no batch and no step.
 """
 
 import contextlib
+import dataclasses
 import logging
 import threading
 from collections.abc import Collection, Iterator
@@ -17,10 +18,11 @@ from torch import nn
 from nanovllm.checkpoint.dummy_weights import init_dummy_shards, init_dummy_weights
 from nanovllm.checkpoint.gguf import is_gguf
 from nanovllm.checkpoint.loader import Store, check_tensors, load_weights
-from nanovllm.checkpoint.tensor_files import read_header
+from nanovllm.checkpoint.tensor_files import TensorInfo, equal_tensors, read_header
 from nanovllm.errors import CheckpointError
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.linear import Matrix
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.options.config import Config
@@ -62,8 +64,9 @@ def num_positions(spec: NetworkSpec) -> int:
     return min(wanted, found)
 
 
-def check_weights(model_config: ModelConfig, files: list[Path]) -> None:
-    """Check that safetensors `files` hold what the model needs, by their headers alone.
+def check_weights(model_config: ModelConfig, files: list[Path]) -> ModelConfig:
+    """Return `model_config`, untied if the files have a language-model head of its own. First check
+    that they hold what the model needs, by their headers alone.
 
     Allocates nothing: the model that names the tensors is on torch's meta device.
 
@@ -78,9 +81,39 @@ def check_weights(model_config: ModelConfig, files: list[Path]) -> None:
             f"weights have only {num_tensors} tensors"
         )
     known = {name for header in headers for name in header}
-    model = make_modules(model_config, 1, torch.device("meta"), known)
+    header_of = dict(zip(files, headers, strict=True))
+    meta = torch.device("meta")
+    model = make_modules(model_config, 1, meta, known)
+    if model_config.tie_word_embeddings and _has_own_head(model, header_of):
+        model_config = dataclasses.replace(model_config, tie_word_embeddings=False)
+        model = make_modules(model_config, 1, meta, known)
     ignored: frozenset[str] = model.ignored_weights  # type: ignore[assignment]
-    check_tensors(model, dict(zip(files, headers, strict=True)), ignored)
+    check_tensors(model, header_of, ignored)
+    return model_config
+
+
+def _has_own_head(model: nn.Module, headers: dict[Path, dict[str, TensorInfo]]) -> bool:
+    """Return whether the files of a tied model have a head that differs from the embedding."""
+    if not isinstance(model, DecoderForCausalLM):  # a draft head uses its target's
+        return False
+    file_of = {name: file for file, header in headers.items() for name in header}
+    head, embedding = (
+        model.checkpoint_name(name, file_of)
+        for name in ("lm_head.weight", "model.embed_tokens.weight")
+    )
+    if head not in file_of or embedding not in file_of:
+        return False
+    if equal_tensors((file_of[head], head), (file_of[embedding], embedding)):
+        return False
+    logger.warning(
+        "%s: config.json says tie_word_embeddings, but %s differs from %s, so both are used; set "
+        "tie_word_embeddings to false if that is meant, or remove %s from the file",
+        file_of[head],
+        head,
+        embedding,
+        head,
+    )
+    return True
 
 
 def build_model(

@@ -74,7 +74,9 @@ def report(model: str) -> dict[str, Any]:
             from nanovllm.formats.registry import checkpoint_format
 
             checkpoint_format(config.quantization_config)
-        files = _local_files(checkpoint, model, config)
+        files = _local_files(checkpoint, model)
+        if files:
+            config = check_weights(config, list(files))
         network = make_modules(
             config, 1, _META, {name for header in files.values() for name in header}
         )
@@ -97,14 +99,12 @@ def report(model: str) -> dict[str, Any]:
     }
 
 
-def _local_files(checkpoint: Checkpoint, model: str, config: ModelConfig) -> dict[Path, Any]:
-    """Return the headers of the weight files that are here, checked; none for a hub id."""
+def _local_files(checkpoint: Checkpoint, model: str) -> dict[Path, Any]:
+    """Return the headers of the weight files that are here; none for a hub id."""
     path = checkpoint.path
     if not (is_gguf(path) or (Path(model).expanduser().is_dir() and [*path.glob("*.safetensors")])):
         return {}
-    files = weight_files(checkpoint, model)
-    check_weights(config, files)
-    return {file: read_header(file) for file in files}
+    return {file: read_header(file) for file in weight_files(checkpoint, model)}
 
 
 def _sizes(config: ModelConfig, path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config
 
 import nanovllm
+from nanovllm.checkpoint import tensor_files
 from nanovllm.checkpoint.dummy_weights import init_dummy_weights
 from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.checkpoint.loader import load_weights
@@ -393,6 +394,63 @@ def test_a_sound_checkpoint_passes_the_check(tmp_path):
     config = save_model(tmp_path)
     files = check_network(config, open_checkpoint(config.model)).files
     assert files == [tmp_path / "model.safetensors"]
+
+
+def save_tied(path, head, names=("model.embed_tokens.weight", "lm_head.weight")):
+    """Save a tied model whose file has `head` beside the embedding; return the engine's Config."""
+    tensors = random_tensors(build(tie_word_embeddings=True))
+    embedding = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors | {names[0]: embedding}, path / "model-1.safetensors")
+    save_file({names[1]: head(embedding)}, path / "model-2.safetensors")
+    (path / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
+    return Config(str(path))
+
+
+def last_number_changed(embedding):
+    changed = embedding.clone()
+    changed[-1, -1] += 1
+    return changed
+
+
+@pytest.mark.parametrize("compared", [2**19, 100])
+@pytest.mark.parametrize("head", [torch.clone, last_number_changed, torch.Tensor.half])
+def test_a_tied_model_is_untied_if_the_file_has_another_head(
+    tmp_path, caplog, monkeypatch, head, compared
+):
+    monkeypatch.setattr(tensor_files, "_COMPARED", compared)
+    config = save_tied(tmp_path, head)
+    found = check_network(config, open_checkpoint(config.model)).model_config
+    assert found.tie_word_embeddings is (head is torch.clone)
+    assert caplog.text.count("lm_head.weight differs from model.embed_tokens") == (
+        not found.tie_word_embeddings
+    )
+
+
+def test_the_head_of_a_nested_text_model_is_compared(tmp_path):
+    names = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight")
+    config = save_tied(tmp_path, last_number_changed, names)
+    found = check_network(config, open_checkpoint(config.model)).model_config
+    assert not found.tie_word_embeddings
+
+
+def test_a_tied_model_with_a_head_of_another_shape_is_refused(tmp_path):
+    config = save_tied(tmp_path, lambda embedding: embedding[:100].clone())
+    with pytest.raises(CheckpointError, match=r"misshapen lm_head.weight: \(100, 32\)"):
+        check_network(config, open_checkpoint(config.model))
+
+
+def test_what_is_not_loaded_is_named_once(checkpoint, caplog):
+    model = build(tie_word_embeddings=True)
+    ignored = model.ignored_weights | {"visual.", ".k_scale"}
+    tensors = random_tensors(model)
+    others = ["visual.blocks.0.a", "visual.blocks.1.b", "lm_head.weight"]
+    others += [f"model.layers.{layer}.self_attn.k_scale" for layer in range(2)]
+    file = checkpoint(tensors | {name: torch.zeros(2) for name in others})
+    with caplog.at_level("INFO", logger="nanovllm"):
+        load_weights(model, [file], ignored=ignored)
+    assert [record.message.partition(": ")[2] for record in caplog.records] == [
+        "lm_head.weight, model.layers.*.self_attn.k_scale (2 tensors), visual.* (2 tensors)"
+    ]
 
 
 def test_a_dummy_model_that_fits_no_memory(tmp_path):

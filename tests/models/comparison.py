@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.checkpoint.hub import open_checkpoint, weight_files
+from nanovllm.checkpoint.hub import open_checkpoint
+from nanovllm.executors.worker import check_network
 from nanovllm.kernels.torch_kernels import TORCH
-from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule
 from nanovllm.scheduler.windows import num_tables, pages_for
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.network import Network
 
 MAX_LENGTH = 128
@@ -34,14 +33,13 @@ class Steps:
     def __init__(self, path, block_size, dtype="float32"):
         checkpoint = open_checkpoint(str(path))
         config = Config(str(path), device="cpu", kvcache_block_size=block_size, dtype=dtype)
-        model_config = read_config(checkpoint.config, config.dtype)
-        spec = NetworkSpec(config, model_config, weight_files(checkpoint, str(path)))
+        spec = check_network(config, checkpoint)
         cpu = torch.device("cpu")
         self.network = Network(spec, MAX_LENGTH, cpu)
         self.network.make_pool(NUM_PAGES)
         self.windows = self.network.attention.layout.windows
         self.state_pages = self.network.attention.states.num_pages
-        sizes = (NUM_PAGES, block_size, MAX_LENGTH, model_config.vocab_size, 512)
+        sizes = (NUM_PAGES, block_size, MAX_LENGTH, spec.model_config.vocab_size, 512)
         info = WorkerInfo(*sizes, windows=self.windows, state_pages=self.state_pages)
         self.tables = DeviceTables(info, 8, cpu, TORCH)
 

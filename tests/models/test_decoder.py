@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.checkpoints import random_model
@@ -154,6 +155,18 @@ saved = saved_models(make_model, CASES)
 @pytest.mark.parametrize(("saved", "chunk"), runs(CASES, every=4), indirect=["saved"])
 def test_greedy_tokens(saved, chunk, make_llm):
     check_answers(saved, chunk, make_llm)
+
+
+def test_a_tied_model_with_a_trained_head(tmp_path):
+    """Fine-tunes save such: config.json still says that the head is the embedding."""
+    random_model(make_config("qwen3 tied head")).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    file = tmp_path / "model.safetensors"
+    save_file({**tensors, "lm_head.weight": head}, file, metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(theirs.lm_head.weight, head)
+    assert_logits_agree(theirs, tmp_path, "trained head")
 
 
 @pytest.mark.parametrize(
