@@ -5,12 +5,18 @@ Pure text: knows no requests, no tokens and no server.
 
 import dataclasses
 
-from nanovllm.chat.parts import Part, PartsReader, ReasoningDelta, TextDelta, ToolCallArguments
+from nanovllm.chat.harmony import HarmonyParser
+from nanovllm.chat.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.chat.reasoning import ReasoningParser
+from nanovllm.chat.tool_calls import ToolCallParser
 from nanovllm.options.sampling_params import TOKEN_MARK
 
 
 class AnswerParser:
     """Splits one answer into parts. The parts are the same, joined, however its text is cut.
+
+    A call in reasoning that is closed later is a thought. If nothing closes the reasoning, the
+    first call in it has: from there on the answer is calls and text.
 
     Args:
         reasoning: splits the reasoning off; in harmony, the calls too.
@@ -19,10 +25,15 @@ class AnswerParser:
     """
 
     def __init__(
-        self, reasoning: PartsReader | None, tools: PartsReader | None, *, several: bool
+        self,
+        reasoning: ReasoningParser | HarmonyParser | None,
+        tools: ToolCallParser | None,
+        *,
+        several: bool,
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
+        self._thought: _Thought | None = None  # the reasoning that is not known to be closed
         self._several = several
 
     def feed(self, delta: str) -> list[Part]:
@@ -40,7 +51,12 @@ class AnswerParser:
         """
         parts = [] if self._reasoning is None else self._reasoning.finish(cut=cut)
         parts = self._with_calls(parts)
-        parts += [] if self._tools is None else self._tools.finish(cut=cut)
+        if self._tools is not None:
+            if self._thought is not None:
+                is_open = isinstance(self._reasoning, ReasoningParser) and self._reasoning.is_open
+                parts += self._thought.finish(cut=cut) if is_open else self._thought.close()
+                parts += self._tools.feed(self._thought.behind)
+            parts += self._tools.finish(cut=cut)
         return self._sent(parts)
 
     def _with_calls(self, parts: list[Part]) -> list[Part]:
@@ -48,7 +64,17 @@ class AnswerParser:
             return parts
         found: list[Part] = []
         for part in parts:
-            found += self._tools.feed(part.text) if isinstance(part, TextDelta) else [part]
+            if isinstance(part, ReasoningDelta):
+                if self._thought is None:
+                    self._thought = _Thought(self._tools.fresh())
+                found += self._thought.feed(part.text)
+            elif isinstance(part, TextDelta):
+                if self._thought is not None:
+                    found += self._thought.close()
+                    self._thought = None
+                found += self._tools.feed(part.text)
+            else:
+                found.append(part)
         return found
 
     def _sent(self, parts: list[Part]) -> list[Part]:
@@ -72,3 +98,47 @@ class AnswerParser:
             elif self._several or part.index == 0:
                 joined.append(part)
         return joined
+
+
+class _Thought:
+    """Reasoning, as far as it may hold a call: from there on it is held back.
+
+    Args:
+        calls: a parser that has read nothing yet.
+    """
+
+    def __init__(self, calls: ToolCallParser) -> None:
+        self._calls = calls
+        self._has_call = False
+        self._held: list[str] = []  # what was read, and may be a call
+        self.behind = ""
+        """What follows the reasoning, once it is finished."""
+
+    def feed(self, text: str) -> list[Part]:
+        """Return the reasoning in which no call may begin."""
+        self._held.append(text)
+        return [] if self._has_call else self._take(self._calls.feed(text))
+
+    def close(self) -> list[Part]:
+        """Return what was held back: all of it is reasoning."""
+        text, self._held = "".join(self._held), []
+        return [ReasoningDelta(text)] if text else []
+
+    def finish(self, *, cut: bool) -> list[Part]:
+        """Return the rest of reasoning that is not closed, up to the first call."""
+        parts = [] if self._has_call else self._take(self._calls.finish(cut=cut))
+        if self._has_call:
+            self.behind = "".join(self._held)
+        return parts
+
+    def _take(self, parts: list[Part]) -> list[Part]:
+        """Return the text before the first of the calls as reasoning, and hold the rest."""
+        said = ""
+        for part in parts:
+            if isinstance(part, TextDelta):
+                said += part.text
+            elif isinstance(part, ToolCallStart):
+                self._has_call = True
+                break
+        self._held = ["".join(self._held)[len(said) :]]
+        return [ReasoningDelta(said)] if said else []

@@ -16,7 +16,9 @@ class ReasoningFormat(NamedTuple):
     opening: str
     closing: str
     label: str = ""
-    """Text that follows the opening tag, and is no reasoning."""
+    """A line that follows the opening tag, and is no reasoning; models forget it."""
+    anywhere: bool = False
+    """Whether reasoning may follow text, too. Then no tag is text."""
 
     @property
     def begin(self) -> str:
@@ -26,7 +28,7 @@ class ReasoningFormat(NamedTuple):
 
 THINK = ReasoningFormat("<think>", "</think>")
 MISTRAL = ReasoningFormat("[THINK]", "[/THINK]")
-GEMMA4 = ReasoningFormat("<|channel>", "<channel|>", "thought")
+GEMMA4 = ReasoningFormat("<|channel>", "<channel|>", "thought", anywhere=True)
 HARMONY = ReasoningFormat("<|channel|>", "<|end|>", "analysis<|message|>")
 """One of several channels: `harmony` has the parser."""
 REASONING_FORMATS = {
@@ -58,9 +60,9 @@ def marked_tag(tag: str, marked: Collection[str]) -> str:
 
 
 class ReasoningParser(PartsReader):
-    """Finds reasoning at the start of an answer; tags anywhere else are text.
+    """Finds the reasoning of an answer: at its start, where tags that follow are text; or anywhere.
 
-    Reasoning that is not closed runs to the end of the answer.
+    Reasoning that is not closed runs to the end of the answer. A repeated opening tag says nothing.
 
     Args:
         started: the prompt ends with the opening tag, so the answer starts inside.
@@ -71,43 +73,88 @@ class ReasoningParser(PartsReader):
         self, tags: ReasoningFormat, *, started: bool, marked: Collection[str] = ()
     ) -> None:
         super().__init__()
-        self._begin = marked_tag(tags.opening, marked) + tags.label
+        self._opening = marked_tag(tags.opening, marked)
         self._closing = marked_tag(tags.closing, marked)
-        self._started = started
+        self._label = tags.label
+        self._anywhere = tags.anywhere
+        self.is_open = started
+        """Whether what was read last is reasoning that is not closed."""
 
     def _answer(self) -> Iterator[None]:
         """Read the answer. Only what may belong to a tag is held back."""
-        while not self._ended and self._begin.startswith(self._text.lstrip()):
+        while not self._ended and self._opening.startswith(self._text.lstrip()):
             yield
         text = self._text.lstrip()
-        has_tag = text.startswith(self._begin)  # a model may repeat that of the prompt
-        if has_tag:
-            self._text = text.removeprefix(self._begin)
-        elif self._cut and self._begin.startswith(text):
+        if text.startswith(self._opening):
+            self.is_open = True
+        elif self._cut and self._opening.startswith(text):
             self._text = self._text.removesuffix(text)
-        if has_tag or self._started:
+        if self.is_open:
             yield from self._reasoning()
+        tags = (self._opening, self._closing) if self._anywhere else ()
         while True:
-            if self._text:
-                self._parts.append(TextDelta(self._text))
-            self._text = ""
-            yield
+            text, tag = self._up_to(*tags)
+            if text:
+                self._parts.append(TextDelta(text))
+            if tag == self._opening:
+                self._text = tag + self._text
+                yield from self._reasoning()
+            elif not tag:
+                yield
 
     def _reasoning(self) -> Iterator[None]:
-        """Read reasoning, its closing tag, and the line ends behind it."""
-        yield from self._skip_line_ends()
-        while True:
-            text, closing, rest = self._text.partition(self._closing)
-            if not closing and (self._cut or not self._ended):
-                text = text.removesuffix(prefix_at_end(text, self._closing))
-            text = text.rstrip("\n")
-            if text:
+        """Read reasoning from its opening tag on, its closing tag, and the line ends behind it."""
+        self.is_open = True
+        yield from self._skip_openings()
+        tags = (self._closing, self._opening) if self._anywhere else (self._closing,)
+        line_ends = ""  # they are the closing tag's, if it comes next
+        while self.is_open:
+            text, tag = self._up_to(*tags)
+            text = line_ends + text
+            line_ends = text[len(text.rstrip("\n")) :]
+            if text := text.removesuffix(line_ends):
                 self._parts.append(ReasoningDelta(text))
-            if closing or self._ended:
+            if tag == self._opening:
+                self._text = tag + self._text
+                yield from self._skip_openings()
+            elif tag:
+                self.is_open = False
+            else:
+                yield
+        yield from self._skip_line_ends()
+
+    def _up_to(self, *tags: str) -> tuple[str, str]:
+        """Read up to the next of these tags, and the tag; return the text before it, and the tag.
+
+        It is "" if none has come. Then the end of the text, with which one may begin, is not read.
+        """
+        found = [(place, tag) for tag in tags if (place := self._text.find(tag)) >= 0]
+        if found:
+            place, tag = min(found)
+            text, self._text = self._text[:place], self._text[place + len(tag) :]
+            return text, tag
+        held = max((prefix_at_end(self._text, tag) for tag in tags), key=len, default="")
+        text, self._text = self._text.removesuffix(held), held
+        if self._ended:
+            self._text = ""
+            text += "" if self._cut else held
+        return text, ""
+
+    def _skip_openings(self) -> Iterator[None]:
+        """Skip opening tags with their labels, and the line ends behind them."""
+        while True:
+            while not self._ended and self._opening.startswith(self._text.lstrip()):
+                yield
+            if not self._text.lstrip().startswith(self._opening):
                 break
-            self._text = self._text[len(text) :]
-            yield
-        self._text = rest
+            self._text = self._text.lstrip().removeprefix(self._opening)
+            while not self._ended and self._label.startswith(self._text):
+                yield
+            rest = self._text.removeprefix(self._label)
+            if rest[:1] in ("", "\n", self._closing[0]):
+                self._text = rest
+            elif self._cut and self._label.startswith(self._text):
+                self._text = ""
         yield from self._skip_line_ends()
 
     def _skip_line_ends(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ import contextlib
 import re
 from abc import abstractmethod
 from collections.abc import Collection, Generator, Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 from nanovllm.chat.call_arguments import Function, NotACall, decoded, new_call_id, plain_object
 from nanovllm.chat.parts import PartsReader, TextDelta, ToolCallArguments, ToolCallStart
@@ -49,6 +49,7 @@ class ToolCallParser(PartsReader):
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
         super().__init__()
         self._marked = marked
+        self._functions = functions
         self._opening, self._end = self._tag(self.tag), self._tag(self.closing)
         self._openings: tuple[str, ...] = (self._opening,)  # what calls may begin with
         self._pos = 0  # how much of the text was read
@@ -56,6 +57,10 @@ class ToolCallParser(PartsReader):
         self._is_streaming = False  # the text read is arguments of the last call
         self._is_behind_call = False  # no text since the last call
         self._has_sent_text = False  # since the answer began, or since the last call
+
+    def fresh(self) -> Self:
+        """Return a parser of the same format that has read nothing."""
+        return type(self)(self._marked, self._functions)
 
     def _find(self) -> tuple[int, int] | None:
         """Return where in the unread text the opening of a call begins and ends."""
