@@ -14,11 +14,11 @@ Pure text: knows no requests and no tokens.
 import contextlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence, Set
 
 from nanovllm.chat.call_arguments import Function, NotACall, decoded, escaped
 from nanovllm.chat.json_calls import HermesParser
+from nanovllm.chat.parameter_types import ParameterTypes
 from nanovllm.chat.tool_calls import Steps
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -29,18 +29,6 @@ _HELD = re.compile(r"\n?(?:<[/a-z]{0,10})?\Z")
 _NAME_CHARACTER = re.compile(r"[^<>\n]")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 _WORDS = {"true": "boolean", "false": "boolean", "null": "null", "none": "null"}
-_TYPES = {
-    dict: "object",
-    list: "array",
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    type(None): "null",
-}
-_KNOWN = frozenset(_TYPES.values())
-_MAX_DEPTH = 16
-"""Of schemas within schemas, and of references."""
 
 
 class TaggedParser(HermesParser):
@@ -55,7 +43,7 @@ class TaggedParser(HermesParser):
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
         super().__init__(marked, functions)
         self._openings = (self._opening, _FUNCTION)
-        self._schemas = {function.name: function.parameters or {} for function in functions}
+        self._types = {each.name: ParameterTypes(each.parameters) for each in functions}
 
     def _calls(self) -> Steps[None]:
         if not self._text[: self._pos].endswith(_FUNCTION):
@@ -77,7 +65,7 @@ class TaggedParser(HermesParser):
         name = yield from self._name()
         self._start(name)
         self._drop_read()
-        schema, separator = self._schemas.get(name, {}), ""
+        types, separator = self._types.get(name) or ParameterTypes(None), ""
         self._send_arguments("{")
         with contextlib.suppress(NotACall):  # it is cut off: what there is was passed on
             while (yield from self._has_parameter()):
@@ -87,7 +75,7 @@ class TaggedParser(HermesParser):
                     continue
                 self._send_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
                 separator = ", "
-                yield from self._parameter(parameter_types(schema, key))
+                yield from self._parameter(types.of(key))
             self._send_arguments("}")
         self._drop_read()
 
@@ -120,7 +108,7 @@ class TaggedParser(HermesParser):
                 return False
             self._pos += 1
 
-    def _parameter(self, types: set[str]) -> Steps[None]:
+    def _parameter(self, types: Set[str]) -> Steps[None]:
         """Read a value and the tag behind it, and pass it on.
 
         Raises:
@@ -177,46 +165,7 @@ class TaggedParser(HermesParser):
         return True
 
 
-def parameter_types(schema: Mapping[str, Any], name: str) -> set[str]:
-    """Return the types, as JSON schemas name them, of a parameter in a function's schema."""
-    properties, part = schema.get("properties"), schema.get("additionalProperties")
-    if isinstance(properties, Mapping) and name in properties:
-        part = properties[name]
-    return _types(part, schema, set(), 0) or {"string"}
-
-
-def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int) -> set[str]:
-    """Return the types that `schema`, a part of `root`, names; `seen` references are left out."""
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
-        return set()
-    named = schema.get("type", [])
-    found = {kind for kind in ([named] if isinstance(named, str) else named) if kind in _KNOWN}
-    values = schema.get("enum")
-    values = list(values) if isinstance(values, list | tuple) else []
-    values += [schema["const"]] if "const" in schema else []
-    found |= {_TYPES[type(value)] for value in values if type(value) in _TYPES}
-    for key in ("anyOf", "oneOf", "allOf"):
-        for part in schema.get(key) or ():
-            found |= _types(part, root, seen, depth + 1)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference not in seen:
-        seen.add(reference)
-        found |= _types(_referred(reference, root), root, seen, depth + 1)
-    if not found:
-        implied = {"properties": "object", "items": "array"}
-        found = {kind for key, kind in implied.items() if key in schema}
-    return found
-
-
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the part of a schema that a reference such as #/$defs/City names."""
-    part: Any = root
-    for key in reference.removeprefix("#/").split("/"):
-        part = part.get(key) if isinstance(part, Mapping) else None
-    return part
-
-
-def as_json(text: str, types: set[str]) -> str:
+def as_json(text: str, types: Set[str]) -> str:
     """Return a value as JSON of one of these types, or else as a string.
 
     Words may be Python's, as the chat template writes them: True, None.

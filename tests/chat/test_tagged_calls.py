@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from nanovllm.chat.parts import ToolCallArguments, ToolCallStart
-from nanovllm.chat.tagged_calls import TaggedParser, as_json, parameter_types
+from nanovllm.chat.tagged_calls import TaggedParser, as_json
 from tests.chat.test_tool_formats import Answer, cut, joined
 
 SCHEMA: dict[str, Any] = {
@@ -138,19 +138,6 @@ def test_calls(text: str, answer: Answer) -> None:
 )
 def test_types_follow_the_schema(key: str, value: str, expected: str) -> None:
     assert parse(call(parameter(key, value))) == [("f", f'{{"{key}": {expected}}}')]
-
-
-def test_types_of_other_properties() -> None:
-    schema = {"properties": {"a": {}}, "additionalProperties": {"type": "integer"}}
-    assert parameter_types(schema, "b") == {"integer"}
-    assert parameter_types(schema, "a") == {"string"}
-    assert parameter_types({"properties": [1]}, "a") == {"string"}
-
-
-def test_schemas_that_branch_without_end_take_no_time() -> None:
-    refs = [{"$ref": f"#/$defs/{index}"} for index in range(50)]
-    defs = {str(index): {"anyOf": refs} for index in range(50)}
-    assert parameter_types({"$defs": defs, "properties": {"a": refs[0]}}, "a") == {"string"}
 
 
 @pytest.mark.parametrize(
