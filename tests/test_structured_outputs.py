@@ -316,17 +316,17 @@ def test_other_rules_choose_among_what_the_grammar_allows(llm: LLM) -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "json that is none": ({"json": '{"type":'}, "EOF while parsing"),
-    "json that is no schema": ({"json": "[]"}, "object schema"),
+    "json that is no schema": ({"json": "[]"}, "must be an object"),
     "unknown type": ({"json": {"type": "strin"}}, "strin"),
-    "feature": ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
-    "address": ({"json": {"$ref": "http://localhost/schema"}}, "does not fetch"),
-    "deep schema": ({"json": '{"items":' * 5000 + "{}" + "}" * 5000}, "recursion limit"),
+    "feature": ({"json": {"type": "array", "contains": {}}}, "contains"),
+    "address": ({"json": {"$ref": "http://localhost/schema"}}, "is not fetched"),
+    "deep schema": ({"json": '{"items":' * 5000 + "{}" + "}" * 5000}, "nested too deeply"),
     "divisor": ({"json": '{"type": "integer", "multipleOf": 999999999989}'}, "multipleOf"),
     "hidden divisor": ({"grammar": r'start: %json {"multiple\u004ff": 99999989}'}, "multipleOf"),
     "regex": ({"regex": "(a"}, "unclosed group"),
     "look-ahead": ({"regex": "(?=a)b"}, "look-around"),
     "surrogate": ({"regex": "\ud800"}, "surrogates not allowed"),
-    "lark": ({"grammar": "start: a"}, 'unknown name: "a"'),
+    "lark": ({"grammar": "start: a"}, "no rule or token named a"),
 }
 
 
@@ -364,6 +364,20 @@ def test_catastrophic_expressions_take_no_longer(llm: LLM, regex: str) -> None:
         (found,) = outputs_of(llm, {"regex": regex}, num=1, max_tokens=20)
         assert found.finish_reason in ("stop", "length", "error")
     assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("options", [{}, {"logprobs": 0}])  # with forced tokens and without
+def test_an_answer_that_leads_nowhere_ends_with_its_reason(
+    llm: LLM, options: dict[str, Any]
+) -> None:
+    """Symptom: it is called too complex, and NoExtensionBias."""
+    (found,) = outputs_of(llm, {"grammar": 'start: "abcd" x\nx: x "e"'}, num=1, **options)
+    assert (found.text, found.finish_reason) == ("abcd", "error")
+    assert re.fullmatch(
+        r"the output cannot be finished: structured_outputs\.grammar '.*': after [1-4] tokens "
+        "nothing can follow, and it is not complete",
+        found.stop_reason,
+    )
 
 
 def test_without_llguidance_the_error_says_what_to_install(

@@ -23,12 +23,8 @@ from nanovllm.chat.tagged_calls import TaggedParser
 from nanovllm.chat.tool_calls import MAX_CALLS, ToolCallParser
 from nanovllm.chat.tool_messages import knows_tools, shows_pythonic_calls
 from nanovllm.errors import InvalidRequestError
-from nanovllm.options.json_schema import grammar_schema
+from nanovllm.options.json_schema import X_GUIDANCE, grammar_schema
 from nanovllm.options.structured_outputs import MAX_CHARS
-
-SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""For llguidance: JSON with the spaces that models know, and no others."""
-
 
 _MORE = f"{{0,{MAX_CALLS - 1}}}"
 """How often a call may follow the first one in a grammar."""
@@ -68,7 +64,7 @@ class ToolFormat:
             before, after = self._around_arguments(function.name, tag_ids)
             rules.append(f"call_{index}: {before} arguments_{index} {after}")
             schema = json.dumps(arguments_schema(function.parameters))
-            rules.append(f"arguments_{index}: %json {schema}")
+            rules.append(f"arguments_{index}: %json {schema} // {json.dumps(function.name)}")
         text = "\n".join(rules) + "\n"
         if len(text) > MAX_CHARS:
             raise InvalidRequestError(
@@ -213,7 +209,7 @@ def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "object", **(parameters or {})}
     if not schema.keys() & {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}:
         schema = {"properties": {}, **schema}
-    return {**grammar_schema(schema), "x-guidance": SPACING}
+    return {**grammar_schema(schema), "x-guidance": X_GUIDANCE}
 
 
 def tag_literal(tag: str, tag_ids: Mapping[str, int]) -> str:

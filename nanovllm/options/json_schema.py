@@ -18,6 +18,14 @@ _ANNOTATIONS = {
     "writeOnly",
     "$comment",
 }
+X_GUIDANCE = {
+    "lenient": True,
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+"""For llguidance, in the schemas of grammars that are made of what a request has: JSON with the
+spaces that models know, and no others. What it then does not enforce comes as a warning."""
 _BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 """Keywords that hold schemas by name."""
 _LISTS = {"allOf", "anyOf", "oneOf", "prefixItems", "items"}
@@ -63,7 +71,7 @@ _Place = tuple[str, ...]
 
 
 def grammar_schema(schema: Any) -> Any:
-    """Return a schema without annotations, whose objects have the declared properties only.
+    """Return a schema without what asks for nothing, whose objects have declared properties only.
 
     An object is closed if its schema has `properties` and leaves open whether there are others. It
     stays open where several schemas say together what it is, such as those of an `allOf`, and where
@@ -149,6 +157,8 @@ def _convert(schema: Any, place: _Place, shared: set[_Place]) -> None:
         return
     for key in schema.keys() & _ANNOTATIONS:
         del schema[key]
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
     for _, inner, part in _parts(schema):
         _convert(part, place + inner, shared)
     if place not in shared and _declares_all(schema):

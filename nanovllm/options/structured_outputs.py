@@ -24,9 +24,17 @@ _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 _LONGEST_SHOWN = 200
 MAX_CHARS = 1 << 16
 """Longest text of a schema without its annotations, an expression, a choice or a grammar."""
-TOO_COMPLEX = "too complex a form"
-"""With this begins the reason of an output that a limit of its grammar has ended."""
-_IS_LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|start\s*:(?!:=))")
+UNFINISHED = "the output cannot be finished"
+"""With this begins the reason of an output that its grammar has ended: a limit, or a dead end."""
+_IS_LARK = re.compile(
+    r"""(?mx) ^[ \t]* (
+        %llguidance\b
+        | !?\??start[ \t]*
+          (\.[ \t]*\d+[ \t]*)?                              # a priority
+          (\[ ("(\\.|[^"\\\n])*" | [^"\]\n])* \] [ \t]*)?  # attributes
+          : (?!:=)                                          # ::= is GBNF's
+    )"""
+)
 
 
 def _schema_text(error: Error, name: str, value: Any) -> str:

@@ -21,7 +21,6 @@ from nanovllm.chat.reasoning import (
     find_reasoning_format,
 )
 from nanovllm.chat.tool_formats import (
-    SPACING,
     TOOL_FORMATS,
     Harmony,
     ToolFormat,
@@ -30,7 +29,7 @@ from nanovllm.chat.tool_formats import (
     tag_literal,
 )
 from nanovllm.errors import ConfigError, InvalidRequestError
-from nanovllm.options.json_schema import grammar_schema
+from nanovllm.options.json_schema import X_GUIDANCE, grammar_schema
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.structured_outputs import (
     StructuredOutputsParams,
@@ -231,7 +230,7 @@ class AnswerFormat:
                 schema = json.loads(form.text) if form.form == "json" else {"type": "object"}
                 schema = grammar_schema(schema)
                 if isinstance(schema, dict):
-                    schema = {"x-guidance": SPACING, **schema}
+                    schema = {"x-guidance": X_GUIDANCE, **schema}
                 rule = f"%json {json.dumps(schema)}"
             except (ValueError, RecursionError):
                 return form  # it is refused where it is compiled

@@ -16,7 +16,7 @@ from nanovllm.engine.fair_executor import FairExecutor
 from nanovllm.engine.prompt import Prompt
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.options.structured_outputs import TOO_COMPLEX, StructuredOutputsParams
+from nanovllm.options.structured_outputs import UNFINISHED, StructuredOutputsParams
 from nanovllm.outputs import RequestOutput
 from nanovllm.server.admission import Admitted
 from nanovllm.server.error_bodies import APIError
@@ -290,8 +290,8 @@ def _checked(output: RequestOutput) -> RequestOutput:
     for completion in output.outputs:
         if completion.finish_reason == "error":
             reason = str(completion.stop_reason)
-            if reason.startswith(TOO_COMPLEX):
-                raise APIError(400, f"{reason}; use a simpler one")
+            if reason.startswith(UNFINISHED):
+                raise APIError(400, f"{reason}; use another form, or a simpler one")
             raise APIError(500, f"the answer failed: {reason}")
     return output
 

@@ -7,6 +7,7 @@ compiled is kept. Knows no request and no batch.
 import contextlib
 import functools
 import json
+import logging
 import math
 import re
 import threading
@@ -17,12 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
 from nanovllm.errors import InvalidRequestError
-from nanovllm.options.json_schema import grammar_schema_text
+from nanovllm.options.json_schema import X_GUIDANCE, grammar_schema_text
 from nanovllm.options.structured_outputs import StructuredOutputsParams
+from nanovllm.structured.grammar_errors import in_our_words, what_is_not_enforced
 from nanovllm.structured.grammar_tokenizer import GrammarTokenizer, grammar_tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+logger = logging.getLogger(__name__)
 
 _WHITE_SPACE = r" |\n[ \t]{0,20}"
 """Between the parts of a JSON text. Bounded, because small models would write no end of it."""
@@ -32,6 +36,9 @@ _MAX_REMAINDERS = 100_000
 """Of the divisors in a schema: their least common multiple, times their number."""
 _MAX_PATTERNS = 64
 """Keys of all patternProperties in a schema, of which each is compared with each."""
+_FUNCTION = re.compile(r"(?m)^arguments_\d+: (%json .*) // (\".*\")$")
+"""A rule of `ToolFormat.grammar`: the schema of a function, and its name."""
+_LENIENT = re.compile(r'"lenient"\s*:\s*true')
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -53,7 +60,7 @@ class GrammarCompiler:
 
     Several threads may use it at the same time.
 
-    A pickled copy has the tokenizer's text, and an empty cache.
+    A pickled copy has the tokenizer's text, an empty cache, and logs nothing.
 
     Args:
         tokenizer_text: returns a tokenizer.json's text; called once, before the first grammar.
@@ -63,10 +70,16 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self, tokenizer_text: Callable[[], str], vocab_size: int, eos_token_ids: tuple[int, ...]
+        self,
+        tokenizer_text: Callable[[], str],
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        *,
+        is_copy: bool = False,
     ) -> None:
         self.eos_token_ids = eos_token_ids
         self._tokenizer_text = tokenizer_text
+        self._is_copy = is_copy
         self._vocab_size = vocab_size
         self._tokenizer: tuple[LLTokenizer, GrammarTokenizer] | None = None
         self._compiled: OrderedDict[_Key, LLMatcher | str] = OrderedDict()
@@ -75,7 +88,8 @@ class GrammarCompiler:
 
     def __reduce__(self) -> tuple[Any, ...]:
         text = functools.partial(str, self._tokenizer_text())
-        return GrammarCompiler, (text, self._vocab_size, self.eos_token_ids)
+        made = functools.partial(GrammarCompiler, is_copy=True)
+        return made, (text, self._vocab_size, self.eos_token_ids)
 
     @property
     def mask_bytes(self) -> int:
@@ -135,7 +149,7 @@ class GrammarCompiler:
             _check_patterns(params)
             grammar = _llguidance_grammar(params, described)
         except ValueError as error:
-            return _shortened(str(error))
+            return in_our_words(str(error), places=_has_places(params))
         limits = LLParserLimits(**_LIMITS)
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if described.drops_space and not matcher.is_error():
@@ -144,8 +158,26 @@ class GrammarCompiler:
                 # The text lacks the output's first space, so one stands before the form's own.
                 grammar = _behind_space(grammar)
                 matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        reason = matcher.get_error() or self._first_error(matcher)
-        return _shortened(reason) if reason else matcher
+        if found := matcher.get_error() or self._first_error(matcher):
+            return f"{self._function(params.text)}{in_our_words(found, places=_has_places(params))}"
+        told, refused = what_is_not_enforced(matcher.get_grammar_warnings())
+        if refused and not _asks_for_leniency(params):
+            return f"{self._function(params.text)}{refused}"
+        for text in () if self._is_copy else told:
+            logger.warning("%s: %s", params.source, text)
+        return matcher
+
+    def _function(self, text: str) -> str:
+        """Return the name of the first function whose schema is refused, if there are functions."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        tokenizer, _ = self._make_tokenizer()
+        for rule in _FUNCTION.finditer(text):
+            grammar = LLMatcher.grammar_from_lark(f"start: {rule[1]}")
+            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+            if matcher.is_error() or what_is_not_enforced(matcher.get_grammar_warnings())[1]:
+                return f"the parameters of {rule[2]}: "
+        return ""
 
     def _first_error(self, matcher: "LLMatcher") -> str:
         """Compute the first mask, so that copies find done what it takes, and one behind it.
@@ -262,9 +294,9 @@ def _llguidance_grammar(params: StructuredOutputsParams, tokenizer: GrammarToken
     if params.form in ("json", "json_object"):
         any_object = '{"type": "object"}'
         schema = any_object if params.form == "json_object" else grammar_schema_text(params.text)
-        options: Any = {"whitespace_pattern": _WHITE_SPACE}
+        options: Any = {"lenient": True, "whitespace_pattern": _WHITE_SPACE}
         if params.disable_any_whitespace:
-            options = {"whitespace_flexible": False}
+            options = {"lenient": True, "whitespace_flexible": False}
         return LLMatcher.grammar_from_json_schema(schema, defaults=options)
     if params.form == "regex":
         return LLMatcher.grammar_from_regex(params.text)
@@ -290,5 +322,11 @@ def _behind_space(grammar: str) -> str:
     return json.dumps({"grammars": [start, {**found, "name": "form"}]})
 
 
-def _shortened(reason: str) -> str:
-    return " ".join(reason.split())[:300]
+def _has_places(params: StructuredOutputsParams) -> bool:
+    """Whether lines and columns in errors are those of a text that a user has written."""
+    return params.is_lark and params.source.startswith("structured_outputs.grammar")
+
+
+def _asks_for_leniency(params: StructuredOutputsParams) -> bool:
+    """Whether a user's own x-guidance asks to leave out what cannot be enforced."""
+    return _LENIENT.search(params.text.replace(json.dumps(X_GUIDANCE), "")) is not None

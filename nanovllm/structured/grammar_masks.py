@@ -14,9 +14,10 @@ import numpy.typing as npt
 import torch
 
 from nanovllm.errors import InvalidRequestError
-from nanovllm.options.structured_outputs import TOO_COMPLEX
+from nanovllm.options.structured_outputs import UNFINISHED
 from nanovllm.scheduler.messages import Admission, Ending, Row
 from nanovllm.structured.grammar import GrammarCompiler
+from nanovllm.structured.grammar_errors import NO_TEXT, in_our_words
 from nanovllm.utils.transfer import to_host, upload
 from nanovllm.worker.device_tables import DeviceTables
 
@@ -197,12 +198,14 @@ class GrammarRow:
 
     def _failed(self, matcher: "LLMatcher") -> InvalidRequestError:
         self._matcher = None
-        reason = " ".join(matcher.get_error().split())[:300]
-        after = f"failed after {self._num_consumed} tokens"
-        if reason:
-            return InvalidRequestError(f"{TOO_COMPLEX}: {self._params.source} {after}: {reason}")
+        error, after = matcher.get_error(), f"after {self._num_consumed} tokens"
+        if error:
+            no_text = "nothing can follow, and it is not complete"
+            reason = no_text if error.startswith(NO_TEXT) else in_our_words(error)
+            return InvalidRequestError(f"{UNFINISHED}: {self._params.source}: {after} {reason}")
         return InvalidRequestError(
-            f"the grammar of structured_outputs {after}: it does not allow what was generated"
+            f"the grammar of structured_outputs failed {after}: it does not allow what was "
+            "generated"
         )
 
 

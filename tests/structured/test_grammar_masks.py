@@ -194,7 +194,9 @@ def test_a_limit_forces_no_end() -> None:
         known = row.num_known_tokens - len(PROMPT)
         forced = row.forced(tokens[known : known + 1])
         assert forced == tokens[known + 1 :][: len(forced)]
-    assert str(ending.stop_reason).startswith("too complex a form: structured_outputs.json '{")
+    assert str(ending.stop_reason).startswith(
+        "the output cannot be finished: structured_outputs.json '{"
+    )
 
 
 def test_long_forced_text_comes_in_parts() -> None:
