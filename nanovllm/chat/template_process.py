@@ -37,6 +37,10 @@ class TemplateError(Exception):
     """A template is invalid, raised an error, or reached a limit."""
 
 
+class TemplateLimitError(TemplateError):
+    """A template reached a limit, which ended its process."""
+
+
 class TemplateProcess:
     """Renders templates in a process that is started when first needed.
 
@@ -88,7 +92,7 @@ class TemplateProcess:
             self._stop()
             raise
         if not reply.endswith(b"\n"):
-            raise TemplateError(_cause(self._stop()))
+            raise TemplateLimitError(_cause(self._stop()))
         return reply.decode("utf-8", "surrogatepass")
 
     def _running(self) -> "subprocess.Popen[bytes]":

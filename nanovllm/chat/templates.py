@@ -6,13 +6,14 @@ Knows no requests and no token ids.
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
+from nanovllm.chat.messages import fields_of, is_message, prepared
 from nanovllm.chat.reasoning import is_harmony
-from nanovllm.chat.template_process import TemplateError, TemplateProcess
+from nanovllm.chat.retelling import is_told, retold, without_system
+from nanovllm.chat.template_process import TemplateError, TemplateLimitError, TemplateProcess
 from nanovllm.chat.tool_messages import (
     for_harmony,
     for_pythonic,
     knows_tools,
-    plain_calls,
     shows_pythonic_calls,
     with_tools_as_text,
 )
@@ -23,14 +24,6 @@ from nanovllm.options.validation import shown
 Message = Mapping[str, Any]
 """One message of a conversation, such as {"role": "user", "content": "Hello!"}. A pydantic object
 with these fields, such as those of the openai package, will do."""
-
-_TEXT_OF_PART = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-}
-"""Types of content parts that are text, and the key that holds it."""
 
 _NO_TEMPLATE_VARIABLES = {
     "messages",
@@ -49,13 +42,6 @@ _NO_TEMPLATE_VARIABLES = {
 _END_OF_MESSAGE = "CONTINUE_FINAL_MESSAGE "
 """Marks where the final message ends in the rendered text. A template that strips the message
 strips the last space of the mark, too."""
-
-
-def is_message(value: Any) -> bool:
-    """Whether `value` is a message rather than a conversation."""
-    return isinstance(value, Mapping) or (
-        hasattr(value, "model_dump") and not isinstance(value, type)
-    )
 
 
 def as_conversations(messages: Any) -> Any:
@@ -123,8 +109,10 @@ class ChatTemplates:
         """
         if (tokenizer := self._tokenizer) is None:
             raise InvalidRequestError("this engine has no tokenizer, so there is no chat template")
-        conversation = _conversation(messages)
-        variables = {"tools": None, "documents": None, "add_generation_prompt": False, **options}
+        conversation = prepared(messages)
+        variables = {"add_generation_prompt": False, **options}
+        for name in ("tools", "documents"):  # templates ask only whether they are there
+            variables[name] = variables.get(name) or None
         chat_template = variables.pop("chat_template", None)
         continues = bool(variables.pop("continue_final_message", False))
         unknown = sorted(_NO_TEMPLATE_VARIABLES & variables.keys())
@@ -138,7 +126,9 @@ class ChatTemplates:
                     "continue_final_message continues the last message and add_generation_prompt "
                     "starts a new one: set add_generation_prompt=False"
                 )
-            if not isinstance(conversation[-1].get("content"), str):
+            if fields_of(messages[-1]).get("content") is None or (
+                conversation[-1]["role"] == "system"
+            ):
                 raise InvalidRequestError(
                     "the final message has no content that could be continued"
                 )
@@ -159,61 +149,42 @@ class ChatTemplates:
             elif not knows_tools(template):
                 conversation = with_tools_as_text(conversation, variables["tools"])
             variables = {**tokenizer.special_tokens_map, **variables, "messages": conversation}
-            text = self._process.render(template, variables)
+            text = self._told(template, variables)
         except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise InvalidRequestError(f"the chat template cannot render this: {error}") from error
         return _before_mark(text) if continues else text
 
+    def _told(self, template: str, variables: Mapping[str, Any]) -> str:
+        """Return the text of the first form of a conversation that the template takes whole.
 
-def _conversation(messages: Any) -> list[dict[str, Any]]:
-    """Return the messages as dictionaries whose content is a string, or absent."""
-    if not isinstance(messages, Seq) or not messages or not all(map(is_message, messages)):
-        raise InvalidRequestError(
-            f'a conversation is a list of {{"role": ..., "content": ...}}, got {shown(messages)}'
-        )
-    return [_message(f"message {index}", message) for index, message in enumerate(messages)]
+        Where it leaves out some of each form, it is that of the last form that it takes.
 
+        Raises:
+            TemplateError: as for `TemplateProcess.render`; the template takes no form.
+        """
+        conversation = variables["messages"]
+        refusals: list[TemplateError] = []
 
-def _message(name: str, given: Any) -> dict[str, Any]:
-    """Return a message with its content parts joined, and without the keys that hold None."""
-    fields = given if isinstance(given, Mapping) else given.model_dump()
-    message = {key: value for key, value in fields.items() if value is not None}
-    if not isinstance(message.get("role"), str):
-        raise InvalidRequestError(
-            f'{name} has no "role", such as "user" or "assistant": {shown(given)}'
-        )
-    if "reasoning" in message:  # its newer name; templates read the older one
-        message.setdefault("reasoning_content", message["reasoning"])
-    if "tool_calls" in message:
-        message["tool_calls"] = plain_calls(message["tool_calls"])
-    content = message.get("content", "")
-    if isinstance(content, list | tuple):  # one line for each part, as vLLM joins them
-        message["content"] = "\n".join(_text(name, part) for part in content)
-    elif not isinstance(content, str):
-        raise InvalidRequestError(
-            f"the content of {name} must be a string or a list of parts, got {shown(content)}"
-        )
-    return message
+        def attempt(form: list[dict[str, Any]]) -> str | None:
+            try:
+                return self._process.render(template, {**variables, "messages": form})
+            except TemplateLimitError:
+                raise
+            except TemplateError as error:
+                refusals.append(error)
+                return None
 
-
-def _text(name: str, given: Any) -> str:
-    """Return the text of a content part."""
-    if isinstance(given, str):
-        return given
-    part = given if isinstance(given, Mapping) or not is_message(given) else given.model_dump()
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(kind, str) or kind not in _TEXT_OF_PART:
-        raise InvalidRequestError(
-            f"{name} has a content part of type {shown(kind)}, but the model reads text only: "
-            f'give {{"type": "text", "text": ...}}, got {shown(given)}'
-        )
-    key = _TEXT_OF_PART[kind]
-    text = part.get(key)
-    if not isinstance(text, str):
-        raise InvalidRequestError(
-            f'{name}: the "{key}" of a content part must be a string, got {shown(given)}'
-        )
-    return text
+        found: str | None = None
+        for form in retold(conversation):
+            text = attempt(form)
+            if text is not None and is_told(form, text):
+                return text
+            found = text if text is not None else found
+        if found is None and any(message["role"] == "system" for message in conversation):
+            found = attempt(without_system(form))
+        if found is None:
+            raise refusals[0]
+        return found
 
 
 def _before_mark(text: str) -> str:

@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
+from nanovllm.chat.messages import fields_of
+
 _INSTRUCTIONS = """\
 # Tools
 
@@ -22,17 +24,6 @@ For each call, write a JSON object with the function's name and arguments within
 <tool_call>
 {{"name": <function-name>, "arguments": <arguments-object>}}
 </tool_call>"""
-
-
-def plain_calls(calls: Any) -> Any:
-    """Return the calls of a message with their arguments as dictionaries, as templates expect.
-
-    OpenAI's clients send the arguments as the text that the model wrote. A text that is no JSON
-    object stays a text.
-    """
-    if not isinstance(calls, list | tuple):
-        return calls
-    return [_plain_call(_fields(call)) for call in calls]
 
 
 def knows_tools(template: str) -> bool:
@@ -91,7 +82,7 @@ def with_tools_as_text(
             plain.append(_with_calls_as_text(message))
         was_result = is_result
     if tools:
-        text = _INSTRUCTIONS.format(tools="\n".join(_json(_fields(tool)) for tool in tools))
+        text = _INSTRUCTIONS.format(tools="\n".join(_json(fields_of(tool)) for tool in tools))
         if plain[0]["role"] == "system":
             plain[0]["content"] = f"{plain[0].get('content', '')}\n\n{text}".lstrip()
         else:
@@ -113,7 +104,7 @@ def for_harmony(
             message.setdefault("thinking", message["reasoning_content"])
         if message.get("tool_calls") and message.get("thinking") and message.get("content"):
             message["thinking"] += f"\n{message.pop('content')}"
-    described = [_fields(tool) for tool in tools or ()]
+    described = [fields_of(tool) for tool in tools or ()]
     for index, tool in enumerate(described):
         if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping):
             described[index] = {**tool, "function": {"description": "", **tool["function"]}}
@@ -132,28 +123,5 @@ def _with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _plain_call(call: Any) -> Any:
-    if not isinstance(call, Mapping) or "function" not in call:
-        return call
-    function = _fields(call["function"])
-    if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
-        function = {**function, "arguments": _plain_arguments(function["arguments"])}
-    return {**call, "function": function}
-
-
-def _plain_arguments(text: str) -> Any:
-    try:
-        value = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
-
-
-def _fields(given: Any) -> Any:
-    """Return a pydantic object as a dictionary."""
-    is_model = hasattr(given, "model_dump") and not isinstance(given, Mapping)
-    return given.model_dump() if is_model else given
-
-
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=_fields)
+    return json.dumps(value, ensure_ascii=False, default=fields_of)

@@ -3,7 +3,6 @@
 `render` blocks while the chat template runs: call it in a thread.
 """
 
-import json
 from collections.abc import Mapping, Sequence as Seq
 from itertools import chain
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 from nanovllm.chat.parts import Part, ReasoningDelta
 from nanovllm.chat.templates import template_options
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.options.validation import shown
 from nanovllm.outputs import CompletionOutput
 from nanovllm.server.error_bodies import APIError
 from nanovllm.server.params import check_logprobs
-from nanovllm.server.protocol.chat import ConversationRequest, Message, Tool
+from nanovllm.server.protocol.chat import ConversationRequest, Tool
+from nanovllm.server.protocol.messages import Message
 from nanovllm.server.state import ServerState
 
 
@@ -53,37 +52,14 @@ def render(
     processor = server.llm.engine.input_processor
     # Before the template, which takes its time; also for one that is to be cut.
     processor.limit.check_text("the conversation", *chain.from_iterable(map(_texts, messages)))
-    given = [_template_message(index, message) for index, message in enumerate(messages)]
-    return processor.chat.render(given, options)
+    conversation: Seq[Any] = messages  # pydantic objects will do
+    return processor.chat.render(conversation, options)
 
 
 def _texts(message: Message) -> list[str]:
     if not isinstance(message.content, list):
         return [message.content or ""]
     return [text for part in message.content if isinstance(text := part.get("text"), str)]
-
-
-def _template_message(index: int, message: Message) -> dict[str, Any]:
-    """Return a message as templates read it: arguments of tool calls are objects."""
-    fields = message.model_dump(exclude_none=True)
-    if message.role == "developer":  # OpenAI's newer name
-        fields["role"] = "system"
-    fields.setdefault("content", "")
-    for number, call in enumerate(fields.get("tool_calls", ())):
-        function, place = call["function"], f"messages[{index}].tool_calls[{number}].function"
-        try:
-            arguments = json.loads(function["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise APIError(
-                400,
-                f"{place}.arguments must be the JSON text of an object, got "
-                f"{shown(function['arguments'])}",
-                param=f"{place}.arguments",
-            )
-        function["arguments"] = arguments
-    return fields
 
 
 def params_in_form(

@@ -10,14 +10,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from nanovllm.chat.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
-from nanovllm.server.protocol.chat import Message
-from nanovllm.server.protocol.responses import (
-    AnyInputItem,
+from nanovllm.server.protocol.messages import Message
+from nanovllm.server.protocol.response_objects import (
     Event,
-    InputCall,
-    InputCallOutput,
-    InputMessage,
-    InputReasoning,
     OutputCall,
     OutputItem,
     OutputMessage,
@@ -26,6 +21,13 @@ from nanovllm.server.protocol.responses import (
     ReasoningText,
     ResponseObject,
     Status,
+)
+from nanovllm.server.protocol.responses import (
+    AnyInputItem,
+    InputCall,
+    InputCallOutput,
+    InputMessage,
+    InputReasoning,
 )
 
 

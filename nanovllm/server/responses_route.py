@@ -21,16 +21,16 @@ from nanovllm.server.conversation import AnswerReader, params_in_form, render
 from nanovllm.server.error_bodies import APIError, as_api_error, naming_params
 from nanovllm.server.json_route import JSONRoute
 from nanovllm.server.params import chat_params, structured_names
-from nanovllm.server.protocol.responses import (
+from nanovllm.server.protocol.response_objects import (
     IncompleteDetails,
     InputTokensDetails,
     OutputTokensDetails,
     ResponseError,
     ResponseObject,
-    ResponsesRequest,
     ResponseUsage,
     Status,
 )
+from nanovllm.server.protocol.responses import ResponsesRequest
 from nanovllm.server.response_items import ResponseBuilder, messages_of, new_id
 from nanovllm.server.sse import frame, sse
 from nanovllm.server.state import ServerState, state_of

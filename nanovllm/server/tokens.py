@@ -9,8 +9,9 @@ from nanovllm.server import generation
 from nanovllm.server.conversation import render
 from nanovllm.server.error_bodies import APIError, naming_params
 from nanovllm.server.json_route import JSONRoute
-from nanovllm.server.protocol.chat import ChatTools, Messages
+from nanovllm.server.protocol.chat import ChatTools
 from nanovllm.server.protocol.common import RequestModel, refused
+from nanovllm.server.protocol.messages import Messages
 from nanovllm.server.state import ServerState, state_of
 
 router = APIRouter(tags=["tokens"], route_class=JSONRoute)

@@ -10,13 +10,13 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from nanovllm.server.answers import find_answer_format
-from nanovllm.server.protocol.responses import (
+from nanovllm.server.protocol.response_objects import (
     OutputCall,
     OutputMessage,
     OutputReasoning,
     ResponseObject,
-    ResponsesRequest,
 )
+from nanovllm.server.protocol.responses import ResponsesRequest
 from nanovllm.server.response_items import ResponseBuilder, messages_of
 from tests.glossary import ANSWERS, QUESTIONS
 from tests.server.conftest import Running
@@ -324,9 +324,9 @@ def test_items_become_messages() -> None:
             "leave other tools out",
         ),
         (
-            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "x"}]},
-            "input",
-            "JSON text of an object",
+            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": 5}]},
+            "input[0].arguments",
+            "valid string",
         ),
         ({"input": "Hi", "inptu": 1}, "inptu", "did you mean 'input'"),
     ],

@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 
+from nanovllm import AsyncLLM
 from tests.server.conftest import Running
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1'}}
 
 
 def test_tokenizer_info(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +36,30 @@ def test_special_tokens_are_added_if_asked(
         for asked in (None, True, False):
             tokens = server.send("/tokenize", {**given, "add_special_tokens": asked}).body["tokens"]
             assert tokens == [without if asked is None else not asked]
+
+
+def test_every_door_prepares_a_conversation_alike(server: Running, async_llm: AsyncLLM) -> None:
+    """`render` is that of `LLM.chat` and of the rows of a batch."""
+    result: dict[str, Any] = {"content": None, "tool_call_id": "c", "name": ""}
+    messages: list[dict[str, Any]] = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": "Hi", "tool_calls": [], "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": ""},
+        {"role": "function", **result},
+        {"role": "assistant", "reasoning": "Hm.", "content": "Done.", "extra": {"a": 1}},
+    ]
+    ids = async_llm.render(messages, add_generation_prompt=True)
+    assert server.send("/tokenize", {"messages": messages}).body["tokens"] == ids
+    chat = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
+    assert server.send("/v1/chat/completions", chat).body["prompt_token_ids"] == ids
+    function = CALL["function"]
+    assert isinstance(function, dict)
+    items: list[dict[str, Any]] = [
+        *messages[:1],
+        {"role": "user", "content": "Hi"},
+        {"type": "function_call", "call_id": "c", **function, "provider_specific_fields": {}},
+        {"type": "function_call_output", "call_id": "c", "output": None},
+        {"type": None, "role": "assistant", "content": "Done."},
+    ]
+    found = server.send("/v1/responses", {"input": items, "max_output_tokens": 1}).body
+    assert found["usage"]["input_tokens"] == len(ids)

@@ -115,7 +115,7 @@ OF_CHAT: list[tuple[dict[str, Any], str]] = [
             "messages": [
                 {
                     "role": "assistant",
-                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "["}}],
+                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": ["a"]}}],
                 }
             ]
         },
@@ -245,6 +245,14 @@ def test_fields_that_clients_send_and_that_change_nothing(server: Running) -> No
     assert server.send(COMPLETIONS, body_of(COMPLETIONS, best_of=1, **common)).status == 200
     chat = {"parallel_tool_calls": True, "modalities": ["text"], "tool_choice": "none"}
     assert server.send(CHAT, body_of(CHAT, **chat, **common)).status == 200
+    empty: dict[str, Any] = {"model": "", "user": "", "response_format": {}, "stream_options": {}}
+    empty |= {"structured_outputs": {}}
+    assert server.send(COMPLETIONS, body_of(COMPLETIONS, suffix="", **empty)).status == 200
+    chat = {"tool_choice": "", "reasoning_effort": "", "documents": [], "chat_template": ""}
+    assert server.send(CHAT, body_of(CHAT, **chat, **empty)).status == 200
+    given = {"input": "Hi", "max_output_tokens": 2, "tools": [], "text": {}, "reasoning": {}}
+    given |= {"previous_response_id": "", "tool_choice": "", "instructions": ""}
+    assert server.send("/v1/responses", given).status == 200
 
 
 def test_errors_of_the_client_library(client: OpenAI) -> None:

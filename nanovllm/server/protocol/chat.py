@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Field, model_validator
 
 from nanovllm.options.validation import OtherName, other_names
 from nanovllm.server.answers import ToolChoice
@@ -15,67 +14,10 @@ from nanovllm.server.protocol.common import (
     Usage,
     refused,
 )
+from nanovllm.server.protocol.messages import Messages
 
 _NO_TEMPLATE = "templates are not taken from requests; use chat_template_kwargs"
-_MAX_ITEMS = 4096
 _NO_SOUND = "the models here read and write text only; leave it out"
-
-
-class FunctionCall(RequestModel):
-    """The function that a message calls."""
-
-    name: str
-    arguments: str
-    """A JSON text."""
-
-
-class ToolCall(RequestModel):
-    """A call in a message."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-    index: int | None = None
-
-
-class Message(RequestModel):
-    """A message of a conversation. The chat template reads further fields where it knows them."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Objects | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = Field(default=None, max_length=128, fail_fast=True)
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    refusal: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_names(cls, given: Any) -> Any:
-        """Let every field pass."""
-        return given
-
-
-def _few_calls(messages: Any) -> Any:
-    """Refuse messages with very many calls in all: to check each of them takes its time."""
-    if isinstance(messages, list):
-        calls = [m.get("tool_calls") for m in messages if isinstance(m, dict)]
-        if sum(len(given) for given in calls if isinstance(given, list)) > _MAX_ITEMS:
-            raise PydanticCustomError(
-                "too_many_calls", "must have at most {limit} tool_calls", {"limit": _MAX_ITEMS}
-            )
-    return messages
-
-
-Messages = Annotated[
-    list[Message],
-    Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True),
-    BeforeValidator(_few_calls),
-]
-"""A conversation."""
 
 
 class Tool(RequestModel):
@@ -165,6 +107,9 @@ class ChatRequest(ConversationRequest):
             ("verbosity", ("medium",), "say in a message how long the answer should be"),
         ),
     }
+    empty_is_absent = GenerationRequest.empty_is_absent | {
+        *("tool_choice", "reasoning_effort", "documents")
+    }
 
     messages: Messages
     max_completion_tokens: int | None = None
@@ -196,6 +141,22 @@ class ChatRequest(ConversationRequest):
         if self.tool_choice not in (None, "none") and self.tools is None:
             raise refused("tool_choice", "tool_choice needs tools")
         return self
+
+
+class FunctionCall(BaseModel):
+    """The function that an answer calls."""
+
+    name: str
+    arguments: str
+    """A JSON text."""
+
+
+class ToolCall(BaseModel):
+    """A call in an answer."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
 
 
 class TokenLogprob(BaseModel):

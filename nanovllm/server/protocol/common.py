@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from nanovllm.chat.messages import is_empty
 from nanovllm.options.validation import (
     OTHER_NAMES,
     OtherName,
@@ -51,6 +52,8 @@ class RequestModel(BaseModel):
     """Fields of the base that are in `others`."""
     ignored: ClassVar[frozenset[str]] = frozenset()
     """Fields that are accepted and dropped."""
+    empty_is_absent: ClassVar[frozenset[str]] = frozenset()
+    """Fields whose empty text, list or object means what null does."""
 
     @model_validator(mode="before")
     @classmethod
@@ -59,12 +62,13 @@ class RequestModel(BaseModel):
         if not isinstance(given, dict):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()} - cls.not_taken
-        kept = {name: value for name, value in given.items() if name in known}
+        absent = {name for name in cls.empty_is_absent & given.keys() if is_empty(given[name])}
+        kept = {name: given[name] for name in given.keys() & known if name not in absent}
         for name in sorted(given.keys() - known - cls.ignored):
             value, other = given[name], cls.others.get(name)
             if other is None:
                 raise refused(name, f"there is no field {shown(name)}{did_you_mean(name, known)}")
-            if value is not None and not any(value == item for item in other.accepted):
+            if value not in (None, "") and not any(value == item for item in other.accepted):
                 raise refused(name, f"{name}={shown(value)} is not supported: {other.advice}")
         return kept
 
@@ -150,6 +154,9 @@ class GenerationRequest(RequestModel):
         **INERT,
     }
     ignored: ClassVar[frozenset[str]] = IGNORED
+    empty_is_absent: ClassVar[frozenset[str]] = frozenset(
+        ["model", "user", "response_format", "stream_options"]
+    )
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None

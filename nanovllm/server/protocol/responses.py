@@ -1,14 +1,15 @@
-"""Requests and answers of /v1/responses. Text and function tools; nothing is stored."""
+"""Requests of /v1/responses. Text and function tools; nothing is stored."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from nanovllm.options.validation import OtherName, other_names, shown
 from nanovllm.server.answers import ToolChoice
 from nanovllm.server.protocol.chat import ConversationRequest, FunctionName, Tool
 from nanovllm.server.protocol.common import JSONSchema, Objects, RequestModel, refused
+from nanovllm.server.protocol.messages import SentBack
 
 _NOT_STORED = "responses are not stored; send the whole conversation in input"
 _ONLY_FUNCTIONS = 'this server calls no tools itself; give functions, of type "function"'
@@ -28,6 +29,7 @@ class InputItem(RequestModel):
     ignored: ClassVar[frozenset[str]] = frozenset(
         ["id", "status", "phase", "parsed_arguments", "namespace", "caller", "created_by"]
     )
+    empty_is_absent = frozenset(["type"])
 
 
 class InputMessage(InputItem):
@@ -38,7 +40,7 @@ class InputMessage(InputItem):
     content: str | Objects
 
 
-class InputReasoning(InputItem):
+class InputReasoning(SentBack):
     """What the model thought before it said something. Of an encrypted item nothing is read."""
 
     type: Literal["reasoning"]
@@ -47,14 +49,13 @@ class InputReasoning(InputItem):
     encrypted_content: str | None = None
 
 
-class InputCall(InputItem):
+class InputCall(SentBack):
     """A function that the model called."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
-    """A JSON text."""
+    arguments: str | dict[str, Any] | None = None
 
 
 class InputCallOutput(InputItem):
@@ -64,7 +65,7 @@ class InputCallOutput(InputItem):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Objects
+    output: str | Objects | None
 
 
 AnyInputItem = Annotated[
@@ -73,7 +74,7 @@ AnyInputItem = Annotated[
     | Annotated[InputCall, Tag("function_call")]
     | Annotated[InputCallOutput, Tag("function_call_output")],
     Discriminator(
-        lambda item: item.get("type", "message") if isinstance(item, dict) else None,
+        lambda item: (item.get("type") or "message") if isinstance(item, dict) else None,
         custom_error_type="item_type",
         custom_error_message="must be of type message, reasoning, function_call or "
         f"function_call_output: {_NOT_STORED}",
@@ -134,7 +135,6 @@ class ReasoningOptions(RequestModel):
     """Passed to the chat template as reasoning_effort."""
 
 
-_MANY_ITEMS = Field(min_length=1, max_length=4096, fail_fast=True)
 _FEW = Field(max_length=128, fail_fast=True)
 
 
@@ -154,10 +154,13 @@ class ResponsesRequest(ConversationRequest):
     }
 
     not_taken: ClassVar[frozenset[str]] = frozenset(_OF_OTHER_ROUTES)
+    empty_is_absent = ConversationRequest.empty_is_absent | {"text", "tool_choice", "reasoning"}
 
     input: Annotated[
         Annotated[str, Field(min_length=1), Tag("text")]
-        | Annotated[list[AnyInputItem], _MANY_ITEMS, Tag("items")],
+        | Annotated[
+            list[AnyInputItem], Field(min_length=1, max_length=4096, fail_fast=True), Tag("items")
+        ],
         Discriminator(lambda value: "items" if isinstance(value, list) else "text"),
     ]
     instructions: str | None = None
@@ -214,136 +217,3 @@ class ResponsesRequest(ConversationRequest):
         if "message.output_text.logprobs" in (self.include or ()):
             raise refused("include", "log-probabilities are returned by /v1/chat/completions")
         return self
-
-
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
-
-
-class OutputText(BaseModel):
-    """The text of a message."""
-
-    type: Literal["output_text"] = "output_text"
-    text: str
-    annotations: list[Any] = []
-    logprobs: list[Any] = []
-
-
-class ReasoningText(BaseModel):
-    """A text that is not meant for the user."""
-
-    type: Literal["reasoning_text"] = "reasoning_text"
-    text: str
-
-
-class OutputMessage(BaseModel):
-    """What the model said."""
-
-    id: str
-    type: Literal["message"] = "message"
-    role: Literal["assistant"] = "assistant"
-    status: Status = "in_progress"
-    content: list[OutputText] = []
-
-
-class OutputReasoning(BaseModel):
-    """What the model thought before."""
-
-    id: str
-    type: Literal["reasoning"] = "reasoning"
-    status: Status = "in_progress"
-    summary: list[Any] = []
-    content: list[ReasoningText] = []
-
-
-class OutputCall(BaseModel):
-    """A function that the model calls."""
-
-    id: str
-    type: Literal["function_call"] = "function_call"
-    status: Status = "in_progress"
-    call_id: str
-    name: str
-    arguments: str = ""
-
-
-OutputItem = OutputMessage | OutputReasoning | OutputCall
-
-
-class InputTokensDetails(BaseModel):
-    """What became of the prompt's tokens."""
-
-    cached_tokens: int
-    """Those whose KV came from the prefix cache."""
-    cache_write_tokens: int = 0
-
-
-class OutputTokensDetails(BaseModel):
-    """What the answer's tokens are for."""
-
-    reasoning_tokens: int
-
-
-class ResponseUsage(BaseModel):
-    """How many tokens a response took."""
-
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-
-class ResponseError(BaseModel):
-    """Why a response failed."""
-
-    code: str
-    message: str
-
-
-class IncompleteDetails(BaseModel):
-    """Why a response is incomplete."""
-
-    reason: Literal["max_output_tokens"]
-
-
-class ResponseObject(BaseModel):
-    """An answer, with what was asked for."""
-
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    """Unix time in seconds."""
-    completed_at: int | None = None
-    status: Status = "in_progress"
-    background: Literal[False] = False
-    error: ResponseError | None = None
-    incomplete_details: IncompleteDetails | None = None
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    max_tool_calls: None = None
-    metadata: dict[str, str] = {}
-    model: str
-    output: list[OutputItem] = []
-    parallel_tool_calls: bool = True
-    previous_response_id: None = None
-    reasoning: dict[str, str | None]
-    service_tier: Literal["default"] = "default"
-    store: Literal[False] = False
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, str] = "auto"
-    tools: list[dict[str, Any]]
-    top_logprobs: Literal[0] = 0
-    top_p: float
-    truncation: Literal["auto", "disabled"] = "disabled"
-    usage: ResponseUsage | None = None
-    user: str | None = None
-
-
-class Event(BaseModel):
-    """An event of a streamed response; its other fields depend on its type."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-    sequence_number: int

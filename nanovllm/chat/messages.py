@@ -1,0 +1,162 @@
+"""Messages in OpenAI's format, as chat templates read them: every way into the engine prepares its
+conversations here.
+
+Knows no template and no requests.
+"""
+
+import json
+from collections.abc import Mapping, Sequence as Seq
+from typing import Any
+
+from nanovllm.errors import InvalidRequestError
+from nanovllm.options.validation import shown
+
+_TEXT_OF_PART = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+}
+"""Types of content parts that are text, and the key that holds it."""
+
+_ROLES = {"developer": "system", "function": "tool"}
+"""Other names of roles, and what templates call them."""
+
+_EMPTY_IS_ABSENT = frozenset(
+    (
+        *("name", "tool_calls", "tool_call_id", "function_call", "refusal", "annotations"),
+        *("audio", "reasoning", "reasoning_content"),
+    )
+)
+"""Fields whose empty value means what None does. Templates ask only whether a field is there."""
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a value is None, or a text, list or dictionary with nothing in it."""
+    return value is None or (isinstance(value, str | list | tuple | Mapping) and not value)
+
+
+def counts_as_absent(name: str, value: Any) -> bool:
+    """Whether a field of a message means nothing with this value."""
+    return value is None or (name in _EMPTY_IS_ABSENT and is_empty(value))
+
+
+def is_message(value: Any) -> bool:
+    """Whether `value` is a message rather than a conversation."""
+    return isinstance(value, Mapping) or (
+        hasattr(value, "model_dump") and not isinstance(value, type)
+    )
+
+
+def fields_of(given: Any) -> Any:
+    """Return a pydantic object as a dictionary."""
+    is_model = hasattr(given, "model_dump") and not isinstance(given, Mapping)
+    return given.model_dump() if is_model else given
+
+
+def prepared(messages: Any) -> list[dict[str, Any]]:
+    """Return the messages of a conversation as templates read them.
+
+    Each has a `content` that is a string. What is empty is left out. Arguments of calls are
+    dictionaries, unless their text is no JSON object: then it stays a text. Of a call only what
+    OpenAI's API defines is kept: client libraries add fields of their own. Reasoning has both its
+    names, and the role "developer" is "system".
+
+    Raises:
+        InvalidRequestError: this is no conversation, or a message is invalid.
+    """
+    if not isinstance(messages, Seq) or not messages or not all(map(is_message, messages)):
+        raise InvalidRequestError(
+            f'a conversation is a list of {{"role": ..., "content": ...}}, got {shown(messages)}'
+        )
+    return [_message(f"message {index}", message) for index, message in enumerate(messages)]
+
+
+def _message(name: str, given: Any) -> dict[str, Any]:
+    fields = fields_of(given)
+    message = {key: value for key, value in fields.items() if not counts_as_absent(key, value)}
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise InvalidRequestError(
+            f'{name} has no "role", such as "user" or "assistant": {shown(given)}'
+        )
+    message["role"] = _ROLES.get(role, role)
+    message["content"] = _content(name, message.get("content"), role)
+    if not message["content"] and isinstance(message.get("refusal"), str):
+        message["content"] = message["refusal"]
+    for new, old in (
+        ("reasoning", "reasoning_content"),
+        ("reasoning_content", "reasoning"),
+    ):
+        if old in message:
+            message.setdefault(new, message[old])
+    if (call := message.pop("function_call", None)) is not None:  # OpenAI's form before tools
+        message.setdefault("tool_calls", [{"type": "function", "function": call}])
+    if "tool_calls" in message:
+        message["tool_calls"] = _calls(name, message["tool_calls"])
+    return message
+
+
+def _content(name: str, given: Any, role: str) -> str:
+    if given is None and role in ("assistant", "tool", "function"):
+        return ""  # there are calls instead, or nothing to return
+    if isinstance(given, list | tuple):  # one line for each part, as vLLM joins them
+        return "\n".join(_text(name, part) for part in given)
+    if not isinstance(given, str):
+        raise InvalidRequestError(
+            f"{name}: the content must be a string or a list of parts, got {shown(given)}"
+        )
+    return given
+
+
+def _text(name: str, given: Any) -> str:
+    """Return the text of a content part."""
+    if isinstance(given, str):
+        return given
+    part = given if isinstance(given, Mapping) or not is_message(given) else given.model_dump()
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str) or kind not in _TEXT_OF_PART:
+        raise InvalidRequestError(
+            f"{name} has a content part of type {shown(kind)}, but the model reads text only: "
+            f'give {{"type": "text", "text": ...}}, got {shown(given)}'
+        )
+    key = _TEXT_OF_PART[kind]
+    text = part.get(key)
+    if not isinstance(text, str):
+        raise InvalidRequestError(
+            f'{name}: the "{key}" of a content part must be a string, got {shown(given)}'
+        )
+    return text
+
+
+def _calls(name: str, given: Any) -> list[dict[str, Any]]:
+    if not isinstance(given, list | tuple):
+        raise InvalidRequestError(f"{name}: tool_calls must be a list, got {shown(given)}")
+    return [_call(f"{name}: tool_calls[{index}]", call) for index, call in enumerate(given)]
+
+
+def _call(place: str, given: Any) -> dict[str, Any]:
+    """Return a call; one that is not wrapped in "function" stays so."""
+    call = fields_of(given)
+    if not isinstance(call, Mapping):
+        raise InvalidRequestError(
+            f'{place} must be {{"function": {{"name": ..., "arguments": ...}}}}, got {shown(given)}'
+        )
+    kept = {key: call[key] for key in ("id", "type") if not is_empty(call.get(key))}
+    function = fields_of(call.get("function", call))
+    named = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(named, str) or not named:
+        raise InvalidRequestError(f"{place} has no function's name, got {shown(given)}")
+    plain = {"name": named, "arguments": _arguments(function.get("arguments"))}
+    return {**kept, "function": plain} if "function" in call else {**kept, **plain}
+
+
+def _arguments(given: Any) -> Any:
+    """Return arguments as a dictionary; a text that is no JSON object stays a text."""
+    if not isinstance(given, str):
+        return {} if given is None else given
+    try:
+        value = json.loads(given) if given.strip() else {}
+    except (ValueError, RecursionError):
+        return given
+    return {} if value is None else value if isinstance(value, dict) else given
