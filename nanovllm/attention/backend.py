@@ -31,6 +31,8 @@ class Backend(abc.ABC):
     supports_recording: ClassVar[bool] = False
     """Whether `kernels.cpu.recording` can record the attention: C kernels compute all of it, and
     it needs no plan."""
+    masks_loads: ClassVar[bool] = False
+    """Whether no slot past a row's last token is read, so that what it holds does not matter."""
     blocks_lie_apart: ClassVar[bool] = False
     """Whether a layer's cache may be a view whose blocks, dimension 1, lie apart; else it is
     contiguous."""
@@ -47,8 +49,8 @@ class Backend(abc.ABC):
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Return the shape of one layer's KV cache: keys, then values, in flash-attn's layout.
 
-        Another layout, too, has `num_blocks` in dimension 1. In the last block of a row, the slots
-        past its last token hold finite numbers: see `Schedule.blocks_to_zero`.
+        Another layout, too, has `num_blocks` in dimension 1. Unless `masks_loads`, the slots past
+        a row's last token hold finite numbers in its last block: see `Schedule.blocks_to_zero`.
         """
         return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
 

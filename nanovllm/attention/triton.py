@@ -25,6 +25,7 @@ class TritonBackend(PagedBackend):
 
     name: ClassVar[str] = "triton"
     default_block_size: ClassVar[int] = 64
+    masks_loads: ClassVar[bool] = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)

@@ -92,7 +92,7 @@ def _refusal() -> _Refusal | None:
 
         ones = torch.ones(1, 64, dtype=torch.float32, device="cuda")
         expected = torch.nn.functional.silu(ones[:, :32])
-        difference = (triton_ops.act_and_mul(ones) - expected).abs().max()
+        difference = (triton_ops.act_and_mul(ones) - expected).abs().max().item()
     except Exception as error:  # the compilers and the driver raise many types
         return _Refusal(f"{type(error).__name__}: {error}", _missing_tool())
     return None if difference < 1e-5 else _Refusal("the compiled kernels compute wrong numbers")

@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 16)
 """Rows for which both ways are timed. A step is computed as one of the next larger size is."""
-_CHAIN_CAPABILITY = (9, 0)
-"""Minimum compute capability for kernels that begin before the previous one has ended."""
 _LONG = 4096
 """Tokens of the sequences in the longer of the two batches that are timed."""
 _TOLERANCE = 0.1
@@ -118,17 +116,14 @@ class FusedStep:
     """
 
     def __init__(self, model: DecoderForCausalLM, backend: Backend) -> None:
-        from nanovllm.kernels.triton import fused_attention, fused_layer
+        from nanovllm.kernels.triton import fused_attention, fused_layer, launch
 
         self._attention, self._layer = fused_attention, fused_layer
         self._model = model
         spec = self._spec = backend.spec
         shape = (fused_layer.MAX_ROWS, spec.num_kv_heads)
         self._splits_done = torch.zeros(shape, dtype=torch.int32, device=spec.device)
-        self._chained = (
-            spec.device.type == "cuda"
-            and torch.cuda.get_device_capability(spec.device) >= _CHAIN_CAPABILITY
-        )
+        self._chained = launch.can_chain(spec.device)
 
     def compute_logits(self, batch: Batch) -> torch.Tensor:
         """Write the KV of R rows of one token; return logits [R, vocab_size]."""

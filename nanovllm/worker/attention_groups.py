@@ -79,6 +79,11 @@ class AttentionGroups:
     def backends(self) -> list[Backend]:
         return [group.backend for group in self.groups]
 
+    @property
+    def reads_past_rows(self) -> bool:
+        """Whether anything may read a slot of a block that no token of its row has filled."""
+        return self.states.num_pages > 0 or not all(b.masks_loads for b in self.backends)
+
     def make_pool(self, num_blocks: int, device: torch.device) -> KVPool:
         """Return a new KV pool of `num_blocks` pages, bound to the layers."""
         shapes = [(shape[0], num_blocks, *shape[2:]) for shape in self._shapes]

@@ -12,7 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.launch import Arguments, Launch
+from nanovllm.kernels.triton.launch import (
+    Arguments,
+    Launch,
+    can_chain,
+    launch_options,
+    let_next_begin,
+    wait_for_previous,
+)
 from nanovllm.kernels.triton.online_softmax import (
     MAX_SPLITS,
     PLAIN,
@@ -178,6 +185,7 @@ def decode(
             **plan.scores.constants(),
             "M": max(8, triton.next_power_of_2(group)), "D": padded(head_dim),
             **_decode_options(q.dtype, head_dim), **register_limit(q.dtype, kv_cache),
+            **launch_options(can_chain(q.device)),
         }  # fmt: skip
         grid = (min(len(plan.splits) * num_kv_heads, plan.max_programs),)
         return Arguments(grid, fixed, options)
@@ -267,7 +275,7 @@ def _decode(
     splits, num_splits, splits_taken, splits_done, partial_out, partial_stats, max_splits, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Process splits, each for one KV head. The M rows of a tile are the head's query heads.
 
@@ -277,6 +285,8 @@ def _decode(
     dims, member = tl.arange(0, D), tl.arange(0, M)
     mask = (member < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     programs, index = tl.num_programs(0), tl.program_id(0)
+    let_next_begin(CHAINED)
+    wait_for_previous(CHAINED)
     # Loaded before it is known that there is such a split, so that the two loads do not take turns.
     # ptxas would let them, if the test did not need both. No split has seq_len 0.
     row, split, seq_len, token = _load_entry(splits, index // KV_HEADS, True)

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.fused_kernels import let_next_begin, wait_for_previous
-from nanovllm.kernels.triton.fused_layer import MAX_ROWS, launch_options
+from nanovllm.kernels.triton.fused_layer import MAX_ROWS
+from nanovllm.kernels.triton.launch import launch_options, let_next_begin, wait_for_previous
 from nanovllm.kernels.triton.online_softmax import LOG2_E, MAX_SPLITS, block_ids, finish_split
 
 _WARPS = 4
@@ -49,7 +49,7 @@ def attend_rows(
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim] of `qkv`'s dtype.
         splits_done: [MAX_ROWS, num_kv_heads] int32, 0 between two launches, which must run one
             after another.
-        chained: see `fused_layer.launch_options`.
+        chained: see `launch.launch_options`.
 
     Returns:
         [R, num_heads, head_dim].

@@ -5,29 +5,13 @@ share with them. Knows no attention and no model.
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.triton.launch import let_next_begin, wait_for_previous
+
 WARPS = 8
 """Warps of a program. Each multiplies a part of the inputs, so that no warp waits for another, and
 a long sum is many short ones."""
 PARTS = tl.constexpr(WARPS)
 _THREADS = tl.constexpr(32 * WARPS)
-
-
-@triton.jit
-def let_next_begin(CHAINED: tl.constexpr):
-    """Let the next kernel begin, as far as its wait."""
-    if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_previous(CHAINED: tl.constexpr):
-    """Wait until the previous kernel has ended and its stores are visible.
-
-    Of each kernel of a chain at least one program waits. So when the previous kernel has ended,
-    those before it have as well.
-    """
-    if CHAINED:
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

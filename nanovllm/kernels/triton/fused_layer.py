@@ -15,6 +15,7 @@ from nanovllm.kernels.triton.fused_kernels import (
     norm_linear_kernel,
 )
 from nanovllm.kernels.triton.fused_packed import linear_partials_packed, norm_linear_packed
+from nanovllm.kernels.triton.launch import launch_options
 from nanovllm.kernels.triton.packed_ints import PackedInts
 
 MAX_ROWS = 16
@@ -51,7 +52,7 @@ def norm_linear(
         norm_weight: [size].
         weight: [outputs, size]; if `gated`, its halves are SwiGLU's gate and up.
         bias: [outputs].
-        chained: see `launch_options`.
+        chained: see `launch.launch_options`.
 
     Returns:
         [R, outputs], or [R, outputs / 2] of SwiGLU's product; and the new residual [R, size].
@@ -79,7 +80,7 @@ def linear_partials(
     Args:
         x: [R, size], R at most MAX_ROWS.
         weight: [outputs, size].
-        chained: see `launch_options`.
+        chained: see `launch.launch_options`.
 
     Returns:
         [splits, R, outputs] float32; each part sums over some of the inputs.
@@ -99,15 +100,6 @@ def linear_partials(
         **_tile(x, weight, split, most=32768 // (width * x.itemsize)), **launch_options(chained),
     )  # fmt: skip
     return partials
-
-
-def launch_options(chained: bool) -> dict[str, bool]:
-    """Return launch options: whether the kernel may begin before the previous one has ended.
-
-    Before it waits, a chained kernel reads only what no kernel of the chain stores, and stores
-    nothing. This is programmatic dependent launch, which needs compute capability 9.0.
-    """
-    return {"CHAINED": True, "launch_pdl": True} if chained else {"CHAINED": False}
 
 
 def _outputs_per_program(outputs: int, gated: bool) -> int:

@@ -7,14 +7,9 @@ no attention and no model.
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.fused_kernels import (
-    PARTS,
-    let_next_begin,
-    places,
-    sum_parts,
-    wait_for_previous,
-)
+from nanovllm.kernels.triton.fused_kernels import PARTS, places, sum_parts
 from nanovllm.kernels.triton.int4 import scale_and_shift, to_numbers
+from nanovllm.kernels.triton.launch import let_next_begin, wait_for_previous
 
 
 @triton.jit

@@ -1,9 +1,52 @@
-"""Launches a compiled kernel again without the time that Triton takes to choose it."""
+"""How kernels are launched: again without the time that Triton takes to choose one, and before the
+previous kernel has ended. Knows no kernel.
+"""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
+
+_CHAIN_CAPABILITY = (9, 0)
+"""Minimum compute capability for kernels that begin before the previous one has ended."""
+
+
+@functools.cache
+def can_chain(device: torch.device) -> bool:
+    """Return whether a kernel on `device` may begin before the previous one has ended."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= _CHAIN_CAPABILITY
+
+
+def launch_options(chained: bool) -> dict[str, bool]:
+    """Return launch options: whether the kernel may begin before the previous one has ended.
+
+    Before it waits, a chained kernel reads only what no kernel of the chain stores, and stores
+    nothing. This is programmatic dependent launch, which needs compute capability 9.0.
+    """
+    return {"CHAINED": True, "launch_pdl": True} if chained else {"CHAINED": False}
+
+
+@triton.jit
+def let_next_begin(CHAINED: tl.constexpr):
+    """Let the next kernel begin, as far as its wait."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(CHAINED: tl.constexpr):
+    """Wait until the previous kernel has ended and its stores are visible.
+
+    Of each kernel of a chain at least one program waits. So when the previous kernel has ended,
+    those before it have as well.
+    """
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
 
 
 class Arguments(NamedTuple):

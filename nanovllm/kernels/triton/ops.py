@@ -9,6 +9,12 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_ROUNDED
+from nanovllm.kernels.triton.launch import (
+    can_chain,
+    launch_options,
+    let_next_begin,
+    wait_for_previous,
+)
 
 _BLOCK = 1024
 """Numbers that a program processes at once, at most, where they do not depend on one another."""
@@ -63,6 +69,7 @@ def _norm_rows(
             x, residual, weight, out, *strides, size, eps,
             KIND=kind, MULTIPLIER=None if multiplier == 1 else multiplier,
             BLOCK=block, num_warps=min(max(block // 256, 1), 16),
+            **launch_options(can_chain(out.device)),
         )  # fmt: skip
 
 
@@ -85,6 +92,7 @@ def mul_act(gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tenso
         _mul_act[(rows, triton.cdiv(size, block))](
             gate, x, out, gate.stride(0), x.stride(0), size,
             IS_WIDE=is_wide, ACTIVATION=activation, BLOCK=block,
+            **launch_options(can_chain(out.device)),
         )  # fmt: skip
     return out
 
@@ -102,9 +110,11 @@ def times_weight(normed, factors, dtype: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 def _add_rms_norm(
     x, residual, weight, out, residual_stride, out_stride, size, eps,
-    KIND: tl.constexpr, MULTIPLIER: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, MULTIPLIER: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Process one row. Like torch, round the product, the sum and the norm."""
+    let_next_begin(CHAINED)
+    wait_for_previous(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -154,9 +164,11 @@ def _activate_and_multiply(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constex
 @triton.jit
 def _mul_act(
     gate, x, out, gate_stride, x_stride, size,
-    IS_WIDE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+    IS_WIDE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Process one block of a row. Unless IS_WIDE, the gate is one number."""
+    let_next_begin(CHAINED)
+    wait_for_previous(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size

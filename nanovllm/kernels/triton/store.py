@@ -10,6 +10,12 @@ import triton.language as tl
 
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.kernels.triton.fp8 import to_fp8
+from nanovllm.kernels.triton.launch import (
+    can_chain,
+    launch_options,
+    let_next_begin,
+    wait_for_previous,
+)
 from nanovllm.kernels.triton.online_softmax import block_stride
 from nanovllm.kernels.triton.ops import times_weight
 
@@ -65,7 +71,7 @@ def store(
             KIND=kind, NORM_AFTER=after_rotation, INTERLEAVED=interleaved, V_NORM=v_norm,
             HALF_BLOCK=half_block, HEADS=_HEADS,
             LIMIT=torch.finfo(_FP8).max if kv_cache.dtype == _FP8 else None,
-            num_warps=max(half_block * _HEADS // 256, 1),
+            num_warps=max(half_block * _HEADS // 256, 1), **launch_options(can_chain(q.device)),
         )  # fmt: skip
     return q
 
@@ -88,7 +94,7 @@ def _store(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PARTS: tl.constexpr, HALF: tl.constexpr,
     HALF_ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     KIND: tl.constexpr, NORM_AFTER: tl.constexpr, INTERLEAVED: tl.constexpr, V_NORM: tl.constexpr,
-    HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr, LIMIT: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr, LIMIT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Process HEADS heads of one token. The heads of q come first, then those of k, then of v.
 
@@ -98,6 +104,8 @@ def _store(
     that of blocks which lie apart, else None. LIMIT is the largest magnitude of an 8-bit cache,
     else None.
     """
+    let_next_begin(CHAINED)
+    wait_for_previous(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     position = tl.load(positions + token)
