@@ -76,7 +76,10 @@ def run_parts(call: dict[str, Any], parts: list[str], out: Path, deadline: float
         for name in parts:
             limit = PARTS[name].seconds
             seconds = min(limit, deadline - time.monotonic())
-            if seconds < _LEAST_SECONDS:
+            if results.get("smoke", {}).get("off"):
+                ended = "not begun: the Triton kernels are off"
+                results[name] = {"ended": ended, "seconds": 0.0, "limit": limit}
+            elif seconds < _LEAST_SECONDS:
                 ended = "not begun: the call's time was over"
                 results[name] = {"ended": ended, "seconds": 0.0, "limit": limit}
             else:

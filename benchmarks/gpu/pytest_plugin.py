@@ -1,11 +1,15 @@
 """A plugin of pytest: writes each result as it comes, for whoever has to end pytest before its end.
 
+After an error of CUDA, a process can run nothing more on the GPU, so a worker of pytest-xdist then
+ends; another one takes its place, and the test that it was about to run is reported as a crash.
+
 It also sees to it that `tests` is this repository's. tests/ has no __init__.py, and Python prefers
 a package that has one, wherever it lies.
 """
 
 import importlib.util
 import json
+import os
 import sys
 import types
 from pathlib import Path
@@ -47,6 +51,22 @@ class Results:
             print(json.dumps(row), file=file)
 
 
+class LostContext:
+    """Ends a worker that can use the GPU no more."""
+
+    def __init__(self) -> None:
+        self._is_lost = False
+
+    def pytest_exception_interact(self, call: pytest.CallInfo[object]) -> None:
+        error = call.excinfo.value if call.excinfo is not None else None
+        self._is_lost |= type(error).__name__ == "AcceleratorError"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self) -> None:
+        if self._is_lost:
+            os._exit(1)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --results."""
     parser.addoption("--results", type=Path, help="file for a line of JSON for each test")
@@ -55,5 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Write results in the process that has them all, not in pytest-xdist's workers."""
     path = config.getoption("results")
-    if path is not None and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(LostContext())
+    elif path is not None:
         config.pluginmanager.register(Results(path))

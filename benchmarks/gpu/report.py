@@ -25,6 +25,7 @@ from benchmarks.gpu import (
     replays,
     sanitizer,
     single,
+    smoke,
     speculation,
     step,
     tests,
@@ -33,6 +34,7 @@ from benchmarks.gpu.part import Part
 from benchmarks.gpu.tables import table
 
 PARTS: dict[str, Part] = {
+    "smoke": smoke.PART,
     "kernels": tests.KERNELS,
     "bandwidth": bandwidth.PART,
     "single": single.PART,

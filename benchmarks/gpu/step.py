@@ -37,6 +37,9 @@ def step(record: Record) -> None:
         run = functools.partial(step_seconds, engine, batch, _STEPS)
         with decoding(engine, batch, LENGTH):
             profiled, kernels = profile(run, record.scratch / "step-trace.json")
+        if not kernels:
+            record.add("unprofiled", {"batch": batch, "error": "the profiler saw no kernel"})
+            continue
         window = settled(kernels)
         idle_shares = idle(window)
         row: dict[str, Any] = {
@@ -61,7 +64,10 @@ def lines(figures: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> list[str]
     text = []
     profiles = figures.get("steps", [])
     if not profiles:
-        rows = [[row["batch"], f"{1e3 * row['seconds']:.3f}"] for row in figures["unprofiled"]]
+        rows = [
+            [row["batch"], row.get("error") or f"{1e3 * row['seconds']:.3f}"]
+            for row in figures["unprofiled"]
+        ]
         return table(["batch", "ms a step"], rows)
     head = ["batch", "ms a step", "profiled", "kernels", "idle", "in gaps over 5 us", "largest"]
     text += table(head, map(idle_cells, profiles))

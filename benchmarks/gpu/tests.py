@@ -1,12 +1,12 @@
-"""Parts `kernels`, `suite` and `eager`: test files, a process for each, with and without graphs."""
+"""Parts `kernels`, `suite` and `eager`: tests, with and without graphs."""
 
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +23,28 @@ KERNEL_TESTS = (
     "worker/test_warm_up.py",
     "worker/test_kv_cache.py",
 )
-"""Patterns of the files of part `kernels`, below tests/."""
+"""Patterns of the files of part `kernels`, below tests/. Files with tests that only a GPU can run
+are in it as well."""
+ONLY_CUDA = re.compile(r"@NEEDS_CUDA|skipif\(\s*not torch\.cuda")
+"""Marks a test that only a GPU can run."""
 COMPILE_TESTS = "kernels/triton/test_*compile.py"
 """They compile for GPUs that are not there, so they need none."""
 EAGER_TESTS = ("test_*.py", "engine/test_*.py", "attention/test_gpu_*.py")
 """Patterns of the files that run once more without CUDA graphs."""
-ALONE = {"tests/steps/test_cuda_graph.py": "freed"}
-"""Files with a test that reads the whole GPU's memory, which other processes change, and pytest's
+ALONE = ("tests/steps/test_cuda_graph.py", "freed")
+"""A file with a test that reads the whole GPU's memory, which other processes change, and pytest's
 -k for that test. It runs first, with nothing beside it.
 """
 PYTEST_OPTIONS = ("-p", "no:cacheprovider", "-p", "benchmarks.gpu.pytest_plugin")
-_WORKERS = 3
-"""Processes of pytest-xdist for a file of kernel tests: most of their time is compiling."""
+_MOST_WORKERS = 12
+"""Processes of pytest-xdist, at most. Most of the time of kernel tests is compiling."""
+_COUNTING_SECONDS = 3
+"""Of a part's time, what is kept for the counts."""
 
 
 def kernels(record: Record) -> None:
-    """Run the tests of kernels, GPU backends and graphs."""
-    options = []
-    if importlib.util.find_spec("xdist") is not None:
-        options = ["-n", str(_WORKERS), "--dist", "worksteal"]
-    run_files(record, kernel_files(), options)
+    """Run the tests of kernels, GPU backends and graphs, and all others that only a GPU can run."""
+    run_files(record, kernel_files())
 
 
 def suite(record: Record) -> None:
@@ -59,7 +61,13 @@ def eager(record: Record) -> None:
 def kernel_files() -> list[str]:
     """Return the files of part `kernels`."""
     compiling = test_files(COMPILE_TESTS)
-    return [name for name in test_files(*KERNEL_TESTS) if name not in compiling]
+    named = test_files(*KERNEL_TESTS)
+    return [
+        name
+        for name in test_files("**/test_*.py")
+        if name not in compiling
+        and (name in named or ONLY_CUDA.search((ROOT / name).read_text(encoding="utf-8")))
+    ]
 
 
 def test_files(*patterns: str) -> list[str]:
@@ -70,63 +78,65 @@ def test_files(*patterns: str) -> list[str]:
 
 
 def run_files(record: Record, names: Iterable[str], options: Sequence[str] = ()) -> None:
-    """Run test files side by side until the time is over; leave out those that cannot be imported.
+    """Run test files in one pytest until the time is over; leave out those that lack a package.
 
     Args:
         options: of pytest.
     """
-    logs = record.scratch / "tests"
-    logs.mkdir(exist_ok=True)
     files = record.figures["files"] = {}
-    jobs: list[tuple[str, list[str]]] = []
+    chosen = []
     for name in names:
         missing = missing_imports(ROOT / name)
         if missing:
             reason = f"needs {', '.join(sorted(missing))}"
             files[name] = {**dict.fromkeys(COUNTS, 0), "ended": "left out", "failures": [reason]}
-        elif name in ALONE:
-            result = run_file(name, logs, record.left(), ["-k", ALONE[name]])
-            files[f"{name} -k {ALONE[name]}"] = result
-            jobs.append((name, [*options, "-k", f"not {ALONE[name]}"]))
         else:
-            jobs.append((name, [*options]))
-        record.save()
-
-    def run(job: tuple[str, list[str]]) -> tuple[str, dict[str, Any]]:
-        name, arguments = job
-        return name, run_file(name, logs, record.left(), arguments)
-
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 2)) as pool:
-        for done in as_completed([pool.submit(run, job) for job in jobs]):
-            name, result = done.result()
-            files[name] = result
-            record.save()
-            if result["ended"] != "passed":
-                print(f"--- {name}: {result['ended']}", *result["failures"], sep="\n", flush=True)
+            chosen.append(name)
+    name, selected = ALONE
+    if name in chosen:
+        run_pytest(record, [*options, "-k", selected, name])
+        options = [*options, "--deselect", _node(name, selected)]
+    if importlib.util.find_spec("xdist") is not None:
+        workers = min(_MOST_WORKERS, max(1, (os.cpu_count() or 1) - 2))
+        options = [*options, "-n", str(workers), "--dist", "worksteal"]
+    run_pytest(record, [*options, *chosen])
 
 
-def run_file(name: str, logs: Path, seconds: float, options: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a test file's counts, its failures, and how its process ended.
+def _node(name: str, selected: str) -> str:
+    """Return the id of the one test of a file whose name has `selected` in it."""
+    tests = re.findall(r"^def (test_\w+)", (ROOT / name).read_text(encoding="utf-8"), re.M)
+    (found,) = (test for test in tests if selected in test)
+    return f"{name}::{found}"
 
-    After `seconds` pytest is killed; the counts are then those of the tests that had ended.
+
+def run_pytest(record: Record, arguments: Sequence[str]) -> None:
+    """Run pytest; add the counts of each file, and its failures, to the figure "files".
+
+    When the record's time is over pytest is killed; what is counted are the tests that had ended.
     """
-    log = logs / f"{name.removeprefix('tests/').replace('/', '-')}.log"
-    report = log.with_suffix(".json")
+    log, report = record.scratch / "pytest.log", record.scratch / "pytest.json"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", *PYTEST_OPTIONS, f"--results={report}", name]
-    code = run_logged([*command, *options], log, seconds)
-    rows = map(json.loads, report.read_text().splitlines()) if report.exists() else ()
-    counts: dict[str, Any] = dict.fromkeys(COUNTS, 0)
-    failures = []
+    command = [sys.executable, "-m", "pytest", *PYTEST_OPTIONS, f"--results={report}", *arguments]
+    code = run_logged(command, log, record.left() - _COUNTING_SECONDS)
+    rows = [json.loads(row) for row in report.read_text().splitlines()] if report.exists() else []
+    files = record.figures["files"]
     for row in rows:
-        counts[row["outcome"]] += 1
+        name, _, test = row["name"].partition("::")
+        new = {**dict.fromkeys(COUNTS, 0), "ended": "passed", "failures": []}
+        file = files.setdefault(name, new)
+        file[row["outcome"]] += 1
         if row["outcome"] in ("failed", "errors"):
-            failures.append(f"{row['name'].rpartition('::')[2]}: {row['message']}")
-    # pytest exits with 5 if a file has no tests for this machine.
-    ended = {None: "out of time", 0: "passed", 5: "passed"}.get(code, f"exit status {code}")
-    if ended.startswith("exit") and not failures:
-        failures = log.read_text(errors="replace").splitlines()[-5:]
-    return {**counts, "ended": ended, "failures": failures}
+            file["ended"] = "failed"
+            file["failures"].append(f"{test}: {row['message']}")
+    # pytest exits with 1 after failures, and with 5 if no test is for this machine.
+    if code not in (0, 1, 5):
+        ended = "out of time" if code is None else f"exit status {code}"
+        last = log.read_text(errors="replace").splitlines()[-5:]
+        files["the rest"] = {**dict.fromkeys(COUNTS, 0), "ended": ended, "failures": last}
+    record.save()
+    for name, file in files.items():
+        if file["ended"] == "failed":
+            print(f"--- {name}", *file["failures"], sep="\n", flush=True)
 
 
 def run_logged(
