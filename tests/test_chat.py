@@ -141,7 +141,9 @@ def test_pydantic_messages_are_read(llm: LLM) -> None:
     assert echo(llm, message, user("Hi")) == f"[user:{QUESTION}][user:Hi]"
     outputs = llm.chat([message], GREEDY, use_tqdm=False)
     assert [output.text for output in outputs] == [ANSWER_TO[QUESTION]]
-    template = "{% for m in messages %}{{ m.tool_calls[0] | tojson }}{{ m.content }}{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ (m.tool_calls or [0])[0] | tojson }}{{ m.content }}{% endfor %}"
+    )
     function = Pydantic(name="f", arguments="{}")
     calls = [Pydantic(id="call 1", type=None, function=function)]
     call = {"role": "assistant", "content": None, "tool_calls": calls}

@@ -138,11 +138,11 @@ def _cause(exit_status: int | None) -> str:
 
 def _encode(value: Any) -> bytes:
     """Return a line of JSON. Lone surrogates pass: the caller of `render` looks for them."""
-    text = json.dumps(value, ensure_ascii=False, default=_plain)
+    text = json.dumps(value, ensure_ascii=False, default=plain_value)
     return text.encode("utf-8", "surrogatepass") + b"\n"
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Return a mapping or a pydantic object as a dictionary."""
     if isinstance(value, Mapping):
         return dict(value)

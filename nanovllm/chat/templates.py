@@ -10,12 +10,13 @@ from nanovllm.chat.messages import fields_of, is_message, prepared
 from nanovllm.chat.reasoning import is_harmony
 from nanovllm.chat.retelling import is_told, retold, without_system
 from nanovllm.chat.template_process import TemplateError, TemplateLimitError, TemplateProcess
+from nanovllm.chat.template_shape import TemplateShape, find_shape
 from nanovllm.chat.tool_messages import (
+    completed,
+    fitted,
     for_harmony,
-    for_pythonic,
-    knows_tools,
     shows_pythonic_calls,
-    with_tools_as_text,
+    with_thinking,
 )
 from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
 from nanovllm.errors import InvalidRequestError
@@ -38,6 +39,9 @@ _NO_TEMPLATE_VARIABLES = {
     "sanitize_control_tokens",
 }
 """Arguments of transformers' apply_chat_template that have no meaning here."""
+
+_MAX_SHAPES = 16
+"""Templates of which is known how they take tools."""
 
 _END_OF_MESSAGE = "CONTINUE_FINAL_MESSAGE "
 """Marks where the final message ends in the rendered text. A template that strips the message
@@ -91,6 +95,7 @@ class ChatTemplates:
     def __init__(self, tokenizer: KeptTokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._process = TemplateProcess()
+        self._shapes: dict[tuple[str, bool], TemplateShape] = {}
 
     def shutdown(self) -> None:
         """End the process. It is started again when needed."""
@@ -141,20 +146,21 @@ class ChatTemplates:
             template: Any = tokenizer.get_chat_template(chat_template, tools=variables["tools"])
             if not isinstance(template, str):
                 raise TemplateError(f"a template is a string, got {shown(template)}")
-            if is_harmony(template):
-                conversation, tools = for_harmony(conversation, variables["tools"])
-                variables["tools"] = tools
-            elif shows_pythonic_calls(template):
-                conversation = for_pythonic(conversation, template)
-            elif not knows_tools(template):
-                conversation = with_tools_as_text(conversation, variables["tools"])
-            variables = {**tokenizer.special_tokens_map, **variables, "messages": conversation}
-            text = self._told(template, variables)
+            text = self._told(template, conversation, variables)
         except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise InvalidRequestError(f"the chat template cannot render this: {error}") from error
         return _before_mark(text) if continues else text
 
-    def _told(self, template: str, variables: Mapping[str, Any]) -> str:
+    def shows_tools(self, template: str) -> bool:
+        """Whether a template shows tools to the model. Others get them in the Hermes format."""
+        try:
+            return is_harmony(template) or self._shape(template, True).tools is not None
+        except TemplateError:
+            return False
+
+    def _told(
+        self, template: str, conversation: list[dict[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
         """Return the text of the first form of a conversation that the template takes whole.
 
         Where it leaves out some of each form, it is that of the last form that it takes.
@@ -162,12 +168,11 @@ class ChatTemplates:
         Raises:
             TemplateError: as for `TemplateProcess.render`; the template takes no form.
         """
-        conversation = variables["messages"]
         refusals: list[TemplateError] = []
 
         def attempt(form: list[dict[str, Any]]) -> str | None:
             try:
-                return self._process.render(template, {**variables, "messages": form})
+                return self._rendered(template, form, variables)
             except TemplateLimitError:
                 raise
             except TemplateError as error:
@@ -185,6 +190,55 @@ class ChatTemplates:
         if found is None:
             raise refusals[0]
         return found
+
+    def _rendered(
+        self, template: str, conversation: list[dict[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        """Return the text of a conversation: tools, calls and results are in it."""
+        try:
+            return self._render(template, self._fitted(template, conversation, variables))
+        except TemplateLimitError:
+            raise
+        except TemplateError:
+            tools = completed(variables["tools"])
+            if tools == variables["tools"]:
+                raise
+        variables = {**variables, "tools": tools}
+        return self._render(template, self._fitted(template, conversation, variables))
+
+    def _fitted(
+        self, template: str, conversation: list[dict[str, Any]], variables: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the variables of a rendering; an option of a variable's own name goes first."""
+        tools = variables["tools"]
+        more: dict[str, Any] = {}
+        if shows_pythonic_calls(template):
+            conversation = with_thinking(conversation)
+        if is_harmony(template):
+            conversation, tools = for_harmony(conversation, tools)
+        elif tools or any(m["role"] == "tool" or m.get("tool_calls") for m in conversation):
+            shape = self._shape(template, bool(tools))
+            conversation, more = fitted(conversation, tools, template, shape)
+        return {**more, **variables, "tools": tools, "messages": conversation}
+
+    def _render(self, template: str, variables: Mapping[str, Any]) -> str:
+        assert self._tokenizer is not None
+        return self._process.render(template, {**self._tokenizer.special_tokens_map, **variables})
+
+    def _shape(self, template: str, has_tools: bool) -> TemplateShape:
+        """Return how a template takes tools and calls; it is found out once."""
+        key = (template, has_tools)
+        if key not in self._shapes:
+            given = {"tools": None, "documents": None, "add_generation_prompt": True}
+            found = find_shape(
+                lambda variables: self._render(template, {**given, **variables}),
+                template,
+                has_tools=has_tools,
+            )
+            if len(self._shapes) >= _MAX_SHAPES:
+                self._shapes.clear()
+            self._shapes[key] = found
+        return self._shapes[key]
 
 
 def _before_mark(text: str) -> str:

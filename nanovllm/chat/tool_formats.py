@@ -175,14 +175,20 @@ TOOL_FORMATS: dict[str, type[ToolFormat]] = {
 """By the names that vLLM gives its tool parsers."""
 
 
-def find_tool_format(chat_template: str | None) -> ToolFormat | None:
+def find_tool_format(
+    chat_template: str | None, shows_tools: bool | None = None
+) -> ToolFormat | None:
     """Return the format that a chat template shows; None if it shows another one.
 
-    A template that knows no tools is given them in the Hermes format.
+    Args:
+        shows_tools: whether it shows tools at all, see `ChatTemplates.shows_tools`: one that does
+            not is given them in the Hermes format. None guesses it by its words.
     """
     template = chat_template or ""
     if is_harmony(template):
         return Harmony()
+    if shows_tools is False:
+        return Hermes()
     if "<|tool_call>" in template:
         return Gemma4()
     if "[TOOL_CALLS]" in template:

@@ -1,5 +1,4 @@
-"""Tools in conversations: earlier calls as chat templates expect them, and as text for templates
-that know no tools.
+"""Tools in conversations: as chat templates take them, and as text for templates that show none.
 
 Knows no requests and no token ids.
 """
@@ -10,6 +9,8 @@ from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
 from nanovllm.chat.messages import fields_of
+from nanovllm.chat.template_process import plain_value
+from nanovllm.chat.template_shape import TemplateShape, place_tools
 
 _INSTRUCTIONS = """\
 # Tools
@@ -27,7 +28,7 @@ For each call, write a JSON object with the function's name and arguments within
 
 
 def knows_tools(template: str) -> bool:
-    """Whether a chat template shows tools, or calls of them, to the model."""
+    """Whether the words of a chat template let expect that it shows tools, or calls of them."""
     return re.search(r"\b(tools|tool_calls)\b", template) is not None
 
 
@@ -36,57 +37,152 @@ def shows_pythonic_calls(template: str) -> bool:
     return re.search(r"<\|tool_(call|list)_start\|>|List of tools: \[", template) is not None
 
 
-def for_pythonic(conversation: Seq[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Return a conversation for one of LFM2's templates.
+def fitted(
+    conversation: Seq[Mapping[str, Any]], tools: Any, template: str, shape: TemplateShape
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return a conversation, and variables of the template, such that all of it is in the text.
 
-    They read reasoning under the name "thinking". Most know no calls: then these become text.
+    What the template does not show itself becomes text of a message.
+
+    Args:
+        tools: as given for the template; None for none.
+        shape: how the template takes tools and calls.
     """
+    if tools and shape.tools is None:
+        return _with_tools_as_text(conversation, tools, shape), {"tools": tools}
+    plain = [_as_template_takes_it(message, template, shape) for message in conversation]
+    plain = _with_results(plain, shape)
+    if not tools or shape.tools is None:
+        return plain, {"tools": tools}
+    return place_tools(plain, [fields_of(tool) for tool in tools], shape.tools)
+
+
+def with_thinking(conversation: Seq[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation whose reasoning is also called "thinking", as some templates do."""
     plain = [dict(message) for message in conversation]
     for message in plain:
         if "reasoning_content" in message:
             message.setdefault("thinking", message["reasoning_content"])
-        if message.get("tool_calls") and "tool_calls" not in template:
-            calls = ", ".join(map(_pythonic, message.pop("tool_calls")))
-            text = f"<|tool_call_start|>[{calls}]<|tool_call_end|>"
-            message["content"] = f"{message.get('content', '')}{text}"
     return plain
 
 
-def _pythonic(call: Any) -> str:
+def completed(tools: Any) -> Any:
+    """Return tools whose functions have a description and parameters, as some templates demand."""
+    if not isinstance(tools, list | tuple):
+        return tools
+    found = []
+    for tool in map(fields_of, tools):
+        function = fields_of(tool.get("function")) if isinstance(tool, Mapping) else None
+        if isinstance(function, Mapping):
+            parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
+            function = {"description": "", **function, "parameters": parameters}
+            tool = {**tool, "function": function}
+        found.append(tool)
+    return found
+
+
+def _as_template_takes_it(
+    message: Mapping[str, Any], template: str, shape: TemplateShape
+) -> dict[str, Any]:
+    """Return a message with its calls as a template takes them, or as text."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    if not shape.shows_calls:
+        text = _written(message["tool_calls"], template)
+        plain = {key: value for key, value in message.items() if key != "tool_calls"}
+        return {**plain, "content": _joined(message.get("content"), text)}
+    plain = {**message, "content": message.get("content") or shape.content}
+    if shape.arguments_are_text:
+        plain["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
+    return plain
+
+
+def _with_text_arguments(call: Any) -> Any:
+    function = _function(call)
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
+        return call
+    function = {**function, "arguments": _json(function.get("arguments") or {})}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _written(calls: Seq[Any], template: str) -> str:
+    """Return calls as the model of a template writes them; in the Hermes format if unknown."""
+    functions = [_function(call) for call in calls]
+    if shows_pythonic_calls(template):
+        return f"<|tool_call_start|>[{', '.join(map(_pythonic, functions))}]<|tool_call_end|>"
+    if "<|tool_call|>" in template:
+        return f"<|tool_call|>{_json(functions)}"
+    if "<|/tool|>" in template:
+        return f"<|tool_call|>{_json(functions)}<|/tool_call|>"
+    return "\n".join(f"<tool_call>\n{_json(function)}\n</tool_call>" for function in functions)
+
+
+def _pythonic(function: Mapping[str, Any]) -> str:
     """Return a call as LFM2 writes it."""
-    function = call["function"] if isinstance(call, Mapping) and "function" in call else call
     arguments = function.get("arguments", {})
     given = arguments.items() if isinstance(arguments, Mapping) else ()
     return f"{function['name']}({', '.join(f'{key}={value!r}' for key, value in given)})"
 
 
-def with_tools_as_text(
-    conversation: Seq[Mapping[str, Any]], tools: Seq[Any] | None
-) -> list[dict[str, Any]]:
-    """Return a conversation for a template that knows no tools.
+def _function(call: Any) -> Any:
+    """Return the name and the arguments of a call."""
+    return call["function"] if isinstance(call, Mapping) and "function" in call else call
 
-    The tools go into the system message, calls into the text of their message, and results into a
-    message of the user, in the words of the Hermes models.
+
+def _joined(content: Any, text: str) -> str:
+    return "\n".join(part for part in (content, text) if part)
+
+
+def _with_results(
+    conversation: Seq[Mapping[str, Any]], shape: TemplateShape
+) -> list[dict[str, Any]]:
+    """Return a conversation with results of calls in messages of a role that the template knows.
+
+    Without one they are messages of the user, in the words of the Hermes models: one for results
+    that belong together, and with what the user says behind them if the template wants turns.
     """
+    role = shape.result_role
     plain: list[dict[str, Any]] = []
     was_result = False
     for message in conversation:
         is_result = message["role"] == "tool"
-        if is_result:
-            text = f"<tool_response>\n{message.get('content', '')}\n</tool_response>"
-            if was_result:
-                plain[-1]["content"] += f"\n{text}"
-            else:
-                plain.append({"role": "user", "content": text})
+        if is_result and role is None:
+            text = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+            message = {"role": "user", "content": text}
+        elif is_result:
+            message = {**message, "role": role}
+        if (
+            was_result
+            and role is None
+            and (is_result or (shape.wants_turns and message["role"] == "user"))
+        ):
+            plain[-1]["content"] = _joined(plain[-1]["content"], message.get("content") or "")
         else:
-            plain.append(_with_calls_as_text(message))
+            plain.append(dict(message))
         was_result = is_result
-    if tools:
-        text = _INSTRUCTIONS.format(tools="\n".join(_json(fields_of(tool)) for tool in tools))
-        if plain[0]["role"] == "system":
-            plain[0]["content"] = f"{plain[0].get('content', '')}\n\n{text}".lstrip()
-        else:
-            plain.insert(0, {"role": "system", "content": text})
+    return plain
+
+
+def _with_tools_as_text(
+    conversation: Seq[Mapping[str, Any]], tools: Seq[Any], shape: TemplateShape
+) -> list[dict[str, Any]]:
+    """Return a conversation for a template that knows no tools.
+
+    The tools go into the system message, or where the template knows none before the user's first
+    words; calls go into the text of their message, and results into a message of the user, in the
+    words of the Hermes models.
+    """
+    plain = _with_results([_as_template_takes_it(m, "", shape) for m in conversation], shape)
+    text = _INSTRUCTIONS.format(tools="\n".join(_json(fields_of(tool)) for tool in tools))
+    if shape.takes_system and plain[0]["role"] == "system":
+        plain[0]["content"] = f"{plain[0].get('content') or ''}\n\n{text}".lstrip()
+        return plain
+    if shape.takes_system:
+        return [{"role": "system", "content": text}, *plain]
+    first = next((message for message in plain if message["role"] == "user"), None)
+    if first is None:
+        return [{"role": "user", "content": text}, *plain]
+    first["content"] = f"{text}\n\n{first.get('content') or ''}".rstrip()
     return plain
 
 
@@ -98,10 +194,8 @@ def for_harmony(
     The template reads reasoning under the name "thinking"; beside calls it takes either reasoning
     or text, so here the text joins the reasoning. Functions need a description.
     """
-    plain = [dict(message) for message in conversation]
+    plain = with_thinking(conversation)
     for message in plain:
-        if "reasoning_content" in message:
-            message.setdefault("thinking", message["reasoning_content"])
         if message.get("tool_calls") and message.get("thinking") and message.get("content"):
             message["thinking"] += f"\n{message.pop('content')}"
     described = [fields_of(tool) for tool in tools or ()]
@@ -111,17 +205,5 @@ def for_harmony(
     return plain, described or tools
 
 
-def _with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    if not message.get("tool_calls"):
-        return dict(message)
-    plain = {key: value for key, value in message.items() if key != "tool_calls"}
-    blocks = [plain.get("content", "")]
-    for call in message["tool_calls"]:
-        function = call["function"] if isinstance(call, Mapping) and "function" in call else call
-        blocks.append(f"<tool_call>\n{_json(function)}\n</tool_call>")
-    plain["content"] = "\n".join(block for block in blocks if block)
-    return plain
-
-
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=fields_of)
+    return json.dumps(value, ensure_ascii=False, default=plain_value)

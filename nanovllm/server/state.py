@@ -3,6 +3,7 @@
 import hashlib
 import time
 import uuid
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -50,8 +51,6 @@ class ServerState:
         )
         self.chat_template = options.read_chat_template()
         """Renders conversations; None is the checkpoint's."""
-        self.answer_format = _answer_format(tokenizer, options, self.chat_template)
-        """How the model marks reasoning and tool calls."""
         self.metrics = ServerMetrics(self.model_name, llm)
         self.admission = Admission(
             options.max_waiting, lambda: len(engine.scheduler.running), options.read_timeout
@@ -70,6 +69,20 @@ class ServerState:
         """Reads adapters, one at a time."""
         self.start_time = int(time.time())
         """Unix time in seconds."""
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """How the model marks reasoning and tool calls. It may render the chat template."""
+        parsers = self.options.tool_call_parser, self.options.reasoning_parser
+        processor = self.llm.engine.input_processor
+        if (tokenizer := processor.tokenizer) is None:
+            return find_answer_format(None, *parsers)
+        template = tokenizer.chat_template if self.chat_template is None else self.chat_template
+        if isinstance(template, dict):  # several templates by name
+            template = template.get("tool_use", template.get("default"))
+        shows_tools = template is not None and processor.chat.shows_tools(template)
+        added = tokenizer.added_tokens_decoder
+        return find_answer_format(template, *parsers, added, shows_tools)
 
     def answer_head(self, prefix: str, request_id: str | None, name: str | None) -> dict[str, Any]:
         """Return what an answer to a request for the model `name`, or each chunk, begins with."""
@@ -115,16 +128,6 @@ class ServerState:
                 param="priority",
             )
         return priority or 0
-
-
-def _answer_format(tokenizer: Any, options: ServerOptions, template: Any) -> AnswerFormat:
-    parsers = options.tool_call_parser, options.reasoning_parser
-    if tokenizer is None:
-        return find_answer_format(None, *parsers)
-    template = tokenizer.chat_template if template is None else template
-    if isinstance(template, dict):  # several templates by name
-        template = template.get("tool_use", template.get("default"))
-    return find_answer_format(template, *parsers, tokenizer.added_tokens_decoder)
 
 
 def state_of(request: Request) -> ServerState:

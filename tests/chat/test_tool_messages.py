@@ -45,20 +45,24 @@ def render(llm: LLM, conversation: list[dict[str, Any]], **options: Any) -> str:
 def test_templates_get_arguments_as_dictionaries(
     demo_llm: LLM, arguments: str, rendered: str
 ) -> None:
-    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls %}"
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
     message = {"role": "assistant", "tool_calls": [call(arguments)]}
     text = demo_llm.engine.input_processor.chat.render([message], {"chat_template": template})
-    assert text == rendered
+    assert text == f"f{rendered}"
 
 
 def test_templates_get_every_field_of_a_turn(demo_llm: LLM) -> None:
     template = (
         "{% for m in messages %}{{ m.role }},{{ m.content }},{{ m.name }},{{ m.tool_call_id }},"
-        "{{ m.reasoning_content }},{% for c in m.tool_calls %}{{ c.id }}{{ c.function.name }}"
+        "{{ m.reasoning_content }},{% for c in m.tool_calls %}{{ c.id }}{{ c.function | tojson }}"
         "{% endfor %}|{% endfor %}"
     )
     assert render(demo_llm, CONVERSATION, chat_template=template) == (
-        "user,Hi,,,,|assistant,,,,,call_1fcall_1f|tool,sun,f,call_1,,|"
+        'user,Hi,,,,|assistant,,,,,call_1{"name": "f", "arguments": {"a": [1, "é"]}}'
+        'call_1{"name": "f", "arguments": {}}|tool,sun,f,call_1,,|'
         "tool,rain,,call_2,,|assistant,Both.,,,Hm.,|"
     )
 
@@ -96,12 +100,12 @@ def test_tools_are_added_to_the_system_message(demo_llm: LLM) -> None:
 def test_templates_of_lfm2(demo_llm: LLM) -> None:
     """Most know no calls: then these become text, as the model writes it."""
     template = (
-        "{# List of tools: [ #}"
+        "List of tools: [{% for t in tools %}{{ t.function.name }}{% endfor %}]"
         "{% for m in messages %}{{ m.role }}:{{ m.thinking }}{{ m.content }}CALLS#{% endfor %}"
     )
     plain = render(demo_llm, CONVERSATION, tools=[TOOL], chat_template=template)
     user, assistant, _, _, last, _ = plain.split("#")
-    assert (user, last) == ("user:HiCALLS", "assistant:Hm.Both.CALLS")
+    assert (user, last) == ("List of tools: [f]user:HiCALLS", "assistant:Hm.Both.CALLS")
     parser = PythonicParser()
     parts = parser.feed(assistant.removeprefix("assistant:")) + parser.finish(cut=False)
     assert [part.name for part in parts if isinstance(part, ToolCallStart)] == ["f", "f"]

@@ -14,7 +14,10 @@ from nanovllm.chat.tool_formats import Mistral
 from tests.server.conftest import running
 
 CHAT = {"messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 2}
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}[TOOL_CALLS]{% endfor %}"
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.content }}[TOOL_CALLS]{% endfor %}"
+)
 
 
 def test_template_of_the_server(async_llm: AsyncLLM, tmp_path: Path) -> None:

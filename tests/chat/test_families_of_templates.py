@@ -1,0 +1,213 @@
+"""What a conversation has stands in the prompt, whatever the template of the model's family shows.
+
+Beside transformers: where its `apply_chat_template` shows all, the text is the same.
+"""
+
+import json
+import resource
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nanovllm.chat.json_calls import HermesParser
+from nanovllm.chat.parts import ToolCallStart
+from nanovllm.chat.templates import ChatTemplates
+from nanovllm.chat.tool_formats import Hermes, find_tool_format
+from nanovllm.errors import InvalidRequestError
+from tests.chat.family_templates import TEMPLATES
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+DAYS = {"type": "integer", "description": "How many"}
+CITY = {"type": "string", "description": "Where"}
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": [*properties]}
+    function = {"name": name, "description": f"Does {name}", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+TOOLS = [tool("find_weather", city=CITY, days=DAYS), tool("book_room", city=CITY)]
+
+
+def call(name: str, number: int = 1, **arguments: Any) -> dict[str, Any]:
+    text = json.dumps(arguments, ensure_ascii=False)
+    function = {"name": name, "arguments": text}
+    return {"id": f"calls{number:04}", "type": "function", "function": function}
+
+
+def calling(*calls: dict[str, Any], content: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": list(calls), **more}
+
+
+def result(content: str, number: int = 1) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"calls{number:04}", "content": content}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+ASKED = {"role": "user", "content": "How is Rome?"}
+AGAIN = {"role": "user", "content": "And Oslo?"}
+ANSWER = {"role": "assistant", "content": "It is warm there."}
+ROME = calling(call("find_weather", city="Perugia", days=37))
+BOOK = calling(call("book_room", 2, city='Ost"en', note="é\n{x}"))
+SUN, FULL = result("31 degrees"), result("fully booked", 2)
+
+CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], bool]] = {
+    "a question": ([ASKED], False),
+    "a system message": ([SYSTEM, ASKED, ANSWER, AGAIN], False),
+    "tools": ([ASKED], True),
+    "tools and a system message": ([SYSTEM, ASKED], True),
+    "tools in a later turn": ([ASKED, ANSWER, AGAIN], True),
+    "a result": ([ASKED, ROME, SUN], True),
+    "a round": ([ASKED, ROME, SUN, ANSWER, AGAIN], True),
+    "a round with a system message": ([SYSTEM, ASKED, ROME, SUN, ANSWER, AGAIN], True),
+    "a call without arguments": ([ASKED, calling(call("list_rooms")), SUN], True),
+    "arguments of all kinds": (
+        [ASKED, calling(call("find_weather", a=[41, 2.5, None], b={"c": True}, d="x'y")), SUN],
+        True,
+    ),
+    "text beside a call": ([ASKED, {**ROME, "content": "Let me look."}, SUN], True),
+    "two calls one after the other": ([ASKED, ROME, SUN, BOOK, FULL, ANSWER, AGAIN], True),
+    "two calls at once": (
+        [ASKED, calling(*ROME["tool_calls"], *BOOK["tool_calls"]), SUN, FULL, ANSWER, AGAIN],
+        True,
+    ),
+    "calls of an earlier request": ([ASKED, ROME, SUN, ANSWER, AGAIN], False),
+}
+
+REFUSED = {
+    ("Llama 3.1", "two calls at once"): "only supports single tool-calls at once",
+}
+"""What the template refuses, and the reference with it."""
+
+
+class Tokenizer(SimpleNamespace):
+    """The part of a tokenizer that templates need."""
+
+    special_tokens_map = TOKENS
+    chat_template = None
+
+    def get_chat_template(self, chat_template: str, tools: Any = None) -> str:
+        return chat_template
+
+
+@pytest.fixture(scope="module")
+def chat() -> Iterator[ChatTemplates]:
+    made = ChatTemplates(Tokenizer())  # type: ignore[arg-type]
+    yield made
+    made.shutdown()
+
+
+def render(chat: ChatTemplates, family: str, conversation: list[Any], tools: Any) -> str:
+    options = {"chat_template": TEMPLATES[family], "tools": tools, "add_generation_prompt": True}
+    return chat.render(conversation, options)
+
+
+def reference(family: str, conversation: list[dict[str, Any]], tools: Any) -> str | None:
+    """Return transformers' text; None if it cannot render the conversation."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    plain = json.loads(json.dumps(conversation))
+    for message in plain:
+        message["content"] = message["content"] or ""
+        for each in message.get("tool_calls", ()):
+            each["function"]["arguments"] = json.loads(each["function"]["arguments"])
+    try:
+        texts, _ = render_jinja_template(
+            [plain],
+            tools=tools,
+            chat_template=TEMPLATES[family],
+            add_generation_prompt=True,
+            **TOKENS,
+        )
+    except Exception:
+        return None
+    return str(texts[0])
+
+
+def is_in(text: str, value: Any) -> bool:
+    """Whether a text has a value of arguments, in some notation."""
+    if isinstance(value, str):
+        quoted = json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]
+        return any(form in text for form in (value, *quoted))
+    if isinstance(value, dict):
+        return all(is_in(text, inner) for item in value.items() for inner in item)
+    if isinstance(value, list):
+        return all(is_in(text, inner) for inner in value)
+    return json.dumps(value) in text or str(value) in text
+
+
+def has_all(text: str, conversation: list[dict[str, Any]], tools: Any) -> bool:
+    """Whether tools, calls and results are in a text, and what was said without a call."""
+    expected: list[Any] = [each["function"]["name"] for each in tools or ()]
+    for message in conversation:
+        calls = message.get("tool_calls", ())
+        expected += [] if calls else [message["content"]]
+        for each in calls:
+            function = each["function"]
+            expected += [function["name"], json.loads(function["arguments"])]
+    return all(is_in(text, value) for value in expected)
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_what_a_conversation_has_is_in_the_prompt(chat: ChatTemplates, family: str) -> None:
+    for name, (conversation, has_tools) in CONVERSATIONS.items():
+        tools = TOOLS if has_tools else None
+        if (refusal := REFUSED.get((family, name))) is not None:
+            with pytest.raises(InvalidRequestError, match=refusal):
+                render(chat, family, conversation, tools)
+            assert reference(family, conversation, tools) is None
+            continue
+        text = render(chat, family, conversation, tools)
+        assert has_all(text, conversation, tools), (name, text)
+        expected = reference(family, conversation, tools)
+        if expected is not None and has_all(expected, conversation, tools):
+            assert text == expected, name
+
+
+OWN = {"SmolLM2, Qwen 1.5", "DeepSeek-R1-Distill", "Gemma 2", "Gemma 3", "Llama 3", "Mistral 7B"}
+OWN |= {"Phi-3, Phi-4"}
+"""Families whose templates show no tools."""
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_which_templates_show_tools(chat: ChatTemplates, family: str) -> None:
+    assert chat.shows_tools(TEMPLATES[family]) == (family not in OWN)
+
+
+@pytest.mark.parametrize("family", sorted(OWN))
+def test_a_template_that_shows_no_tools_gets_them_in_the_hermes_format(
+    chat: ChatTemplates, family: str
+) -> None:
+    """Symptom: the words of DeepSeek-R1-Distill's template say that it knows calls."""
+    template = TEMPLATES[family]
+    assert isinstance(find_tool_format(template, chat.shows_tools(template)), Hermes)
+    text = render(chat, family, [ASKED, ROME, SUN], TOOLS)
+    parser = HermesParser()
+    parts = parser.feed(text) + parser.finish(cut=False)
+    assert [part.name for part in parts if isinstance(part, ToolCallStart)] == ["find_weather"]
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_tools_need_no_description(chat: ChatTemplates, family: str) -> None:
+    bare = [{"type": "function", "function": {"name": "list_rooms"}}]
+    assert "list_rooms" in render(chat, family, [ASKED], bare)
+
+
+def test_a_template_that_never_ends_is_tried_once(chat: ChatTemplates) -> None:
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    options = {"chat_template": f"{{# tools #}}{loop}", "tools": TOOLS}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    with pytest.raises(InvalidRequestError, match="more than 1 s of processor time"):
+        chat.render([ASKED], options)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2
+    assert not chat.shows_tools("{% for %} tools")  # it is refused where it is rendered
+
+
+def test_options_of_a_template_go_before_tools(chat: ChatTemplates) -> None:
+    options = {"chat_template": TEMPLATES["SmolLM3"], "tools": TOOLS, "xml_tools": ["mine"]}
+    text = chat.render([ASKED], options)
+    assert "mine" in text
+    assert "find_weather" not in text
