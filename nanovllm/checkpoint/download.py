@@ -9,6 +9,17 @@ from pathlib import Path
 
 from nanovllm.checkpoint.files import local_path
 from nanovllm.errors import CheckpointError
+from nanovllm.options.model_names import other_form
+
+
+def check_name(model: str) -> None:
+    """Check that `model`, if it is nothing here, is not a name of another program's.
+
+    Raises:
+        CheckpointError: it is, with what to write in its place.
+    """
+    if (remedy := other_form(model)) and not local_path(model).exists():
+        raise CheckpointError(remedy)
 
 
 def download(

@@ -8,7 +8,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from nanovllm.checkpoint.download import download, hub_files, way_online
+from nanovllm.checkpoint.download import check_name, download, hub_files, way_online
 from nanovllm.checkpoint.files import check_file, local_path, read_json
 from nanovllm.checkpoint.gguf import is_gguf, read_gguf
 from nanovllm.errors import CheckpointError
@@ -141,6 +141,7 @@ def open_checkpoint(
         CheckpointError: there is no such directory or hub id, the hub cannot be reached, there is
             no config.json, or a file is invalid or must not be opened.
     """
+    check_name(model)
     path = _find_gguf_file(model, revision, download_dir)
     if path is None:
         path = _find_directory(model, revision, download_dir, "model")

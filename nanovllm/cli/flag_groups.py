@@ -10,6 +10,9 @@ from nanovllm.options.sampling_params import SamplingParams
 
 MAX_TOKENS = 512
 """max_tokens if neither a flag nor the checkpoint sets it."""
+CHAT_SAMPLING: Mapping[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+"""What chats sample with if neither a flag nor the checkpoint has a say in it. At temperature 1
+from all tokens SmolLM2-135M-Instruct answers half as many easy questions right."""
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
 """The fields of SamplingParams that a checkpoint may set."""
 
@@ -28,13 +31,20 @@ def add_compat_flags(parser: Parser, *, is_server: bool = False) -> None:
         add_other_flags(parser, default=argparse.SUPPRESS, is_server=is_server)
 
 
-def add_sampling_flags(parser: Parser) -> None:
-    """Add a flag for each field of SamplingParams that is none of Config."""
+def add_sampling_flags(parser: Parser, *, is_chat: bool | None = False) -> None:
+    """Add a flag for each field of SamplingParams that is none of Config.
+
+    Args:
+        is_chat: whether the defaults that the help names are those of chats; None if a flag
+            --chat decides.
+    """
     own = {name: field.default for name, field in fields_of(SamplingParams).items()}
     own["max_tokens"] = MAX_TOKENS
-    add_flags(
-        parser.add_argument_group("sampling"),
-        SamplingParams,
-        but=fields_of(Config),
-        defaults={name: f"the checkpoint's, or else {own[name]}" for name in RECOMMENDED},
-    )
+    helps = {name: f"the checkpoint's, or else {own[name]}" for name in RECOMMENDED}
+    for name, value in CHAT_SAMPLING.items():
+        if is_chat:
+            helps[name] = f"the checkpoint's, or else {value}"
+        elif is_chat is None:
+            helps[name] += f"; {value} with --chat"
+    group = parser.add_argument_group("sampling")
+    add_flags(group, SamplingParams, but=fields_of(Config), defaults=helps)

@@ -1,0 +1,85 @@
+"""Which words are meant as the name of a model, and what to write in their place.
+
+Other programs name models in other ways: ollama by a word and a tag, llama.cpp by a repository
+and a tag, a browser by an address. Knows no files and asks no hub.
+"""
+
+import re
+
+_EXAMPLES = {
+    "deepseek": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+    "ernie": "baidu/ERNIE-4.5-0.3B-PT",
+    "exaone": "LGAI-EXAONE/EXAONE-4.0-1.2B",
+    "gemma": "google/gemma-3-1b-it",
+    "gpt-oss": "openai/gpt-oss-20b",
+    "granite": "ibm-granite/granite-4.0-1b",
+    "hunyuan": "tencent/Hunyuan-0.5B-Instruct",
+    "lfm": "LiquidAI/LFM2-1.2B",
+    "llama": "meta-llama/Llama-3.2-1B-Instruct",
+    "meta-llama": "meta-llama/Llama-3.2-1B-Instruct",
+    "ministral": "mistralai/Ministral-3-3B-Instruct-2512",
+    "mistral": "mistralai/Mistral-7B-Instruct-v0.3",
+    "mixtral": "mistralai/Mixtral-8x7B-Instruct-v0.1",
+    "olmo": "allenai/OLMo-2-0425-1B-Instruct",
+    "phi": "microsoft/Phi-4-mini-instruct",
+    "qwen": "Qwen/Qwen3-0.6B",
+    "seed-oss": "ByteDance-Seed/Seed-OSS-36B-Instruct",
+    "smollm": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+}
+"""A hub id of each family, by what its models' names begin with."""
+_FAMILY = re.compile(rf"({'|'.join(sorted(_EXAMPLES, reverse=True))})(?![a-z])", re.IGNORECASE)
+_SIZE = re.compile(r"[a-z][\w.-]*[-:]\d+(\.\d+)?[bm]([-.:_]\S*)?", re.IGNORECASE)
+"""Names that end, or nearly so, in a number of parameters: nous-hermes-2-7b, command-r:35b."""
+_HUB = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/+", re.IGNORECASE)
+_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve)/[\w.-]+)?(/[\w./-]+\.gguf)?/?")
+_TAGGED = re.compile(r"([\w.-]+)/([\w.-]+):([\w.-]+)")
+
+
+def looks_like_model(word: str) -> bool:
+    """Return whether one word without a slash reads like the name of a model.
+
+    Such are llama3.2, qwen3:0.6b and Mistral-7B; Mistral alone may be a word of a prompt.
+    """
+    if len(word) > 100 or "/" in word or len(word.split()) != 1:
+        return False
+    if family := _FAMILY.match(word):
+        rest = word[family.end() :]
+        return re.fullmatch(r"[-_.:\w]*", rest) is not None and (
+            any(char.isdigit() or char == ":" for char in rest) or family[0].lower() == "gpt-oss"
+        )
+    return _SIZE.fullmatch(word) is not None
+
+
+def no_model(word: str, more: str = "") -> str:
+    """Return what is wrong with a word that looks like a model, and the hub id that it may mean.
+
+    Args:
+        more: what the message says before its question.
+    """
+    family = _FAMILY.match(word)
+    hint = f"; did you mean one such as {_EXAMPLES[family[0].lower()]!r}?" if family else ""
+    return (
+        f"{word!r} names no model: a model is a directory, a GGUF file, or a hub id, which is "
+        f"OWNER/NAME{more}{hint}"
+    )
+
+
+def other_form(model: str) -> str | None:
+    """Return the remedy for a model that is named as other programs name it; None for others.
+
+    `model` is no path of this machine.
+    """
+    text = _HUB.sub("", model, count=1)
+    if tagged := _TAGGED.fullmatch(text):
+        owner, name, tag = tagged.groups()
+        file = f"{re.sub('[-.]gguf$', '', name, flags=re.IGNORECASE)}-{tag}.gguf"
+        return (
+            f"model {model!r}: a hub id has no tag; name a file of the repository, such as "
+            f"'{owner}/{name}/{file}', or give '{owner}/{name}' for a list of its files"
+        )
+    if text != model:
+        found = _ID.fullmatch(text)
+        meant = f"{found[1]}{found[2] or ''}" if found else "OWNER/NAME"
+        return f"model {model!r}: give the hub id alone, {meant!r}"
+    return no_model(model) if looks_like_model(model) else None
