@@ -4,6 +4,7 @@ sequences. The graphs are recordings that run on the CPU; with a GPU, real graph
 
 import gc
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain
@@ -244,8 +245,12 @@ def test_enforce_eager_captures_nothing(random_model: str, captures: Any) -> Non
 
 
 def test_capturing_shows_progress(
-    random_model: str, captures: Any, capfd: pytest.CaptureFixture[str]
+    random_model: str,
+    captures: Any,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     LLM(random_model, **OPTIONS).shutdown()
     shown = capfd.readouterr()
     assert "Capturing CUDA graphs: 100%" in shown.err

@@ -23,6 +23,7 @@ from nanovllm.utils import disk_cache
 logger = logging.getLogger(__name__)
 
 _FLAGS = ("-O3", "-pthread", "-fPIC", *macros())
+COMPILING = "compiling the kernels for this processor"
 _WITHOUT_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 _COMPILER_SECONDS = 300
 """How long the compiler may take for all sources: seconds, and minutes on a busy machine."""
@@ -75,6 +76,8 @@ def _load_or_build(cache: Path | None, name: str, command: list[str]) -> ctypes.
             logger.warning("compiling the kernels again: %s", reason)
         except (OSError, ValueError, Unavailable) as reason:
             logger.info("compiling the kernels again: %s", reason)
+    # A warning, so that it is seen: the first start would be silent for up to minutes.
+    logger.warning("%s%s", COMPILING, "" if cache is None else ", once")
     with disk_cache.new_directory(cache) as directory:
         library = Path(directory, name)
         _compile(command, library)

@@ -82,6 +82,19 @@ def assert_rebuilt(cached: Path, compiler: str) -> None:
     assert [*cached.parent.iterdir()] == [cached]
 
 
+def test_compiling_is_said_in_one_line(cache, tmp_path, monkeypatch, caplog):
+    """Symptom: a first start that says nothing for up to 100 seconds."""
+    monkeypatch.setenv("CC", fake_compiler(tmp_path / "compiler", foreign(tmp_path)))
+    for _ in range(2):
+        library.cache_clear()
+        library()
+    said = [record for record in caplog.records if build.COMPILING in record.getMessage()]
+    assert [record.getMessage() for record in said] == [
+        "compiling the kernels for this processor, once"
+    ] * 2  # twice, because this compiler's library is none
+    assert said[0].levelno == logging.WARNING, "it would not be seen"
+
+
 @pytest.mark.parametrize(
     "damage",
     [
