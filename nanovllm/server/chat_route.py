@@ -45,7 +45,7 @@ from nanovllm.server.protocol.chat import (
     ToolCall,
     ToolCallDelta,
 )
-from nanovllm.server.protocol.common import StreamOptions, Usage, usage
+from nanovllm.server.protocol.common import CompletionTokensDetails, StreamOptions, Usage, usage
 from nanovllm.server.sse import DONE, TextFrames, frame, json_response, sse
 from nanovllm.server.state import ServerState, state_of
 
@@ -121,6 +121,10 @@ class _Choice:
         self.has_calls |= any(isinstance(part, ToolCallStart) for part in parts)
         return parts
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._reader.num_reasoning_tokens
+
     def finish_reason(self, completion: CompletionOutput) -> str | None:
         """Return why the answer ended."""
         if completion.finish_reason == "stop" and self.has_calls:
@@ -136,19 +140,20 @@ class _Answer:
         self._token_bytes = server.token_bytes
         self._choices = [_Choice(server, body, prompt) for _ in range(body.n or 1)]
         self._head = server.answer_head("chatcmpl", body.request_id, body.model)
-        self._num_output = 0  # tokens of the chunks that were made
+        self._num_output = 0  # tokens that came
         self._options = options = body.stream_options or StreamOptions()
         self._is_plain = not (body.logprobs or body.return_token_ids or options.with_each_chunk)
         """Whether the chunk of a text has nothing else that is new."""
 
     def whole(self, output: RequestOutput) -> ChatCompletion:
-        num_output = sum(len(c.token_ids) for c in output.outputs)
+        self._num_output = sum(len(c.token_ids) for c in output.outputs)
+        choices = [self._choice(completion) for completion in output.outputs]
         return ChatCompletion(
             object="chat.completion",
             **self._head,
             service_tier="default",
-            choices=[self._choice(completion) for completion in output.outputs],
-            usage=_usage(output, num_output),
+            choices=choices,
+            usage=self._usage(output),
             prompt_token_ids=output.prompt_token_ids if self._body.return_token_ids else None,
             prompt_logprobs=output.prompt_logprobs,
         )
@@ -194,7 +199,7 @@ class _Answer:
         if output.finished:
             if self._options.include_usage:
                 last = ChatChunk(object="chat.completion.chunk", **self._head, choices=[])
-                last.usage = _usage(output, self._num_output)
+                last.usage = self._usage(output)
                 frames.append(frame(last))
             frames.append(DONE)
         return "".join(frames)
@@ -212,8 +217,19 @@ class _Answer:
     def _chunk(self, choice: ChunkChoice, output: RequestOutput) -> ChatChunk:
         chunk = ChatChunk(object="chat.completion.chunk", **self._head, choices=[choice])
         if self._options.with_each_chunk:
-            chunk.usage = _usage(output, self._num_output)
+            chunk.usage = self._usage_so_far(output)
         return chunk
+
+    def _usage_so_far(self, output: RequestOutput) -> Usage:
+        return usage(len(output.prompt_token_ids), self._num_output, output.num_cached_tokens)
+
+    def _usage(self, output: RequestOutput) -> Usage:
+        """Return the usage of the whole answer."""
+        found = self._usage_so_far(output)
+        found.completion_tokens_details = CompletionTokensDetails(
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices)
+        )
+        return found
 
     def _chunk_choices(self, completion: CompletionOutput, parts: Seq[Part]) -> list[ChunkChoice]:
         """Return what is new of an answer: the parts, then the end.
@@ -269,10 +285,6 @@ class _Answer:
         return {"token": text, "logprob": logprob, "bytes": list(self._token_bytes(token))}
 
 
-def _usage(output: RequestOutput, num_output: int) -> Usage:
-    return usage(len(output.prompt_token_ids), num_output, output.num_cached_tokens)
-
-
 def _message(parts: Seq[Part]) -> AnswerMessage:
     """Return the message that the parts of a whole answer make."""
     text, reasoning = "", ""
@@ -290,7 +302,7 @@ def _message(parts: Seq[Part]) -> AnswerMessage:
                 calls[part.index].function.arguments += part.text
     message = AnswerMessage(role="assistant", content=text or (None if calls else ""), refusal=None)
     if reasoning:
-        message.reasoning_content = reasoning
+        message.reasoning = message.reasoning_content = reasoning
     if calls:
         message.tool_calls = calls
     return message
@@ -301,7 +313,7 @@ def _delta(part: Part) -> Delta:
         case TextDelta():
             return Delta(content=part.text)
         case ReasoningDelta():
-            return Delta(reasoning_content=part.text)
+            return Delta(reasoning=part.text, reasoning_content=part.text)
         case ToolCallStart():
             start = FunctionCallDelta(name=part.name, arguments="")
             call = ToolCallDelta(index=part.index, id=part.call_id, type="function", function=start)

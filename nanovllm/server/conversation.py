@@ -84,15 +84,26 @@ class AnswerReader:
             tools=body.functions,
         )
         self._with_reasoning = body.include_reasoning is not False
-        self.reasoning = ""
+        self._tokenizer: Any = server.llm.engine.input_processor.tokenizer
+        self._reasoning = ""
+        self._num_output = 0
 
     def parts(self, completion: CompletionOutput) -> list[Part]:
+        self._num_output += len(completion.token_ids)
         parts = self._parser.feed(completion.text)
         if completion.finish_reason is not None:
             parts += self._parser.finish(cut=completion.finish_reason != "stop")
         for part in parts:
             if isinstance(part, ReasoningDelta):
-                self.reasoning += part.text
+                self._reasoning += part.text
         if not self._with_reasoning:
             parts = [part for part in parts if not isinstance(part, ReasoningDelta)]
         return parts
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """How many tokens the reasoning so far has; its tags do not count."""
+        if not self._reasoning:
+            return 0
+        token_ids = self._tokenizer.encode(self._reasoning, add_special_tokens=False)
+        return min(len(token_ids), self._num_output)

@@ -103,7 +103,6 @@ class _Answer:
     def __init__(
         self, server: ServerState, body: ResponsesRequest, params: SamplingParams, prompt: str
     ) -> None:
-        self._tokenizer: Any = server.llm.engine.input_processor.tokenizer
         self._reader = AnswerReader(server, body, prompt)
         given = body.model_dump(include=_ECHOED, exclude_none=True, by_alias=True)
         echoed: dict[str, Any] = {"reasoning": {}, "text": {}, "tools": [], **given}
@@ -172,14 +171,13 @@ class _Answer:
             response.error = ResponseError(code="server_error", message="the request was aborted")
         response.status = status
         response.completed_at = int(time.time()) if status == "completed" else None
-        num_prompt, reasoning = len(output.prompt_token_ids), self._reader.reasoning
-        num_reasoning = len(self._tokenizer.encode(reasoning)) if reasoning else 0
+        num_prompt = len(output.prompt_token_ids)
         response.usage = ResponseUsage(
             input_tokens=num_prompt,
             input_tokens_details=InputTokensDetails(cached_tokens=output.num_cached_tokens),
             output_tokens=num_output,
             output_tokens_details=OutputTokensDetails(
-                reasoning_tokens=min(num_reasoning, num_output)
+                reasoning_tokens=self._reader.num_reasoning_tokens
             ),
             total_tokens=num_prompt + num_output,
         )

@@ -1,5 +1,6 @@
 """/v1/chat/completions by OpenAI's client, unmodified."""
 
+import json
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ from tests.glossary import ANSWERS, QUESTIONS
 from tests.server.conftest import Running
 
 MODEL = "model"
+PATH = "/v1/chat/completions"
 
 
 def question(index: int) -> list[Any]:
@@ -169,3 +171,27 @@ def test_chat_template_kwargs(client: OpenAI) -> None:
         return found.usage.prompt_tokens
 
     assert num_prompt_tokens(enable_thinking=False) > num_prompt_tokens()
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_reasoning_has_both_names_and_is_counted(server: Running, shown: bool) -> None:
+    """The shipped model does not reason: a grammar makes it write the tags, which are tokens."""
+    grammar = 'start: <think> "\\nThe user asks.\\n" </think> "\\n\\nLet me look."'
+    asked = {"structured_outputs": {"grammar": grammar}, "include_reasoning": shown, "n": 2}
+    found = server.send(PATH, {"messages": question(0), **asked}).body
+    for choice in found["choices"]:
+        message = choice["message"]
+        assert message["content"] == "Let me look."
+        assert message.get("reasoning") == ("The user asks." if shown else None)
+        assert message.get("reasoning_content") == message.get("reasoning")
+    counted = found["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    tokenize = {"prompt": "The user asks."}
+    assert counted == 2 * server.send("/tokenize", tokenize).body["count"]
+    asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    text = server.send(PATH, {"messages": question(0), **asked}).body
+    events = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    for name in ("reasoning", "reasoning_content"):
+        said = "".join(delta.get(name, "") for delta in deltas)
+        assert sorted(said) == sorted("The user asks." * 2 * shown)
+    assert events[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": counted}

@@ -126,7 +126,7 @@ def join_message(choice: Answer, new: Answer) -> None:
     """Add a chat's delta to its message."""
     message, delta = choice.setdefault("message", {"content": ""}), new["delta"]
     message["role"] = delta.get("role", message.get("role"))
-    for name in ("content", "reasoning_content"):
+    for name in ("content", "reasoning", "reasoning_content"):
         if delta.get(name):
             message[name] = message.get(name, "") + delta[name]
     for call in delta.get("tool_calls", ()):

@@ -185,7 +185,9 @@ class AnswerMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
+    """The same by its older name."""
     tool_calls: list[ToolCall] | None = None
 
 
@@ -237,7 +239,9 @@ class Delta(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
+    """The same by its older name."""
     tool_calls: list[ToolCallDelta] | None = None
 
 

@@ -235,6 +235,12 @@ class PromptTokensDetails(BaseModel):
     """Those whose KV came from the prefix cache."""
 
 
+class CompletionTokensDetails(BaseModel):
+    """What the answer's tokens are for."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     """How many tokens a request took."""
 
@@ -242,6 +248,8 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
+    """Of a whole answer of a chat."""
 
 
 def usage(num_prompt: int, num_output: int, num_cached: int) -> Usage:
