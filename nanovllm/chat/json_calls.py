@@ -8,7 +8,8 @@ import secrets
 import string
 
 from nanovllm.chat.call_arguments import NotACall
-from nanovllm.chat.tool_calls import Steps, ToolCallParser
+from nanovllm.chat.text_reader import Steps
+from nanovllm.chat.tool_calls import ToolCallParser
 
 _NAME_CHARACTER = re.compile(r"[-.\w]")
 
@@ -16,28 +17,18 @@ _NAME_CHARACTER = re.compile(r"[-.\w]")
 class HermesParser(ToolCallParser):
     """<tool_call>{"name": "f", "arguments": {...}}</tool_call>; Hermes, Qwen, SmolLM.
 
-    The tags may hold several calls, in a list or one behind the other.
+    The tags may hold several calls.
     """
 
     tag = "<tool_call>"
     closing = "</tool_call>"
 
     def _calls(self) -> Steps[None]:
-        yield from self._skip_space()
-        if (yield from self._peek()) == "[":
-            yield from self._list()
-        else:
-            yield from self._call()
-            yield from self._skip_space()
-            while (yield from self._peek()) == "{":
-                yield from self._call()
-                yield from self._skip_space()
-        yield from self._skip_space()
-        yield from self._accept(self._end)
+        yield from self._json_calls()
 
 
 class LlamaParser(ToolCallParser):
-    """{"name": "f", "parameters": {...}}, several separated by ";"; Llama 3.
+    """{"name": "f", "parameters": {...}}, several separated by ";" or in a list; Llama 3.
 
     It begins a line, or follows <|python_tag|>.
     """
@@ -46,19 +37,12 @@ class LlamaParser(ToolCallParser):
     only_known_keys = True
 
     def _find(self) -> tuple[int, int] | None:
-        start = "" if self._has_sent_text else r"|\A\s*(?=\{)"
-        match = re.search(rf"{re.escape(self._opening)}{start}|\n[ \t]*(?=\{{)", self._text)
+        start = "" if self._has_sent_text else r"|\A\s*(?=[\[{])"
+        match = re.search(rf"{re.escape(self._opening)}{start}|\n[ \t]*(?=[\[{{])", self._text)
         return None if match is None else match.span()
 
     def _calls(self) -> Steps[None]:
-        separator = True
-        while separator:
-            yield from self._skip_space()
-            yield from self._call()
-            yield from self._skip_space()
-            separator = yield from self._accept(";")
-            yield from self._skip_space()
-            yield from self._accept(self._opening)
+        yield from self._json_calls()
 
 
 class MistralParser(ToolCallParser):
@@ -72,21 +56,18 @@ class MistralParser(ToolCallParser):
 
     def _calls(self) -> Steps[None]:
         yield from self._skip_space()
-        first = yield from self._peek()
-        if first == "[":
-            yield from self._list()
-        elif first == "{":
-            yield from self._call()
-        else:
-            name = yield from self._known_word()
-            call_id = None
-            if (yield from self._accept(self._tag("[CALL_ID]"))):
-                call_id = yield from self._known_word()
-            yield from self._accept(self._tag("[ARGS]"))
-            yield from self._skip_space()
-            if (yield from self._peek()) != "{":
-                raise NotACall
-            yield from self._named_call(name, call_id)
+        if (yield from self._peek()) in ("[", "{"):
+            yield from self._json_calls()
+            return
+        name = yield from self._known_word()
+        call_id = None
+        yield from self._skip_space()
+        if (yield from self._accept(self._tag("[CALL_ID]"))):
+            call_id = yield from self._known_word()
+        yield from self._skip_tags(self._tag("[ARGS]"))
+        if (yield from self._peek()) != "{":
+            raise NotACall
+        yield from self._named_call(name, call_id)
 
     def _known_word(self) -> Steps[str]:
         """Read a name or an id."""

@@ -1,11 +1,11 @@
-"""Reads tool calls whose arguments are no JSON: Gemma 4's, and those that are a Python list.
+"""Reads tool calls whose arguments are no JSON, such as Gemma 4's.
 
     <|tool_call>call:f{city:<|"|>Rome<|"|>,days:[1,2]}<tool_call|>
-    <|tool_call_start|>[f(city='Rome', days=[1, 2])]<|tool_call_end|>
 
 Pure text: knows no requests and no tokens.
 """
 
+import dataclasses
 import json
 import re
 from abc import abstractmethod
@@ -14,19 +14,25 @@ from typing import ClassVar
 
 from nanovllm.chat.call_arguments import JSON_SCALAR, Function, NotACall, decoded, escaped
 from nanovllm.chat.reasoning import prefix_at_end
-from nanovllm.chat.tool_calls import Steps, ToolCallParser
+from nanovllm.chat.text_reader import Steps
+from nanovllm.chat.tool_calls import ToolCallParser
 
 CLOSING, QUOTE = "<tool_call|>", '<|"|>'
-CALLS_START, CALLS_END = "<|tool_call_start|>", "<|tool_call_end|>"
-_NAME, _KEY = re.compile(r"[-.:\w]"), re.compile(r"[-.\w]")
-_WORDS = {"True": "true", "False": "false", "None": "null"}
-_NUMBER = re.compile(r"[-+]?(?:[\d_]+\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?", re.ASCII)
-_MAX_NUMBER = 64
-"""Characters of a number that is written as JSON has it."""
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
-_ESCAPES |= {character: character for character in "\\'\""}
-_CODES = {"x": 2, "u": 4, "U": 8}
-"""Hexadecimal digits behind a backslash and this letter."""
+NAME = re.compile(r"[-.:\w]")
+"""A character of a function's name."""
+_JSON_BEGINS = {"}": "{", "]": "[", "": ""}
+
+
+@dataclasses.dataclass(slots=True)
+class _Bracket:
+    """A bracket that is open."""
+
+    opening: str
+    closing: str
+    json_end: str | None
+    """What closes its JSON; None if that is not decided yet, nor what opens it."""
+    place: int = 0
+    """Where that stands in the text that is held back."""
 
 
 class LiteralParser(ToolCallParser):
@@ -39,10 +45,19 @@ class LiteralParser(ToolCallParser):
     brackets: ClassVar[Mapping[str, tuple[str, str]]] = {"{": ("}", "}"), "[": ("]", "]")}
     """By the bracket that opens a value: the one that closes it, and the one that closes its
     JSON."""
+    undecided: ClassVar[str] = ""
+    """Brackets whose JSON depends on what follows: they hold an object if their first value is a
+    key, else a list; round ones may be around a mere value."""
     quotes: tuple[str, ...]
     """What a string may begin with, and then ends with."""
     breaks: tuple[str, ...]
     """What means something in a string beside its quotes: a backslash, or a tag that ends it."""
+
+    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
+        super().__init__(marked, functions)
+        self._open: list[_Bracket] = []
+        self._num_undecided = 0
+        self._held: list[str] = []  # JSON, from the first bracket on that is not decided
 
     @abstractmethod
     def _as_json(self, word: str) -> str:
@@ -58,63 +73,126 @@ class LiteralParser(ToolCallParser):
         self._start(name)
         self._drop_read()
         self._write("{")
+        self._open = [_Bracket("", closing, "}")]
         try:
-            yield from self._arguments(closing, separator)
+            yield from self._arguments(separator)
         except NotACall:  # they are cut off: what there is was passed on
             self._pos = len(self._text)
+            self._num_undecided = 0
+            self._held.clear()
         self._drop_read()
 
-    def _arguments(self, closing: str, separator: str) -> Steps[None]:
-        """Read what is between the brackets. `open_ends` are those that close what is open."""
-        open_ends = [(closing, "}")]
+    def _write(self, json_text: str) -> None:
+        if self._num_undecided:
+            self._held.append(json_text)
+            json_text = ""
+        super()._write(json_text)
+
+    def _arguments(self, separator: str) -> Steps[None]:
+        """Read what is between the brackets."""
         yield from self._skip_space()
-        if (yield from self._peek()) in (closing, "") or (yield from self._is_next(self._end)):
-            yield from self._is_closed(open_ends)
+        nothing = (self._open[0].closing, "")
+        if (yield from self._peek()) in nothing or (yield from self._is_next(self._end)):
+            yield from self._is_closed()
             return
+        has_key = False
         while True:
-            if open_ends[-1][1] == "}":
-                yield from self._member(separator if len(open_ends) == 1 else ":")
+            if self._open[-1].json_end == "}" and not has_key:
+                yield from self._member(separator if len(self._open) == 1 else ":")
+            has_key = False
             opening = yield from self._peek()
             if opening in self.brackets:
                 self._pos += 1
-                ends = self.brackets[opening]
-                open_ends.append(ends)
-                self._write("{" if ends[1] == "}" else "[")
                 yield from self._skip_space()
-                if (yield from self._peek()) != ends[0]:
+                if not (yield from self._opens_nothing(opening)):
                     continue
             else:
                 yield from self._scalar()
-            if (yield from self._is_closed(open_ends)):
+                has_key = yield from self._was_key()
+                if has_key:
+                    continue
+            if (yield from self._is_closed()):
                 return
+
+    def _opens_nothing(self, opening: str) -> Steps[bool]:
+        """Open a bracket that was read; return whether nothing stands in it."""
+        closing, json_end = self.brackets[opening]
+        is_empty = (yield from self._peek()) == closing
+        bracket = _Bracket(opening, closing, json_end)
+        self._open.append(bracket)
+        if opening in self.undecided and not is_empty:
+            bracket.json_end = None
+            bracket.place = len(self._held)
+            self._num_undecided += 1
+            self._held.append("")
+        else:
+            self._write(_JSON_BEGINS[json_end])
+        return is_empty
+
+    def _decide(self, json_end: str) -> None:
+        """Decide what the innermost bracket is, if that is not known; it ends so."""
+        bracket = self._open[-1]
+        if bracket.json_end is not None:
+            return
+        bracket.json_end = json_end
+        self._held[bracket.place] = _JSON_BEGINS[json_end]
+        self._num_undecided -= 1
+        if not self._num_undecided:
+            self._write("".join(self._held))
+            self._held.clear()
+
+    def _was_key(self) -> Steps[bool]:
+        """Whether the value that was read is the first key of an object; then read the colon."""
+        bracket = self._open[-1]
+        if bracket.json_end is not None or bracket.opening != "{":
+            return False
+        yield from self._skip_space()
+        if not (yield from self._accept(":")):
+            return False
+        key = "".join(self._held[bracket.place + 1 :])
+        self._held[bracket.place + 1 :] = [key if key.startswith('"') else json.dumps(key)]
+        self._decide("}")
+        yield from self._skip_space()
+        self._write(": ")
+        return True
 
     @property
     def _ends(self) -> str:
         """What may follow a value."""
-        return "," + "".join(closing for closing, _ in self.brackets.values())
+        closings = "".join(closing for closing, _ in self.brackets.values())
+        may_be_key = self._open[-1].json_end is None and self._open[-1].opening == "{"
+        return f",{closings}{':' if may_be_key else ''}"
 
-    def _is_closed(self, open_ends: list[tuple[str, str]]) -> Steps[bool]:
+    def _is_closed(self) -> Steps[bool]:
         """Read brackets that close something, up to a comma; return whether the call is closed."""
-        while open_ends:
+        while self._open:
             yield from self._skip_space()
             character = yield from self._peek()
             if not character or (yield from self._is_next(self._end)):
                 if not character and self._cut:
                     raise NotACall
-                self._write("".join(end for _, end in reversed(open_ends)))
+                while self._open:
+                    self._close()
                 return True
             self._pos += 1
             if character == ",":
+                self._decide("]")
                 yield from self._skip_space()
                 if (yield from self._peek()) not in (*self._ends[1:], ""):
                     self._write(", ")
                     return False
-            elif any(character == closing for closing, _ in open_ends):
-                closing = ""
-                while closing != character:
-                    closing, end = open_ends.pop()
-                    self._write(end)
+            elif any(character == bracket.closing for bracket in self._open):
+                while self._close() != character:
+                    pass
         return True
+
+    def _close(self) -> str:
+        """Close the innermost bracket, and return what closes it."""
+        bracket = self._open[-1]
+        self._decide("" if bracket.opening == "(" else "]")
+        self._write(bracket.json_end or "")
+        self._open.pop()
+        return bracket.closing
 
     def _member(self, separator: str) -> Steps[None]:
         """Read a key and the character behind it, and pass them on."""
@@ -148,13 +226,14 @@ class LiteralParser(ToolCallParser):
         """Read a string that one of `ends` follows, and pass it on; return whether there is one."""
         for quote in self.quotes:
             if (yield from self._accept(quote)):
-                yield from self._quoted(quote, ends)
+                yield from self._quoted(quote, self.breaks, ends)
                 return True
         return False
 
-    def _quoted(self, quote: str, ends: str) -> Steps[None]:
-        tags = (quote, *self.breaks)
+    def _quoted(self, quote: str, breaks: tuple[str, ...], ends: str) -> Steps[None]:
+        tags = (quote, *breaks)
         special = re.compile("|".join(map(re.escape, tags)))
+        num_inner = 0  # quotes that did not end it
         self._write('"')
         while True:
             start, found = self._pos, special.search(self._text, self._pos)
@@ -172,43 +251,32 @@ class LiteralParser(ToolCallParser):
                 break
             else:
                 self._pos += len(quote)
-                if (yield from self._is_end_of_string(ends)):
+                if (yield from self._is_end_of_string(ends, num_inner)):
                     break
-                self._write("'" if quote == "'" else '\\"')
+                num_inner += 1
+                self._write(escaped(self._inner_quote(quote)))
         self._write('"')
 
-    def _is_end_of_string(self, ends: str) -> Steps[bool]:
-        """Whether a quote that was read ends its string: one of `ends`, or no text, follows."""
+    def _inner_quote(self, quote: str) -> str:
+        """Return what a quote stands for that does not end its string."""
+        return '"'
+
+    def _escape(self) -> Steps[None]:
+        """Read a backslash and what belongs to it, and pass on what it stands for."""
+        raise NotImplementedError
+
+    def _is_end_of_string(self, ends: str, num_inner: int) -> Steps[bool]:
+        """Whether a quote that was read ends its string: one of `ends`, or no text, follows.
+
+        Args:
+            num_inner: how many quotes in the string did not.
+        """
         start = self._pos
         yield from self._skip_space()
         following = yield from self._peek()
         found = not following or following in ends or (yield from self._is_next(self._end))
         self._pos = start
         return found
-
-    def _escape(self) -> Steps[None]:
-        """Read a backslash and what belongs to it, and pass on what it stands for."""
-        self._pos += 1
-        letter = yield from self._peek()
-        if not letter:
-            if self._cut:
-                raise NotACall
-            self._write("\\\\")
-            return
-        start = self._pos
-        self._pos += 1
-        if letter in _CODES:
-            while self._pos - start <= _CODES[letter] and re.fullmatch(
-                r"[0-9a-fA-F]", (yield from self._peek())
-            ):
-                self._pos += 1
-            digits = self._text[start + 1 : self._pos]
-            code = int(digits or "110000", 16)
-            if len(digits) == _CODES[letter] and code < 0x110000 and not 0xD800 <= code < 0xE000:
-                self._write(escaped(chr(code)))
-                return
-            self._pos = start + 1
-        self._write(escaped(_ESCAPES.get(letter, f"\\{letter}")))
 
 
 class Gemma4Parser(LiteralParser):
@@ -229,14 +297,13 @@ class Gemma4Parser(LiteralParser):
 
     def _calls(self) -> Steps[None]:
         yield from self._skip_space()
-        yield from self._accept("call:")
-        name = yield from self._word(_NAME)
+        if not (yield from self._accept("call:")):
+            yield from self._accept(":")
+        name = yield from self._word(NAME)
         yield from self._skip_space()
         if not name or not (yield from self._accept("{")):
             raise NotACall
         yield from self._read_call(name, "}", ":")
-        yield from self._skip_space()
-        yield from self._accept(self._end)
 
     def _scalar(self) -> Steps[None]:
         if (yield from self._peek()) != '"':
@@ -252,74 +319,3 @@ class Gemma4Parser(LiteralParser):
             return json.dumps(word, ensure_ascii=False)
         word = "null" if word in ("None", "nil") else word
         return word if JSON_SCALAR.fullmatch(word) else json.dumps(word, ensure_ascii=False)
-
-
-class PythonicParser(LiteralParser):
-    """<|tool_call_start|>[f(key=value), g()]<|tool_call_end|>; LFM2.
-
-    Values are Python's literals, or JSON. The chat template does not escape quotes, so models
-    forget to. Calls may be JSON objects instead.
-    """
-
-    tag = CALLS_START
-    closing = CALLS_END
-    brackets: ClassVar[Mapping[str, tuple[str, str]]] = {
-        **LiteralParser.brackets,
-        "(": (")", "]"),
-    }
-    quotes = ("'", '"')
-    breaks = ("\\",)
-
-    def _calls(self) -> Steps[None]:
-        yield from self._skip_space()
-        in_list = yield from self._accept("[")
-        separator = True
-        while separator:
-            yield from self._skip_space()
-            if (yield from self._peek()) == "{":
-                yield from self._call()
-            else:
-                yield from self._pythonic_call()
-            yield from self._skip_space()
-            separator = yield from self._accept(",")
-        if in_list:
-            yield from self._accept("]")
-        yield from self._skip_space()
-        yield from self._accept(self._end)
-
-    def _pythonic_call(self) -> Steps[None]:
-        name = yield from self._word(_NAME)
-        yield from self._skip_space()
-        if not name or not (yield from self._accept("(")):
-            raise NotACall
-        yield from self._skip_space()
-        start = self._pos
-        key = yield from self._word(_KEY)
-        yield from self._skip_space()
-        if (yield from self._peek()) != ("=" if key else ")"):
-            raise NotACall
-        self._pos = start
-        yield from self._read_call(name, ")", "=")
-
-    def _as_json(self, word: str) -> str:
-        return as_json(word)
-
-
-def as_json(source: str) -> str:
-    """Return Python's number or word as JSON; what is neither is a string."""
-    source = _WORDS.get(source, source)
-    if JSON_SCALAR.fullmatch(source):
-        return source
-    if len(source) <= _MAX_NUMBER and _NUMBER.fullmatch(source):
-        try:
-            return str(int(source))
-        except ValueError:
-            pass
-        try:
-            found = json.dumps(float(source))
-        except ValueError:
-            pass
-        else:
-            if JSON_SCALAR.fullmatch(found):
-                return found
-    return json.dumps(source, ensure_ascii=False)

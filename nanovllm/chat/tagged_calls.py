@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence, Set
 from nanovllm.chat.call_arguments import Function, NotACall, decoded, escaped
 from nanovllm.chat.json_calls import HermesParser
 from nanovllm.chat.parameter_types import ParameterTypes
-from nanovllm.chat.tool_calls import Steps
+from nanovllm.chat.text_reader import Steps
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"

@@ -4,29 +4,22 @@ Pure text: knows no requests and no tokens. `tool_formats` says how each model w
 """
 
 import contextlib
-import re
 from abc import abstractmethod
-from collections.abc import Collection, Generator, Sequence
-from typing import ClassVar, Self, TypeVar
+from collections.abc import Collection, Sequence
+from typing import ClassVar, Self
 
-from nanovllm.chat.call_arguments import Function, NotACall, decoded, new_call_id, plain_object
-from nanovllm.chat.parts import PartsReader, TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.chat.call_arguments import Function, NotACall, new_call_id, plain_object
+from nanovllm.chat.parts import TextDelta, ToolCallArguments, ToolCallStart
 from nanovllm.chat.reasoning import marked_tag, prefix_at_end
+from nanovllm.chat.text_reader import Steps, TextReader
 
-T = TypeVar("T")
-Steps = Generator[None, None, T]
-"""A piece of the parser's work. It yields where it needs more text."""
-
-_BRACKET_OR_QUOTE = re.compile(r'["{}\[\]]')
-_QUOTE_OR_ESCAPE = re.compile(r'["\\]')
-_SCALAR = re.compile(r"[-+.\w]")
 _ARGUMENTS = ("arguments", "parameters")
 _MOST_READ = 4096
 MAX_CALLS = 128
 """In an answer: a message of a request may have as many."""
 
 
-class ToolCallParser(PartsReader):
+class ToolCallParser(TextReader):
     """Splits an answer into text and calls.
 
     A call is certain, and begins, once its name and the first character of its arguments are known.
@@ -52,7 +45,6 @@ class ToolCallParser(PartsReader):
         self._functions = functions
         self._opening, self._end = self._tag(self.tag), self._tag(self.closing)
         self._openings: tuple[str, ...] = (self._opening,)  # what calls may begin with
-        self._pos = 0  # how much of the text was read
         self._num_calls = 0
         self._is_streaming = False  # the text read is arguments of the last call
         self._is_behind_call = False  # no text since the last call
@@ -93,7 +85,10 @@ class ToolCallParser(PartsReader):
                 self._send_text(begin - num_spaces)
                 self._pos = end - begin + num_spaces
                 try:
+                    if has_tag and self._text[: self._pos].endswith(self._opening):
+                        yield from self._skip_tags(self._opening)  # models repeat it
                     yield from self._calls()
+                    yield from self._skip_tags(self._end)
                 except NotACall:
                     if self._cut and (has_tag or self._num_calls > num_calls):
                         return  # of a call that nobody can make
@@ -119,11 +114,6 @@ class ToolCallParser(PartsReader):
             self._parts.append(TextDelta(text))
             self._is_behind_call, self._has_sent_text = False, True
 
-    def _drop_read(self) -> str:
-        """Forget the text that was read, and return it."""
-        read, self._text, self._pos = self._text[: self._pos], self._text[self._pos :], 0
-        return read
-
     def _send_arguments(self, text: str) -> None:
         if text:
             self._parts.append(ToolCallArguments(self._num_calls - 1, text))
@@ -136,15 +126,48 @@ class ToolCallParser(PartsReader):
 
     # What a call consists of. Each of these reads on from where the last one ended.
 
+    def _json_calls(self) -> Steps[None]:
+        """Read calls that are JSON objects or lists of them, one behind the other.
+
+        There may be a comma or a semicolon between them, and brackets too many behind one.
+        """
+        is_call = True
+        while is_call:
+            yield from self._skip_space()
+            if (yield from self._peek()) == "[":
+                yield from self._list()
+            else:
+                yield from self._call()
+            is_call = yield from self._is_another()
+
+    def _is_another(self) -> Steps[bool]:
+        """Whether one more JSON call follows; then what stands before it is read."""
+        yield from self._skip_space()
+        while (yield from self._accept("}")) or (yield from self._accept("]")):
+            yield from self._skip_space()
+        start = self._pos
+        if not (yield from self._accept(",")):
+            yield from self._accept(";")
+        yield from self._skip_tags(self._opening)
+        following = yield from self._peek()
+        if following in ("{", "[") or (self._cut and not following):
+            return following != ""
+        self._pos = start
+        return False
+
     def _list(self) -> Steps[None]:
-        """Read a JSON list of calls."""
+        """Read a JSON list of calls, not empty. Models forget a comma, or write one too many."""
         yield from self._expect("[")
-        separator = ","
-        while separator == ",":
+        yield from self._skip_space()
+        yield from self._call()
+        yield from self._skip_space()
+        while (yield from self._peek()) != "]":
+            yield from self._accept(",")
             yield from self._skip_space()
-            yield from self._call()
-            yield from self._skip_space()
-            separator = yield from self._expect(",]")
+            if (yield from self._peek()) != "]":
+                yield from self._call()
+                yield from self._skip_space()
+        self._pos += 1
         self._drop_read()
 
     def _call(self) -> Steps[None]:
@@ -212,114 +235,8 @@ class ToolCallParser(PartsReader):
         self._num_calls += 1
         self._is_behind_call, self._has_sent_text = True, False
 
-    # JSON and characters.
-
-    def _key(self) -> Steps[str]:
-        """Read a key of an object, and what stands between it and its value."""
-        key = yield from self._string()
-        yield from self._skip_space()
-        yield from self._expect(":")
-        yield from self._skip_space()
-        return key
-
-    def _string(self) -> Steps[str]:
-        """Read a JSON string and return what it stands for; "" is no key and no name."""
-        if (yield from self._peek()) != '"':
-            raise NotACall
-        value = decoded((yield from self._value()))
-        if not value:
-            raise NotACall
-        return value
-
-    def _value(self) -> Steps[str]:
-        """Read a JSON value and return its source."""
-        start = self._pos
-        yield from self._skip_value()
-        return self._text[start : self._pos]
-
-    def _skip_value(self) -> Steps[None]:
-        """Read a JSON value. Of objects and lists only the brackets and strings are looked at."""
-        first = yield from self._peek()
-        if first not in ("{", "[", '"'):
-            if not (yield from self._word(_SCALAR)):
-                raise NotACall
-            return
-        depth = 0
-        while True:
-            bracket = yield from self._search(_BRACKET_OR_QUOTE)
-            if bracket == '"':
-                while (yield from self._search(_QUOTE_OR_ESCAPE)) == "\\":
-                    yield from self._take()
-            else:
-                depth += 1 if bracket in "{[" else -1
-            if depth <= 0:
-                return
-
-    def _search(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Read up to the next match of a pattern, one character, and return it."""
-        while (match := pattern.search(self._text, self._pos)) is None:
-            self._pos = len(self._text)
-            yield from self._more()
-        self._pos = match.end()
-        return match[0]
-
-    def _word(self, character: re.Pattern[str]) -> Steps[str]:
-        """Read the characters that match a pattern, and return them."""
-        start = self._pos
-        while character.fullmatch((yield from self._peek())):
-            self._pos += 1
-        return self._text[start : self._pos]
-
-    def _skip_space(self) -> Steps[None]:
-        while (yield from self._peek()).isspace():
-            self._pos += 1
-
-    def _expect(self, characters: str) -> Steps[str]:
-        """Read one character, which must be one of these, and return it."""
-        character = yield from self._peek()
-        if not character or character not in characters:
-            raise NotACall
-        self._pos += 1
-        return character
-
-    def _take(self) -> Steps[None]:
-        """Read one character, whichever it is."""
-        if not (yield from self._peek()):
-            raise NotACall
-        self._pos += 1
-
-    def _accept(self, string: str) -> Steps[bool]:
-        """Read a string if it comes next; return whether it does. What is cut off of it is read."""
-        start = self._pos
-        for character in string:
-            found = yield from self._peek()
-            if found != character:
-                self._pos = self._pos if self._cut and not found else start
-                return False
-            self._pos += 1
-        return True
-
-    def _is_next(self, tag: str) -> Steps[bool]:
-        """Whether a tag comes next. Nothing of it is read."""
-        start = self._pos
-        found = yield from self._accept(tag)
-        self._pos = start
-        return found
-
-    def _peek(self) -> Steps[str]:
-        """Return the next character; "" at the end of the answer."""
-        while self._pos == len(self._text) and not self._ended:
-            yield from self._more()
-        return self._text[self._pos : self._pos + 1]
-
     def _more(self) -> Steps[None]:
-        """Wait for more text; pass on the arguments that were read.
-
-        Raises:
-            NotACall: the answer has ended.
-        """
-        if self._ended:
-            raise NotACall
-        if self._is_streaming:
+        """Wait for more text; pass on the arguments that were read."""
+        if self._is_streaming and not self._ended:
             self._send_arguments(self._drop_read())
-        yield
+        yield from super()._more()

@@ -10,14 +10,8 @@ from typing import Any, ClassVar
 from nanovllm.chat import harmony
 from nanovllm.chat.call_arguments import Function
 from nanovllm.chat.json_calls import HermesParser, LlamaParser, MistralParser
-from nanovllm.chat.literal_calls import (
-    CALLS_END,
-    CALLS_START,
-    CLOSING,
-    QUOTE,
-    Gemma4Parser,
-    PythonicParser,
-)
+from nanovllm.chat.literal_calls import CLOSING, QUOTE, Gemma4Parser
+from nanovllm.chat.pythonic_calls import CALLS_END, CALLS_START, PythonicParser
 from nanovllm.chat.reasoning import is_harmony
 from nanovllm.chat.tagged_calls import TaggedParser
 from nanovllm.chat.tool_calls import MAX_CALLS, ToolCallParser

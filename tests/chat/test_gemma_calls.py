@@ -74,6 +74,8 @@ def call(arguments: str, name: str = "f") -> str:
         (call("{a:[{b:1"), [("f", '{"a": [{"b": 1}]}')]),
         ("<|tool_call>call:f{a:[1, yes", [("f", '{"a": [1, "yes"]}')]),
         (f"<|tool_call>call:f{{a:{QUOTE}Ro<|", [("f", '{"a": "Ro<|"}')]),
+        ("<|tool_call>:f{a:1}<tool_call|>", [("f", '{"a": 1}')]),
+        ("<|tool_call><|tool_call>call:mcp:f{}<tool_call|>\n<tool_call|>", [("mcp:f", "{}")]),
         (call("{a,b:}"), [("f", '{"a": "", "b": ""}')]),
         (call("{a:{b:1} ; ,c:2}"), [("f", '{"a": {"b": 1}, "c": 2}')]),
         # None at all.

@@ -1,13 +1,14 @@
 """LFM2's calls, which are Python, become JSON, however the text is cut."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.chat.literal_calls import CALLS_END, CALLS_START, PythonicParser, as_json
 from nanovllm.chat.parts import ToolCallStart
+from nanovllm.chat.pythonic_calls import CALLS_END, CALLS_START, PythonicParser, as_json
 from nanovllm.options.sampling_params import TOKEN_MARK
 from tests.chat.strategies import json_values
 from tests.chat.test_tool_formats import Answer, cut, joined
@@ -46,7 +47,27 @@ def calls(text: str) -> str:
             calls(r"f(a='\\ \' \n \x41 \u00e9 \q \ud800')"),
             [("f", r'{"a": "\\ ' + r"' \n A é \\q \\ud800" + '"}')],
         ),
+        (
+            calls("f(a={1, 'b'}, b={(1, 2), (3,)}, c={'d': {True}, 4: {}}, e=set())"),
+            [("f", '{"a": [1, "b"], "b": [[1, 2], [3]], "c": {"d": [true], "4": {}}, "e": []}')],
+        ),
+        (calls("f(a=('b'), c=(1, ), d=((2), 3))"), [("f", '{"a": "b", "c": [1], "d": [2, 3]}')]),
+        (
+            calls("f(a='''it's \"b\"\n, )''', b=\"\"\"c\"\"\", d=r'\\d', e=b'f')"),
+            [("f", '{"a": "it\'s \\"b\\"\\n, )", "b": "c", "d": "\\\\d", "e": "f"}')],
+        ),
         # What the model also writes.
+        (calls("f(a='print('x')', b=1)"), [("f", '{"a": "print(\'x\')", "b": 1}')]),
+        (calls("f(a='g('b', 'c')'), g()"), [("f", "{\"a\": \"g('b', 'c')\"}"), ("g", "{}")]),
+        (calls("f(a='say 'x', then', b=1)"), [("f", '{"a": "say \'x\', then", "b": 1}')]),
+        (
+            calls("f(a=['say 'x', then', 'y'], b={'it's': 'z'})"),
+            [("f", '{"a": ["say \'x\', then", "y"], "b": {"it\'s": "z"}}')],
+        ),
+        (calls("f(a={'say 'x'', 'y'})"), [("f", '{"a": ["say \'x\'", "y"]}')]),
+        (calls("f(a='p == 'x', b == 1')"), [("f", '{"a": "p == \'x\', b == 1"}')]),
+        (calls("f(a=day(2020, 1), b=2)"), [("f", '{"a": "day(2020, 1)", "b": 2}')]),
+        (calls("f(a={b: 1})"), [("f", '{"a": {"b": 1}}')]),
         (calls("f(a='sed -n '1p' x', b=2)"), [("f", '{"a": "sed -n \'1p\' x", "b": 2}')]),
         (calls("f(a='x\ny\tz')"), [("f", '{"a": "x\\ny\\tz"}')]),
         (
@@ -90,6 +111,9 @@ def test_calls(text: str, answer: Answer) -> None:
         ("a='Ro\\", '{"a": "Ro'),
         ("a=tru", '{"a": '),
         ("a=1,", '{"a": 1'),
+        ("a={'b', ", '{"a": ["b"'),
+        ("a={'b'", '{"a": '),
+        ("a={'b': (1", '{"a": {"b": '),
         ("a='x')]<|tool", '{"a": "x"}'),
         ("a", None),
         ("", None),
@@ -107,6 +131,21 @@ def test_text_that_reads_like_tags_is_text() -> None:
     parser = PythonicParser((CALLS_START, CALLS_END))
     expected = [CALLS_START, ("f", json.dumps({"a": CALLS_END})), "Done."]
     assert finished(parser, list(text), False) == expected
+
+
+def test_a_string_without_an_end_ends_with_the_calls() -> None:
+    parser = PythonicParser((CALLS_START, CALLS_END))
+    text = f"{TOKEN_MARK}{CALLS_START}[f(a=['x{TOKEN_MARK}{CALLS_END}Done."
+    assert finished(parser, list(text), False) == [("f", '{"a": ["x"]}'), "Done."]
+
+
+def test_declared_parameters_tell_nested_quotes_from_ends() -> None:
+    schema = {"properties": {"code": {}, "n": {}}}
+    text = calls("f(code='plot(x, 'red', label='Circle')\nshow()', n=2)")
+    expected = [("f", json.dumps({"code": "plot(x, 'red', label='Circle')\nshow()", "n": 2}))]
+    for sizes in ([], [1] * len(text)):
+        parser = PythonicParser((), [SimpleNamespace(name="f", parameters=schema)])
+        assert finished(parser, cut(text, sizes), False) == expected
 
 
 @pytest.mark.parametrize(

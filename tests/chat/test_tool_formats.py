@@ -99,7 +99,28 @@ CASES: list[tuple[type[ToolCallParser], str, Answer | None]] = [
     (
         HermesParser,
         '<tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call>',
-        ["<tool_call>", ("f", "{}")],
+        [("f", "{}")],
+    ),
+    (HermesParser, "<tool_call> <tool_call> no", ["<tool_call> <tool_call> no"]),
+    (
+        HermesParser,
+        '<tool_call>{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}</tool_call>',
+        [("f", "{}"), ("g", "{}")],
+    ),
+    (
+        HermesParser,
+        '<tool_call>{"name": "f", "arguments": {}};\n[{"name": "g", "arguments": {}}]</tool_call>',
+        [("f", "{}"), ("g", "{}")],
+    ),
+    (
+        HermesParser,
+        '<tool_call>[{"name": "f", "arguments": {}} {"name": "g", "arguments": {}},]</tool_call>',
+        [("f", "{}"), ("g", "{}")],
+    ),
+    (
+        HermesParser,
+        '<tool_call>{"name": "f", "arguments": {}}}\n</tool_call>\n</tool_call> tail, {',
+        [("f", "{}"), "tail, {"],
     ),
     (LlamaParser, '{"name": "f", "parameters": {"a": "é"}}', [("f", '{"a": "é"}')]),
     (
@@ -113,6 +134,19 @@ CASES: list[tuple[type[ToolCallParser], str, Answer | None]] = [
         'I call it:\n{"name": "f", "parameters": {}}\n{"name": "g", "parameters": {}};',
         ["I call it:", ("f", "{}"), ("g", "{}"), ";"],
     ),
+    (
+        LlamaParser,
+        '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]',
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    (
+        LlamaParser,
+        'I call it:\n<|python_tag|>[{"name": "f", "parameters": {}}], and',
+        ["I call it:", ("f", "{}"), ", and"],
+    ),
+    (LlamaParser, '[{"name": "Ann", "age": 3}, {"name": "Ben"}]', None),
+    (LlamaParser, "\n[1] A book", None),
+    (LlamaParser, "[]", None),
     (LlamaParser, '{"name": "Ann", "age": 3}', None),
     (LlamaParser, '{"name": "Ann"}', None),
     (LlamaParser, 'See {"name": "f", "parameters": {}}', None),
@@ -129,6 +163,17 @@ CASES: list[tuple[type[ToolCallParser], str, Answer | None]] = [
         ["Hm.", ("f", '{"a": 1}'), ("g", '{"b": 2}')],
     ),
     (MistralParser, '[TOOL_CALLS]f[CALL_ID]abcdef123[ARGS]{"a": 1}', [("f", '{"a": 1}')]),
+    (
+        MistralParser,
+        '[TOOL_CALLS][TOOL_CALLS]f[ARGS][ARGS]{"a": 1}[TOOL_CALLS] g [ARGS] {}',
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    (
+        MistralParser,
+        '[TOOL_CALLS] [TOOL_CALLS][{"name": "f", "arguments": {}}]\n'
+        '[TOOL_CALLS][{"name": "g", "arguments": {}}]',
+        [("f", "{}"), ("g", "{}")],
+    ),
     (MistralParser, "[TOOL_CALLS] [1, 2]", None),
     (MistralParser, "[TOOL_CALLS]f(1)", None),
     (MistralParser, "a [TOOL_CAL", None),

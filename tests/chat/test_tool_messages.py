@@ -7,8 +7,8 @@ import pytest
 
 from nanovllm import LLM
 from nanovllm.chat.json_calls import HermesParser
-from nanovllm.chat.literal_calls import PythonicParser
 from nanovllm.chat.parts import ToolCallArguments, ToolCallStart
+from nanovllm.chat.pythonic_calls import PythonicParser
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 

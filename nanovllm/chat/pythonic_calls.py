@@ -1,0 +1,214 @@
+"""Reads tool calls that are a list of Python's calls, as LFM2 writes them.
+
+    <|tool_call_start|>[f(city='Rome', days=[1, 2])]<|tool_call_end|>
+
+Pure text: knows no requests and no tokens.
+"""
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import ClassVar
+
+from nanovllm.chat.call_arguments import JSON_SCALAR, Function, NotACall, escaped
+from nanovllm.chat.literal_calls import NAME, LiteralParser
+from nanovllm.chat.parameter_types import ParameterTypes
+from nanovllm.chat.text_reader import Steps
+
+CALLS_START, CALLS_END = "<|tool_call_start|>", "<|tool_call_end|>"
+_KEY = re.compile(r"[-.\w]")
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_CONSTANTS = frozenset((*_WORDS, *_WORDS.values()))
+_WORDS |= {"set()": "[]", "list()": "[]", "tuple()": "[]", "dict()": "{}"}
+_NUMBER = re.compile(r"[-+]?(?:[\d_]+\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?", re.ASCII)
+_MAX_NUMBER = 64
+"""Characters of a number that is written as JSON has it."""
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
+_ESCAPES |= {character: character for character in "\\'\""}
+_CODES = {"x": 2, "u": 4, "U": 8}
+"""Hexadecimal digits behind a backslash and this letter."""
+_PREFIX = re.compile(r"[rbfuRBFU]")
+
+
+class PythonicParser(LiteralParser):
+    """<|tool_call_start|>[f(key=value), g()]<|tool_call_end|>; LFM2.
+
+    Values are Python's literals, or JSON. The chat template does not escape quotes, so models
+    forget to: then a quote ends its string if what follows may follow an argument. Calls may be
+    JSON objects instead.
+    """
+
+    tag = CALLS_START
+    closing = CALLS_END
+    brackets: ClassVar[Mapping[str, tuple[str, str]]] = {
+        **LiteralParser.brackets,
+        "(": (")", "]"),
+    }
+    undecided = "{("
+    quotes = ("'''", '"""', "'", '"')
+
+    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
+        super().__init__(marked, functions)
+        self._declared = {each.name: ParameterTypes(each.parameters).declared for each in functions}
+        self._parameters: Collection[str] = ()  # of the function that is called
+        # A token that ends the calls ends the string, too: the model forgot its quote.
+        self.breaks = ("\\", self._end) if CALLS_END in marked else ("\\",)
+
+    def _calls(self) -> Steps[None]:
+        yield from self._skip_space()
+        in_list = yield from self._accept("[")
+        separator = True
+        while separator:
+            yield from self._skip_space()
+            if (yield from self._peek()) == "{":
+                yield from self._call()
+            else:
+                yield from self._pythonic_call()
+            yield from self._skip_space()
+            separator = yield from self._accept(",")
+        if in_list:
+            yield from self._accept("]")
+
+    def _pythonic_call(self) -> Steps[None]:
+        name = yield from self._word(NAME)
+        yield from self._skip_space()
+        if not name or not (yield from self._accept("(")):
+            raise NotACall
+        yield from self._skip_space()
+        start = self._pos
+        key = yield from self._word(_KEY)
+        yield from self._skip_space()
+        if (yield from self._peek()) != ("=" if key else ")"):
+            raise NotACall
+        self._pos = start
+        self._parameters = self._declared.get(name, ())
+        yield from self._read_call(name, ")", "=")
+
+    def _scalar(self) -> Steps[None]:
+        start, breaks = self._pos, self.breaks
+        prefix = yield from self._word(_PREFIX)
+        quote = yield from self._peek()
+        if len(prefix) > 2 or quote not in ("'", '"'):
+            self._pos = start
+        elif "r" in prefix.lower():  # a backslash stands for itself
+            self.breaks = breaks[1:]
+        yield from super()._scalar()
+        self.breaks = breaks
+
+    def _bare(self, ends: str) -> Steps[str]:
+        """Read as `LiteralParser` does, over brackets that the value itself has."""
+        start, depth = self._pos, 0
+        while True:
+            character = yield from self._peek()
+            if not character and self._cut:
+                raise NotACall
+            is_end = not character or (not depth and character in ends)
+            if is_end or (yield from self._is_next(self._end)):
+                return self._text[start : self._pos].strip()
+            depth += character in self.brackets
+            depth -= depth > 0 and character in ")]}"
+            self._pos += 1
+
+    def _inner_quote(self, quote: str) -> str:
+        return quote
+
+    def _is_end_of_string(self, ends: str, num_inner: int) -> Steps[bool]:
+        if "," not in ends:  # it is a key
+            return (yield from super()._is_end_of_string(ends, num_inner))
+        start = self._pos
+        found = yield from self._is_behind_value(ends, is_sure=num_inner % 2 == 0)
+        self._pos = start
+        return found
+
+    def _is_behind_value(self, ends: str, *, is_sure: bool) -> Steps[bool]:
+        """Whether what comes next may follow a value: brackets that close, or another value.
+
+        Args:
+            is_sure: whether no quote in the value waits for another one.
+        """
+        depth = len(self._open)
+        while True:
+            yield from self._skip_space()
+            character = yield from self._peek()
+            if not character or (yield from self._is_next(self._end)):
+                return True
+            self._pos += 1
+            if character == ",":
+                return (yield from self._is_next_value(depth, is_sure=is_sure))
+            if depth == 0:
+                return is_sure or character == "]"
+            if character == ":":
+                return ":" in ends
+            while depth > 0 and self._open[depth - 1].closing != character:
+                depth -= 1
+            if depth == 0:
+                return False
+            depth -= 1
+
+    def _is_next_value(self, depth: int, *, is_sure: bool) -> Steps[bool]:
+        """Whether a value or call comes next, behind a comma in so many brackets."""
+        yield from self._skip_space()
+        character = yield from self._peek()
+        if not character or character in ")]}":
+            return True
+        if depth > 1:
+            if is_sure or character in "'\"[{(+-.0123456789":
+                return True
+            return (yield from self._word(_KEY)) in _CONSTANTS
+        if depth == 0:
+            return character == "{" or (yield from self._word_before(NAME, "(")) != ""
+        key = yield from self._word_before(_KEY, "=")
+        has_key = key != "" and (yield from self._peek()) != "="
+        return has_key and (is_sure or not self._parameters or key in self._parameters)
+
+    def _word_before(self, pattern: re.Pattern[str], bracket: str) -> Steps[str]:
+        """Read a word of such characters and a bracket; return the word, "" without the bracket."""
+        word = yield from self._word(pattern)
+        yield from self._skip_space()
+        return word if (yield from self._accept(bracket)) else ""
+
+    def _as_json(self, word: str) -> str:
+        return as_json(word)
+
+    def _escape(self) -> Steps[None]:
+        """Read a backslash and what belongs to it, and pass on what it stands for."""
+        self._pos += 1
+        letter = yield from self._peek()
+        if not letter:
+            if self._cut:
+                raise NotACall
+            self._write("\\\\")
+            return
+        start = self._pos
+        self._pos += 1
+        if letter in _CODES:
+            while self._pos - start <= _CODES[letter] and re.fullmatch(
+                r"[0-9a-fA-F]", (yield from self._peek())
+            ):
+                self._pos += 1
+            digits = self._text[start + 1 : self._pos]
+            code = int(digits or "110000", 16)
+            if len(digits) == _CODES[letter] and code < 0x110000 and not 0xD800 <= code < 0xE000:
+                self._write(escaped(chr(code)))
+                return
+            self._pos = start + 1
+        self._write(escaped(_ESCAPES.get(letter, f"\\{letter}")))
+
+
+def as_json(source: str) -> str:
+    """Return Python's number or word as JSON; what is neither is a string."""
+    if source in _WORDS or JSON_SCALAR.fullmatch(source):
+        return _WORDS.get(source, source)
+    if len(source) <= _MAX_NUMBER and _NUMBER.fullmatch(source):
+        try:
+            return str(int(source))
+        except ValueError:
+            pass
+        try:
+            found = json.dumps(float(source))
+        except ValueError:
+            pass
+        else:
+            if JSON_SCALAR.fullmatch(found):
+                return found
+    return json.dumps(source, ensure_ascii=False)
