@@ -353,9 +353,11 @@ def test_a_chat_gives_its_tools_to_the_parser() -> None:
         "messages": [{"role": "user", "content": "Hi"}],
     }
     body = ChatRequest.model_validate({"model": "m", **given})
-    server: Any = SimpleNamespace(answer_format=answer_format(QWEN35))
+    engine = SimpleNamespace(input_processor=SimpleNamespace(tokenizer=None))
+    llm = SimpleNamespace(engine=engine)
+    server: Any = SimpleNamespace(answer_format=answer_format(QWEN35), llm=llm)
     text = "<tool_call><function=f><parameter=a>7</parameter></function></tool_call>"
-    said: Any = SimpleNamespace(text=text, finish_reason="stop")
+    said: Any = SimpleNamespace(text=text, token_ids=[], finish_reason="stop")
     parts = _Choice(server, body, "").parts(said)
     arguments = [part.text for part in parts if isinstance(part, ToolCallArguments)]
     assert "".join(arguments) == '{"a": 7}'
