@@ -48,7 +48,7 @@ FOLDERS = {
     "models": Folder("attention checkpoint kernels layers options utils", torch=True),
     "layers": Folder("attention checkpoint kernels options utils", torch=True),
     "server": Folder("chat checkpoint engine llm async_llm options utils", torch=False),
-    "batch": Folder("async_llm checkpoint.files options server", torch=False),
+    "batch": Folder("async_llm checkpoint.files options server utils.strict_json", torch=False),
     "cli": Folder(
         "batch compat demo_model llm async_llm loadtest options ray.row_pool server utils "
         "worker.model_report",

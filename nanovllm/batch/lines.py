@@ -19,8 +19,9 @@ OUTPUT_COLUMNS = (
 
 
 def failed_columns(error: str) -> dict[str, Any]:
-    """Return the columns of a row with an error."""
-    return {**dict.fromkeys(OUTPUT_COLUMNS), "error": error}
+    """Return the columns of a row with an error; what is no character in it is escaped."""
+    text = error.encode(errors="backslashreplace").decode()
+    return {**dict.fromkeys(OUTPUT_COLUMNS), "error": text}
 
 
 def openai_line(

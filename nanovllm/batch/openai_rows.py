@@ -14,7 +14,7 @@ from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.batch.lines import error_body, openai_failure, openai_line
 from nanovllm.batch.options import RowOptions
-from nanovllm.batch.rows import Row, dumps, parse_object, row_seed, short_digest
+from nanovllm.batch.rows import Row, dumps, row_seed, short_digest
 from nanovllm.errors import EngineDeadError
 from nanovllm.options.validation import did_you_mean, shown
 from nanovllm.server.app import make_app
@@ -64,7 +64,7 @@ class OpenAIRows:
             body["seed"] = row_seed(self._seed, row.fields["custom_id"])
         for attempt in range(1, _ATTEMPTS + 1):
             response = await self._client.post(row.fields["url"], content=dumps(body))
-            status, answer = response.status_code, parse_object(response.content)
+            status, answer = response.status_code, response.json()
             if status not in _LATER or attempt == _ATTEMPTS:
                 break
             await asyncio.sleep(1)

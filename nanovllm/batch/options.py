@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+from nanovllm.batch.lines import OUTPUT_COLUMNS
 from nanovllm.batch.rows import OPENAI, ROWS
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
@@ -65,6 +66,8 @@ class BatchOptions:
 
     def __post_init__(self) -> None:
         check_fields(ConfigError, self)
+        if self.id_column in OUTPUT_COLUMNS:
+            raise ConfigError(f"id_column={shown(self.id_column)} is a column of the output")
         if self.prompt_column == self.id_column:
             raise ConfigError(f"prompt_column and id_column are both {shown(self.id_column)}")
 

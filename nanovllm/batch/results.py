@@ -3,13 +3,14 @@
 Knows no engine. Holds a part of the rows in memory.
 """
 
+import io
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nanovllm.batch.lines import OUTPUT_COLUMNS
+from nanovllm.batch.lines import OUTPUT_COLUMNS, failed_columns
 from nanovllm.batch.options import RowOptions
 from nanovllm.batch.rows import OPENAI, Row, dumps
 from nanovllm.batch.sources import ParquetRows, Source, is_parquet
@@ -22,13 +23,34 @@ Outputs = Callable[[], Iterable[bytes]]
 
 
 def check_output(source: Source, output: Path, options: RowOptions) -> None:
-    """Raise ConfigError if a file cannot hold the output: before any row is computed."""
+    """Raise ConfigError if a file cannot hold the output: before any row is computed.
+
+    JSON that was read can be written; what is Parquet is read, and written to nowhere.
+    """
     if is_parquet(output) and source.form == OPENAI:
         raise ConfigError(f"OpenAI's batch format is JSON lines: {output} must end in .jsonl")
     if output.exists() and output.samefile(source.path):
         raise ConfigError(f"the output {output} is the input: name another")
-    if is_parquet(output) and not isinstance(source, ParquetRows):
-        _found_schema(source, options, [])
+    if is_parquet(output) or isinstance(source, ParquetRows):
+        _try_to_write(source, output, options)
+
+
+def _try_to_write(source: Source, output: Path, options: RowOptions) -> None:
+    import pyarrow as pa
+
+    try:
+        if isinstance(source, ParquetRows):
+            for _ in source.rows():
+                pass  # it says what cannot be read
+            no_answers = itertools.repeat(dumps(failed_columns("")), source.num_rows)
+            write_output(_Nowhere(), output, source, options, lambda: no_answers)
+        else:
+            _found_schema(source, options, [])
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
+        raise ConfigError(
+            "the rows do not fit the columns of a Parquet file: "
+            f"{str(error).rstrip('.')}; name the output .jsonl"
+        ) from None
 
 
 def write_output(
@@ -40,7 +62,8 @@ def write_output(
         path: by whose name the file is Parquet or JSON lines.
 
     Raises:
-        ConfigError: a column has values of several types, which Parquet cannot have.
+        ConfigError: values of a Parquet input cannot be read.
+        pyarrow.ArrowException: not after `check_output`.
     """
     if is_parquet(path):
         _write_parquet(file, source, options, outputs)
@@ -121,19 +144,38 @@ def _joined(source: ParquetRows, id_column: str, own: list[Any], outputs: Output
 
 
 def _found_schema(source: Source, options: RowOptions, own: list[Any]) -> Any:
-    """Return the schema that all rows of JSON fit, after reading them once."""
+    """Return the schema that all rows of JSON fit, after reading and writing them once.
+
+    Raises:
+        pyarrow.ArrowException, OverflowError, UnicodeEncodeError: none does: a column has values of
+            several types, or an object without fields, or is nested too deeply.
+    """
     import pyarrow as pa
+    import pyarrow.parquet as parquet
 
     schema = pa.schema([])
-    try:
+    for rows in _batched(source.rows()):
+        found = _all_columns([merged(row, options.batch.id_column, {}) for row in rows])
+        schema = pa.unify_schemas([schema, found], promote_options="permissive")
+    with parquet.ParquetWriter(_Nowhere(), schema) as writer:
         for rows in _batched(source.rows()):
-            found = _all_columns([merged(row, options.batch.id_column, {}) for row in rows])
-            schema = pa.unify_schemas([schema, found], promote_options="permissive")
-    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
-        raise ConfigError(
-            f"the rows do not fit the columns of a Parquet file: {error}; name the output .jsonl"
-        ) from None
+            given = [merged(row, options.batch.id_column, {}) for row in rows]
+            writer.write_table(pa.Table.from_pylist(given, schema=schema))
+    _check_readable(schema)
     return pa.schema([*schema, *own])
+
+
+def _check_readable(schema: Any) -> None:
+    """Raise pyarrow.ArrowInvalid if a reader refuses a file of this schema, as too deep."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    file = io.BytesIO()
+    parquet.write_table(schema.empty_table(), file)
+    try:
+        parquet.read_schema(file)
+    except OSError as error:
+        raise pa.ArrowInvalid(str(error)) from None
 
 
 def _all_columns(rows: list[dict[str, Any]]) -> Any:
@@ -142,6 +184,19 @@ def _all_columns(rows: list[dict[str, Any]]) -> Any:
 
     names = dict.fromkeys(name for row in rows for name in row)
     return pa.schema([(name, pa.array([row.get(name) for row in rows]).type) for name in names])
+
+
+class _Nowhere(io.BytesIO):
+    """A file that knows how much was written to it, and keeps nothing else."""
+
+    _num_bytes = 0
+
+    def tell(self) -> int:
+        return self._num_bytes
+
+    def write(self, data: Any) -> int:
+        self._num_bytes += len(data)
+        return len(data)
 
 
 def _batched(values: Iterable[Any]) -> Iterator[list[Any]]:

@@ -3,10 +3,12 @@
 import hashlib
 import json
 import math
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.validation import shown
+from nanovllm.utils import strict_json
+from nanovllm.utils.strict_json import MAX_DEPTH, RepeatedKeyError, TooDeepError
 
 ROWS, OPENAI = "rows", "openai"
 """The forms of a batch: rows with a prompt, or OpenAI's batch file."""
@@ -56,7 +58,7 @@ def short_digest(*parts: str | int) -> str:
 def dumps(value: Any) -> bytes:
     """Return a value as one line of JSON in UTF-8, without the end of the line.
 
-    JSON has no infinite number and no NaN: they become null.
+    JSON has no infinite number and no NaN, which Parquet has: they become null.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False)
@@ -69,19 +71,21 @@ def dumps(value: Any) -> bytes:
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """Return the object of a line of JSON.
+    """Return the object of a line of JSON, read as strictly as a server's body.
 
     Raises:
-        BadRowError: the line is something else.
+        BadRowError: the line is something else, nested too deeply, or has a key twice.
     """
     try:
-        value = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse)
+        value = strict_json.parse(line.decode("utf-8-sig").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise BadRowError(f"the line is not UTF-8: {error.reason} at byte {error.start}") from None
     except json.JSONDecodeError as error:
         raise BadRowError(f"the line is not JSON: {error.msg} at column {error.colno}") from None
-    except RecursionError:
-        raise BadRowError("the line is nested too deeply") from None
+    except RepeatedKeyError as error:
+        raise BadRowError(f"the line has the key {shown(error.key)} twice") from None
+    except TooDeepError:
+        raise BadRowError(f"the line is nested more than {MAX_DEPTH} deep") from None
     except ValueError as error:
         raise BadRowError(f"the line is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -89,10 +93,6 @@ def parse_object(line: bytes) -> dict[str, Any]:
             f'a row must be an object such as {{"prompt": "..."}}, got {shown(value)}'
         )
     return value
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"it has no {name}")
 
 
 def _finite(value: Any) -> Any:

@@ -5,7 +5,9 @@ Holds a part of the file in memory. Knows no engine.
 
 import hashlib
 import importlib.util
+import stat
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,16 +33,22 @@ def _stamp(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def open_source(path: Path) -> "Source":
+def open_source(path: Path, form: str = ROWS) -> "Source":
     """Return the rows of a file, whose name ends with what it is.
+
+    Args:
+        form: what its rows are, if it has none that can be read and would show it.
 
     Raises:
         ConfigError: it is missing, cannot be read, or is no such file.
     """
     try:
-        if is_parquet(path):
-            return ParquetRows(path)
-        return JSONLines(path)
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ConfigError(
+                f"the input {shown(str(path))} is no regular file, and it is read several times: "
+                "write its rows to a file"
+            )
+        return ParquetRows(path) if is_parquet(path) else JSONLines(path, form)
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"the input {shown(str(path))} cannot be read: {reason}") from None
@@ -67,10 +75,10 @@ def is_parquet(path: Path) -> bool:
 class JSONLines:
     """A file with a row in each line. Empty lines do not count."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, form: str) -> None:
         self.path, self.stamp = path, _stamp(path)
         self.num_rows, self.digest = _count_lines(path)
-        self.form = self._find_form()
+        self.form = self._find_form(form)
         self._repeated = self._find_repeated() if self.form == OPENAI else set()
 
     def rows(self) -> Iterator[Row]:
@@ -100,13 +108,13 @@ class JSONLines:
                 yield row
                 number += 1
 
-    def _find_form(self) -> str:
-        """Return the form of the first row that can be read."""
+    def _find_form(self, otherwise: str) -> str:
+        """Return the form of the first row that can be read; without one `otherwise`."""
         for row in self._lines():
             if row.problem is None:
                 is_openai = "body" in row.fields and {"custom_id", "url"} & row.fields.keys()
                 return OPENAI if is_openai else ROWS
-        return ROWS
+        return otherwise
 
     def _find_repeated(self) -> set[int]:
         """Return the hashes that several custom_ids have. Memory: eight bytes a row."""
@@ -146,6 +154,9 @@ class ParquetRows:
                 self.schema = opened.schema_arrow
         except pyarrow.ArrowInvalid as error:
             raise ConfigError(f"the input {path} is no Parquet file: {error}") from None
+        for name, count in Counter(self.schema.names).items():
+            if count > 1:
+                raise ConfigError(f"the input {path} has {count} columns {shown(name)}: rename one")
         if {"body", "custom_id"} <= set(self.schema.names):
             raise ConfigError(f"OpenAI's batch format is JSON lines, and {path} is Parquet")
 
@@ -157,10 +168,21 @@ class ParquetRows:
             yield from opened.iter_batches(_ROWS_AT_ONCE)
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows."""
+        """Yield the rows.
+
+        Raises:
+            ConfigError: Python has no such values: a structure with two fields of one name, a
+                string that is not UTF-8.
+        """
         number = 0
         for batch in self.batches():
-            for fields in batch.to_pylist():
+            try:
+                rows = batch.to_pylist()
+            except (ValueError, NotImplementedError) as error:
+                raise ConfigError(
+                    f"the rows of {self.path} from {number} on cannot be read: {error}"
+                ) from None
+            for fields in rows:
                 yield Row(number, fields)
                 number += 1
 

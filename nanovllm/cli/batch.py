@@ -13,7 +13,7 @@ from nanovllm import demo_model
 from nanovllm.batch.job import Finished, Pool, Progress, run_job
 from nanovllm.batch.options import BatchOptions, RowOptions
 from nanovllm.batch.row_engine import RowEngine, check_form
-from nanovllm.batch.rows import OPENAI
+from nanovllm.batch.rows import OPENAI, ROWS
 from nanovllm.batch.sources import open_source
 from nanovllm.cli.flag_groups import add_compat_flags, add_engine_flags, add_sampling_flags
 from nanovllm.errors import ConfigError
@@ -64,7 +64,8 @@ def batch(args: argparse.Namespace) -> int:
     """Generate for each row of a file."""
     batch_options = BatchOptions(**given_fields(BatchOptions, args))
     engine_options = given_fields(Config, args)
-    source = open_source(Path(args.input))
+    form = ROWS if batch_options.served_model_name is None else OPENAI
+    source = open_source(Path(args.input), form)
     options = RowOptions(
         model=engine_options.pop("model") or demo_model.default_model(),
         engine_options=engine_options,

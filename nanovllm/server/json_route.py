@@ -5,7 +5,6 @@ Knows no fields: pydantic checks those.
 
 import asyncio
 import json
-import math
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from typing import Any
@@ -17,9 +16,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from nanovllm.options.validation import shown
 from nanovllm.server.error_bodies import APIError
+from nanovllm.utils import strict_json
+from nanovllm.utils.strict_json import MAX_DEPTH, RepeatedKeyError, TooDeepError
 
-MAX_DEPTH = 100
-"""Of arrays and objects in each other."""
 MAX_COMMAS = 2**18
 """In a body. It bounds the number of values, which take longer to read than text."""
 _LARGE_BYTES = 2**16
@@ -82,16 +81,14 @@ def parse(body: bytes) -> Any:
     if body.count(b",") > MAX_COMMAS:
         raise APIError(400, f"the body has more than {MAX_COMMAS} values: send fewer at once")
     try:
-        value = json.loads(
-            body.decode(),
-            object_pairs_hook=_unique,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-        )
+        value = strict_json.parse(body.decode())
         if b"\\u" in body:  # half a surrogate pair may be escaped; nothing can encode it again
             json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError:
-        raise _too_deep() from None
+    except TooDeepError:
+        raise APIError(400, f"the body is nested more than {MAX_DEPTH} deep") from None
+    except RepeatedKeyError as error:
+        message = f"the body has the key {shown(error.key)} twice"
+        raise APIError(400, message, param=error.key) from None
     except UnicodeDecodeError as error:
         raise APIError(
             400, f"the body is not UTF-8: {error.reason} at byte {error.start}"
@@ -103,8 +100,6 @@ def parse(body: bytes) -> Any:
         raise APIError(400, message) from None
     except ValueError as error:
         raise APIError(400, f"the body is not JSON: {error}") from None
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
-        _check_depth(value)
     return value
 
 
@@ -115,37 +110,3 @@ def _check_content_type(request: Request) -> None:
         raise APIError(
             415, f"the header Content-Type must be application/json, got {given}", param=None
         )
-
-
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        parents = [item for item in level if isinstance(item, dict | list)]
-        level = [v for p in parents for v in (p.values() if isinstance(p, dict) else p)]
-        if not level:
-            return
-    raise _too_deep()
-
-
-def _too_deep() -> APIError:
-    return APIError(400, f"the body is nested more than {MAX_DEPTH} deep")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        seen: set[str] = set()
-        name = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise APIError(400, f"the body has the key {shown(name)} twice", param=name)
-    return fields
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"it has no {name}")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"the number {shown(text)} is too large")
-    return number

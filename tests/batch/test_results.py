@@ -1,6 +1,7 @@
 """Inputs and outputs as files: JSON lines and Parquet, each into each."""
 
 import datetime
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from nanovllm.batch.lines import OUTPUT_COLUMNS
 from nanovllm.batch.sources import open_source
 from nanovllm.errors import ConfigError
-from tests.batch.helpers import questions, read_rows, run, write_rows
+from tests.batch.helpers import questions, read_rows, row_options, run, write_rows
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -63,14 +64,55 @@ def test_rows_of_json_with_several_columns_become_one_table(tmp_path: Path) -> N
     assert [len(text or ()) for text in found["generated_text"].to_pylist()] == [2, 2, 0, 2, 2]
 
 
-@pytest.mark.parametrize("tag", ["text", 10**30, [[1], [{}]]])
+DEEP: Any = 1
+for _ in range(60):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    "tag", ["text", 10**30, [[1], [{}]], {}, {"a": {}}, DEEP, 2**53 + 1, ["half \ud800"]]
+)
 def test_rows_that_do_not_fit_are_refused_before_they_are_computed(
     tmp_path: Path, tag: object
 ) -> None:
-    source = write_rows(tmp_path / "in.jsonl", [*questions(2), {"prompt": "x", "tag": tag}])
+    others = [{"prompt": "x", "tag": 2.5}] if isinstance(tag, int) else []
+    rows = [*questions(2), *others, {"prompt": "x", "tag": tag}]
+    source = write_rows(tmp_path / "in.jsonl", rows)
     with pytest.raises(ConfigError, match="do not fit the columns of a Parquet file"):
         run(source, tmp_path / "out.parquet")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+TWO_FIELDS = pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
+NO_UTF8 = pa.array([b"\xff"], pa.binary()).view(pa.string())
+
+
+@pytest.mark.parametrize("output", ["out.parquet", "out.jsonl"])
+@pytest.mark.parametrize("column", [TWO_FIELDS, NO_UTF8])
+def test_values_that_cannot_be_read_are_refused_before_rows_are_computed(
+    tmp_path: Path, column: Any, output: str
+) -> None:
+    parquet.write_table(pa.table({"prompt": ["A"], "x": column}), tmp_path / "in.parquet")
+    with pytest.raises(ConfigError, match="the rows of .*in.parquet from 0 on cannot be read: "):
+        run(tmp_path / "in.parquet", tmp_path / output)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.parquet"]
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    """Symptom: one is lost without a word."""
+    columns = [pa.array(["a"]), pa.array(["b"])]
+    parquet.write_table(pa.table(columns, names=["prompt"] * 2), tmp_path / "in.parquet")
+    with pytest.raises(ConfigError, match="has 2 columns 'prompt': rename one"):
+        open_source(tmp_path / "in.parquet")
+    with pytest.raises(ConfigError, match="id_column='error' is a column of the output"):
+        row_options(id_column="error")
+
+
+def test_a_pipe_is_no_input(tmp_path: Path) -> None:
+    """Symptom: it is read once, and the second reading waits for ever."""
+    os.mkfifo(tmp_path / "in.jsonl")
+    with pytest.raises(ConfigError, match="no regular file, and it is read several times"):
+        open_source(tmp_path / "in.jsonl")
 
 
 def test_half_a_character_does_not_fit(tmp_path: Path) -> None:

@@ -33,10 +33,14 @@ def test_seeds_are_made_from_ids() -> None:
     ("line", "message"),
     [
         (b'{"a": ', "not JSON: Expecting value at column 7"),
+        (b'{"a": 1\n', "not JSON: Expecting ',' delimiter at column 8"),
         (b"[1]", "a row must be an object .* got \\[1\\]"),
         (b'{"a": NaN}', "it has no NaN"),
         (b'{"a": "\xff"}', "not UTF-8: invalid start byte at byte 7"),
-        (b"[" * 100_000, "nested too deeply"),
+        (b"[" * 100_000, "nested more than 100 deep"),
+        (b'{"a": %b1e999%b}' % (b"[" * 600, b"]" * 600), "the number '1e999' is too large"),
+        (b'{"a": %b1%b}' % (b"[" * 100, b"]" * 100), "nested more than 100 deep"),
+        (b'{"a": {"b": 1, "b": 1}}', "the line has the key 'b' twice"),
         (b'{"a": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
     ],
 )
@@ -46,11 +50,15 @@ def test_a_line_that_is_no_row(line: bytes, message: str) -> None:
 
 
 def test_json_has_no_infinity_and_no_nan() -> None:
-    """A Parquet file has them, and so does Python for 1e999."""
-    fields = parse_object(b'{"a": [1e999, -1e999, 1.5]}')
-    assert (
-        dumps({**fields, "b": {"c": float("nan")}}) == b'{"a": [null, null, 1.5], "b": {"c": null}}'
-    )
+    """A Parquet file has them."""
+    fields = {"a": [float("inf"), 1.5], "b": {"c": float("nan")}}
+    assert dumps(fields) == b'{"a": [null, 1.5], "b": {"c": null}}'
+
+
+def test_what_can_be_read_can_be_written() -> None:
+    """Symptom: a row 600 deep with 1e999 is computed, and no output can be written."""
+    line = b'{"a": %b1.5%b}' % (b"[" * 99, b"]" * 99)
+    assert dumps(parse_object(line)) == line
 
 
 def test_the_mark_that_some_editors_write_first() -> None:

@@ -29,6 +29,17 @@ def test_rows_with_and_without_errors(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "2 rows, 1 with an error: see the column error; " in said
 
 
+@pytest.mark.parametrize("flags", [[], ["--served-model-name", "x"], ["--prompt-column", "q"]])
+def test_an_input_of_no_rows(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str]
+) -> None:
+    """It has no form, so options of either form are right."""
+    source = write_rows(tmp_path / "in.jsonl", [])
+    status, said = run(capsys, source, tmp_path / "out.jsonl", *flags)
+    assert (status, "0 rows" in said) == (0, True)
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
