@@ -27,7 +27,7 @@ TAGS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, *ENDS_OF_ANSWER)
 
 _CHANNEL_NAME = re.compile(r"\W*(analysis|commentary|final)(?![a-z])[?.…]*")
 _RECIPIENT = re.compile(r"\bto=(\S+)")
-_UNTAGGED_HEADER = re.compile(r"\s*(?:assistant\s+)?to=\S*(?:\s+\S*)?\s*")
+_UNTAGGED_HEADER = re.compile(r"\s*+(?:assistant\s++)?to=\S*+(?:\s++\S*+)?\s*+")
 _READERS = ("assistant", "user", "all")
 """Recipients that are no functions."""
 _CONTENT_TYPES = ("json", "code", "text")

@@ -5,12 +5,16 @@ What is not implemented is refused by name. Knows no weights and no model.
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.options.validation import shown
+from nanovllm.utils.safe_regex import SafeRegex
 
 T = TypeVar("T")
+Patterns = list[tuple[str | SafeRegex, T]]
+"""Ends of paths, or expressions that match a whole path, each with the value of such linears."""
 
 MAX_RANK = 512
 """Of any adapter."""
@@ -18,10 +22,6 @@ _MAX_PATTERNS = 4096
 """Entries of rank_pattern or alpha_pattern."""
 _MAX_EXPRESSIONS = 16
 """How many of them may be regular expressions, which take longer to match than names."""
-_MAX_EXPRESSION = 200
-"""Characters of one."""
-_SLOW = re.compile(r"\(\?(?!:)|\)[*+?{]|\\[0-9]")
-"""A group that looks around, a group that repeats, a reference to a group."""
 _NAME = re.compile(r"[\w.\-]+")
 _PLAIN_INITS = ("gaussian", "orthogonal", "eva")
 """Initialisations that leave the base's weights as they are. Others change the base, too."""
@@ -45,8 +45,8 @@ class PeftConfig(NamedTuple):
     rank: int
     alpha: float
     rslora: bool
-    rank_pattern: dict[str, int]
-    alpha_pattern: dict[str, float]
+    rank_pattern: Patterns[int]
+    alpha_pattern: Patterns[float]
     targets: tuple[str, ...] | None
     """Ends of the names of the linears; None: an expression, or all of them."""
 
@@ -140,52 +140,48 @@ def _alpha(value: Any, name: str, source: str) -> float:
     return float(value)
 
 
-def _pattern(value: Any, name: str, check: Any, source: str) -> dict[str, Any]:
-    """Return a checked rank_pattern or alpha_pattern.
-
-    Its expressions are few, and each has at most two repetitions of single characters: then the
-    time to match is at most a square of the length.
-    """
+def _pattern(
+    value: Any, name: str, check: Callable[[Any, str, str], T], source: str
+) -> Patterns[T]:
+    """Return a checked rank_pattern or alpha_pattern."""
     if value is None:
-        return {}
+        return []
     if not isinstance(value, dict) or len(value) > _MAX_PATTERNS:
         raise CheckpointError(
             f"{source}: {name} must be an object of at most {_MAX_PATTERNS} entries, is "
             f"{shown(value)}"
         )
-    expressions = [key for key in value if not _NAME.fullmatch(key)]
-    if len(expressions) > _MAX_EXPRESSIONS:
+    num_expressions = sum(not _NAME.fullmatch(key) for key in value)
+    if num_expressions > _MAX_EXPRESSIONS:
         raise UnsupportedModelError(
-            f"{source}: {name} has {len(expressions)} regular expressions; at most "
+            f"{source}: {name} has {num_expressions} regular expressions; at most "
             f"{_MAX_EXPRESSIONS} are supported, so name the linears"
         )
-    for key in expressions:
-        _check_expression(key, name, source)
-    return {key: check(number, f"{name} of {shown(key)}", source) for key, number in value.items()}
+    return [
+        (_end(key, name, source), check(number, f"{name} of {shown(key)}", source))
+        for key, number in value.items()
+    ]
 
 
-def _check_expression(pattern: str, name: str, source: str) -> None:
-    """Check that `pattern` is a regular expression that is matched fast."""
-    repeats = sum(pattern.count(sign) for sign in "*+{")
-    if len(pattern) > _MAX_EXPRESSION or repeats > 2 or _SLOW.search(pattern):
-        raise UnsupportedModelError(
-            f"{source}: {name} {shown(pattern)} is a regular expression that may take long to "
-            "match: name the linears"
-        )
+def _end(pattern: str, name: str, source: str) -> str | SafeRegex:
+    """Return what a path has to end with to match `pattern`, as PEFT reads it."""
+    if _NAME.fullmatch(pattern):
+        return pattern
     try:
-        re.compile(f"({pattern})$")
-    except (re.error, OverflowError, RecursionError) as error:
-        raise CheckpointError(
-            f"{source}: {name} {shown(pattern)} is no regular expression: {error}"
+        return SafeRegex(rf"(.*\.)?({pattern})$")
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{source}: {name} {shown(pattern)} is a regular expression that is not supported "
+            f"({error}): name the linears"
         ) from error
 
 
-def _matching(patterns: dict[str, T], module: str, default: T) -> T:
-    """Return the value of the first pattern that matches the end of path `module`, as PEFT does."""
-    for key, value in patterns.items():
-        if _NAME.fullmatch(key):
-            if module == key or module.endswith(f".{key}"):
+def _matching(patterns: Patterns[T], module: str, default: T) -> T:
+    """Return the value of the first pattern that matches the end of path `module`."""
+    for end, value in patterns:
+        if isinstance(end, SafeRegex):
+            if end.match(module):
                 return value
-        elif re.match(rf"(.*\.)?({key})$", module):
+        elif module == end or module.endswith(f".{end}"):
             return value
     return default

@@ -9,6 +9,11 @@ from typing import Annotated
 
 MAX_LENGTH = 1_000
 """Characters of a pattern."""
+_MAX_SIZE = 10_000
+"""Of a pattern whose counted repetitions are written out, see `_size`. The time to match is in
+proportion to it, too: a few milliseconds for a name."""
+_CLASS_SIZE = 100
+"""What a class of all letters of Unicode, such as \\w, counts for."""
 _REPEAT = r"(?:[*+?]|\{(?:\d{1,3}|\d{0,3},\d{0,3})\})"
 _TOKEN = re.compile(
     rf"(?P<refused>\(\?(?!:).?|{_REPEAT}\??+(?={_REPEAT})|\\(?:[^\W_dDwWsS]|$))"
@@ -17,6 +22,7 @@ _TOKEN = re.compile(
     r"|(?P<brace>[{}])|\[|\\.|.",
     re.DOTALL,
 )
+_DIGITS, _CLASS = re.compile(r"\d+"), re.compile(r"\\[dDwWsS]")
 _SET_OPERATION = re.compile("&&|--|~~")
 
 
@@ -24,7 +30,7 @@ class SafeRegex:
     """A regular expression, as Python reads it with DOTALL.
 
     Raises:
-        ValueError: the syntax is wrong, or not the same in Python and in Rust.
+        ValueError: the syntax is wrong, not the same in Python and in Rust, or asks for too much.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -34,6 +40,8 @@ class SafeRegex:
 
         if len(pattern) > MAX_LENGTH:
             raise ValueError(f"it has {len(pattern)} characters, at most {MAX_LENGTH} are read")
+        if (size := _size(pattern)) > _MAX_SIZE:
+            raise ValueError(f"its repetitions make it {size} long, at most {_MAX_SIZE} is read")
         inner = _TOKEN.sub(_in_rust, pattern)
         try:
             for whole in (inner, rf"\A(?s:{inner})"):  # a ")" of its own must not end the group
@@ -51,6 +59,23 @@ class SafeRegex:
         except ValidationError:
             return False
         return True
+
+
+def _size(pattern: str) -> int:
+    """Return the number of tokens in `pattern` when its counted repetitions are written out."""
+    totals, last = [0], 0  # of each open group, without its last part; of that part
+    for token in _TOKEN.finditer(pattern):
+        word = token[0]
+        if token["repeat"]:
+            last *= max([1, *map(int, _DIGITS.findall(word))])
+            continue
+        totals[-1] += last
+        last = _CLASS_SIZE if _CLASS.search(word) else 1
+        if word == "(":
+            totals.append(0)
+        elif word == ")" and len(totals) > 1:
+            last += totals.pop()
+    return sum(totals) + last
 
 
 def _in_rust(token: re.Match[str]) -> str:
