@@ -177,17 +177,41 @@ def test_async_requests_fail_alone(poisoned: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rules_that_leave_no_token_are_the_same_error(
+def test_rules_that_leave_no_token_say_nothing_about_the_kv(
     poisoned_llm: LLM, temperature: float
 ) -> None:
-    """Symptom: a token that the request forbids, or token 0."""
+    """Symptoms: a token that the request forbids, or token 0; a shared prompt leaves the cache."""
+    prompt = sound_prompt(11, 40)
+    generate(poisoned_llm, prompt)
     everything = list(range(1003))
     none_left = SamplingParams(
         temperature=temperature, min_tokens=2, stop_token_ids=everything, max_tokens=4
     )
     too_much = SamplingParams(temperature=temperature, repetition_penalty=1e-300, max_tokens=4)
-    for params in (none_left, too_much):
-        assert_failed(generate(poisoned_llm, [1, 2, 3], params))
+    fails = SamplingParams(temperature=temperature, logits_processors=[lambda *_: 1 // 0])
+    for params, reason in (
+        (none_left, "no token can be chosen: the request's rules"),
+        (too_much, "no token can be chosen: the request's rules"),
+        (fails, "a logits processor failed: ZeroDivisionError"),
+    ):
+        output = generate(poisoned_llm, prompt, params)
+        assert output.finish_reason == "error"
+        assert str(output.outputs[0].stop_reason).startswith(reason)
+    assert generate(poisoned_llm, prompt).num_cached_tokens == 36
+
+
+def test_rules_of_broken_logits_do_not_hide_them(poisoned_llm: LLM) -> None:
+    """The KV of a request whose processor fails on NaN is not to be trusted either."""
+    prompt = [POISON, *sound_prompt(12, 40)]
+    for rules in (
+        {"allowed_token_ids": [5, 6]},
+        {"logits_processors": [lambda *_: 1 // 0]},
+        {"repetition_penalty": 1.5},
+    ):
+        for _ in range(2):
+            output = generate(poisoned_llm, prompt, SamplingParams(temperature=0.0, **rules))
+            assert output.finish_reason == "error"
+            assert output.num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

@@ -4,6 +4,7 @@ The models are computed by the C kernels in bfloat16, where a token's bits do no
 batch; without a compiler they are float32.
 """
 
+import dataclasses
 import gc
 import json
 import random
@@ -27,6 +28,7 @@ from tests.helpers import (
     Request,
     assert_idle,
     environment,
+    generate,
     generate_all,
     random_prompt,
     token_ids,
@@ -120,6 +122,23 @@ def test_a_small_pool_with_host_memory(
     assert stats.num_host_tokens > 300
     assert stats.num_failed_loads == 0
     assert stats.num_store_tokens == 0
+
+
+@pytest.mark.parametrize("model", ["shipped"], indirect=True)
+def test_a_request_that_its_own_rules_end_takes_no_prompt_from_the_tiers(
+    engine: Any, model: str
+) -> None:
+    """Symptom: a system prompt that all share was computed for each, for the life of the engine."""
+    llm = engine(model, num_kvcache_blocks=9, **GIB)
+    system = list(range(100, 196))
+    greedy = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    no_token = dataclasses.replace(greedy, min_tokens=2, stop_token_ids=list(range(1024)))
+    generate(llm, [*system, 1], greedy)
+    assert generate(llm, [*system, 2], no_token).finish_reason == "error"
+    for turn in range(2):
+        generate(llm, [turn] * 250, greedy)  # the system prompt leaves the pool
+        assert generate(llm, [*system, 3 + turn], greedy).num_cached_tokens == len(system)
+    assert stats_of(llm).num_host_tokens > 0
 
 
 @pytest.mark.parametrize(("model", "name"), [(name, name) for name in MODELS], indirect=["model"])

@@ -219,7 +219,7 @@ class LLMEngine:
         for seq in self.scheduler.update(schedule, result):
             request, ending = self.output_processor.process_tokens(seq, now)
             if ending is not None:
-                self.scheduler.finish(seq, *ending)
+                self.scheduler.finish(seq, *ending[:2])
             if seq.is_finished:
                 self.observer.end(seq)
                 if seq.finish_reason == "error":

@@ -16,6 +16,8 @@ from nanovllm.options.validation import shown
 
 _ANY, _NONE = -1, -2
 """In place of a token: matches every token, and none."""
+RULED_OUT = -2
+"""Stands for the token of a row whose logits were a distribution before the rules."""
 
 
 class LogitsRules:
@@ -160,3 +162,12 @@ def apply_rules(logits: torch.Tensor, rows: list[Ruled]) -> None:
     with torch_on_one_thread():  # a row takes microseconds
         for index, rules, tokens in rows:
             rules.apply(logits[index], tokens)
+
+
+def told_apart(tokens: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
+    """Return `tokens` [S], but RULED_OUT for NO_TOKEN where the rules are the reason.
+
+    Args:
+        likeliest: [S], what `Kernels.greedy` returns of the logits before the rules.
+    """
+    return torch.where((tokens < 0) & (likeliest >= 0), RULED_OUT, tokens)

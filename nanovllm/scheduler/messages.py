@@ -130,9 +130,9 @@ class TokenLogprobs(NamedTuple):
 class Ending(NamedTuple):
     """Why a sequence ends, if no token says so."""
 
-    finish_reason: str
-    """"error" if it cannot go on, "stop" if its output is complete."""
+    finish_reason: str  # "error" if it cannot go on, "stop" if its output is complete
     stop_reason: str | None = None
+    doubts_kv: bool = False  # the model's logits are not finite, so its KV may be wrong
 
 
 class RowDetails(NamedTuple):

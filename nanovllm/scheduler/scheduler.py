@@ -94,7 +94,7 @@ class Scheduler:
     def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
         """Append a step's tokens; return the sequences that got any or failed, finished ones too.
 
-        An error ends its sequence. The KV of its tokens may be wrong, so it is not published.
+        An error ends its sequence. What this step wrote for it is not published.
         """
         assert schedule.step_id == result.step_id
         advanced: list[Sequence] = []
@@ -107,7 +107,8 @@ class Scheduler:
             seq.num_in_flight_steps -= 1
             details = result.details.get(row.seq_id, _NO_DETAILS)
             if details.ending is not None:
-                self.finish(seq, *details.ending)
+                seq.doubts_kv = details.ending.doubts_kv
+                self.finish(seq, *details.ending[:2])
                 advanced.append(seq)
                 continue
             if details.prompt_logprobs:
@@ -275,7 +276,7 @@ class Scheduler:
         # Launched steps may still write to its blocks and table row. Their next owner's steps are
         # launched after them, and steps run in that order.
         self.running.remove(seq)
-        self.block_manager.free(seq, keep_cached=seq.finish_reason != "error")
+        self.block_manager.free(seq, keep_cached=not seq.doubts_kv)
         assert seq.table_idx is not None
         self._free_table_indices.append(seq.table_idx)
         seq.table_idx = None

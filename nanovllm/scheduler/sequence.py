@@ -59,6 +59,7 @@ class Sequence:
     table_idx: int | None = None  # row in the workers' tables; None while waiting
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # stop token or string, or an error's reason
+    doubts_kv: bool = False  # see `Ending`
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of output tokens, if requested
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
 

@@ -79,7 +79,7 @@ def sampled_logprobs(
     if not counts:
         return []
     rows = upload(list(counts), tables.device)
-    own = tokens[rows].clamp(min=0)  # a row with NO_TOKEN fails, so its numbers do not count
+    own = tokens[rows].clamp(min=0)  # a row without a token fails: its numbers do not count
     most, normalized = max(counts.values()), mode.endswith("logprobs")
     if mode.startswith("processed"):
         process = partial(processed_logits, sampling=sampling.parameters().take(rows))

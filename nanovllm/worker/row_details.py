@@ -6,6 +6,7 @@ Knows no device: the outputs are on the host.
 
 from collections.abc import Mapping
 
+from nanovllm.layers.logits_rules import RULED_OUT
 from nanovllm.layers.sampler import NO_TOKEN
 from nanovllm.scheduler.messages import Ending, Row, RowDetails
 from nanovllm.worker.extensions import ForcedTokens
@@ -14,10 +15,17 @@ from nanovllm.worker.logprobs import Logprobs, by_sequence
 NO_DISTRIBUTION = Ending(
     "error",
     "no token can be chosen: the logits have NaN or inf, or all are -inf; check the model's "
-    "weights and dtype, and whether the request's rules (bad_words, min_tokens, "
-    "structured_outputs, ...) forbid every token",
+    "weights and dtype",
+    doubts_kv=True,
 )
 """Of a row whose token is NO_TOKEN."""
+NO_CHOICE = Ending(
+    "error",
+    "no token can be chosen: the request's rules (bad_words, min_tokens, structured_outputs, ...) "
+    "forbid every token, or make logits NaN or inf; change them",
+)
+"""Of a row whose token is RULED_OUT."""
+_ENDINGS = {NO_TOKEN: NO_DISTRIBUTION, RULED_OUT: NO_CHOICE}
 
 
 def detailed_results(
@@ -31,7 +39,7 @@ def detailed_results(
     """Return the tokens of each row, and by sequence id the details of the rows that have any.
 
     Args:
-        sampled: [S], a token or NO_TOKEN for each sample.
+        sampled: [S], a token, NO_TOKEN or RULED_OUT for each sample.
         drafts: [S], the draft that the sample may confirm.
         endings, forcing, logprobs: of `StepOutput`.
     """
@@ -69,9 +77,9 @@ def _accepted(
     tokens: list[int] = []
     for sample in range(first, last + 1):
         token = sampled[sample]
-        ending = endings.get(sample, NO_DISTRIBUTION if token == NO_TOKEN else None)
+        ending = endings.get(sample, _ENDINGS.get(token))
         if ending is not None:
-            return tokens, None if tokens else ending
+            return tokens, None if tokens else ending._replace(doubts_kv=token == NO_TOKEN)
         tokens.append(token)
         if sample < last and drafts[sample] != token:
             break

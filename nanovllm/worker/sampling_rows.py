@@ -5,7 +5,7 @@ import itertools
 import torch
 
 from nanovllm.layers.grouped_draw import draw_by_group
-from nanovllm.layers.logits_rules import apply_rules, run_processors
+from nanovllm.layers.logits_rules import apply_rules, run_processors, told_apart
 from nanovllm.layers.sampling_filters import Sampling
 from nanovllm.scheduler.messages import Ending, Row
 from nanovllm.utils.transfer import upload
@@ -72,22 +72,20 @@ class SamplingRows:
         return len(self.rows)
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return a token [S] int64 for each row of logits [S, vocab_size]; NO_TOKEN for a row whose
-        logits are no distribution after its rules.
-        """
-        logits = self.ruled = self.apply_rules(logits)
-        if all(params.is_greedy for params in self.params):
-            return self._tables.kernels.greedy(logits)
-        return draw_by_group(logits, self.parameters(), self.params)
+        """Return [S] int64: a token, NO_TOKEN or RULED_OUT; `logits` are [S, vocab_size]."""
+        ruled = self.ruled = self.apply_rules(logits)
+        greedy = self._tables.kernels.greedy
+        draws = not all(params.is_greedy for params in self.params)
+        tokens = draw_by_group(ruled, self.parameters(), self.params) if draws else greedy(ruled)
+        return tokens if ruled is logits else told_apart(tokens, greedy(logits))
 
     def store(self, token_ids: torch.Tensor) -> None:
         """Write the sampled tokens [S] to the device tables, where the next step reads them.
 
-        The tables get 0 for NO_TOKEN, because the next step looks up its embedding. Behind the
+        The tables get 0 for no token, because the next step looks up its embedding. Behind the
         first wrong draft they get tokens that do not count; the next step overwrites them.
         """
-        known = token_ids.clamp(min=0).int()
-        self._tables.token_ids[self._table_indices, self._positions] = known
+        self._tables.token_ids[self._table_indices, self._positions] = token_ids.clamp(min=0).int()
 
     def accept(self, token_ids: torch.Tensor) -> None:
         """Note in the device tables where each row ends, as `Kernels.accept` does."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import torch
 
-from nanovllm.layers.sampler import NO_TOKEN
 from nanovllm.scheduler.messages import Ending, Row, RowDetails, StepResult
 from nanovllm.utils.transfer import to_host
 from nanovllm.worker.extensions import ForcedTokens
@@ -20,7 +19,7 @@ class StepOutput:
     """The outputs of a step, on the device or on the host."""
 
     token_ids: torch.Tensor
-    """[S] int64, a token or NO_TOKEN for each sample of `SamplingRows`."""
+    """[S] int64, what `SamplingRows.sample` returned."""
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
     """Of the samples and prompts whose request wants them."""
     endings: dict[int, Ending] = dataclasses.field(default_factory=dict)
@@ -49,7 +48,7 @@ class StepOutput:
         The copies to the host must be complete.
         """
         sampled = self.token_ids.tolist()
-        has_details = self.logprobs or self.endings or self.forcing or NO_TOKEN in sampled
+        has_details = self.logprobs or self.endings or self.forcing or min(sampled, default=0) < 0
         if self.draft_ids is None and not has_details:  # most steps: one token a row
             tokens_left = iter(sampled)
             return [[next(tokens_left)] if row.samples else [] for row in rows], {}

@@ -292,7 +292,7 @@ class FakeWorker:
         """Return the tokens of a row, up to the first that no draft equals, and why it has none."""
         num_right = sum(1 for _ in takewhile(lambda i: drafts[i] == sampled[i], range(len(drafts))))
         room = self.fails_from.get(row.seq_id, row.end + 1) - row.sample_position
-        ending = Ending("error", "no token") if room <= 0 else None
+        ending = Ending("error", "no token", doubts_kv=True) if room <= 0 else None
         return sampled[: max(0, min(num_right + 1, room))], ending
 
     def _write_garbage(self, row: Row) -> None:

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from nanovllm.layers.logits_rules import RULED_OUT
 from nanovllm.layers.sampler import NO_TOKEN
 from nanovllm.scheduler.messages import Ending, Row, RowDetails, StepResult
-from nanovllm.worker.row_details import NO_DISTRIBUTION
+from nanovllm.worker.row_details import NO_CHOICE, NO_DISTRIBUTION
 from nanovllm.worker.step_output import PendingResult, StepOutput
 
 FAILED = Ending("error", "a logits processor failed: ValueError: no")
@@ -67,7 +68,13 @@ def test_failure_behind_a_wrong_draft_does_not_count() -> None:
 
 
 def test_reason_of_a_processor_comes_before_that_of_the_logits() -> None:
-    assert accept([5], [NO_TOKEN, 6], endings={0: FAILED}) == ([], FAILED)
+    assert accept([5], [NO_TOKEN, 6], endings={0: FAILED}) == ([], FAILED._replace(doubts_kv=True))
+    assert accept([5], [RULED_OUT, 6], endings={0: FAILED}) == ([], FAILED)
+
+
+def test_rules_that_leave_no_token() -> None:
+    assert accept([], [RULED_OUT]) == ([], NO_CHOICE)
+    assert not NO_CHOICE.doubts_kv
 
 
 def test_each_row_has_its_own_samples_and_ending() -> None:
