@@ -39,6 +39,9 @@ class OpenAIRows:
         served = ServerOptions(
             served_model_name=options.batch.served_model_name,
             lora_modules=options.batch.lora_modules,
+            chat_template=options.batch.chat_template,
+            tool_call_parser=options.batch.tool_call_parser,
+            reasoning_parser=options.batch.reasoning_parser,
             max_waiting=2**20,
             max_body_bytes=2**30,
             read_timeout=1e6,

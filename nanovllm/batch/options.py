@@ -22,6 +22,7 @@ from nanovllm.options.validation import (
     shown,
     strict_keywords,
 )
+from nanovllm.server.options import template_text
 
 _NO_COLUMNS = {
     "logits_processors": "a batch has no functions in it",
@@ -31,7 +32,13 @@ _NO_COLUMNS = {
 }
 """Sampling parameters that a batch does not take."""
 
-_FORMS = {"prompt_column": ROWS, "id_column": ROWS, "served_model_name": OPENAI}
+_FORMS = {
+    "prompt_column": ROWS,
+    "id_column": ROWS,
+    "served_model_name": OPENAI,
+    "tool_call_parser": OPENAI,
+    "reasoning_parser": OPENAI,
+}
 """Options of one form of rows."""
 
 
@@ -49,6 +56,13 @@ class BatchOptions:
     "messages"."""
     id_column: Annotated[str, check_text] = "id"
     """Column with the id of a row, from which its seed is made. A row without it has its number."""
+    chat_template: Annotated[str | None, template_text] = None
+    """File with a Jinja template for messages, or the template itself. None is the checkpoint's."""
+    tool_call_parser: Annotated[str, check_text] = "auto"
+    """Format of tool calls in answers of OpenAI's batch format; "auto" recognises it by the chat
+    template."""
+    reasoning_parser: Annotated[str, check_text] = "auto"
+    """Format of reasoning in answers of OpenAI's batch format, likewise."""
     served_model_name: Annotated[str | None, check_text] = None
     """Name of the model in the bodies of OpenAI's batch format. None is the last part of its path,
     or its hub id."""
@@ -70,6 +84,11 @@ class BatchOptions:
             raise ConfigError(f"id_column={shown(self.id_column)} is a column of the output")
         if self.prompt_column == self.id_column:
             raise ConfigError(f"prompt_column and id_column are both {shown(self.id_column)}")
+
+    @property
+    def parsers(self) -> tuple[str, str]:
+        """The formats of tool calls and of reasoning."""
+        return self.tool_call_parser, self.reasoning_parser
 
     @property
     def uses_ray(self) -> bool:
@@ -115,6 +134,10 @@ class RowOptions:
                 "write it in each row's body"
             )
         self._check_names()
+        if self.form == OPENAI:
+            from nanovllm.server.answers import find_answer_format
+
+            find_answer_format(None, *self.batch.parsers)  # checks their names
 
     def _check_names(self) -> None:
         """Raise ConfigError for an option of the other form of rows."""
@@ -143,6 +166,8 @@ class RowOptions:
             "prompt column": self.batch.prompt_column,
             "id column": self.batch.id_column,
             "served model name": self.batch.served_model_name,
+            "chat template": self.batch.chat_template,
+            "parsers": list(self.batch.parsers),
         }
 
 

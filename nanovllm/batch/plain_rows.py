@@ -77,7 +77,10 @@ class PlainRows:
         if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
             raise InvalidRequestError(f"messages must be a list of objects, got {shown(messages)}")
         conversation = [_without_none(message) for message in messages]
-        return await self._llm.chat(conversation, params, lora_request=adapter)
+        template = self._options.batch.chat_template
+        return await self._llm.chat(
+            conversation, params, lora_request=adapter, chat_template=template
+        )
 
     def _adapter(self, row: Row) -> LoRARequest | None:
         """Return the adapter that a row names as its model. Without adapters the column is any."""

@@ -135,8 +135,6 @@ def _split(options: dict[str, Any]) -> _Given:
     given["api_keys"] = (*given.get("api_keys", ()), *keys_of_environment())
     server = ServerOptions(**given)
     find_answer_format(None, server.tool_call_parser, server.reasoning_parser)  # checks them
-    # Other nodes may not have the file.
-    server = dataclasses.replace(server, chat_template=server.read_chat_template())
     return _Given(server, part(options.keys() - of_server - _OF_SERVE), part(_OF_SERVE))
 
 

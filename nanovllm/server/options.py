@@ -29,6 +29,21 @@ _MAX_FILES = 10**6
 """Linux lets a process open 2**20 files, by default."""
 
 
+def template_text(error: Error, name: str, value: Any) -> str:
+    """Return a chat template, given as a file or itself, else raise `error`."""
+    given = check_text(error, name, value)
+    if "{{" in given or "{%" in given:
+        return given
+    try:
+        text = Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as cause:
+        reason = getattr(cause, "strerror", None) or cause
+        raise error(f"{name} {shown(value)} cannot be read: {reason}") from cause
+    if "{{" in text or "{%" in text:
+        return text
+    raise error(f"{name} {shown(value)} is no template: it has neither {{{{ nor {{%")
+
+
 def _path(error: Error, name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.startswith("/") or value.endswith("/"):
         rule = 'must begin with "/" and not end with it, such as "/llm"'
@@ -87,7 +102,7 @@ class ServerOptions:
     root_path: Annotated[str | None, _path] = None
     """Path under which a proxy has the server, such as "/llm"; requests may come with it or
     without. None is no path."""
-    chat_template: Annotated[str | None, check_text] = None
+    chat_template: Annotated[str | None, template_text] = None
     """File with a Jinja template, or the template itself. None is the checkpoint's template."""
     tool_call_parser: Annotated[str, check_text] = "auto"
     """Format of tool calls in answers; "auto" recognises it by the chat template."""
@@ -96,25 +111,9 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         check_fields(ConfigError, self)
-        self.read_chat_template()  # fails now if it cannot be read
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise ConfigError("an API key must be printable ASCII characters without spaces")
-
-    def read_chat_template(self) -> str | None:
-        """Return the text of the chat template; None is the checkpoint's.
-
-        Raises:
-            ConfigError: the file cannot be read.
-        """
-        given = self.chat_template
-        if given is None or "{{" in given or "{%" in given:
-            return given
-        try:
-            return Path(given).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"chat_template {shown(given)} cannot be read: {reason}") from error
 
     @property
     def is_local(self) -> bool:

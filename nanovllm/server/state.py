@@ -49,7 +49,7 @@ class ServerState:
             engine.input_processor.find_adapter,
             options.lora_directory,
         )
-        self.chat_template = options.read_chat_template()
+        self.chat_template = options.chat_template
         """Renders conversations; None is the checkpoint's."""
         self.metrics = ServerMetrics(self.model_name, llm)
         self.admission = Admission(

@@ -115,5 +115,46 @@ def test_options_that_do_not_count_are_refused(tmp_path: Path) -> None:
         run(source, tmp_path / "out.jsonl", prompt_column="q")
     with pytest.raises(ConfigError, match="served_model_name='mine' is for OpenAI's batch format"):
         row_options(served_model_name="mine")
+    with pytest.raises(ConfigError, match="tool_call_parser='hermes' is for OpenAI's batch format"):
+        row_options(tool_call_parser="hermes")
+    with pytest.raises(ConfigError, match="reasoning_parser must be one of auto, none, qwen3"):
+        run(source, tmp_path / "out.jsonl", reasoning_parser="qwen")
     run(source, tmp_path / "out.jsonl", served_model_name="mine")
     assert json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]["model"] == "mine"
+
+
+def test_the_template_and_the_parsers_of_a_batch(tmp_path: Path) -> None:
+    """The template's answer is a call that one parser reads and another one leaves in the text."""
+    call = '[TOOL_CALLS][{"name": "f", "arguments": {}}]'
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}<|im_start|>{{ m.role }}{% endfor %}")
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "structured_outputs": {"choice": [call]},
+        "max_tokens": 64,
+    }
+    row = {"custom_id": "a", "url": "/v1/chat/completions", "body": body}
+    source = write_rows(tmp_path / "in.jsonl", [row])
+    counts = set()
+    for name, has_calls in (("mistral", True), ("hermes", False)):
+        for given in (None, str(template)):
+            output = tmp_path / f"{name}{given is None}.jsonl"
+            run(source, output, tool_call_parser=name, chat_template=given, engine_options=ROOM)
+            (done,) = read_rows(output)
+            answer = done["response"]["body"]
+            counts.add((given is None, answer["usage"]["prompt_tokens"]))
+            message = answer["choices"][0]["message"]
+            assert bool(message.get("tool_calls")) == has_calls
+            assert (message["content"] == call) != has_calls
+    assert len(counts) == 2
+
+
+def test_rows_with_messages_take_the_template(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    source = write_rows(tmp_path / "in.jsonl", [{"messages": [{"role": "user", "content": "Hi"}]}])
+    run(source, tmp_path / "own.jsonl")
+    run(source, tmp_path / "out.jsonl", chat_template=template)
+    own, given = (read_rows(tmp_path / f"{name}.jsonl")[0] for name in ("own", "out"))
+    assert given["num_input_tokens"] < own["num_input_tokens"]
+    assert row_options(chat_template=template).identity() != row_options().identity()
