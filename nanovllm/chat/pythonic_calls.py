@@ -12,7 +12,6 @@ from typing import ClassVar
 
 from nanovllm.chat.call_arguments import JSON_SCALAR, Function, NotACall, escaped
 from nanovllm.chat.literal_calls import NAME, LiteralParser
-from nanovllm.chat.parameter_types import ParameterTypes
 from nanovllm.chat.text_reader import Steps
 
 CALLS_START, CALLS_END = "<|tool_call_start|>", "<|tool_call_end|>"
@@ -49,7 +48,7 @@ class PythonicParser(LiteralParser):
 
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
         super().__init__(marked, functions)
-        self._declared = {each.name: ParameterTypes(each.parameters).declared for each in functions}
+        self._types = {each.name: each.types for each in self._functions}
         self._parameters: Collection[str] = ()  # of the function that is called
         # A token that ends the calls ends the string, too: the model forgot its quote.
         self.breaks = ("\\", self._end) if CALLS_END in marked else ("\\",)
@@ -81,7 +80,7 @@ class PythonicParser(LiteralParser):
         if (yield from self._peek()) != ("=" if key else ")"):
             raise NotACall
         self._pos = start
-        self._parameters = self._declared.get(name, ())
+        self._parameters = self._types[name].declared if name in self._types else ()
         yield from self._read_call(name, ")", "=")
 
     def _scalar(self) -> Steps[None]:

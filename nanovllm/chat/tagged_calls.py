@@ -43,7 +43,7 @@ class TaggedParser(HermesParser):
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
         super().__init__(marked, functions)
         self._openings = (self._opening, _FUNCTION)
-        self._types = {each.name: ParameterTypes(each.parameters) for each in functions}
+        self._types = {each.name: each.types for each in self._functions}
 
     def _calls(self) -> Steps[None]:
         if not self._text[: self._pos].endswith(_FUNCTION):

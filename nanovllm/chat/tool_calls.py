@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import ClassVar, Self
 
 from nanovllm.chat.call_arguments import Function, NotACall, new_call_id, plain_object
+from nanovllm.chat.parameter_types import typed
 from nanovllm.chat.parts import TextDelta, ToolCallArguments, ToolCallStart
 from nanovllm.chat.reasoning import marked_tag, prefix_at_end
 from nanovllm.chat.text_reader import Steps, TextReader
@@ -42,7 +43,7 @@ class ToolCallParser(TextReader):
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
         super().__init__()
         self._marked = marked
-        self._functions = functions
+        self._functions = typed(functions)
         self._opening, self._end = self._tag(self.tag), self._tag(self.closing)
         self._openings: tuple[str, ...] = (self._opening,)  # what calls may begin with
         self._num_calls = 0

@@ -91,7 +91,7 @@ def strict_keywords(error: Error) -> Callable[[type[T]], type[T]]:
         copy = "x = x.clone(" if hasattr(cls, "clone") else "x = dataclasses.replace(x, "
 
         @functools.wraps(init)
-        def __init__(self: T, *args: Any, **kwargs: Any) -> None:
+        def __init__(self: T, /, *args: Any, **kwargs: Any) -> None:
             others = OTHER_NAMES.get(cls.__name__, {})
             for name in [name for name in kwargs if name not in known]:
                 value, other = kwargs.pop(name), others.get(name)

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from nanovllm.chat.parameter_types import TypedFunction, typed
 from nanovllm.chat.parts import (
     Part,
     ReasoningDelta,
@@ -110,8 +111,14 @@ def _render(server: ServerState, body: ChatRequest) -> str:
 class _Choice:
     """One of n answers: its parser, and what it has said."""
 
-    def __init__(self, server: ServerState, body: ChatRequest, prompt: str) -> None:
-        self._reader = AnswerReader(server, body, prompt)
+    def __init__(
+        self,
+        server: ServerState,
+        body: ChatRequest,
+        prompt: str,
+        functions: Seq[TypedFunction],
+    ) -> None:
+        self._reader = AnswerReader(server, body, prompt, functions)
         self.text_frames: TextFrames | None = None
         """Make the frames of mere text; set with the first chunk."""
         self.has_calls = False
@@ -138,7 +145,8 @@ class _Answer:
     def __init__(self, server: ServerState, body: ChatRequest, prompt: str) -> None:
         self._body = body.without_large_fields()
         self._token_bytes = server.token_bytes
-        self._choices = [_Choice(server, body, prompt) for _ in range(body.n or 1)]
+        functions = typed(body.functions)
+        self._choices = [_Choice(server, body, prompt, functions) for _ in range(body.n or 1)]
         self._head = server.answer_head("chatcmpl", body.request_id, body.model)
         self._num_output = 0  # tokens that came
         self._options = options = body.stream_options or StreamOptions()

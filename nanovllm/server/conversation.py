@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence as Seq
 from itertools import chain
 from typing import Any
 
+from nanovllm.chat.parameter_types import TypedFunction
 from nanovllm.chat.parts import Part, ReasoningDelta
 from nanovllm.chat.templates import template_options
 from nanovllm.options.sampling_params import SamplingParams
@@ -74,14 +75,24 @@ def params_in_form(
 
 
 class AnswerReader:
-    """Reads the text of one answer, as it comes."""
+    """Reads the text of one answer, as it comes.
 
-    def __init__(self, server: ServerState, body: ConversationRequest, prompt: str) -> None:
+    Args:
+        functions: the tools of `body`; answers of one request share them.
+    """
+
+    def __init__(
+        self,
+        server: ServerState,
+        body: ConversationRequest,
+        prompt: str,
+        functions: Seq[TypedFunction],
+    ) -> None:
         self._parser = server.answer_format.parser(
-            has_tools=bool(body.functions),
+            has_tools=bool(functions),
             starts_in_reasoning=server.answer_format.starts_in_reasoning(prompt),
             parallel_tool_calls=body.may_repeat,
-            tools=body.functions,
+            tools=functions,
         )
         self._with_reasoning = body.include_reasoning is not False
         self._tokenizer: Any = server.llm.engine.input_processor.tokenizer

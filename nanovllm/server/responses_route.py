@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from nanovllm.chat.parameter_types import typed
 from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import SamplingParams
@@ -103,7 +104,7 @@ class _Answer:
     def __init__(
         self, server: ServerState, body: ResponsesRequest, params: SamplingParams, prompt: str
     ) -> None:
-        self._reader = AnswerReader(server, body, prompt)
+        self._reader = AnswerReader(server, body, prompt, typed(body.functions))
         given = body.model_dump(include=_ECHOED, exclude_none=True, by_alias=True)
         echoed: dict[str, Any] = {"reasoning": {}, "text": {}, "tools": [], **given}
         echoed["reasoning"] = {"effort": None} | echoed["reasoning"]

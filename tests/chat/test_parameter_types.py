@@ -1,10 +1,11 @@
 """The types of parameters follow from the schema of their function, whatever form it has."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nanovllm.chat.parameter_types import ParameterTypes
+from nanovllm.chat.parameter_types import ParameterTypes, typed
 
 CITY: dict[str, Any] = {"properties": {"a": {"type": "integer"}}}
 STRING = {"string"}
@@ -103,3 +104,10 @@ def test_declared_names() -> None:
     schema = {"allOf": [CITY, {"$ref": "#/$defs/x"}], "$defs": {"x": {"properties": {"b": {}}}}}
     assert ParameterTypes(schema).declared == {"a", "b"}
     assert ParameterTypes(None).declared == set()
+
+
+def test_answers_can_share_what_was_found() -> None:
+    (found,) = typed([SimpleNamespace(name="f", parameters=CITY)])
+    assert found.types.of("a") == {"integer"}
+    (again,) = typed([found])
+    assert again is found

@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from nanovllm import SamplingParams, demo_model
+from nanovllm.chat.parameter_types import typed
 from nanovllm.chat.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from nanovllm.engine.marked_detokenizer import MarkedDetokenizer
 from nanovllm.errors import ConfigError, InvalidRequestError
@@ -358,7 +359,7 @@ def test_a_chat_gives_its_tools_to_the_parser() -> None:
     server: Any = SimpleNamespace(answer_format=answer_format(QWEN35), llm=llm)
     text = "<tool_call><function=f><parameter=a>7</parameter></function></tool_call>"
     said: Any = SimpleNamespace(text=text, token_ids=[], finish_reason="stop")
-    parts = _Choice(server, body, "").parts(said)
+    parts = _Choice(server, body, "", typed(body.functions)).parts(said)
     arguments = [part.text for part in parts if isinstance(part, ToolCallArguments)]
     assert "".join(arguments) == '{"a": 7}'
 

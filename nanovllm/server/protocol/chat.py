@@ -15,6 +15,7 @@ from nanovllm.server.protocol.common import (
     refused,
 )
 from nanovllm.server.protocol.messages import Messages
+from nanovllm.server.protocol.tool_schemas import check_keywords, check_size
 
 _NO_TEMPLATE = "templates are not taken from requests; use chat_template_kwargs"
 _NO_SOUND = "the models here read and write text only; leave it out"
@@ -28,6 +29,12 @@ class Tool(RequestModel):
     parameters: dict[str, Any] | None = None
     """A JSON schema of the arguments."""
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_parameters(self) -> Self:
+        check_size([self.parameters], "parameters")
+        check_keywords(self.parameters or {})
+        return self
 
 
 class ChatTool(RequestModel):
@@ -75,6 +82,11 @@ class ConversationRequest(GenerationRequest):
     def may_repeat(self) -> bool:
         """Whether the answer may have several calls."""
         return self.parallel_tool_calls is not False
+
+    @model_validator(mode="after")
+    def _check_size_of_tools(self) -> Self:
+        check_size((tool.parameters for tool in self.functions), "tools")
+        return self
 
     @model_validator(mode="after")
     def _check_one_form(self) -> Self:
