@@ -173,13 +173,17 @@ def end_of(completion: Any) -> tuple[str | None, int | str | None]:
 
 
 def cut(text: str, stop: Seq[str], include: bool = False) -> tuple[str, str | None]:
-    """Return the text up to the stop string that is complete first, and that stop string."""
+    """Return the text up to the stop string that is complete first, and that stop string; of
+    several that end together it is the first listed.
+    """
     found = [
-        (start + len(string), start, string) for string in stop if (start := text.find(string)) >= 0
+        (start + len(string), place, start, string)
+        for place, string in enumerate(stop)
+        if (start := text.find(string)) >= 0
     ]
     if not found:
         return text, None
-    end, start, string = min(found)
+    end, _, start, string = min(found)
     return text[: end if include else start], string
 
 

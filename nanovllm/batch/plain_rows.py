@@ -102,7 +102,8 @@ class PlainRows:
         if changes.keys() - known:
             SamplingParams(**changes)  # says what was meant
         seed = row_seed(self._options.seed, row_id(row, self._options.batch.id_column))
-        return dataclasses.replace(self._params, **{"seed": seed, **changes})
+        params = dataclasses.replace(self._params, **{"seed": None, **changes})
+        return params.clone(seed=seed) if params.seed is None else params
 
 
 def _columns(output: RequestOutput) -> dict[str, Any]:

@@ -18,6 +18,12 @@ __all__ = ["AsyncEngineArgs", "EngineArgs", "FlexibleArgumentParser"]
 Parser = TypeVar("Parser", bound="argparse._ActionsContainer")
 
 
+def asked_for(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options without the fields of `Config` that are None, which ask for nothing."""
+    fields = {field.name for field in dataclasses.fields(Config)}
+    return {k: value for k, value in options.items() if value is not None or k not in fields}
+
+
 class EngineArgs(Config):
     """The fields of `Config`, with a default for the model, and assignable.
 
@@ -28,9 +34,7 @@ class EngineArgs(Config):
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        fields = {field.name for field in dataclasses.fields(Config)}
-        given = {k: value for k, value in options.items() if value is not None or k not in fields}
-        super().__init__(model=model or demo_model.default_model(), **given)
+        super().__init__(model=model or demo_model.default_model(), **asked_for(options))
 
     def __setattr__(self, name: str, value: Any) -> None:
         vars(self).update(vars(EngineArgs(**{**vars(self), name: value})))

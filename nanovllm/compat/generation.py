@@ -1,11 +1,18 @@
 """`AsyncLLM` as vLLM's scripts use it: what `generate` returns can be awaited or iterated."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+)
 from typing import Any
 
 from nanovllm import async_llm
 from nanovllm.compat.advice import VLLMNames, takes_other_keywords
-from nanovllm.compat.engine_args import EngineArgs
+from nanovllm.compat.engine_args import EngineArgs, asked_for
 from nanovllm.compat.llm_engine import with_output_kind
 from nanovllm.engine.prompt import PromptInput
 from nanovllm.errors import NanoVLLMError
@@ -77,6 +84,9 @@ class AsyncLLM(VLLMNames, async_llm.AsyncLLM):
     Arguments and errors are those of its base class.
     """
 
+    def __init__(self, model: str, **options: Any) -> None:
+        super().__init__(model, **asked_for(options))
+
     chat = takes_other_keywords(async_llm.AsyncLLM.chat)
 
     @classmethod
@@ -112,3 +122,10 @@ class AsyncLLM(VLLMNames, async_llm.AsyncLLM):
             lambda: whole(prompt, sampling_params, request_id, **options),
             lambda: stream(prompt, params, request_id, **options),
         )
+
+    @takes_other_keywords
+    async def abort(self, request_id: int | str | Iterable[int | str]) -> None:
+        """End a request, or each of several; ids that are not running do nothing."""
+        many = [request_id] if isinstance(request_id, int | str) else list(request_id)
+        for each in many:
+            await super().abort(each)

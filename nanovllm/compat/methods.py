@@ -7,9 +7,11 @@ from typing import Any
 
 from nanovllm import llm
 from nanovllm.compat.advice import VLLMNames, takes_other_keywords
+from nanovllm.compat.engine_args import asked_for
 from nanovllm.compat.llm_engine import LLMEngine
 from nanovllm.engine.prompt import PromptInput, as_list
 from nanovllm.errors import InvalidRequestError
+from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import RequestOutput
 
@@ -20,6 +22,9 @@ class LLM(VLLMNames, llm.LLM):
     Beside its own methods it has nano-vllm's loop of `add_request` and `step`, and vLLM's engine.
     Arguments and errors are those of its base class.
     """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        super().__init__(model, **asked_for(options))
 
     chat = takes_other_keywords(llm.LLM.chat)
     exit = llm.LLM.shutdown
@@ -46,9 +51,17 @@ class LLM(VLLMNames, llm.LLM):
         return LLMEngine(self.engine)
 
     def add_request(
-        self, prompt: PromptInput, sampling_params: SamplingParams | None = None, *others: None
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None = None,
+        *others: None,
+        priority: int | None = 0,
+        lora_request: LoRARequest | None = None,
     ) -> int | str:
         """Queue a request whose output `step` returns, as in nano-vllm; return its id.
+
+        Args:
+            priority, lora_request: as for `generate`.
 
         Raises:
             InvalidRequestError: the prompt or a parameter is invalid or unsupported, or n is not 1.
@@ -64,7 +77,9 @@ class LLM(VLLMNames, llm.LLM):
                 f"step() returns one continuation of a request, so n must be 1, "
                 f"got {sampling_params.n}: use generate()"
             )
-        request = self.engine.input_processor.make_request(prompt, sampling_params)
+        request = self.engine.input_processor.make_request(
+            prompt, sampling_params, priority=priority, lora_request=lora_request
+        )
         self._shared.call(lambda: self.engine.queue(request))
         return request.request_id
 

@@ -3,7 +3,7 @@
 Tables only: `install` hands them to options/validation.py. docs/migrating.md shows them.
 """
 
-from nanovllm.options.validation import OTHER_NAMES, other_names
+from nanovllm.options.validation import ANY, OTHER_NAMES, other_names
 
 _TEXT_ONLY = "the models here read text only; leave it out"
 _DENSE_ONLY = "the models here have no experts; leave it out"
@@ -15,12 +15,13 @@ _HOST_MEMORY = "use kv_offload_gib: GiB of host memory for KV that leaves the po
 _SAFETENSORS = "only safetensors files are read; leave it out"
 _GRAPHS = "CUDA graphs are captured for all sizes; leave it out, or use enforce_eager=True for none"
 
+_NO_MEDIA = ({}, *({kind: 0} for kind in ("image", "video", "audio")), {"image": 0, "video": 0})
 _DRAFT_RANKS = "the draft network runs on the ranks of the model; leave it out"
 _DRAFTS_PAY = "no drafts are proposed where they are not expected to pay; leave it out"
 
 CONFIG_NAMES = other_names(
     ("trust_remote_code", (True, False), "no code of a checkpoint is run"),
-    ("code_revision", (), "no code of a checkpoint is run; leave it out"),
+    ("code_revision", (ANY,), "no code of a checkpoint is run"),
     ("tokenizer_mode", ("auto", "hf"), "only fast tokenizers are read; save a tokenizer.json"),
     ("tokenizer_revision", (), "use tokenizer with a local directory of that revision"),
     ("hf_token", (), "use the environment variable HF_TOKEN"),
@@ -33,42 +34,44 @@ CONFIG_NAMES = other_names(
     ("task runner", ("auto", "generate"), _GENERATES),
     ("convert", ("auto", "none"), _GENERATES),
     ("pooler_config", (), _GENERATES),
-    ("served_model_name", (), "there is no server that shows a name; leave it out"),
+    ("served_model_name", (ANY,), "there is no server that shows a name"),
     ("model_loader_extra_config", ({},), _SAFETENSORS),
-    ("ignore_patterns", (), _SAFETENSORS),
+    ("ignore_patterns", (["original/**/*"], "original/**/*"), _SAFETENSORS),
     ("use_tqdm_on_load", (True,), "use the environment variable TQDM_DISABLE=1"),
     ("block_size", (), "use kvcache_block_size"),
     ("num_gpu_blocks_override", (), "use num_kvcache_blocks"),
     ("swap_space", (0,), _HOST_MEMORY),
     ("kv_offloading_size", (), _HOST_MEMORY),
-    ("kv_offloading_backend", (), "use kv_offload_gib or kv_cache_dir"),
+    ("kv_offloading_backend", ("native",), "use kv_offload_gib or kv_cache_dir"),
     ("cpu_offload_gb", (0,), "weights stay on one device; use quantization to make them smaller"),
     ("calculate_kv_scales", (False,), 'use kv_cache_dtype="int8" for scales, on a CPU'),
     ("kv_transfer_config", (), "use kv_offload_gib for host memory, kv_cache_dir for a directory"),
-    ("prefix_caching_hash_algo", (), "a hit compares the tokens themselves; leave it out"),
+    ("prefix_caching_hash_algo", (ANY,), "a hit compares the tokens themselves"),
     ("disable_sliding_window", (False,), 'use hf_overrides={"use_sliding_window": False}'),
     ("use_v2_block_manager", (True,), "there is one block manager; leave it out"),
     ("enable_chunked_prefill", (True,), "use a max_num_batched_tokens of max_model_len or more"),
     ("num_scheduler_steps", (1,), "steps overlap on a GPU as it is; leave it out"),
-    ("async_scheduling", (True,), "steps overlap on a GPU as it is; leave it out"),
+    ("async_scheduling", (True, False), "steps overlap on a GPU as it is"),
     ("scheduling_policy", ("fcfs", "priority"), "requests go by priority, then by arrival"),
     ("pipeline_parallel_size data_parallel_size", (1,), _ONE_COPY),
-    ("disable_custom_all_reduce", (True,), "ranks add up with NCCL or gloo; leave it out"),
+    ("disable_custom_all_reduce", (True, False), "ranks add up with NCCL or gloo"),
     ("enable_expert_parallel", (False,), _DENSE_ONLY),
-    ("max_cpu_loras", (), "an adapter is read from its files when a slot takes it; leave it out"),
+    ("max_cpu_loras", (ANY,), "an adapter is read from its files when a slot takes it"),
     ("lora_dtype", ("auto",), "an adapter's numbers are kept as its files have them"),
     ("enable_prompt_embeds", (False,), "give prompts as text or token ids"),
-    ("limit_mm_per_prompt mm_processor_kwargs", ({},), _TEXT_ONLY),
+    ("limit_mm_per_prompt", _NO_MEDIA, _TEXT_ONLY),
+    ("mm_processor_kwargs", ({},), _TEXT_ONLY),
     ("allowed_local_media_path", ("", []), _TEXT_ONLY),
     ("speculative_model", (), 'use speculative_config={"model": ...}'),
     ("num_speculative_tokens", (), 'use speculative_config={"num_speculative_tokens": ...}'),
     ("ngram_prompt_lookup_max", (), 'use speculative_config={"prompt_lookup_max": ...}'),
     ("ngram_prompt_lookup_min", (), 'use speculative_config={"prompt_lookup_min": ...}'),
-    ("guided_decoding_backend structured_outputs_config", ("auto", "guidance"), _ONE_COMPILER),
-    ("reasoning_parser", (), "it is an option of the server; leave it out"),
+    ("guided_decoding_backend", ("auto", "guidance"), _ONE_COMPILER),
+    ("structured_outputs_config", ("auto", "guidance", {}, {"backend": "auto"}), _ONE_COMPILER),
+    ("reasoning_parser", ("",), "it is an option of the server; leave it out"),
     ("logits_processors", ([],), "use SamplingParams.logits_processors"),
-    ("compilation_config", ({}, 0), _GRAPHS),
-    ("max_seq_len_to_capture", (), _GRAPHS),
+    ("compilation_config", ({}, 0, 1, 2, 3), _GRAPHS),
+    ("max_seq_len_to_capture", (ANY,), "CUDA graphs are captured for all sizes"),
     ("enable_sleep_mode", (True, False), "every engine on a CPU can sleep"),
     ("disable_log_stats", (True, False), "no statistics are logged"),
     ("disable_log_requests enable_log_requests", (True, False), "the server logs a line for each"),
@@ -115,7 +118,7 @@ SPECULATIVE_NAMES = other_names(
     ("quantization kv_cache_dtype max_model_len enforce_eager", (), _LIKE_MODEL),
     ("attention_backend", (), _LIKE_MODEL),
     ("revision", (), "use model with a local directory of that revision"),
-    ("code_revision", (), "no code of a checkpoint is run; leave it out"),
+    ("code_revision", (ANY,), "no code of a checkpoint is run"),
     ("disable_by_batch_size", (), _DRAFTS_PAY),
     ("acceptance_method rejection_sample_method", (), _EXACT),
     ("speculative_token_tree", (), "drafts are a sequence and no tree; leave it out"),
@@ -148,6 +151,12 @@ SAMPLING_NAMES = other_names(
     ("num_return_sequences", (), "use n"),
     ("top_logprobs", (), "use logprobs"),
     ("repeat_penalty", (), "use repetition_penalty"),
+    ("flat_logprobs", (False,), "log-probabilities are dictionaries by token id"),
+    ("skip_clone", (True, False), "parameters never change once made"),
+    ("output_text_buffer_length", (ANY,), "it follows from the stop strings"),
+    ("skip_reading_prefix_cache", (False,), "give the prompt a cache_salt of its own"),
+    ("repetition_detection", (), "use repetition_penalty, or logits_processors"),
+    ("logprob_token_ids", (), "use logprobs"),
 )
 """Names of vLLM's SamplingParams, and of transformers and OpenAI for the same."""
 

@@ -49,6 +49,15 @@ class RequestOutputKind(enum.Enum):
     __repr__ = enum.Enum.__str__
 
 
+def _max_tokens(error: Error, name: str, value: Any) -> int:
+    return MAX_TOKENS if value is None else check_int(error, name, value, 1, MAX_TOKENS)
+
+
+def _seed(error: Error, name: str, value: Any) -> int | None:
+    is_none = isinstance(value, int) and value == -1  # as in vLLM
+    return None if is_none else check_int(error, name, value, 0, 2**63 - 1)
+
+
 def _strings(error: Error, name: str, value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
@@ -141,13 +150,13 @@ class SamplingParams:
     temperature: Annotated[float, check_float, 0.0] = 1.0
     """Randomness of the sampling: the logits are divided by it. 0 is greedy sampling, which always
     takes the most likely token."""
-    max_tokens: Annotated[int, check_int, 1, MAX_TOKENS] = 64
-    """Maximum number of tokens to generate."""
+    max_tokens: Annotated[int, _max_tokens] = 64
+    """Maximum number of tokens to generate; None is as many as the context has room for."""
     ignore_eos: bool = False
     """Ignore end-of-sequence tokens and continue until max_tokens."""
-    seed: Annotated[int | None, check_int, 0, 2**63 - 1] = None
+    seed: Annotated[int | None, _seed] = None
     """Random seed of the request. A seeded request gives the same tokens whatever other requests
-    run; None takes the next seed of the engine."""
+    run; None or -1 takes the next seed of the engine."""
     n: Annotated[int, check_int, 1, 16384] = 1
     """Number of continuations to generate; the prompt is computed once."""
     top_k: Annotated[int, check_int, -1] = 0

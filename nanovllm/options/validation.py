@@ -49,6 +49,22 @@ def listed(items: Sequence[str], most: int, separator: str = ", ") -> str:
     return separator.join([*items[:most], *([f"and {rest} more"] if rest > 0 else [])])
 
 
+class _AnyValue:
+    """Equal to everything."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "any value"
+
+
+ANY = _AnyValue()
+"""Among the accepted values of an `OtherName`: no value changes anything."""
+
+
 class OtherName(NamedTuple):
     """A keyword of another library that is not a field here."""
 

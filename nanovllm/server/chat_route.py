@@ -109,7 +109,7 @@ def _render(server: ServerState, body: ChatRequest) -> str:
 
 
 class _Choice:
-    """One of n answers: its parser, and what it has said."""
+    """One of n answers: its parser, and its frames."""
 
     def __init__(
         self,
@@ -118,25 +118,9 @@ class _Choice:
         prompt: str,
         functions: Seq[TypedFunction],
     ) -> None:
-        self._reader = AnswerReader(server, body, prompt, functions)
+        self.reader = AnswerReader(server, body, prompt, functions)
         self.text_frames: TextFrames | None = None
         """Make the frames of mere text; set with the first chunk."""
-        self.has_calls = False
-
-    def parts(self, completion: CompletionOutput) -> list[Part]:
-        parts = self._reader.parts(completion)
-        self.has_calls |= any(isinstance(part, ToolCallStart) for part in parts)
-        return parts
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        return self._reader.num_reasoning_tokens
-
-    def finish_reason(self, completion: CompletionOutput) -> str | None:
-        """Return why the answer ended."""
-        if completion.finish_reason == "stop" and self.has_calls:
-            return "tool_calls"
-        return completion.finish_reason
 
 
 class _Answer:
@@ -168,12 +152,12 @@ class _Answer:
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         choice = self._choices[completion.index]
-        parts = choice.parts(completion)
+        parts = choice.reader.parts(completion)
         return ChatChoice(
             index=completion.index,
             message=_message(parts),
             logprobs=self._logprobs(completion),
-            finish_reason=choice.finish_reason(completion),
+            finish_reason=choice.reader.finish_reason(completion),
             stop_reason=completion.stop_reason,
             token_ids=completion.token_ids if self._body.return_token_ids else None,
         )
@@ -198,7 +182,7 @@ class _Answer:
                 text = self._chunk_choice(completion.index, Delta(content=TextFrames.TEXT))
                 choice.text_frames = TextFrames(self._chunk(text, output))
             self._num_output += len(completion.token_ids)
-            match choice.parts(completion):
+            match choice.reader.parts(completion):
                 case [TextDelta() as part] if self._is_plain and completion.finish_reason is None:
                     frames.append(choice.text_frames.frame(part.text))
                 case parts:
@@ -235,7 +219,7 @@ class _Answer:
         """Return the usage of the whole answer."""
         found = self._usage_so_far(output)
         found.completion_tokens_details = CompletionTokensDetails(
-            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices)
+            reasoning_tokens=sum(choice.reader.num_reasoning_tokens for choice in self._choices)
         )
         return found
 
@@ -256,7 +240,7 @@ class _Answer:
             if body.return_token_ids:
                 choices[0].token_ids = completion.token_ids
         if completion.finish_reason is not None:
-            choices[-1].finish_reason = choice.finish_reason(completion)
+            choices[-1].finish_reason = choice.reader.finish_reason(completion)
             choices[-1].stop_reason = completion.stop_reason
         return choices
 

@@ -3,12 +3,13 @@
 `render` blocks while the chat template runs: call it in a thread.
 """
 
+import json
 from collections.abc import Mapping, Sequence as Seq
 from itertools import chain
 from typing import Any
 
 from nanovllm.chat.parameter_types import TypedFunction
-from nanovllm.chat.parts import Part, ReasoningDelta
+from nanovllm.chat.parts import Part, ReasoningDelta, ToolCallArguments, ToolCallStart
 from nanovllm.chat.templates import template_options
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput
@@ -97,19 +98,48 @@ class AnswerReader:
         self._with_reasoning = body.include_reasoning is not False
         self._tokenizer: Any = server.llm.engine.input_processor.tokenizer
         self._reasoning = ""
+        self._arguments: str | None = None  # of the last call
         self._num_output = 0
 
     def parts(self, completion: CompletionOutput) -> list[Part]:
+        """Return what is certain after the next piece of the answer."""
         self._num_output += len(completion.token_ids)
         parts = self._parser.feed(completion.text)
+        self._note(parts)
         if completion.finish_reason is not None:
-            parts += self._parser.finish(cut=completion.finish_reason != "stop")
-        for part in parts:
-            if isinstance(part, ReasoningDelta):
-                self._reasoning += part.text
+            at_stop_string = isinstance(completion.stop_reason, str)
+            cut = completion.finish_reason != "stop" or (at_stop_string and self._is_in_call())
+            last = self._parser.finish(cut=cut)
+            self._note(last)
+            parts += last
         if not self._with_reasoning:
             parts = [part for part in parts if not isinstance(part, ReasoningDelta)]
         return parts
+
+    def finish_reason(self, completion: CompletionOutput) -> str | None:
+        """Return why the answer ended; a stop string inside a call ends no call."""
+        if completion.finish_reason != "stop" or self._arguments is None:
+            return completion.finish_reason
+        is_cut = isinstance(completion.stop_reason, str) and self._is_in_call()
+        return "stop" if is_cut else "tool_calls"
+
+    def _note(self, parts: Seq[Part]) -> None:
+        for part in parts:
+            match part:
+                case ReasoningDelta():
+                    self._reasoning += part.text
+                case ToolCallStart():
+                    self._arguments = ""
+                case ToolCallArguments():
+                    self._arguments = (self._arguments or "") + part.text
+
+    def _is_in_call(self) -> bool:
+        """Whether the arguments of the last call are not whole."""
+        try:
+            json.loads("{}" if self._arguments is None else self._arguments)
+        except (ValueError, RecursionError):
+            return True
+        return False
 
     @property
     def num_reasoning_tokens(self) -> int:

@@ -27,6 +27,8 @@ _TYPES = {
     504: "timeout_error",
 }
 """OpenAI's kinds of errors by status; others are an "invalid_request_error"."""
+_OBJECT = ("dict_type", "model_type", "model_attributes_type")
+"""Pydantic's errors for what should be an object of JSON."""
 
 
 class ErrorFields(BaseModel):
@@ -125,9 +127,8 @@ def _param(
 
 
 def _validation_error(error: RequestValidationError) -> APIError:
-    """Return the first of pydantic's errors in plain words."""
-    first = error.errors()[0]
-    place = _place(first["loc"][1:], error.body, missing=first["type"] == "missing")
+    """Return one of pydantic's errors in plain words."""
+    first, place, others = _broken_rule(error)
     context = first.get("ctx") or {}
     if first["type"] == "refused":
         return APIError(400, context["message"], param=_path([*place, context["field"]]))
@@ -135,10 +136,44 @@ def _validation_error(error: RequestValidationError) -> APIError:
     if first["type"] == "missing":
         what = f"{param} is missing" if param else "the request has no body: send JSON"
     else:
-        rule = first["msg"].removeprefix("Input ")
-        rule = rule[:1].lower() + rule[1:]
+        rule = " or ".join([_rule(first), *(_rule(e).removeprefix("should be ") for e in others)])
         what = f"{param or 'the body'} {rule}, got {shown(first.get('input'))}"
     return APIError(400, what, param=param or None)
+
+
+def _broken_rule(
+    error: RequestValidationError,
+) -> tuple[dict[str, Any], list[Any], list[dict[str, Any]]]:
+    """Return the first error, its place, and further kinds that the value there may have.
+
+    Of a field that takes several kinds there is an error for each. One says more than that the
+    kind is wrong if the value has the kind: that is the one to tell.
+    """
+    found = [(_place_of(each, error.body), each) for each in error.errors()]
+    place, first = found[0]
+    found = [(at, each) for at, each in found if at[: len(place)] == place]
+    inside = [(at, each) for at, each in found if len(at) > len(place) or not _is_kind(each)]
+    if inside and _is_kind(first):
+        place, first = next((one for one in inside if not _is_kind(one[1])), inside[0])
+    elif _is_kind(first) and not (first["type"] == "literal_error" and type(first["input"]) is str):
+        return first, place, [each for _, each in found[1:] if _rule(each) != _rule(first)]
+    return first, place, []
+
+
+def _is_kind(error: Mapping[str, Any]) -> bool:
+    """Whether an error says only that a value is of another kind."""
+    kind: str = error["type"]
+    return kind.endswith("_type") or kind == "literal_error"
+
+
+def _rule(error: Mapping[str, Any]) -> str:
+    rule = "should be an object" if error["type"] in _OBJECT else error["msg"]
+    rule = rule.removeprefix("Input ").removeprefix("List ")
+    return rule[:1].lower() + rule[1:]
+
+
+def _place_of(error: Mapping[str, Any], body: Any) -> list[Any]:
+    return _place(error["loc"][1:], body, missing=error["type"] == "missing")
 
 
 def _place(parts: Seq[Any], value: Any, *, missing: bool) -> list[Any]:

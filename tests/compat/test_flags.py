@@ -12,7 +12,7 @@ from nanovllm.compat.engine_args import EngineArgs, FlexibleArgumentParser
         ("serve m --block-size 16", "--block-size 16 is not supported: use --kvcache-block-size ("),
         ("serve m --block_size=16", "--block-size 16 is not supported: use --kvcache-block-size ("),
         ("chat m -tp 1 --swap-space 4", "--swap-space 4 is not supported: use --kv-offload-gib"),
-        ("serve m --max-seq-len-to-capture 8", "leave it out, or use --enforce-eager for none"),
+        ("serve m --compilation-config 5", "leave it out, or use --enforce-eager for none"),
         ("serve m --ssl-keyfile x", "--ssl-keyfile x is not supported: put a proxy with TLS"),
         ("serve m --allowed-origins *", "use --cors-origins ("),
         ("serve m --no-enable-auto-tool-choice", "it is always so; leave it out"),

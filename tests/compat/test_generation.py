@@ -104,6 +104,30 @@ def test_arguments_of_vllms_that_ask_for_nothing(llm: AsyncLLM, demo_llm: LLM) -
     assert demo_llm.chat(messages, GREEDY, False, lora_request=None)[0].text
 
 
+def test_abort_takes_one_id_or_several(llm: AsyncLLM) -> None:
+    """Options that are None ask for nothing; max_tokens is then what the context has room for."""
+
+    async def main() -> list[str]:
+        ids = ["a", "b", "c"]
+        tasks = [asyncio.create_task(llm.generate(QUESTION, LONG, name)) for name in ids]
+        while llm.engine.scheduler.num_unfinished < 3:
+            await asyncio.sleep(0.01)
+        await llm.abort(["a", "b", "unknown"])
+        await llm.abort("c")
+        return [(await task).outputs[0].finish_reason for task in tasks]
+
+    assert asyncio.run(asyncio.wait_for(main(), 30)) == ["abort"] * 3
+
+
+def test_nothing_is_asked_for_by_none(make_llm: Any) -> None:
+    llm = make_llm(demo_model.MODEL, **OPTIONS, max_num_seqs=None, max_cpu_loras=8)
+    endless = SamplingParams(temperature=0, max_tokens=None, seed=-1, ignore_eos=True)  # type: ignore[arg-type]
+    (output,) = llm.generate(QUESTION, endless, use_tqdm=False)
+    (found,) = output.outputs
+    assert found.finish_reason == "length"
+    assert len(output.prompt_token_ids) + len(found.token_ids) == OPTIONS["max_model_len"]
+
+
 def test_engine_with_vllms_methods(demo_llm: LLM) -> None:
     engine = demo_llm.llm_engine
     expected = demo_llm.generate(QUESTION, GREEDY, use_tqdm=False)[0].outputs

@@ -42,6 +42,15 @@ def test_step_returns_what_other_callers_steps_finished(demo_llm: Any) -> None:
     assert demo_llm.is_finished()
 
 
+def test_add_request_takes_a_priority(make_llm: Any) -> None:
+    llm = make_llm(demo_model.MODEL, **{**OPTIONS, "max_num_seqs": 1})
+    first, last = (llm.add_request(QUESTION, GREEDY, priority=priority) for priority in (2, 1))
+    finished = []
+    while not llm.is_finished():
+        finished += [request_id for request_id, _ in llm.step()[0]]
+    assert finished == [last, first]
+
+
 def test_add_request_refuses_what_step_could_not_return(demo_llm: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"n must be 1, got 2: use generate\(\)"):
         demo_llm.add_request(QUESTION, SamplingParams(n=2))

@@ -218,14 +218,14 @@ def first_stop(
 ) -> tuple[int, int, int] | None:
     """Return (index into texts, start, end) of the first complete stop string.
 
-    Of several that end together, the longest counts.
+    Of several that end together, the first listed counts.
     """
     for index in range(num_unsearched + 1, len(texts)):
         text = texts[index]
         for end in range(len(texts[index - 1]) + 1, len(text) + 1):
-            for start in range(end):
-                if text[start:end] in stops:
-                    return index, start, end
+            for stop in stops:
+                if text[:end].endswith(stop):
+                    return index, end - len(stop), end
     return None
 
 
@@ -251,13 +251,14 @@ def test_stop_strings_end_where_a_naive_search_does(
     for _ in range(data.draw(st.integers(1, 3)) if whole else 0):
         start = data.draw(st.integers(0, len(whole) - 1))
         stops.append(whole[start : start + data.draw(st.integers(1, 6))])
+    stops = data.draw(st.permutations(stops))
     num_unsearched = data.draw(st.integers(0, len(token_ids)) | st.just(0))
     expected = first_stop(texts, stops, num_unsearched)
 
     detokenizer = Detokenizer(
         MAKERS[kind](),
         skip_special_tokens=skip_special_tokens,
-        stop=data.draw(st.permutations(stops)),
+        stop=stops,
         include_stop=include_stop,
     )
     shown = ""
@@ -304,8 +305,6 @@ def read(detokenizer: Detokenizer, token_ids: Seq[int], num_unsearched: int = 0)
         ("the cat sat", ["e c"], "e c", "th"),
         ("the cat sat", ["sat", "cat"], "cat", "the "),
         ("the cat sat", ["t", "cat"], "t", ""),
-        ("the cat sat", ["at", "cat", "t s"], "cat", "the "),
-        ("the cat sat", ["cat", "the cat", "at"], "the cat", ""),
         ("aaab", ["aab"], "aab", "a"),
         ("日本語 👋 你好", ["👋 你"], "👋 你", "日本語 "),
         ("日本語 👋 你好", ["語"], "語", "日本"),
@@ -317,7 +316,7 @@ def read(detokenizer: Detokenizer, token_ids: Seq[int], num_unsearched: int = 0)
 def test_stop_string_complete_first_wins(
     text: str, stop: list[str], stop_string: str | None, kept: str, backwards: bool
 ) -> None:
-    """The order of `stop` does not matter. Of strings that end together, the longest counts."""
+    """The order of `stop` does not matter where they end at different places."""
     tokenizer = byte_level()
     stop = stop[::-1] if backwards else stop
     for include_stop in (False, True):
@@ -326,6 +325,26 @@ def test_stop_string_complete_first_wins(
         detokenizer.finish()
         assert detokenizer.stop_string == stop_string
         assert detokenizer.text == kept + (stop_string or "") * include_stop
+
+
+@pytest.mark.parametrize(
+    ("stop", "kept"),
+    [
+        (["at", "cat", "t s"], "the c"),
+        (["t s", "cat", "at"], "the "),
+        (["the cat", "at", "cat"], ""),
+        (["sat", "at", "the cat", "at"], "the c"),
+    ],
+)
+def test_of_stop_strings_that_end_together_the_first_listed_counts(
+    stop: list[str], kept: str
+) -> None:
+    """As in vLLM: the client listed them in its order."""
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(tokenizer, stop=stop)
+    read(detokenizer, tokenizer.encode("the cat sat").ids)
+    detokenizer.finish()
+    assert (detokenizer.text, f"{kept}{detokenizer.stop_string}") == (kept, "the cat")
 
 
 def test_only_a_possible_stop_string_is_held_back() -> None:

@@ -30,7 +30,7 @@ def test_first_three_fields_have_nano_vllms_order():
     )
 
 
-@pytest.mark.parametrize("value", [0, -1, True, False, 1.5, 2.0, "3", None, [1], np.float64(2.0)])
+@pytest.mark.parametrize("value", [0, -1, True, False, 1.5, 2.0, "3", [1], np.float64(2.0)])
 def test_max_tokens_must_be_a_positive_integer(value):
     with pytest.raises(
         InvalidRequestError, match="^max_tokens must be an integer from 1 to 2147483647, got "
@@ -83,7 +83,7 @@ def test_temperature_becomes_float(value):
     assert type(temperature) is float
 
 
-@pytest.mark.parametrize("value", [-1, 2**63, 0.5, True, "1"])
+@pytest.mark.parametrize("value", [-2, -1.0, 2**63, 0.5, True, "1", np.array([-1, -1])])
 def test_seed_must_be_an_integer_in_range(value):
     with pytest.raises(InvalidRequestError, match="^seed must be an integer from 0 to 92233"):
         SamplingParams(seed=value)
@@ -92,6 +92,12 @@ def test_seed_must_be_an_integer_in_range(value):
 @pytest.mark.parametrize("value", [0, 2**63 - 1])
 def test_smallest_and_largest_seed_are_accepted(value):
     assert SamplingParams(seed=value).seed == value
+
+
+def test_what_asks_for_nothing_is_taken_as_in_vllm():
+    assert SamplingParams(seed=-1) == SamplingParams()
+    params = SamplingParams(max_tokens=None, min_tokens=7)  # as many as there is room for
+    assert params.clone(top_p=0.5).max_tokens == params.max_tokens == 2**31 - 1
 
 
 @pytest.mark.parametrize("value", [0, 1, None, "yes"])

@@ -86,6 +86,22 @@ def test_text_and_calls_of_an_unasked_call(client: OpenAI, stream: bool) -> None
     assert choice.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "arguments", "reason"),
+    [('o": ', '{"t', "stop"), ("</tool_call>", '{"to": "Rome"}', "tool_calls"), ("me", "", "stop")],
+)
+def test_a_stop_string_inside_a_call(
+    client: OpenAI, stream: bool, stop: str, arguments: str, reason: str
+) -> None:
+    said = '<tool_call>\n{"name": "now", "arguments": {"to": "Rome"}}\n</tool_call>'
+    form = {"structured_outputs": {"choice": [said]}}
+    choice = chat(client, stream=stream, extra_body=form, stop=stop)
+    assert choice.finish_reason == reason
+    calls = choice.message.tool_calls or []
+    assert [call.function.arguments for call in calls] == [arguments] * bool(arguments)
+
+
 def test_a_call_that_is_cut_off(client: OpenAI) -> None:
     for max_tokens in range(1, 22, 4):
         asked: Any = {"tool_choice": WEATHER, "max_tokens": max_tokens}

@@ -34,12 +34,12 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 10**400}, "max_tokens"),
     ({"max_tokens": "7"}, "max_tokens"),
     ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
-    ({"seed": -1}, "seed"),
+    ({"seed": -2}, "seed"),
     ({"seed": 2**63}, "seed"),
     ({"stop": ""}, "stop"),
-    ({"stop": [1]}, "stop"),
+    ({"stop": [1]}, "stop[0]"),
     ({"stop": ["x"] * 65}, "stop"),
-    ({"stop": ["x" * 2000]}, "stop"),
+    ({"stop": ["x" * 2000]}, "stop[0]"),
     ({"stop_token_ids": [1] * 2000}, "stop_token_ids"),
     ({"bad_words": ["x"] * 2000}, "bad_words"),
     ({"bad_words": ["x", "x" * 65]}, "bad_words[1]"),
@@ -341,6 +341,45 @@ def test_an_answer_has_so_many_logprobs_at_most(
     assert (len(choice["logprobs"]["content"]), choice["finish_reason"]) == (100, "length")
     for more in ({"max_tokens": 101}, {"n": 2}):
         assert server.send(CHAT, {**chat, **more}).error["param"] == "top_logprobs"
+
+
+TWO_KINDS: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"stop": 7}, "stop should be a valid string or a valid list, got 7"),
+    (CHAT, {"stop": ["x"] * 65}, "stop should have at most 64 items"),
+    (CHAT, {"stop": ["a", "x" * 2000]}, "stop[1] string should have at most 1024 characters"),
+    (CHAT, {"messages": [{**ITEM, "content": [{}] * 5000}]}, "at most 4096 items"),
+    (
+        CHAT,
+        {"messages": [{**ITEM, "content": ["a"]}]},
+        "messages[0].content[0] should be an object",
+    ),
+    (CHAT, {"tools": [FUNCTION], "tool_choice": "any"}, "'none', 'auto' or 'required', got 'any'"),
+    (CHAT, {"tools": [FUNCTION], "tool_choice": 7}, "'auto' or 'required' or an object, got 7"),
+    (
+        CHAT,
+        {"tools": [FUNCTION], "tool_choice": {"type": "tool", "function": {"name": "f"}}},
+        "tool_choice.type should be 'function', got 'tool'",
+    ),
+    (
+        CHAT,
+        {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {}}},
+        "tool_choice.function.name is missing",
+    ),
+    (CHAT, {"guided_json": 7}, "guided_json should be an object or a valid string, got 7"),
+    (COMPLETIONS, {"prompt": 7}, "prompt should be a valid string or a valid list, got 7"),
+    ("/v1/responses", {"input": 7}, "input should be a valid string or a valid list, got 7"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "message"), TWO_KINDS)
+def test_of_a_field_with_two_kinds_the_broken_rule_is_named(
+    server: Running, path: str, fields: dict[str, Any], message: str
+) -> None:
+    """Symptom: a list that is too long "should be a valid string"."""
+    given = fields if path == "/v1/responses" else body_of(path, **fields)
+    reply = server.send(path, given)
+    assert reply.status == 400
+    assert message in reply.error["message"]
 
 
 def test_the_schema_knows_no_422(server: Running) -> None:

@@ -18,6 +18,9 @@ from nanovllm.options.validation import (
     shown,
 )
 
+STRING_OR_LIST = "should be a valid string or a valid list"
+"""What is said of a value that is neither."""
+
 _HINT = "it changes nothing here; leave it out"
 INERT = other_names(
     ("add_special_tokens", (True,), "the tokenizer's own rule decides; leave it out"),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from nanovllm.options.validation import OtherName, other_names
-from nanovllm.server.protocol.common import GenerationRequest, Usage, refused
+from nanovllm.server.protocol.common import STRING_OR_LIST, GenerationRequest, Usage, refused
 
 MAX_PROMPTS = 4096
 """In one request."""
@@ -14,14 +14,16 @@ MAX_PROMPTS = 4096
 TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
 
 
-def _kind(value: Any) -> str:
-    """Return which of the four forms a prompt has, by its first element."""
+def _kind(value: Any) -> str | None:
+    """Return which of the four forms a prompt has, by its first element; None if it has none."""
     first = value[0] if isinstance(value, list) and value else None
     if isinstance(first, str):
         return "texts"
     if isinstance(first, list):
         return "token_id_lists"
-    return "token_ids" if isinstance(value, list) else "text"
+    if isinstance(value, list):
+        return "token_ids"
+    return "text" if isinstance(value, str) else None
 
 
 _Many = Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)
@@ -30,7 +32,7 @@ Prompts = Annotated[
     | Annotated[list[str], _Many, Tag("texts")]
     | Annotated[TokenIds, Tag("token_ids")]
     | Annotated[list[TokenIds], _Many, Tag("token_id_lists")],
-    Discriminator(_kind),
+    Discriminator(_kind, custom_error_type="kind", custom_error_message=STRING_OR_LIST),
 ]
 
 

@@ -8,7 +8,13 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 from nanovllm.options.validation import OtherName, other_names, shown
 from nanovllm.server.answers import ToolChoice
 from nanovllm.server.protocol.chat import ConversationRequest, FunctionName, Tool
-from nanovllm.server.protocol.common import JSONSchema, Objects, RequestModel, refused
+from nanovllm.server.protocol.common import (
+    STRING_OR_LIST,
+    JSONSchema,
+    Objects,
+    RequestModel,
+    refused,
+)
 from nanovllm.server.protocol.messages import SentBack
 
 _NOT_STORED = "responses are not stored; send the whole conversation in input"
@@ -161,7 +167,11 @@ class ResponsesRequest(ConversationRequest):
         | Annotated[
             list[AnyInputItem], Field(min_length=1, max_length=4096, fail_fast=True), Tag("items")
         ],
-        Discriminator(lambda value: "items" if isinstance(value, list) else "text"),
+        Discriminator(
+            lambda value: {str: "text", list: "items"}.get(type(value)),
+            custom_error_type="kind",
+            custom_error_message=STRING_OR_LIST,
+        ),
     ]
     instructions: str | None = None
     max_output_tokens: int | None = None
