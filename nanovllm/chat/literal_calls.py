@@ -287,13 +287,15 @@ class Gemma4Parser(LiteralParser):
 
     tag = "<|tool_call>"
     closing = CLOSING
+    quote_tag: ClassVar[str] = QUOTE
+    """What is around strings."""
 
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
         super().__init__(marked, functions)
-        self._quote = self._tag(QUOTE)
+        self._quote = self._tag(self.quote_tag)
         self.quotes = (self._quote,)
         # A token that ends the call ends the string, too: the model forgot the token of quotes.
-        self.breaks = (self._end,) if CLOSING in marked else ()
+        self.breaks = (self._end,) if self.closing in marked else ()
 
     def _calls(self) -> Steps[None]:
         yield from self._skip_space()

@@ -51,7 +51,7 @@ class PythonicParser(LiteralParser):
         self._types = {each.name: each.types for each in self._functions}
         self._parameters: Collection[str] = ()  # of the function that is called
         # A token that ends the calls ends the string, too: the model forgot its quote.
-        self.breaks = ("\\", self._end) if CALLS_END in marked else ("\\",)
+        self.breaks = ("\\", self._end) if self.closing in marked else ("\\",)
 
     def _calls(self) -> Steps[None]:
         yield from self._skip_space()
@@ -64,9 +64,13 @@ class PythonicParser(LiteralParser):
             else:
                 yield from self._pythonic_call()
             yield from self._skip_space()
-            separator = yield from self._accept(",")
+            separator = yield from self._separator()
         if in_list:
             yield from self._accept("]")
+
+    def _separator(self) -> Steps[bool]:
+        """Read what stands between two calls; return whether there is one more."""
+        return (yield from self._accept(","))
 
     def _pythonic_call(self) -> Steps[None]:
         name = yield from self._word(NAME)

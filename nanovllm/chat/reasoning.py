@@ -28,6 +28,7 @@ class ReasoningFormat(NamedTuple):
 
 THINK = ReasoningFormat("<think>", "</think>")
 MISTRAL = ReasoningFormat("[THINK]", "[/THINK]")
+SEED = ReasoningFormat("<seed:think>", "</seed:think>")
 GEMMA4 = ReasoningFormat("<|channel>", "<channel|>", "thought", anywhere=True)
 HARMONY = ReasoningFormat("<|channel|>", "<|end|>", "analysis<|message|>")
 """One of several channels: `harmony` has the parser."""
@@ -35,6 +36,7 @@ REASONING_FORMATS = {
     "qwen3": THINK,
     "deepseek_r1": THINK,
     "mistral": MISTRAL,
+    "seed_oss": SEED,
     "gemma4": GEMMA4,
     "openai_gptoss": HARMONY,
 }
@@ -46,7 +48,7 @@ def find_reasoning_format(chat_template: str | None) -> ReasoningFormat | None:
     template = chat_template or ""
     if is_harmony(template):
         return HARMONY
-    return next((tags for tags in (THINK, MISTRAL, GEMMA4) if tags.closing in template), None)
+    return next((tags for tags in (THINK, MISTRAL, SEED, GEMMA4) if tags.closing in template), None)
 
 
 def is_harmony(template: str) -> bool:

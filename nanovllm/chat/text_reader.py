@@ -123,9 +123,9 @@ class TextReader(PartsReader):
         return True
 
     def _is_next(self, tag: str) -> Steps[bool]:
-        """Whether a tag comes next. Nothing of it is read."""
+        """Whether a tag comes next; "" never does. Nothing of it is read."""
         start = self._pos
-        found = yield from self._accept(tag)
+        found = tag != "" and (yield from self._accept(tag))
         self._pos = start
         return found
 

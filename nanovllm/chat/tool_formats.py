@@ -9,6 +9,16 @@ from typing import Any, ClassVar
 
 from nanovllm.chat import harmony
 from nanovllm.chat.call_arguments import Function
+from nanovllm.chat.family_calls import (
+    ESCAPE,
+    FunctionGemmaParser,
+    GraniteParser,
+    HunYuanParser,
+    LlamaPythonicParser,
+    OlmoParser,
+    Phi4Parser,
+    SeedParser,
+)
 from nanovllm.chat.json_calls import HermesParser, LlamaParser, MistralParser
 from nanovllm.chat.literal_calls import CLOSING, QUOTE, Gemma4Parser
 from nanovllm.chat.pythonic_calls import CALLS_END, CALLS_START, PythonicParser
@@ -156,6 +166,69 @@ class Harmony(ToolFormat):
         return f'{channel} {header} {constrain} "json" {message}', ""
 
 
+class Granite(ToolFormat):
+    parser = GraniteParser
+    tags: ClassVar[tuple[str, ...]] = ("<|tool_call|>",)
+    calls = ('{0} "["', '"]"')
+    separator = '", "'
+
+
+class Phi4Mini(ToolFormat):
+    parser = Phi4Parser
+    tags: ClassVar[tuple[str, ...]] = ("<|tool_call|>", "<|/tool_call|>")
+    calls = ('"functools["', '"]"')
+    separator = '", "'
+
+
+class Phi4MiniTags(Phi4Mini):
+    """The form of the checkpoint's own template."""
+
+    calls = ('{0} "["', '"]" {1}')
+
+
+class HunYuanList(ToolFormat):
+    parser = HunYuanParser
+    tags: ClassVar[tuple[str, ...]] = ("<tool_calls>", "</tool_calls>")
+    calls = ('{0} "["', '"]" {1}')
+    separator = '", "'
+
+
+class HunYuan(HunYuanList):
+    """The form of the dense models."""
+
+    tags = (*HunYuanList.tags, "<tool_call>", "</tool_call>")
+    calls = (r'{0} "\n"', r'"\n" {1}')
+    block = "{2} call {3}"
+    separator = r'"\n"'
+
+    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
+        return quoted(f"{name}\n```json\n"), quoted("\n```")
+
+
+class SeedOss(Tagged):
+    parser = SeedParser
+    tags: ClassVar[tuple[str, ...]] = ("<seed:tool_call>", "</seed:tool_call>")
+
+
+class FunctionGemma(Gemma4):
+    parser = FunctionGemmaParser
+    tags: ClassVar[tuple[str, ...]] = ("<start_function_call>", "<end_function_call>", ESCAPE)
+    ends: ClassVar[tuple[str, ...]] = ("<start_function_response>",)
+
+
+class LlamaPythonic(Pythonic):
+    parser = LlamaPythonicParser
+    tags: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
+    calls = ('"["', '"]"')
+
+
+class Olmo3(Pythonic):
+    parser = OlmoParser
+    tags: ClassVar[tuple[str, ...]] = ("<function_calls>", "</function_calls>")
+    calls = (r'{0} "\n"', r'"\n" {1}')
+    separator = r'"\n"'
+
+
 TOOL_FORMATS: dict[str, type[ToolFormat]] = {
     "hermes": Hermes,
     "qwen3_coder": Tagged,
@@ -165,8 +238,35 @@ TOOL_FORMATS: dict[str, type[ToolFormat]] = {
     "mistral": Mistral,
     "gemma4": Gemma4,
     "openai": Harmony,
+    "granite": Granite,
+    "granite4": Hermes,
+    "phi4_mini_json": Phi4Mini,
+    "hunyuan_a13b": HunYuanList,
+    "seed_oss": SeedOss,
+    "functiongemma": FunctionGemma,
+    "pythonic": LlamaPythonic,
+    "olmo3": Olmo3,
 }
 """By the names that vLLM gives its tool parsers."""
+
+_BY_MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
+    (("<seed:tool_call>",), SeedOss),
+    (("<start_function_call>",), FunctionGemma),
+    (("<|tool_call>",), Gemma4),
+    (("[TOOL_CALLS]", "[ARGS]"), MistralArgs),
+    (("[TOOL_CALLS]",), Mistral),
+    (("<function_calls>",), Olmo3),
+    (("functools[",), Phi4Mini),
+    (("<|/tool_call|>",), Phi4MiniTags),
+    (("<|/tool|>",), Phi4MiniTags),
+    (("<|tool_call|>",), Granite),
+    (("<tool_calls>[",), HunYuanList),
+    (("<tool_calls>", "```json"), HunYuan),
+    (("[func_name",), LlamaPythonic),
+)
+"""What a template has that shows a format; the first whose marks it has all."""
+_OTHER = ("<function=", "<arg_key>", "<parameter", "<tool_sep>", ">>>")
+"""Marks of formats that are not known: GLM's, functionary's, Hy 3's."""
 
 
 def find_tool_format(
@@ -183,21 +283,22 @@ def find_tool_format(
         return Harmony()
     if shows_tools is False:
         return Hermes()
-    if "<|tool_call>" in template:
-        return Gemma4()
-    if "[TOOL_CALLS]" in template:
-        return MistralArgs() if "[ARGS]" in template else Mistral()
-    if "<|python_tag|>" in template or (
-        "<|start_header_id|>" in template and '"parameters"' in template
+    for marks, kind in _BY_MARKS:
+        if all(mark in template for mark in marks):
+            return kind()
+    is_tagged = "<tool_call>" in template and "<function=" in template
+    is_other = not is_tagged and any(mark in template for mark in _OTHER)
+    if not is_other and (
+        "<|python_tag|>" in template
+        or ("<|start_header_id|>" in template and '"parameters"' in template)
     ):
         return Llama()
     if shows_pythonic_calls(template):
         return Pythonic()
     if not knows_tools(template):
         return Hermes()
-    if "<tool_call>" in template and "<function=" in template:
+    if is_tagged:
         return Tagged()
-    is_other = any(mark in template for mark in ("<function=", "<arg_key>", "<parameter"))
     return Hermes() if "<tool_call>" in template and not is_other else None
 
 

@@ -110,10 +110,12 @@ def _written(calls: Seq[Any], template: str) -> str:
     functions = [_function(call) for call in calls]
     if shows_pythonic_calls(template):
         return f"<|tool_call_start|>[{', '.join(map(_pythonic, functions))}]<|tool_call_end|>"
-    if "<|tool_call|>" in template:
-        return f"<|tool_call|>{_json(functions)}"
     if "<|/tool|>" in template:
         return f"<|tool_call|>{_json(functions)}<|/tool_call|>"
+    if "<|tool_call|>" in template:
+        return f"<|tool_call|>{_json(functions)}"
+    if "<tool_calls>[" in template:
+        return f"<tool_calls>{_json(functions)}</tool_calls>"
     return "\n".join(f"<tool_call>\n{_json(function)}\n</tool_call>" for function in functions)
 
 

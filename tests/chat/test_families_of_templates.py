@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from nanovllm.chat.json_calls import HermesParser
-from nanovllm.chat.parts import ToolCallStart
+from nanovllm.chat.parts import ToolCallArguments, ToolCallStart
 from nanovllm.chat.templates import ChatTemplates
-from nanovllm.chat.tool_formats import Hermes, find_tool_format
+from nanovllm.chat.tool_formats import find_tool_format
 from nanovllm.errors import InvalidRequestError
 from tests.chat.family_templates import TEMPLATES
 
@@ -177,17 +176,54 @@ def test_which_templates_show_tools(chat: ChatTemplates, family: str) -> None:
     assert chat.shows_tools(TEMPLATES[family]) == (family not in OWN)
 
 
-@pytest.mark.parametrize("family", sorted(OWN))
-def test_a_template_that_shows_no_tools_gets_them_in_the_hermes_format(
-    chat: ChatTemplates, family: str
-) -> None:
-    """Symptom: the words of DeepSeek-R1-Distill's template say that it knows calls."""
+FORMATS = {
+    "Qwen 2.5, Qwen 3": "Hermes",
+    "Qwen 3.5": "Tagged",
+    "SmolLM3": "Hermes",
+    "Granite 3.0": "Granite",
+    "Granite 3.3": "Granite",
+    "Granite 4": "Hermes",
+    "Gemma 4": "Gemma4",
+    "FunctionGemma": "FunctionGemma",
+    "Llama 3.1": "Llama",
+    "Llama 3.2 pythonic": "LlamaPythonic",
+    "functionary": None,
+    "Mistral Nemo": "Mistral",
+    "Mistral Small": "MistralArgs",
+    "Phi-4-mini": "Phi4MiniTags",
+    "Phi-4-mini functools": "Phi4Mini",
+    "LFM2": "Pythonic",
+    "LFM2.5": "Pythonic",
+    "EXAONE 4": "Hermes",
+    "Seed-OSS": "SeedOss",
+    "HunYuan": "HunYuan",
+    "HunYuan A13B": "HunYuanList",
+    "Apriel": "HunYuanList",
+    "Olmo 3": "Olmo3",
+    "Muse Glimmer": None,
+    **dict.fromkeys(OWN, "Hermes"),
+}
+"""The formats of the families' calls."""
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_the_parser_reads_what_the_prompt_shows(chat: ChatTemplates, family: str) -> None:
+    """The model writes calls as it sees them: the parser finds those of the prompt in it."""
     template = TEMPLATES[family]
-    assert isinstance(find_tool_format(template, chat.shows_tools(template)), Hermes)
-    text = render(chat, family, [ASKED, ROME, SUN], TOOLS)
-    parser = HermesParser()
-    parts = parser.feed(text) + parser.finish(cut=False)
-    assert [part.name for part in parts if isinstance(part, ToolCallStart)] == ["find_weather"]
+    found = find_tool_format(template, chat.shows_tools(template))
+    assert (None if found is None else type(found).__name__) == FORMATS[family]
+    if found is None:
+        return
+    functions = [SimpleNamespace(**each["function"]) for each in TOOLS]
+    for message, results in ((ROME, [SUN]), ({**ROME, "content": "Let me look."}, [SUN])):
+        before = render(chat, family, [ASKED], TOOLS).removesuffix("<think>\n")
+        text = render(chat, family, [ASKED, message, *results], TOOLS)
+        assert text.startswith(before)
+        parser = found.parser((), functions)
+        parts = parser.feed(text.removeprefix(before)) + parser.finish(cut=False)
+        assert [part.name for part in parts if isinstance(part, ToolCallStart)] == ["find_weather"]
+        written = "".join(part.text for part in parts if isinstance(part, ToolCallArguments))
+        assert json.loads(written) == {"city": "Perugia", "days": 37}
 
 
 @pytest.mark.parametrize("family", TEMPLATES)

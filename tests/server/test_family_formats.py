@@ -1,0 +1,73 @@
+"""What a model of a family must write where it must call a tool, and what is read of it."""
+
+import pytest
+
+from nanovllm.chat.parts import TextDelta, ToolCallStart
+from nanovllm.server.answers import find_answer_format
+from nanovllm.server.protocol.chat import FunctionName
+from tests.server.test_answers import answer_format, calls, parse
+
+JSON_CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
+JSON_CALLS = f'{JSON_CALL}, {{"name": "now", "arguments": {{}}}}'
+TAGGED = '<tool_call>weather\n```json\n{"city": "Rome"}\n```</tool_call>'
+SEED_CALL = f"<seed:tool_call>\n{JSON_CALL}\n</seed:tool_call>"
+GEMMA_CALL = '<start_function_call>call:weather{"city": "Rome"}<end_function_call>'
+FORMATS = {
+    "granite": ("<|tool_call|>", f"<|tool_call|>[{JSON_CALL}]", f"<|tool_call|>[{JSON_CALLS}]"),
+    "phi4_mini_json": ("functools[", f"functools[{JSON_CALL}]", f"functools[{JSON_CALLS}]"),
+    "phi4_mini_json in tags": (
+        "<|tool|><|/tool|>",
+        f"<|tool_call|>[{JSON_CALL}]<|/tool_call|>",
+        f"<|tool_call|>[{JSON_CALLS}]<|/tool_call|>",
+    ),
+    "hunyuan_a13b": (
+        "<tool_calls>[",
+        f"<tool_calls>[{JSON_CALL}]</tool_calls>",
+        f"<tool_calls>[{JSON_CALLS}]</tool_calls>",
+    ),
+    "hunyuan_a13b, dense": (
+        "<tool_calls> ```json",
+        f"<tool_calls>\n{TAGGED}\n</tool_calls>",
+        f"<tool_calls>\n{TAGGED}\n<tool_call>now\n```json\n{{}}\n```</tool_call>\n</tool_calls>",
+    ),
+    "seed_oss": (
+        "<seed:tool_call>",
+        SEED_CALL,
+        f'{SEED_CALL}\n<seed:tool_call>\n{{"name": "now", "arguments": {{}}}}\n</seed:tool_call>',
+    ),
+    "functiongemma": (
+        "<start_function_call>",
+        GEMMA_CALL,
+        f"{GEMMA_CALL}<start_function_call>call:now{{}}<end_function_call>",
+    ),
+    "pythonic": ("[func_name1(", f"[{JSON_CALL}]", f"[{JSON_CALLS}]"),
+    "olmo3": (
+        "<function_calls>",
+        f"<function_calls>\n{JSON_CALL}\n</function_calls>",
+        f'<function_calls>\n{JSON_CALL}\n{{"name": "now", "arguments": {{}}}}\n</function_calls>',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_grammars_take_calls_and_nothing_else(name: str) -> None:
+    marks, one, two = FORMATS[name]
+    template = f"{{% if tools %}}{marks}{{% endif %}}"
+    required = calls(template, "required")
+    assert required.takes(one)
+    assert required.takes(two)
+    assert not required.takes("Rome")
+    assert not required.takes(one[:-1])
+    assert not required.takes(one.replace("Rome", 'Rome", "x": "y'))
+    assert not required.takes(one.replace("weather", "whether"))
+    named = calls(template, FunctionName(name="weather"))
+    assert named.takes(one)
+    assert not named.takes(two)
+    for found in (
+        answer_format(template),
+        find_answer_format(template, name.split(",")[0].split()[0], "auto"),
+    ):
+        for text, names in ((one, ["weather"]), (two, ["weather", "now"])):
+            parts = parse(found, text)
+            assert [part.name for part in parts if isinstance(part, ToolCallStart)] == names
+            assert not any(isinstance(part, TextDelta) for part in parts)
