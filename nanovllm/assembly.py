@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.hub import Checkpoint, configured_checkpoint, draft_checkpoint
-from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
+from nanovllm.checkpoint.text_tokenizer import TextTokenizer
 from nanovllm.checkpoint.tokenizer import check_same_vocabulary, load_tokenizer, serving_tokenizer
 from nanovllm.engine.extensions import Grammars, Observer
 from nanovllm.engine.input_processor import InputProcessor
@@ -158,7 +158,7 @@ def _input_processor(
     config: Config,
     info: WorkerInfo,
     checkpoint: Checkpoint,
-    tokenizer: KeptTokenizer | None,
+    tokenizer: TextTokenizer | None,
     eos_token_ids: frozenset[int],
     executor: Executor,
 ) -> InputProcessor:

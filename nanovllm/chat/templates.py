@@ -18,7 +18,7 @@ from nanovllm.chat.tool_messages import (
     shows_pythonic_calls,
     with_thinking,
 )
-from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
+from nanovllm.checkpoint.text_tokenizer import TextTokenizer
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.validation import shown
 
@@ -92,7 +92,7 @@ def template_options(
 class ChatTemplates:
     """Renders conversations by the tokenizer's templates, or others, in a process of its own."""
 
-    def __init__(self, tokenizer: KeptTokenizer | None) -> None:
+    def __init__(self, tokenizer: TextTokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._process = TemplateProcess()
         self._shapes: dict[tuple[str, bool], TemplateShape] = {}

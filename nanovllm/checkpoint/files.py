@@ -15,6 +15,8 @@ MAX_JSON_BYTES = 4 * 2**20
 """Of one JSON text. Python's objects take up to 24 times as much memory. A header or an index of
 1,000 tensors has 0.1 MB."""
 _MAX_DEPTH = 32
+_POINTER = b"version https://git-lfs"
+"""How a Git LFS pointer begins."""
 
 
 def local_path(model: str, kind: str = "model") -> Path:
@@ -60,11 +62,25 @@ def check_file(directory: Path, name: str, max_bytes: int | None = None) -> bool
     return is_file
 
 
+def refuse_pointer(file: Path, head: bytes) -> None:
+    """Refuse `file`, whose content begins with `head`, if it only says what the real one holds.
+
+    Raises:
+        CheckpointError: it is a Git LFS pointer, which a clone without git-lfs leaves.
+    """
+    if head.startswith(_POINTER):
+        raise CheckpointError(
+            f"{file} is a Git LFS pointer and not the file itself: install git-lfs and run "
+            f"`git lfs pull` in {file.parent}"
+        )
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Return the JSON object in `file`, {} if there is no such file.
 
     Raises:
-        CheckpointError: the file cannot be read, or holds no valid JSON object.
+        CheckpointError: the file cannot be read, is a Git LFS pointer, or holds no valid JSON
+            object.
     """
     try:
         with file.open("rb") as opened:
@@ -73,6 +89,7 @@ def read_json(file: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error}") from error
+    refuse_pointer(file, content)
     return parse_object(content, str(file))
 
 

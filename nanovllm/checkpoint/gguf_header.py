@@ -10,6 +10,7 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from nanovllm.checkpoint.files import refuse_pointer
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.options.validation import shown
 
@@ -99,6 +100,7 @@ def read_gguf_header(file: Path) -> GgufHeader:
     """
     try:
         with file.open("rb") as opened:
+            refuse_pointer(file, opened.read(64))
             size = opened.seek(0, 2)
             if size < 24:
                 raise CheckpointError(f"{file}: a GGUF file has at least 24 bytes, this one {size}")

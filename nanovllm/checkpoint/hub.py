@@ -15,9 +15,9 @@ from nanovllm.errors import CheckpointError
 from nanovllm.options.config import Config
 from nanovllm.options.validation import check_int, listed, shown
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json")
 _CONFIG_PATTERNS = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
-_OPENED_PATTERNS = [
+OPENED_PATTERNS = [
     "*config.json",
     "*token*.json",
     "vocab.*",
@@ -29,21 +29,9 @@ _OPENED_PATTERNS = [
     "params.json",
     "additional_chat_templates/*.jinja",
 ]
-"""Files of a directory that this module or transformers may open."""
-_MAX_FILE_BYTES = 64 * 2**20
+"""Files of a directory that may be opened to read its settings and its tokenizer."""
+MAX_FILE_BYTES = 64 * 2**20
 """Of each of them. The largest known are tokenizer.json files of 33 MB."""
-_TOKENIZER_CLASSES = (
-    None,
-    "PreTrainedTokenizerFast",
-    "TokenizersBackend",
-    "Qwen2Tokenizer",
-    "Qwen2TokenizerFast",
-    "LlamaTokenizer",
-    "LlamaTokenizerFast",
-    "GPT2Tokenizer",
-    "GPT2TokenizerFast",
-)
-"""transformers' classes for tokenizer.json. Others build what numbers in the file ask for."""
 _MAX_LISTED = 5
 """Files that one error names."""
 
@@ -95,7 +83,7 @@ def configured_checkpoint(config: Config) -> Checkpoint:
     generation_config, tokenizer_path = checkpoint.generation_config, checkpoint.tokenizer_path
     if config.generation_config not in ("auto", "vllm"):
         directory = local_path(config.generation_config)
-        if not check_file(directory, "generation_config.json", _MAX_FILE_BYTES):
+        if not check_file(directory, "generation_config.json", MAX_FILE_BYTES):
             raise CheckpointError(f"{directory} has no generation_config.json")
         generation_config = read_json(directory / "generation_config.json")
     if config.skip_tokenizer_init:
@@ -218,7 +206,7 @@ def weight_files(
 def _indexed_files(index: Path) -> list[Path]:
     """Return the files that `index` names; none if there is no such file."""
     path = index.parent
-    if not check_file(path, index.name, _MAX_FILE_BYTES):
+    if not check_file(path, index.name, MAX_FILE_BYTES):
         return []
     weight_map = read_json(index).get("weight_map")
     if not (
@@ -232,48 +220,6 @@ def _indexed_files(index: Path) -> list[Path]:
         found = listed([name if len(name) < 100 else shown(name) for name in missing], _MAX_LISTED)
         raise CheckpointError(f"{index} names files that are missing: {found}")
     return [path / name for name in names]
-
-
-def opened_files(path: Path) -> list[str]:
-    """Return the names of the files in directory `path` that decide its tokenizer, sorted."""
-    named = read_json(path / "tokenizer_config.json")
-    other = {
-        name
-        for key, value in named.items()
-        if key.endswith(("_file", "_files"))
-        for name in (value if isinstance(value, list) else [value])
-        if isinstance(name, str)
-    }
-    matching = {str(f.relative_to(path)) for p in _OPENED_PATTERNS for f in path.glob(p)}
-    return sorted(name for name in matching | other if (path / name).is_file())
-
-
-def check_tokenizer_files(path: Path) -> None:
-    """Check a tokenizer's JSON files, all but tokenizer.json, which only its library can check.
-
-    Args:
-        path: the tokenizer's directory.
-
-    Raises:
-        CheckpointError: a file is no JSON object, asks for a class whose constructor may do
-            anything, or names a file outside the directory.
-    """
-    for name in ("special_tokens_map.json", "added_tokens.json"):
-        read_json(path / name)
-    file = path / "tokenizer_config.json"
-    settings = read_json(file)
-    if settings.get("tokenizer_class") not in _TOKENIZER_CLASSES:
-        raise CheckpointError(
-            f"{file}: tokenizer_class {shown(settings['tokenizer_class'])} is not supported "
-            f"({', '.join(filter(None, _TOKENIZER_CLASSES))}); most tokenizers that have a "
-            'tokenizer.json also load as "PreTrainedTokenizerFast"'
-        )
-    for key, value in settings.items():
-        names = value if isinstance(value, list) else [value]
-        if key.endswith(("_file", "_files")):
-            for name in names:
-                if isinstance(name, str) and not check_file(path, name, _MAX_FILE_BYTES):
-                    raise CheckpointError(f"{file}: {key} names {shown(name)}, which is missing")
 
 
 def _find_gguf_file(model: str, revision: str | None, download_dir: str | None) -> Path | None:
@@ -337,9 +283,9 @@ def _find_directory(model: str, revision: str | None, download_dir: str | None, 
         raise CheckpointError(f"{what} directory {model!r} does not exist")
     else:
         path = download(model, revision, _CONFIG_PATTERNS, download_dir)
-    for pattern in _OPENED_PATTERNS:
+    for pattern in OPENED_PATTERNS:
         for file in path.glob(pattern):
-            check_file(path, str(file.relative_to(path)), _MAX_FILE_BYTES)
+            check_file(path, str(file.relative_to(path)), MAX_FILE_BYTES)
     return path
 
 

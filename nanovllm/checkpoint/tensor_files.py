@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nanovllm.checkpoint.files import MAX_JSON_BYTES, parse_object
+from nanovllm.checkpoint.files import MAX_JSON_BYTES, parse_object, refuse_pointer
 from nanovllm.checkpoint.gguf import GgufWeight, is_gguf, read_gguf, read_rows
 from nanovllm.errors import CheckpointError
 
@@ -51,7 +51,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     """Return what the header of `file`, safetensors or GGUF, says of each tensor, by name.
 
     Raises:
-        CheckpointError: the file is not sound, or names a tensor twice.
+        CheckpointError: the file is not sound or a Git LFS pointer, or names a tensor twice.
     """
     if is_gguf(file):
         return {
@@ -66,6 +66,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         }
     try:
         with file.open("rb") as opened:
+            refuse_pointer(file, opened.read(64))
+            opened.seek(0)
             num_bytes = int.from_bytes(opened.read(8), "little")
             if num_bytes > MAX_JSON_BYTES:
                 raise OSError(f"its header has {num_bytes} bytes; at most {MAX_JSON_BYTES}")

@@ -9,16 +9,16 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import models
 
+from nanovllm.checkpoint.converted_tokenizer import converted_tokenizer
 from nanovllm.checkpoint.gguf import is_gguf
-from nanovllm.checkpoint.gguf_tokenizer import convert_gguf_tokenizer
-from nanovllm.checkpoint.hub import Checkpoint, check_tokenizer_files
-from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer, fields_of, keep, read_kept
-from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.checkpoint.hub import Checkpoint
+from nanovllm.checkpoint.text_tokenizer import TextTokenizer, transformers_tokenizer
+from nanovllm.checkpoint.tokenizer_files import TOKENIZER_JSON, read_tokenizer
+from nanovllm.errors import ConfigError
 from nanovllm.options.validation import shown
 
 if TYPE_CHECKING:
@@ -27,60 +27,34 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
+def serving_tokenizer(checkpoint: Checkpoint) -> TextTokenizer | None:
     """Return the checkpoint's tokenizer, None if it has none; run no code of the checkpoint.
 
+    tokenizer.json is read as it is. transformers makes the tokenizer only where there is none.
+
     Raises:
-        CheckpointError: a file is invalid, or there is no fast tokenizer of a known class.
+        CheckpointError: a file is invalid, or the files do not say all of a tokenizer.
     """
-    if checkpoint.tokenizer_path is None:
+    path = checkpoint.tokenizer_path
+    if path is None:
         logger.warning("%s: no tokenizer, so prompts must be token ids", checkpoint.path)
         return None
-    path = checkpoint.tokenizer_path
-    from_gguf = is_gguf(path)
-    if not from_gguf:
-        check_tokenizer_files(path)
-    try:
-        tokenizer = convert_gguf_tokenizer(path) if from_gguf else _load_directory(checkpoint, path)
-        tokenizer.decode(tokenizer.encode("a b"))  # raises for a wrong model_max_length and such
-    except (KeyboardInterrupt, SystemExit, CheckpointError):
-        raise
-    except BaseException as error:  # many kinds; a panic of tokenizers is no Exception
-        files = (
-            "its metadata"
-            if from_gguf
-            else "tokenizer.json, tokenizer_config.json or special_tokens_map.json"
-        )
-        raise CheckpointError(
-            f"cannot load the tokenizer in {path}: {files} is invalid: {error!s:.300}"
-        ) from error
-    if not tokenizer.is_fast:
-        raise CheckpointError(
-            f"the tokenizer in {path} has no tokenizer.json; save it as a fast tokenizer"
-        )
-    found: PreTrainedTokenizerBase = tokenizer
-    return found
+    if not is_gguf(path) and (path / TOKENIZER_JSON).is_file():
+        return read_tokenizer(path)
+    return converted_tokenizer(checkpoint)
 
 
-def serving_tokenizer(checkpoint: Checkpoint) -> KeptTokenizer | None:
-    """Return what `load_tokenizer` returns, as far as the engine needs it.
-
-    From the second start on, transformers is not imported for it.
+def load_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
+    """Return what `serving_tokenizer` returns as a transformers tokenizer.
 
     Raises:
-        CheckpointError: as for `load_tokenizer`.
+        CheckpointError: as for `serving_tokenizer`.
     """
-    if checkpoint.tokenizer_path is not None and (found := read_kept(checkpoint)) is not None:
-        return found
-    tokenizer = load_tokenizer(checkpoint)
-    if tokenizer is None:
-        return None
-    fields = fields_of(tokenizer)
-    keep(checkpoint, fields)
-    return KeptTokenizer(fields)
+    tokenizer = serving_tokenizer(checkpoint)
+    return None if tokenizer is None else transformers_tokenizer(tokenizer)
 
 
-def check_same_vocabulary(tokenizer: KeptTokenizer, draft: Checkpoint) -> None:
+def check_same_vocabulary(tokenizer: TextTokenizer, draft: Checkpoint) -> None:
     """Check that `draft`, the checkpoint of a draft network, has the tokens of `tokenizer`.
 
     A draft without tokenizer files is taken to have them.
@@ -104,16 +78,6 @@ def check_same_vocabulary(tokenizer: KeptTokenizer, draft: Checkpoint) -> None:
         )
 
 
-def _load_directory(checkpoint: Checkpoint, path: Path) -> Any:
-    """Return transformers' tokenizer of directory `path`."""
-    from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
-
-    # transformers would allocate what config.json asks for: give it the type's defaults instead.
-    is_qwen3 = checkpoint.config.get("model_type") == "qwen3"
-    config = AutoConfig.for_model("qwen3") if is_qwen3 else PretrainedConfig()
-    return AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False)
-
-
 class TokenBound(NamedTuple):
     """How little a tokenizer can make of a text."""
 
@@ -133,7 +97,7 @@ class TokenBound(NamedTuple):
         return num_chars / self.chars_per_token
 
 
-def token_bound(tokenizer: KeptTokenizer) -> TokenBound | None:
+def token_bound(tokenizer: TextTokenizer) -> TokenBound | None:
     """Return the bound of a tokenizer; None if there is no sure one.
 
     Byte-level BPE has one: each byte of the normalised text that the vocabulary has is in one
@@ -166,7 +130,7 @@ def token_bound(tokenizer: KeptTokenizer) -> TokenBound | None:
     return TokenBound(longest * 1.5, lost)
 
 
-def token_bytes(tokenizer: KeptTokenizer) -> Callable[[int], bytes]:
+def token_bytes(tokenizer: TextTokenizer) -> Callable[[int], bytes]:
     """Return a function that gives the bytes of a token, also where a character has several tokens.
 
     They are those of the vocabulary's entry. So a space that a decoder leaves out at the start of a

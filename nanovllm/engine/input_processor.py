@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from nanovllm.chat.templates import ChatTemplates
-from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
+from nanovllm.checkpoint.text_tokenizer import TextTokenizer
 from nanovllm.engine.bad_words import encode_bad_words
 from nanovllm.engine.extensions import Grammars
 from nanovllm.engine.params_check import ParamsCheck, check_names, check_priority, no_adapters
@@ -40,7 +40,7 @@ class InputProcessor:
 
     def __init__(
         self,
-        tokenizer: KeptTokenizer | None,
+        tokenizer: TextTokenizer | None,
         *,
         vocab_size: int,
         max_model_len: int,

@@ -1,6 +1,6 @@
 """Log-probabilities as users see them: by token, with rank and text. Knows no requests."""
 
-from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
+from nanovllm.checkpoint.text_tokenizer import TextTokenizer
 from nanovllm.outputs import Logprob
 from nanovllm.scheduler.messages import TokenLogprobs
 
@@ -12,7 +12,7 @@ class LogprobEntries:
         tokenizer: None if the checkpoint has none; entries then have no text.
     """
 
-    def __init__(self, tokenizer: KeptTokenizer | None) -> None:
+    def __init__(self, tokenizer: TextTokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}  # of tokens that are decoded alone
 

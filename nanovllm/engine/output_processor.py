@@ -5,7 +5,7 @@ Knows no prompts and no scheduling.
 
 from functools import cached_property, partial
 
-from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
+from nanovllm.checkpoint.text_tokenizer import TextTokenizer
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.logprob_entries import LogprobEntries
 from nanovllm.engine.marked_detokenizer import MarkedDetokenizer
@@ -23,7 +23,7 @@ class OutputProcessor:
         tokenizer: None if the checkpoint has none; all texts are then empty.
     """
 
-    def __init__(self, tokenizer: KeptTokenizer | None) -> None:
+    def __init__(self, tokenizer: TextTokenizer | None) -> None:
         self._tokenizer = tokenizer
         self.requests: dict[int | str, Request] = {}  # that are followed, by id
         self._completions: dict[int, Completion] = {}  # by sequence id

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence as Seq
 from functools import cached_property
 from typing import Any
 
-from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
+from nanovllm.checkpoint.text_tokenizer import TextTokenizer
 from nanovllm.checkpoint.tokenizer import TokenBound, token_bound
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.validation import check_int
@@ -24,7 +24,7 @@ _UNSETTLED_TOKENS = 256
 class PromptLimit:
     """The limit of max_model_len: a prompt has fewer tokens, as one of output must fit."""
 
-    tokenizer: KeptTokenizer | None
+    tokenizer: TextTokenizer | None
     max_model_len: int
     last: int  # the model's last token
 

@@ -14,7 +14,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from nanovllm.checkpoint.files import MAX_JSON_BYTES, check_file, local_path, parse_object
+from nanovllm.checkpoint.files import (
+    MAX_JSON_BYTES,
+    check_file,
+    local_path,
+    parse_object,
+    refuse_pointer,
+)
 from nanovllm.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from nanovllm.lora.layer_parts import canonical
 from nanovllm.lora.peft_config import PeftConfig, read_peft_config
@@ -143,9 +149,12 @@ def _read_files(directory: Path) -> tuple[bytes, bytes]:
             )
         raise CheckpointError(f"{directory} has no {WEIGHTS}: name the directory of a PEFT adapter")
     try:
-        return (directory / CONFIG).read_bytes(), (directory / WEIGHTS).read_bytes()
+        config, weights = (directory / CONFIG).read_bytes(), (directory / WEIGHTS).read_bytes()
     except OSError as error:
         raise CheckpointError(f"cannot read adapter {directory}: {error!s:.200}") from error
+    refuse_pointer(directory / CONFIG, config)
+    refuse_pointer(directory / WEIGHTS, weights)
+    return config, weights
 
 
 def _tensors(content: bytes, source: str) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.checkpoint.kept_tokenizer import KeptTokenizer
+from nanovllm.checkpoint.text_tokenizer import TextTokenizer
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.json_schema import X_GUIDANCE, grammar_schema_text
 from nanovllm.options.structured_outputs import StructuredOutputsParams
@@ -216,7 +216,7 @@ class GrammarCompiler:
 
 
 def grammar_compiler(
-    tokenizer: KeptTokenizer, eos_token_ids: frozenset[int], vocab_size: int
+    tokenizer: TextTokenizer, eos_token_ids: frozenset[int], vocab_size: int
 ) -> GrammarCompiler:
     """Return what compiles structured_outputs for `tokenizer`."""
     eos = sorted(eos_token_ids, key=lambda token: (token != tokenizer.eos_token_id, token))

@@ -19,7 +19,6 @@ import pytest
 import nanovllm
 from nanovllm.checkpoint.hub import (
     Checkpoint,
-    check_tokenizer_files,
     open_checkpoint,
     weight_files,
 )
@@ -346,44 +345,6 @@ def test_an_index_of_many_missing_files_names_some(directory):
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(CheckpointError, match=r"00004.safetensors, and 9995 more$"):
         local_weights(directory)
-
-
-@pytest.mark.usefixtures("no_wait")
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("tokenizer_config.json", "{", "cannot read .*tokenizer_config.json"),
-        ("special_tokens_map.json", "[]", "special_tokens_map.json must hold a JSON object"),
-        ("added_tokens.json", '{"a": 1, "a": 2}', "added_tokens.json: field 'a' appears twice"),
-        ("tokenizer_config.json", '{"tokenizer_class": "T5Tokenizer"}', "'T5Tokenizer' is not"),
-        ("tokenizer_config.json", '{"tokenizer_class": [1]}', r"tokenizer_class \[1\] is not"),
-        ("tokenizer_config.json", '{"vocab_file": "/dev/zero"}', "'/dev/zero' is outside"),
-        ("tokenizer_config.json", '{"x_files": ["../x"]}', "'../x' is outside"),
-        ("tokenizer_config.json", '{"tokenizer_file": "fifo"}', "'fifo' is not a regular file"),
-        ("tokenizer_config.json", '{"tokenizer_file": "gone"}', "tokenizer_file names 'gone'"),
-    ],
-)
-def test_tokenizer_files_that_are_refused_before_transformers_reads_them(
-    directory, name, content, said
-):
-    os.mkfifo(directory / "fifo")
-    (directory / name).write_text(content)
-    with pytest.raises(CheckpointError, match=said):
-        check_tokenizer_files(directory)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "{}",
-        '{"tokenizer_class": null, "vocab_file": null}',
-        '{"tokenizer_class": "Qwen2Tokenizer", "tokenizer_file": "tokenizer.json"}',
-    ],
-)
-def test_tokenizer_files_that_may_be_read(directory, content):
-    (directory / "tokenizer.json").write_text("{}")
-    (directory / "tokenizer_config.json").write_text(content)
-    check_tokenizer_files(directory)
 
 
 # Weights of a directory.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nanovllm import SamplingParams, demo_model
+from nanovllm.checkpoint import tokenizer_files
 from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.engine.input_processor import InputProcessor
@@ -38,8 +39,13 @@ def change(file: Path, **fields: Any) -> None:
         ("tokenizer_config.json", b'{"eos_token": {"content": 3}}'),
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"5": 3}}'),
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {"content": "y"}}}'),
-        ("tokenizer_config.json", b'{"model_max_length": "x"}'),
-        ("tokenizer_config.json", b'{"auto_map": 5}'),
+        ("tokenizer_config.json", b'{"chat_template": 5}'),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
+        ("added_tokens.json", b"["),
+        ("added_tokens.json", b'{"<x>": "y"}'),
+        ("chat_template.json", b"5"),
+        ("chat_template.json", b'{"chat_template": [5]}'),
+        ("chat_template.jinja", b"\xff"),
         ("special_tokens_map.json", b"{"),
         ("special_tokens_map.json", b'{"eos_token": [5]}'),
     ],
@@ -47,6 +53,8 @@ def change(file: Path, **fields: Any) -> None:
 def test_a_broken_file_is_a_checkpoint_error_that_names_it(
     directory: Path, name: str, content: bytes
 ) -> None:
+    if name != "chat_template.jinja":  # which comes before other templates
+        (directory / "chat_template.jinja").unlink()
     (directory / name).write_bytes(content)
     with pytest.raises(CheckpointError) as raised:
         load_tokenizer(open_checkpoint(str(directory)))
@@ -59,31 +67,28 @@ def test_a_panic_of_the_tokenizers_library_is_a_checkpoint_error(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rust's panics reach Python as an exception that is no `Exception`."""
-    from transformers import AutoTokenizer
 
     class PanicException(BaseException):
         pass
 
-    def panic(*_: Any, **__: Any) -> None:
-        raise PanicException("index out of range")
+    class Panicking:
+        @staticmethod
+        def from_buffer(_: bytes) -> None:
+            raise PanicException("index out of range")
 
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", panic)
-    with pytest.raises(CheckpointError, match="index out of range"):
+    monkeypatch.setattr(tokenizer_files, "Tokenizer", Panicking)
+    with pytest.raises(CheckpointError, match="tokenizer.json is invalid: index out of range"):
         load_tokenizer(open_checkpoint(str(directory)))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "t5", "bert", 5, None, ["x"]])
-def test_of_config_json_the_tokenizer_sees_only_the_type(
-    directory: Path, model_type: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_json_says_nothing_of_the_tokenizer(directory: Path, model_type: Any) -> None:
     """transformers' config of Qwen3 makes a list of num_hidden_layers names."""
-    from transformers import AutoConfig
-
     tokenizer = load_tokenizer(open_checkpoint(str(directory)))
     assert tokenizer is not None
     expected = tokenizer.encode("What is a KV cache?")
-    change(directory / "config.json", model_type=model_type, num_hidden_layers=10**6)
-    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("read"))
+    change(directory / "config.json", model_type=model_type, num_hidden_layers=10**12)
+    change(directory / "tokenizer_config.json", auto_map=5, model_max_length="x", vocab_file="/x")
     found = load_tokenizer(open_checkpoint(str(directory)))
     assert found is not None
     assert found.encode("What is a KV cache?") == expected
