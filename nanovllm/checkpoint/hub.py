@@ -147,8 +147,12 @@ def open_checkpoint(
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Return config.json. Old uploads of ModelOpt have quantization_config in another file."""
+    """Return config.json. quantization_config lies in another file in old uploads of ModelOpt, and
+    has another name in those of MLX.
+    """
     config = read_json(path / "config.json")
+    if isinstance(config.get("quantization"), dict):
+        config.setdefault("quantization_config", config["quantization"])
     if config.get("quantization_config") is None and (path / "hf_quant_config.json").exists():
         found = read_json(path / "hf_quant_config.json")
         config["quantization_config"] = {"quant_method": "modelopt", **found}

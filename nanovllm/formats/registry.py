@@ -89,6 +89,12 @@ def checkpoint_format(config: Any) -> WeightFormat | None:
             f"config.json: quantization_config must be an object, is {shown(config)}"
         )
     method = config.get("quant_method")
+    if method is None and {"bits", "group_size"} <= config.keys():
+        raise UnsupportedModelError(
+            f"these weights are quantised by MLX (bits {shown(config['bits'])}, group_size "
+            f"{shown(config['group_size'])}), whose form is not supported: take the original "
+            f"checkpoint, a GGUF file, or one in {', '.join(FORMATS)}"
+        )
     if not isinstance(method, str) or method not in FORMATS:
         raise UnsupportedModelError(
             f"quantization_config quant_method {shown(method)} is not supported (only "
