@@ -17,13 +17,15 @@ SHORT_FLAGS = {"tensor_parallel_size": "-tp", "quantization": "-q"}
 
 _ALWAYS = "it is always so; leave it out"
 _TLS = "put a proxy with TLS before the server"
-_OWN_LOG = "each request is logged in one line, without its text; leave it out"
+_OWN_LOG = "each request is logged in one line, without its text, and probes are not; leave it out"
 
 SERVE_NAMES = other_names(
     ("enable_auto_tool_choice enable_prompt_tokens_details", (True,), _ALWAYS),
     ("disable_fastapi_docs", (True,), _ALWAYS),
     ("disable_uvicorn_access_log", (True, False), _OWN_LOG),
-    ("uvicorn_log_level max_log_len", (), _OWN_LOG),
+    ("uvicorn_log_level", ("info",), "use log_level"),
+    ("log_config_file", (), "use log_config"),
+    ("max_log_len disable_access_log_for_endpoints", (), _OWN_LOG),
     ("chat_template_content_format", ("auto", "string"), "content is joined to a string"),
     ("trust_request_chat_template", (False,), "templates are not taken from requests"),
     ("response_role", ("assistant",), "answers are the assistant's"),

@@ -14,6 +14,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.options.flags import Parser, add_flags
 from nanovllm.options.validation import (
     Error,
+    check_choice,
     check_fields,
     check_float,
     check_int,
@@ -22,6 +23,7 @@ from nanovllm.options.validation import (
     shown,
     strict_keywords,
 )
+from nanovllm.server.log_setup import FORMATS, LEVELS
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 """Environment variable with an API key, or several with commas between."""
@@ -108,6 +110,15 @@ class ServerOptions:
     """Format of tool calls in answers; "auto" recognises it by the chat template."""
     reasoning_parser: Annotated[str, check_text] = "auto"
     """Format of reasoning in answers; "auto" recognises it by the chat template."""
+    log_level: Annotated[str, check_choice, LEVELS] = "info"
+    """Least level of what is logged: debug has the probes of /health and /metrics too, info each
+    request and what the engine chose at its start."""
+    log_format: Annotated[str, check_choice, FORMATS] = "text"
+    """Form of the log: text, or json for a line of JSON for each record, with a request's fields in
+    "request"."""
+    log_config: Annotated[str | None, check_text] = None
+    """JSON file for Python's logging.config.dictConfig, which decides in place of the two. None is
+    no such file."""
 
     def __post_init__(self) -> None:
         check_fields(ConfigError, self)

@@ -31,7 +31,7 @@ CLIENT_CLOSED = 499
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _PLAIN = re.compile(r"[A-Za-z0-9._:/+=@,-]+")
 _PROBES = {"/health", "/ready", "/metrics", "/status.json"}
-"""Asked for every few seconds: their lines have the level DEBUG."""
+"""Routes that are asked for every few seconds: their lines have the level DEBUG."""
 _MAX_PATH = 200
 
 
@@ -113,9 +113,10 @@ class RequestLog:
             finally:
                 seconds = time.monotonic() - seconds
                 fields = _fields(scope, record, status, seconds)
-                _log(fields)
+                route = getattr(scope.get("route"), "path", "other")
+                _log(fields, is_probe=route in _PROBES and status < 400)
                 if self._count is not None:
-                    self._count(getattr(scope.get("route"), "path", "other"), status)
+                    self._count(route, status)
                 if self._open_telemetry is not None:
                     self._open_telemetry.end(
                         span, _span_attributes(record, fields), failed=status >= 500
@@ -187,9 +188,8 @@ def _span_attributes(record: RequestRecord, fields: Mapping[str, Any]) -> dict[s
     }
 
 
-def _log(fields: Mapping[str, str | int | float]) -> None:
+def _log(fields: Mapping[str, str | int | float], *, is_probe: bool) -> None:
     """Log a request as words name=value; a log formatter finds the fields in `record.request`."""
-    is_probe = fields["path"] in _PROBES and int(fields["status"]) < 400
     words = " ".join(f"{name}={_quoted(value)}" for name, value in fields.items())
     level = logging.DEBUG if is_probe else logging.INFO
     logger.log(level, "%s", words, extra={"request": dict(fields)})

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import errno
 import gc
+import json
 import logging
 import os
 import resource
@@ -32,6 +33,7 @@ from nanovllm.server.admission import shutting_down
 from nanovllm.server.answers import find_answer_format
 from nanovllm.server.app import make_app
 from nanovllm.server.connection import connection_class
+from nanovllm.server.log_setup import Log
 from nanovllm.server.middleware import MAX_HEAD_BYTES
 from nanovllm.server.options import ServerOptions, keys_of_environment, model_name
 from nanovllm.server.state import ServerState
@@ -58,23 +60,21 @@ def serve(args: argparse.Namespace) -> int:
     engine_options: dict[str, Any] = {"model": args.model, **given_fields(Config, args)}
     check_adapter_options(options, Config(**engine_options))
     find_answer_format(None, options.tool_call_parser, options.reasoning_parser)  # checks them
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("nanovllm.server").setLevel(logging.INFO)  # a line for each request
+    log = Log(options.log_level, options.log_format, options.log_config)
     _allow_files(options.max_connections + _OTHER_FILES)
     with bound_socket(options) as listener:
         start = time.monotonic()
-        complain(f"nanovllm: loading {model_name(args.model)}")
+        log.tell(f"nanovllm: loading {model_name(args.model)}")
         llm = AsyncLLM(**engine_options)
         app = make_app(llm, options)
         gc.collect()
         gc.freeze()  # what is there stays: to look through it takes 0.1 s, in which nothing runs
 
         def show_banner() -> None:
-            for line in _banner(app.state.server, listener, time.monotonic() - start):
-                complain(line)
+            _show_banner(log, app.state.server, listener, time.monotonic() - start)
 
         try:
-            Server(app, listener, show_banner).run(sockets=[listener])
+            Server(app, listener, show_banner, log.tell).run(sockets=[listener])
         finally:
             _exit_anyway(app.state.server)
             llm.shutdown()
@@ -93,12 +93,17 @@ class Server(uvicorn.Server):
     """uvicorn's server, which drains at the first signal and ends at once at the second."""
 
     def __init__(
-        self, app: Any, listener: socket.socket, on_start: Callable[[], object] = lambda: None
+        self,
+        app: Any,
+        listener: socket.socket,
+        on_start: Callable[[], object] = lambda: None,
+        tell: Callable[[str, int], object] = lambda message, level: complain(message),
     ) -> None:
         self._server: ServerState = app.state.server
         options = self._server.options
         self._listener = listener
         self._on_start = on_start
+        self._tell = tell
         self._tasks: list[asyncio.Task[None]] = []
         self._was_asked = False
         super().__init__(
@@ -143,9 +148,8 @@ class Server(uvicorn.Server):
         """Refuse new requests, let the others finish for a while, then end the server."""
         admission, seconds = self._server.admission, self._server.options.drain_seconds
         admission.is_draining = True
-        complain(
-            f"nanovllm: finishing {admission.num_requests} requests, for {seconds:g} s at most"
-        )
+        running = f"finishing {admission.num_requests} requests, for {seconds:g} s at most"
+        self._tell(f"nanovllm: {running}", logging.INFO)
         deadline = time.monotonic() + seconds
         while admission.num_requests and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -160,7 +164,8 @@ class Server(uvicorn.Server):
                 await self._server.llm.check_health()
         except Exception as error:  # a watch that ended unnoticed would be none
             self._server.failure = str(error)
-            complain(f"nanovllm: the engine is dead, so the server ends: {error}")
+            dead = f"nanovllm: the engine is dead, so the server ends: {error}"
+            self._tell(dead, logging.CRITICAL)
             self.should_exit = True
 
 
@@ -216,8 +221,8 @@ def _remove(listener: socket.socket) -> None:
             os.unlink(listener.getsockname())
 
 
-def _banner(server: ServerState, listener: socket.socket, seconds: float) -> list[str]:
-    """Return what to tell at the start: what is served, how much it holds and how to try it."""
+def _show_banner(log: Log, server: ServerState, listener: socket.socket, seconds: float) -> None:
+    """Tell at the start what is served, how much it holds and how to try it."""
     options, info = server.options, server.llm.engine.worker_info
     tokens = kv_cache_tokens(info)
     if options.uds:
@@ -226,24 +231,27 @@ def _banner(server: ServerState, listener: socket.socket, seconds: float) -> lis
         host, port, *_ = listener.getsockname()
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         curl = f"curl {url}"
-    state_tokens = info.state_pages * info.block_size
-    state = f"  the state of a request takes as much of it as {state_tokens:,} tokens"
-    key = " -H 'Authorization: Bearer KEY'" if options.api_keys else ""
-    lines = [
-        f"nanovllm: {server.model_name} is ready after {seconds:.1f} s at {url}",
-        f"  dtype {server.llm.engine.config.dtype}, max_model_len {server.max_model_len}",
+    log.tell(f"nanovllm: {server.model_name} is ready after {seconds:.1f} s at {url}")
+    log.tell(f"  dtype {server.llm.engine.config.dtype}, max_model_len {server.max_model_len}")
+    log.tell(
         f"  KV cache of {tokens:,} tokens: {tokens / server.max_model_len:.1f} requests of "
-        "max_model_len at once",
-        *([state] if info.state_pages else []),
-        f"  try: {curl}/v1/chat/completions -H 'Content-Type: application/json'{key} \\",
-        """       -d '{"messages": [{"role": "user", "content": "What is paged attention?"}]}'""",
-    ]
+        "max_model_len at once"
+    )
+    if info.state_pages:
+        state_tokens = info.state_pages * info.block_size
+        log.tell(f"  the state of a request takes as much of it as {state_tokens:,} tokens")
+    if log.is_plain:
+        key = " -H 'Authorization: Bearer KEY'" if options.api_keys else ""
+        json_type = "-H 'Content-Type: application/json'"
+        log.tell(f"  try: {curl}/v1/chat/completions {json_type}{key} \\")
+        question = {"role": "user", "content": "What is paged attention?"}
+        log.tell(f"       -d '{json.dumps({'messages': [question]})}'")
     if not (options.is_local or options.api_keys):
-        lines.append(
+        log.tell(
             f"  WARNING: anyone who can reach {options.host} can use it: give --api-key, or leave "
-            "--host out"
+            "--host out",
+            logging.WARNING,
         )
-    return lines
 
 
 def _exit_anyway(server: ServerState) -> None:

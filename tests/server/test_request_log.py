@@ -151,9 +151,22 @@ def test_an_error_of_a_route(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_probes_are_logged_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+    """Also below the path that a proxy has the server at."""
     get("/health")
     get("/")
-    assert [r.levelno for r in caplog.records if r.name == LOGGER] == [logging.DEBUG, logging.INFO]
+    app = RequestLog(APP)
+
+    async def below(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "root_path": "/llm"}, receive, send)
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(below)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            assert (await client.get("/llm/health")).status_code == 200
+
+    asyncio.run(run())
+    levels = [r.levelno for r in caplog.records if r.name == LOGGER]
+    assert levels == [logging.DEBUG, logging.INFO, logging.DEBUG]
 
 
 def call(app: Any, scope: dict[str, Any], messages: list[Message]) -> list[Message]:

@@ -57,7 +57,7 @@ class Process:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
-            if "try: " in line:
+            if "try: " in line or '"KV cache of' in line:
                 break
         threading.Thread(target=self._read, daemon=True).start()
         found = re.search(r" at http://[0-9.]+(:\d+)", self.log)
@@ -132,6 +132,22 @@ def test_serves_and_drains(tmp_path: Path) -> None:
         assert server.process.wait(20) == 0
         assert "WARNING: anyone who can reach 0.0.0.0" in server.log
         assert "Traceback" not in server.log
+
+
+def test_the_log_of_a_start_as_json() -> None:
+    """Every line, from the choices of the engine to the end; scrapes are not in it."""
+    with serving("--log-format", "json") as server:
+        for path in ("/health", "/status.json", "/v1/models"):
+            assert server.send(path)[0] == 200
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+            assert answer.status == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+    messages = [json.loads(line)["message"] for line in server.lines]
+    for begin in ("loading ", "native CPU kernels", "attention backend: ", "KV cache of "):
+        assert any(message.startswith(begin) for message in messages), messages
+    assert [m for m in messages if m.startswith("GET")] == ["GET /v1/models 200"]
+    assert messages[-1].startswith("finishing 0 requests")
 
 
 def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:

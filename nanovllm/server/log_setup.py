@@ -1,0 +1,92 @@
+"""Sets up what the server writes to standard error: its log, and what it tells whoever starts it.
+
+Knows no request and no engine.
+"""
+
+import json
+import logging
+import logging.config
+import time
+from pathlib import Path
+from typing import Any
+
+from nanovllm.errors import ConfigError
+from nanovllm.options.validation import shown
+from nanovllm.utils.terminal import complain
+
+logger = logging.getLogger(__name__)
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+FORMATS = ("text", "json")
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class JSONFormatter(logging.Formatter):
+    """Formats a record as one line of JSON: time (UTC), level, logger, message.
+
+    The line of a request has its fields in `request`; an exception's traceback is in `exception`.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if (request := getattr(record, "request", None)) is not None:
+            line["message"] = "{method} {path} {status}".format(**request)
+            line["request"] = request
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class Log:
+    """Where the server's lines go: to standard error, in the form that the options ask for.
+
+    Records of nanovllm from `level` on are written, and warnings of others.
+
+    Args:
+        form: "text", or "json" for a line of JSON each.
+        config: a JSON file for `logging.config.dictConfig`, which decides in their place.
+
+    Raises:
+        ConfigError: the file cannot be read, or `dictConfig` refuses it.
+    """
+
+    def __init__(self, level: str, form: str, config: str | None) -> None:
+        self.is_plain = form == "text" and config is None
+        """Whether people read it, not programs."""
+        if config is not None:
+            _configure(config)
+            return
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(_TEXT) if self.is_plain else JSONFormatter())
+        logging.basicConfig(handlers=[handler])
+        logging.getLogger("nanovllm").setLevel(level.upper())
+
+    def tell(self, message: str, level: int = logging.INFO) -> None:
+        """Tell whoever started the server something: as it is, or as a line of the log."""
+        if self.is_plain:
+            complain(message)
+        else:
+            logger.log(level, "%s", message.removeprefix("nanovllm: ").strip())
+
+
+def _configure(path: str) -> None:
+    name = f"log_config {shown(path)}"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} cannot be read: {getattr(error, 'strerror', error)}") from None
+    try:
+        # Else it would silence the loggers that it does not name.
+        found = {"version": 1, "disable_existing_loggers": False, **json.loads(text)}
+        logging.config.dictConfig(found)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{name} is not JSON: {error}") from None
+    except (ValueError, TypeError, AttributeError, ImportError, LookupError, OSError) as error:
+        reason = f"{error}: {error.__cause__}" if error.__cause__ else error
+        raise ConfigError(f"{name} is refused by logging.config.dictConfig: {reason}") from None
