@@ -5,6 +5,7 @@ tokenizer.
 """
 
 from collections.abc import Mapping, Sequence as Seq
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -39,6 +40,11 @@ class TextTokenizer:
         """The token that ends a text; None if none does."""
         text = self.special_tokens_map.get("eos_token")
         return None if text is None else self.backend_tokenizer.token_to_id(text)
+
+    @cached_property
+    def longest_entry(self) -> int:
+        """Characters of the vocabulary's longest entry, added tokens aside."""
+        return max(map(len, self.backend_tokenizer.get_vocab(with_added_tokens=False)))
 
     @property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:

@@ -106,10 +106,11 @@ def token_bound(tokenizer: TextTokenizer) -> TokenBound | None:
     unknown characters.
     """
     backend: Any = tokenizer.backend_tokenizer
-    model, vocab = backend.model, backend.get_vocab(with_added_tokens=False)
+    model = backend.model
     added = backend.get_added_tokens_decoder().values()
     normalizer, pre_tokenizer = _steps(backend.normalizer), _steps(backend.pre_tokenizer)
-    lost = bytes(byte for byte, char in _byte_level_chars().items() if char not in vocab)
+    chars = _byte_level_chars().items()
+    lost = bytes(byte for byte, char in chars if model.token_to_id(char) is None)
     keeps_other_bytes = (
         type(model) is models.BPE
         and not (model.continuing_subword_prefix or model.end_of_word_suffix)
@@ -126,7 +127,8 @@ def token_bound(tokenizer: TextTokenizer) -> TokenBound | None:
     if not keeps_other_bytes:
         return None
     # An entry of a byte-level vocabulary has one character for each byte.
-    longest = max(*map(len, vocab), *(len(token.content.encode()) for token in added))
+    sizes = [len(token.content.encode()) for token in added]
+    longest = max([tokenizer.longest_entry, *sizes])
     return TokenBound(longest * 1.5, lost)
 
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 from nanovllm.checkpoint.files import read_json, refuse_pointer
 from nanovllm.checkpoint.text_tokenizer import TextTokenizer
 from nanovllm.errors import CheckpointError
-from nanovllm.options.validation import shown
+from nanovllm.options.validation import listed, shown
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,8 @@ TOKENIZER_JSON = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_MAX_LISTED = 4
+"""Tokens that one warning names."""
 _BETWEEN = re.compile(r"[\s:,]*")
 """What may stand between two keys or values of a JSON object."""
 
@@ -35,7 +37,7 @@ def read_tokenizer(path: Path) -> TextTokenizer:
         CheckpointError: a file is invalid; it names the file.
     """
     settings = read_json(path / _CONFIG)
-    backend = _read_backend(path / TOKENIZER_JSON)
+    backend, longest_entry = _read_backend(path / TOKENIZER_JSON)
     named, special = _special_tokens(path, settings)
     _add_tokens(backend, path, settings, special)
     _mark_special(backend, special)
@@ -44,6 +46,7 @@ def read_tokenizer(path: Path) -> TextTokenizer:
     split = settings.get("split_special_tokens")
     backend.encode_special_tokens = split is True
     tokenizer = TextTokenizer(backend, named, read_chat_templates(path, settings))
+    tokenizer.longest_entry = longest_entry
     if "eos_token" in named and tokenizer.eos_token_id is None:
         logger.warning(
             "%s: eos_token %s is no token of %s, so it ends no answer",
@@ -98,8 +101,11 @@ def _read_text(file: Path) -> str:
         raise CheckpointError(f"cannot read {file}: {error}") from error
 
 
-def _read_backend(file: Path) -> Tokenizer:
-    """Return what tokenizer.json says; it was tried once, and its ids are those of the file."""
+def _read_backend(file: Path) -> tuple[Tokenizer, int]:
+    """Return what tokenizer.json says, and the length of its longest entry.
+
+    It was tried once, and its ids are those of the file.
+    """
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -110,20 +116,22 @@ def _read_backend(file: Path) -> Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.decode(backend.encode("a b").ids)
-        _check_ids(backend, content.decode())
+        longest_entry = _check_ids(backend, content.decode())
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of tokenizers is no Exception
         raise CheckpointError(
             f"cannot load the tokenizer in {file.parent}: {file.name} is invalid: {error!s:.300}"
         ) from error
-    return backend
+    return backend, longest_entry
 
 
-def _check_ids(backend: Tokenizer, text: str) -> None:
+def _check_ids(backend: Tokenizer, text: str) -> int:
     """Raise ValueError if `backend` has other ids than tokenizer.json, whose content is `text`.
 
     The library takes two tokens of one id, and it numbers the added tokens itself.
+
+    Returns: the length of the vocabulary's longest entry: to get all of them takes long.
     """
     vocab = backend.get_vocab(with_added_tokens=False)
     token_of = {token_id: token for token, token_id in vocab.items()}
@@ -156,6 +164,7 @@ def _check_ids(backend: Tokenizer, text: str) -> None:
                 f"its post_processor adds {shown(token)} with id {token_id}, which in its "
                 f"vocabulary is {shown(backend.id_to_token(token_id))}"
             )
+    return max(map(len, vocab))
 
 
 def _added_tokens(text: str) -> list[dict[str, Any]]:
@@ -210,11 +219,12 @@ def _add_tokens(
     backend: Tokenizer, path: Path, settings: dict[str, Any], special: set[str]
 ) -> None:
     """Add tokens that other files list and tokenizer.json lacks, if they get the ids listed."""
-    source, listed = path / _CONFIG, settings.get("added_tokens_decoder")
-    if listed is None:
+    source = path / _CONFIG
+    given = settings.get("added_tokens_decoder")
+    if given is None:
         source = path / "added_tokens.json"
         ids = read_json(source)
-        listed = {
+        given = {
             token_id: {"content": text, "special": text in special, "normalized": False}
             for text, token_id in ids.items()
         }
@@ -224,25 +234,26 @@ def _add_tokens(
                 token["content"],
                 **{flag: value for flag in _FLAGS if (value := token.get(flag)) is not None},
             )
-            for token_id, token in listed.items()
+            for token_id, token in given.items()
         }
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"{source}: added tokens must be ids with their texts: {error!s:.200}"
         ) from error
+    others = []
     for token_id, token in sorted(tokens.items()):
         found = backend.token_to_id(token.content)
         if found is None and token.content and token_id == backend.get_vocab_size():
             backend.add_tokens([token])
             found = backend.token_to_id(token.content)
         if found != token_id and token.content:
-            logger.warning(
-                "%s gives token %s the id %d; in tokenizer.json, which counts, it is %s",
-                source,
-                shown(token.content),
-                token_id,
-                "no token" if found is None else found,
-            )
+            others.append(f"{shown(token.content)} is {found}, not {token_id}")
+    if others:
+        logger.warning(
+            "%s lists tokens with other ids than tokenizer.json, which counts: %s",
+            source,
+            listed(others, _MAX_LISTED),
+        )
 
 
 def _mark_special(backend: Tokenizer, special: set[str]) -> None:
@@ -268,9 +279,10 @@ def _compare_template(
     adds = text is not None and text in backend.encode("").tokens
     if isinstance(wanted, bool) and text is not None and wanted != adds:
         logger.warning(
-            "%s says add_%s_token=%s; tokenizer.json, which counts, %s it",
+            "%s says add_%s_token=%s; tokenizer.json, which counts, %s %s",
             path / _CONFIG,
             name,
             str(wanted).lower(),
             "adds" if adds else "does not add",
+            shown(text),
         )

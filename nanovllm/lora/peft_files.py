@@ -149,7 +149,8 @@ def _read_files(directory: Path) -> tuple[bytes, bytes]:
             )
         raise CheckpointError(f"{directory} has no {WEIGHTS}: name the directory of a PEFT adapter")
     try:
-        config, weights = (directory / CONFIG).read_bytes(), (directory / WEIGHTS).read_bytes()
+        config = (directory / CONFIG).read_bytes()
+        weights = (directory / WEIGHTS).read_bytes()
     except OSError as error:
         raise CheckpointError(f"cannot read adapter {directory}: {error!s:.200}") from error
     refuse_pointer(directory / CONFIG, config)

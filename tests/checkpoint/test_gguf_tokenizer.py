@@ -6,7 +6,7 @@ from transformers import AutoConfig
 
 from nanovllm import SamplingParams
 from nanovllm.checkpoint.hub import open_checkpoint
-from nanovllm.checkpoint.tokenizer import load_tokenizer, token_bound
+from nanovllm.checkpoint.tokenizer import load_tokenizer, serving_tokenizer, token_bound
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from tests.checkpoints import random_model
 from tests.gguf_converter import convert
@@ -31,7 +31,7 @@ def test_text_and_special_tokens(tmp_path):
     assert tokenizer.decode(ids) == text
     assert 2 in ids
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("he 12")) == ["he", "Ġ", "1", "2"]
-    assert token_bound(tokenizer) is not None
+    assert token_bound(serving_tokenizer(open_checkpoint(make_file(tmp_path / "a")))) is not None
 
 
 @pytest.mark.parametrize(("add", "first"), [(True, 4), (False, None), (None, None)])

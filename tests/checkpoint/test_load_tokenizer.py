@@ -10,7 +10,7 @@ import pytest
 from nanovllm import SamplingParams, demo_model
 from nanovllm.checkpoint import tokenizer_files
 from nanovllm.checkpoint.hub import open_checkpoint
-from nanovllm.checkpoint.tokenizer import load_tokenizer
+from nanovllm.checkpoint.tokenizer import load_tokenizer, serving_tokenizer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.errors import CheckpointError, InvalidRequestError
 
@@ -96,7 +96,7 @@ def test_config_json_says_nothing_of_the_tokenizer(directory: Path, model_type: 
 
 def test_a_tokenizer_with_tokens_that_the_model_lacks(directory: Path) -> None:
     """Symptom: the embedding is read out of bounds."""
-    tokenizer = load_tokenizer(open_checkpoint(str(directory)))
+    tokenizer = serving_tokenizer(open_checkpoint(str(directory)))
     assert tokenizer is not None
     small = max(tokenizer.encode("What is a KV cache?"))
     processor = InputProcessor(tokenizer, vocab_size=small, max_model_len=64, seed=0)

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import demo_model
-from nanovllm.checkpoint.tokenizer import token_bound, token_bytes
+from nanovllm.checkpoint.hub import open_checkpoint
+from nanovllm.checkpoint.text_tokenizer import TextTokenizer
+from nanovllm.checkpoint.tokenizer import serving_tokenizer, token_bound, token_bytes
 from tests.engine.test_detokenizer import MAKERS
 
-DEMO: Any = AutoTokenizer.from_pretrained(demo_model.MODEL)
+DEMO: Any = serving_tokenizer(open_checkpoint(demo_model.MODEL))
 LONGEST = sorted(DEMO.get_vocab(), key=len)[-8:]
-PIECES = [DEMO.convert_tokens_to_string([token]) for token in LONGEST]
+PIECES = [DEMO.backend_tokenizer.decoder.decode([token]) for token in LONGEST]
 PIECES += ["<|im_start|>", " ", "\n", "é", "e\u0301", "α\u0313\u0300\u0345", "日", "👋", "\u200b"]
 
 
@@ -36,7 +37,7 @@ def test_bytes_that_the_vocabulary_lacks_count_for_nothing(text: str) -> None:
     backend = byte_level()
     vocab = [token for token in backend.get_vocab() if token not in "\u0104é¥ó"]  # 4, e9, a5, f3
     model = models.BPE({token: index for index, token in enumerate(vocab)}, [("a", "b")])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level(model=model))
+    tokenizer = TextTokenizer(byte_level(model=model), {})
     bound = token_bound(tokenizer)
     assert bound is not None
     assert bound.lost_bytes == b"\x04\xa5\xe9\xf3"
@@ -68,7 +69,7 @@ def byte_level(**changes: Any) -> Tokenizer:
 
 
 def bound_of(backend: Tokenizer) -> float | None:
-    bound = token_bound(PreTrainedTokenizerFast(tokenizer_object=backend))
+    bound = token_bound(TextTokenizer(backend, {}))
     return None if bound is None else bound.chars_per_token
 
 
@@ -110,7 +111,7 @@ def test_added_token_that_takes_spaces_has_no_bound() -> None:
 @pytest.mark.parametrize("text", ["the cat's", "é 日本語 👋 <x>", "a<s>cat</s>", "  a\n\tdo"])
 def test_bytes_of_tokens_are_those_of_the_text(kind: str, text: str) -> None:
     backend = MAKERS[kind]()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer = TextTokenizer(backend, {})
     token_ids = backend.encode(text, add_special_tokens=False).ids
     found = [token_bytes(tokenizer)(token_id) for token_id in token_ids]
     whole = backend.decode(token_ids, skip_special_tokens=False)
@@ -126,7 +127,7 @@ def test_bytes_of_tokens_are_those_of_the_text(kind: str, text: str) -> None:
 def test_bytes_of_a_token_that_the_vocabulary_lacks() -> None:
     """Models have more logits than their tokenizers have tokens."""
     assert token_bytes(DEMO)(10**6) == b""
-    assert token_bytes(DEMO)(DEMO.convert_tokens_to_ids("<|im_end|>")) == b"<|im_end|>"
+    assert token_bytes(DEMO)(DEMO.backend_tokenizer.token_to_id("<|im_end|>")) == b"<|im_end|>"
 
 
 RUNS = st.builds(lambda piece, times: piece * times, st.sampled_from(PIECES), st.integers(1, 300))

@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm import demo_model
 from nanovllm.checkpoint.hub import open_checkpoint
-from nanovllm.checkpoint.tokenizer import load_tokenizer
+from nanovllm.checkpoint.tokenizer import serving_tokenizer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import InvalidRequestError
@@ -17,7 +17,7 @@ LIMIT = 512
 @pytest.fixture(scope="module")
 def processor() -> InputProcessor:
     checkpoint = open_checkpoint(demo_model.MODEL)
-    tokenizer, size = load_tokenizer(checkpoint), checkpoint.config["vocab_size"]
+    tokenizer, size = serving_tokenizer(checkpoint), checkpoint.config["vocab_size"]
     return InputProcessor(tokenizer, vocab_size=size, max_model_len=LIMIT, seed=0)
 
 
