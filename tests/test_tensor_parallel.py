@@ -1,5 +1,6 @@
 """Spawned ranks give the tokens of one process, die together, and leave nothing behind."""
 
+import contextlib
 import functools
 import gc
 import os
@@ -154,11 +155,14 @@ def test_error_of_a_rank_at_start_is_raised_and_leaves_nothing(
 
 def script(random_model: str) -> str:
     return textwrap.dedent(f"""
-        import sys
+        import os
+        import signal
         from nanovllm import LLM, SamplingParams
 
         def main():
             llm = LLM({random_model!r}, tensor_parallel_size=2)
+            if not os.fork():  # as a DataLoader does; it has a copy of all pipes
+                signal.pause()
             print("ready", flush=True)
             params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
             while True:
@@ -173,7 +177,9 @@ def script(random_model: str) -> str:
 def test_ctrl_c_and_death_of_the_parent_end_everything(
     random_model: str, tmp_path: Path, number: signal.Signals, to_group: bool
 ) -> None:
-    """SIGINT goes to the whole process group, as Ctrl-C in a terminal; SIGKILL to the parent."""
+    """SIGINT goes to the whole process group, as Ctrl-C in a terminal; SIGKILL to the parent, whose
+    forked child lives on.
+    """
     path = tmp_path / "run.py"
     path.write_text(script(random_model))
     process = subprocess.Popen(
@@ -188,13 +194,18 @@ def test_ctrl_c_and_death_of_the_parent_end_everything(
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert len(workers(process.pid)) == 2
+    ranks = workers(process.pid)
+    assert len(ranks) == 2
+    others = {*psutil.Process(process.pid).children(recursive=True)} - {*ranks}
     time.sleep(0.3)
     (os.killpg if to_group else os.kill)(process.pid, number)
+    assert process.wait(10) != 0
+    wait_until(lambda: not any(rank.is_running() for rank in ranks), 10)
+    if not to_group:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the forked child
     _, errors = process.communicate(timeout=10)
-    assert process.returncode != 0
-    wait_until(lambda: not any(c.is_running() for c in children), 10)
+    wait_until(lambda: not any(other.is_running() for other in others), 10)
     if number == signal.SIGINT:
         assert "KeyboardInterrupt" in errors
 
@@ -210,6 +221,11 @@ def test_ranks_sleep_and_get_new_weights(
     fresh.update_weights(new)
     with pytest.raises(InvalidRequestError, match="has no tensor 'x'"):
         llm.update_weights([("x", old["model.norm.weight"])])
+    for wrong in (torch.zeros(0), torch.zeros(64, dtype=torch.complex64).conj()):
+        with pytest.raises(InvalidRequestError, match=r"model\.norm\.weight has"):
+            llm.update_weights(iter([("model.norm.weight", wrong)]))
+    with pytest.raises(AttributeError, match="pickle"):
+        llm.engine.executor.call_all(lambda runner: None)  # no rank has got a part of it
     llm.sleep(level=2)
     llm.wake_up(["weights"])
     llm.update_weights(iter(new.items()))
@@ -225,3 +241,60 @@ def test_ranks_sleep_and_get_new_weights(
     fresh.update_weights(old)
     found, expected = (each.generate(prompts, SHORT, use_tqdm=False) for each in (llm, fresh))
     assert token_ids(found) == token_ids(expected)
+
+
+def test_where_no_process_can_be_started(tmp_path: Path) -> None:
+    """A program from standard input, and a daemonic process: an error that says what to do."""
+    program = f"""if True:
+        import multiprocessing
+        from nanovllm import LLM
+        from nanovllm.errors import ConfigError
+
+        def make():
+            try:
+                LLM({demo_model.MODEL!r}, tensor_parallel_size=2, max_model_len=64)
+            except ConfigError as error:
+                print(error, flush=True)
+
+        make()
+        process = multiprocessing.get_context("fork").Process(target=make, daemon=True)
+        process.start()
+        process.join()
+    """
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=program,
+        env=environment(CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stderr
+    assert "there is no file" in lines[0]
+    assert "<stdin>" in lines[0]
+    assert 'below `if __name__ == "__main__":`' in lines[0]
+    assert "daemonic process" in lines[1]
+    assert "daemon=False" in lines[1]
+
+
+@pytest.mark.long
+def test_a_program_without_its_guard(tmp_path: Path) -> None:
+    path = tmp_path / "no_guard.py"
+    path.write_text(
+        f"from nanovllm import LLM\nLLM({demo_model.MODEL!r}, tensor_parallel_size=2)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        env=environment(CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("nanovllm.errors.EngineDeadError: a worker process died; nanovllm-rank")
+    assert "exited with 1 while it imported your program" in last
+    assert 'below `if __name__ == "__main__":`' in last
+    assert "and that made another LLM" in done.stderr

@@ -262,6 +262,26 @@ def test_shutdown_ends_the_requests_of_all_threads(make_llm: Any) -> None:
         }
 
 
+def test_ctrl_c_in_shutdown_ends_the_engine_all_the_same(
+    make_llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: later calls said that this thread is running a step already."""
+    llm = make_llm(demo_model.MODEL, **OPTIONS)
+    shutdown = llm.engine.executor.shutdown
+
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+        shutdown()
+
+    monkeypatch.setattr(llm.engine.executor, "shutdown", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.shutdown()
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="was shut down"):
+            generate(llm, QUESTIONS[0])
+        llm.shutdown()
+
+
 def test_callback_in_a_step_cannot_use_the_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: a signal handler that generates waits for ever for the step that it interrupts."""
     execute = llm.engine.executor.execute

@@ -54,6 +54,18 @@ class TemplateProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
+        from nanovllm.utils.forked import call_in_forked  # the process itself does without
+
+        call_in_forked(self._let_go)
+
+    def _let_go(self) -> None:
+        """Give up the pipes of a forked process. The process would live as long as that does."""
+        if self._process is not None:
+            null = os.open(os.devnull, os.O_RDWR)
+            for pipe in (self._process.stdin, self._process.stdout):
+                assert pipe is not None
+                os.dup2(null, pipe.fileno(), inheritable=False)  # what is buffered goes nowhere
+            os.close(null)
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
         """Return the text that a template makes of variables, which hold JSON values.

@@ -5,7 +5,7 @@ import dataclasses
 from nanovllm.engine.prompt import check_unicode
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.options.validation import check_int, shown
+from nanovllm.options.validation import as_class, check_int, shown
 
 
 def check_names(request_id: str | None, user: str | None) -> None:
@@ -64,6 +64,7 @@ class ParamsCheck:
                 "sampling_params must be SamplingParams, "
                 f"got {type(params).__name__} {shown(params)}"
             )
+        params = as_class(params, SamplingParams)  # the ranks may not know another
         if params.stop and not self.has_tokenizer:
             raise InvalidRequestError(
                 "this engine has no tokenizer, so stop cannot be used; use stop_token_ids"

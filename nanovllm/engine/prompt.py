@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
 from nanovllm.errors import InvalidRequestError
-from nanovllm.options.validation import shown
+from nanovllm.options.validation import plain_text, shown
 
 _MAX_SALT_LENGTH = 128
 """Characters, as in vLLM: the prefix cache keeps the salts of its blocks."""
@@ -39,7 +39,7 @@ def make_prompt(given: PromptInput) -> Prompt:
     if isinstance(given, Prompt):
         return given
     if isinstance(given, str):
-        return Prompt(str(given))
+        return Prompt(plain_text(given))
     if not isinstance(given, Mapping):
         return Prompt(token_ids=_token_ids(given))
     fields = {key: value for key, value in given.items() if value is not None}
@@ -60,6 +60,7 @@ def make_prompt(given: PromptInput) -> Prompt:
         raise InvalidRequestError(
             f"prompt_token_ids must be a list of token ids, got {shown(token_ids)}"
         )
+    text = None if text is None else plain_text(text)
     return Prompt(text, None if token_ids is None else _token_ids(token_ids), salt=salt)
 
 

@@ -95,11 +95,7 @@ class SharedEngine:
                     self._run_until_mail(mailbox)
                 item = mailbox.get()
         finally:
-            try:
-                self._leave(mailbox)
-            except BaseException:  # Ctrl-C just now: others would wait for ever for this thread
-                self._leave(mailbox)
-                raise
+            self._leave(mailbox)
         return item
 
     def call(self, command: Callable[[], Result]) -> Result:
@@ -142,6 +138,13 @@ class SharedEngine:
 
     def _leave(self, mailbox: Mailbox) -> None:
         """End the caller's turn or its wait. If there is no leader, wake a waiting thread."""
+        try:
+            self._end_turn(mailbox)
+        except BaseException:  # Ctrl-C just now: others would wait for ever for this thread
+            self._end_turn(mailbox)
+            raise
+
+    def _end_turn(self, mailbox: Mailbox) -> None:
         while self._leader is mailbox:
             self._run_commands()  # nobody else may be there to run those of `submit`
             run_last_steps(self._engine)

@@ -5,6 +5,7 @@ hang; `shutdown` leaves no process behind. Knows no requests and no text, nor wh
 import logging
 from collections import deque
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from nanovllm.errors import EngineDeadError, NanoVLLMError
@@ -37,8 +38,8 @@ class Ranks(Protocol):
         """
         ...
 
-    def send(self, rank: int, message: Any) -> None:
-        """Send `message` to `rank`.
+    def send(self, rank: int, message: memoryview) -> None:
+        """Send a pickled `message` to `rank`.
 
         Raises:
             OSError: the rank has ended.
@@ -164,9 +165,10 @@ class RankExecutor:
     def _send(
         self, message: "WorkerInfo | Schedule | GrammarCompiler | Command", ranks: range
     ) -> None:
+        pickled = [ForkingPickler.dumps(message) for _ in ranks]  # an error, and nobody has any
         try:
-            for rank in ranks:
-                self.ranks.send(rank, message)
+            for rank, content in zip(ranks, pickled, strict=True):
+                self.ranks.send(rank, content)
         except OSError:
             self._die("a worker process died")
         except BaseException:  # Ctrl-C: some ranks have the message and some do not

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import parent_process
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -182,6 +182,8 @@ class _Outbox:
 def _die_with_parent() -> None:
     """Exit as soon as the parent process has died."""
     parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    assert parent is not None
+    # A process that the parent forked keeps the sentinel open.
+    while os.getppid() == parent.pid and not wait([parent.sentinel], timeout=1.0):
+        pass
+    os._exit(1)

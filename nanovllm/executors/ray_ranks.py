@@ -27,6 +27,7 @@ from nanovllm.executors.ray_actor import Place, RankActor, found_files, versions
 from nanovllm.executors.ray_cluster import join_cluster, wait_for_room
 from nanovllm.executors.worker import num_threads
 from nanovllm.options.config import Config
+from nanovllm.utils.forked import call_in_forked
 from nanovllm.worker.model_loader import NetworkSpec
 
 _START_SECONDS = 300.0
@@ -58,6 +59,11 @@ class RayRanks:
         self._runs: list[Any] = []  # what an actor's `run` will return: ready when it has ended
         self._messages: list[Connection] = []
         self._lifelines: list[Connection] = []
+        call_in_forked(self._close_all)
+
+    def _close_all(self) -> None:
+        for connection in (*self._messages, *self._lifelines):
+            connection.close()
 
     def start(self) -> None:
         join_cluster(self.size * self._num_threads)
@@ -114,8 +120,8 @@ class RayRanks:
         self._config = dataclasses.replace(self._config, device="cpu")
         return {"CPU": float(self._num_threads)}
 
-    def send(self, rank: int, message: Any) -> None:
-        self._messages[rank].send(message)
+    def send(self, rank: int, message: memoryview) -> None:
+        self._messages[rank].send_bytes(message)
 
     def wait(self) -> list[int]:
         while True:

@@ -19,6 +19,7 @@ from nanovllm.options.validation import (
     check_float,
     check_int,
     check_path,
+    plain_text,
     shown,
     strict_keywords,
 )
@@ -52,7 +53,7 @@ def _dtype(error: Error, name: str, value: Any) -> str:
 def _device(error: Error, name: str, value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
         raise error(f'{name} must be "auto", "cpu", "cuda" or "cuda:N", got {value!r}')
-    return value
+    return plain_text(value)
 
 
 def _threads(error: Error, name: str, value: Any) -> int:

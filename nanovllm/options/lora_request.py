@@ -14,6 +14,7 @@ from nanovllm.options.validation import (
     check_fields,
     check_int,
     check_path,
+    plain_text,
     shown,
     strict_keywords,
 )
@@ -34,7 +35,7 @@ def _name(error: Error, field: str, name: Any) -> str:
             f"{field} must be 1 to {MAX_NAME_LENGTH} printable characters without spaces at its "
             f"ends, got {shown(name)}"
         )
-    return name
+    return plain_text(name)
 
 
 def _directory(error: Error, field: str, value: Any) -> str:

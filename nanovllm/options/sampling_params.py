@@ -17,6 +17,7 @@ from nanovllm.options.validation import (
     check_fields,
     check_float,
     check_int,
+    plain_text,
     shown,
     strict_keywords,
 )
@@ -71,7 +72,7 @@ def _strings(error: Error, name: str, value: Any) -> tuple[str, ...]:
             raise error(f"{rule} {shown(value)} with {shown(item)} at index {index}")
     if "" in value:
         raise error(f"{name} must not hold an empty string, got {shown(list(value))}")
-    return tuple(value)
+    return tuple(map(plain_text, value))
 
 
 def _token_ids(error: Error, name: str, value: Any) -> tuple[int, ...]:

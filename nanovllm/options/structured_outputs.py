@@ -13,9 +13,11 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.options.json_schema import grammar_schema_text
 from nanovllm.options.validation import (
     Error,
+    as_class,
     check_bool,
     check_fields,
     check_text,
+    plain_text,
     shown,
     strict_keywords,
 )
@@ -39,7 +41,7 @@ _IS_LARK = re.compile(
 
 def _schema_text(error: Error, name: str, value: Any) -> str:
     if isinstance(value, str):
-        return value
+        return plain_text(value)
     rule = f"{name} must be a JSON schema, as a text or a dictionary"
     if not isinstance(value, Mapping):
         raise error(f"{rule}, got {shown(value)}")
@@ -57,7 +59,7 @@ def _choice(error: Error, name: str, value: Any) -> tuple[str, ...]:
     for item in value:
         if not isinstance(item, str) or not item:
             raise error(f"{rule}: each has a character at least, got {shown(item)}")
-    return tuple(value)
+    return tuple(map(plain_text, value))
 
 
 @strict_keywords(InvalidRequestError)
@@ -139,7 +141,7 @@ def structured_outputs(value: Any) -> StructuredOutputsParams:
         InvalidRequestError: it is neither, or a field is invalid.
     """
     if isinstance(value, StructuredOutputsParams):
-        return value
+        return as_class(value, StructuredOutputsParams)
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise InvalidRequestError(
             "structured_outputs must be StructuredOutputsParams or a dictionary such as "

@@ -220,21 +220,36 @@ def check_choice(error: Error, name: str, value: Any, choices: Collection[str]) 
         other = OTHER_NAMES.get(name, {}).get(value) if isinstance(value, str) else None
         hint = f": {other.advice}" if other else meant * meant.startswith("; did")  # no second list
         raise error(f"{name} must be one of {', '.join(choices)}, got {shown(value)}{hint}")
-    return value
+    return plain_text(value)
+
+
+def as_class(value: T, cls: type[T]) -> T:
+    """Return `value`, an instance of the dataclass `cls`, as one of no subclass."""
+    if type(value) is cls:
+        return value
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    return cls(**{field.name: getattr(value, field.name) for field in fields if field.init})
+
+
+def plain_text(text: str) -> str:
+    """Return `text` as a str and no subclass, such as an Enum: str() of its members is their name,
+    and other processes may not have the class.
+    """
+    return str.__str__(text)
 
 
 def check_text(error: Error, name: str, value: Any) -> str:
     """Return `value` if it is a string that is not empty, else raise `error`."""
     if not isinstance(value, str) or not value:
         raise error(f"{name} must be a string that is not empty, got {shown(value)}")
-    return value
+    return plain_text(value)
 
 
 def check_texts(error: Error, name: str, value: Any, is_secret: bool = False) -> tuple[str, ...]:
     """Return `value` as a tuple if it is a list of strings, else raise `error`."""
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
         raise error(f"{name} must be a list of strings" + (not is_secret) * f", got {shown(value)}")
-    return tuple(value)
+    return tuple(map(plain_text, value))
 
 
 def check_path(
@@ -244,7 +259,7 @@ def check_path(
     path = os.fspath(value) if isinstance(value, kinds) else None
     if not isinstance(path, str) or not path:
         raise error(f"{name} must be {rule}, got {shown(value)}")
-    return path
+    return plain_text(path)
 
 
 def check_names(error: Error, name: str, value: Any) -> dict[str, Any]:

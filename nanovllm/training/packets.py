@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.errors import InvalidRequestError
-from nanovllm.options.validation import shown
+from nanovllm.options.validation import plain_text, shown
 
 _BYTES = 64 * 2**20
 """Of a message's tensors, if it has more than one."""
@@ -26,14 +26,17 @@ class Packet(NamedTuple):
     content: bytes
 
     def unpacked(self) -> NamedTensor:
-        values = torch.frombuffer(bytearray(self.content), dtype=torch.uint8)
+        values = torch.empty(len(self.content), dtype=torch.uint8)
+        if self.content:
+            values = torch.frombuffer(bytearray(self.content), dtype=torch.uint8)
         return self.name, values.view(self.dtype).view(self.shape)
 
 
 def packet(named: NamedTensor) -> Packet:
     """Return a tensor as bytes, in its own dtype."""
     name, tensor = named
-    flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+    plain = tensor.detach().to("cpu").resolve_conj().resolve_neg()
+    flat = plain.contiguous().view(-1).view(torch.uint8)
     return Packet(name, tuple(tensor.shape), tensor.dtype, flat.numpy().tobytes())
 
 
@@ -58,7 +61,7 @@ def checked(item: Any) -> NamedTensor:
             f"update_weights: {shown(name)} has numbers that are NaN or infinite: the training has "
             "diverged"
         )
-    return name, tensor
+    return plain_text(name), tensor
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

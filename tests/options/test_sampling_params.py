@@ -1,6 +1,7 @@
 """Sampling parameters: the values accepted, the values refused, and the error messages."""
 
 import dataclasses
+import enum
 import pickle
 from fractions import Fraction
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from nanovllm.engine.params_check import ParamsCheck
+from nanovllm.engine.prompt import make_prompt
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams, takes_prompt
@@ -498,3 +501,59 @@ def test_an_assignment_to_parameters_says_how_to_copy_them():
             setattr(params, name, value)
     with pytest.raises(AttributeError, match=r"x = dataclasses\.replace\(x, seed=1\)"):
         Config("model").seed = 1
+
+
+def test_parameters_hold_plain_values_only():
+    """Symptom: other processes have no class of a notebook, and an engine of two ranks ended."""
+
+    class Color(str, enum.Enum):  # noqa: UP042 (str() of a StrEnum is its value)
+        RED = "red"
+        BLUE = "blue"
+
+    class Number(int):
+        pass
+
+    class Share(float):
+        pass
+
+    class Text(str):
+        def __str__(self):
+            return "another text"
+
+    class OwnForm(StructuredOutputsParams):
+        pass
+
+    class OwnParams(SamplingParams):
+        pass
+
+    forms = [
+        {"choice": list(Color)},
+        {"regex": Text("[ab]")},
+        {"json": Text('{"type": "object"}')},
+        {"json": {Text("type"): Text("object")}},
+        {"grammar": Text("start: /a/")},
+        OwnForm(regex="[ab]"),
+    ]
+    for form in forms:
+        own = OwnParams(
+            temperature=Share(0.5),
+            top_k=Number(3),
+            top_p=Share(0.9),
+            max_tokens=Number(4),
+            seed=Number(5),
+            stop=[Text("stop"), Color.RED],
+            bad_words=Text("bad"),
+            stop_token_ids=[Number(1)],
+            allowed_token_ids=[Number(2)],
+            logit_bias={Number(3): Share(1.0)},
+            logprobs=Number(1),
+            structured_outputs=form,
+        )
+        params = ParamsCheck(has_tokenizer=True, vocab_size=10).check(own)
+        assert type(params) is SamplingParams
+        assert pickle.loads(pickle.dumps(params)) == params
+        assert (*params.stop, *params.bad_words) == ("stop", "red", "bad")
+        assert "another text" not in repr(params)
+    assert SamplingParams(structured_outputs=forms[0]).structured_outputs.choice == ("red", "blue")
+    assert make_prompt(Color.BLUE).text == "blue"
+    assert pickle.dumps(make_prompt({"prompt": Text("a")}).text)
