@@ -29,6 +29,9 @@ MAX_TOKENS = 2**31 - 1
 GREEDY_BELOW = 1e-5
 """Lower temperatures sample greedily: dividing the logits by them would overflow."""
 
+REQUESTS_FAULT = "no token can be chosen: the request's rules"
+"""How the reason begins why an answer failed that its own parameters made impossible."""
+
 TOKEN_MARK = "\ud800"
 """Half of a surrogate pair, which no tokenizer decodes. See marks_kept_tokens."""
 

@@ -15,7 +15,7 @@ from fastapi import Request
 from nanovllm.engine.fair_executor import FairExecutor
 from nanovllm.engine.prompt import Prompt
 from nanovllm.options.lora_request import LoRARequest
-from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import REQUESTS_FAULT, SamplingParams
 from nanovllm.options.structured_outputs import UNFINISHED, StructuredOutputsParams
 from nanovllm.outputs import RequestOutput
 from nanovllm.server.admission import Admitted
@@ -292,7 +292,8 @@ def _checked(output: RequestOutput) -> RequestOutput:
             reason = str(completion.stop_reason)
             if reason.startswith(UNFINISHED):
                 raise APIError(400, f"{reason}; use another form, or a simpler one")
-            raise APIError(500, f"the answer failed: {reason}")
+            status = 400 if reason.startswith(REQUESTS_FAULT) else 500
+            raise APIError(status, f"the answer failed: {reason}")
     return output
 
 

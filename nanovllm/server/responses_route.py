@@ -153,9 +153,9 @@ class _Answer:
             if not isinstance(error, APIError):
                 logger.exception("a stream ended with an error")
             found = as_api_error(error).body["error"]
-            builder.response.error = ResponseError(
-                code=found["code"] or "server_error", message=found["message"] or ""
-            )
+            is_clients = found["type"] == "invalid_request_error"
+            code = found["code"] or ("invalid_prompt" if is_clients else "server_error")
+            builder.response.error = ResponseError(code=code, message=found["message"] or "")
             builder.response.status = "failed"
         events = builder.finish(builder.response.status)
         yield "".join(frame(event, event.type) for event in events)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from nanovllm.layers.logits_rules import RULED_OUT
 from nanovllm.layers.sampler import NO_TOKEN
+from nanovllm.options.sampling_params import REQUESTS_FAULT
 from nanovllm.scheduler.messages import Ending, Row, RowDetails
 from nanovllm.worker.extensions import ForcedTokens
 from nanovllm.worker.logprobs import Logprobs, by_sequence
@@ -21,7 +22,7 @@ NO_DISTRIBUTION = Ending(
 """Of a row whose token is NO_TOKEN."""
 NO_CHOICE = Ending(
     "error",
-    "no token can be chosen: the request's rules (bad_words, min_tokens, structured_outputs, ...) "
+    f"{REQUESTS_FAULT} (bad_words, min_tokens, structured_outputs, ...) "
     "forbid every token, or make logits NaN or inf; change them",
 )
 """Of a row whose token is RULED_OUT."""

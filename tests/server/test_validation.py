@@ -382,6 +382,16 @@ def test_of_a_field_with_two_kinds_the_broken_rule_is_named(
     assert message in reply.error["message"]
 
 
+def test_parameters_that_leave_no_token_are_the_clients_error(server: Running) -> None:
+    """Symptom: 500, as if the model were broken."""
+    (token,) = server.send("/tokenize", {"prompt": "a"}).body["tokens"]
+    given = {"structured_outputs": {"regex": "b+"}, "allowed_token_ids": [token]}
+    for path in (CHAT, COMPLETIONS):
+        reply = server.send(path, body_of(path, **given))
+        assert reply.status == 400
+        assert "the request's rules" in reply.error["message"]
+
+
 def test_the_schema_knows_no_422(server: Running) -> None:
     schema = server.send("/openapi.json").body
     assert CHAT in schema["paths"]
