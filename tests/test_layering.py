@@ -54,6 +54,7 @@ FOLDERS = {
         "worker.model_report",
         torch=False,
     ),
+    "__main__": Folder("cli", torch=False),
     "executors": Folder(
         "checkpoint formats lora models options scheduler speculation steps structured tiers utils "
         "worker",

@@ -11,6 +11,7 @@ from nanovllm.compat.advice import KEYWORDS, NOT_IMPLEMENTED
 from nanovllm.compat.flags import SERVE_NAMES
 from nanovllm.compat.llm_engine import LLMEngine
 from nanovllm.compat.modules import MISSING, MODULES
+from nanovllm.compat.moved import MOVED
 from nanovllm.compat.other_names import (
     CONFIG_NAMES,
     CONFIG_VALUES,
@@ -117,6 +118,18 @@ def nano_vllm() -> str:
     return table(("Class", "Name", "Here"), rows)
 
 
+def moved() -> str:
+    """Return a table of nano-vllm's names that are elsewhere."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for module, names in MOVED.items():
+        for name, place in names.items():
+            rows.setdefault((f"`{module}`", f"`{place}`"), []).append(f"`{name}`")
+    return table(
+        ("nano-vllm's module", "Names", "Their part here"),
+        ((module, ", ".join(names), place) for (module, place), names in rows.items()),
+    )
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "modules": modules,
     "missing names": lambda: advices(MISSING),
@@ -131,6 +144,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "other methods": lambda: advices(NOT_IMPLEMENTED),
     "flags of the server": lambda: others(SERVE_NAMES),
     "nano-vllm's names": nano_vllm,
+    "nano-vllm's moved names": moved,
 }
 """What stands in the page after each mark `<!-- made: ... -->`."""
 

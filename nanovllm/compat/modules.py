@@ -14,6 +14,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
+from nanovllm.compat.moved import MOVED, MovedNames, places
+
 _ARGS = "nanovllm.compat.engine_args"
 _SCRIPT = "nanovllm.compat.script_names"
 
@@ -90,6 +92,7 @@ def install() -> None:
     """Let Python import vLLM's modules; a second call does nothing."""
     if not any(isinstance(finder, _Importer) for finder in sys.meta_path):
         sys.meta_path.append(_Importer())
+        sys.meta_path.insert(0, MovedNames())
     for name, find in (("nanovllm", attribute), ("nanovllm.outputs", _refuse)):
         vars(sys.modules[name])["__getattr__"] = functools.partial(find, name)
 
@@ -122,6 +125,8 @@ class _Importer(MetaPathFinder, Loader):
             setattr(sys.modules[module], name, attribute(module, name))
         elif name in MISSING:
             raise ImportError(_message(module, name), name=fullname)
+        elif fullname in MOVED:
+            raise ImportError(places(fullname, *MOVED[fullname]), name=fullname)
         return None
 
     def exec_module(self, module: ModuleType) -> None:

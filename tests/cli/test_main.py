@@ -885,7 +885,7 @@ def test_closed_input_is_one_line(
 
 def test_process_with_unusable_streams_ends_in_one_line() -> None:
     """Python itself writes a traceback if it cannot flush a stream when it ends."""
-    program = f"{shlex.quote(sys.executable)} -m nanovllm.cli.main"
+    program = f"{shlex.quote(sys.executable)} -m nanovllm"
     for command, status, err in (
         ("--help >/dev/full", 1, "nanovllm: cannot write the output: No space left on device\n"),
         ("--help >&-", 1, "nanovllm: standard output is closed\n"),

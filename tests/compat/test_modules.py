@@ -2,6 +2,8 @@
 
 import importlib
 import importlib.util
+import inspect
+import re
 import sys
 from typing import Any
 
@@ -11,7 +13,24 @@ import nanovllm
 from nanovllm import AsyncLLM, Config, outputs
 from nanovllm.compat import modules
 from nanovllm.compat.engine_args import AsyncEngineArgs, EngineArgs
+from nanovllm.compat.moved import MOVED
 from nanovllm.errors import ConfigError
+
+NANO_VLLM = {
+    "nanovllm": "LLM SamplingParams",
+    "nanovllm.config": "Config",
+    "nanovllm.engine.llm_engine": "LLMEngine",
+    "nanovllm.layers.attention": "Attention",
+    "nanovllm.layers.embed_head": "VocabParallelEmbedding ParallelLMHead",
+    "nanovllm.layers.layernorm": "RMSNorm",
+    "nanovllm.layers.linear": """divide LinearBase ColumnParallelLinear MergedColumnParallelLinear
+        QKVParallelLinear RowParallelLinear""",
+    "nanovllm.layers.rotary_embedding": "RotaryEmbedding",
+    "nanovllm.llm": "LLM",
+    "nanovllm.models.qwen3": "Qwen3ForCausalLM",
+    "nanovllm.sampling_params": "SamplingParams",
+}
+"""By module of nano-vllm's: the names that are in the same place here."""
 
 
 @pytest.mark.parametrize("module", modules.MODULES)
@@ -48,6 +67,31 @@ def test_vllms_modules_can_be_imported(module: str) -> None:
 def test_other_imports_say_what_to_use(statement: str, message: str) -> None:
     with pytest.raises(ImportError, match=message):
         exec(statement)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module in MOVED for name in MOVED[module]]
+)
+def test_nano_vllms_names_say_where_they_are(module: str, name: str) -> None:
+    with pytest.raises(ImportError) as caught:
+        exec(f"from {module} import {name}")
+    place = MOVED[module][name]
+    message = str(caught.value)
+    assert message.startswith(f"{module} of nano-vllm is not here as it is there: for ")
+    assert re.search(rf"\b{name}\b.* see {place}", message)
+    home, _, here = place.rpartition(".")
+    assert hasattr(importlib.import_module(home), here)
+
+
+def test_nano_vllms_names_that_are_here_can_be_imported() -> None:
+    for module, names in NANO_VLLM.items():
+        for name in names.split():
+            exec(f"from {module} import {name}")
+    with pytest.raises(ImportError, match="cannot import name 'LinearBass'"):
+        exec("from nanovllm.layers.linear import LinearBass")
+    linear = importlib.import_module("nanovllm.layers.linear")
+    assert inspect.getsource(linear).startswith('"""')
+    assert not hasattr(linear, "foo")
 
 
 def test_attributes_of_the_package() -> None:

@@ -1,0 +1,8 @@
+"""`python -m nanovllm` is the command `nanovllm`."""
+
+import sys
+
+from nanovllm.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())
