@@ -221,11 +221,12 @@ def json_object(text: str) -> dict[str, Any]:
 def _help(doc: str, field: _Field, default: str | None, options: Mapping[str, Any]) -> str:
     """Return the help of a flag: the field's docstring, and the default in words.
 
-    What the docstring calls None at its end ("None is X.") is the default of a flag not given.
+    What the docstring calls None at its end ("None is X.") is the default of a flag not given; if
+    the default is another one, it is left out, because no flag can say None.
     """
-    doc, found, none = doc.rpartition(" None is ") if field.default is None else (doc, "", "")
+    doc, found, none = doc.rpartition(" None is ")
     if not found:
-        doc, none = doc + none, ""
+        doc, none = none, ""
     if default is None:
         match field.default:
             case None:
