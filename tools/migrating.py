@@ -22,6 +22,7 @@ from nanovllm.compat.other_names import (
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import OtherName
+from nanovllm.server.absent_routes import ABSENT_ROUTES
 
 PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
 PART = re.compile(r"(<!-- made: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -143,6 +144,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "other keywords": lambda: others(KEYWORDS),
     "other methods": lambda: advices(NOT_IMPLEMENTED),
     "flags of the server": lambda: others(SERVE_NAMES),
+    "other routes": lambda: advices(ABSENT_ROUTES),
     "nano-vllm's names": nano_vllm,
     "nano-vllm's moved names": moved,
 }

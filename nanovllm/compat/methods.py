@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm import llm
 from nanovllm.compat.advice import VLLMNames, takes_other_keywords
-from nanovllm.compat.engine_args import asked_for
+from nanovllm.compat.engine_args import EngineArgs, asked_for
 from nanovllm.compat.llm_engine import LLMEngine
 from nanovllm.engine.prompt import PromptInput, as_list
 from nanovllm.errors import InvalidRequestError
@@ -28,6 +28,16 @@ class LLM(VLLMNames, llm.LLM):
 
     chat = takes_other_keywords(llm.LLM.chat)
     exit = llm.LLM.shutdown
+
+    @classmethod
+    @takes_other_keywords
+    def from_engine_args(cls, engine_args: EngineArgs) -> "LLM":
+        """Return `LLM(**options)` with these options, as in vLLM.
+
+        Raises:
+            NanoVLLMError: as `LLM`.
+        """
+        return cls(**vars(engine_args))
 
     @takes_other_keywords
     def generate(

@@ -3,16 +3,16 @@
 Tables only: `install` hands them to options/validation.py. docs/migrating.md shows them.
 """
 
+from nanovllm.compat.further_options import FURTHER_NAMES
 from nanovllm.options.validation import ANY, OTHER_NAMES, other_names
 
 _TEXT_ONLY = "the models here read text only; leave it out"
-_DENSE_ONLY = "the models here have no experts; leave it out"
 _STRUCTURED = "use structured_outputs"
 _ONE_COMPILER = "grammars are compiled by llguidance; leave it out"
 _GENERATES = "the models here generate text; use sentence-transformers for embeddings and scores"
 _ONE_COPY = "use tensor_parallel_size, or one LLM for each GPU"
 _HOST_MEMORY = "use kv_offload_gib: GiB of host memory for KV that leaves the pool"
-_SAFETENSORS = "only safetensors files are read; leave it out"
+_WEIGHT_FILES = "weights are read from safetensors and GGUF files; leave it out"
 _GRAPHS = "CUDA graphs are captured for all sizes; leave it out, or use enforce_eager=True for none"
 
 _NO_MEDIA = ({}, *({kind: 0} for kind in ("image", "video", "audio")), {"image": 0, "video": 0})
@@ -35,8 +35,8 @@ CONFIG_NAMES = other_names(
     ("convert", ("auto", "none"), _GENERATES),
     ("pooler_config", (), _GENERATES),
     ("served_model_name", (ANY,), "there is no server that shows a name"),
-    ("model_loader_extra_config", ({},), _SAFETENSORS),
-    ("ignore_patterns", (["original/**/*"], "original/**/*"), _SAFETENSORS),
+    ("model_loader_extra_config", ({},), _WEIGHT_FILES),
+    ("ignore_patterns", (["original/**/*"], "original/**/*"), _WEIGHT_FILES),
     ("use_tqdm_on_load", (True,), "use the environment variable TQDM_DISABLE=1"),
     ("block_size", (), "use kvcache_block_size"),
     ("num_gpu_blocks_override", (), "use num_kvcache_blocks"),
@@ -55,7 +55,7 @@ CONFIG_NAMES = other_names(
     ("scheduling_policy", ("fcfs", "priority"), "requests go by priority, then by arrival"),
     ("pipeline_parallel_size data_parallel_size", (1,), _ONE_COPY),
     ("disable_custom_all_reduce", (True, False), "ranks add up with NCCL or gloo"),
-    ("enable_expert_parallel", (False,), _DENSE_ONLY),
+    ("enable_expert_parallel", (False,), "each rank has a part of every expert; leave it out"),
     ("max_cpu_loras", (ANY,), "an adapter is read from its files when a slot takes it"),
     ("lora_dtype", ("auto",), "an adapter's numbers are kept as its files have them"),
     ("enable_prompt_embeds", (False,), "give prompts as text or token ids"),
@@ -81,6 +81,7 @@ CONFIG_NAMES = other_names(
     ("scheduler_cls", (), "the scheduler cannot be replaced; leave it out"),
     ("additional_config", ({},), "there are no plugins; leave it out"),
 )
+CONFIG_NAMES |= FURTHER_NAMES
 """Names of vLLM's EngineArgs and of nano-vllm's Config."""
 
 _CONVERT = 'convert the checkpoint to safetensors and use "auto"'
@@ -157,13 +158,18 @@ SAMPLING_NAMES = other_names(
     ("skip_reading_prefix_cache", (False,), "give the prompt a cache_salt of its own"),
     ("repetition_detection", (), "use repetition_penalty, or logits_processors"),
     ("logprob_token_ids", (), "use logprobs"),
+    ("watermarking", (False,), "use logits_processors"),
+    ("prompt_logprob_token_ids prompt_logprob_start", (), "use prompt_logprobs"),
+    ("stream_interval", (1,), "a reader that is slow gets several tokens at once; leave it out"),
+    ("routed_experts_prompt_start", (0,), "the experts of tokens are not returned; leave it out"),
+    ("trace_decode_token_ids", (), "use prompt_logprobs of the text"),
 )
 """Names of vLLM's SamplingParams, and of transformers and OpenAI for the same."""
 
 STRUCTURED_NAMES = other_names(
     ("disable_additional_properties", (True,), 'put "additionalProperties": true in the schema'),
     ("whitespace_pattern", (), "use disable_any_whitespace, or a grammar"),
-    ("structural_tag", (), "use grammar"),
+    ("structural_tag", (), "use grammar, such as llguidance.StructTag.to_grammar makes of tags"),
     ("json_schema schema", (), "use json"),
     ("pattern", (), "use regex"),
     ("choices", (), "use choice"),

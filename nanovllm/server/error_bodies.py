@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from nanovllm.errors import EngineDeadError, InvalidRequestError, NanoVLLMError
 from nanovllm.options.validation import shown
+from nanovllm.server.absent_routes import ABSENT_ROUTES
 
 _TYPES = {
     401: "authentication_error",
@@ -204,10 +205,20 @@ def _path(place: Seq[Any]) -> str:
     return text
 
 
+def _unknown_route(request: Request, error: HTTPException) -> HTTPException:
+    """Return the error of a path without a route, which says what to use if vLLM has it."""
+    path = request.url.path
+    if isinstance(error, APIError) or path not in ABSENT_ROUTES:
+        return error
+    return APIError(404, f"there is no route {path}: {ABSENT_ROUTES[path]}")
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Make every error of `app` leave with OpenAI's body."""
 
     async def handle(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            error = _unknown_route(request, error)
         return as_api_error(error).response()
 
     for kind in (RequestValidationError, HTTPException, NanoVLLMError, Exception):

@@ -141,7 +141,7 @@ class GrammarCompiler:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError:
             raise InvalidRequestError(
-                "structured_outputs needs llguidance: pip install 'nanovllm[structured]'"
+                "structured_outputs needs llguidance: pip install '.[structured]'"
             ) from None
         tokenizer, described = self._make_tokenizer()
         try:

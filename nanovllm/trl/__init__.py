@@ -2,7 +2,7 @@
 
     from nanovllm.trl import GRPOTrainer
 
-takes the arguments of `trl.GRPOTrainer`. Needs `pip install 'nanovllm[trl]'`. Imports nothing else
+takes the arguments of `trl.GRPOTrainer`. Needs `pip install '.[trl]'`. Imports nothing else
 of nanovllm before a class is asked for.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["EngineGeneration", "GRPOTrainer"]
 
 def __getattr__(name: str) -> Any:
     if name in __all__ and find_spec("trl") is None:
-        raise ImportError(f"nanovllm.trl.{name} needs TRL: pip install 'nanovllm[trl]'")
+        raise ImportError(f"nanovllm.trl.{name} needs TRL: pip install '.[trl]'")
     if name == "GRPOTrainer":
         from nanovllm.trl.trainer import GRPOTrainer
 

@@ -340,7 +340,7 @@ def test_a_missing_package_is_named(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != package or None)
     assert cli.main(arguments) == 2
-    expected = f"nanovllm: {package} is not installed: pip install 'nanovllm[{extra}]'\n"
+    expected = f"nanovllm: {package} is not installed: pip install '.[{extra}]'\n"
     assert capsys.readouterr().err == expected
 
 

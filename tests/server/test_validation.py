@@ -399,3 +399,26 @@ def test_the_schema_knows_no_422(server: Running) -> None:
         for operation in operations.values():
             assert "422" not in operation["responses"]
             assert "4XX" in operation["responses"]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/v1/chat/completions/batch", "send each conversation alone"),
+        ("/pause", "new weights and sleep end or await the requests in flight"),
+        ("/init_weight_transfer_engine", "weights change in the process that trains"),
+        ("/start_profile", "start the server with --trace"),
+    ],
+)
+def test_a_route_of_vllms_says_what_to_use(server: Running, path: str, words: str) -> None:
+    reply = server.send(path, {})
+    assert (reply.status, words in reply.error["message"]) == (404, True)
+    assert server.send("/no/such/route", {}).error["message"] == "Not Found"
+
+
+def test_structural_tags_say_what_to_use(server: Running) -> None:
+    form = {"type": "structural_tag", "structures": [], "triggers": []}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "response_format": form}
+    reply = server.send("/v1/chat/completions", body)
+    assert (reply.status, reply.error["param"]) == (400, "response_format.type")
+    assert "use tools, or structured_outputs with a grammar" in reply.error["message"]

@@ -30,7 +30,7 @@ INERT = other_names(
     ("kv_transfer_params ec_transfer_params", (), "KV stays in its engine; leave it out"),
     ("vllm_xargs", ({},), "there are no plugins; leave it out"),
     ("truncation_side", ("left",), "the end of a long prompt is kept; leave it out"),
-    ("routed_experts_prompt_start", (0,), "the models here have no experts; leave it out"),
+    ("routed_experts_prompt_start", (0,), "the experts of tokens are not returned; leave it out"),
 )
 """Fields of vLLM's that are accepted with the values that change nothing."""
 
@@ -111,6 +111,16 @@ class ResponseFormat(RequestModel):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("type") == "structural_tag":
+            what = "use tools, or structured_outputs with a grammar"
+            raise refused(
+                "type", f"response_format of type structural_tag is not supported: {what}"
+            )
+        return given
 
     @model_validator(mode="after")
     def _check_schema(self) -> "ResponseFormat":

@@ -1,0 +1,65 @@
+"""Routes of vLLM's server that are not here, and what to use instead; docs/migrating.md shows them.
+
+A table only.
+"""
+
+_TEXT = "the models here generate text; use another server for embeddings and scores"
+_NO_SOUND = "the models here read text only"
+_IN_PROCESS = "weights change in the process that trains: use LLM or AsyncLLM there"
+_PAUSE = "new weights and sleep end or await the requests in flight: use LLM or AsyncLLM"
+_TEXT_ONLY_CACHE = "the models here read text only, so there is no such cache"
+_RENDER = "use POST /tokenize with messages, which returns the tokens of a conversation"
+_OPENAI = "use POST /v1/chat/completions"
+_NO_ELASTIC = "the number of ranks is fixed: start another server"
+
+ABSENT_ROUTES = {
+    "/v1/chat/completions/batch": "send each conversation alone, at the same time, or use "
+    "`nanovllm batch`; the engine computes them together",
+    **dict.fromkeys(
+        (
+            *("/v1/chat/completions/render", "/v1/completions/render", "/v1/responses/render"),
+            "/v1/messages/render",
+        ),
+        _RENDER,
+    ),
+    **dict.fromkeys(
+        ("/v1/chat/completions/derender", "/v1/completions/derender"), "use POST /detokenize"
+    ),
+    **dict.fromkeys(
+        ("/v1/messages", "/v1/messages/count_tokens", "/cohere/v2/chat", "/invocations"), _OPENAI
+    ),
+    **dict.fromkeys(("/v1/decisions", "/v1/systemone"), _OPENAI),
+    "/inference/v1/generate": "use POST /v1/completions with token ids as the prompt, and "
+    "return_token_ids",
+    **dict.fromkeys(
+        ("/abort_requests", "/inference/v1/abort_requests"), "close the request's connection"
+    ),
+    **dict.fromkeys(("/v2/embed", "/pooling", "/classify"), _TEXT),
+    **dict.fromkeys(("/score", "/v1/score", "/generative_scoring", "/rerank", "/v2/rerank"), _TEXT),
+    **dict.fromkeys(
+        ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"), _NO_SOUND
+    ),
+    **dict.fromkeys(("/ping", "/fault_tolerance/status"), "use GET /health"),
+    "/fault_tolerance/apply": "a dead engine ends the process: let what started it start it again",
+    **dict.fromkeys(("/load", "/server_info"), "use GET /metrics or /status.json"),
+    "/get_world_size": "it is --tensor-parallel-size",
+    **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), _NO_ELASTIC),
+    **dict.fromkeys(("/pause", "/resume", "/is_paused"), _PAUSE),
+    **dict.fromkeys(("/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory"), _PAUSE),
+    **dict.fromkeys(
+        (
+            *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"),
+            *("/start_weight_update", "/start_draft_weight_update", "/update_weights"),
+            *("/finish_weight_update", "/update_weight_version", "/weight_checker", "/weight_info"),
+        ),
+        _IN_PROCESS,
+    ),
+    "/reset_prefix_cache": "give requests another cache_salt, or use LLM.reset_prefix_cache()",
+    **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), _TEXT_ONLY_CACHE),
+    **dict.fromkeys(
+        ("/start_profile", "/stop_profile"), "start the server with --trace, a file of its steps"
+    ),
+    "/collective_rpc": "the workers run no code of the caller",
+    "/kv_event_sources": "KV has no events",
+}
+"""By path: what to use."""
