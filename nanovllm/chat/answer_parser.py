@@ -5,8 +5,14 @@ Pure text: knows no requests, no tokens and no server.
 
 import dataclasses
 
-from nanovllm.chat.harmony import HarmonyParser
-from nanovllm.chat.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.chat.parts import (
+    Part,
+    PartsReader,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from nanovllm.chat.reasoning import ReasoningParser
 from nanovllm.chat.tool_calls import ToolCallParser
 from nanovllm.options.sampling_params import TOKEN_MARK
@@ -19,14 +25,14 @@ class AnswerParser:
     first call in it has: from there on the answer is calls and text.
 
     Args:
-        reasoning: splits the reasoning off; in harmony, the calls too.
+        reasoning: splits the reasoning off; where messages go to channels, the calls too.
         tools: splits the calls off the rest.
         several: whether calls after the first are returned.
     """
 
     def __init__(
         self,
-        reasoning: ReasoningParser | HarmonyParser | None,
+        reasoning: PartsReader | None,
         tools: ToolCallParser | None,
         *,
         several: bool,

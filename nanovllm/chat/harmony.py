@@ -6,10 +6,10 @@ Pure text: knows no requests, no tokens and no server.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
-from nanovllm.chat.call_arguments import new_call_id
+from nanovllm.chat.call_arguments import Function, new_call_id
 from nanovllm.chat.parts import (
     PartsReader,
     ReasoningDelta,
@@ -17,9 +17,10 @@ from nanovllm.chat.parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.chat.reasoning import marked_tag, prefix_at_end
+from nanovllm.chat.reasoning import HARMONY, marked_tag, prefix_at_end
 from nanovllm.chat.tool_calls import MAX_CALLS
 
+REASONING = HARMONY
 START, CHANNEL, CONSTRAIN = "<|start|>", "<|channel|>", "<|constrain|>"
 MESSAGE, END = "<|message|>", "<|end|>"
 ENDS_OF_ANSWER = ("<|call|>", "<|return|>")
@@ -205,6 +206,20 @@ def _read_header(sections: list[tuple[str, str]]) -> tuple[str | None, str | Non
             text = _CONTENT_TYPE.sub("", text)
         rest = f"{rest} {text}" if rest.strip() else text
     return channel, recipient, rest
+
+
+def make_parser(
+    *,
+    has_reasoning: bool,
+    has_calls: bool,
+    started: bool,
+    marked: Collection[str],
+    functions: Sequence[Function],
+) -> HarmonyParser:
+    """Return a parser of one answer. The types of arguments need no functions: they are JSON."""
+    return HarmonyParser(
+        has_reasoning=has_reasoning, has_calls=has_calls, started=started, marked=marked
+    )
 
 
 def answer_rules(literal: Callable[[str], str], tag_ids: Mapping[str, int], *, inside: bool) -> str:

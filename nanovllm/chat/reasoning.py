@@ -32,6 +32,8 @@ SEED = ReasoningFormat("<seed:think>", "</seed:think>")
 GEMMA4 = ReasoningFormat("<|channel>", "<channel|>", "thought", anywhere=True)
 HARMONY = ReasoningFormat("<|channel|>", "<|end|>", "analysis<|message|>")
 """One of several channels: `harmony` has the parser."""
+MUSE = ReasoningFormat(" to=self<|message|>", "<|eom|>")
+"""One of several channels: `muse` has the parser."""
 REASONING_FORMATS = {
     "qwen3": THINK,
     "deepseek_r1": THINK,
@@ -39,6 +41,7 @@ REASONING_FORMATS = {
     "seed_oss": SEED,
     "gemma4": GEMMA4,
     "openai_gptoss": HARMONY,
+    "muse_glimmer": MUSE,
 }
 """By the names that vLLM gives its reasoning parsers."""
 
@@ -48,12 +51,19 @@ def find_reasoning_format(chat_template: str | None) -> ReasoningFormat | None:
     template = chat_template or ""
     if is_harmony(template):
         return HARMONY
+    if is_muse(template):
+        return MUSE
     return next((tags for tags in (THINK, MISTRAL, SEED, GEMMA4) if tags.closing in template), None)
 
 
 def is_harmony(template: str) -> bool:
     """Whether a chat template writes harmony, the format of gpt-oss."""
     return "<|channel|>" in template and "<|message|>" in template
+
+
+def is_muse(template: str) -> bool:
+    """Whether a chat template is Muse Glimmer's."""
+    return "to=self<|message|>" in template
 
 
 def marked_tag(tag: str, marked: Collection[str]) -> str:

@@ -15,18 +15,15 @@ import contextlib
 import json
 import re
 from collections.abc import Collection, Sequence, Set
+from typing import ClassVar
 
 from nanovllm.chat.call_arguments import Function, NotACall, decoded, escaped
 from nanovllm.chat.json_calls import HermesParser
 from nanovllm.chat.parameter_types import ParameterTypes
 from nanovllm.chat.text_reader import Steps
 
-_FUNCTION, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-_VALUE_END = re.compile(rf"\n?{_PARAMETER_END}|\n(?={_PARAMETER}|{_FUNCTION_END})")
-_HELD = re.compile(r"\n?(?:<[/a-z]{0,10})?\Z")
+_HELD = re.compile(r"\n?(?:<[/a-z:=\" ]{0,24})?\Z")
 """At the end of the text: with what a value's end may begin."""
-_NAME_CHARACTER = re.compile(r"[^<>\n]")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 _WORDS = {"true": "boolean", "false": "boolean", "null": "null", "none": "null"}
 
@@ -40,22 +37,35 @@ class TaggedParser(HermesParser):
     tags is read as in the Hermes format.
     """
 
+    function: ClassVar[tuple[str, str]] = ("<function=", "</function>")
+    """The tags around a call; the first ends before the name."""
+    parameter: ClassVar[tuple[str, str]] = ("<parameter=", "</parameter>")
+    """The tags around a value, likewise."""
+    name_end: ClassVar[str] = ">"
+    """What stands behind a name, and is in none."""
+    trims_values: ClassVar[bool] = True
+    """Whether a line end on each side of a value belongs to the tags."""
+
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
         super().__init__(marked, functions)
-        self._openings = (self._opening, _FUNCTION)
+        self._openings = (self._opening, self.function[0])
+        closing = ("\n?" if self.trims_values else "") + self.parameter[1]
+        following = f"{self.parameter[0]}|{self.function[1]}"
+        self._name_character = re.compile(rf"[^<>\n{self.name_end[0]}]")
+        self._value_end = re.compile(rf"{closing}|\n(?={following})")
         self._types = {each.name: each.types for each in self._functions}
 
     def _calls(self) -> Steps[None]:
-        if not self._text[: self._pos].endswith(_FUNCTION):
+        if not self._text[: self._pos].endswith(self.function[0]):
             yield from self._skip_space()
             if (yield from self._peek()) in ("{", "["):
                 yield from super()._calls()
                 return
-            if not (yield from self._accept(_FUNCTION)):
+            if not (yield from self._accept(self.function[0])):
                 raise NotACall
         yield from self._function()
         yield from self._skip_space()
-        while (yield from self._accept(_FUNCTION)):
+        while (yield from self._accept(self.function[0])):
             yield from self._function()
             yield from self._skip_space()
         yield from self._accept(self._end)
@@ -80,9 +90,9 @@ class TaggedParser(HermesParser):
         self._drop_read()
 
     def _name(self) -> Steps[str]:
-        """Read a name and the bracket behind it."""
-        name = (yield from self._word(_NAME_CHARACTER)).strip()
-        if not name or not (yield from self._accept(">")):
+        """Read a name and what stands behind it."""
+        name = (yield from self._word(self._name_character)).strip()
+        if not name or not (yield from self._accept(self.name_end)):
             raise NotACall
         return name
 
@@ -96,9 +106,9 @@ class TaggedParser(HermesParser):
         """
         while True:
             yield from self._skip_space()
-            if (yield from self._accept(_PARAMETER)):
+            if (yield from self._accept(self.parameter[0])):
                 return True
-            if (yield from self._accept(_FUNCTION_END)):
+            if (yield from self._accept(self.function[1])):
                 return False
             if not (yield from self._peek()):
                 if self._cut:
@@ -114,12 +124,13 @@ class TaggedParser(HermesParser):
         Raises:
             NotACall: the answer was cut off.
         """
-        yield from self._accept("\n")
+        if self.trims_values:
+            yield from self._accept("\n")
         pieces: list[str] = []  # of a value that is no plain string
         is_string = types == {"string"}
         self._send_arguments('"' if is_string else "")
         while True:
-            found = _VALUE_END.search(self._text, self._pos)
+            found = self._value_end.search(self._text, self._pos)
             if found is None:
                 held = _HELD.search(self._text, self._pos)
                 assert held is not None
@@ -153,7 +164,7 @@ class TaggedParser(HermesParser):
 
     def _is_end_of_value(self) -> Steps[bool]:
         """Whether a tag that closes a value does: only the next tag, or nothing, may follow."""
-        start, tags = self._pos, (_PARAMETER, _FUNCTION_END, self._end)
+        start, tags = self._pos, (self.parameter[0], self.function[1], self._end)
         yield from self._skip_space()
         begin, self._pos = self._pos, start
         while not (rest := self._text[begin:]).startswith(tags):

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from nanovllm.chat import harmony
+from nanovllm.chat import harmony, muse
 from nanovllm.chat.call_arguments import Function
 from nanovllm.chat.family_calls import (
     ESCAPE,
@@ -22,10 +22,8 @@ from nanovllm.chat.family_calls import (
 from nanovllm.chat.json_calls import HermesParser, LlamaParser, MistralParser
 from nanovllm.chat.literal_calls import CLOSING, QUOTE, Gemma4Parser
 from nanovllm.chat.pythonic_calls import CALLS_END, CALLS_START, PythonicParser
-from nanovllm.chat.reasoning import is_harmony
 from nanovllm.chat.tagged_calls import TaggedParser
 from nanovllm.chat.tool_calls import MAX_CALLS, ToolCallParser
-from nanovllm.chat.tool_messages import knows_tools, shows_pythonic_calls
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.json_schema import X_GUIDANCE, grammar_schema
 from nanovllm.options.structured_outputs import MAX_CHARS
@@ -166,6 +164,23 @@ class Harmony(ToolFormat):
         return f'{channel} {header} {constrain} "json" {message}', ""
 
 
+class MuseGlimmer(ToolFormat):
+    """A grammar has the arguments be JSON, which `MuseParser` takes too."""
+
+    tags: ClassVar[tuple[str, ...]] = muse.TAGS
+    ends: ClassVar[tuple[str, ...]] = muse.ENDS_OF_ANSWER
+
+    def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
+        start, end = (tag_literal(tag, tag_ids) for tag in (muse.START, muse.END))
+        return "calls: call" + (f' ({end} {start} "assistant" call){_MORE}' if several else "")
+
+    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
+        opening = f'{muse.CALLS}\n{muse.INVOKE}{name}">\n'
+        message = tag_literal(muse.MESSAGE, tag_ids)
+        closing = quoted(f"\n{muse.INVOKE_END}\n{muse.CALLS_END}")
+        return f"{quoted(f' to={name}')} {message} {quoted(opening)}", closing
+
+
 class Granite(ToolFormat):
     parser = GraniteParser
     tags: ClassVar[tuple[str, ...]] = ("<|tool_call|>",)
@@ -238,6 +253,7 @@ TOOL_FORMATS: dict[str, type[ToolFormat]] = {
     "mistral": Mistral,
     "gemma4": Gemma4,
     "openai": Harmony,
+    "muse_glimmer": MuseGlimmer,
     "granite": Granite,
     "granite4": Hermes,
     "phi4_mini_json": Phi4Mini,
@@ -248,58 +264,6 @@ TOOL_FORMATS: dict[str, type[ToolFormat]] = {
     "olmo3": Olmo3,
 }
 """By the names that vLLM gives its tool parsers."""
-
-_BY_MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
-    (("<seed:tool_call>",), SeedOss),
-    (("<start_function_call>",), FunctionGemma),
-    (("<|tool_call>",), Gemma4),
-    (("[TOOL_CALLS]", "[ARGS]"), MistralArgs),
-    (("[TOOL_CALLS]",), Mistral),
-    (("<function_calls>",), Olmo3),
-    (("functools[",), Phi4Mini),
-    (("<|/tool_call|>",), Phi4MiniTags),
-    (("<|/tool|>",), Phi4MiniTags),
-    (("<|tool_call|>",), Granite),
-    (("<tool_calls>[",), HunYuanList),
-    (("<tool_calls>", "```json"), HunYuan),
-    (("[func_name",), LlamaPythonic),
-)
-"""What a template has that shows a format; the first whose marks it has all."""
-_OTHER = ("<function=", "<arg_key>", "<parameter", "<tool_sep>", ">>>")
-"""Marks of formats that are not known: GLM's, functionary's, Hy 3's."""
-
-
-def find_tool_format(
-    chat_template: str | None, shows_tools: bool | None = None
-) -> ToolFormat | None:
-    """Return the format that a chat template shows; None if it shows another one.
-
-    Args:
-        shows_tools: whether it shows tools at all, see `ChatTemplates.shows_tools`: one that does
-            not is given them in the Hermes format. None guesses it by its words.
-    """
-    template = chat_template or ""
-    if is_harmony(template):
-        return Harmony()
-    if shows_tools is False:
-        return Hermes()
-    for marks, kind in _BY_MARKS:
-        if all(mark in template for mark in marks):
-            return kind()
-    is_tagged = "<tool_call>" in template and "<function=" in template
-    is_other = not is_tagged and any(mark in template for mark in _OTHER)
-    if not is_other and (
-        "<|python_tag|>" in template
-        or ("<|start_header_id|>" in template and '"parameters"' in template)
-    ):
-        return Llama()
-    if shows_pythonic_calls(template):
-        return Pythonic()
-    if not knows_tools(template):
-        return Hermes()
-    if is_tagged:
-        return Tagged()
-    return Hermes() if "<tool_call>" in template and not is_other else None
 
 
 def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:

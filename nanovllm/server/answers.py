@@ -10,21 +10,20 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from tokenizers import AddedToken
 
-from nanovllm.chat import harmony
 from nanovllm.chat.answer_parser import AnswerParser
 from nanovllm.chat.call_arguments import Function
+from nanovllm.chat.channels import find_channels
+from nanovllm.chat.parts import PartsReader
 from nanovllm.chat.reasoning import (
-    HARMONY,
     REASONING_FORMATS,
     ReasoningFormat,
     ReasoningParser,
     find_reasoning_format,
 )
+from nanovllm.chat.template_marks import find_tool_format
 from nanovllm.chat.tool_formats import (
     TOOL_FORMATS,
-    Harmony,
     ToolFormat,
-    find_tool_format,
     quoted,
     tag_literal,
 )
@@ -78,11 +77,11 @@ class AnswerFormat:
         self._tag_ids = {token.content: i for i, token in added_tokens.items()}
         self._special = {i for i, token in added_tokens.items() if token.special}
         self._may_reason = may_reason
-        self._is_harmony = reasoning is HARMONY or isinstance(tools, Harmony)
+        self._channels = find_channels(reasoning, tools)
 
     def starts_in_reasoning(self, prompt: str) -> bool:
         """Whether a rendered prompt ends with the tag that opens the reasoning."""
-        tags = HARMONY if self._is_harmony else self._reasoning
+        tags = self._reasoning if self._channels is None else self._channels.REASONING
         return tags is not None and prompt.rstrip().endswith(tags.begin)
 
     def parser(
@@ -103,14 +102,15 @@ class AnswerFormat:
         """
         has_tools = self._tools is not None and has_tools
         marked = self._marked_tags(has_tools=has_tools)
-        reasoning: ReasoningParser | harmony.HarmonyParser | None = None
+        reasoning: PartsReader | None = None
         calls = None
-        if self._is_harmony:
-            reasoning = harmony.HarmonyParser(
+        if self._channels is not None:
+            reasoning = self._channels.make_parser(
                 has_reasoning=self._reasoning is not None,
                 has_calls=has_tools,
                 started=starts_in_reasoning,
                 marked=marked,
+                functions=tools,
             )
         else:
             if self._reasoning is not None:
@@ -124,8 +124,8 @@ class AnswerFormat:
     def _marked_tags(self, *, has_tools: bool) -> frozenset[str]:
         """Return the tags that are special tokens: kept in the text, and marked there."""
         tags: set[str] = set()
-        if self._is_harmony:
-            tags.update(harmony.TAGS)
+        if self._channels is not None:
+            tags.update(self._channels.TAGS)
         else:
             if self._reasoning is not None:
                 tags.update((self._reasoning.opening, self._reasoning.closing))
@@ -245,8 +245,8 @@ class AnswerFormat:
                     "start, because this model reasons before it answers"
                 )
             rule = f"%lark {{\n{form.text}\n}}"  # its rules have names of their own
-        if self._is_harmony:
-            rule = f"{harmony.text_opening(self._literal)} body\nbody: {rule}"
+        if self._channels is not None:
+            rule = f"{self._channels.text_opening(self._literal)} body\nbody: {rule}"
         either = f"answer: form | calls\n{calls}" if calls else "answer: form\n"
         source = f"{form.source} beside tools" if calls else form.source
         return made_grammar(f"{start}{either}form: {rule}\n", source)
@@ -254,8 +254,8 @@ class AnswerFormat:
     def _start(self, prompt: str) -> str:
         """Return the rule `start` of a grammar: `answer`, with reasoning before."""
         inside = self.starts_in_reasoning(prompt)
-        if self._is_harmony:
-            return harmony.answer_rules(self._literal, self._tag_ids, inside=inside)
+        if self._channels is not None:
+            return self._channels.answer_rules(self._literal, self._tag_ids, inside=inside)
         if self._reasoning is None or not (inside or self._may_reason):
             return _NO_REASONING
         opening, closing = map(self._literal, self._reasoning[:2])

@@ -7,8 +7,8 @@ from hypothesis import given, settings, strategies as st
 
 from nanovllm.chat.json_calls import HermesParser, LlamaParser, MistralParser
 from nanovllm.chat.parts import Part, TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.chat.template_marks import find_tool_format
 from nanovllm.chat.tool_calls import ToolCallParser
-from nanovllm.chat.tool_formats import find_tool_format
 
 Answer = list[str | tuple[str, str]]
 """Pieces of text, and calls as (name, arguments), in order."""

@@ -12,7 +12,7 @@ from openai import OpenAI
 pytest.importorskip("fastapi")
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
-from nanovllm.chat import harmony
+from nanovllm.chat import harmony, muse
 from nanovllm.chat.literal_calls import CLOSING, QUOTE
 from nanovllm.chat.parts import Part
 from nanovllm.options.structured_outputs import structured_outputs
@@ -24,12 +24,13 @@ from tests.server.conftest import running
 
 GEMMA_TAGS = ("<|tool_call>", CLOSING, QUOTE, "<|channel>", "<channel|>", "<|tool_response>")
 MISTRAL_TAGS = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")
-TAGS = (*harmony.TAGS, *GEMMA_TAGS, *MISTRAL_TAGS)
+TAGS = tuple(dict.fromkeys((*harmony.TAGS, *muse.TAGS, *GEMMA_TAGS, *MISTRAL_TAGS)))
 HARMONY = (
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|> #}"
 )
 GEMMA = "{% if tools %}<|tool_call>{% endif %}{{ m.reasoning_content }}<|channel>thought<channel|>"
+MUSE = "{% if tools %}<atem:function_calls>{% endif %} to=self<|message|>"
 MISTRAL = "{% if tools %}[TOOL_CALLS]f[ARGS]{% endif %}[THINK]{{ block['thinking'] }}[/THINK]"
 TOOLS = [SimpleNamespace(name="f", parameters={"properties": {"a": {"enum": ["x", "<|end|>"]}}})]
 TOOL: Any = {"type": "function", "function": vars(TOOLS[0])}
@@ -111,6 +112,11 @@ def answers(llm: LLM, found: AnswerFormat, ids: list[int]) -> Iterator[tuple[Ans
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = harmony.TAGS
 CALL_OF_F = (CHANNEL, "commentary to=functions.f ", CONSTRAIN, "json", MESSAGE)
+TO_F = (
+    *(muse.START, "assistant to=f", MESSAGE),
+    f'{muse.CALLS}\n{muse.INVOKE}f">\n<atem:parameter name="a">',
+)
+CLOSED = (f"</atem:parameter>\n{muse.INVOKE_END}\n{muse.CALLS_END}", muse.END_OF_TURN)
 CALLED = ("f", '{"a": "<|call|>"}')
 THOUGHT = (CHANNEL, "analysis", MESSAGE, "Hm <|end|> é", END, START, "assistant")
 
@@ -128,6 +134,18 @@ THOUGHT = (CHANNEL, "analysis", MESSAGE, "Hm <|end|> é", END, START, "assistant
         (HARMONY, (*CALL_OF_F, '{"a'), ("", "", [("f", '{"a')]), "length"),
         (HARMONY, (CHANNEL, "commentary to=func"), ("", "", []), "length"),
         (HARMONY, ("Hello <|channel|>",), ("", "Hello <|channel|>", []), "length"),
+        (
+            MUSE,
+            (" to=self", MESSAGE, "Hm <|eom|> é", muse.END, *TO_F, "x <|eot|>", *CLOSED),
+            ("Hm <|eom|> é", "", [("f", '{"a": "x <|eot|>"}')]),
+            "stop",
+        ),
+        (
+            MUSE,
+            (" to=user", MESSAGE, "Hello <|eot|>", muse.END_OF_TURN),
+            ("", "Hello <|eot|>", []),
+            "stop",
+        ),
         (
             GEMMA,
             (

@@ -2,17 +2,26 @@
 
 import pytest
 
-from nanovllm.chat.parts import TextDelta, ToolCallStart
+from nanovllm import SamplingParams
+from nanovllm.chat.parts import ReasoningDelta, TextDelta, ToolCallStart
 from nanovllm.server.answers import find_answer_format
 from nanovllm.server.protocol.chat import FunctionName
-from tests.server.test_answers import answer_format, calls, parse
+from tests.server.test_answers import CITY, Grammar, answer_format, calls, parse
 
 JSON_CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
 JSON_CALLS = f'{JSON_CALL}, {{"name": "now", "arguments": {{}}}}'
 TAGGED = '<tool_call>weather\n```json\n{"city": "Rome"}\n```</tool_call>'
 SEED_CALL = f"<seed:tool_call>\n{JSON_CALL}\n</seed:tool_call>"
 GEMMA_CALL = '<start_function_call>call:weather{"city": "Rome"}<end_function_call>'
+MUSE_CALL = (
+    ' to=weather<|message|><atem:function_calls>\n<atem:invoke name="weather">\n{"city": "Rome"}\n'
+    "</atem:invoke>\n</atem:function_calls>"
+)
+MUSE_NEXT = "<|eom|><|start|>assistant"
+MUSE_NOW = MUSE_CALL.replace("weather", "now").replace('"city": "Rome"', "")
+MUSE = "<atem:function_calls> to=self<|message|>"
 FORMATS = {
+    "muse_glimmer": (MUSE, MUSE_CALL, f"{MUSE_CALL}{MUSE_NEXT}{MUSE_NOW}"),
     "granite": ("<|tool_call|>", f"<|tool_call|>[{JSON_CALL}]", f"<|tool_call|>[{JSON_CALLS}]"),
     "phi4_mini_json": ("functools[", f"functools[{JSON_CALL}]", f"functools[{JSON_CALLS}]"),
     "phi4_mini_json in tags": (
@@ -71,3 +80,17 @@ def test_grammars_take_calls_and_nothing_else(name: str) -> None:
             parts = parse(found, text)
             assert [part.name for part in parts if isinstance(part, ToolCallStart)] == names
             assert not any(isinstance(part, TextDelta) for part in parts)
+
+
+def test_muse_glimmer_reasons_before_what_it_must_write() -> None:
+    template = f"{{% if tools %}}{MUSE}{{% endif %}}"
+    thought = f" to=self<|message|>Rome?{MUSE_NEXT}"
+    required = calls(template, "required")
+    assert required.takes(f"{thought}{thought}{MUSE_CALL}")
+    assert not required.takes(thought)
+    params = SamplingParams(structured_outputs={"json": CITY})
+    form = Grammar(answer_format(template).params(params, "", [], "auto"))
+    assert form.takes(f'{thought} to=user<|message|>{{"city": "Rome"}}')
+    assert not form.takes('{"city": "Rome"}')
+    parts = parse(answer_format(template), f"{thought} to=user<|message|>Yes.<|eot|>")
+    assert parts == [ReasoningDelta("Rome?"), TextDelta("Yes.")]

@@ -1,0 +1,81 @@
+"""Which format of tool calls a chat template shows.
+
+Knows no parsers and no grammars.
+"""
+
+from nanovllm.chat.reasoning import is_harmony
+from nanovllm.chat.tool_formats import (
+    FunctionGemma,
+    Gemma4,
+    Granite,
+    Harmony,
+    Hermes,
+    HunYuan,
+    HunYuanList,
+    Llama,
+    LlamaPythonic,
+    Mistral,
+    MistralArgs,
+    MuseGlimmer,
+    Olmo3,
+    Phi4Mini,
+    Phi4MiniTags,
+    Pythonic,
+    SeedOss,
+    Tagged,
+    ToolFormat,
+)
+from nanovllm.chat.tool_messages import knows_tools, shows_pythonic_calls
+
+_BY_MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
+    (("<atem:",), MuseGlimmer),
+    (("<seed:tool_call>",), SeedOss),
+    (("<start_function_call>",), FunctionGemma),
+    (("<|tool_call>",), Gemma4),
+    (("[TOOL_CALLS]", "[ARGS]"), MistralArgs),
+    (("[TOOL_CALLS]",), Mistral),
+    (("<function_calls>",), Olmo3),
+    (("functools[",), Phi4Mini),
+    (("<|/tool_call|>",), Phi4MiniTags),
+    (("<|/tool|>",), Phi4MiniTags),
+    (("<|tool_call|>",), Granite),
+    (("<tool_calls>[",), HunYuanList),
+    (("<tool_calls>", "```json"), HunYuan),
+    (("[func_name",), LlamaPythonic),
+)
+"""What a template has that shows a format; the first whose marks it has all."""
+_OTHER = ("<function=", "<arg_key>", "<parameter", "<tool_sep>", ">>>")
+"""Marks of formats that are not known: GLM's, functionary's, Hy 3's."""
+
+
+def find_tool_format(
+    chat_template: str | None, shows_tools: bool | None = None
+) -> ToolFormat | None:
+    """Return the format that a chat template shows; None if it shows another one.
+
+    Args:
+        shows_tools: whether it shows tools at all, see `ChatTemplates.shows_tools`: one that does
+            not is given them in the Hermes format. None guesses it by its words.
+    """
+    template = chat_template or ""
+    if is_harmony(template):
+        return Harmony()
+    if shows_tools is False:
+        return Hermes()
+    for marks, kind in _BY_MARKS:
+        if all(mark in template for mark in marks):
+            return kind()
+    is_tagged = "<tool_call>" in template and "<function=" in template
+    is_other = not is_tagged and any(mark in template for mark in _OTHER)
+    if not is_other and (
+        "<|python_tag|>" in template
+        or ("<|start_header_id|>" in template and '"parameters"' in template)
+    ):
+        return Llama()
+    if shows_pythonic_calls(template):
+        return Pythonic()
+    if not knows_tools(template):
+        return Hermes()
+    if is_tagged:
+        return Tagged()
+    return Hermes() if "<tool_call>" in template and not is_other else None
