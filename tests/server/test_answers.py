@@ -358,8 +358,8 @@ def test_a_chat_gives_its_tools_to_the_parser() -> None:
     llm = SimpleNamespace(engine=engine)
     server: Any = SimpleNamespace(answer_format=answer_format(QWEN35), llm=llm)
     text = "<tool_call><function=f><parameter=a>7</parameter></function></tool_call>"
-    said: Any = SimpleNamespace(text=text, token_ids=[], finish_reason="stop")
-    parts = _Choice(server, body, "", typed(body.functions)).parts(said)
+    said: Any = SimpleNamespace(text=text, token_ids=[], finish_reason="stop", stop_reason=None)
+    parts = _Choice(server, body, "", typed(body.functions)).reader.parts(said)
     arguments = [part.text for part in parts if isinstance(part, ToolCallArguments)]
     assert "".join(arguments) == '{"a": 7}'
 
