@@ -41,7 +41,6 @@ SWEPT = (
     ("prefill", "N"),
     ("decode", "N"),
     ("prefill", "M"),
-    ("decode", "SHORT_SPLIT_TOKENS"),
     ("prefill", "num_stages"),
     ("decode", "num_stages"),
     ("prefill", "num_warps"),

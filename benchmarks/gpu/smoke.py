@@ -254,4 +254,4 @@ def lines(figures: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> list[str]
     ]
 
 
-PART = Part(smoke, 80, "Tokens against float64", lines)
+PART = Part(smoke, 110, "Tokens against float64", lines)

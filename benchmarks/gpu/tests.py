@@ -31,9 +31,9 @@ COMPILE_TESTS = "kernels/triton/test_*compile.py"
 """They compile for GPUs that are not there, so they need none."""
 EAGER_TESTS = ("test_*.py", "engine/test_*.py", "attention/test_gpu_*.py")
 """Patterns of the files that run once more without CUDA graphs."""
-ALONE = ("tests/steps/test_cuda_graph.py", "freed")
-"""A file with a test that reads the whole GPU's memory, which other processes change, and pytest's
--k for that test. It runs first, with nothing beside it.
+ALONE = "tests/steps/test_cuda_graph.py::test_cuda_graphs_are_used_and_freed"
+"""A test that reads the whole GPU's memory, which other processes change. It runs last, with
+nothing beside it.
 """
 PYTEST_OPTIONS = ("-p", "no:cacheprovider", "-p", "benchmarks.gpu.pytest_plugin")
 _MOST_WORKERS = 12
@@ -92,21 +92,13 @@ def run_files(record: Record, names: Iterable[str], options: Sequence[str] = ())
             files[name] = {**dict.fromkeys(COUNTS, 0), "ended": "left out", "failures": [reason]}
         else:
             chosen.append(name)
-    name, selected = ALONE
-    if name in chosen:
-        run_pytest(record, [*options, "-k", selected, name])
-        options = [*options, "--deselect", _node(name, selected)]
+    side_by_side = ["--deselect", ALONE]
     if importlib.util.find_spec("xdist") is not None:
         workers = min(_MOST_WORKERS, max(1, (os.cpu_count() or 1) - 2))
-        options = [*options, "-n", str(workers), "--dist", "worksteal"]
-    run_pytest(record, [*options, *chosen])
-
-
-def _node(name: str, selected: str) -> str:
-    """Return the id of the one test of a file whose name has `selected` in it."""
-    tests = re.findall(r"^def (test_\w+)", (ROOT / name).read_text(encoding="utf-8"), re.M)
-    (found,) = (test for test in tests if selected in test)
-    return f"{name}::{found}"
+        side_by_side += ["-n", str(workers), "--dist", "worksteal"]
+    run_pytest(record, [*options, *side_by_side, *chosen])
+    if ALONE.partition("::")[0] in chosen:
+        run_pytest(record, [*options, ALONE])
 
 
 def run_pytest(record: Record, arguments: Sequence[str]) -> None:
@@ -181,6 +173,6 @@ def lines(figures: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> list[str]
     return text
 
 
-KERNELS = Part(kernels, 90, "Tests of kernels, backends and graphs", lines)
+KERNELS = Part(kernels, 150, "Tests of kernels, backends and graphs", lines)
 SUITE = Part(suite, 190, "All other tests", lines)
 EAGER = Part(eager, 80, "Tests of engines without CUDA graphs", lines)

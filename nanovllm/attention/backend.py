@@ -32,7 +32,8 @@ class Backend(abc.ABC):
     """Whether `kernels.cpu.recording` can record the attention: C kernels compute all of it, and
     it needs no plan."""
     masks_loads: ClassVar[bool] = False
-    """Whether no slot past a row's last token is read, so that what it holds does not matter."""
+    """Whether no slot past a row's last token is read. If not, those of its last block must hold
+    finite numbers: see `Schedule.blocks_to_zero`."""
     blocks_lie_apart: ClassVar[bool] = False
     """Whether a layer's cache may be a view whose blocks, dimension 1, lie apart; else it is
     contiguous."""
@@ -47,11 +48,7 @@ class Backend(abc.ABC):
         """Return why this backend does not support `spec`, or None if it does."""
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Return the shape of one layer's KV cache: keys, then values, in flash-attn's layout.
-
-        Another layout, too, has `num_blocks` in dimension 1. Unless `masks_loads`, the slots past
-        a row's last token hold finite numbers in its last block: see `Schedule.blocks_to_zero`.
-        """
+        """Return the shape of a layer's KV cache: flash-attn's. Dimension 1 counts the blocks."""
         return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
 
     @abc.abstractmethod

@@ -81,7 +81,7 @@ class AttentionGroups:
 
     @property
     def reads_past_rows(self) -> bool:
-        """Whether anything may read a slot of a block that no token of its row has filled."""
+        """Whether a slot may be read that no token has filled, even without drafts."""
         return self.states.num_pages > 0 or not all(b.masks_loads for b in self.backends)
 
     def make_pool(self, num_blocks: int, device: torch.device) -> KVPool:

@@ -64,8 +64,6 @@ class ModelRunner:
         self.uses_graphs = self.steps is not None and self.steps.uses_graphs
         self.num_padding_blocks = int(self.uses_graphs)  # for the tokens that pad a graph's step
         self.drafter = make_drafter and make_drafter(network, self.max_num_batched_tokens)
-        # A row after a draft that is missing sees a slot that nothing was written to.
-        self._zeroes_blocks = network.attention.reads_past_rows or self.drafter is not None
         self.masks: LogitMasks | None = None
         if device.type == "cpu":
             keep_freed()  # each step reuses the memory that the last one freed
@@ -105,7 +103,7 @@ class ModelRunner:
         pool = self.network.pool
         for copy in schedule.copies:
             pool.copy(*copy)
-        if self._zeroes_blocks and schedule.blocks_to_zero:
+        if schedule.blocks_to_zero and (self.drafter or self.network.attention.reads_past_rows):
             pool.zero(schedule.blocks_to_zero)
         added = [new.block_ids for new in schedule.admissions]
         added += [new.block_ids for new in schedule.new_blocks]

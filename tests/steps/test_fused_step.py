@@ -497,6 +497,41 @@ def test_kernels_that_compute_something_else_are_off(
     assert expected in caplog.text
 
 
+@without_gpu
+@pytest.mark.parametrize("wrong", [False, True])
+def test_logits_of_equal_lengths_are_compared(
+    wrong: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Symptom on the first GPU: whether the kernels were on depended on which of the two lengths
+    each way happened to be timed with last. The graphs share the memory of their logits.
+    """
+    timed = Timed(monkeypatch, lambda rows, length: 0.5)
+    memory = torch.zeros(16, 3, dtype=torch.float32 if wrong else torch.float16)
+
+    def capture(step: Callable[[], Any]) -> Any:
+        graph, _ = timed.capture(step)
+        name, batch = timed.ran[-1]
+        logits = memory[: len(batch.positions)]
+
+        def replay() -> None:
+            graph.replay()
+            off = 1.2 if wrong and name == "fused" else 1.0
+            logits.fill_(off * float(batch.seq_lens[0]))
+
+        return SimpleNamespace(replay=replay), logits
+
+    def measure_seconds(run: Any, sizes: Any, device: Any) -> list[tuple[int, float]]:
+        ends_with_long = timed.ran[-1][0] == "unfused"
+        order = sorted(sizes, reverse=not ends_with_long)
+        seconds = dict(timed.measure_seconds(run, order, device))
+        return [(size, seconds[size]) for size in sizes]
+
+    monkeypatch.setattr(fused_step, "make_capture", lambda device: capture)
+    monkeypatch.setattr(fused_step, "measure_seconds", measure_seconds)
+    assert timed.ways() == (["unfused"] * 17 if wrong else ["fused"] * 16 + ["unfused"])
+    assert ("logits of 1 rows differ" in caplog.text) == wrong
+
+
 # --- the engine
 
 

@@ -16,9 +16,8 @@ from nanovllm.kernels.triton.launch import (
     Arguments,
     Launch,
     can_chain,
+    join_chain,
     launch_options,
-    let_next_begin,
-    wait_for_previous,
 )
 from nanovllm.kernels.triton.online_softmax import (
     MAX_SPLITS,
@@ -35,10 +34,6 @@ from nanovllm.kernels.triton.online_softmax import (
 
 SPLIT_TOKENS = 256
 """Maximum keys in a split, unless the row would then need more than MAX_SPLITS."""
-SHORT_SPLIT_TOKENS = 128
-"""Maximum keys in a split of a short row."""
-SHORT_SPLITS = 8
-"""Maximum splits of SHORT_SPLIT_TOKENS. A longer row has as many until it needs more anyway."""
 
 _PROGRAMS_PER_SM = 3
 """Programs of a launch for each SM, as many as it runs at once in half precision. Each takes splits
@@ -49,8 +44,6 @@ _PLAN_COLUMNS = tl.constexpr(128)
 """Rows that it compares them with at once."""
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 _SPLIT_TOKENS = tl.constexpr(SPLIT_TOKENS)
-_SHORT_SPLIT_TOKENS = tl.constexpr(SHORT_SPLIT_TOKENS)
-_SHORT_SPLITS = tl.constexpr(SHORT_SPLITS)
 
 
 # Values that change from batch to batch must not cause a recompilation. By default Triton compiles
@@ -134,8 +127,7 @@ def plan_decode(
 
 def splits_of_row(keys: int) -> int:
     """Return the number of splits of a row that sees `keys` keys. It never falls with them."""
-    short = min(triton.cdiv(keys, SHORT_SPLIT_TOKENS), SHORT_SPLITS)
-    return int(min(max(triton.cdiv(keys, SPLIT_TOKENS), short), MAX_SPLITS))
+    return int(min(triton.cdiv(keys, SPLIT_TOKENS), MAX_SPLITS))
 
 
 @functools.cache
@@ -215,8 +207,7 @@ def _visible(seq_len, WINDOW: tl.constexpr):
 @triton.jit
 def _splits_of_row(keys):
     """Return what `splits_of_row` returns."""
-    short = tl.minimum(tl.cdiv(keys, _SHORT_SPLIT_TOKENS), _SHORT_SPLITS)
-    return tl.minimum(tl.maximum(tl.cdiv(keys, _SPLIT_TOKENS), short), _MAX_SPLITS)
+    return tl.minimum(tl.cdiv(keys, _SPLIT_TOKENS), _MAX_SPLITS)
 
 
 @triton.jit
@@ -285,8 +276,7 @@ def _decode(
     dims, member = tl.arange(0, D), tl.arange(0, M)
     mask = (member < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     programs, index = tl.num_programs(0), tl.program_id(0)
-    let_next_begin(CHAINED)
-    wait_for_previous(CHAINED)
+    join_chain(CHAINED)
     # Loaded before it is known that there is such a split, so that the two loads do not take turns.
     # ptxas would let them, if the test did not need both. No split has seq_len 0.
     row, split, seq_len, token = _load_entry(splits, index // KV_HEADS, True)
@@ -328,7 +318,7 @@ def _decode(
                 (row.to(tl.int64) * max_splits * KV_HEADS + head) * GROUP,
                 ((row.to(tl.int64) * max_splits + split) * KV_HEADS + head) * GROUP,
                 count, splits_done + row * KV_HEADS + head, acc, score_max, weight_sum, sinks, head,
-                KV_HEADS, GROUP, HEAD_DIM, M, D,
+                KV_HEADS, GROUP, HEAD_DIM, M, D, AT_ONCE=4 if GROUP <= 4 else 2,
             )  # fmt: skip
         row, split, seq_len, token = next_row, next_split, next_seq_len, next_token
 

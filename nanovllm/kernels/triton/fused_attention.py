@@ -18,6 +18,8 @@ _WARPS = 4
 tensor cores takes."""
 _PROGRAMS = 512
 """Programs of a launch, at most: two turns of a large GPU. More would often have no split."""
+_MERGED_AT_ONCE = tl.constexpr(12)
+"""Splits whose results are loaded at once: all of a row of 700 tokens."""
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 
 
@@ -93,7 +95,8 @@ def _attend_rows(
     """Process a split of one row for one KV head, or if MANY_SPLITS every split that is
     num_programs(1) after the last one. The M rows of a tile are the KV head's query heads.
 
-    Positions, slots and block tables are read before the wait: no kernel of the chain stores them.
+    Positions, slots, block tables and the first tile of keys are read before the wait: no kernel of
+    the chain stores them.
     """
     let_next_begin(CHAINED)
     row, head = (tl.program_id(0) // KV_HEADS).to(tl.int64), tl.program_id(0) % KV_HEADS
@@ -107,6 +110,10 @@ def _attend_rows(
     if split > count:
         return
     angles = cos_sin + position * HEAD_DIM
+    k, v, seen = _load_first_tile(
+        split, count, tiles, k_cache, v_cache, table, new[4], head, KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+        D, W, N,
+    )  # fmt: skip
     wait_for_previous(CHAINED)
 
     token = qkv + row * (GROUP + 2) * KV_HEADS * HEAD_DIM
@@ -119,13 +126,17 @@ def _attend_rows(
     if MANY_SPLITS:
         for each in range(split, count + 1, tl.num_programs(1)):
             _process_split(
-                each, count, tiles, queries, qkv, k_weight, eps, cos_sin, new, row, head,
-                k_cache, v_cache, table, out, splits_done, partial_out, partial_stats, scale,
+                each, count, tiles, queries, k, v, seen, qkv, k_weight, eps, cos_sin, new, row,
+                head, k_cache, v_cache, table, out, splits_done, partial_out, partial_stats, scale,
                 KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, M, D, W, N,
+            )  # fmt: skip
+            k, v, seen = _load_first_tile(
+                each + tl.num_programs(1), count, tiles, k_cache, v_cache, table, new[4], head,
+                KV_HEADS, HEAD_DIM, BLOCK_SIZE, D, W, N,
             )  # fmt: skip
     else:  # a loop of one turn computes all addresses before it
         _process_split(
-            split, count, tiles, queries, qkv, k_weight, eps, cos_sin, new, row, head,
+            split, count, tiles, queries, k, v, seen, qkv, k_weight, eps, cos_sin, new, row, head,
             k_cache, v_cache, table, out, splits_done, partial_out, partial_stats, scale,
             KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, M, D, W, N,
         )  # fmt: skip
@@ -133,12 +144,14 @@ def _attend_rows(
 
 @triton.jit
 def _process_split(
-    split, count, tiles, queries, qkv, k_weight, eps, cos_sin, new, row, head,
+    split, count, tiles, queries, k, v, seen, qkv, k_weight, eps, cos_sin, new, row, head,
     k_cache, v_cache, table, out, splits_done, partial_out, partial_stats, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     M: tl.constexpr, D: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Attend to keys in the cache, or as the last split to the new ones. Merge after all splits."""
+    """Attend to keys in the cache, `k`, `v` and `seen` first, or as the last split to the new ones.
+    Merge after all splits.
+    """
     acc = tl.zeros([W, M, D], tl.float32)
     score_max = tl.full([M], float("-inf"), tl.float32)
     weight_sum = tl.zeros([W, M], tl.float32)
@@ -152,7 +165,7 @@ def _process_split(
         )
     else:
         acc, score_max, weight_sum = _attend_stored_keys(
-            acc, score_max, weight_sum, queries,
+            acc, score_max, weight_sum, queries, k, v, seen,
             tiles * split // count, tiles * (split + 1) // count, k_cache, v_cache, table,
             new[4], head, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, D, W, N,
         )  # fmt: skip
@@ -168,6 +181,7 @@ def _process_split(
             out + first * HEAD_DIM, partial_out, partial_stats, scratch,
             scratch + split * KV_HEADS * GROUP, count + 1, splits_done + row * KV_HEADS + head,
             acc, score_max, weight_sum, None, head, KV_HEADS, GROUP, HEAD_DIM, M, D,
+            AT_ONCE=_MERGED_AT_ONCE,
         )  # fmt: skip
 
 
@@ -228,28 +242,61 @@ def _norm_and_rotate(heads, weight, eps, angles, inside, HEAD_DIM: tl.constexpr,
 
 
 @triton.jit
-def _attend_stored_keys(
-    acc, score_max, weight_sum, queries, first, last, k_cache, v_cache, table, stored, head, scale,
+def _load_first_tile(
+    split, count, tiles, k_cache, v_cache, table, stored, head,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Process the key tiles [first, last). Args and results are those of `_attend_tile`."""
-    offsets = tl.arange(0, W)[:, None] * (N // W) + tl.arange(0, N // W)[None, :]
+    """Return what `_load_tile` does of a split's first tile; nothing is loaded if it has none."""
+    first = tiles * split // tl.maximum(count, 1)
+    stop = tl.where(split < count, first + 1, first)
+    block = block_ids(table, first, stop, stored, BLOCK_SIZE, N)
+    return _load_tile(
+        block, first, tl.where(split < count, stored, 0), k_cache, v_cache, head,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE, D, W, N,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_tile(
+    block, tile, stored, k_cache, v_cache, head,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Return keys and values [W, N / W, D] of a tile, and which of them are before `stored`."""
+    keys = tile * N + tl.arange(0, W)[:, None] * (N // W) + tl.arange(0, N // W)[None, :]
+    if BLOCK_SIZE % N == 0:
+        slots = block * BLOCK_SIZE + keys % BLOCK_SIZE
+    else:
+        slots = tl.reshape(block, [W, N // W]) * BLOCK_SIZE + keys % BLOCK_SIZE
     dims = tl.arange(0, D)[None, None, :]
-    block = block_ids(table, first, last, stored, BLOCK_SIZE, N)
-    for tile in range(first, last):
-        keys = offsets + tile * N
-        if BLOCK_SIZE % N == 0:
-            slots = block * BLOCK_SIZE + keys % BLOCK_SIZE
-        else:
-            slots = tl.reshape(block, [W, N // W]) * BLOCK_SIZE + keys % BLOCK_SIZE
+    places = ((slots * KV_HEADS + head) * HEAD_DIM)[:, :, None] + dims
+    mask = (keys < stored)[:, :, None] & (dims < HEAD_DIM)
+    # ".cg" reads from the L2: before the wait, the L1 may hold what the last step read.
+    k = tl.load(k_cache + places, mask=mask, other=0.0, cache_modifier=".cg")
+    v = tl.load(v_cache + places, mask=mask, other=0.0, cache_modifier=".cg")
+    return k, v, keys < stored
+
+
+@triton.jit
+def _attend_stored_keys(
+    acc, score_max, weight_sum, queries, k, v, seen, first, last, k_cache, v_cache, table, stored,
+    head, scale,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    D: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Process the key tiles [first, last), `k`, `v` and `seen` first. See also `_attend_tile`."""
+    block = block_ids(table, first + 1, last, stored, BLOCK_SIZE, N)
+    acc, score_max, weight_sum = _attend_tile(
+        acc, score_max, weight_sum, queries, k, v, seen, scale
+    )
+    for tile in range(first + 1, last):
+        k, v, seen = _load_tile(
+            block, tile, stored, k_cache, v_cache, head, KV_HEADS, HEAD_DIM, BLOCK_SIZE, D, W, N
+        )
         block = block_ids(table, tile + 1, last, stored, BLOCK_SIZE, N)
-        places = ((slots * KV_HEADS + head) * HEAD_DIM)[:, :, None] + dims
-        mask = (keys < stored)[:, :, None] & (dims < HEAD_DIM)
-        k = tl.load(k_cache + places, mask=mask, other=0.0)
-        v = tl.load(v_cache + places, mask=mask, other=0.0)
         acc, score_max, weight_sum = _attend_tile(
-            acc, score_max, weight_sum, queries, k, v, keys < stored, scale
+            acc, score_max, weight_sum, queries, k, v, seen, scale
         )
     return acc, score_max, weight_sum
 

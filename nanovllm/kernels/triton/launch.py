@@ -49,6 +49,13 @@ def wait_for_previous(CHAINED: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def join_chain(CHAINED: tl.constexpr):
+    """Do both of the above at once: for a kernel that has nothing to load before its wait."""
+    let_next_begin(CHAINED)
+    wait_for_previous(CHAINED)
+
+
 class Arguments(NamedTuple):
     """What a launch needs besides the tensors that differ from layer to layer."""
 

@@ -240,7 +240,7 @@ def finish_split(
     out, partial_out, partial_stats, first, own, count, done, acc, score_max, weight_sum,
     sinks, kv_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, M: tl.constexpr,
-    D: tl.constexpr,
+    D: tl.constexpr, AT_ONCE: tl.constexpr = 4,
 ):  # fmt: skip
     """Store the result of a query token's split for a KV head, and after all splits `merge` them.
 
@@ -249,7 +249,7 @@ def finish_split(
         done: pointer to the number of finished splits of the token and the KV head; 0 again at the
             end.
         acc, score_max, weight_sum: [M, D], [M] and [M], as `attend` returns them.
-        out, partial_out, partial_stats, first, count, sinks, kv_head: see `merge`.
+        out, partial_out, partial_stats, first, count, sinks, kv_head, AT_ONCE: see `merge`.
     """
     member = tl.arange(0, M)
     valid = member < GROUP
@@ -261,7 +261,7 @@ def finish_split(
     if tl.atomic_add(done, 1, sem="acq_rel") == count - 1:
         merge(
             out, partial_out, partial_stats, first, count, sinks, kv_head,
-            KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D,
+            KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D, AT_ONCE=AT_ONCE,
         )  # fmt: skip
         tl.store(done, 0)
 
@@ -270,10 +270,12 @@ def finish_split(
 def merge(
     out, partial_out, partial_stats, first, count, sinks, kv_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    AT_ONCE: tl.constexpr = 4,
 ):  # fmt: skip
     """Merge the results of the `count` splits of a query token's keys, for the heads of a KV head.
 
-    The splits are added up one after another, so the order of the sum is fixed.
+    The splits are added up one after another, so the order of the sum is fixed. Some are loaded at
+    once, and their weights do not wait for one another.
 
     Args:
         out: where the result of the first head goes. The other heads' follow it.
@@ -283,30 +285,39 @@ def merge(
         first: index of the first split's first head among all rows of `partial_out`.
         sinks: [KV_HEADS * GROUP] float32, or None.
         kv_head: which KV head.
+        AT_ONCE: how many splits are loaded at once, if there are registers for them.
     """
     HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
     dims = tl.broadcast_to(tl.arange(0, D)[None, :], [HEADS, D])
     member = tl.broadcast_to(tl.arange(0, HEADS)[:, None], [HEADS, D])
     inside = (member < GROUP) & (dims < HEAD_DIM)
-    AT_ONCE: tl.constexpr = max(1, min(4, _MERGED_NUMBERS // (HEADS * D)))
+    MOST: tl.constexpr = max(1, min(AT_ONCE, _MERGED_NUMBERS // (HEADS * D)))
     score_max = tl.full([HEADS, D], float("-inf"), tl.float32)
     weight_sum = tl.zeros([HEADS, D], tl.float32)
     value = tl.zeros([HEADS, D], tl.float32)
-    for start in range(0, count, AT_ONCE):
-        for split in tl.static_range(0, AT_ONCE):
+    for start in range(0, count, MOST):
+        new_max = score_max
+        # ".cg" reads from the L2. The other programs' stores are there, the L1 may be stale.
+        for split in tl.static_range(0, MOST):
             valid = inside & (start + split < count)
             head = first + (start + split) * KV_HEADS * GROUP + member
-            # ".cg" reads from the L2. The other programs' stores are there, the L1 may be stale.
             split_max = tl.load(partial_stats + head * 2, valid, -1e30, cache_modifier=".cg")
-            split_sum = tl.load(partial_stats + head * 2 + 1, valid, 1.0, cache_modifier=".cg")
+            new_max = tl.maximum(new_max, split_max)
+        shrink = tl.exp2(score_max - new_max)
+        weight_sum *= shrink
+        value *= shrink
+        for split in tl.static_range(0, MOST):
+            valid = inside & (start + split < count)
+            head = first + (start + split) * KV_HEADS * GROUP + member
+            split_max = tl.load(partial_stats + head * 2, valid, -1e30, cache_modifier=".cg")
+            split_sum = tl.load(partial_stats + head * 2 + 1, valid, 0.0, cache_modifier=".cg")
             # A thread gets single numbers, as of the statistics. No layout has to be converted.
             place = tl.max_contiguous(head * HEAD_DIM + dims, [1, 1])
             part = tl.load(partial_out + place, valid, 0.0, cache_modifier=".cg")
-            new_max = tl.maximum(score_max, split_max)
-            shrink, weight = tl.exp2(score_max - new_max), tl.exp2(split_max - new_max)
-            weight_sum = weight_sum * shrink + split_sum * weight
-            value = value * shrink + part * weight
-            score_max = new_max
+            weight = tl.exp2(split_max - new_max)
+            weight_sum = tl.fma(split_sum, weight, weight_sum)
+            value = tl.fma(part, weight, value)
+        score_max = new_max
     if sinks is not None:
         weight_sum += sink_weight(sinks, kv_head * GROUP + member, score_max, inside)
     tl.store(out + member * HEAD_DIM + dims, value / weight_sum, mask=inside)

@@ -11,9 +11,8 @@ import triton.language as tl
 from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_ROUNDED
 from nanovllm.kernels.triton.launch import (
     can_chain,
+    join_chain,
     launch_options,
-    let_next_begin,
-    wait_for_previous,
 )
 
 _BLOCK = 1024
@@ -113,8 +112,7 @@ def _add_rms_norm(
     KIND: tl.constexpr, MULTIPLIER: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Process one row. Like torch, round the product, the sum and the norm."""
-    let_next_begin(CHAINED)
-    wait_for_previous(CHAINED)
+    join_chain(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -167,8 +165,7 @@ def _mul_act(
     IS_WIDE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Process one block of a row. Unless IS_WIDE, the gate is one number."""
-    let_next_begin(CHAINED)
-    wait_for_previous(CHAINED)
+    join_chain(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size

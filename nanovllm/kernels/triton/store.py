@@ -12,9 +12,8 @@ from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.kernels.triton.fp8 import to_fp8
 from nanovllm.kernels.triton.launch import (
     can_chain,
+    join_chain,
     launch_options,
-    let_next_begin,
-    wait_for_previous,
 )
 from nanovllm.kernels.triton.online_softmax import block_stride
 from nanovllm.kernels.triton.ops import times_weight
@@ -99,13 +98,11 @@ def _store(
     """Process HEADS heads of one token. The heads of q come first, then those of k, then of v.
 
     A head is loaded as two halves, which rotation combines. If it rotates only the first numbers,
-    the others are divided among the halves as well. PARTS is 3 if qkv has q, k and v, 2 without v,
-    and 1 for q alone. `value_offset` is the distance from keys to values in the cache, BLOCK_STRIDE
-    that of blocks which lie apart, else None. LIMIT is the largest magnitude of an 8-bit cache,
-    else None.
+    the others are divided among the halves too. PARTS is what `_parts_of` returns. `value_offset`
+    is the distance from keys to values in the cache, BLOCK_STRIDE that of blocks which lie apart,
+    else None. LIMIT is the largest magnitude of an 8-bit cache, else None.
     """
-    let_next_begin(CHAINED)
-    wait_for_previous(CHAINED)
+    join_chain(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     position = tl.load(positions + token)

@@ -13,8 +13,6 @@ import torch
 
 from nanovllm.kernels.triton import decode_attention, prefill_attention
 from nanovllm.kernels.triton.decode_attention import (
-    SHORT_SPLIT_TOKENS,
-    SHORT_SPLITS,
     SPLIT_TOKENS,
     splits_of_row,
 )
@@ -105,11 +103,10 @@ def test_groups(group):
     "lengths",
     [
         (1, 2, 63, 64, 65),
-        [splits * SHORT_SPLIT_TOKENS + more for splits in (1, 2) for more in (-1, 0, 1)],
-        [SHORT_SPLITS * SPLIT_TOKENS + more for more in (-1, 0, 1)],
+        [splits * SPLIT_TOKENS + more for splits in (1, 2) for more in (-1, 0, 1)],
         [MAX_SPLITS * SPLIT_TOKENS + 300],
     ],
-    ids=["tiles", "short splits", "long splits", "most splits"],
+    ids=["tiles", "splits", "most splits"],
 )
 def test_single_tokens_at_the_edges_of_tiles_and_splits(lengths):
     case = case_of([(1, length) for length in lengths], 1, 2, 16, 64)
@@ -314,7 +311,7 @@ def test_the_number_of_splits_never_falls_with_the_length():
     counts = [splits_of_row(length) for length in range(20000)]
     assert counts == sorted(counts)
     assert counts[-1] == MAX_SPLITS
-    samples = {0: 0, 1: 1, 128: 1, 129: 2, 600: 5, 1024: 8, 2048: 8, 2049: 9, 8192: 32}
+    samples = {0: 0, 1: 1, 256: 1, 257: 2, 600: 3, 1024: 4, 2048: 8, 2049: 9, 8192: 32}
     assert {length: counts[length] for length in samples} == samples
 
 
