@@ -22,7 +22,8 @@ class AnswerParser:
     """Splits one answer into parts. The parts are the same, joined, however its text is cut.
 
     A call in reasoning that is closed later is a thought. If nothing closes the reasoning, the
-    first call in it has: from there on the answer is calls and text.
+    first call in it has: from there on the answer is calls and text. Of an answer that was cut off,
+    a call that text follows is a thought, too.
 
     Args:
         reasoning: splits the reasoning off; where messages go to channels, the calls too.
@@ -116,6 +117,7 @@ class _Thought:
     def __init__(self, calls: ToolCallParser) -> None:
         self._calls = calls
         self._has_call = False
+        self._goes_on = False  # text follows the call
         self._held: list[str] = []  # what was read, and may be a call
         self.behind = ""
         """What follows the reasoning, once it is finished."""
@@ -123,7 +125,7 @@ class _Thought:
     def feed(self, text: str) -> list[Part]:
         """Return the reasoning in which no call may begin."""
         self._held.append(text)
-        return [] if self._has_call else self._take(self._calls.feed(text))
+        return self._take(self._calls.feed(text))
 
     def close(self) -> list[Part]:
         """Return what was held back: all of it is reasoning."""
@@ -132,19 +134,25 @@ class _Thought:
 
     def finish(self, *, cut: bool) -> list[Part]:
         """Return the rest of reasoning that is not closed, up to the first call."""
-        parts = [] if self._has_call else self._take(self._calls.finish(cut=cut))
-        if self._has_call:
-            self.behind = "".join(self._held)
+        parts = self._take(self._calls.finish(cut=cut))
+        if not self._has_call:
+            return parts
+        if cut and self._goes_on:
+            return self.close()
+        self.behind = "".join(self._held)
         return parts
 
     def _take(self, parts: list[Part]) -> list[Part]:
         """Return the text before the first of the calls as reasoning, and hold the rest."""
         said = ""
         for part in parts:
-            if isinstance(part, TextDelta):
-                said += part.text
-            elif isinstance(part, ToolCallStart):
+            if isinstance(part, ToolCallStart):
                 self._has_call = True
-                break
+            elif isinstance(part, TextDelta) and self._has_call:
+                self._goes_on |= part.text != ""
+            elif isinstance(part, TextDelta):
+                said += part.text
+        if not said:
+            return []
         self._held = ["".join(self._held)[len(said) :]]
-        return [ReasoningDelta(said)] if said else []
+        return [ReasoningDelta(said)]

@@ -9,6 +9,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from nanovllm.options.sampling_params import TOKEN_MARK
+
 JSON_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 
 
@@ -31,9 +33,9 @@ def new_call_id() -> str:
 
 
 def decoded(source: str) -> str | None:
-    """Return the string that a JSON value is, or None if it is none that can be sent."""
+    """Return the string that a JSON value is, without marks of tags; None if it cannot be sent."""
     try:
-        value = json.loads(source, strict=False)
+        value = json.loads(source.replace(TOKEN_MARK, ""), strict=False)
         return value if isinstance(value, str) and value.encode() is not None else None
     except ValueError:  # half of a surrogate pair cannot be encoded
         return None

@@ -148,7 +148,8 @@ def test_in_each_format(
             '<tool_call>\n{"name": "f", "arguments": {"a": 1',
             Found("I look.", "", [("f", '{"a": 1')]),
         ),
-        (f"{CALL}\nSo </thi", Found("I look.", "So ", [F])),
+        (f"{CALL}\n<tool_c", Found("I look.", "", [F])),
+        (f"{CALL}\nSo </thi", Found(f"I look. {CALL}\nSo ", "", [])),
     ],
 )
 def test_an_answer_that_is_cut_off(end: str, found: Found, size: int) -> None:

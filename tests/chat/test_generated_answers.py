@@ -1,0 +1,75 @@
+"""Answers that were generated mean what was meant, however they arrive.
+
+`FUZZ_EXAMPLES=2000 pytest tests/chat/test_generated_answers.py` makes that many for each family.
+"""
+
+import json
+import os
+import time
+from random import Random
+
+import pytest
+
+from nanovllm.chat.answer_parser import AnswerParser
+from nanovllm.chat.harmony import HarmonyParser
+from nanovllm.chat.parts import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.chat.reasoning import HARMONY, ReasoningParser
+from nanovllm.chat.tool_formats import TOOL_FORMATS
+from tests.chat.generated_answers import FAMILIES, Answer, Family, answer
+
+NUM_ANSWERS = int(os.environ.get("FUZZ_EXAMPLES", 6))
+SEED = time.time_ns() if "FUZZ_EXAMPLES" in os.environ else 0
+
+Found = tuple[str, str, list[tuple[str, str]]]
+"""Reasoning, text, and calls as (name, arguments)."""
+
+
+def parse(family: Family, given: Answer, pieces: list[str], *, cut: bool = False) -> Found:
+    reasoning: ReasoningParser | HarmonyParser | None = None
+    tools = None
+    if family.thought is HARMONY:
+        reasoning = HarmonyParser(started=given.started, marked=given.marked)
+    else:
+        tools = TOOL_FORMATS[family.tools].parser(given.marked, given.functions)
+        if family.thought is not None:
+            reasoning = ReasoningParser(family.thought, started=given.started, marked=given.marked)
+    parser = AnswerParser(reasoning, tools, several=True)
+    parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish(cut=cut)
+    thoughts = said = ""
+    calls: list[tuple[str, str]] = []
+    for part in parts:
+        match part:
+            case ReasoningDelta():
+                thoughts += part.text
+            case TextDelta():
+                said += part.text
+            case ToolCallStart():
+                assert part.index == len(calls)
+                calls.append((part.name, ""))
+            case ToolCallArguments():
+                name, arguments = calls[part.index]
+                calls[part.index] = (name, arguments + part.text)
+    return thoughts, said, calls
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_mean_what_was_meant(name: str) -> None:
+    family = FAMILIES[name]
+    for index in range(NUM_ANSWERS):
+        rng = Random(f"{SEED} {name} {index}")
+        given = answer(family, rng)
+        text = given.text
+        found = parse(family, given, [text])
+        thoughts, said, calls = found
+        context = f"seed {SEED}, answer {index} of {name}: {given}"
+        read = [(called, json.dumps(json.loads(arguments))) for called, arguments in calls]
+        meant = [(called, json.dumps(arguments)) for called, arguments in given.calls]
+        assert (thoughts, said, read) == (given.reasoning, given.said, meant), context
+        assert parse(family, given, list(text)) == found, context
+        for cut in range(1, len(text)):
+            assert parse(family, given, [text[:cut], text[cut:]]) == found, (cut, context)
+        for cut in rng.sample(range(len(text) + 1), min(3, len(text) + 1)):
+            whole = parse(family, given, [text[:cut]], cut=True)
+            assert parse(family, given, list(text[:cut]), cut=True) == whole, (cut, context)
+            if family.has_tag:  # else what is there of a call may be text
+                assert given.said.startswith(whole[1].rstrip()), (cut, context)
