@@ -144,7 +144,7 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
     body = b""
     async for piece in response.content.iter_any():
         body += piece
-        _check_size("body", body)
+        _check_size("body", len(body))
     if response.status != 200:
         kind = InvalidRequestError if response.status in (400, 413, 422) else ServerError
         raise kind(f"the server answers {response.status}: {message_of(body)}")
@@ -224,6 +224,8 @@ class EventParser:
         self._line = b""
         self._data: list[bytes] = []
         """The begun line, and the data of the begun event."""
+        self._size = 0
+        """Of that data, with a byte for the end of each line."""
 
     def feed(self, piece: bytes) -> list[str]:
         """Return the data of each event that a piece completes.
@@ -232,20 +234,23 @@ class EventParser:
             ServerError: an event is too large.
         """
         *lines, self._line = (self._line + piece).split(b"\n")
-        _check_size("event", self._line)
+        _check_size("event", len(self._line))
         events = []
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
+                self._size += len(self._data[-1]) + 1
+                _check_size("event", self._size)
             elif not line and self._data:
                 events.append(b"\n".join(self._data).decode(errors="replace"))
                 self._data = []
+                self._size = 0
         return events
 
 
-def _check_size(what: str, data: bytes) -> None:
-    if len(data) > MAX_BYTES:
+def _check_size(what: str, num_bytes: int) -> None:
+    if num_bytes > MAX_BYTES:
         raise ServerError(f"the server sends a {what} of more than {MAX_BYTES} bytes")
 
 

@@ -168,7 +168,12 @@ def test_errors_of_a_server(steps: list[Step], error: type[Exception], message: 
 
 @pytest.mark.parametrize(
     ("steps", "what"),
-    [([(0.0, whole(500, "x" * 200))], "body"), ([(0.0, HEAD + chunk(b"x" * 200))], "event")],
+    [
+        ([(0.0, whole(500, "x" * 200))], "body"),
+        ([(0.0, HEAD + chunk(b"x" * 200))], "event"),
+        ([(0.0, HEAD + chunk(b"data: 1\n" * 60))], "event"),
+        ([(0.0, HEAD + chunk(b"data:\n" * 200))], "event"),
+    ],
 )
 def test_what_is_too_large_is_refused(
     steps: list[Step], what: str, monkeypatch: pytest.MonkeyPatch
@@ -176,6 +181,13 @@ def test_what_is_too_large_is_refused(
     monkeypatch.setattr(sse_client, "MAX_BYTES", 100)
     with pytest.raises(ServerError, match=f"a {what} of more than 100 bytes"):
         ask(lambda _: steps)
+
+
+def test_many_small_events_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse_client, "MAX_BYTES", 100)
+    assert (
+        EventParser().feed(b"data: " + b"x" * 40 + b"\n\n" + b"data: 1\n\n" * 99)[1:] == ["1"] * 99
+    )
 
 
 def test_proxies_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

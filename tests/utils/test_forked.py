@@ -78,5 +78,7 @@ def test_what_renders_templates_ends_with_its_owner(forks: Callable[[], None]) -
     assert process.stdin is not None
     forks()
     assert renders.render("{{ x }}", {"x": 2}) == "2"
-    process.stdin.close()  # as if this process had ended
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, process.stdin.fileno())  # closes the pipe, as if this process had ended
+    os.close(null)
     wait_until(lambda: process.poll() is not None, 5)

@@ -25,6 +25,13 @@ logger = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-pthread", "-fPIC", *macros())
 COMPILING = "compiling the kernels for this processor"
 _WITHOUT_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+_GUARDED = """exec 3<&0 </dev/null
+(read -r _ <&3; kill -9 0) >/dev/null 2>&1 &
+"$@" 3<&-
+status=$?
+kill -9 $!
+exit $status"""
+"""A shell's program: run a command; end its process group if the pipe at standard input closes."""
 _COMPILER_SECONDS = 300
 """How long the compiler may take for all sources: seconds, and minutes on a busy machine."""
 _ERROR_LINES, _ERROR_CHARACTERS = 5, 500
@@ -127,11 +134,14 @@ def _run(*commands: list[str]) -> list[bytes]:
     deadline = time.monotonic() + _COMPILER_SECONDS
     printed = []
     with contextlib.ExitStack() as stack:
+        closes, opened = os.pipe()  # when this process is killed
+        stack.callback(os.close, closes)
+        stack.callback(os.close, opened)
         running = []
         for command in commands:
             process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
+                ["/bin/sh", "-c", _GUARDED, "sh", *command],
+                stdin=closes,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 process_group=0,  # a compiler starts processes of its own

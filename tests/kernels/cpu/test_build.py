@@ -6,9 +6,9 @@ compilers do not optimise: the variants in test_ops.py are optimised.
 
 import logging
 import shutil
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import pytest
 from nanovllm import SamplingParams, demo_model
 from nanovllm.kernels.cpu import build
 from nanovllm.kernels.cpu.library import library
-from tests.helpers import ROOT
+from tests.helpers import ROOT, environment, wait_until
 from tests.kernels.cpu.helpers import fake_compiler, native
 
 
@@ -193,12 +193,37 @@ def test_a_compiler_that_never_ends_is_ended(cache, tmp_path, monkeypatch, warni
     assert [*cache.iterdir()] == []
     sleeping = (tmp_path / "sleeping").read_text().split()
     assert sleeping
-    for _ in range(100):
-        left = [pid for pid in sleeping if running(pid)]
-        if not left:
-            return
-        time.sleep(0.05)
-    pytest.fail(f"still running: {left}")
+    wait_until(lambda: not any(map(running, sleeping)), 5)
+
+
+@native
+def test_a_compiler_ends_with_a_process_that_is_killed(tmp_path):
+    """Symptom: gcc and its cc1 computed for minutes more."""
+    sleeping = tmp_path / "sleeping"
+    forever = f"sleep 1000 & echo $! >> {sleeping}; wait"
+    compiler = fake_compiler(tmp_path / "compiler", first=forever)
+    program = "from nanovllm.kernels.cpu.library import library; library()"
+    caches = {"CC": compiler, "XDG_CACHE_HOME": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment(**caches))
+    try:
+        wait_until(lambda: sleeping.exists() and bool(sleeping.read_text()), 60)
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not any(map(running, sleeping.read_text().split())), 5)
+
+
+@native
+def test_a_kernel_without_memory_says_so(tmp_path):
+    source, csrc = tmp_path / "program.c", Path(build.__file__).with_name("csrc")
+    source.write_text('#include "kernels.h"\nint main(void) { return !scratch((size_t)1 << 62); }')
+    program = tmp_path / "program"
+    subprocess.run([*build.find_compiler(), "-I", csrc, source, "-o", program], check=True)
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGABRT
+    assert done.stderr == (f"nanovllm: the system has no memory of {1 << 62} bytes for a kernel\n")
+    others = (path for path in csrc.glob("*.[ch]") if path.name != "kernels.h")
+    assert not [path.name for path in others if "alloc(" in path.read_text()]
 
 
 def running(pid: str) -> bool:

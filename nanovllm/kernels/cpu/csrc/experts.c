@@ -40,7 +40,7 @@ static void sigmoids(float *row, const float *bias, float *sums, ptrdiff_t exper
 void nv_route(team *t, const bf16 *logits, const bf16 *scales, const float *bias, int32_t *ids, float *weights, token_count tokens,
               ptrdiff_t experts, ptrdiff_t top, ptrdiff_t renormalize, float factor, ptrdiff_t sigmoid) {
     ptrdiff_t padded = (experts + 31) / 16 * 16;
-    float *row = aligned_alloc(64, 2 * padded * sizeof(float)), *sums = row + padded;
+    float *row = scratch(2 * padded * sizeof(float)), *sums = row + padded;
     FOR_ITEMS(token, t, tokens) {
         int32_t *chosen = ids + token * top;
         float *weight = weights + token * top, nan = 0, sum = sigmoid ? 1e-6f : 0.0f, all = 1.0f;
@@ -82,8 +82,8 @@ static ptrdiff_t most_blocks(ptrdiff_t pairs, ptrdiff_t experts, ptrdiff_t max_r
  * it for all. Only to be called from an item: a thread that is late may find other numbers in the memory of `ids`. */
 static void group_pairs(grouping *found, const int32_t *ids, ptrdiff_t pairs, ptrdiff_t experts, ptrdiff_t max_rows) {
     if (found->pairs) return;
-    int32_t *first = calloc(experts + 1, sizeof *first);
-    grouping g = {malloc((pairs + 1) * sizeof *g.pairs), malloc((pairs + 1) * sizeof *g.blocks), 0};
+    int32_t *first = memset(scratch((experts + 1) * sizeof *first), 0, (experts + 1) * sizeof *first);
+    grouping g = {scratch((pairs + 1) * sizeof *g.pairs), scratch((pairs + 1) * sizeof *g.blocks), 0};
     for (ptrdiff_t i = 0; i < pairs; i++) first[ids[i] + 1]++;
     for (ptrdiff_t e = 0; e < experts; e++) {
         ptrdiff_t rows = first[e + 1], step = even_block(rows, max_rows);
@@ -219,9 +219,9 @@ void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *p
     ptrdiff_t panels = n / PANEL, groups = groups_of(panels), max_rows = rows_that_fit(tokens, k * sizeof(operand), LINEAR_BYTES);
     ptrdiff_t pairs = tokens * top;
     grouping g = {0};
-    bf16 *rows = malloc(max_rows * k * sizeof *rows);
-    char *buffer = aligned_alloc(64, (max_rows * prepared_bytes(&w) + 63) / 64 * 64);
-    float *acc = aligned_alloc(64, 2 * STREAMS * (max_rows > TILE_ROWS ? max_rows : TILE_ROWS) * PANEL * sizeof *acc);
+    bf16 *rows = scratch(max_rows * k * sizeof *rows);
+    char *buffer = scratch(max_rows * prepared_bytes(&w));
+    float *acc = scratch(2 * STREAMS * (max_rows > TILE_ROWS ? max_rows : TILE_ROWS) * PANEL * sizeof *acc);
     ptrdiff_t ready = -1;
     begin_tiles();
     FOR_ITEMS(item, t, most_blocks(pairs, experts, max_rows) * groups) {
@@ -279,8 +279,8 @@ void nv_expert_down(team *t, const bf16 *hidden, const int32_t *ids, const float
     ptrdiff_t max_rows = rows_that_fit(tokens, k * sizeof(operand), LINEAR_BYTES), ld = width * PANEL;
     ptrdiff_t pairs = tokens * top;
     grouping g = {0};
-    float *acc = aligned_alloc(64, STREAMS * (max_rows > TILE_ROWS ? max_rows : TILE_ROWS) * PANEL * sizeof *acc);
-    float *sums = aligned_alloc(64, (tokens * ld + 16) * sizeof *sums / 64 * 64);
+    float *acc = scratch(STREAMS * (max_rows > TILE_ROWS ? max_rows : TILE_ROWS) * PANEL * sizeof *acc);
+    float *sums = scratch(tokens * ld * sizeof *sums);
     FOR_ITEMS(i, t, most_blocks(pairs, experts, max_rows)) {
         group_pairs(&g, ids, pairs, experts, max_rows);
         if (i >= g.count) continue;

@@ -38,8 +38,8 @@ void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, const 
                ptrdiff_t k) {
     ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = rows_that_fit(m, k * sizeof(operand), LINEAR_BYTES), prepared = -1;
     ptrdiff_t group = m == 1 ? STREAMS : 1, groups = (panels + group - 1) / group, acc_rows = block > TILE_ROWS ? block : TILE_ROWS;
-    operand *buffer = aligned_alloc(64, (block * (k + 16) * sizeof(operand) + 127) / 64 * 64);
-    float *acc = aligned_alloc(64, acc_rows * PANEL * sizeof(float));
+    operand *buffer = scratch(block * (k + 16) * sizeof(operand) + 64);
+    float *acc = scratch(acc_rows * PANEL * sizeof(float));
     input_rows inputs = {0};
     begin_tiles();
     FOR_ITEMS(item, t, (m + block - 1) / block * groups) {

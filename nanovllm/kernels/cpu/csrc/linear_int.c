@@ -38,8 +38,8 @@ void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed,
     ptrdiff_t panel_bytes = PANEL * k * bits / 8, panel_scales = PANEL * (k / group) * rows_of_scales(kind);
     ptrdiff_t x_group = input_group(bits, group), groups = k / x_group;
     float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));
-    bf16 *ordered = inputs ? malloc(k * sizeof *ordered) : NULL;
-    quantized_rows q = {malloc(block * ld * 2), malloc(block * groups * 4), malloc(block * groups * sizeof(group_sum)), ld, groups};
+    bf16 *ordered = inputs ? scratch(k * sizeof *ordered) : NULL;
+    quantized_rows q = {scratch(block * ld * 2), scratch(block * groups * 4), scratch(block * groups * sizeof(group_sum)), ld, groups};
     FOR_ITEMS(item, t, (m + block - 1) / block * items_per_block) {
         ptrdiff_t i = item / items_per_block * block, first = item % items_per_block * streams;
         ptrdiff_t count = m - i < block ? m - i : block, step = even_block(count, TILE_ROWS);
