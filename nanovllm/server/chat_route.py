@@ -292,9 +292,13 @@ def _message(parts: Seq[Part]) -> AnswerMessage:
                 calls.append(ToolCall(id=part.call_id, type="function", function=function))
             case ToolCallArguments():
                 calls[part.index].function.arguments += part.text
-    message = AnswerMessage(role="assistant", content=text or (None if calls else ""), refusal=None)
-    if reasoning:
-        message.reasoning = message.reasoning_content = reasoning
+    message = AnswerMessage(
+        role="assistant",
+        content=text or (None if calls else ""),
+        refusal=None,
+        reasoning=reasoning or None,  # clients of vLLM's read it whether there is some or not
+        reasoning_content=reasoning or None,
+    )
     if calls:
         message.tool_calls = calls
     return message

@@ -97,11 +97,13 @@ def test_the_outputs_are_those_of_any_batch(tmp_path: Path) -> None:
 
 def test_several_answers_and_an_own_seed(tmp_path: Path) -> None:
     rows = [{"prompt": "A cache", "sampling_params": {"seed": 3}}] * 2 + [{"prompt": "A cache"}] * 2
-    source = write_rows(tmp_path / "in.jsonl", rows)
-    run(source, tmp_path / "out.jsonl", sampling={**SAMPLING, "n": 3})
-    outputs = read_rows(tmp_path / "out.jsonl")
+    for name, none in (("in", {}), ("none", {"sampling_params": {"seed": -1}})):
+        source = write_rows(tmp_path / f"{name}.jsonl", [*rows[:3], {**rows[3], **none}])
+        run(source, tmp_path / f"{name}-out.jsonl", sampling={**SAMPLING, "n": 3})
+    outputs = read_rows(tmp_path / "in-out.jsonl")
     first, second, third, fourth = (row["generated_text"] for row in outputs)
     assert first == second != third != fourth
+    assert read_rows(tmp_path / "none-out.jsonl")[3]["generated_text"] == fourth
     assert len(set(third)) == len(third) == 3
 
 

@@ -35,6 +35,7 @@ GOOD = [
     line("text", "/v1/completions", prompt=["A cache", "A block"], max_tokens=4, temperature=2.0),
     line("response", "/v1/responses", input=QUESTION, max_output_tokens=6, temperature=2.0),
     chat("model", model="model"),
+    chat("no-seed", seed=-1),
     {**chat("call"), "body": {**chat("")["body"], "tools": [TOOL], "tool_choice": "required"}},
 ]
 BAD: list[tuple[dict[str, Any] | str, str]] = [
