@@ -161,3 +161,11 @@ def test_every_folder_is_in_the_table() -> None:
     listed = " ".join(rows("architecture.md", "| Folder | What is in it |"))
     folders = {path.parent.relative_to(PACKAGE).parts[:1] for path in PACKAGE.rglob("*.py")}
     assert {f"{folder[0]}/" for folder in folders if folder} == set(re.findall(r"\w+/", listed))
+
+
+def test_nobody_is_told_to_install_another_package() -> None:
+    """PyPI's nanovllm is another program: extras are installed in a checkout, as '.[server]'."""
+    texts = {str(path): path.read_text("utf-8") for path in PACKAGE.rglob("*.py")} | LINKED
+    assert [
+        name for name, text in texts.items() if re.search(r"pip install '?nanovllm", text)
+    ] == []

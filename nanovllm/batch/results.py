@@ -161,12 +161,15 @@ def _found_schema(source: Source, options: RowOptions, own: list[Any]) -> Any:
         for rows in _batched(source.rows()):
             given = [merged(row, options.batch.id_column, {}) for row in rows]
             writer.write_table(pa.Table.from_pylist(given, schema=schema))
-    _check_readable(schema)
+    check_schema(schema)
     return pa.schema([*schema, *own])
 
 
-def _check_readable(schema: Any) -> None:
-    """Raise pyarrow.ArrowInvalid if a reader refuses a file of this schema, as too deep."""
+def check_schema(schema: Any) -> None:
+    """Raise pyarrow.ArrowException if a Parquet file cannot have a schema.
+
+    It has an object without fields, or is nested so deeply that readers refuse it.
+    """
     import pyarrow as pa
     import pyarrow.parquet as parquet
 

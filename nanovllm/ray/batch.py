@@ -16,7 +16,7 @@ from ray.data import ActorPoolStrategy, Dataset
 from nanovllm.batch.identity import job_identity
 from nanovllm.batch.options import BatchOptions, RowOptions, sampling_of
 from nanovllm.batch.parts import FORMATS, Parts, is_done
-from nanovllm.batch.results import output_fields, with_outputs
+from nanovllm.batch.results import check_schema, output_fields, with_outputs
 from nanovllm.batch.row_engine import RowEngine
 from nanovllm.batch.rows import Row
 from nanovllm.errors import ConfigError
@@ -79,10 +79,10 @@ def generate(
         **(actor_resources(rows) if worker_options is None else worker_options),
     }
     if output_path is None:
-        return _generated(dataset, rows, block_rows, stage)
+        return _generated(dataset, rows, None, block_rows, stage)
     with Parts(Path(output_path), job_identity(rows), output_format, id_column) as parts:
         left = _without_done(dataset, parts.done_ids(), id_column)
-        generated = _generated(left, rows, block_rows, stage)
+        generated = _generated(left, rows, output_format, block_rows, stage)
         for table in generated.iter_batches(batch_size=None, batch_format="pyarrow"):
             parts.add(table)
     return _read(parts.files(), output_format) or generated  # of no rows
@@ -99,12 +99,16 @@ def _read(files: Iterable[Path], output_format: str) -> Dataset | None:
 
 
 def _generated(
-    dataset: Dataset, rows: RowOptions, block_rows: int, stage: Mapping[str, Any]
+    dataset: Dataset,
+    rows: RowOptions,
+    output_format: str | None,
+    block_rows: int,
+    stage: Mapping[str, Any],
 ) -> Dataset:
     """Return the dataset with outputs. Small blocks: those of an actor that dies are few."""
     return dataset.repartition(target_num_rows_per_block=block_rows).map_batches(
         RowsStage,
-        fn_constructor_args=(rows,),
+        fn_constructor_args=(rows, output_format),
         batch_size=None,
         batch_format="pyarrow",
         udf_modifying_row_count=False,
@@ -113,14 +117,31 @@ def _generated(
 
 
 class RowsStage:
-    """An actor with an engine, for Ray Data."""
+    """An actor with an engine, for Ray Data.
 
-    def __init__(self, options: RowOptions) -> None:
+    Args:
+        output_format: of the parts that the rows will be written to; None if they are not.
+    """
+
+    def __init__(self, options: RowOptions, output_format: str | None) -> None:
         self._options = options
+        self._output_format = output_format
         self._engine = RowEngine(options)
 
     async def __call__(self, table: pa.Table) -> pa.Table:
-        """Return the rows with the columns of their outputs."""
+        """Return the rows with the columns of their outputs.
+
+        Raises:
+            ConfigError: they cannot be written; none has been computed.
+        """
+        if self._output_format == "parquet":
+            try:
+                check_schema(table.schema)
+            except pa.ArrowException as error:
+                raise ConfigError(
+                    "the rows do not fit the columns of a Parquet file: "
+                    f"{str(error).rstrip('.')}; use output_format='jsonl'"
+                ) from None
         rows = [Row(None, fields) for fields in table.to_pylist()]
         lines = await asyncio.gather(*map(self._engine.answer, rows))
         return with_outputs(table, lines, output_fields(self._options.sampling.get("n", 1)))

@@ -61,6 +61,8 @@ def _start() -> None:
 
     os.environ["PYTHONPATH"] = str(ROOT)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Ray writes the address there whatever temp_dir is, and makes no directory for it.
+    Path(ray._private.utils.get_ray_address_file(None)).parent.mkdir(parents=True, exist_ok=True)
     directory = tempfile.mkdtemp(prefix="ray")  # short: the path of a Unix socket has a limit
     head = {**NODE, "include_dashboard": False, "temp_dir": directory}
     cluster = Cluster(initialize_head=True, head_node_args=head)

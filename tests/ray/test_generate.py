@@ -1,5 +1,6 @@
 """`nanovllm.ray.generate`: a Dataset in and out, with parts that are computed once."""
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -21,7 +22,7 @@ ray = pytest.importorskip("ray")
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
-from nanovllm.ray.batch import _row_options, generate  # noqa: E402 (it needs Ray)
+from nanovllm.ray.batch import RowsStage, _row_options, generate  # noqa: E402 (it needs Ray)
 
 ROWS: list[dict[str, Any]] = [{**row, "id": i} for i, row in enumerate(questions(24))]
 OPTIONS: dict[str, Any] = {
@@ -97,3 +98,19 @@ def test_what_is_refused(
     options = {**OPTIONS, "output_path": str(tmp_path / "out"), **changes}
     with pytest.raises(ConfigError, match=message):
         generate(ray.data.from_items(ROWS[:2]), **options)
+
+
+def test_what_cannot_be_written_is_refused_before_it_is_computed() -> None:
+    """Symptom: parts of objects without fields are computed again and again."""
+    options = _row_options(demo_model.MODEL, {"max_tokens": 1}, BatchOptions(), ENGINE)
+    table = pa.table({"prompt": ["A"], "x": pa.array([{}], pa.struct([]))})
+    stage = RowsStage(options, "parquet")
+    try:
+        with pytest.raises(
+            ConfigError, match="no child field to Parquet.*use output_format='jsonl'"
+        ):
+            asyncio.run(stage(table))
+        stage._output_format = "jsonl"
+        assert asyncio.run(stage(table))["error"].to_pylist() == [None]
+    finally:
+        stage._engine.close()
