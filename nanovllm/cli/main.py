@@ -9,18 +9,29 @@ import dataclasses
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from typing import Any
 
 from nanovllm.cli.arguments import parse
-from nanovllm.cli.flag_groups import MAX_TOKENS
+from nanovllm.cli.flag_groups import MAX_TOKENS, RECOMMENDED
 from nanovllm.cli.loading import load, shown_model
-from nanovllm.cli.repl import Chat, Source, awaited, model_source, server_source, texts
+from nanovllm.cli.repl import Chat
+from nanovllm.cli.settings import Settings
+from nanovllm.cli.sources import (
+    Message,
+    Piece,
+    Source,
+    awaited,
+    model_source,
+    pieces,
+    server_source,
+)
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
 from nanovllm.loadtest.load_plan import LoadPlan
 from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, fields_of, given_fields
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.utils.line_input import joined_lines, typed_lines
 from nanovllm.utils.terminal import (
     OutputError,
     abandon,
@@ -30,7 +41,6 @@ from nanovllm.utils.terminal import (
     note,
     piped_lines,
     prepare_streams,
-    typed_lines,
     write,
     write_stream,
 )
@@ -84,7 +94,7 @@ def generate(args: argparse.Namespace) -> int:
             for text in given
         ]
     if len(prompts) == 1 and params.n == 1 and not args.json:
-        write_stream(awaited(texts(llm.stream(prompts[0], params))))
+        write_stream(piece.text for piece in awaited(pieces(llm.stream(prompts[0], params))))
         return 0
     outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     escaped = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
@@ -111,16 +121,21 @@ def chat(args: argparse.Namespace) -> int:
         args.system = check_text("the system message", args.system)
     if sys.stdin is None:
         raise InvalidRequestError("standard input is closed, so there is nothing to answer")
-    lines = typed_lines() if is_interactive() else piped_lines()
     if args.url is not None:
-        source = _connect(args, options, flags)
+        source, name = _connect(args, options, flags)
+        first = flags
     else:
         llm, params = load(options, flags, is_named=args.names_model, is_chat=True)
         source = model_source(llm, params, args.chat_template_kwargs)
-        source = _naming_flags(source, args.parser)
+        source, name = _naming_flags(source, args.parser), shown_model(options["model"])
+        first = {name: getattr(params, name) for name in dict.fromkeys((*RECOMMENDED, *flags))}
     if is_interactive():
         write("Type a message, or /help.\n")
-    Chat(source, args.system).run(lines)
+    conversation = Chat(source, args.system, name, Settings(first))
+    if is_interactive():
+        conversation.run(typed_lines(conversation.completions))
+    else:
+        conversation.run(joined_lines(piped_lines()))
     return 0
 
 
@@ -159,8 +174,10 @@ def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     return options, flags
 
 
-def _connect(args: argparse.Namespace, options: dict[str, Any], flags: dict[str, Any]) -> Source:
-    """Return the answers of the server in --url, after asking which model it has."""
+def _connect(
+    args: argparse.Namespace, options: dict[str, Any], flags: dict[str, Any]
+) -> tuple[Source, str]:
+    """Return the answers of the server in --url and its model, after asking which it has."""
     engine = sorted(options.keys() - {"model", *fields_of(SamplingParams)})
     if engine:
         flag = engine[0].replace("_", "-")
@@ -174,15 +191,15 @@ def _connect(args: argparse.Namespace, options: dict[str, Any], flags: dict[str,
         write(f"Talking to {model} at {server.name}\n")
     if args.chat_template_kwargs:
         flags = {**flags, "chat_template_kwargs": args.chat_template_kwargs}
-    return server_source(server, model, flags)
+    return server_source(server, model, flags), f"{model} at {server.name}"
 
 
 def _naming_flags(source: Source, parser: Parser) -> Source:
     """Return the same answers, with errors that name flags."""
 
-    def answer(messages: list[dict[str, str]]) -> Iterator[str]:
+    def answer(messages: list[Message], changed: Mapping[str, Any]) -> Iterator[Piece]:
         with parser.errors_in_flags():
-            yield from source(messages)
+            yield from source(messages, changed)
 
     return answer
 

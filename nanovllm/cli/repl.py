@@ -4,61 +4,63 @@ The answers are a model's or a server's. Knows no flags and no terminal: `cli` l
 `terminal` reads and writes.
 """
 
-import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from nanovllm.cli.settings import NAMES, Settings
+from nanovllm.cli.sources import Message, Piece, Source, awaited
 from nanovllm.errors import InvalidRequestError, ServerError
-from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import did_you_mean, shown
-from nanovllm.outputs import RequestOutput
+from nanovllm.utils.line_input import path_completions
 from nanovllm.utils.terminal import (
     complain,
     is_interactive,
     noted_interrupts,
-    spinner,
     write,
     write_stream,
 )
 
-if TYPE_CHECKING:
-    from nanovllm.llm import LLM
-    from nanovllm.loadtest.sse_client import Server
-
 HELP = {
     "/help": "shows this list",
     "/system TEXT": "sets the system message; without TEXT there is none",
+    "/set NAME VALUE": "sets a sampling parameter; without VALUE it is as at the start",
+    "/show": "shows the model, the system message and the sampling parameters",
+    "/regen": "answers the last message again",
     "/save FILE": "writes the conversation to a new file, as JSON",
     "/reset": "starts a new conversation; the system message stays",
+    "/clear": "does the same as /reset",
     "/exit": "quits, as Ctrl-D does",
+    '"""': "begins a message of several lines, and ends it; or end lines with \\",
     "Ctrl-C": "stops an answer, or clears the line",
 }
 """What can be typed beside messages."""
 
-Message = dict[str, str]
-Source = Callable[[list[Message]], Iterator[str]]
-"""Answers a conversation, piece by piece; a piece may be empty. It raises InvalidRequestError or
-ServerError, and ends the answer when the iterator is closed."""
-
-THINK, END_THINK = "<think>\n", "\n</think>\n\n"
-"""What stands around a server's reasoning in an answer, as models themselves write it."""
-
 
 class Chat:
-    """One conversation, with a system message if `system` is one."""
+    """One conversation, with a system message if `system` is one.
 
-    def __init__(self, source: Source, system: str | None) -> None:
+    Args:
+        model: what /show calls the one that answers.
+    """
+
+    def __init__(self, source: Source, system: str | None, model: str, settings: Settings) -> None:
         self._source = source
         self._system = system
+        self._model = model
+        self._settings = settings
         self._turns: list[Message] = []
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._show_help,
             "/system": self._set_system,
+            "/set": lambda argument: _tell(f"({settings.set(argument)}.)"),
+            "/show": self._show,
+            "/regen": self._answer_again,
             "/save": self._save,
             "/reset": self._reset,
+            "/clear": self._reset,
         }
 
     def run(self, lines: Iterable[str]) -> None:
@@ -75,6 +77,16 @@ class Chat:
             except (InvalidRequestError, ServerError) as error:
                 complain(str(error))
 
+    def completions(self, line: str) -> list[str]:
+        """Return what the last word of a line may become: a command, its parameter or its file."""
+        command, space, rest = line.partition(" ")
+        if not space:
+            names = [*self._commands, "/exit"] if line.startswith("/") else []
+            return [name for name in names if name.startswith(line)]
+        if command == "/save":
+            return path_completions(rest)
+        return [name for name in NAMES if command == "/set" and name.startswith(rest)]
+
     def _obey(self, name: str, argument: str = "") -> None:
         if argument and name in HELP:
             raise InvalidRequestError(f"{name} takes no argument, got {shown(argument)}")
@@ -88,9 +100,11 @@ class Chat:
         """Write the answer and keep the turn; keep nothing of it if Ctrl-C stops the answer."""
         question = {"role": "user", "content": text}
         messages = [*self._messages(), question]
+        timer = _Timer()
         try:
             with noted_interrupts() as interrupted:
-                answer = write_stream(awaited(self._source(messages), interrupted))
+                answers = self._source(messages, self._settings.changed)
+                answer = write_stream(timer.timed(awaited(answers, interrupted)))
                 stopped = interrupted()
         except KeyboardInterrupt:
             stopped = True
@@ -100,13 +114,36 @@ class Chat:
             _tell("(Stopped. The conversation goes on without this question.)")
         else:
             self._turns += [question, {"role": "assistant", "content": answer}]
+            if speed := timer.speed():
+                _tell(f"({speed})")
+
+    def _answer_again(self, _: str) -> None:
+        """Answer the last question again; if that fails or is stopped, its answer stays."""
+        if not self._turns:
+            raise InvalidRequestError("there is no message yet to answer again")
+        *earlier, question, _answer = self._turns
+        before, self._turns = self._turns, earlier
+        try:
+            self._answer(question["content"])
+        finally:
+            if len(self._turns) < len(before):
+                self._turns = before
 
     def _messages(self) -> list[Message]:
         system = [{"role": "system", "content": self._system}] if self._system else []
         return system + self._turns
 
     def _show_help(self, _: str) -> None:
-        write("".join(f"{name:<14}{meaning}\n" for name, meaning in HELP.items()))
+        write("".join(f"{name:<17}{meaning}\n" for name, meaning in HELP.items()))
+
+    def _show(self, _: str) -> None:
+        rows = {
+            "model": self._model,
+            "system message": self._system or "none",
+            "messages": f"{len(self._turns)}",
+            **self._settings.shown(),
+        }
+        write("".join(f"{name:<20}{value}\n" for name, value in rows.items()))
 
     def _set_system(self, text: str) -> None:
         self._system = text
@@ -130,70 +167,31 @@ class Chat:
         _tell("(A new conversation.)")
 
 
-def model_source(llm: "LLM", params: SamplingParams, template: Mapping[str, Any]) -> Source:
-    """Return the answers of a model; `template` are arguments of the chat template."""
+class _Timer:
+    """Counts the tokens of an answer and the seconds that they take."""
 
-    def answer(messages: list[Message]) -> Iterator[str]:
-        prompt = llm.render(messages, add_generation_prompt=True, **template)
-        yield from texts(llm.stream(prompt, params))
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._first = self._last = 0.0
+        self._num_tokens = self._num_first = 0
 
-    return answer
+    def timed(self, pieces: Iterator[Piece]) -> Iterator[str]:
+        """Yield the texts of an answer, and note when its tokens come."""
+        for piece in pieces:
+            self._last = time.monotonic()
+            if not self._first:
+                self._first, self._num_first = self._last, piece.num_tokens
+            self._num_tokens += piece.num_tokens
+            yield piece.text
 
-
-def server_source(server: "Server", model: str, fields: Mapping[str, Any]) -> Source:
-    """Return the answers of a server's model; `fields` are further ones of each request."""
-    from nanovllm.loadtest import sse_client
-
-    def answer(messages: list[Message]) -> Iterator[str]:
-        sent = [{**message, "content": _without_reasoning(message)} for message in messages]
-        body = {**fields, "model": model, "messages": sent, "stream": True}
-        reasons = False
-        reason = None
-        for data in sse_client.stream(server, "/v1/chat/completions", body):
-            event = {} if data in (None, "[DONE]") else sse_client.parse_event(data or "")
-            choices = sse_client.choices_of(event)
-            text, thought, end, _ = choices[0] if choices else ("", "", None, None)
-            reason = end or reason
-            yield THINK * (bool(thought) and not reasons) + thought
-            reasons = reasons or bool(thought)
-            yield END_THINK * (bool(text) and reasons) + text
-            reasons = reasons and not text
-        if reason in (None, "error", "abort"):
-            raise ServerError(f"the server broke off its answer: {reason or 'no reason is given'}")
-
-    return answer
-
-
-def texts(outputs: Iterator[RequestOutput]) -> Iterator[str]:
-    """Yield the text of each output of a stream.
-
-    Raises:
-        InvalidRequestError: the model failed, such as with logits that are not numbers.
-    """
-    for output in outputs:
-        yield output.text
-        if output.finish_reason == "error":
-            reason = output.outputs[0].stop_reason
-            raise InvalidRequestError(f"the answer ended with an error: {reason}")
-
-
-def awaited(
-    pieces: Iterator[str], interrupted: Callable[[], bool] = lambda: False
-) -> Iterator[str]:
-    """Yield pieces of text until Ctrl-C comes, with a spinner before the first."""
-    with spinner():
-        first = next((piece for piece in pieces if piece or interrupted()), "")
-    for piece in itertools.chain([first], pieces):
-        if interrupted():
-            return
-        yield piece
-
-
-def _without_reasoning(message: Message) -> str:
-    """Return a message's content without the reasoning that an answer begins with."""
-    text = message["content"]
-    reasons = message["role"] == "assistant" and text.startswith(THINK)
-    return text.partition(END_THINK)[2] if reasons else text
+    def speed(self) -> str:
+        """Return tokens, seconds to the first text, and tokens a second after it."""
+        if not self._num_tokens:
+            return ""
+        tokens = f"{self._num_tokens} token{'s' * (self._num_tokens != 1)}"
+        found = f"{tokens}, the first after {self._first - self._start:.1f} s"
+        seconds, further = self._last - self._first, self._num_tokens - self._num_first
+        return f"{found}, {further / seconds:.0f} tokens/s" if further and seconds else found
 
 
 def _tell(message: str) -> None:

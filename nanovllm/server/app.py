@@ -4,6 +4,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from nanovllm import __version__
@@ -38,9 +39,11 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
         responses={"4XX": _ERROR, "5XX": _ERROR},
     )
     app.state.server = ServerState(llm, options)
-    for module in (chat, completions, responses, models, tokens, metrics, status):
-        app.include_router(module.router)
-    add_error_handlers(app)
+    routers = [m.router for m in (chat, completions, responses, models, tokens, metrics, status)]
+    for router in routers:
+        app.include_router(router)
+    routes = [route for router in routers for route in router.routes if isinstance(route, Route)]
+    add_error_handlers(app, [route.path for route in routes])
     app.add_middleware(
         GuardMiddleware,
         api_keys=options.api_keys,

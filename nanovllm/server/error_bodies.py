@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from nanovllm.errors import EngineDeadError, InvalidRequestError, NanoVLLMError
-from nanovllm.options.validation import shown
+from nanovllm.options.validation import did_you_mean, shown
 from nanovllm.server.absent_routes import ABSENT_ROUTES
 
 _TYPES = {
@@ -205,21 +205,38 @@ def _path(place: Seq[Any]) -> str:
     return text
 
 
-def _unknown_route(request: Request, error: HTTPException) -> HTTPException:
-    """Return the error of a path without a route, which says what to use if vLLM has it."""
-    path = request.url.path
-    if isinstance(error, APIError) or path not in ABSENT_ROUTES:
-        return error
-    return APIError(404, f"there is no route {path}: {ABSENT_ROUTES[path]}")
+def add_error_handlers(app: FastAPI, paths: Collection[str]) -> None:
+    """Make every error of `app` leave with OpenAI's body.
 
-
-def add_error_handlers(app: FastAPI) -> None:
-    """Make every error of `app` leave with OpenAI's body."""
+    Args:
+        paths: those of its routes.
+    """
 
     async def handle(request: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException) and error.status_code == 404:
-            error = _unknown_route(request, error)
-        return as_api_error(error).response()
+        found = as_api_error(error)
+        if found is not error and found.status_code == 404:  # the router's
+            found = _unknown_route(request.url.path, paths)
+        return found.response()
 
     for kind in (RequestValidationError, HTTPException, NanoVLLMError, Exception):
         app.add_exception_handler(kind, handle)
+
+
+def _unknown_route(path: str, known: Collection[str]) -> APIError:
+    """Return the error for a path without a route: what to use if vLLM has it, or what was meant.
+
+    A client adds the end of a path to a base that may have too much of it, or too little.
+    """
+    given = f"/{path.strip('/')}"
+    ends = [each for each in known if given.endswith(each) or each.endswith(given)]
+    ends = [each for each in ends if given != "/" != each]
+    if given in ABSENT_ROUTES:
+        hint = f": {ABSENT_ROUTES[given]}"
+    elif ends:
+        nearest = min(ends, key=lambda each: abs(len(each) - len(given)))
+        hint = f"; did you mean {nearest!r}?"
+    else:
+        hint = did_you_mean(given, known)
+    if not hint.startswith((":", "; did")):
+        hint = "; /openapi.json lists all"
+    return APIError(404, f"there is no route {shown(path)}{hint}")

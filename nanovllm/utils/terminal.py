@@ -6,21 +6,14 @@ no model. Writes no colours, so NO_COLOR needs no rule.
 
 import contextlib
 import itertools
-import json
-import locale
 import os
 import signal
-import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, TextIO
 
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
-
-HISTORY_LENGTH = 1000
-"""Lines of the history that a session starts with."""
 
 _VISIBLE = {
     code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"
@@ -123,7 +116,7 @@ def abandon(stream: TextIO | None) -> None:
 @contextlib.contextmanager
 def spinner() -> Iterator[None]:
     """Show at a terminal that the program works, until the block ends."""
-    if not is_interactive() or _is_dumb():
+    if not is_interactive() or is_dumb():
         yield
         return
     done = threading.Event()
@@ -192,44 +185,11 @@ def piped_lines() -> Iterator[str]:
     """
     if sys.stdin is None:
         raise InvalidRequestError("standard input is closed")
-    while line := _read(sys.stdin.readline):
+    while line := read_text(sys.stdin.readline):
         yield line.rstrip("\n")
 
 
-def typed_lines() -> Iterator[str]:
-    """Yield what is typed at the terminal; lines that are pasted together come as one text.
-
-    Ctrl-C clears the line. Ctrl-D, or Ctrl-C twice on an empty line, leaves.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C came twice on an empty line.
-    """
-    editor = _line_editor()
-    history = _History(editor)
-    interrupted = False
-    while True:
-        try:
-            line = _read(lambda: input("> "))
-        except EOFError:
-            write("\n")
-            return
-        except KeyboardInterrupt:
-            write("\n")
-            empty = editor is None or not editor.get_line_buffer()
-            if interrupted and empty:
-                raise
-            interrupted = empty
-            if interrupted:
-                write("(Ctrl-C again, or Ctrl-D, quits.)\n")
-        except InvalidRequestError as error:
-            complain(str(error))
-        else:
-            interrupted = False
-            history.add(line)
-            yield line
-
-
-def _read(read: Callable[[], str]) -> str:
+def read_text(read: Callable[[], str]) -> str:
     """Return `read()`; raise InvalidRequestError if standard input has no text to read."""
     try:
         return check_text("standard input", read())
@@ -242,69 +202,6 @@ def _read(read: Callable[[], str]) -> str:
         raise InvalidRequestError(f"standard input cannot be read: {error.strerror}") from None
 
 
-def _is_dumb() -> bool:
+def is_dumb() -> bool:
     """Return whether the terminal knows no escape sequences."""
     return os.environ.get("TERM", "dumb") == "dumb"
-
-
-def _line_editor() -> Any:
-    """Return Python's readline, ready for use; None if this Python has none."""
-    try:
-        import readline
-    except ImportError:
-        return None
-    if sys.flags.utf8_mode:  # Python takes UTF-8 for a locale that has none, or is not installed
-        with contextlib.suppress(locale.Error):
-            locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
-            os.environ["LC_ALL"] = "C.UTF-8"  # readline asks there at each line
-    readline.set_auto_history(False)  # _History adds the lines
-    if not _is_dumb():
-        readline.parse_and_bind("set enable-bracketed-paste on")
-    readline.parse_and_bind("set enable-active-region off")  # it would highlight pasted text
-    return readline
-
-
-class _History:
-    """The lines typed in this session and in those before it.
-
-    A file that only its owner can read keeps them, a JSON string a line: a pasted text has several
-    lines. Without such a file the history is that of this session.
-    """
-
-    def __init__(self, editor: Any) -> None:
-        self._editor = editor
-        state = os.environ.get("XDG_STATE_HOME", "")
-        if not os.path.isabs(state):
-            state = os.path.expanduser("~/.local/state")
-        self._path = Path(state, "nanovllm", "chat_history")
-        self._last = ""
-        if editor is None or not self._path.is_absolute():  # the latter: there is no home
-            self._editor = None
-            return
-        with contextlib.suppress(OSError, ValueError):
-            with self._open(os.O_RDONLY) as file:
-                lines = file.readlines()[-HISTORY_LENGTH:]
-            for line in map(json.loads, lines):
-                editor.add_history(check_text("history", str(line)))
-
-    def add(self, line: str) -> None:
-        """Add a line, unless it is blank or the same as the last one."""
-        if self._editor is None or not line.strip() or line == self._last:
-            return
-        self._last = line
-        with contextlib.suppress(UnicodeEncodeError):  # a locale without these characters
-            self._editor.add_history(line)
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._open(os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
-                file.write(json.dumps(line) + "\n")
-
-    def _open(self, flags: int) -> TextIO:
-        """Open the file if it is a regular file of ours, and keep others from reading it."""
-        descriptor = os.open(self._path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-            os.close(descriptor)
-            raise OSError("not a regular file of this user")
-        os.fchmod(descriptor, 0o600)
-        return open(descriptor, "a" if flags & os.O_APPEND else "r", encoding="utf-8")

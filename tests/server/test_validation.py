@@ -413,7 +413,6 @@ def test_the_schema_knows_no_422(server: Running) -> None:
 def test_a_route_of_vllms_says_what_to_use(server: Running, path: str, words: str) -> None:
     reply = server.send(path, {})
     assert (reply.status, words in reply.error["message"]) == (404, True)
-    assert server.send("/no/such/route", {}).error["message"] == "Not Found"
 
 
 def test_structural_tags_say_what_to_use(server: Running) -> None:
@@ -422,3 +421,26 @@ def test_structural_tags_say_what_to_use(server: Running) -> None:
     reply = server.send("/v1/chat/completions", body)
     assert (reply.status, reply.error["param"]) == (400, "response_format.type")
     assert "use tools, or structured_outputs with a grammar" in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/v1/v1/chat/completions", "; did you mean '/v1/chat/completions'?"),
+        ("/chat/completions", "; did you mean '/v1/chat/completions'?"),
+        ("/completions", "; did you mean '/v1/completions'?"),
+        ("/v1/chat/completion", "; did you mean '/v1/chat/completions'?"),
+        ("/v1/completions/", "; did you mean '/v1/completions'?"),
+        ("/llm/metrics", "; did you mean '/metrics'?"),
+        ("/api/generate", "; /openapi.json lists all"),
+        ("/%00%1b", "; /openapi.json lists all"),
+        ("/" + "x" * 5000, "; /openapi.json lists all"),
+    ],
+)
+def test_a_path_without_a_route_names_the_nearest(server: Running, path: str, meant: str) -> None:
+    reply = server.send(path)
+    error = reply.error
+    assert (reply.status, error["type"]) == (404, "not_found_error")
+    assert error["message"].startswith("there is no route '/")
+    assert error["message"].endswith(meant)
+    assert len(error["message"]) < 300

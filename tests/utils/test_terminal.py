@@ -52,10 +52,11 @@ def waiting(llm, prompt, params):
         return
     lines = text[text.index("Wait"):].partition("<|im_end|>")[0].splitlines()
     time.sleep(0.3)  # the spinner turns
-    yield types.SimpleNamespace(text=f"I wait ({len(lines)} lines)", finish_reason=None)
+    text = f"I wait ({len(lines)} lines)"
+    yield types.SimpleNamespace(text=text, finish_reason=None, token_ids=[])
     while True:  # until Ctrl-C
         time.sleep(0.01)
-        yield types.SimpleNamespace(text="", finish_reason=None)
+        yield types.SimpleNamespace(text="", finish_reason=None, token_ids=[])
 
 LLM.stream = waiting
 sys.exit(cli.main(sys.argv[1:]))
@@ -64,10 +65,15 @@ sys.exit(cli.main(sys.argv[1:]))
 
 LINES = """
 import sys
-from nanovllm.utils import terminal
+from nanovllm.utils.line_input import path_completions, typed_lines
+
+def completions(line):
+    return [w for w in ("/save", "/set", "/system") if w.startswith(line)] or path_completions(
+        line.partition(" ")[2]
+    )
 
 try:
-    for line in terminal.typed_lines():
+    for line in typed_lines(completions):
         print(f"got {line!r}")
 except KeyboardInterrupt:
     sys.exit(130)
@@ -237,7 +243,9 @@ def test_session_is_the_stored_one(terminals: list[Terminal], tmp_path: Path) ->
     assert chat.end() == 0
     assert re.search(rb"[|/\\-]\x08", chat.raw), "no spinner"
     assert not re.search(rb"\x1b\[[\d;]*m", chat.raw), "a colour"
-    shown = drawn(chat.raw).replace(str(saved), "FILE")
+    speeds = r"\(\d+ tokens, the first after \d+\.\d s, \d+ tokens/s\)"
+    shown, count = re.subn(speeds, "(SPEED)", drawn(chat.raw).replace(str(saved), "FILE"))
+    assert count == 2
     assert shown.rstrip() + "\n" == TRANSCRIPT.read_text(encoding="utf-8")
     assert json.loads(saved.read_text(encoding="utf-8")) == [
         {"role": "user", "content": QUESTION},
@@ -261,6 +269,37 @@ def test_history_outlives_the_session(terminals: list[Terminal], tmp_path: Path)
         assert stat.S_IMODE(history.stat().st_mode) == 0o600
         history.chmod(0o644)  # the next session mends it
     assert len(history.read_text().splitlines()) == 3
+
+
+def test_several_lines_and_completion(terminals: list[Terminal], tmp_path: Path) -> None:
+    """Three quotes, backslashes, and the tab key; the history has a message as a whole."""
+    (tmp_path / "a_file").write_text("")
+    (tmp_path / "a_folder").mkdir()
+    typed = start(terminals, tmp_path, "-c", LINES)
+    for keys, got in (
+        (b'"""one\r two\rthree"""\r', rb"got 'one\n two\nthree'"),
+        (b'"""four"""\r', b"got 'four'"),
+        (b"five\\\rsix\r", rb"got 'five\nsix'"),
+        (b"C:\\\\\r", rb"got 'C:\\\\'"),
+        (UP + UP + b"!\r", rb"got 'five\nsix!'"),
+        (b"/sy\t\r", b"got '/system'"),
+        (f"/save {tmp_path}/a_fi\t\r".encode(), f"got '/save {tmp_path}/a_file'".encode()),
+        (f"/save {tmp_path}/a_fo\t\r".encode(), b"a_folder/"),
+        (b"no \t completion\r", b"got 'no  completion'"),
+    ):
+        typed.expect(PROMPT)
+        for line in keys.splitlines(keepends=True) if b'"""' in keys else [keys]:
+            typed.send(line)
+        typed.expect(got)
+    typed.expect(PROMPT)
+    typed.send(b'"""half\r')
+    typed.expect(b"... ")
+    typed.interrupt_line()
+    typed.expect(PROMPT)
+    typed.send(b"whole\r")
+    typed.expect(b"got 'whole'", PROMPT)
+    typed.send(CTRL_D)
+    assert typed.end() == 0
 
 
 def test_unusable_history_does_no_harm(terminals: list[Terminal], tmp_path: Path) -> None:
