@@ -26,7 +26,6 @@ ESCAPE = "<escape>"
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FENCE = "```"
 _NAME = re.compile(r"[^\s`{}<>\[\]]")
-_BEGINS_CALL = re.compile(r"[\w{]")
 
 
 class GraniteParser(HermesParser):
@@ -141,8 +140,4 @@ class OlmoParser(PythonicParser):
 
     tag = "<function_calls>"
     closing = "</function_calls>"
-
-    def _separator(self) -> Steps[bool]:
-        yield from self._accept(",")
-        yield from self._skip_space()
-        return _BEGINS_CALL.match((yield from self._peek())) is not None
+    in_lines = True

@@ -26,6 +26,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\
 _ESCAPES |= {character: character for character in "\\'\""}
 _CODES = {"x": 2, "u": 4, "U": 8}
 """Hexadecimal digits behind a backslash and this letter."""
+_BEGINS_CALL = re.compile(r"[\w{]")
 _PREFIX = re.compile(r"[rbfuRBFU]")
 
 
@@ -44,6 +45,8 @@ class PythonicParser(LiteralParser):
         "(": (")", "]"),
     }
     undecided = "{("
+    in_lines: ClassVar[bool] = False
+    """Whether each call has a line of its own; else there are commas between calls."""
     quotes = ("'''", '"""', "'", '"')
 
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
@@ -70,22 +73,28 @@ class PythonicParser(LiteralParser):
 
     def _separator(self) -> Steps[bool]:
         """Read what stands between two calls; return whether there is one more."""
-        return (yield from self._accept(","))
+        has_comma = yield from self._accept(",")
+        yield from self._skip_space()
+        begins_call = _BEGINS_CALL.match((yield from self._peek())) is not None
+        return begins_call and (has_comma or self.in_lines)
 
     def _pythonic_call(self) -> Steps[None]:
-        name = yield from self._word(NAME)
-        yield from self._skip_space()
-        if not name or not (yield from self._accept("(")):
+        name = yield from self._call_name()
+        if not name:
             raise NotACall
+        self._parameters = self._types[name].declared if name in self._types else ()
+        yield from self._read_call(name, ")", "=")
+
+    def _call_name(self) -> Steps[str]:
+        """Read the name of a call and its bracket; return "" if no argument and no end follows."""
+        name = yield from self._word_before(NAME, "(")
         yield from self._skip_space()
         start = self._pos
         key = yield from self._word(_KEY)
         yield from self._skip_space()
-        if (yield from self._peek()) != ("=" if key else ")"):
-            raise NotACall
+        is_call = (yield from self._peek()) == ("=" if key else ")")
         self._pos = start
-        self._parameters = self._types[name].declared if name in self._types else ()
-        yield from self._read_call(name, ")", "=")
+        return name if is_call else ""
 
     def _scalar(self) -> Steps[None]:
         start, breaks = self._pos, self.breaks
@@ -135,11 +144,13 @@ class PythonicParser(LiteralParser):
             character = yield from self._peek()
             if not character or (yield from self._is_next(self._end)):
                 return True
+            if depth == 0 and character not in ",]":
+                return is_sure or (self.in_lines and (yield from self._call_name()) != "")
             self._pos += 1
             if character == ",":
                 return (yield from self._is_next_value(depth, is_sure=is_sure))
             if depth == 0:
-                return is_sure or character == "]"
+                return True
             if character == ":":
                 return ":" in ends
             while depth > 0 and self._open[depth - 1].closing != character:
@@ -159,7 +170,7 @@ class PythonicParser(LiteralParser):
                 return True
             return (yield from self._word(_KEY)) in _CONSTANTS
         if depth == 0:
-            return character == "{" or (yield from self._word_before(NAME, "(")) != ""
+            return character == "{" or (yield from self._call_name()) != ""
         key = yield from self._word_before(_KEY, "=")
         has_key = key != "" and (yield from self._peek()) != "="
         return has_key and (is_sure or not self._parameters or key in self._parameters)

@@ -11,8 +11,9 @@ from random import Random
 from typing import Any, NamedTuple
 
 from nanovllm.chat.harmony import TAGS as HARMONY_TAGS
+from nanovllm.chat.muse import TAGS as MUSE_TAGS
 from nanovllm.chat.parameter_types import ParameterTypes, TypedFunction
-from nanovllm.chat.reasoning import GEMMA4, HARMONY, MISTRAL, THINK, ReasoningFormat
+from nanovllm.chat.reasoning import GEMMA4, HARMONY, MISTRAL, MUSE, SEED, THINK, ReasoningFormat
 from nanovllm.options.sampling_params import TOKEN_MARK
 
 Call = tuple[str, dict[str, Any]]
@@ -60,6 +61,8 @@ class Family(NamedTuple):
     """Text that only looks like the beginning of a call."""
     has_tag: bool = True
     """Whether a call begins with a tag; else it begins a line."""
+    begins_answer: bool = False
+    """Whether nothing may stand before calls."""
     is_string: Callable[[str, bool], bool] = lambda text, is_marked: True
     """Whether a text can be a string in an argument, if tags are tokens or not."""
 
@@ -256,6 +259,51 @@ def tagged(rng: Random, calls: list[Call]) -> str:
     return rng.choice(("\n", "")).join(blocks)
 
 
+def renamed(write: Callable[[Random, list[Call]], str], tags: dict[str, str]) -> Any:
+    """Return what writes as `write` does, with other tags."""
+
+    def write_renamed(rng: Random, calls: list[Call]) -> str:
+        text = write(rng, calls)
+        for tag, other in tags.items():
+            text = text.replace(tag, other)
+        return text
+
+    return write_renamed
+
+
+def granite(rng: Random, calls: list[Call]) -> str:
+    opening = rng.choice(("<|tool_call|>", "<|tool_call|><tool_call>", "<tool_call>"))
+    return f"{opening}{json_calls(rng, calls)}"
+
+
+def phi(rng: Random, calls: list[Call]) -> str:
+    if rng.random() < 0.5:
+        return f"functools[{', '.join(json_call(rng, call) for call in calls)}]"
+    return f"<|tool_call|>{json_calls(rng, calls)}<|/tool_call|>"
+
+
+def hunyuan(rng: Random, calls: list[Call]) -> str:
+    if rng.random() < 0.3:
+        return f"<tool_calls>{json_calls(rng, calls)}</tool_calls>"
+    blocks = []
+    for name, arguments in calls:
+        source = as_json(rng, arguments)
+        source = rng.choice((f"```json\n{source}\n```", source))
+        blocks.append(f"<tool_call>{name}\n{source}{rng.choice(('', chr(10)))}</tool_call>")
+    text = "\n".join(blocks)
+    return rng.choice((f"<tool_calls>\n{text}\n</tool_calls>", text))
+
+
+def llama_pythonic(rng: Random, calls: list[Call]) -> str:
+    source = ", ".join(f"{name}({python_arguments(rng, given)})" for name, given in calls)
+    return f"{rng.choice(('', '<|python_tag|>'))}[{source}]"
+
+
+def olmo(rng: Random, calls: list[Call]) -> str:
+    lines = [f"{name}({python_arguments(rng, given)})" for name, given in calls]
+    return "\n".join(("<function_calls>", *lines, "</function_calls>"))
+
+
 def marked(text: str, tags: tuple[str, ...]) -> str:
     """Return a text whose tags are all tokens."""
     for tag in tags:
@@ -335,6 +383,44 @@ FAMILIES = {
         near_calls=("<|tool_call_start|>[1 + 2]", "<|tool_call_start|>[f('x')]"),
     ),
     "openai": Family("openai", thought=HARMONY, has_tag=False),
+    "muse_glimmer": Family("muse_glimmer", thought=MUSE, has_tag=False),
+    "granite": Family("granite", granite, ("<|tool_call|>",), THINK),
+    "phi4_mini_json": Family(
+        *("phi4_mini_json", phi, ("<|tool_call|>", "<|/tool_call|>")),
+        near_calls=("from functools import cache", "functools[1]"),
+    ),
+    "hunyuan_a13b": Family(
+        *("hunyuan_a13b", hunyuan, ("<tool_calls>", "</tool_calls>"), THINK),
+        near_calls=("<tool_calls> none", "<tool_call> is a tag"),
+    ),
+    "seed_oss": Family(
+        "seed_oss",
+        renamed(tagged, {"tool_call>": "seed:tool_call>"}),
+        *(("<seed:tool_call>", "</seed:tool_call>"), SEED),
+        is_string=lambda text, is_marked: "<" not in text or "</parameter>" in text,
+    ),
+    "functiongemma": Family(
+        "functiongemma",
+        renamed(
+            gemma,
+            {
+                "<|tool_call>": "<start_function_call>",
+                "<tool_call|>": "<end_function_call>",
+                '<|"|>': "<escape>",
+            },
+        ),
+        ("<start_function_call>", "<end_function_call>", "<escape>"),
+    ),
+    "pythonic": Family(
+        *("pythonic", llama_pythonic, ("<|python_tag|>",)),
+        near_calls=("[1, 2]", "[f('x')]"),
+        has_tag=False,
+        begins_answer=True,
+    ),
+    "olmo3": Family(
+        *("olmo3", olmo, ("<function_calls>", "</function_calls>"), THINK),
+        near_calls=("<function_calls> none", "<function_calls>\nf('x')"),
+    ),
 }
 
 
@@ -368,24 +454,54 @@ def harmony_answer(rng: Random) -> Answer:
         said.append(text)
         messages.append(f"{channel}final{message}{text}{rng.choice(('', end))}")
     text = without_marks(marked(f"{start}assistant".join(messages), tags))
-    meant = json.loads(without_marks(json.dumps(calls, ensure_ascii=False)))
-    calls = [(name, arguments) for name, arguments in meant]
+    calls = plain(calls)
     return Answer(text, started, tags, [], "\n".join(thoughts), "\n".join(said), calls)
+
+
+def muse_answer(rng: Random) -> Answer:
+    """Return an answer of Muse Glimmer: messages to recipients."""
+    start, message, end, end_of_turn = MUSE_TAGS
+    tags = MUSE_TAGS if rng.random() < 0.5 else ()
+    calls = some_calls(rng, lambda text: "<" not in text) if rng.random() < 0.8 else []
+    if not is_same_in_each_type(calls):
+        calls = []
+    thoughts = rng.sample(("Hm.", "I look\n\nat it: a < b.", "[1] {x}"), rng.randrange(3))
+    started = bool(thoughts) and rng.random() < 0.3
+    messages = [f" to=self{message}{text}{end}" for text in thoughts]
+    if started:
+        messages[0] = f"{thoughts[0]}{end}"
+    said = rng.sample(TEXTS, rng.randrange(2) if calls else 1)
+    messages += [f" to=user{message}{text}{end}" for text in said]
+    for name, arguments in calls:
+        source = ""
+        for key, item in arguments.items():
+            written = item if isinstance(item, str) else json.dumps(item)
+            source += f'<atem:parameter name="{key}">{written}</atem:parameter>\n'
+        source = f'<atem:invoke name="{name}">\n{source}</atem:invoke>'
+        source = f"<atem:function_calls>\n{source}\n</atem:function_calls>"
+        messages.append(f" to={name}{message}{source}{rng.choice((end, end_of_turn))}")
+    text = without_marks(marked(f"{start}assistant".join(messages), tags))
+    calls = plain(calls)
+    return Answer(
+        text, started, tags, typed_functions(rng, calls), "\n".join(thoughts), "".join(said), calls
+    )
 
 
 def answer(family: Family, rng: Random) -> Answer:
     """Return an answer of a family."""
     if family.thought is HARMONY:
         return harmony_answer(rng)
+    if family.thought is MUSE:
+        return muse_answer(rng)
     tags = family.tags if rng.random() < 0.5 else ()
     if tags and family.thought is not None:
         tags = (*tags, family.thought.opening, family.thought.closing)
     calls = []
     if rng.random() < 0.85:
         calls = some_calls(rng, lambda text: family.is_string(text, bool(tags)))
-    if family.write is tagged and not is_same_in_each_type(calls):
+    if family.tools in ("qwen3_coder", "seed_oss") and not is_same_in_each_type(calls):
         calls = []
-    before = rng.choice(("", "", *TEXTS))
+    before = rng.choice(("", "", *TEXTS)) if not (calls and family.begins_answer) else ""
     after = rng.choice(("", "", "", *TEXTS)) if calls else ""
     said = before + after
     text = before
@@ -395,21 +511,30 @@ def answer(family: Family, rng: Random) -> Answer:
         text += f"{space}{source}" + (f"\n{after}" if after else "")
     elif rng.random() < 0.5 and family.near_calls:
         said = text = f"{before}\n{rng.choice(family.near_calls)}".lstrip("\n")
-    names = {name for name, _ in calls}
-    functions = []
-    for name in sorted(names):
-        schema = schema_of(rng, [given for other, given in calls if other == name])
-        functions.append(TypedFunction(name, schema, ParameterTypes(schema)))
+    functions = typed_functions(rng, calls)
     reasoning, started = "", False
     if family.thought is not None and rng.random() < 0.6:
         # In an argument the closing tag is taken for one.
         is_closed = bool(before or not calls) or family.thought.closing in without_marks(text)
         reasoning, started, begin = thought(family, rng, tags, is_closed=is_closed)
         text = begin + text.lstrip("\n") if begin.endswith("\n") else begin + text
-    meant = json.loads(without_marks(json.dumps(calls, ensure_ascii=False)))
-    calls = [(name, arguments) for name, arguments in meant]
+    calls = plain(calls)
     text, reasoning = map(without_marks, (text, reasoning))
     return Answer(text, started, tags, functions, reasoning, said, calls)
+
+
+def plain(calls: list[Call]) -> list[Call]:
+    meant = json.loads(without_marks(json.dumps(calls, ensure_ascii=False)))
+    return [(name, arguments) for name, arguments in meant]
+
+
+def typed_functions(rng: Random, calls: list[Call]) -> list[TypedFunction]:
+    """Return the functions that are called, with schemas that the arguments fit."""
+    functions = []
+    for name in sorted({name for name, _ in calls}):
+        schema = schema_of(rng, [given for other, given in calls if other == name])
+        functions.append(TypedFunction(name, schema, ParameterTypes(schema)))
+    return functions
 
 
 def without_marks(text: str) -> str:

@@ -58,6 +58,11 @@ CASES: list[tuple[type[ToolCallParser], str, Answer | None]] = [
         [("f", '{"a": "x", "b": [1, null], "c": {"d": true}}'), ("g", "{}")],
     ),
     (LlamaPythonicParser, f"[{F}, {G}]", CALLS),
+    (
+        OlmoParser,
+        "<function_calls>\nf(a='it's')\nf(a='print('x')\nprint('y')')\ng()\n</function_calls>",
+        [("f", '{"a": "it\'s"}'), ("f", "{\"a\": \"print('x')\\nprint('y')\"}"), ("g", "{}")],
+    ),
     (LlamaPythonicParser, "<|python_tag|>[g()]", CALLS[1:]),
     (LlamaPythonicParser, "[1, 2]", None),
     (LlamaPythonicParser, "[a link](http://a)", None),

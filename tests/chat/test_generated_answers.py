@@ -12,12 +12,19 @@ import pytest
 
 from nanovllm.chat.answer_parser import AnswerParser
 from nanovllm.chat.harmony import HarmonyParser
-from nanovllm.chat.parts import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
-from nanovllm.chat.reasoning import HARMONY, ReasoningParser
+from nanovllm.chat.muse import MuseParser
+from nanovllm.chat.parts import (
+    PartsReader,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from nanovllm.chat.reasoning import HARMONY, MUSE, ReasoningParser
 from nanovllm.chat.tool_formats import TOOL_FORMATS
 from tests.chat.generated_answers import FAMILIES, Answer, Family, answer
 
-NUM_ANSWERS = int(os.environ.get("FUZZ_EXAMPLES", 6))
+NUM_ANSWERS = int(os.environ.get("FUZZ_EXAMPLES", 4))
 SEED = time.time_ns() if "FUZZ_EXAMPLES" in os.environ else 0
 
 Found = tuple[str, str, list[tuple[str, str]]]
@@ -25,10 +32,14 @@ Found = tuple[str, str, list[tuple[str, str]]]
 
 
 def parse(family: Family, given: Answer, pieces: list[str], *, cut: bool = False) -> Found:
-    reasoning: ReasoningParser | HarmonyParser | None = None
+    reasoning: PartsReader | None = None
     tools = None
     if family.thought is HARMONY:
         reasoning = HarmonyParser(started=given.started, marked=given.marked)
+    elif family.thought is MUSE:
+        reasoning = MuseParser(
+            started=given.started, marked=given.marked, functions=given.functions
+        )
     else:
         tools = TOOL_FORMATS[family.tools].parser(given.marked, given.functions)
         if family.thought is not None:

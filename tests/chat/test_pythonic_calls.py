@@ -82,6 +82,7 @@ def calls(text: str) -> str:
         (f"{CALLS_START}[f(a='x{CALLS_END}", [("f", '{"a": "x' + CALLS_END + '"}')]),
         (f"{CALLS_START}[f(a=[1{CALLS_END}", [("f", '{"a": [1]}')]),
         (f"{CALLS_START}[f(a='x'", [("f", '{"a": "x"}')]),
+        (calls("f(), g(),\n"), [("f", "{}"), ("g", "{}")]),
         (calls("f(a=1, b)"), [("f", '{"a": 1, "b": ""}')]),
         (
             calls('{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}'),
