@@ -1,15 +1,17 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's form."""
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 
+from nanovllm.options.validation import OtherName, other_names
 from nanovllm.server import generation
 from nanovllm.server.conversation import render
 from nanovllm.server.error_bodies import APIError, naming_params
 from nanovllm.server.json_route import JSONRoute
-from nanovllm.server.protocol.chat import ChatTools
+from nanovllm.server.protocol.chat import NO_TEMPLATE, ChatTools
 from nanovllm.server.protocol.common import RequestModel, refused
 from nanovllm.server.protocol.messages import Messages
 from nanovllm.server.state import ServerState, state_of
@@ -19,6 +21,8 @@ router = APIRouter(tags=["tokens"], route_class=JSONRoute)
 
 class TokenizeRequest(RequestModel):
     """A text, or a conversation."""
+
+    others: ClassVar[Mapping[str, OtherName]] = other_names(("chat_template", (), NO_TEMPLATE))
 
     model: str | None = None
     prompt: str | None = None

@@ -135,6 +135,7 @@ OF_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "none", "tools": []}, "tools"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
+    ({"add_special_tokens": True}, "add_special_tokens"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"tokenize": True}}, "messages"),
@@ -241,9 +242,11 @@ def test_fields_that_clients_send_and_that_change_nothing(server: Running) -> No
         "stop": None,
         "stream_options": None,
         "priority": 0,
+        "a field of another server": None,
     }
     assert server.send(COMPLETIONS, body_of(COMPLETIONS, best_of=1, **common)).status == 200
     chat = {"parallel_tool_calls": True, "modalities": ["text"], "tool_choice": "none"}
+    chat |= {"add_special_tokens": False}  # as vLLM's default is
     assert server.send(CHAT, body_of(CHAT, **chat, **common)).status == 200
     empty: dict[str, Any] = {"model": "", "user": "", "response_format": {}, "stream_options": {}}
     empty |= {"structured_outputs": {}}

@@ -17,7 +17,7 @@ from nanovllm.server.protocol.common import (
 from nanovllm.server.protocol.messages import Messages
 from nanovllm.server.protocol.tool_schemas import check_keywords, check_size
 
-_NO_TEMPLATE = "templates are not taken from requests; use chat_template_kwargs"
+NO_TEMPLATE = "templates are not taken from requests; use chat_template_kwargs"
 _NO_SOUND = "the models here read and write text only; leave it out"
 
 
@@ -63,6 +63,14 @@ class NamedToolChoice(RequestModel):
 class ConversationRequest(GenerationRequest):
     """The fields that chats and responses share."""
 
+    others: ClassVar[Mapping[str, OtherName]] = {
+        **GenerationRequest.others,
+        **other_names(
+            ("chat_template", (), NO_TEMPLATE),
+            ("add_special_tokens", (False,), "the chat template writes them; leave it out"),
+        ),
+    }
+
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     """False leaves the reasoning out of the answer."""
@@ -105,13 +113,8 @@ class ChatRequest(ConversationRequest):
     """A conversation to answer, and how."""
 
     others: ClassVar[Mapping[str, OtherName]] = {
-        **GenerationRequest.others,
+        **ConversationRequest.others,
         **other_names(
-            (
-                "chat_template",
-                (),
-                _NO_TEMPLATE,
-            ),
             ("functions function_call", ([], "none"), "use tools and tool_choice"),
             ("modalities", (["text"],), _NO_SOUND),
             ("audio web_search_options", (), _NO_SOUND),

@@ -61,7 +61,9 @@ class RequestModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, given: Any) -> Any:
-        """Drop the fields of `others` and `ignored`; refuse one that nobody knows."""
+        """Drop the fields of `others` and `ignored`, and those that are null; refuse one that
+        nobody knows.
+        """
         if not isinstance(given, dict):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()} - cls.not_taken
@@ -69,9 +71,11 @@ class RequestModel(BaseModel):
         kept = {name: given[name] for name in given.keys() & known if name not in absent}
         for name in sorted(given.keys() - known - cls.ignored):
             value, other = given[name], cls.others.get(name)
+            if value is None:
+                continue
             if other is None:
                 raise refused(name, f"there is no field {shown(name)}{did_you_mean(name, known)}")
-            if value not in (None, "") and not any(value == item for item in other.accepted):
+            if value != "" and not any(value == item for item in other.accepted):
                 raise refused(name, f"{name}={shown(value)} is not supported: {other.advice}")
         return kept
 
