@@ -6,15 +6,16 @@ distillates calls without tools. Knows no requests and no token ids.
 
 import json
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from nanovllm.chat.template_process import TemplateError, TemplateLimitError
 
 Render = Callable[[dict[str, Any]], str]
 """Returns the text that a template makes of variables; raises TemplateError."""
 
-ToolsPlace = Literal["tools", "xml_tools", "system"]
-"""Where a template reads tools: in a variable, or in the key "tools" of the system message."""
+ToolsPlace = Literal["tools", "xml_tools", "system.tools", "system.functions"]
+"""Where a template reads tools: in a variable, or as JSON text in a key of the system message."""
+_PLACES: tuple[ToolsPlace, ...] = get_args(ToolsPlace)
 
 _TOOL, _CALLED, _VALUE = "probe_tool_q7x", "probe_call_k3v", "probe-value-5wz"
 _RESULT, _SYSTEM, _TEXT = "probe-result-8hj", "probe-system-2fd", "probe-text-6mc"
@@ -28,7 +29,7 @@ _TOOLS = [{"type": "function", "function": _FUNCTION}]
 _USER = {"role": "user", "content": "Hello"}
 _CALLS_IN = [("", False), ("", True), (None, False), (None, True)]
 """Content beside calls, and whether arguments are a text, in the order in which they are tried."""
-_RESULT_ROLES = ("tool", "tool_response", "tool_results", "observation")
+_RESULT_ROLES = ("tool", "tool_response", "tool_results", "observation", "environment")
 
 
 class TemplateShape(NamedTuple):
@@ -59,7 +60,7 @@ def find_shape(render: Render, template: str, *, has_tools: bool) -> TemplateSha
     Raises:
         TemplateLimitError: the template takes too much time or memory.
     """
-    knows = "tool" in template
+    knows = "tool" in template or "function" in template
     place = _tools_place(render, template) if has_tools and knows else None
     if not knows or (has_tools and place is None):
         return TemplateShape(None, False, "", False, None, *_manners(render))
@@ -93,20 +94,20 @@ def place_tools(
     conversation: list[dict[str, Any]], tools: Any, place: ToolsPlace
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return a conversation, and variables of the template, that have the tools at their place."""
-    if place != "system":
+    owner, _, key = place.rpartition(".")
+    if not owner:
         return conversation, {"tools": tools, place: tools}
     functions = [tool.get("function", tool) for tool in tools]
     system = {"role": "system", "content": "You are a helpful assistant with some tools."}
     if conversation[0]["role"] == "system":
         system, conversation = conversation[0], conversation[1:]
     shown = json.dumps(functions, ensure_ascii=False)
-    return [{**system, "tools": shown}, *conversation], {"tools": tools}
+    return [{**system, key: shown}, *conversation], {"tools": tools}
 
 
 def _tools_place(render: Render, template: str) -> ToolsPlace | None:
-    """Return the first place where a tool is shown."""
-    places: tuple[ToolsPlace, ...] = ("tools", "xml_tools", "system")
-    return next((p for p in places if _TOOL in _text(render, [_USER], p)), None)
+    """Return the first place whose tools are shown."""
+    return next((p for p in _PLACES if _TOOL in _text(render, [_USER], p)), None)
 
 
 def _text(render: Render, messages: list[dict[str, Any]], place: ToolsPlace | None = None) -> str:

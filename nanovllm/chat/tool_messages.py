@@ -5,7 +5,7 @@ Knows no requests and no token ids.
 
 import json
 import re
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import Any
 
 from nanovllm.chat.messages import fields_of
@@ -110,6 +110,9 @@ def _written(calls: Seq[Any], template: str) -> str:
     functions = [_function(call) for call in calls]
     if shows_pythonic_calls(template):
         return f"<|tool_call_start|>[{', '.join(map(_pythonic, functions))}]<|tool_call_end|>"
+    if "<function_calls>" in template:
+        lines = (_pythonic(function, _json) for function in functions)
+        return "<function_calls>\n" + "\n".join(lines) + "\n</function_calls>"
     if "<|/tool|>" in template:
         return f"<|tool_call|>{_json(functions)}<|/tool_call|>"
     if "<|tool_call|>" in template:
@@ -119,11 +122,11 @@ def _written(calls: Seq[Any], template: str) -> str:
     return "\n".join(f"<tool_call>\n{_json(function)}\n</tool_call>" for function in functions)
 
 
-def _pythonic(function: Mapping[str, Any]) -> str:
-    """Return a call as LFM2 writes it."""
+def _pythonic(function: Mapping[str, Any], written: Callable[[Any], str] = repr) -> str:
+    """Return a call as LFM2 writes it; Olmo writes values as JSON."""
     arguments = function.get("arguments", {})
     given = arguments.items() if isinstance(arguments, Mapping) else ()
-    return f"{function['name']}({', '.join(f'{key}={value!r}' for key, value in given)})"
+    return f"{function['name']}({', '.join(f'{key}={written(value)}' for key, value in given)})"
 
 
 def _function(call: Any) -> Any:

@@ -480,6 +480,24 @@ name(key='value')
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
+OLMO_3_THINK = """\
+{%- for m in messages %}
+{%- if m['role'] == 'system' %}{{ '<|im_start|>system\\n' + m['content'] }}
+{%- if m.get('functions', none) is not none %}
+{{- ' <functions>' + m['functions'] + '</functions>' }}
+{%- else %}{{ ' You do not currently have access to any functions. <functions></functions>' }}
+{%- endif %}{{ '<|im_end|>\\n' }}
+{%- elif m['role'] == 'user' %}{{ '<|im_start|>user\\n' + m['content'] + '<|im_end|>\\n' }}
+{%- elif m['role'] == 'assistant' %}{{ '<|im_start|>assistant\\n' + m['content'] }}
+{%- if m.get('function_calls', none) is not none %}
+{{- '<function_calls>' + m['function_calls'] + '</function_calls>' }}
+{%- endif %}{{ '<|im_end|>\\n' }}
+{%- elif m['role'] == 'environment' %}
+{{- '<|im_start|>environment\\n' + m['content'] + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>' }}{% endif %}"""
+
 MUSE_GLIMMER = """\
 {{- bos_token }}
 {%- if tools %}{{ '<|start|>system<|message|>Write <atem:function_calls>\\n' }}
@@ -538,5 +556,6 @@ TEMPLATES = {
     "HunYuan A13B": HUNYUAN_A13B,
     "Apriel": APRIEL,
     "Olmo 3": OLMO_3,
+    "Olmo 3 Think": OLMO_3_THINK,
     "Muse Glimmer": MUSE_GLIMMER,
 }

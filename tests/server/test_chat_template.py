@@ -11,6 +11,7 @@ from nanovllm.server.options import ServerOptions
 pytest.importorskip("fastapi")
 
 from nanovllm.chat.tool_formats import Mistral
+from tests.chat.family_templates import TEMPLATES
 from tests.server.conftest import running
 
 CHAT = {"messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 2}
@@ -61,3 +62,22 @@ def test_a_proxy_may_leave_its_path_or_not(async_llm: AsyncLLM) -> None:
         assert server.send("/health").status == 200
         schema = server.send("/llm/openapi.json", Authorization="Bearer key").body
         assert schema["servers"] == [{"url": "/llm"}]
+
+
+@pytest.mark.parametrize("family", ["DeepSeek-R1-Distill", "SmolLM3"])
+def test_a_function_that_must_be_called_is_in_the_prompt(async_llm: AsyncLLM, family: str) -> None:
+    """Symptom: a grammar forces a call of a function that the model was never shown."""
+    function = {"name": "weather", "parameters": {"properties": {"city": {"enum": ["Rome"]}}}}
+    tools = [{"type": "function", "function": function}]
+    # This model would not end its thoughts.
+    options = {"chat_template": TEMPLATES[family], "reasoning_parser": "none"}
+    with running(async_llm, **options) as server:
+        asked = {"messages": CHAT["messages"], "tools": tools}
+        tokens = server.send("/tokenize", asked).body["tokens"]
+        assert "weather" in server.send("/detokenize", {"tokens": tokens}).body["prompt"]
+        reply = server.send(
+            "/v1/chat/completions", {**asked, "tool_choice": "required", "max_tokens": 128}
+        )
+        assert reply.body["usage"]["prompt_tokens"] == len(tokens)
+        (call, *_) = reply.body["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "weather"
