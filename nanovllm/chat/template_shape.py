@@ -5,7 +5,7 @@ distillates calls without tools. Knows no requests and no token ids.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple, get_args
 
 from nanovllm.chat.template_process import TemplateError, TemplateLimitError
@@ -17,7 +17,8 @@ ToolsPlace = Literal["tools", "xml_tools", "system.tools", "system.functions"]
 """Where a template reads tools: in a variable, or as JSON text in a key of the system message."""
 _PLACES: tuple[ToolsPlace, ...] = get_args(ToolsPlace)
 
-_TOOL, _CALLED, _VALUE = "probe_tool_q7x", "probe_call_k3v", "probe-value-5wz"
+_TOOL, _CALLED = "probe_tool_q7x", "probe_call_k3v"
+_VALUES = ("probe-value-5wz", "probe-value-9kd")
 _RESULT, _SYSTEM, _TEXT = "probe-result-8hj", "probe-system-2fd", "probe-text-6mc"
 _PROPERTIES = {"key": {"type": "string", "description": "A key"}}
 _FUNCTION = {
@@ -48,6 +49,10 @@ class TemplateShape(NamedTuple):
     """Whether it shows a system message."""
     wants_turns: bool = False
     """Whether it refuses two messages of the user in a row."""
+    splits_text: bool = False
+    """Whether text beside calls must be a message before them, or it is lost."""
+    splits_calls: bool = False
+    """Whether each call must be a message."""
 
 
 def find_shape(render: Render, template: str, *, has_tools: bool) -> TemplateShape:
@@ -64,23 +69,48 @@ def find_shape(render: Render, template: str, *, has_tools: bool) -> TemplateSha
     place = _tools_place(render, template) if has_tools and knows else None
     if not knows or (has_tools and place is None):
         return TemplateShape(None, False, "", False, None, *_manners(render))
-    roles = [role for role in _RESULT_ROLES if role == "tool" or role in template]
-    seen = []
-    for role in roles:
-        for content, as_text in _CALLS_IN:
-            text = _text(render, _with_call(content, as_text, role), place)
-            beside = _text(render, _with_call(_TEXT, as_text, role), place)
-            calls = all(_CALLED in found and _VALUE in found for found in (text, beside))
-            result = _RESULT in text
-            shape = TemplateShape(
-                place, calls, content if calls else "", calls and as_text, role if result else None
-            )
-            if calls and result:
-                return shape
-            seen.append(shape)
-    found = max(seen, key=lambda shape: (shape.shows_calls, shape.result_role is not None))
+    found = []
+    for role in _RESULT_ROLES:
+        if role == "tool" or role in template:
+            for content, as_text in _CALLS_IN:
+                shape = _with_calls(render, place, content, as_text, role)
+                if shape.shows_calls and shape.result_role is not None:
+                    return shape
+                found.append(shape)
+    best = max(found, key=lambda shape: (shape.shows_calls, shape.result_role is not None))
     takes_system, wants_turns = _manners(render)
-    return found._replace(takes_system=takes_system, wants_turns=wants_turns)
+    return best._replace(takes_system=takes_system, wants_turns=wants_turns)
+
+
+def _with_calls(
+    render: Render, place: ToolsPlace | None, content: str | None, as_text: bool, role: str
+) -> TemplateShape:
+    """Return the shape in which messages with calls are such, as far as it shows them."""
+
+    def shows(expected: Collection[str], *messages: dict[str, Any]) -> bool:
+        text = _text(render, _round(role, *messages), place)
+        return all(part in text for part in expected)
+
+    first, second = (_calling(content, as_text, number) for number in (0, 1))
+    both = _calling(content, as_text, 0, 1)
+    beside = _calling(_TEXT, as_text, 0)
+    says = {"role": "assistant", "content": _TEXT}
+    result_role = role if shows([_RESULT], first) else None
+    if not shows([_CALLED, _VALUES[0]], first):
+        return TemplateShape(place, False, "", False, result_role)
+    splits_text = not shows([_TEXT, _VALUES[0]], beside) and shows([_TEXT, _VALUES[0]], says, first)
+    if not splits_text and not shows(_VALUES[:1], beside):
+        return TemplateShape(place, False, "", False, result_role)
+    splits_calls = not shows(_VALUES, both) and shows(_VALUES, first, second)
+    return TemplateShape(
+        place,
+        True,
+        content,
+        as_text,
+        result_role,
+        splits_text=splits_text,
+        splits_calls=splits_calls,
+    )
 
 
 def _manners(render: Render) -> tuple[bool, bool]:
@@ -123,16 +153,19 @@ def _text(render: Render, messages: list[dict[str, Any]], place: ToolsPlace | No
         return ""
 
 
-def _with_call(content: str | None, as_text: bool, result_role: str) -> list[dict[str, Any]]:
-    """Return a conversation with a call. Mistral's templates demand such an id."""
-    arguments = {"key": _VALUE}
-    function = {"name": _CALLED, "arguments": json.dumps(arguments) if as_text else arguments}
-    call = {"id": "probe0001", "type": "function", "function": function}
-    result = {"role": result_role, "name": _CALLED, "tool_call_id": "probe0001", "content": _RESULT}
-    return [
-        _USER,
-        {"role": "assistant", "content": content, "tool_calls": [call]},
-        result,
-        {"role": "assistant", "content": "Done"},
-        _USER,
-    ]
+def _calling(content: str | None, as_text: bool, *numbers: int) -> dict[str, Any]:
+    """Return a message with these calls. Mistral's templates demand such ids."""
+    calls = []
+    for number in numbers:
+        arguments = {"key": _VALUES[number]}
+        function = {"name": _CALLED, "arguments": json.dumps(arguments) if as_text else arguments}
+        calls.append({"id": f"probe000{number}", "type": "function", "function": function})
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _round(result_role: str, *messages: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a conversation with these messages of the assistant, and a result for each call."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    result = {"role": result_role, "name": _CALLED, "content": _RESULT}
+    results = [{**result, "tool_call_id": call["id"]} for call in calls]
+    return [_USER, *messages, *results, {"role": "assistant", "content": "Done"}, _USER]

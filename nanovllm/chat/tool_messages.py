@@ -50,7 +50,11 @@ def fitted(
     """
     if tools and shape.tools is None:
         return _with_tools_as_text(conversation, tools, shape), {"tools": tools}
-    plain = [_as_template_takes_it(message, template, shape) for message in conversation]
+    plain = [
+        piece
+        for message in conversation
+        for piece in _as_template_takes_it(message, template, shape)
+    ]
     plain = _with_results(plain, shape)
     if not tools or shape.tools is None:
         return plain, {"tools": tools}
@@ -83,18 +87,25 @@ def completed(tools: Any) -> Any:
 
 def _as_template_takes_it(
     message: Mapping[str, Any], template: str, shape: TemplateShape
-) -> dict[str, Any]:
-    """Return a message with its calls as a template takes them, or as text."""
+) -> list[dict[str, Any]]:
+    """Return a message with its calls as a template takes them, or as text; or its pieces."""
     if not message.get("tool_calls"):
-        return dict(message)
+        return [dict(message)]
+    plain = {key: value for key, value in message.items() if key != "tool_calls"}
+    content, calls = message.get("content"), message["tool_calls"]
     if not shape.shows_calls:
-        text = _written(message["tool_calls"], template)
-        plain = {key: value for key, value in message.items() if key != "tool_calls"}
-        return {**plain, "content": _joined(message.get("content"), text)}
-    plain = {**message, "content": message.get("content") or shape.content}
+        return [{**plain, "content": _joined(content, _written(calls, template))}]
     if shape.arguments_are_text:
-        plain["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
-    return plain
+        calls = [_with_text_arguments(call) for call in calls]
+    pieces = [[call] for call in calls] if shape.splits_calls else [calls]
+    if content and not shape.splits_text:
+        messages = [{**plain, "tool_calls": pieces.pop(0)}]
+    else:
+        messages = [plain] if content else []
+    for piece in pieces:
+        following = {"role": message["role"]} if messages else plain
+        messages.append({**following, "content": shape.content, "tool_calls": piece})
+    return messages
 
 
 def _with_text_arguments(call: Any) -> Any:
@@ -177,7 +188,8 @@ def _with_tools_as_text(
     words; calls go into the text of their message, and results into a message of the user, in the
     words of the Hermes models.
     """
-    plain = _with_results([_as_template_takes_it(m, "", shape) for m in conversation], shape)
+    plain = [piece for m in conversation for piece in _as_template_takes_it(m, "", shape)]
+    plain = _with_results(plain, shape)
     text = _INSTRUCTIONS.format(tools="\n".join(_json(fields_of(tool)) for tool in tools))
     if shape.takes_system and plain[0]["role"] == "system":
         plain[0]["content"] = f"{plain[0].get('content') or ''}\n\n{text}".lstrip()
