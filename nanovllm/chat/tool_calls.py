@@ -172,7 +172,7 @@ class ToolCallParser(TextReader):
         self._drop_read()
 
     def _call(self) -> Steps[None]:
-        """Read a call: {"name": ..., "arguments": ...}, in any order."""
+        """Read a call: {"name": ..., "arguments": ...}, in any order; or {"function": a call}."""
         yield from self._expect("{")
         name, arguments, separator = "", "", ","
         while separator == ",":
@@ -180,6 +180,10 @@ class ToolCallParser(TextReader):
             key = yield from self._key()
             if key == "name":
                 name = yield from self._string()
+            elif key == "function" and (yield from self._peek()) == "{":
+                yield from self._call()
+                yield from self._rest_of_call()
+                return
             elif key in _ARGUMENTS and name:
                 yield from self._named_call(name)
                 yield from self._rest_of_call()

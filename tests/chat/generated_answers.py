@@ -116,7 +116,8 @@ def json_call(rng: Random, call: Call, keys: tuple[str, ...] = ("arguments", "pa
         members.reverse()
     if rng.random() < 0.15:
         members.insert(rng.randrange(3), '"type": "function"')
-    return rng.choice(("{%s}", "{ %s\n}")) % rng.choice((", ", ",")).join(members)
+    source = rng.choice(("{%s}", "{ %s\n}")) % rng.choice((", ", ",")).join(members)
+    return f'{{"type": "function", "function": {source}}}' if rng.random() < 0.05 else source
 
 
 def json_calls(rng: Random, calls: list[Call]) -> str:

@@ -68,6 +68,11 @@ CASES: list[tuple[type[ToolCallParser], str, Answer | None]] = [
         [("f", '{"a": 1}')],
     ),
     (HermesParser, '<tool_call>{"name": "f"}</tool_call>', [("f", "{}")]),
+    (
+        HermesParser,
+        '<tool_call>{"type": "function", "function": {"name": "f", "arguments": {}}, "id": 1}',
+        [("f", "{}")],
+    ),
     (HermesParser, '<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", "{}")]),
     (
         HermesParser,
@@ -147,6 +152,14 @@ CASES: list[tuple[type[ToolCallParser], str, Answer | None]] = [
     (LlamaParser, '[{"name": "Ann", "age": 3}, {"name": "Ben"}]', None),
     (LlamaParser, "\n[1] A book", None),
     (LlamaParser, "[]", None),
+    (
+        LlamaParser,
+        '{"type": "function", "function": {"name": "f", "parameters": {"a": 1}}}; '
+        '{"function": {"parameters": {}, "name": "g"}}',
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    (LlamaParser, '{"function": {"name": "f"}}', None),
+    (LlamaParser, '{"function": "f", "parameters": {}}', None),
     (LlamaParser, '{"name": "Ann", "age": 3}', None),
     (LlamaParser, '{"name": "Ann"}', None),
     (LlamaParser, 'See {"name": "f", "parameters": {}}', None),

@@ -18,8 +18,9 @@ from nanovllm.engine.marked_detokenizer import MarkedDetokenizer
 from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.options.sampling_params import TOKEN_MARK
 from nanovllm.options.structured_outputs import structured_outputs
+from nanovllm.outputs import CompletionOutput
 from nanovllm.server.answers import AnswerFormat, ToolChoice, find_answer_format
-from nanovllm.server.chat_route import _Choice
+from nanovllm.server.conversation import AnswerReader
 from nanovllm.server.protocol.chat import ChatRequest, FunctionName
 from nanovllm.structured.grammar import GrammarCompiler
 
@@ -347,7 +348,8 @@ def test_qwen_3_5_reasons_and_calls_by_the_types_of_its_tools(prompt: str) -> No
     assert said[ToolCallArguments] == '{"city": "7", "days": 7}'
 
 
-def test_a_chat_gives_its_tools_to_the_parser() -> None:
+def qwen_3_5_reader(prompt: str) -> AnswerReader:
+    """Return what reads an answer of Qwen 3.5 in a chat that has a tool."""
     function = {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}
     given = {
         "tools": [{"type": "function", "function": function}],
@@ -357,11 +359,33 @@ def test_a_chat_gives_its_tools_to_the_parser() -> None:
     engine = SimpleNamespace(input_processor=SimpleNamespace(tokenizer=None))
     llm = SimpleNamespace(engine=engine)
     server: Any = SimpleNamespace(answer_format=answer_format(QWEN35), llm=llm)
-    text = "<tool_call><function=f><parameter=a>7</parameter></function></tool_call>"
-    said: Any = SimpleNamespace(text=text, token_ids=[], finish_reason="stop", stop_reason=None)
-    parts = _Choice(server, body, "", typed(body.functions)).reader.parts(said)
+    return AnswerReader(server, body, prompt, typed(body.functions))
+
+
+QWEN35_CALL = "<tool_call><function=f><parameter=a>7</parameter></function></tool_call>"
+
+
+def test_a_chat_gives_its_tools_to_the_parser() -> None:
+    said = CompletionOutput(0, QWEN35_CALL, [], "stop")
+    parts = qwen_3_5_reader("").parts(said)
     arguments = [part.text for part in parts if isinstance(part, ToolCallArguments)]
     assert "".join(arguments) == '{"a": 7}'
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_call_in_reasoning_that_is_not_closed(size: int) -> None:
+    """Symptom: no call, and the finish reason "stop": an agent believes that the model is done."""
+    reader = qwen_3_5_reader("<|im_start|>assistant\n<think>\n")
+    text = f"I look.\n{QWEN35_CALL}"
+    parts: list[Part] = []
+    for start in range(0, len(text), size):
+        parts += reader.parts(CompletionOutput(0, text[start : start + size], [], None))
+    last = CompletionOutput(0, "", [], "stop")
+    parts += reader.parts(last)
+    assert "".join(part.text for part in parts if isinstance(part, ReasoningDelta)) == "I look."
+    assert "".join(part.text for part in parts if isinstance(part, ToolCallArguments)) == '{"a": 7}'
+    assert not any(isinstance(part, TextDelta) for part in parts)
+    assert reader.finish_reason(last) == "tool_calls"
 
 
 def test_qwen_3_5_without_reasoning() -> None:
