@@ -49,8 +49,10 @@ _BRANCHES = ("allOf", "anyOf", "oneOf")
 _MAX_DEPTH = 64
 """Of schemas within schemas, and of references."""
 _MAX_PATTERNS = 8
-"""Of names, that are compared; a further one, or a long one, counts as the name's."""
-_MAX_PATTERN = 64
+"""Of names, that are compared; a further one counts as the name's."""
+_CHEAP_PATTERN = re.compile(r"(?:[^\\{]|\\.){0,64}", re.DOTALL)
+"""What takes a few milliseconds to compile, if it has few classes of letters, such as \\w."""
+_MAX_CLASSES = 4
 
 _Types = frozenset[str] | None
 """None stands for any type."""
@@ -179,8 +181,10 @@ def _named(schema: Mapping[str, Any], name: str) -> Iterator[Any]:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern is found in a name; a pattern that cannot be read is."""
-    regex = _regex(pattern) if len(pattern) <= _MAX_PATTERN else None
+    """Whether a pattern is found in a name; so is one that cannot be read, or is not cheap."""
+    if _CHEAP_PATTERN.fullmatch(pattern) is None or pattern.count("\\") > _MAX_CLASSES:
+        return True
+    regex = _regex(pattern)
     return regex is None or regex.match(name)
 
 

@@ -36,6 +36,9 @@ def types(schema: Any, name: str = "a") -> set[str]:
         # By the name of the property, or the lack of one.
         ({"patternProperties": {"^a": {"type": "integer"}, "^b": {"type": "null"}}}, {"integer"}),
         ({"patternProperties": {"b|A": {"type": "integer"}}}, STRING),
+        ({"patternProperties": {r"b\w{999}": {"type": "integer"}}}, {"integer"}),
+        ({"patternProperties": {r"\w" * 9: {"type": "integer"}}}, {"integer"}),
+        ({"patternProperties": {r"^\w\.": {"type": "integer"}}}, STRING),
         ({"patternProperties": {"(?=a)": {"type": "integer"}}}, {"integer"}),
         ({"properties": {"b": {}}, "additionalProperties": {"type": "integer"}}, {"integer"}),
         ({"properties": {"a": {}}, "additionalProperties": {"type": "integer"}}, STRING),
