@@ -50,4 +50,4 @@ def lines(figures: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> list[str]
     return table(["measured", ""], rows)
 
 
-PART = Part(bandwidth, 25, "What the GPU can do", lines)
+PART = Part(bandwidth, 15, "What the GPU can do", lines)

@@ -32,7 +32,10 @@ def describe_machine() -> dict[str, str]:
         "CUDA": str(torch.version.cuda),
         **versions,
         "packages that are missing": ", ".join(missing_packages()) or "none",
-        "commit": output_of(["git", "-C", str(ROOT), "rev-parse", "HEAD"]) or "unknown",
+        # A machine may have a copy of the files without their history.
+        "commit": os.environ.get("GIT_COMMIT")
+        or output_of(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
+        or "unknown",
     }
 
 

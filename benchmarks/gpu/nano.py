@@ -70,4 +70,4 @@ def lines(figures: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> list[str]
     return text
 
 
-PART = Part(nano, 70, "nano-vllm's workload, Qwen3-0.6B's shape", lines)
+PART = Part(nano, 60, "nano-vllm's workload, Qwen3-0.6B's shape", lines)

@@ -41,4 +41,4 @@ def lines(figures: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> list[str]
     return table(["context", "queue depth", "ms a token", "floor", "of the floor"], rows)
 
 
-PART = Part(single, 60, "One sequence", lines)
+PART = Part(single, 30, "One sequence", lines)

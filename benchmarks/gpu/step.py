@@ -108,4 +108,4 @@ def idle_cells(row: Mapping[str, Any]) -> list[object]:
     ]
 
 
-PART = Part(step, 60, "The kernels of a step", lines)
+PART = Part(step, 35, "The kernels of a step", lines)

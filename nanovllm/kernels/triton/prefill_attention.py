@@ -199,6 +199,8 @@ def prefill(
 
     def tiles(launch: PrefillLaunch) -> Arguments:
         sizes = _prefill_options(q.dtype, head_dim, group)
+        if kv_cache.dtype != q.dtype:  # four warps have no registers left to convert 8 bits in
+            sizes |= {"num_warps": 8, "num_stages": 2}
         fixed = (
             block_tables, block_tables.stride(0), cu_seqlens_q, seq_lens, launch.tiles, *partial,
             plan.scores.factor(head_dim),
@@ -225,11 +227,15 @@ def _prefill_options(dtype: torch.dtype, head_dim: int, group: int) -> dict[str,
 
     M is the number of rows of a query tile, tokens times the query heads of a KV head. N is the
     number of keys in a tile. float32 takes smaller tiles: `tf32x3` keeps each operand in registers
-    in several parts.
+    in several parts. Up to a head_dim of 128 four warps spill a few registers and are faster all
+    the same: two programs fit an SM.
     """
     if dtype == torch.float32:
         options = {"M": 16, "N": 16 if head_dim > 128 else 32, "num_warps": 4, "num_stages": 2}
+    elif head_dim <= 128:
+        options = {"M": 128, "N": 32, "num_warps": 4, "num_stages": 3}
     else:
-        rows = 128 if head_dim <= 128 else 64 if head_dim <= 256 else 32
-        options = {"M": rows, "N": 32 if head_dim <= 256 else 16, "num_warps": 8, "num_stages": 2}
+        options = {"M": 64, "N": 32, "num_warps": 8, "num_stages": 2}
+        if head_dim > 256:
+            options |= {"M": 32, "N": 16}
     return {**options, "M": max(options["M"], triton.next_power_of_2(group))}

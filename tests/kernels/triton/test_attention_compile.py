@@ -41,7 +41,9 @@ def assert_fits(call, archs):
     assert list(compiled) == list(archs)
     for arch, kernels in compiled.items():
         for kernel in kernels:
-            assert kernel.n_spills == 0, kernel
+            # On an H200 prefill is up to 1.7 times as fast with them: see `_prefill_options`.
+            allowed = 192 if kernel.name == "prefill_tile" else 0
+            assert kernel.n_spills <= allowed, kernel
             assert kernel.shared <= SHARED[arch] * 1024, kernel
     return compiled
 
