@@ -54,21 +54,25 @@ def triton_available() -> bool:
 
 
 def require_triton(device: str) -> None:
-    """Check that nothing is missing that a user can install for the Triton kernels.
+    """Check that the Triton kernels run: who names a GPU shall not get a slow engine unasked.
 
     Args:
         device: as the user named it, for the message.
 
     Raises:
-        ConfigError: there is.
+        ConfigError: they do not.
     """
     refusal = _refusal()
-    if refusal is not None and refusal.missing is not None:
-        raise ConfigError(
-            f"device {device!r}: the Triton kernels cannot be compiled, because "
-            f"{refusal.missing}; or choose plain torch, which is slower and has no CUDA graphs, "
-            f"with native_kernels=False ({refusal.reason:.300})"
-        )
+    if refusal is None:
+        return
+    cause, remedy = f"cannot run: {refusal.reason:.300}", "choose"
+    if refusal.missing is not None:
+        cause = f"cannot be compiled, because {refusal.missing} ({refusal.reason:.300})"
+        remedy = "or choose"
+    raise ConfigError(
+        f"device {device!r}: the Triton kernels {cause}; {remedy} plain torch, which is slower and "
+        "has no CUDA graphs, with native_kernels=False"
+    )
 
 
 class _Refusal(NamedTuple):

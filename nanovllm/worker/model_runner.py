@@ -37,7 +37,7 @@ class ModelRunner:
             them, all steps run layer by layer, and none has drafts.
 
     Raises:
-        ConfigError: the options name a GPU, and its kernels need a tool that is not installed.
+        ConfigError: the options name a GPU, and its kernels do not run.
     """
 
     tables: DeviceTables

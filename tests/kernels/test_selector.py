@@ -45,7 +45,8 @@ def test_without_a_compiler(broken: pytest.MonkeyPatch) -> None:
         selector.require_triton("cuda:1")
     broken.setenv("CC", "icx")
     selector._refusal.cache_clear()
-    selector.require_triton("cuda:1")
+    with pytest.raises(ConfigError, match="device 'cuda:1': the Triton kernels cannot run"):
+        selector.require_triton("cuda:1")
 
 
 def test_without_pythons_headers(broken: pytest.MonkeyPatch) -> None:
@@ -57,17 +58,20 @@ def test_without_pythons_headers(broken: pytest.MonkeyPatch) -> None:
     assert "import of nanovllm.kernels.triton halted" in str(raised.value)
 
 
-def test_what_cannot_be_installed_is_a_warning(
+def test_what_cannot_be_installed(
     broken: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    selector.require_triton("cuda")
+    """An engine on a device that nobody named goes on without the kernels, and says so."""
+    with pytest.raises(ConfigError, match="'cuda': the Triton kernels cannot run: .* halted"):
+        selector.require_triton("cuda")
     assert not selector.triton_available()
     assert "using plain torch, which is slower: " in caplog.text
     assert "import of nanovllm.kernels.triton halted" in caplog.text
     broken.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     broken.setattr(shutil, "which", lambda name: None)
     selector._refusal.cache_clear()
-    selector.require_triton("cuda")
+    with pytest.raises(ConfigError, match=r"\(7, 5\) is below \(8, 0\); choose plain torch"):
+        selector.require_triton("cuda")
 
 
 @pytest.mark.parametrize(
