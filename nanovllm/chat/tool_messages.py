@@ -3,6 +3,7 @@
 Knows no requests and no token ids.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence as Seq
@@ -209,9 +210,10 @@ def for_harmony(
     """Return a conversation and its tools for gpt-oss's template.
 
     The template reads reasoning under the name "thinking"; beside calls it takes either reasoning
-    or text, so here the text joins the reasoning. Functions need a description.
+    or text, so here the text joins the reasoning. Of several calls in a message it takes one, so
+    each gets its own. Functions need a description.
     """
-    plain = with_thinking(conversation)
+    plain = with_thinking(_one_call_each(conversation))
     for message in plain:
         if message.get("tool_calls") and message.get("thinking") and message.get("content"):
             message["thinking"] += f"\n{message.pop('content')}"
@@ -220,6 +222,35 @@ def for_harmony(
         if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping):
             described[index] = {**tool, "function": {"description": "", **tool["function"]}}
     return plain, described or tools
+
+
+def _one_call_each(conversation: Seq[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation whose messages have one call at most, each before its result."""
+    told: list[dict[str, Any]] = []
+    index = 0
+    while index < len(conversation):
+        message = dict(conversation[index])
+        index += 1
+        if len(message.get("tool_calls", ())) < 2:
+            told.append(message)
+            continue
+        results = list(itertools.takewhile(lambda m: m["role"] == "tool", conversation[index:]))
+        index += len(results)
+        for number, call in enumerate(message["tool_calls"]):
+            more = {"role": "assistant", "content": ""} if number else message
+            told.append({**more, "tool_calls": [call]})
+            found = _result_of(call, results)
+            told += [dict(results.pop(found))] if found is not None else []
+        told += map(dict, results)
+    return told
+
+
+def _result_of(call: Mapping[str, Any], results: Seq[Mapping[str, Any]]) -> int | None:
+    """Return which of the results is that of a call: the first if they do not say it."""
+    ids = [result.get("tool_call_id") for result in results]
+    if call.get("id") in ids and call.get("id") is not None:
+        return ids.index(call["id"])
+    return 0 if results and (call.get("id") is None or ids[0] is None) else None
 
 
 def _json(value: Any) -> str:

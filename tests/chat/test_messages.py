@@ -89,6 +89,19 @@ def test_arguments_that_are_no_object_are_in_the_prompt(
     assert arguments in text or json.dumps(arguments, ensure_ascii=False)[1:-1] in text
 
 
+def test_several_calls_for_gpt_oss_get_a_message_each_before_its_result(demo_llm: LLM) -> None:
+    """Symptom: its template shows the first call of a message, and the others are lost."""
+    calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in "abcd"]
+    results = [{"role": "tool", "tool_call_id": name, "content": f"<{name}>"} for name in "dba"]
+    asked = {"role": "assistant", "content": "Let me look.", "tool_calls": calls}
+    template = (
+        "{# <|channel|> <|message|> #}{% for m in messages %}"
+        "{{ m.tool_calls[0].function.name if m.tool_calls else m.content }}{% endfor %}"
+    )
+    text = rendered(demo_llm, template, USER, asked, *results, SAID)
+    assert text == "6*7?a<a>b<b>cd<d>It is 42."
+
+
 @pytest.mark.parametrize("arguments", ["", " ", None, "null", {}, "{}"])
 def test_no_arguments_are_an_empty_object(demo_llm: LLM, arguments: Any) -> None:
     assert prepared([called(arguments)])[0]["tool_calls"][0]["function"]["arguments"] == {}

@@ -123,7 +123,7 @@ class ChatRequest(ConversationRequest):
         ),
     }
     empty_is_absent = GenerationRequest.empty_is_absent | {
-        *("tool_choice", "reasoning_effort", "documents")
+        *("tools", "tool_choice", "reasoning_effort", "documents")
     }
 
     messages: Messages
@@ -151,9 +151,7 @@ class ChatRequest(ConversationRequest):
     def _check_fields(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", "top_logprobs needs logprobs=true")
-        if self.tools == []:  # as OpenAI and vLLM
-            raise refused("tools", "tools is empty: give at least one, or leave it out")
-        if self.tool_choice not in (None, "none") and self.tools is None:
+        if self.tool_choice not in (None, "none", "auto") and self.tools is None:
             raise refused("tool_choice", "tool_choice needs tools")
         return self
 
