@@ -191,7 +191,7 @@ def test_users_take_turns_while_conversations_are_rendered(
     render, rendered = processor.chat.render, []
 
     def render_slowly(messages: Any, options: Any) -> Any:
-        rendered.append(messages[0]["content"])
+        rendered.append(messages[0].content)
         may_go_on.wait(20)
         return render(messages, options)
 
