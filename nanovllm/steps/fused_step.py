@@ -38,7 +38,8 @@ from nanovllm.worker.timing import measure_seconds
 logger = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 16)
-"""Rows for which both ways are timed. A step is computed as one of the next larger size is."""
+"""Rows for which both ways are timed, up to those for which the layers are faster. A step is
+computed as one of the next larger size is."""
 _LONG = 4096
 """Tokens of the sequences in the longer of the two batches that are timed."""
 _TOLERANCE = 0.1
@@ -54,6 +55,8 @@ def unsupported(model: nn.Module, backend: Backend) -> str | None:
     spec = backend.spec
     if spec.device.type != "cuda":
         return "needs a CUDA GPU"
+    if spec.dtype == torch.float32:
+        return "in float32 they are slower"
     return unsupported_model(model, backend)
 
 
@@ -233,10 +236,12 @@ def faster_logits(
     chosen = []
     try:
         for size in sizes:
-            if 2 * size < num_blocks:
-                batch = make_batch(size, num_blocks, backend.block_size, lengths[1], device)
-                if _is_faster(fused, unfused, backend, batch, lengths):
-                    chosen.append(size)
+            if 2 * size >= num_blocks:
+                break
+            batch = make_batch(size, num_blocks, backend.block_size, lengths[1], device)
+            if not _is_faster(fused, unfused, backend, batch, lengths):
+                break
+            chosen.append(size)
     except Exception as error:  # the compilers and the driver raise many types
         logger.warning("fused kernels are off: %s: %s", type(error).__name__, error)
         chosen = []
