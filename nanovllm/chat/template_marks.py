@@ -1,9 +1,11 @@
 """Which format of tool calls a chat template shows.
 
-Knows no parsers and no grammars.
+Knows no grammars.
 """
 
+from nanovllm.chat.parts import ToolCallStart
 from nanovllm.chat.reasoning import is_harmony
+from nanovllm.chat.template_shape import CALLED, TemplateShape
 from nanovllm.chat.tool_formats import (
     FunctionGemma,
     Gemma4,
@@ -49,28 +51,38 @@ _OTHER = ("<function=", "<arg_key>", "<parameter", "<tool_sep>", ">>>")
 
 
 def find_tool_format(
-    chat_template: str | None, shows_tools: bool | None = None
+    chat_template: str | None, shape: TemplateShape | None = None
 ) -> ToolFormat | None:
     """Return the format that a chat template shows; None if it shows another one.
 
     Args:
-        shows_tools: whether it shows tools at all, see `ChatTemplates.shows_tools`: one that does
-            not is given them in the Hermes format. None guesses it by its words.
+        shape: how it takes tools, see `ChatTemplates.shape`: one that shows none is given them in
+            the Hermes format, and where its words are not sure the parser must read the call that
+            it writes. None is what its words say.
     """
     template = chat_template or ""
     if is_harmony(template):
         return Harmony()
-    if shows_tools is False:
+    if shape is not None and shape.tools is None:
         return Hermes()
     for marks, kind in _BY_MARKS:
         if all(mark in template for mark in marks):
             return kind()
+    found = _by_words(template)
+    if found is None or shape is None or not shape.written:
+        return found
+    parser = found.parser()
+    parts = parser.feed(shape.written) + parser.finish(cut=False)
+    is_read = any(isinstance(part, ToolCallStart) and part.name == CALLED for part in parts)
+    return found if is_read else None
+
+
+def _by_words(template: str) -> ToolFormat | None:
+    """Return the format that words let expect that others have, too."""
     is_tagged = "<tool_call>" in template and "<function=" in template
     is_other = not is_tagged and any(mark in template for mark in _OTHER)
-    if not is_other and (
-        "<|python_tag|>" in template
-        or ("<|start_header_id|>" in template and '"parameters"' in template)
-    ):
+    has_header = "<|start_header_id|>" in template and '"parameters"' in template
+    if not is_other and ("<|python_tag|>" in template or has_header):
         return Llama()
     if shows_pythonic_calls(template):
         return Pythonic()

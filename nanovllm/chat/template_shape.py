@@ -17,7 +17,8 @@ ToolsPlace = Literal["tools", "xml_tools", "system.tools", "system.functions"]
 """Where a template reads tools: in a variable, or as JSON text in a key of the system message."""
 _PLACES: tuple[ToolsPlace, ...] = get_args(ToolsPlace)
 
-_TOOL, _CALLED = "probe_tool_q7x", "probe_call_k3v"
+CALLED = "probe_call_k3v"
+_TOOL = "probe_tool_q7x"
 _VALUES = ("probe-value-5wz", "probe-value-9kd")
 _RESULT, _SYSTEM, _TEXT = "probe-result-8hj", "probe-system-2fd", "probe-text-6mc"
 _PROPERTIES = {"key": {"type": "string", "description": "A key"}}
@@ -53,6 +54,8 @@ class TemplateShape(NamedTuple):
     """Whether text beside calls must be a message before them, or it is lost."""
     splits_calls: bool = False
     """Whether each call must be a message."""
+    written: str = ""
+    """An answer with a call of the function `CALLED`, as it writes it; "" if that is not known."""
 
 
 def find_shape(render: Render, template: str, *, has_tools: bool) -> TemplateShape:
@@ -96,12 +99,13 @@ def _with_calls(
     beside = _calling(_TEXT, as_text, 0)
     says = {"role": "assistant", "content": _TEXT}
     result_role = role if shows([_RESULT], first) else None
-    if not shows([_CALLED, _VALUES[0]], first):
+    if not shows([CALLED, _VALUES[0]], first):
         return TemplateShape(place, False, "", False, result_role)
     splits_text = not shows([_TEXT, _VALUES[0]], beside) and shows([_TEXT, _VALUES[0]], says, first)
     if not splits_text and not shows(_VALUES[:1], beside):
         return TemplateShape(place, False, "", False, result_role)
     splits_calls = not shows(_VALUES, both) and shows(_VALUES, first, second)
+    prompt, text = (_text(render, messages, place) for messages in ([_USER], _round(role, first)))
     return TemplateShape(
         place,
         True,
@@ -110,6 +114,7 @@ def _with_calls(
         result_role,
         splits_text=splits_text,
         splits_calls=splits_calls,
+        written=text[len(prompt) :] if prompt and text.startswith(prompt) else "",
     )
 
 
@@ -158,7 +163,7 @@ def _calling(content: str | None, as_text: bool, *numbers: int) -> dict[str, Any
     calls = []
     for number in numbers:
         arguments = {"key": _VALUES[number]}
-        function = {"name": _CALLED, "arguments": json.dumps(arguments) if as_text else arguments}
+        function = {"name": CALLED, "arguments": json.dumps(arguments) if as_text else arguments}
         calls.append({"id": f"probe000{number}", "type": "function", "function": function})
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
@@ -166,6 +171,6 @@ def _calling(content: str | None, as_text: bool, *numbers: int) -> dict[str, Any
 def _round(result_role: str, *messages: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a conversation with these messages of the assistant, and a result for each call."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
-    result = {"role": result_role, "name": _CALLED, "content": _RESULT}
+    result = {"role": result_role, "name": CALLED, "content": _RESULT}
     results = [{**result, "tool_call_id": call["id"]} for call in calls]
     return [_USER, *messages, *results, {"role": "assistant", "content": "Done"}, _USER]

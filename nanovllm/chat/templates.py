@@ -151,12 +151,12 @@ class ChatTemplates:
             raise InvalidRequestError(f"the chat template cannot render this: {error}") from error
         return _before_mark(text) if continues else text
 
-    def shows_tools(self, template: str) -> bool:
-        """Whether a template shows tools to the model. Others get them in the Hermes format."""
+    def shape(self, template: str) -> TemplateShape:
+        """Return how a template takes tools; those that show none get them in the Hermes format."""
         try:
-            return is_harmony(template) or self._shape(template, True).tools is not None
+            return TemplateShape() if is_harmony(template) else self._shape(template, True)
         except TemplateError:
-            return False
+            return TemplateShape(tools=None)
 
     def _told(
         self, template: str, conversation: list[dict[str, Any]], variables: Mapping[str, Any]

@@ -21,6 +21,7 @@ from nanovllm.chat.reasoning import (
     find_reasoning_format,
 )
 from nanovllm.chat.template_marks import find_tool_format
+from nanovllm.chat.template_shape import TemplateShape
 from nanovllm.chat.tool_formats import (
     TOOL_FORMATS,
     ToolFormat,
@@ -279,7 +280,7 @@ def find_answer_format(
     tool_call_parser: str,
     reasoning_parser: str,
     added_tokens: Mapping[int, AddedToken] | None = None,
-    shows_tools: bool | None = None,
+    shape: TemplateShape | None = None,
 ) -> AnswerFormat:
     """Return the format that a chat template shows, or the named one.
 
@@ -287,12 +288,12 @@ def find_answer_format(
         tool_call_parser: "auto" for what the template shows, "none", or a name.
         reasoning_parser: likewise.
         added_tokens: the tokenizer's added tokens by id; some of them may be tags.
-        shows_tools: as for `find_tool_format`.
+        shape: as for `find_tool_format`.
 
     Raises:
         ConfigError: a name is not known.
     """
-    tools = find_tool_format(chat_template, shows_tools)
+    tools = find_tool_format(chat_template, shape)
     if tool_call_parser != "auto":
         tools_type = _named("tool_call_parser", tool_call_parser, TOOL_FORMATS)
         # A template that shows the newer form of a format knows better which it is.

@@ -80,9 +80,9 @@ class ServerState:
         template = tokenizer.chat_template if self.chat_template is None else self.chat_template
         if isinstance(template, dict):  # several templates by name
             template = template.get("tool_use", template.get("default"))
-        shows_tools = template is not None and processor.chat.shows_tools(template)
+        shape = None if template is None else processor.chat.shape(template)
         added = tokenizer.added_tokens_decoder
-        return find_answer_format(template, *parsers, added, shows_tools)
+        return find_answer_format(template, *parsers, added, shape)
 
     def answer_head(self, prefix: str, request_id: str | None, name: str | None) -> dict[str, Any]:
         """Return what an answer to a request for the model `name`, or each chunk, begins with."""

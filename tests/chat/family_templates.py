@@ -246,6 +246,16 @@ FUNCTIONARY = _LLAMA.replace(
 {%- endfor %}""",
 )
 
+NEMOTRON = _LLAMA.replace(
+    "TOOLS",
+    """{{ 'Write <TOOLCALL>[{"name": name, "parameters": dictionary}]</TOOLCALL>\\n\\n' }}""",
+).replace(
+    "CALLS",
+    """{{ message.content or '' }}<TOOLCALL>[{% for call in message.tool_calls %}
+{{- '{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
+{{- '}' }}{% if not loop.last %}, {% endif %}{% endfor %}]</TOOLCALL>""",
+)
+
 LLAMA_3 = """\
 {{- bos_token }}{% for m in messages %}
 {{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + (m['content'] | trim) }}
@@ -542,6 +552,7 @@ TEMPLATES = {
     "Llama 3.1": LLAMA_3_1,
     "Llama 3.2 pythonic": LLAMA_PYTHONIC,
     "functionary": FUNCTIONARY,
+    "Nemotron Nano": NEMOTRON,
     "Mistral 7B": MISTRAL_7B,
     "Mistral Nemo": MISTRAL_NEMO,
     "Mistral Small": MISTRAL_SMALL,

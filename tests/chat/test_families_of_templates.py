@@ -165,7 +165,7 @@ OWN |= {"Phi-3, Phi-4"}
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_which_templates_show_tools(chat: ChatTemplates, family: str) -> None:
-    assert chat.shows_tools(TEMPLATES[family]) == (family not in OWN)
+    assert (chat.shape(TEMPLATES[family]).tools is not None) == (family not in OWN)
 
 
 FORMATS = {
@@ -180,6 +180,7 @@ FORMATS = {
     "Llama 3.1": "Llama",
     "Llama 3.2 pythonic": "LlamaPythonic",
     "functionary": None,
+    "Nemotron Nano": None,
     "Mistral Nemo": "Mistral",
     "Mistral Small": "MistralArgs",
     "Phi-4-mini": "Phi4MiniTags",
@@ -203,7 +204,7 @@ FORMATS = {
 def test_the_parser_reads_what_the_prompt_shows(chat: ChatTemplates, family: str) -> None:
     """The model writes calls as it sees them: the parser finds those of the prompt in it."""
     template = TEMPLATES[family]
-    found = find_tool_format(template, chat.shows_tools(template))
+    found = find_tool_format(template, chat.shape(template))
     assert (None if found is None else type(found).__name__) == FORMATS[family]
     if found is None:
         return
@@ -234,7 +235,7 @@ def test_a_template_that_never_ends_is_tried_once(chat: ChatTemplates) -> None:
     with pytest.raises(InvalidRequestError, match="more than 1 s of processor time"):
         chat.render([ASKED], options)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2
-    assert not chat.shows_tools("{% for %} tools")  # it is refused where it is rendered
+    assert chat.shape("{% for %} tools").tools is None  # it is refused where it is rendered
 
 
 def test_options_of_a_template_go_before_tools(chat: ChatTemplates) -> None:
