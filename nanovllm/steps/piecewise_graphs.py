@@ -24,18 +24,20 @@ logger = logging.getLogger(__name__)
 Forward = Callable[[Batch], torch.Tensor]
 """Returns hidden states [T, hidden_size]."""
 
-MAX_TOKENS = 1280
+MAX_TOKENS = 4096
 """Larger steps keep a GPU busy for longer than their launches take."""
 
 
 def piece_sizes(max_tokens: int) -> list[int]:
-    """Return the tokens of the graphs: 16 to 256, each twice the last, then every 64 to 512 and
-    every 128 to 1280; none larger than `max_tokens`, which is the last if it is less than 1280.
+    """Return the tokens of the graphs: 16 to 256, each twice the last, then every 64 to 512, every
+    128 to 1280, every 256 to 2048 and every 512 to 4096; none larger than `max_tokens`, which is
+    the last if it is less than 4096.
 
     Up to about 256 tokens a matrix product takes the time of reading the weight, so that padding
     costs little.
     """
-    sizes = {16, 32, 64, 128, *range(256, 512, 64), *range(512, MAX_TOKENS + 1, 128)}
+    sizes = {16, 32, 64, 128, *range(256, 512, 64), *range(512, 1281, 128)}
+    sizes |= {*range(1536, 2048, 256), *range(2048, MAX_TOKENS + 1, 512)}
     sizes.add(min(max_tokens, MAX_TOKENS))
     return sorted(size for size in sizes if size <= max_tokens)
 
