@@ -22,8 +22,9 @@ class AnswerParser:
     """Splits one answer into parts. The parts are the same, joined, however its text is cut.
 
     A call in reasoning that is closed later is a thought. If nothing closes the reasoning, the
-    first call in it has: from there on the answer is calls and text. Of an answer that was cut off,
-    a call that text follows is a thought, too.
+    first call in it has: from there on the answer is calls and text. So is it if the closing tag
+    follows the calls at once, and nothing follows that. Of an answer that was cut off, a call that
+    text follows is a thought, too.
 
     Args:
         reasoning: splits the reasoning off; where messages go to channels, the calls too.
@@ -61,7 +62,8 @@ class AnswerParser:
         if self._tools is not None:
             if self._thought is not None:
                 is_open = isinstance(self._reasoning, ReasoningParser) and self._reasoning.is_open
-                parts += self._thought.finish(cut=cut) if is_open else self._thought.close()
+                has_answer = not is_open and (cut or not self._thought.ends_with_calls)
+                parts += self._thought.close() if has_answer else self._thought.finish(cut=cut)
                 parts += self._tools.feed(self._thought.behind)
             parts += self._tools.finish(cut=cut)
         return self._sent(parts)
@@ -121,6 +123,11 @@ class _Thought:
         self._held: list[str] = []  # what was read, and may be a call
         self.behind = ""
         """What follows the reasoning, once it is finished."""
+
+    @property
+    def ends_with_calls(self) -> bool:
+        """Whether there are calls, and nothing behind them."""
+        return self._has_call and not self._goes_on
 
     def feed(self, text: str) -> list[Part]:
         """Return the reasoning in which no call may begin."""

@@ -64,10 +64,16 @@ class MistralParser(ToolCallParser):
         yield from self._skip_space()
         if (yield from self._accept(self._tag("[CALL_ID]"))):
             call_id = yield from self._known_word()
+        start = self._pos
         yield from self._skip_tags(self._tag("[ARGS]"))
-        if (yield from self._peek()) != "{":
+        has_tag, first = self._pos > start, (yield from self._peek())
+        if has_tag and not first and not self._cut:  # models leave out empty arguments
+            self._start(name, call_id)
+            self._send_arguments("{}")
+        elif first == "{":
+            yield from self._named_call(name, call_id)
+        else:
             raise NotACall
-        yield from self._named_call(name, call_id)
 
     def _known_word(self) -> Steps[str]:
         """Read a name or an id."""

@@ -259,7 +259,7 @@ class LiteralParser(ToolCallParser):
 
     def _inner_quote(self, quote: str) -> str:
         """Return what a quote stands for that does not end its string."""
-        return '"'
+        return quote
 
     def _escape(self) -> Steps[None]:
         """Read a backslash and what belongs to it, and pass on what it stands for."""
@@ -282,7 +282,7 @@ class LiteralParser(ToolCallParser):
 class Gemma4Parser(LiteralParser):
     """<|tool_call>call:f{key:<|"|>value<|"|>}<tool_call|>, one behind the other; Gemma 4.
 
-    Keys may be quoted, and strings be JSON's.
+    Keys may be quoted, and strings be JSON's or have single quotes. Calls may be JSON.
     """
 
     tag = "<|tool_call>"
@@ -293,14 +293,18 @@ class Gemma4Parser(LiteralParser):
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
         super().__init__(marked, functions)
         self._quote = self._tag(self.quote_tag)
-        self.quotes = (self._quote,)
+        self.quotes = (self._quote, "'")
         # A token that ends the call ends the string, too: the model forgot the token of quotes.
         self.breaks = (self._end,) if self.closing in marked else ()
 
     def _calls(self) -> Steps[None]:
         yield from self._skip_space()
+        if (yield from self._peek()) == "{":
+            yield from self._json_calls()
+            return
         if not (yield from self._accept("call:")):
             yield from self._accept(":")
+        yield from self._skip_space()
         name = yield from self._word(NAME)
         yield from self._skip_space()
         if not name or not (yield from self._accept("{")):
@@ -314,6 +318,9 @@ class Gemma4Parser(LiteralParser):
         source = yield from self._value()
         value = decoded(source)
         self._write(json.dumps(source[1:-1] if value is None else value, ensure_ascii=False))
+
+    def _inner_quote(self, quote: str) -> str:
+        return '"' if quote == self._quote else quote
 
     def _as_json(self, word: str) -> str:
         word, quote, _ = word.partition(self._quote)

@@ -25,7 +25,6 @@ from nanovllm.chat.parts import (
 )
 from nanovllm.chat.reasoning import MUSE, marked_tag, prefix_at_end
 from nanovllm.chat.tagged_calls import TaggedParser
-from nanovllm.chat.text_reader import Steps
 from nanovllm.chat.tool_calls import MAX_CALLS
 
 REASONING = MUSE
@@ -54,17 +53,6 @@ class AtemParser(TaggedParser):
     parameter = ('<atem:parameter name="', "</atem:parameter>")
     name_end = '">'
     trims_values = False
-
-    def _function(self) -> Steps[None]:
-        start = self._pos
-        name = yield from self._name()
-        yield from self._skip_space()
-        if (yield from self._peek()) != "{":
-            self._pos = start
-            yield from super()._function()
-            return
-        yield from self._named_call(name)
-        yield from self._skip_tags(INVOKE_END)
 
     def _start(self, name: str, call_id: str | None = None) -> None:
         first, _, second = name.partition(".")

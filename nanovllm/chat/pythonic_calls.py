@@ -121,9 +121,6 @@ class PythonicParser(LiteralParser):
             depth -= depth > 0 and character in ")]}"
             self._pos += 1
 
-    def _inner_quote(self, quote: str) -> str:
-        return quote
-
     def _is_end_of_string(self, ends: str, num_inner: int) -> Steps[bool]:
         if "," not in ends:  # it is a key
             return (yield from super()._is_end_of_string(ends, num_inner))

@@ -34,7 +34,7 @@ class TaggedParser(HermesParser):
     A value is a string, passed on as it arrives, unless the schema of the function has other types
     for the parameter: then it is JSON of such a type, where it can be read so. A line end on each
     side belongs to the tags. Models forget <tool_call>, and tags that close something. JSON in the
-    tags is read as in the Hermes format.
+    outer tags is read as in the Hermes format; a JSON object in the inner ones is the arguments.
     """
 
     function: ClassVar[tuple[str, str]] = ("<function=", "</function>")
@@ -73,6 +73,11 @@ class TaggedParser(HermesParser):
     def _function(self) -> Steps[None]:
         """Read a call from its name on."""
         name = yield from self._name()
+        yield from self._skip_space()
+        if (yield from self._peek()) == "{":
+            yield from self._named_call(name)
+            yield from self._skip_tags(self.function[1])
+            return
         self._start(name)
         self._drop_read()
         types, separator = self._types.get(name) or ParameterTypes(None), ""
@@ -91,7 +96,7 @@ class TaggedParser(HermesParser):
 
     def _name(self) -> Steps[str]:
         """Read a name and what stands behind it."""
-        name = (yield from self._word(self._name_character)).strip()
+        name = (yield from self._word(self._name_character)).strip(" \t\"'")
         if not name or not (yield from self._accept(self.name_end)):
             raise NotACall
         return name
@@ -114,8 +119,9 @@ class TaggedParser(HermesParser):
                 if self._cut:
                     raise NotACall
                 return False
-            if (yield from self._is_next(self._end)) or (yield from self._is_next(self._opening)):
-                return False
+            for tag in (self._end, *self._openings):
+                if (yield from self._is_next(tag)):
+                    return False
             self._pos += 1
 
     def _parameter(self, types: Set[str]) -> Steps[None]:
@@ -164,7 +170,8 @@ class TaggedParser(HermesParser):
 
     def _is_end_of_value(self) -> Steps[bool]:
         """Whether a tag that closes a value does: only the next tag, or nothing, may follow."""
-        start, tags = self._pos, (self.parameter[0], self.function[1], self._end)
+        start = self._pos
+        tags = (self.parameter[0], self.function[1], self._end, *self._openings)
         yield from self._skip_space()
         begin, self._pos = self._pos, start
         while not (rest := self._text[begin:]).startswith(tags):

@@ -93,6 +93,8 @@ class ToolCallParser(TextReader):
                 except NotACall:
                     if self._cut and (has_tag or self._num_calls > num_calls):
                         return  # of a call that nobody can make
+                    if self._is_behind_call and self._text.strip() == self._opening:
+                        return  # it stands for the closing tag, and the answer has ended
                     self._send_text(self._pos)
                 else:
                     self._drop_read()

@@ -169,6 +169,8 @@ def gemma_value(rng: Random, given: Any) -> str:
     quote = '<|"|>'
     match given:
         case str():
+            is_plain = given.replace(" ", "").isalnum()
+            quote = rng.choice((quote, quote, "'")) if is_plain else quote
             return f"{quote}{given}{quote}"
         case dict():
             members = (gemma_member(rng, key, item) for key, item in given.items())
@@ -247,13 +249,17 @@ def tagged(rng: Random, calls: list[Call]) -> str:
     for group in split(rng, calls):
         source = ""
         for name, arguments in group:
-            source += f"<function={name}>\n"
+            quote = rng.choice(("", "", "", '"'))
+            source += f"<function={quote}{name}{quote}>\n"
+            if arguments and rng.random() < 0.1:
+                source += f"{as_json(rng, arguments)}\n</function>\n"
+                continue
             for key, item in arguments.items():
                 written = item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
                 if isinstance(item, bool | None) and rng.random() < 0.5:
                     written = str(item)
                 closing = rng.choice(("</parameter>\n", "</parameter>\n", ""))
-                source += f"<parameter={key}>\n{written}\n{closing}"
+                source += f"<parameter={quote}{key}{quote}>\n{written}\n{closing}"
             source += "</function>\n"
         opening = rng.choice(("<tool_call>\n", "<tool_call>\n", "<tool_call><tool_call>", ""))
         blocks.append(f"{opening}{source}{'</tool_call>' if opening else ''}")

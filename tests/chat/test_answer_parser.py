@@ -87,7 +87,8 @@ G = ("g", "{}")
         (f"<tool_call> a {CALL}", Found("<tool_call> a", "", [F])),
         # Reasoning that is closed keeps its calls, and those behind it are calls.
         (f"as {CALL} maybe</think>\n\nHi", Found(f"as {CALL} maybe", "Hi", [])),
-        (f"as {CALL}\n</think>", Found(f"as {CALL}", "", [])),
+        (f"as {CALL}\nmaybe</think>", Found(f"as {CALL}\nmaybe", "", [])),
+        (f"I look. {CALL}\n{OTHER_CALL}\n</think>\n", Found("I look.", "", [F, G])),
         (f"as {CALL}</think>\n\n{OTHER_CALL}", Found(f"as {CALL}", "", [G])),
     ],
 )
@@ -148,6 +149,7 @@ def test_in_each_format(
             '<tool_call>\n{"name": "f", "arguments": {"a": 1',
             Found("I look.", "", [("f", '{"a": 1')]),
         ),
+        (f"{CALL}\n</think>", Found(f"I look. {CALL}", "", [])),
         (f"{CALL}\n<tool_c", Found("I look.", "", [F])),
         (f"{CALL}\nSo </thi", Found(f"I look. {CALL}\nSo ", "", [])),
     ],

@@ -76,6 +76,11 @@ def call(arguments: str, name: str = "f") -> str:
         (f"<|tool_call>call:f{{a:{QUOTE}Ro<|", [("f", '{"a": "Ro<|"}')]),
         ("<|tool_call>:f{a:1}<tool_call|>", [("f", '{"a": 1}')]),
         ("<|tool_call><|tool_call>call:mcp:f{}<tool_call|>\n<tool_call|>", [("mcp:f", "{}")]),
+        (
+            call("{a:'Rome, it's',b:['x'],c:''}", " f"),
+            [("f", '{"a": "Rome, it\'s", "b": ["x"], "c": ""}')],
+        ),
+        ('<|tool_call>{"name":"f","arguments":{"a":1}}<tool_call|>', [("f", '{"a":1}')]),
         (call("{a,b:}"), [("f", '{"a": "", "b": ""}')]),
         (call("{a:{b:1} ; ,c:2}"), [("f", '{"a": {"b": 1}, "c": 2}')]),
         # None at all.

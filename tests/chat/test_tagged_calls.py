@@ -85,6 +85,23 @@ def call(*parameters: str, name: str = "f") -> str:
         ("<tool_call><function=f><parameter=\n<parameter=i>2</parameter>", [("f", '{"i": 2}')]),
         ("<tool_call><function=f></function><function=g></function>", [("f", "{}"), ("g", "{}")]),
         (f"<tool_call><function=f>{call(name='g')}", [("f", "{}"), ("g", "{}")]),
+        (
+            "<tool_call><function=f><parameter=s>x</parameter><tool_call><function=g></function>",
+            [("f", '{"s": "x"}'), ("g", "{}")],
+        ),
+        (
+            "<function=f><parameter=s>\nx\n</parameter>\n<function=g>\n</function>",
+            [("f", '{"s": "x"}'), ("g", "{}")],
+        ),
+        ("<function=f>oh<function=g></function>", [("f", "{}"), ("g", "{}")]),
+        (
+            """<function="f"><parameter='s'>x</parameter></function>""",
+            [("f", '{"s": "x"}')],
+        ),
+        (
+            '<tool_call>\n<function=f>\n{"i": 3}\n</function>\n</tool_call> So.',
+            [("f", '{"i": 3}'), "So."],
+        ),
         ('<tool_call>{"name": "f", "arguments": {"i": "3"}}</tool_call>', [("f", '{"i": "3"}')]),
         # None at all.
         ("<tool_call> no </tool_call>", ["<tool_call> no </tool_call>"]),
@@ -222,9 +239,9 @@ def test_long_values_take_no_time() -> None:
 
 def test_strings_arrive_as_soon_as_they_are_certain() -> None:
     parser = TaggedParser((), FUNCTIONS)
-    start, opening = parser.feed("<tool_call>\n<function=f>")
+    start, opening = parser.feed("<tool_call>\n<function=f>\n<")
     assert isinstance(start, ToolCallStart)
     assert opening == ToolCallArguments(0, "{")
-    pieces = ["\n<parameter=s>\nRo", "me\n", "x</", "b></parameter>\n<parameter=i>\n1", "2\n"]
+    pieces = ["parameter=s>\nRo", "me\n", "x</", "b></parameter>\n<parameter=i>\n1", "2\n"]
     texts = ["".join(part.text for part in parser.feed(piece)) for piece in pieces]  # type: ignore[union-attr]
     assert texts == ['"s": "Ro', "me", "\\nx", '</b>", "i": ', ""]

@@ -106,6 +106,12 @@ CASES: list[tuple[type[ToolCallParser], str, Answer | None]] = [
         '<tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call>',
         [("f", "{}")],
     ),
+    (
+        HermesParser,
+        '<tool_call>{"name": "f", "arguments": {}}\n<tool_call>\n',
+        [("f", "{}")],
+    ),
+    (HermesParser, "Hm. <tool_call>", None),
     (HermesParser, "<tool_call> <tool_call> no", ["<tool_call> <tool_call> no"]),
     (
         HermesParser,
@@ -187,6 +193,8 @@ CASES: list[tuple[type[ToolCallParser], str, Answer | None]] = [
         '[TOOL_CALLS][{"name": "g", "arguments": {}}]',
         [("f", "{}"), ("g", "{}")],
     ),
+    (MistralParser, "[TOOL_CALLS]f[ARGS]", [("f", "{}")]),
+    (MistralParser, "[TOOL_CALLS]f[ARGS] no", None),
     (MistralParser, "[TOOL_CALLS] [1, 2]", None),
     (MistralParser, "[TOOL_CALLS]f(1)", None),
     (MistralParser, "a [TOOL_CAL", None),
