@@ -185,9 +185,10 @@ class MuseParser(PartsReader):
 
 def _may_be_header(text: str) -> bool:
     """Whether a text that follows no tag may be a header's beginning, such as " to=user"."""
-    return _HEADER.fullmatch(text) is not None or any(
-        header.startswith(text.lstrip()) for header in ("assistant", "to=")
-    )
+    if _HEADER.fullmatch(text):
+        return True
+    words = " ".join(f"{text}.".split())[:-1]  # a space at the end stays
+    return any(header.startswith(words) for header in ("assistant to=", "to="))
 
 
 make_parser = MuseParser

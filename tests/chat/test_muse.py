@@ -78,6 +78,7 @@ CASES: list[tuple[str, Answer]] = [
     (f" to=self<|message|>a{NEXT} to=self<|message|>b", ("a\nb", "", [])),
     ("Hello to=you", ("", "Hello to=you", [])),
     ("to be", ("", "to be", [])),
+    ("assistant to=self", ("", "to=self", [])),
     (" to=weather<|message|>What?", ("", "What?", [])),
     ("", ("", "", [])),
 ]
