@@ -44,6 +44,11 @@ class AnswerParser:
         self._thought: _Thought | None = None  # the reasoning that is not known to be closed
         self._several = several
 
+    @property
+    def holds_call(self) -> bool:
+        """Whether a call is held back, because it may be a thought."""
+        return self._thought is not None and self._thought.has_call
+
     def feed(self, delta: str) -> list[Part]:
         """Return the parts that are certain after the next piece of text."""
         parts: list[Part] = [TextDelta(delta)] if delta else []
@@ -110,7 +115,7 @@ class AnswerParser:
 
 
 class _Thought:
-    """Reasoning, as far as it may hold a call: from there on it is held back.
+    """Reasoning that may hold a call.
 
     Args:
         calls: a parser that has read nothing yet.
@@ -118,7 +123,8 @@ class _Thought:
 
     def __init__(self, calls: ToolCallParser) -> None:
         self._calls = calls
-        self._has_call = False
+        self.has_call = False
+        """Whether it has a call: from there on it is held back."""
         self._goes_on = False  # text follows the call
         self._held: list[str] = []  # what was read, and may be a call
         self.behind = ""
@@ -127,7 +133,7 @@ class _Thought:
     @property
     def ends_with_calls(self) -> bool:
         """Whether there are calls, and nothing behind them."""
-        return self._has_call and not self._goes_on
+        return self.has_call and not self._goes_on
 
     def feed(self, text: str) -> list[Part]:
         """Return the reasoning in which no call may begin."""
@@ -142,7 +148,7 @@ class _Thought:
     def finish(self, *, cut: bool) -> list[Part]:
         """Return the rest of reasoning that is not closed, up to the first call."""
         parts = self._take(self._calls.finish(cut=cut))
-        if not self._has_call:
+        if not self.has_call:
             return parts
         if cut and self._goes_on:
             return self.close()
@@ -154,8 +160,8 @@ class _Thought:
         said = ""
         for part in parts:
             if isinstance(part, ToolCallStart):
-                self._has_call = True
-            elif isinstance(part, TextDelta) and self._has_call:
+                self.has_call = True
+            elif isinstance(part, TextDelta) and self.has_call:
                 self._goes_on |= part.text != ""
             elif isinstance(part, TextDelta):
                 said += part.text

@@ -108,7 +108,8 @@ class AnswerReader:
         self._note(parts)
         if completion.finish_reason is not None:
             at_stop_string = isinstance(completion.stop_reason, str)
-            cut = completion.finish_reason != "stop" or (at_stop_string and self._is_in_call())
+            in_call = self._is_in_call() or self._parser.holds_call
+            cut = completion.finish_reason != "stop" or (at_stop_string and in_call)
             last = self._parser.finish(cut=cut)
             self._note(last)
             parts += last

@@ -388,6 +388,17 @@ def test_a_call_in_reasoning_that_is_not_closed(size: int) -> None:
     assert reader.finish_reason(last) == "tool_calls"
 
 
+def test_a_stop_string_in_a_call_in_reasoning() -> None:
+    """The arguments of such a call are not whole, so it is not one to make."""
+    reader = qwen_3_5_reader("<|im_start|>assistant\n<think>\n")
+    text = "I look.\n<tool_call><function=f><parameter=b>/tm"
+    last = CompletionOutput(0, text, [], "stop", stop_reason="p/a")
+    parts = reader.parts(last)
+    arguments = [part.text for part in parts if isinstance(part, ToolCallArguments)]
+    assert "".join(arguments) == '{"b": "/tm'
+    assert reader.finish_reason(last) == "stop"
+
+
 def test_qwen_3_5_without_reasoning() -> None:
     """The template writes empty reasoning, so that the model writes none."""
     found = answer_format(QWEN35)
