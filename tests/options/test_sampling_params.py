@@ -399,6 +399,15 @@ def test_clone_is_an_equal_copy_with_checked_changes():
         params.clone(topk=7)
 
 
+@pytest.mark.parametrize("name", ["self", "cls", "args", "kwargs"])
+def test_names_of_python_are_names_like_others(name: str) -> None:
+    """Symptom: TypeError, for the name met that of a parameter."""
+    with pytest.raises(InvalidRequestError, match=f"no field '{name}'"):
+        SamplingParams(**{name: 1})
+    with pytest.raises(InvalidRequestError, match=f"no field '{name}'"):
+        SamplingParams(structured_outputs={name: 1})
+
+
 class Processor:
     """A callable object with an unusual signature; vLLM counts three parameters too."""
 
