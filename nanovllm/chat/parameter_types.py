@@ -136,7 +136,7 @@ class ParameterTypes:
     def _referred(self, schema: Mapping[str, Any]) -> Any:
         """Return the schema that a schema's reference, such as #/$defs/City, names; or None."""
         reference = schema.get("$ref", schema.get("$dynamicRef", schema.get("$recursiveRef")))
-        if not isinstance(reference, str) or not reference.startswith("#"):
+        if not isinstance(reference, str) or not (reference == "#" or reference[:2] == "#/"):
             return None
         part: Any = self._root
         for key in unquote(reference[1:]).split("/")[1:]:

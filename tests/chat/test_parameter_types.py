@@ -50,6 +50,7 @@ def types(schema: Any, name: str = "a") -> set[str]:
         ({"properties": [1]}, STRING),
         ({"properties": {"a": True}}, STRING),
         ({"$ref": "elsewhere#/x"}, STRING),
+        ({"type": "object", "properties": {"a": {"$ref": "#City"}}}, STRING),
         ({"$ref": "#/allOf/7", "allOf": 5, "anyOf": {}, "patternProperties": []}, STRING),
         ({"$ref": 5}, STRING),
     ],
