@@ -272,11 +272,22 @@ class LiteralParser(ToolCallParser):
             num_inner: how many quotes in the string did not.
         """
         start = self._pos
-        yield from self._skip_space()
-        following = yield from self._peek()
+        following = yield from self._following()
         found = not following or following in ends or (yield from self._is_next(self._end))
         self._pos = start
         return found
+
+    def _following(self) -> Steps[str]:
+        """Return the next character behind white space; "" at the end of the answer.
+
+        Raises:
+            NotACall: the answer was cut off before it.
+        """
+        yield from self._skip_space()
+        character = yield from self._peek()
+        if not character and self._cut:
+            raise NotACall
+        return character
 
 
 class Gemma4Parser(LiteralParser):

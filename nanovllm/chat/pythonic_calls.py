@@ -88,11 +88,10 @@ class PythonicParser(LiteralParser):
     def _call_name(self) -> Steps[str]:
         """Read the name of a call and its bracket; return "" if no argument and no end follows."""
         name = yield from self._word_before(NAME, "(")
-        yield from self._skip_space()
+        yield from self._following()
         start = self._pos
         key = yield from self._word(_KEY)
-        yield from self._skip_space()
-        is_call = (yield from self._peek()) == ("=" if key else ")")
+        is_call = (yield from self._following()) == ("=" if key else ")")
         self._pos = start
         return name if is_call else ""
 
@@ -137,8 +136,7 @@ class PythonicParser(LiteralParser):
         """
         depth = len(self._open)
         while True:
-            yield from self._skip_space()
-            character = yield from self._peek()
+            character = yield from self._following()
             if not character or (yield from self._is_next(self._end)):
                 return True
             if depth == 0 and character not in ",]":
@@ -158,24 +156,25 @@ class PythonicParser(LiteralParser):
 
     def _is_next_value(self, depth: int, *, is_sure: bool) -> Steps[bool]:
         """Whether a value or call comes next, behind a comma in so many brackets."""
-        yield from self._skip_space()
-        character = yield from self._peek()
+        character = yield from self._following()
         if not character or character in ")]}":
             return True
         if depth > 1:
             if is_sure or character in "'\"[{(+-.0123456789":
                 return True
-            return (yield from self._word(_KEY)) in _CONSTANTS
+            word = yield from self._word(_KEY)
+            yield from self._following()
+            return word in _CONSTANTS
         if depth == 0:
             return character == "{" or (yield from self._call_name()) != ""
         key = yield from self._word_before(_KEY, "=")
-        has_key = key != "" and (yield from self._peek()) != "="
+        has_key = key != "" and (yield from self._following()) != "="
         return has_key and (is_sure or not self._parameters or key in self._parameters)
 
     def _word_before(self, pattern: re.Pattern[str], bracket: str) -> Steps[str]:
         """Read a word of such characters and a bracket; return the word, "" without the bracket."""
         word = yield from self._word(pattern)
-        yield from self._skip_space()
+        yield from self._following()
         return word if (yield from self._accept(bracket)) else ""
 
     def _as_json(self, word: str) -> str:

@@ -90,3 +90,8 @@ def test_answers_mean_what_was_meant(name: str) -> None:
             assert parse(family, given, list(text[:cut]), cut=True) == whole, (cut, context)
             if family.has_tag:  # else what is there of a call may be text
                 assert given.said.startswith(whole[1].rstrip()), (cut, context)
+            if not given.reasoning:  # else a call may be a thought as yet
+                for one, other in zip(whole[2], calls, strict=False):
+                    assert one[0] == other[0], (cut, context)
+                    assert other[1].startswith(one[1]), (cut, context)
+                assert len(whole[2]) <= len(calls), (cut, context)
