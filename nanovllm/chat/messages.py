@@ -19,6 +19,9 @@ _TEXT_OF_PART = {
 }
 """Types of content parts that are text, and the key that holds it."""
 
+_THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
+"""Types of content parts with which answers of other servers show their reasoning."""
+
 _ROLES = {"developer": "system", "function": "tool"}
 """Other names of roles, and what templates call them."""
 
@@ -81,6 +84,8 @@ def _message(name: str, given: Any) -> dict[str, Any]:
             f'{name} has no "role", such as "user" or "assistant": {shown(given)}'
         )
     message["role"] = _ROLES.get(role, role)
+    if role == "assistant" and isinstance(message.get("content"), list | tuple):
+        _take_thoughts(message)
     message["content"] = _content(name, message.get("content"), role)
     if not message["content"] and isinstance(message.get("refusal"), str):
         message["content"] = message["refusal"]
@@ -95,6 +100,25 @@ def _message(name: str, given: Any) -> dict[str, Any]:
     if "tool_calls" in message:
         message["tool_calls"] = _calls(name, message["tool_calls"])
     return message
+
+
+def _take_thoughts(message: dict[str, Any]) -> None:
+    """Make reasoning of the content parts that are thoughts; those that are hidden are dropped."""
+    parts = [fields_of(part) for part in message["content"]]
+    thoughts = [p for p in parts if isinstance(p, Mapping) and p.get("type") in _THOUGHTS]
+    if thoughts:
+        message["content"] = [part for part in parts if part not in thoughts]
+        texts = [text for text in map(_thought, thoughts) if text]
+        if texts and "reasoning" not in message:
+            message.setdefault("reasoning_content", "\n".join(texts))
+
+
+def _thought(part: Mapping[str, Any]) -> str:
+    """Return the text of a thought: Mistral's is a list of parts."""
+    given = part.get(part["type"]) or part.get("text") or part.get("summary")
+    inner = given if isinstance(given, list | tuple) else [{"text": given}]
+    texts = [each.get("text") if isinstance(each, Mapping) else each for each in inner]
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _content(name: str, given: Any, role: str) -> str:

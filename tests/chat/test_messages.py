@@ -122,6 +122,26 @@ def test_what_client_libraries_add_to_a_call_is_left_out(demo_llm: LLM) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "thought",
+    [
+        {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}], "closed": True},
+        {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+        {"type": "reasoning", "reasoning": "Hm."},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]},
+    ],
+)
+def test_thoughts_among_the_parts_of_an_answer_are_reasoning(thought: dict[str, Any]) -> None:
+    """As Mistral's and Anthropic's answers have them, which agents keep."""
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    parts = [thought, hidden, {"type": "text", "text": "42"}]
+    (message,) = prepared([{"role": "assistant", "content": parts}])
+    assert (message["content"], message["reasoning"]) == ("42", "Hm.")
+    assert message["reasoning_content"] == "Hm."
+    with pytest.raises(InvalidRequestError, match="content part of type"):
+        prepared([{"role": "user", "content": parts}])
+
+
 @pytest.mark.parametrize("template", [QWEN_CODER, R1, GEMMA2, CHATML])
 @pytest.mark.parametrize("late", [False, True])
 def test_every_system_message_is_in_the_prompt(demo_llm: LLM, template: str, late: bool) -> None:
