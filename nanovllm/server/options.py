@@ -140,7 +140,8 @@ class ServerOptions:
         """
         if self.uds or self.api_keys or not self.is_local:
             return None
-        return frozenset({"localhost", "127.0.0.1", "[::1]", self.host})
+        here = ("localhost", "127.0.0.1", "[::1]")  # no page's name, nor is what follows
+        return frozenset({*here, "0.0.0.0", "[::]", self.host})
 
 
 def keys_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:

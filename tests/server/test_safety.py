@@ -264,7 +264,8 @@ def test_a_page_whose_name_was_led_here_gets_nothing(server: Running, host: str)
 
 
 def test_names_of_this_machine_are_let_in(server: Running, guarded: Running) -> None:
-    for host in ("localhost", "LOCALHOST:80", "127.0.0.1:1", "[::1]:8000", "[::1]"):
+    """Clients of vLLM call 0.0.0.0, which no name of a page is."""
+    for host in ("localhost", "LOCALHOST:80", "127.0.0.1:1", "[::1]:8000", "[::1]", "0.0.0.0:8000"):
         assert server.send("/health", Host=host).status == 200
     assert guarded.send("/health", Host="with-a-key.example").status == 200
     assert "127.0.0.7" in (ServerOptions(host="127.0.0.7").allowed_hosts or ())
