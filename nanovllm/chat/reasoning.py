@@ -19,6 +19,8 @@ class ReasoningFormat(NamedTuple):
     """A line that follows the opening tag, and is no reasoning; models forget it."""
     anywhere: bool = False
     """Whether reasoning may follow text, too. Then no tag is text."""
+    answer: tuple[str, str] = ("", "")
+    """Tags around the text behind the reasoning, or without any."""
 
     @property
     def begin(self) -> str:
@@ -27,6 +29,7 @@ class ReasoningFormat(NamedTuple):
 
 
 THINK = ReasoningFormat("<think>", "</think>")
+HUNYUAN = ReasoningFormat("<think>", "</think>", answer=("<answer>", "</answer>"))
 MISTRAL = ReasoningFormat("[THINK]", "[/THINK]")
 SEED = ReasoningFormat("<seed:think>", "</seed:think>")
 GEMMA4 = ReasoningFormat("<|channel>", "<channel|>", "thought", anywhere=True)
@@ -37,6 +40,7 @@ MUSE = ReasoningFormat(" to=self<|message|>", "<|eom|>")
 REASONING_FORMATS = {
     "qwen3": THINK,
     "deepseek_r1": THINK,
+    "hunyuan_a13b": HUNYUAN,
     "mistral": MISTRAL,
     "seed_oss": SEED,
     "gemma4": GEMMA4,
@@ -53,6 +57,8 @@ def find_reasoning_format(chat_template: str | None) -> ReasoningFormat | None:
         return HARMONY
     if is_muse(template):
         return MUSE
+    if all(tag in template for tag in (HUNYUAN.closing, *HUNYUAN.answer)):
+        return HUNYUAN
     return next((tags for tags in (THINK, MISTRAL, SEED, GEMMA4) if tags.closing in template), None)
 
 
@@ -89,6 +95,7 @@ class ReasoningParser(PartsReader):
         self._closing = marked_tag(tags.closing, marked)
         self._label = tags.label
         self._anywhere = tags.anywhere
+        self._answer_tags = tags.answer
         self.is_open = started
         """Whether what was read last is reasoning that is not closed."""
 
@@ -103,6 +110,8 @@ class ReasoningParser(PartsReader):
             self._text = self._text.removesuffix(text)
         if self.is_open:
             yield from self._reasoning()
+        if self._answer_tags[0]:
+            yield from self._tagged_answer()
         tags = (self._opening, self._closing) if self._anywhere else ()
         while True:
             text, tag = self._up_to(*tags)
@@ -134,6 +143,29 @@ class ReasoningParser(PartsReader):
             else:
                 yield
         yield from self._skip_line_ends()
+
+    def _tagged_answer(self) -> Iterator[None]:
+        """Read text up to the tag behind it, if it begins with the tag before it."""
+        opening, closing = self._answer_tags
+        while not self._ended and opening.startswith(self._text.lstrip()):
+            yield
+        text = self._text.lstrip()
+        if not text.startswith(opening):
+            if self._cut and opening.startswith(text):
+                self._text = ""
+            return
+        self._text = text.removeprefix(opening)
+        yield from self._skip_line_ends()
+        line_ends = ""  # they are the closing tag's, if it comes next
+        while True:
+            text, tag = self._up_to(closing)
+            text = line_ends + text
+            line_ends = text[len(text.rstrip("\n")) :]
+            if text := text.removesuffix("" if self._ended and not tag else line_ends):
+                self._parts.append(TextDelta(text))
+            if tag or self._ended:
+                return
+            yield
 
     def _up_to(self, *tags: str) -> tuple[str, str]:
         """Read up to the next of these tags, and the tag; return the text before it, and the tag.

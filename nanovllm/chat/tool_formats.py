@@ -212,7 +212,7 @@ class HunYuan(HunYuanList):
     """The form of the dense models."""
 
     tags = (*HunYuanList.tags, "<tool_call>", "</tool_call>")
-    calls = (r'{0} "\n"', r'"\n" {1}')
+    calls = ("{0}", "{1}")
     block = "{2} call {3}"
     separator = r'"\n"'
 

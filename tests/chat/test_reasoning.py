@@ -6,6 +6,7 @@ from nanovllm.chat.parts import ReasoningDelta, TextDelta
 from nanovllm.chat.reasoning import (
     GEMMA4,
     HARMONY,
+    HUNYUAN,
     MISTRAL,
     THINK,
     ReasoningFormat,
@@ -136,3 +137,33 @@ def test_text_that_reads_like_tags_is_text(size: int) -> None:
 )
 def test_the_template_shows_the_format(template: str | None, tags: ReasoningFormat | None) -> None:
     assert find_reasoning_format(template) == tags
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "reasoning", "answer"),
+    [
+        ("<think>\na\n</think>\n<answer>\nHello\n\nyou\n</answer>", "a", "Hello\n\nyou"),
+        ("<answer>\nHello</answer><tool_calls>", "", "Hello<tool_calls>"),
+        ("<think>a</think>Hello</answer>", "a", "Hello</answer>"),
+        ("<think>a</think><answer>Hello\n", "a", "Hello\n"),
+        ("<think>a</think><answ", "a", "<answ"),
+        ("Hello <answer>", "", "Hello <answer>"),
+        ("<think>a", "a", ""),
+    ],
+)
+def test_hunyuan_has_tags_around_its_answer(
+    size: int, text: str, reasoning: str, answer: str
+) -> None:
+    assert parsed(ReasoningParser(HUNYUAN, started=False), text, size) == (reasoning, answer)
+    whole = f"{text} and more"
+    for end in range(len(text)):  # nothing of a tag that is cut off is text
+        for step in (1, 1000):
+            parser = ReasoningParser(HUNYUAN, started=False)
+            _, said = parsed(parser, whole[:end], step, cut=True)
+            assert answer.startswith(said.rstrip("\n")), whole[:end]
+
+
+def test_hunyuan_is_told_by_its_answer() -> None:
+    template = "</think>{% if '<answer>' in c %}{{ c.split('</answer>') }}{% endif %}"
+    assert find_reasoning_format(template) == HUNYUAN

@@ -36,8 +36,8 @@ FORMATS = {
     ),
     "hunyuan_a13b, dense": (
         "<tool_calls> ```json",
-        f"<tool_calls>\n{TAGGED}\n</tool_calls>",
-        f"<tool_calls>\n{TAGGED}\n<tool_call>now\n```json\n{{}}\n```</tool_call>\n</tool_calls>",
+        f"<tool_calls>{TAGGED}</tool_calls>",
+        f"<tool_calls>{TAGGED}\n<tool_call>now\n```json\n{{}}\n```</tool_call></tool_calls>",
     ),
     "seed_oss": (
         "<seed:tool_call>",
