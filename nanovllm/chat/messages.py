@@ -5,6 +5,7 @@ Knows no template and no requests.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
@@ -176,11 +177,26 @@ def _call(place: str, given: Any) -> dict[str, Any]:
 
 
 def _arguments(given: Any) -> Any:
-    """Return arguments as a dictionary; a text that is no JSON object stays a text."""
+    """Return arguments as a dictionary; a text that is no JSON object stays a text, and so does one
+    of which a dictionary would lose some: a key twice, a number that no float holds.
+    """
     if not isinstance(given, str):
         return {} if given is None else given
     try:
-        value = json.loads(given) if given.strip() else {}
+        hooks: Any = {"object_pairs_hook": _unique, "parse_float": _finite}
+        value = json.loads(given, **hooks) if given.strip() else {}
     except (ValueError, RecursionError):
         return given
     return {} if value is None else value if isinstance(value, dict) else given
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a key twice")
+    return found
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError("too large")
+    return number

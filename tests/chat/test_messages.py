@@ -78,7 +78,16 @@ def test_empty_tools_and_documents_are_as_none(demo_llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", ['{"path": "/tmp/é', '{"a": "He said "hi""}', '"x"', "[1]", "a\nb", "1e"]
+    "arguments",
+    [
+        '{"path": "/tmp/é',
+        '{"a": "He said "hi""}',
+        '"x"',
+        "[1]",
+        "a\nb",
+        '{"a": 1, "a": 2}',
+        '{"a": 1e999}',
+    ],
 )
 @pytest.mark.parametrize("template", [MISTRAL, LLAMA, QWEN_CODER])
 def test_arguments_that_are_no_object_are_in_the_prompt(
