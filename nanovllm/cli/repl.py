@@ -39,6 +39,10 @@ HELP = {
 """What can be typed beside messages."""
 
 
+_LEAST_SECONDS = 0.01
+"""Of which a speed is told; what came at once says none."""
+
+
 class Chat:
     """One conversation, with a system message if `system` is one.
 
@@ -190,8 +194,11 @@ class _Timer:
             return ""
         tokens = f"{self._num_tokens} token{'s' * (self._num_tokens != 1)}"
         found = f"{tokens}, the first after {self._first - self._start:.1f} s"
-        seconds, further = self._last - self._first, self._num_tokens - self._num_first
-        return f"{found}, {further / seconds:.0f} tokens/s" if further and seconds else found
+        # A server tells the number at the end only; one token at least came with the first text.
+        seconds, further = self._last - self._first, self._num_tokens - max(self._num_first, 1)
+        if further < 1 or seconds < _LEAST_SECONDS:
+            return found
+        return f"{found}, {further / seconds:.0f} tokens/s"
 
 
 def _tell(message: str) -> None:

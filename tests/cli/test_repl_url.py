@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,6 +84,26 @@ def test_a_conversation_and_its_commands(chat: Chat, tmp_path: Path) -> None:
         "chat_template_kwargs": {"enable_thinking": False},
     }
     assert len(json.loads(saved.read_text())) == 5
+
+
+def test_a_terminal_gets_the_speed(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is asked for the number of tokens, which it tells at the end."""
+
+    def script(asked: Asked) -> list[Step]:
+        events = [(0.02, chat_event(content="a ")) for _ in range(3)]
+        usage = {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 7}}
+        return streamed(*events, (0, chat_event("stop")), (0, usage))
+
+    for module in ("repl", "sources"):
+        monkeypatch.setattr(f"nanovllm.cli.{module}.is_interactive", lambda: True)
+    with WireServer(script) as wire:
+        _, shown, err = chat(wire, lines=["hi", "/set temperature 0.5", "/regen"])
+        bodies = [asked.body for asked in wire.asked if asked.method == "POST"]
+    assert err == ""
+    assert [body["stream_options"] for body in bodies] == [{"include_usage": True}] * 2
+    assert [body.get("temperature") for body in bodies] == [None, 0.5]
+    assert re.fullmatch(r"\(7 tokens, the first after \d\.\d s, \d+ tokens/s\)", shown[1])
+    assert 0 < int(shown[1].split()[-2]) <= 150  # six tokens in 0.04 s or more
 
 
 def test_a_model_may_be_named(chat: Chat) -> None:
