@@ -52,6 +52,13 @@ def test_of_equal_logits_the_lowest_token_ids_come_first():
         assert torch.equal(found, expected[:, :count])
 
 
+def test_gathering_does_not_wait_for_the_device():
+    """Tensors without numbers let no host read one."""
+    logits, tokens = torch.empty(8, VOCAB, device="meta"), torch.empty(8, device="meta").long()
+    found = gather_logprobs(logits, tokens, 5)
+    assert [x.shape for x in found] == [(8, 6), (8, 6), (8,)]
+
+
 def test_a_rank_is_one_more_than_the_number_of_likelier_tokens():
     logits = random_logits(50, torch.bfloat16)  # many ties, which share the same rank
     tokens = torch.randint(VOCAB, (50,), generator=torch.Generator().manual_seed(1))
