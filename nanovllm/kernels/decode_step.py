@@ -49,9 +49,14 @@ def advance(
 
     Then add `moves` to `positions`, and `stride` to `places`, modulo the length of `out`. The
     tables get 0 for -1, no token, because the next step looks up its embedding. No two rows write
-    the same cell, except in the scratch table row. On a GPU, `out` may be pinned memory of the
-    host. All tensors but `token_ids`, int32, are int64.
+    the same cell, except in the scratch table row. All tensors but `token_ids`, int32, are int64.
+
+    Raises:
+        ValueError: `out` is not where the other tensors are. Triton can also write to pinned memory
+            of the host, where the driver has an address of it for the GPU.
     """
+    if out.device != tokens.device:  # torch would copy a single token, and wait for it
+        raise ValueError(f"torch on {tokens.device} does not write to {out.device}")
     out[places] = tokens
     token_ids[table_indices, positions + 1] = tokens.clamp(min=0).int()
     positions.add_(moves)

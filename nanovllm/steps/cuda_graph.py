@@ -245,7 +245,7 @@ def _token_buffer(tables: DeviceTables, max_tokens: int) -> torch.Tensor:
         rows = targets, positions, moves, places, tokens
         tables.kernels.advance(tables.token_ids, *rows, host, max_tokens)
         torch.cuda.synchronize(device)
-    except ValueError as error:  # Triton's, if the driver has no address of `host` for the GPU
+    except ValueError as error:  # see `Kernels.advance`
         reason = str(error)
     if host[0] == 1:
         return host

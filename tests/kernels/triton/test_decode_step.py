@@ -94,6 +94,14 @@ def test_advance_writes_to_pinned_memory_of_the_host():
     assert out.tolist() == [0] * 5 + [7, 8, 9, 10, 11]
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_torch_refuses_to_write_to_the_host(rows):
+    """A single number it would copy, which waits for the GPU, so whoever asks must not get it."""
+    numbers = torch.zeros(6, rows, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match="torch on meta does not write to cpu"):
+        TORCH.advance(numbers.int(), *numbers[:5], torch.zeros(9, dtype=torch.int64), 1)
+
+
 def make_samples(seed, num_rows, max_drafts):
     """Return samples of rows with 0 to `max_drafts` drafts, and the last position of each row."""
     rng = random.Random(seed)
