@@ -51,7 +51,7 @@ def naive_delta(qkv, a, b, a_log, dt_bias, state):
     state = state.double().clone()
     num_heads, dk, dv = state.shape
     num_key_heads = (qkv.shape[1] - num_heads * dv) // (2 * dk)
-    out = torch.empty(len(qkv), num_heads, dv, dtype=torch.float64)
+    out = state.new_empty(len(qkv), num_heads, dv)
     for token, numbers in enumerate(qkv.double()):
         sizes = [num_key_heads * dk, num_key_heads * dk, num_heads * dv]
         q, k, v = numbers.split(sizes)

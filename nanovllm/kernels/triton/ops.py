@@ -111,7 +111,10 @@ def _add_rms_norm(
     x, residual, weight, out, residual_stride, out_stride, size, eps,
     KIND: tl.constexpr, MULTIPLIER: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Process one row. Like torch, round the product, the sum and the norm."""
+    """Process one row. Like torch, round the product, the sum and the norm to the dtype.
+
+    In float32 a GPU may compute the product and the sum by one instruction, which rounds once.
+    """
     join_chain(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)

@@ -145,6 +145,13 @@ def test_gated_delta(key_heads, value_heads, key_dim, value_dim, dtype):
     check_bits(case, 4)
 
 
+def test_the_exact_results_lie_where_the_inputs_do():
+    """Else a GPU's cannot be compared with them."""
+    sizes = (5, 32), (5, 2), (5, 2), (2,), (2,), (2, 8, 8)
+    out, state = naive_delta(*(torch.empty(size, device="meta") for size in sizes))
+    assert out.device == state.device == torch.device("meta")
+
+
 def test_no_tokens():
     for case, shape in (
         (Convolution(torch.float32, 9, 4, False, True), (0, 9)),
@@ -177,12 +184,15 @@ def test_gated_rms_norm(rows, size, dtype):
     weight = randn(size, dtype=dtype, seed=1)
     out = TRITON.gated_rms_norm(x, gate, weight, EPS)
     exact = exact_norm(x.double(), weight.double()) * silu(gate.double())
-    assert_as_good(out, TORCH.gated_rms_norm(x, gate, weight, EPS), exact)
+    torchs = TORCH.gated_rms_norm(x, gate, weight, EPS)
+    assert_as_good(out, torchs, exact)
     for row in range(0, rows, 7):
         alone = TRITON.gated_rms_norm(x[row : row + 1], gate[row : row + 1], weight, EPS)
         assert torch.equal(alone, out[row : row + 1])
-    heads = TRITON.gated_rms_norm(x.contiguous()[None], gate.contiguous()[None], weight, EPS)
-    assert torch.equal(heads, out[None])
+    assert torch.equal(TRITON.gated_rms_norm(x[None], gate[None], weight, EPS), out[None])
+    # Rows that begin elsewhere may be loaded otherwise, and summed in another order.
+    close = TRITON.gated_rms_norm(x.contiguous(), gate.contiguous(), weight, EPS)
+    assert_as_good(close, torchs, exact)
 
 
 def launch_layer(key_heads, value_heads, dtype):
