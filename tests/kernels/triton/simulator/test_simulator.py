@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies
 from tests.kernels.triton.simulator import arithmetic
 from tests.kernels.triton.simulator.driver import launch
 from tests.kernels.triton.simulator.memory import KernelError
+from tests.kernels.triton.simulator.warp import add_products
 
 
 def run(code, *tensors, threads=64, programs=1, shared=512):
@@ -325,3 +326,31 @@ def test_integers_agree_with_pythons(x, y, z):
 )
 def test_bits(op, operands, result):
     assert compute(op, *operands) == result
+
+
+@pytest.mark.parametrize(
+    ("products", "added", "bits", "expected"),
+    [
+        ([2.0**-24] * 16, 1.0, 25, 1 + 2.0**-20),  # in float32 one by one: 1
+        ([2.0**-26] * 16, 1.0, 25, 1.0),  # all are cut off
+        ([-(2.0**-24)] + [0.0] * 15, 1.0, 25, 1 - 2.0**-24),
+        ([1.5 * 2.0**-23] + [0.0] * 15, 1.0, 25, 1 + 2.0**-23),  # to nearest: 1 + 2^-22
+        ([-1.5 * 2.0**-23] + [0.0] * 15, -1.0, 25, -1 - 2.0**-23),
+        ([448.0] + [0.0625] * 31, 0.0, 13, 448 + 31 * 0.0625),
+        ([448.0] + [0.03] * 31, 0.0, 13, 448.0),
+        ([float("inf")] + [1.0] * 15, 1.0, 25, float("inf")),
+        ([0.0] * 16, 0.0, 25, 0.0),
+    ],
+)
+def test_tensor_cores_cut_and_do_not_round(products, added, bits, expected):
+    a = np.array(products, np.float32)[None, None]
+    b = np.ones((1, len(products), 1), np.float32)
+    with np.errstate(all="ignore"):
+        assert add_products(a, b, np.full((1, 1, 1), added, np.float32), bits).item() == expected
+
+
+def test_tensor_cores_keep_nan():
+    a = np.array([[[float("inf"), 1.0]]], np.float32)
+    b = np.array([[[0.0], [1.0]]], np.float32)
+    with np.errstate(all="ignore"):
+        assert np.isnan(add_products(a, b, np.zeros((1, 1, 1), np.float32), 25)).all()

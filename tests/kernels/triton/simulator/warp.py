@@ -1,5 +1,5 @@
 """Instructions of all threads of a warp: shuffles, and the matrices of the tensor cores (PTX ISA,
-sections 9.7.9, 9.7.14 and 9.7.15). Products are summed in float32.
+sections 9.7.9, 9.7.14 and 9.7.15). Products are added up as the tensor cores of Hopper do it.
 """
 
 import re
@@ -16,6 +16,8 @@ _LANE = np.arange(WARP)
 _GROUP, _QUAD = _LANE // 4, _LANE % 4
 _WARPS = 4
 """Warps that compute a product together by `wgmma`."""
+_FRACTION_BITS, _FRACTION_BITS_OF_FP8 = 25, 13
+"""What Hopper keeps of each product, below the first bit of the largest; FP8: in `wgmma`."""
 
 
 def shuffle(instruction: Instruction, machine: Machine, mask: Array) -> None:
@@ -118,12 +120,37 @@ def multiply(instruction: Instruction, machine: Machine, mask: Array) -> None:
         for part in range(per_register):
             row = _QUAD * per_register + part + 4 * per_register * index
             matrix[:, row, _GROUP] = values[..., part]
-    product = np.zeros((len(mask) // WARP, 16, 8), np.float32)
-    product[warps] = a @ matrix
-    for index, register in enumerate(target):
-        row, column = _place_of_result(index)
-        added = product[:, row, column].reshape(-1) + machine.read(of_c[index], "f32")
-        machine.write(register, added, "f32", mask)
+    places = [_place_of_result(index) for index in range(len(target))]
+    old = np.zeros((len(mask) // WARP, 16, 8), np.float32)
+    for (row, column), register in zip(places, of_c, strict=True):
+        old[:, row, column] = machine.read_all(register, "f32").reshape(-1, WARP)
+    result = np.zeros_like(old)
+    result[warps] = add_products(a, matrix, old[warps], _FRACTION_BITS)
+    for (row, column), register in zip(places, target, strict=True):
+        machine.write(register, result[:, row, column].reshape(-1), "f32", mask)
+
+
+def add_products(a: Array, b: Array, c: Array, fraction_bits: int) -> Array:
+    """Return A times B plus C, of [W, M, K], [W, K, N] and [W, M, N], as tensor cores add up.
+
+    They cut each product, and C, at so many bits below the first bit of the largest of these. What
+    is added up exactly then is cut to float32. Nothing is rounded to nearest.
+    """
+    a, b, total = a.astype(np.float64), b.astype(np.float64), c.astype(np.float64)
+    products = [a[:, :, k, None] * b[:, k, None, :] for k in range(a.shape[2])]
+    largest = np.abs(total)
+    for product in products:
+        np.maximum(largest, np.abs(product), out=largest)
+    unit = np.ldexp(1.0, np.frexp(largest)[1] - 1 - fraction_bits)
+    is_number = np.isfinite(largest)
+    cut = np.trunc(total / unit)
+    for product in products:
+        cut += np.trunc(product / unit)
+        total += product  # decides what is infinite, and what is none
+    exact = np.where(is_number, cut * unit, total)
+    rounded = exact.astype(np.float32)
+    above = np.isfinite(rounded) & (np.abs(rounded) > np.abs(exact))
+    return np.where(above, np.nextafter(rounded, np.float32(0)), rounded)
 
 
 def _read_a(machine: Machine, registers: tuple[Operand, ...], type: str) -> Array:
@@ -182,13 +209,18 @@ def multiply_group(instruction: Instruction, machine: Machine, mask: Array) -> N
         a = _read_shared(machine, of_a, threads, type, (rows, depth), flip)
     flip = bool(transposed and transposed[-1])
     b = _read_shared(machine, of_b, threads, type, (columns, depth), flip)
-    product = np.zeros((len(mask) // WARP, 16, columns), np.float32)
-    product[warps] = (a @ b.transpose(0, 2, 1)).reshape(-1, 16, columns)
-    keeps = machine.read(adds, "pred")
-    for index, register in enumerate(target):
-        row, column = _place_of_result(index)
-        old = np.where(keeps, machine.read(register, "f32"), np.float32(0))
-        machine.write(register, product[:, row, column].reshape(-1) + old, "f32", mask)
+    keeps = machine.read_all(adds, "pred").reshape(-1, WARP)
+    places = [_place_of_result(index) for index in range(len(target))]
+    old = np.zeros((len(mask) // WARP, 16, columns), np.float32)
+    for (row, column), register in zip(places, target, strict=True):
+        values = machine.read_all(register, "f32").reshape(-1, WARP)
+        old[:, row, column] = np.where(keeps, values, np.float32(0))
+    bits = _FRACTION_BITS_OF_FP8 if type == "e4m3" else _FRACTION_BITS
+    c = old[warps].reshape(-1, rows, columns)
+    result = np.zeros_like(old)
+    result[warps] = add_products(a, b.transpose(0, 2, 1), c, bits).reshape(-1, 16, columns)
+    for (row, column), register in zip(places, target, strict=True):
+        machine.write(register, result[:, row, column].reshape(-1), "f32", mask)
 
 
 def _read_shared(
