@@ -24,6 +24,8 @@ class Family(nn.Module):
     """The family's own names of some common fields: see `ModelConfig.from_hf`."""
     reads: ClassVar[frozenset[str]] = frozenset()
     """The fields of `model_config.ONLY_SOME_READ` that the family honours."""
+    ignores: ClassVar[frozenset[str]] = frozenset()
+    """Fields that a config.json may have, and that neither transformers nor the family applies."""
     names: ClassVar[dict[str, str]] = {}
     """The checkpoint's names of modules that have other names here."""
     left_out: ClassVar[tuple[str, ...]] = ()

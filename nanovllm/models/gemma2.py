@@ -38,10 +38,13 @@ class Gemma2ForCausalLM(SandwichForCausalLM):
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         layer_type = config.layer_types(self.interval)[index]
-        theta = self.local_theta if layer_type == "sliding_attention" else None
+        rope = config.rope
+        if self.local_theta is not None:
+            theta = self.local_theta if layer_type == "sliding_attention" else None
+            rope = config.rope_of(layer_type, theta)
         attention = SelfAttention(
             config,
-            self.rotary_emb(config.rope_of(layer_type, theta), config.head_dim),
+            self.rotary_emb(rope, config.head_dim),
             qk_norm=self.qk_norm,
             norm_kind=NORM_CENTRED,
             options=AttentionOptions(

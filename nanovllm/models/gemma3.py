@@ -15,6 +15,8 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     qk_norm = True
     local_theta = 10_000.0
     left_out = OTHER_MODALITIES
+    ignores = frozenset({"attn_logit_softcapping"})
+    reads = (Gemma2ForCausalLM.reads | {"rope_parameters", "rope_local_base_freq"}) - ignores
     defaults: ClassVar[dict[str, Any]] = {
         **Gemma2ForCausalLM.defaults,
         "attn_logit_softcapping": None,
@@ -33,3 +35,5 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
     """Gemma 3 4B, 12B and 27B, without pictures."""
+
+    ignores = Gemma3ForCausalLM.ignores | {"final_logit_softcapping"}

@@ -24,9 +24,10 @@ class Gemma4ForCausalLM(SandwichForCausalLM):
     """
 
     left_out = OTHER_MODALITIES
+    ignores = frozenset({"partial_rotary_factor"})  # but not in rope_parameters
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
     defaults: ClassVar[dict[str, Any]] = DEFAULTS
-    reads = frozenset({*DEFAULTS, "layer_types", "partial_rotary_factor"})
+    reads = frozenset({*DEFAULTS, "layer_types", "rope_parameters", "partial_rotary_factor"})
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         self._sources: dict[str, Attention] = {}

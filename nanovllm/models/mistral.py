@@ -16,9 +16,12 @@ class MistralForCausalLM(DecoderForCausalLM):
     """Mistral 7B, Nemo and Small: Llama without biases; a window if the config has one."""
 
     left_out = OTHER_MODALITIES
+    reads = frozenset({"layer_types"})
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
-        options = AttentionOptions(window=config.window())
+        alike = config.fields.get("layer_types") is None
+        window = config.window() if alike else config.windows(0)[index]
+        options = AttentionOptions(window=window)
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)
         attention = SelfAttention(config, rotary_emb, options=options)
         return DecoderLayer(config, attention, GatedMLP(config))

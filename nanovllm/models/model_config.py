@@ -20,7 +20,7 @@ from nanovllm.models.config_fields import (
     config_size,
     text_fields,
 )
-from nanovllm.models.rope_fields import check_rope, read_rope, rope_settings
+from nanovllm.models.rope_fields import check_rope, read_rope
 from nanovllm.options.validation import check_float, shown
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
@@ -50,6 +50,7 @@ ONLY_SOME_READ: dict[str, tuple[Any, ...]] = {
     "swiglu_alpha": (1.702, None),
     "num_local_experts": (0, None),
     "attn_output_gate": (False, None),
+    "rope_local_base_freq": (None,),
 }
 """Fields that change the arithmetic and that only some families read, with the values that ask for
 nothing special. What adds weights is not here: a tensor that nobody expects is an error."""
@@ -92,6 +93,7 @@ class ModelConfig:
         defaults: Mapping[str, Any] = MappingProxyType({}),
         reads: Collection[str] = (),
         aliases: Mapping[str, str] = MappingProxyType({}),
+        ignores: Collection[str] = (),
     ) -> "ModelConfig":
         """Read `config`, the parsed config.json of transformers 4 or 5.
 
@@ -101,13 +103,15 @@ class ModelConfig:
             reads: fields beyond the common ones that the family honours.
             aliases: the family's own names of intermediate_size, rms_norm_eps and
                 tie_word_embeddings, which come first.
+            ignores: fields that count as absent.
 
         Raises:
             UnsupportedModelError: a setting is not implemented.
             CheckpointError: a field is missing or has an invalid value.
         """
         architecture = architecture_of(config)
-        fields = {**defaults, **text_fields(config)}
+        given = text_fields(config)
+        fields = {**defaults, **{key: given[key] for key in given if key not in ignores}}
         name = {key: key for key in ("intermediate_size", "rms_norm_eps", "tie_word_embeddings")}
         name |= {key: own for key, own in aliases.items() if fields.get(own) is not None}
         _check_supported(fields, reads)
@@ -116,7 +120,7 @@ class ModelConfig:
         torch_dtype = _dtype(fields, dtype)
         num_heads, num_kv_heads, head_dim = _heads(fields)
         max_position = config_size(fields, "max_position_embeddings")
-        check_rope(rope_settings(fields, "full_attention"), reads)
+        check_rope(fields, reads)
         rope = read_rope(fields, max_position, head_dim)
         if rope.rope_type == "yarn":
             # Users who add YaRN as Qwen3's model card says leave max_position_embeddings unscaled.

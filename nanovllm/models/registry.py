@@ -112,7 +112,9 @@ def read_config(config: dict[str, Any], dtype: str = "auto") -> ModelConfig:
     name = architecture_of(config)
     check_architecture(name)
     family = family_class(name)
-    return ModelConfig.from_hf(config, dtype, family.defaults, family.reads, family.aliases)
+    return ModelConfig.from_hf(
+        config, dtype, family.defaults, family.reads, family.aliases, family.ignores
+    )
 
 
 def model_class(config: ModelConfig) -> type[nn.Module]:

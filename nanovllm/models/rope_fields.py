@@ -54,8 +54,8 @@ def rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
     by_type = isinstance(parameters, dict) and isinstance(parameters.get(layer_type), dict)
     if by_type:
         parameters = parameters[layer_type]
-    if layer_type != "full_attention" and ("rope_local_base_freq" in fields or by_type):
-        scaling = {}  # as in Gemma 3: it is for the layers with full attention
+    if layer_type != "full_attention":
+        scaling = {}  # of Gemma 3 and Olmo 3: it is for the layers with full attention
     given = scaling or parameters
     for found in (scaling, parameters):
         if not isinstance(found, dict):
@@ -66,7 +66,9 @@ def rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
     local = (
         {"rope_theta": fields.get("rope_local_base_freq")} if layer_type != "full_attention" else {}
     )
-    for fallback in (parameters, local, fields):
+    # As transformers: beside rope_scaling, config.json's own fields come before rope_parameters,
+    # but behind those of the layer type.
+    for fallback in (parameters, local, fields) if by_type else (local, fields, parameters):
         for key in ("rope_theta", "partial_rotary_factor"):
             if fallback.get(key) is not None:
                 settings.setdefault(key, fallback[key])
@@ -76,8 +78,17 @@ def rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
     return settings
 
 
-def check_rope(settings: dict[str, Any], reads: Collection[str]) -> None:
+def check_rope(fields: dict[str, Any], reads: Collection[str]) -> None:
     """Raise if a rotary setting is only for other families."""
+    settings = rope_settings(fields, "full_attention")
+    parameters = fields.get("rope_parameters")
+    parameters = parameters if isinstance(parameters, dict) else {}
+    by_type = [name for name, value in parameters.items() if isinstance(value, dict)]
+    if by_type and "rope_parameters" not in reads:
+        raise UnsupportedModelError(
+            f"config.json: rope_parameters for {shown(by_type[0])} alone are not supported: this "
+            "family rotates all layers alike"
+        )
     if settings.get("partial_rotary_factor", 1.0) == 1.0:
         reads = (*reads, "partial_rotary_factor")
     for key in FAMILY_KEYS:
