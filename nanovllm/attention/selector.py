@@ -27,9 +27,9 @@ BACKENDS: dict[str, tuple[type[Backend], ...]] = {
 """By the name of the kernels that run beside them: the best first."""
 
 
-def select_backend(spec: AttentionSpec, kernels: Kernels, *, logs: bool = True) -> Backend:
+def select_backend(spec: AttentionSpec, kernels: Kernels) -> Backend:
     """Return the first backend beside `kernels` that supports `spec`; log the reasons of those
-    before it, if `logs`.
+    before it.
 
     Raises:
         UnsupportedModelError: no backend supports `spec`. The message has every reason.
@@ -39,9 +39,7 @@ def select_backend(spec: AttentionSpec, kernels: Kernels, *, logs: bool = True) 
     for backend in BACKENDS[kernels.name]:
         reason = backend.unsupported(spec)
         if reason is None:
-            if logs:
-                refused = "".join(f"; {reason}" for reason in reasons)
-                logger.info("attention backend: %s%s", backend.name, refused)
+            logger.info("attention backend: %s%s", backend.name, "".join(f"; {r}" for r in reasons))
             return backend(spec)
         reasons.append(f"{backend.name}: {reason}")
     if spec.quantized_kv:

@@ -54,7 +54,7 @@ class AttentionGroups:
             "block_size": config.kvcache_block_size,
             "kv_dtype": self._dtype,
         }
-        first = select_backend(_spec(layers[0], max_model_len, common), kernels, logs=False)
+        first = select_backend(_spec(layers[0], max_model_len, common), kernels)
         common["block_size"] = first.block_size
         specs = [_spec(layer, max_model_len, common) for layer in layers]
         backends = {spec: select_backend(spec, kernels) for spec in dict.fromkeys(specs)}
