@@ -40,7 +40,7 @@ def run_part(name: str, out: Path, scratch: Path, seconds: float) -> dict[str, A
     figures = json.loads(path.read_text()) if path.exists() else {}
     path.unlink(missing_ok=True)
     taken = time.monotonic() - start
-    return {**figures, "ended": ended, "seconds": taken, "limit": PARTS[name].seconds}
+    return {**figures, "ended": ended, "seconds": taken}
 
 
 def run_limited(command: Sequence[str], log: Path, seconds: float) -> str:
@@ -64,17 +64,20 @@ def run_limited(command: Sequence[str], log: Path, seconds: float) -> str:
     return "done" if code == 0 else f"exit status {code}"
 
 
-def run_parts(call: dict[str, Any], parts: list[str], out: Path, deadline: float) -> None:
+def run_parts(
+    call: dict[str, Any], parts: list[str], out: Path, deadline: float, patience: float = 1.0
+) -> None:
     """Run the parts in turn; write the results and the page again after each.
 
     Args:
         call: receives the results.
         deadline: of time.monotonic(). A part that does not fit before it gets what is left.
+        patience: a factor of the parts' limits.
     """
     results = call["results"]
     with tempfile.TemporaryDirectory() as scratch:
         for name in parts:
-            limit = PARTS[name].seconds
+            limit = patience * PARTS[name].seconds
             seconds = min(limit, deadline - time.monotonic())
             if results.get("smoke", {}).get("off"):
                 ended = "not begun: the Triton kernels are off"
@@ -83,7 +86,7 @@ def run_parts(call: dict[str, Any], parts: list[str], out: Path, deadline: float
                 ended = "not begun: the call's time was over"
                 results[name] = {"ended": ended, "seconds": 0.0, "limit": limit}
             else:
-                results[name] = run_part(name, out, Path(scratch), seconds)
+                results[name] = {**run_part(name, out, Path(scratch), seconds), "limit": limit}
             write(out / "results.json", json.dumps(call, indent=1))
             write(out / "page.md", page([call]))
             print(f"{name}: {results[name]['ended']}, {results[name]['seconds']:.0f} s")
@@ -143,6 +146,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=9.0, help="limit for all parts together; default: 9"
     )
+    parser.add_argument(
+        "--patience", type=float, default=1.0, help="factor of the parts' limits; default: 1"
+    )
     for hidden in ("--part", "--scratch", "--seconds"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -177,7 +183,7 @@ def main() -> int:
         "command": f"python -m {MODULE} --parts {','.join(args.parts)} --minutes {args.minutes:g}",
         "results": {},
     }
-    run_parts(call, args.parts, out, deadline)
+    run_parts(call, args.parts, out, deadline, args.patience)
     return int(failed(call["results"]))
 
 
