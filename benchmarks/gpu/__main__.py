@@ -2,8 +2,8 @@
 
 Each part is a process with a time limit. Its figures are saved as they come, so a part that fails
 or is cut costs no other part. Weights are random, in the shapes of Qwen3; nothing is downloaded.
-Writes results.json, page.md and log.txt. Exits with 1 if a part or a test failed, and with 2
-without a CUDA device.
+Writes results.json, page.md, log.txt, and kernels.tar.xz with what Triton compiled. Exits with 1 if
+a part or a test failed, and with 2 without a CUDA device.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import carry
 from benchmarks.gpu.part import ROOT, Record
 from benchmarks.gpu.report import PARTS, page, section
 
@@ -147,6 +148,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--minutes", type=float, default=9.0, help="limit for all parts together; default: 9"
     )
     parser.add_argument(
+        "--kernels", type=Path, help="kernels.tar.xz of prebuild or of an earlier call"
+    )
+    parser.add_argument(
         "--patience", type=float, default=1.0, help="factor of the parts' limits; default: 1"
     )
     for hidden in ("--part", "--scratch", "--seconds"):
@@ -175,6 +179,10 @@ def main() -> int:
     # For what the tests start elsewhere: the package need not be installed.
     places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(places)
+    os.environ |= carry.variables()
+    if args.kernels is not None:
+        carry.unpack(args.kernels)
+    carried = carry.num_kernels()
     from benchmarks.gpu.machine import describe_machine
 
     (out / "log.txt").unlink(missing_ok=True)
@@ -184,6 +192,8 @@ def main() -> int:
         "results": {},
     }
     run_parts(call, args.parts, out, deadline, args.patience)
+    carry.pack(out / carry.FILE)
+    print(f"{carried} kernels were carried here, {carry.num_kernels() - carried} compiled here")
     return int(failed(call["results"]))
 
 
