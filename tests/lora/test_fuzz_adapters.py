@@ -59,7 +59,8 @@ def mutated_weights(draw: Any, original: bytes) -> bytes:
     """Return the weights with another header, or with bytes damaged anywhere."""
     end = 8 + int.from_bytes(original[:8], "little")
     header = json.loads(original[8:end])
-    kind = draw(st.sampled_from(["entry", "name", "header", "bytes", "numbers"]))
+    kinds = ["entry", "name", "header", "bytes", "numbers", "numbers", "numbers"]
+    kind = draw(st.sampled_from(kinds))
     if kind == "bytes":
         content: bytes = draw(damaged(original))
         return content
@@ -149,4 +150,5 @@ def test_a_mutation_gives_our_error_or_tokens(llm: LLM, adapter: Path, name: str
     finally:
         (adapter / name).write_bytes(original)
     assert tokens(lora_request=request) == expected
-    assert min(count["refused"], count["taken"]) >= SETTINGS.max_examples // 20
+    assert sum(count.values()) >= SETTINGS.max_examples
+    assert min(count["refused"], count["taken"]) >= SETTINGS.max_examples // 100
