@@ -16,8 +16,10 @@ _LANE = np.arange(WARP)
 _GROUP, _QUAD = _LANE // 4, _LANE % 4
 _WARPS = 4
 """Warps that compute a product together by `wgmma`."""
-_FRACTION_BITS, _FRACTION_BITS_OF_FP8 = 25, 13
-"""What Hopper keeps of each product, below the first bit of the largest; FP8: in `wgmma`."""
+_FRACTION_BITS_OF_FP8 = 13
+"""What `wgmma` keeps of each product, below the first bit of the largest. Of 16 bits and TF32 it is
+25 bits: so many that this does not cut there.
+"""
 
 
 def shuffle(instruction: Instruction, machine: Machine, mask: Array) -> None:
@@ -125,29 +127,25 @@ def multiply(instruction: Instruction, machine: Machine, mask: Array) -> None:
     for (row, column), register in zip(places, of_c, strict=True):
         old[:, row, column] = machine.read_all(register, "f32").reshape(-1, WARP)
     result = np.zeros_like(old)
-    result[warps] = add_products(a, matrix, old[warps], _FRACTION_BITS)
+    result[warps] = add_products(a, matrix, old[warps])
     for (row, column), register in zip(places, target, strict=True):
         machine.write(register, result[:, row, column].reshape(-1), "f32", mask)
 
 
-def add_products(a: Array, b: Array, c: Array, fraction_bits: int) -> Array:
+def add_products(a: Array, b: Array, c: Array, fraction_bits: int | None = None) -> Array:
     """Return A times B plus C, of [W, M, K], [W, K, N] and [W, M, N], as tensor cores add up.
 
     They cut each product, and C, at so many bits below the first bit of the largest of these. What
-    is added up exactly then is cut to float32. Nothing is rounded to nearest.
+    is added up then is cut to float32. Nothing is rounded to nearest.
     """
-    a, b, total = a.astype(np.float64), b.astype(np.float64), c.astype(np.float64)
-    products = [a[:, :, k, None] * b[:, k, None, :] for k in range(a.shape[2])]
-    largest = np.abs(total)
-    for product in products:
-        np.maximum(largest, np.abs(product), out=largest)
-    unit = np.ldexp(1.0, np.frexp(largest)[1] - 1 - fraction_bits)
-    is_number = np.isfinite(largest)
-    cut = np.trunc(total / unit)
-    for product in products:
-        cut += np.trunc(product / unit)
-        total += product  # decides what is infinite, and what is none
-    exact = np.where(is_number, cut * unit, total)
+    a, b, c = a.astype(np.float64), b.astype(np.float64), c.astype(np.float64)
+    exact = a @ b + c
+    if fraction_bits is not None:
+        products = [a[:, :, k, None] * b[:, k, None, :] for k in range(a.shape[2])]
+        largest = np.max([np.abs(x) for x in (c, *products)], 0)
+        unit = np.ldexp(1.0, np.frexp(largest)[1] - 1 - fraction_bits)
+        cut = np.sum([np.trunc(x / unit) for x in (c, *products)], 0) * unit
+        exact = np.where(np.isfinite(largest), cut, exact)
     rounded = exact.astype(np.float32)
     above = np.isfinite(rounded) & (np.abs(rounded) > np.abs(exact))
     return np.where(above, np.nextafter(rounded, np.float32(0)), rounded)
@@ -215,7 +213,7 @@ def multiply_group(instruction: Instruction, machine: Machine, mask: Array) -> N
     for (row, column), register in zip(places, target, strict=True):
         values = machine.read_all(register, "f32").reshape(-1, WARP)
         old[:, row, column] = np.where(keeps, values, np.float32(0))
-    bits = _FRACTION_BITS_OF_FP8 if type == "e4m3" else _FRACTION_BITS
+    bits = _FRACTION_BITS_OF_FP8 if type == "e4m3" else None
     c = old[warps].reshape(-1, rows, columns)
     result = np.zeros_like(old)
     result[warps] = add_products(a, b.transpose(0, 2, 1), c, bits).reshape(-1, 16, columns)
