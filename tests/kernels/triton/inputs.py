@@ -71,7 +71,8 @@ def assert_as_good(ours, torchs, exact, roundings=1):
     if exact.numel():
         rounding = torch.finfo(ours.dtype).eps * exact.abs().max()
         limit = 2 * (torchs.double() - exact).abs().max() + roundings * rounding
-        assert (ours.double() - exact).abs().max() <= limit
+        error = (ours.double() - exact).abs().max()
+        assert error <= limit, f"{error / rounding:.3} roundings, not {limit / rounding:.3}"
 
 
 def exact_norm(x, weight):
