@@ -157,11 +157,17 @@ assert launch(1, 1, 1, 2048, 1, 1) == 1
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
-def test_refused_without_cuda_in_torch(tmp_path: Path) -> None:
+def test_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu.standin", "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "needs a build of torch for CUDA" in done.stderr
+    for parts, reason in (
+        ("nano", "needs a build of torch for CUDA"),
+        ("nano,suite,kernels", "tests cannot run over it: suite, kernels"),
+    ):
+        done = subprocess.run(
+            [*command, "--parts", parts], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 2
+        assert reason in done.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -173,17 +179,12 @@ def test_refused_without_cuda_in_torch(tmp_path: Path) -> None:
         ("smoke", {"ended": "exit status 1", "control": {"seen": False}}, "ran"),
         ("smoke", {"ended": "exit status 1", "engines": [{"error": "why"}]}, "failed: why"),
         (
-            "smoke",
-            {
-                "ended": "exit status 1",
-                "engines": [{"way": standin.UNCERTAIN, "error": "CUDA out of memory"}],
-                "control": {"seen": False},
-            },
-            "ran",
+            "speculation",
+            {"ended": "done", "rows": [{"error": "why"}]},
+            "ran; perhaps by chance: why",
         ),
+        ("nano", {"ended": "done", "rows": [{"error": "why"}]}, "failed: why"),
         ("step", {"ended": "done", "steps": [{"error": standin.EXPECTED[0]}]}, "ran"),
-        ("kernels", {"ended": "done", "files": {"a": {"ended": "failed"}}}, "ran"),
-        ("kernels", {"ended": "done", "files": {"the rest": {"ended": "x"}}}, "tests: x"),
     ],
 )
 def test_what_counts_as_ran(name: str, part: dict[str, Any], verdict: str) -> None:
