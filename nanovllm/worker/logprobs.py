@@ -241,17 +241,37 @@ def _gather_piece(
 def _most_likely(logprobs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `count` largest of each row, and their ids; of equal ones the lowest ids first.
 
-    Which of equal ones torch's topk takes depends on `count`, which is that of the whole batch. So
-    it gets integers that are all different: a number's bits, in the order of the numbers, and the
-    id below them. They take memory, hence parts. The host waits for nothing.
+    Which of equal ones torch's topk takes depends on `count`, which is that of the whole batch.
     """
-    found = []
-    if count:
-        ids = torch.arange(logprobs.shape[-1], device=logprobs.device)
-        for part in logprobs.chunk(4):
-            bits = part.add(0.0).view(torch.int32)  # -0.0 becomes 0.0, which equals it
-            bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
-            keys = bits.long().mul_(2**32).sub_(ids)
-            found.append(-keys.topk(count).values & 0xFFFFFFFF)
-    chosen = torch.cat(found) if found else logprobs.new_empty((len(logprobs), 0), dtype=torch.long)
-    return logprobs.gather(1, chosen), chosen
+    if not count:
+        return logprobs[:, :0], logprobs.new_empty((len(logprobs), 0), dtype=torch.long)
+    if logprobs.device.type == "cpu":
+        ids = _largest_by_row(logprobs, count)
+    else:
+        ids = torch.cat([_largest_by_key(part, count) for part in logprobs.chunk(4)])
+    return logprobs.gather(1, ids), ids
+
+
+def _largest_by_row(logprobs: torch.Tensor, count: int) -> torch.Tensor:
+    """Return ids as `_most_likely` does. Rows with equal numbers at the end are looked at again."""
+    values, ids = logprobs.topk(count)
+    candidates = (logprobs >= values[:, -1:]).sum(-1, dtype=torch.int32)
+    for row in (candidates > count).nonzero()[:, 0]:
+        found = (logprobs[row] >= values[row, -1]).nonzero()[:, 0]
+        ordered = logprobs[row, found].sort(descending=True, stable=True)
+        ids[row] = found[ordered.indices[:count]]
+    ids = ids.sort(-1).values
+    return ids.gather(1, logprobs.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices)
+
+
+def _largest_by_key(logprobs: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the same without waiting for a GPU. A CPU takes twice the time of `_largest_by_row`.
+
+    topk gets integers that are all different: a number's bits, in the order of the numbers, and the
+    id below them.
+    """
+    bits = logprobs.add(0.0).view(torch.int32)  # -0.0 becomes 0.0, which equals it
+    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
+    ids = torch.arange(logprobs.shape[-1], device=logprobs.device)
+    keys = bits.long().mul_(2**32).sub_(ids)
+    return -keys.topk(count).values & 0xFFFFFFFF

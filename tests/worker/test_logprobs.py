@@ -11,6 +11,8 @@ from nanovllm.worker.logprobs import (
     _PIECE,
     GatheredLogprobs,
     Logprobs,
+    _largest_by_key,
+    _largest_by_row,
     gather_logprobs,
     sampled_logprobs,
 )
@@ -39,6 +41,16 @@ def test_logprobs_are_the_log_softmax(dtype, count):
     top = expected.topk(width - 1).values
     torch.testing.assert_close(found.logprobs[:, 1:].double(), top, rtol=0, atol=1e-5)
     assert all(len(set(row)) == width - 1 for row in found.token_ids[:, 1:].tolist())
+
+
+@pytest.mark.parametrize("largest", [_largest_by_row, _largest_by_key])
+def test_of_equal_numbers_the_lowest_ids_come_first(largest):
+    """On a CPU and on a GPU."""
+    numbers = torch.randint(-3, 3, (8, VOCAB), generator=torch.Generator().manual_seed(2)) / 7.0
+    numbers[:, :5] = torch.tensor([-0.0, 0.0, -torch.inf, 1e-40, -1e-40])
+    expected = numbers.sort(dim=-1, descending=True, stable=True).indices
+    for count in (1, 2, 7, VOCAB // 2, VOCAB):
+        assert torch.equal(largest(numbers, count), expected[:, :count])
 
 
 def test_of_equal_logits_the_lowest_token_ids_come_first():
