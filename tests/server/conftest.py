@@ -110,6 +110,7 @@ def async_llm() -> Iterator[AsyncLLM]:
 def server(async_llm: AsyncLLM) -> Iterator[Running]:
     """A server with the default options."""
     with running(async_llm) as found:
+        assert found.state.answer_format  # is kept, and tests put other templates in the state
         yield found
 
 
