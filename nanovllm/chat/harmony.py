@@ -11,13 +11,12 @@ from typing import Literal
 
 from nanovllm.chat.call_arguments import Function, new_call_id
 from nanovllm.chat.parts import (
-    PartsReader,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.chat.reasoning import HARMONY, marked_tag, prefix_at_end
+from nanovllm.chat.reasoning import HARMONY, TagsReader, marked_tag
 from nanovllm.chat.tool_calls import MAX_CALLS
 
 REASONING = HARMONY
@@ -37,7 +36,7 @@ _CONTENT_TYPE = re.compile(r"\A\s*(?:json|code|text)\b")
 _Kind = Literal["text", "reasoning", "call"]
 
 
-class HarmonyParser(PartsReader):
+class HarmonyParser(TagsReader):
     """Splits an answer into reasoning, text and calls.
 
     The channel analysis is reasoning; a message to a function is a call; all else is text, also
@@ -63,7 +62,6 @@ class HarmonyParser(PartsReader):
         self._has_reasoning = has_reasoning
         self._has_calls = has_calls
         self._tags = {marked_tag(tag, marked): tag for tag in TAGS}
-        self._any_tag = re.compile("|".join(map(re.escape, self._tags)))
         self._sections: list[tuple[str, str]] | None = None if started else [("", "")]
         self._is_open = False  # the header began with a tag, so it is one
         self._kind: _Kind = "reasoning" if started and has_reasoning else "text"
@@ -73,22 +71,11 @@ class HarmonyParser(PartsReader):
         self._is_first = True  # nothing of the message was returned yet
 
     def _answer(self) -> Iterator[None]:
-        """Read the answer. What is held back is the beginning of a tag, maybe.
+        """Read all messages.
 
         Of an answer that was cut off, a header and a call without arguments are dropped, too.
         """
-        while not self._ended:
-            end = 0
-            for match in self._any_tag.finditer(self._text):
-                self._read(self._text[end : match.start()])
-                self._read_tag(self._tags[match[0]])
-                end = match.end()
-            text = self._text[end:]
-            self._text = max((prefix_at_end(text, tag) for tag in self._tags), key=len)
-            self._read(text.removesuffix(self._text))
-            yield
-        if not self._cut:
-            self._read(self._text)
+        yield from self._pieces()
         if self._sections is not None:
             self._end_header()
         self._end_message()

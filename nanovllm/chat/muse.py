@@ -17,13 +17,12 @@ from typing import Literal
 from nanovllm.chat.call_arguments import Function
 from nanovllm.chat.parts import (
     Part,
-    PartsReader,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.chat.reasoning import MUSE, marked_tag, prefix_at_end
+from nanovllm.chat.reasoning import MUSE, TagsReader, marked_tag
 from nanovllm.chat.tagged_calls import TaggedParser
 from nanovllm.chat.tool_calls import MAX_CALLS
 
@@ -60,7 +59,7 @@ class AtemParser(TaggedParser):
         super()._start(first if first == second and first in known - {name} else name, call_id)
 
 
-class MuseParser(PartsReader):
+class MuseParser(TagsReader):
     """Splits an answer into reasoning, text and calls.
 
     A message to itself is the model's reasoning, one to the user or to nobody is text, and one to
@@ -89,7 +88,6 @@ class MuseParser(PartsReader):
         self._has_calls = has_calls
         self._functions = functions
         self._tags = {marked_tag(tag, marked): tag for tag in TAGS}
-        self._any_tag = re.compile("|".join(map(re.escape, self._tags)))
         self._header: str | None = None if started else ""  # None inside a message
         self._is_open = False  # the header began with a tag, so it is one
         self._kind: _Kind = "reasoning" if started and has_reasoning else "text"
@@ -99,19 +97,8 @@ class MuseParser(PartsReader):
         self._is_first = True  # nothing of the message was returned yet
 
     def _answer(self) -> Iterator[None]:
-        """Read the answer. What is held back is the beginning of a tag, maybe."""
-        while not self._ended:
-            end = 0
-            for match in self._any_tag.finditer(self._text):
-                self._read(self._text[end : match.start()])
-                self._read_tag(self._tags[match[0]])
-                end = match.end()
-            text = self._text[end:]
-            self._text = max((prefix_at_end(text, tag) for tag in self._tags), key=len)
-            self._read(text.removesuffix(self._text))
-            yield
-        if not self._cut:
-            self._read(self._text)
+        """Read all messages."""
+        yield from self._pieces()
         self._end_message()
 
     def _read(self, text: str) -> None:

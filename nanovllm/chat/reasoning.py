@@ -3,7 +3,9 @@
 Pure text: knows no requests, no tokens and no server.
 """
 
-from collections.abc import Collection, Iterator
+import re
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from nanovllm.chat.parts import PartsReader, ReasoningDelta, TextDelta
@@ -213,3 +215,34 @@ def prefix_at_end(text: str, tag: str) -> str:
         if text.endswith(tag[:length]):
             return tag[:length]
     return ""
+
+
+class TagsReader(PartsReader):
+    """Reads an answer as tags and the text between them."""
+
+    _tags: Mapping[str, str]
+    """The tags as they stand in the text, and their names."""
+
+    @abstractmethod
+    def _read(self, text: str) -> None:
+        """Read text that has no tag."""
+
+    @abstractmethod
+    def _read_tag(self, tag: str) -> None:
+        """Read a tag of this name."""
+
+    def _pieces(self) -> Iterator[None]:
+        """Read the answer to its end. What is held back is the beginning of a tag, maybe."""
+        any_tag = re.compile("|".join(map(re.escape, self._tags)))
+        while not self._ended:
+            end = 0
+            for match in any_tag.finditer(self._text):
+                self._read(self._text[end : match.start()])
+                self._read_tag(self._tags[match[0]])
+                end = match.end()
+            text = self._text[end:]
+            self._text = max((prefix_at_end(text, tag) for tag in self._tags), key=len)
+            self._read(text.removesuffix(self._text))
+            yield
+        if not self._cut:
+            self._read(self._text)
