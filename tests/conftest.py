@@ -6,6 +6,7 @@ import ctypes
 import functools
 import gc
 import importlib.util
+import logging
 import os
 import signal
 from collections import Counter
@@ -55,6 +56,13 @@ LONGEST = """
 
 
 EVERY_CASE = "EVERY_CASE" in os.environ
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """A server that ran in this process leaves the level of its log behind: see `Log`."""
+    yield
+    logging.getLogger("nanovllm").setLevel(logging.NOTSET)
 
 
 def pytest_configure(config: pytest.Config) -> None:
