@@ -135,7 +135,7 @@ class RowOptions:
             )
         self._check_names()
         if self.form == OPENAI:
-            from nanovllm.server.answers import find_answer_format
+            from nanovllm.server.answers.answer_format import find_answer_format
 
             find_answer_format(None, *self.batch.parsers)  # checks their names
 

@@ -1,1 +1,1 @@
-"""Conversations to prompts, and answers to their parts: templates, tools, reasoning."""
+"""Conversations to prompts: messages, tools and chat templates."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
 from nanovllm.chat.messages import fields_of, is_message, prepared
-from nanovllm.chat.reasoning import is_harmony
 from nanovllm.chat.retelling import is_told, retold, without_system
 from nanovllm.chat.template_process import TemplateError, TemplateLimitError, TemplateProcess
 from nanovllm.chat.template_shape import TemplateShape, find_shape
@@ -15,6 +14,7 @@ from nanovllm.chat.tool_messages import (
     completed,
     fitted,
     for_harmony,
+    is_harmony,
     shows_pythonic_calls,
     with_thinking,
 )

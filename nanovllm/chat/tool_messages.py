@@ -38,6 +38,11 @@ def shows_pythonic_calls(template: str) -> bool:
     return re.search(r"<\|tool_(call|list)_start\|>|List of tools: \[", template) is not None
 
 
+def is_harmony(template: str) -> bool:
+    """Whether a chat template writes harmony, the format of gpt-oss."""
+    return "<|channel|>" in template and "<|message|>" in template
+
+
 def fitted(
     conversation: Seq[Mapping[str, Any]], tools: Any, template: str, shape: TemplateShape
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -19,7 +19,7 @@ from nanovllm.ray.affinity import AffinityRouter
 from nanovllm.ray.frontend import Frontend
 from nanovllm.ray.replica import Engine
 from nanovllm.server.adapters import check_adapter_options
-from nanovllm.server.answers import find_answer_format
+from nanovllm.server.answers.answer_format import find_answer_format
 from nanovllm.server.options import ServerOptions, keys_of_environment
 
 _NOT_HERE = {

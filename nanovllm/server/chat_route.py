@@ -10,18 +10,18 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from nanovllm.chat.parameter_types import TypedFunction, typed
-from nanovllm.chat.parts import (
+from nanovllm.engine.prompt import Prompt
+from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.server import generation
+from nanovllm.server.answers.parameter_types import TypedFunction, typed
+from nanovllm.server.answers.parts import (
     Part,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.engine.prompt import Prompt
-from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
-from nanovllm.server import generation
 from nanovllm.server.conversation import AnswerReader, params_in_form, render
 from nanovllm.server.error_bodies import naming_params
 from nanovllm.server.json_route import JSONRoute

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence as Seq
 from itertools import chain
 from typing import Any
 
-from nanovllm.chat.parameter_types import TypedFunction
-from nanovllm.chat.parts import Part, ReasoningDelta, ToolCallArguments, ToolCallStart
 from nanovllm.chat.templates import template_options
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput
+from nanovllm.server.answers.parameter_types import TypedFunction
+from nanovllm.server.answers.parts import Part, ReasoningDelta, ToolCallArguments, ToolCallStart
 from nanovllm.server.error_bodies import APIError
 from nanovllm.server.params import check_logprobs
 from nanovllm.server.protocol.chat import ConversationRequest, Tool

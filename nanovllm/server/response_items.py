@@ -9,7 +9,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nanovllm.chat.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.server.answers.parts import (
+    Part,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from nanovllm.server.protocol.messages import Message
 from nanovllm.server.protocol.response_objects import (
     Event,

@@ -12,12 +12,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from nanovllm.chat.parameter_types import typed
 from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.server import generation
+from nanovllm.server.answers.parameter_types import typed
 from nanovllm.server.conversation import AnswerReader, params_in_form, render
 from nanovllm.server.error_bodies import APIError, as_api_error, naming_params
 from nanovllm.server.json_route import JSONRoute

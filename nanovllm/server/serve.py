@@ -30,7 +30,7 @@ from nanovllm.options.config import Config
 from nanovllm.options.flags import given_fields
 from nanovllm.server.adapters import check_adapter_options
 from nanovllm.server.admission import shutting_down
-from nanovllm.server.answers import find_answer_format
+from nanovllm.server.answers.answer_format import find_answer_format
 from nanovllm.server.app import make_app
 from nanovllm.server.connection import connection_class
 from nanovllm.server.log_setup import Log

@@ -17,7 +17,7 @@ from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.validation import shown
 from nanovllm.server.adapters import Adapters, check_adapter_options
 from nanovllm.server.admission import Admission, BodyBudget
-from nanovllm.server.answers import AnswerFormat, find_answer_format
+from nanovllm.server.answers.answer_format import AnswerFormat, find_answer_format
 from nanovllm.server.error_bodies import APIError
 from nanovllm.server.options import ServerOptions, model_name
 from nanovllm.server.prometheus import ServerMetrics

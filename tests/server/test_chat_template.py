@@ -10,7 +10,7 @@ from nanovllm.server.options import ServerOptions
 
 pytest.importorskip("fastapi")
 
-from nanovllm.chat.tool_formats import Mistral
+from nanovllm.server.answers.tool_formats import Mistral
 from tests.chat.family_templates import TEMPLATES
 from tests.server.conftest import running
 

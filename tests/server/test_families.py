@@ -12,14 +12,14 @@ from openai import OpenAI
 pytest.importorskip("fastapi")
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
-from nanovllm.chat import harmony, muse
-from nanovllm.chat.literal_calls import CLOSING, QUOTE
-from nanovllm.chat.parts import Part
 from nanovllm.options.structured_outputs import structured_outputs
-from nanovllm.server.answers import AnswerFormat, find_answer_format
+from nanovllm.server.answers import harmony, muse
+from nanovllm.server.answers.answer_format import AnswerFormat, find_answer_format
+from nanovllm.server.answers.literal_calls import CLOSING, QUOTE
+from nanovllm.server.answers.parts import Part
 from nanovllm.structured.grammar import GrammarCompiler
-from tests.chat.test_harmony import Answer, joined
 from tests.checkpoints import copy_checkpoint, read_json, write_json
+from tests.server.answers.test_harmony import Answer, joined
 from tests.server.conftest import running
 
 GEMMA_TAGS = ("<|tool_call>", CLOSING, QUOTE, "<|channel>", "<channel|>", "<|tool_response>")

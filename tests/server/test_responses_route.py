@@ -9,7 +9,7 @@ from openai import OpenAI
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from nanovllm.server.answers import find_answer_format
+from nanovllm.server.answers.answer_format import find_answer_format
 from nanovllm.server.protocol.response_objects import (
     OutputCall,
     OutputMessage,

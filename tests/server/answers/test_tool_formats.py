@@ -5,10 +5,10 @@ import json
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.chat.json_calls import HermesParser, LlamaParser, MistralParser
-from nanovllm.chat.parts import Part, TextDelta, ToolCallArguments, ToolCallStart
-from nanovllm.chat.template_marks import find_tool_format
-from nanovllm.chat.tool_calls import ToolCallParser
+from nanovllm.server.answers.json_calls import HermesParser, LlamaParser, MistralParser
+from nanovllm.server.answers.parts import Part, TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.server.answers.template_marks import find_tool_format
+from nanovllm.server.answers.tool_calls import ToolCallParser
 
 Answer = list[str | tuple[str, str]]
 """Pieces of text, and calls as (name, arguments), in order."""

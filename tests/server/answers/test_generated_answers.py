@@ -11,19 +11,19 @@ from random import Random
 
 import pytest
 
-from nanovllm.chat.answer_parser import AnswerParser
-from nanovllm.chat.harmony import HarmonyParser
-from nanovllm.chat.muse import MuseParser
-from nanovllm.chat.parts import (
+from nanovllm.server.answers.answer_parser import AnswerParser
+from nanovllm.server.answers.harmony import HarmonyParser
+from nanovllm.server.answers.muse import MuseParser
+from nanovllm.server.answers.parts import (
     PartsReader,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.chat.reasoning import HARMONY, MUSE, ReasoningParser
-from nanovllm.chat.tool_formats import TOOL_FORMATS
-from tests.chat.generated_answers import FAMILIES, Answer, Family, answer
+from nanovllm.server.answers.reasoning import HARMONY, MUSE, ReasoningParser
+from nanovllm.server.answers.tool_formats import TOOL_FORMATS
+from tests.server.answers.generated_answers import FAMILIES, Answer, Family, answer
 
 NUM_ANSWERS = int(os.environ.get("FUZZ_EXAMPLES", 4))
 EVERY_CUT = 100

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.chat.muse import MuseParser
-from tests.chat.test_harmony import Answer, joined
-from tests.chat.test_tool_formats import cut
+from nanovllm.server.answers.muse import MuseParser
+from tests.server.answers.test_harmony import Answer, joined
+from tests.server.answers.test_tool_formats import cut
 
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "more": {"type": "object"}}
 FUNCTIONS = [SimpleNamespace(name="weather", parameters={"properties": PROPERTIES})]

@@ -12,14 +12,20 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from nanovllm import SamplingParams, demo_model
-from nanovllm.chat.parameter_types import typed
-from nanovllm.chat.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from nanovllm.engine.marked_detokenizer import MarkedDetokenizer
 from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.options.sampling_params import TOKEN_MARK
 from nanovllm.options.structured_outputs import structured_outputs
 from nanovllm.outputs import CompletionOutput
-from nanovllm.server.answers import AnswerFormat, ToolChoice, find_answer_format
+from nanovllm.server.answers.answer_format import AnswerFormat, ToolChoice, find_answer_format
+from nanovllm.server.answers.parameter_types import typed
+from nanovllm.server.answers.parts import (
+    Part,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from nanovllm.server.conversation import AnswerReader
 from nanovllm.server.protocol.chat import ChatRequest, FunctionName
 from nanovllm.structured.grammar import GrammarCompiler

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.chat.literal_calls import CLOSING, QUOTE, Gemma4Parser
-from nanovllm.chat.parts import TextDelta, ToolCallStart
-from nanovllm.chat.tool_calls import ToolCallParser
 from nanovllm.options.sampling_params import TOKEN_MARK
-from tests.chat.strategies import json_values
-from tests.chat.test_tool_formats import Answer, cut, joined
+from nanovllm.server.answers.literal_calls import CLOSING, QUOTE, Gemma4Parser
+from nanovllm.server.answers.parts import TextDelta, ToolCallStart
+from nanovllm.server.answers.tool_calls import ToolCallParser
+from tests.server.answers.strategies import json_values
+from tests.server.answers.test_tool_formats import Answer, cut, joined
 
 TAGS = (Gemma4Parser.tag, CLOSING, QUOTE)
 

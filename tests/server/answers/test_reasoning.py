@@ -2,8 +2,9 @@
 
 import pytest
 
-from nanovllm.chat.parts import ReasoningDelta, TextDelta
-from nanovllm.chat.reasoning import (
+from nanovllm.options.sampling_params import TOKEN_MARK
+from nanovllm.server.answers.parts import ReasoningDelta, TextDelta
+from nanovllm.server.answers.reasoning import (
     GEMMA4,
     HARMONY,
     HUNYUAN,
@@ -13,7 +14,6 @@ from nanovllm.chat.reasoning import (
     ReasoningParser,
     find_reasoning_format,
 )
-from nanovllm.options.sampling_params import TOKEN_MARK
 
 
 def split(text: str, size: int, *, started: bool, cut: bool = False) -> tuple[str, str]:

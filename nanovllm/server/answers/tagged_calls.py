@@ -17,10 +17,10 @@ import re
 from collections.abc import Collection, Sequence, Set
 from typing import ClassVar
 
-from nanovllm.chat.call_arguments import Function, NotACall, decoded, escaped
-from nanovllm.chat.json_calls import HermesParser
-from nanovllm.chat.parameter_types import ParameterTypes
-from nanovllm.chat.text_reader import Steps
+from nanovllm.server.answers.call_arguments import Function, NotACall, decoded, escaped
+from nanovllm.server.answers.json_calls import HermesParser
+from nanovllm.server.answers.parameter_types import ParameterTypes
+from nanovllm.server.answers.text_reader import Steps
 
 _HELD = re.compile(r"\n?(?:<[/a-z:=\" ]{0,24})?\Z")
 """At the end of the text: with what a value's end may begin."""

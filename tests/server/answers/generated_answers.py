@@ -10,11 +10,19 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, NamedTuple
 
-from nanovllm.chat.harmony import TAGS as HARMONY_TAGS
-from nanovllm.chat.muse import TAGS as MUSE_TAGS
-from nanovllm.chat.parameter_types import ParameterTypes, TypedFunction
-from nanovllm.chat.reasoning import GEMMA4, HARMONY, MISTRAL, MUSE, SEED, THINK, ReasoningFormat
 from nanovllm.options.sampling_params import TOKEN_MARK
+from nanovllm.server.answers.harmony import TAGS as HARMONY_TAGS
+from nanovllm.server.answers.muse import TAGS as MUSE_TAGS
+from nanovllm.server.answers.parameter_types import ParameterTypes, TypedFunction
+from nanovllm.server.answers.reasoning import (
+    GEMMA4,
+    HARMONY,
+    MISTRAL,
+    MUSE,
+    SEED,
+    THINK,
+    ReasoningFormat,
+)
 
 Call = tuple[str, dict[str, Any]]
 

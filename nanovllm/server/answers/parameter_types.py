@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from nanovllm.chat.call_arguments import Function
+from nanovllm.server.answers.call_arguments import Function
 from nanovllm.utils.safe_regex import SafeRegex
 
 TYPES = frozenset(("string", "integer", "number", "boolean", "null", "object", "array"))

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.chat.parts import ToolCallStart
-from nanovllm.chat.pythonic_calls import CALLS_END, CALLS_START, PythonicParser, as_json
 from nanovllm.options.sampling_params import TOKEN_MARK
-from tests.chat.strategies import json_values
-from tests.chat.test_tool_formats import Answer, cut, joined
+from nanovllm.server.answers.parts import ToolCallStart
+from nanovllm.server.answers.pythonic_calls import CALLS_END, CALLS_START, PythonicParser, as_json
+from tests.server.answers.strategies import json_values
+from tests.server.answers.test_tool_formats import Answer, cut, joined
 
 
 def parse(text: str, sizes: list[int] | None = None, *, is_cut: bool = False) -> Answer:

@@ -12,10 +12,10 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
-from nanovllm.chat.call_arguments import JSON_SCALAR, Function, NotACall, decoded, escaped
-from nanovllm.chat.reasoning import prefix_at_end
-from nanovllm.chat.text_reader import Steps
-from nanovllm.chat.tool_calls import ToolCallParser
+from nanovllm.server.answers.call_arguments import JSON_SCALAR, Function, NotACall, decoded, escaped
+from nanovllm.server.answers.reasoning import prefix_at_end
+from nanovllm.server.answers.text_reader import Steps
+from nanovllm.server.answers.tool_calls import ToolCallParser
 
 CLOSING, QUOTE = "<tool_call|>", '<|"|>'
 NAME = re.compile(r"[-.:\w]")

@@ -6,11 +6,11 @@ Their reasoning, text and calls are read by one parser each.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from nanovllm.chat import harmony, muse
-from nanovllm.chat.call_arguments import Function
-from nanovllm.chat.parts import PartsReader
-from nanovllm.chat.reasoning import ReasoningFormat
-from nanovllm.chat.tool_formats import Harmony, MuseGlimmer, ToolFormat
+from nanovllm.server.answers import harmony, muse
+from nanovllm.server.answers.call_arguments import Function
+from nanovllm.server.answers.parts import PartsReader
+from nanovllm.server.answers.reasoning import ReasoningFormat
+from nanovllm.server.answers.tool_formats import Harmony, MuseGlimmer, ToolFormat
 
 
 class Channels(Protocol):

@@ -7,9 +7,9 @@ import re
 import secrets
 import string
 
-from nanovllm.chat.call_arguments import NotACall
-from nanovllm.chat.text_reader import Steps
-from nanovllm.chat.tool_calls import ToolCallParser
+from nanovllm.server.answers.call_arguments import NotACall
+from nanovllm.server.answers.text_reader import Steps
+from nanovllm.server.answers.tool_calls import ToolCallParser
 
 _NAME_CHARACTER = re.compile(r"[-.\w]")
 

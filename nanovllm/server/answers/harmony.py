@@ -9,15 +9,15 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
-from nanovllm.chat.call_arguments import Function, new_call_id
-from nanovllm.chat.parts import (
+from nanovllm.server.answers.call_arguments import Function, new_call_id
+from nanovllm.server.answers.parts import (
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.chat.reasoning import HARMONY, TagsReader, marked_tag
-from nanovllm.chat.tool_calls import MAX_CALLS
+from nanovllm.server.answers.reasoning import HARMONY, TagsReader, marked_tag
+from nanovllm.server.answers.tool_calls import MAX_CALLS
 
 REASONING = HARMONY
 START, CHANNEL, CONSTRAIN = "<|start|>", "<|channel|>", "<|constrain|>"

@@ -7,8 +7,8 @@ import re
 from collections.abc import Generator
 from typing import TypeVar
 
-from nanovllm.chat.call_arguments import NotACall, decoded
-from nanovllm.chat.parts import PartsReader
+from nanovllm.server.answers.call_arguments import NotACall, decoded
+from nanovllm.server.answers.parts import PartsReader
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]

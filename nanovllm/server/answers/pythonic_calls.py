@@ -10,9 +10,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
-from nanovllm.chat.call_arguments import JSON_SCALAR, Function, NotACall, escaped
-from nanovllm.chat.literal_calls import NAME, LiteralParser
-from nanovllm.chat.text_reader import Steps
+from nanovllm.server.answers.call_arguments import JSON_SCALAR, Function, NotACall, escaped
+from nanovllm.server.answers.literal_calls import NAME, LiteralParser
+from nanovllm.server.answers.text_reader import Steps
 
 CALLS_START, CALLS_END = "<|tool_call_start|>", "<|tool_call_end|>"
 _KEY = re.compile(r"[-.\w]")

@@ -10,24 +10,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from tokenizers import AddedToken
 
-from nanovllm.chat.answer_parser import AnswerParser
-from nanovllm.chat.call_arguments import Function
-from nanovllm.chat.channels import find_channels
-from nanovllm.chat.parts import PartsReader
-from nanovllm.chat.reasoning import (
-    REASONING_FORMATS,
-    ReasoningFormat,
-    ReasoningParser,
-    find_reasoning_format,
-)
-from nanovllm.chat.template_marks import find_tool_format
 from nanovllm.chat.template_shape import TemplateShape
-from nanovllm.chat.tool_formats import (
-    TOOL_FORMATS,
-    ToolFormat,
-    quoted,
-    tag_literal,
-)
 from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.options.json_schema import X_GUIDANCE, grammar_schema
 from nanovllm.options.sampling_params import SamplingParams
@@ -37,6 +20,23 @@ from nanovllm.options.structured_outputs import (
     structured_outputs,
 )
 from nanovllm.options.validation import shown
+from nanovllm.server.answers.answer_parser import AnswerParser
+from nanovllm.server.answers.call_arguments import Function
+from nanovllm.server.answers.channels import find_channels
+from nanovllm.server.answers.parts import PartsReader
+from nanovllm.server.answers.reasoning import (
+    REASONING_FORMATS,
+    ReasoningFormat,
+    ReasoningParser,
+    find_reasoning_format,
+)
+from nanovllm.server.answers.template_marks import find_tool_format
+from nanovllm.server.answers.tool_formats import (
+    TOOL_FORMATS,
+    ToolFormat,
+    quoted,
+    tag_literal,
+)
 
 T = TypeVar("T")
 

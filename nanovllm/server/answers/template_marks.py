@@ -3,10 +3,10 @@
 Knows no grammars.
 """
 
-from nanovllm.chat.parts import ToolCallStart
-from nanovllm.chat.reasoning import is_harmony
 from nanovllm.chat.template_shape import CALLED, TemplateShape
-from nanovllm.chat.tool_formats import (
+from nanovllm.chat.tool_messages import is_harmony, knows_tools, shows_pythonic_calls
+from nanovllm.server.answers.parts import ToolCallStart
+from nanovllm.server.answers.tool_formats import (
     FunctionGemma,
     Gemma4,
     Granite,
@@ -27,7 +27,6 @@ from nanovllm.chat.tool_formats import (
     Tagged,
     ToolFormat,
 )
-from nanovllm.chat.tool_messages import knows_tools, shows_pythonic_calls
 
 _BY_MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
     (("<atem:",), MuseGlimmer),

@@ -14,17 +14,17 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
-from nanovllm.chat.call_arguments import Function
-from nanovllm.chat.parts import (
+from nanovllm.server.answers.call_arguments import Function
+from nanovllm.server.answers.parts import (
     Part,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.chat.reasoning import MUSE, TagsReader, marked_tag
-from nanovllm.chat.tagged_calls import TaggedParser
-from nanovllm.chat.tool_calls import MAX_CALLS
+from nanovllm.server.answers.reasoning import MUSE, TagsReader, marked_tag
+from nanovllm.server.answers.tagged_calls import TaggedParser
+from nanovllm.server.answers.tool_calls import MAX_CALLS
 
 REASONING = MUSE
 START, MESSAGE, END, END_OF_TURN = "<|start|>", "<|message|>", "<|eom|>", "<|eot|>"

@@ -14,12 +14,12 @@ Pure text: knows no requests and no tokens.
 import re
 from collections.abc import Collection, Sequence
 
-from nanovllm.chat.call_arguments import Function, NotACall
-from nanovllm.chat.json_calls import HermesParser
-from nanovllm.chat.literal_calls import Gemma4Parser
-from nanovllm.chat.pythonic_calls import PythonicParser
-from nanovllm.chat.tagged_calls import TaggedParser
-from nanovllm.chat.text_reader import Steps
+from nanovllm.server.answers.call_arguments import Function, NotACall
+from nanovllm.server.answers.json_calls import HermesParser
+from nanovllm.server.answers.literal_calls import Gemma4Parser
+from nanovllm.server.answers.pythonic_calls import PythonicParser
+from nanovllm.server.answers.tagged_calls import TaggedParser
+from nanovllm.server.answers.text_reader import Steps
 
 FUNCTOOLS = "functools["
 ESCAPE = "<escape>"

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from nanovllm.chat.family_calls import LlamaPythonicParser
-from nanovllm.chat.muse import MuseParser
-from nanovllm.chat.parts import ToolCallArguments, ToolCallStart
-from nanovllm.chat.template_marks import find_tool_format
 from nanovllm.chat.templates import ChatTemplates
 from nanovllm.errors import InvalidRequestError
+from nanovllm.server.answers.family_calls import LlamaPythonicParser
+from nanovllm.server.answers.muse import MuseParser
+from nanovllm.server.answers.parts import ToolCallArguments, ToolCallStart
+from nanovllm.server.answers.template_marks import find_tool_format
 from tests.chat.family_templates import TEMPLATES
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

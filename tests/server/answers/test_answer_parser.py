@@ -5,16 +5,16 @@ from typing import NamedTuple
 
 import pytest
 
-from nanovllm.chat.answer_parser import AnswerParser
-from nanovllm.chat.parts import (
+from nanovllm.options.sampling_params import TOKEN_MARK
+from nanovllm.server.answers.answer_parser import AnswerParser
+from nanovllm.server.answers.parts import (
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.chat.reasoning import REASONING_FORMATS, ReasoningParser
-from nanovllm.chat.tool_formats import TOOL_FORMATS
-from nanovllm.options.sampling_params import TOKEN_MARK
+from nanovllm.server.answers.reasoning import REASONING_FORMATS, ReasoningParser
+from nanovllm.server.answers.tool_formats import TOOL_FORMATS
 
 FUNCTIONS = [SimpleNamespace(name=name, parameters=None) for name in ("f", "g")]
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.chat.family_calls import (
+from nanovllm.server.answers.family_calls import (
     FunctionGemmaParser,
     GraniteParser,
     HunYuanParser,
@@ -14,8 +14,8 @@ from nanovllm.chat.family_calls import (
     Phi4Parser,
     SeedParser,
 )
-from nanovllm.chat.tool_calls import ToolCallParser
-from tests.chat.test_tool_formats import Answer, cut, joined, parse
+from nanovllm.server.answers.tool_calls import ToolCallParser
+from tests.server.answers.test_tool_formats import Answer, cut, joined, parse
 
 F, G = '{"name": "f", "arguments": {"a": [1, "]"]}}', '{"name": "g", "arguments": {}}'
 CALLS: Answer = [("f", '{"a": [1, "]"]}'), ("g", "{}")]

@@ -8,8 +8,9 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from nanovllm.chat.parts import PartsReader, ReasoningDelta, TextDelta
+from nanovllm.chat.tool_messages import is_harmony
 from nanovllm.options.sampling_params import TOKEN_MARK
+from nanovllm.server.answers.parts import PartsReader, ReasoningDelta, TextDelta
 
 
 class ReasoningFormat(NamedTuple):
@@ -62,11 +63,6 @@ def find_reasoning_format(chat_template: str | None) -> ReasoningFormat | None:
     if all(tag in template for tag in (HUNYUAN.closing, *HUNYUAN.answer)):
         return HUNYUAN
     return next((tags for tags in (THINK, MISTRAL, SEED, GEMMA4) if tags.closing in template), None)
-
-
-def is_harmony(template: str) -> bool:
-    """Whether a chat template writes harmony, the format of gpt-oss."""
-    return "<|channel|>" in template and "<|message|>" in template
 
 
 def is_muse(template: str) -> bool:

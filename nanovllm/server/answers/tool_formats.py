@@ -7,9 +7,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from nanovllm.chat import harmony, muse
-from nanovllm.chat.call_arguments import Function
-from nanovllm.chat.family_calls import (
+from nanovllm.errors import InvalidRequestError
+from nanovllm.options.json_schema import X_GUIDANCE, grammar_schema
+from nanovllm.options.structured_outputs import MAX_CHARS
+from nanovllm.server.answers import harmony, muse
+from nanovllm.server.answers.call_arguments import Function
+from nanovllm.server.answers.family_calls import (
     ESCAPE,
     FunctionGemmaParser,
     GraniteParser,
@@ -19,14 +22,11 @@ from nanovllm.chat.family_calls import (
     Phi4Parser,
     SeedParser,
 )
-from nanovllm.chat.json_calls import HermesParser, LlamaParser, MistralParser
-from nanovllm.chat.literal_calls import CLOSING, QUOTE, Gemma4Parser
-from nanovllm.chat.pythonic_calls import CALLS_END, CALLS_START, PythonicParser
-from nanovllm.chat.tagged_calls import TaggedParser
-from nanovllm.chat.tool_calls import MAX_CALLS, ToolCallParser
-from nanovllm.errors import InvalidRequestError
-from nanovllm.options.json_schema import X_GUIDANCE, grammar_schema
-from nanovllm.options.structured_outputs import MAX_CHARS
+from nanovllm.server.answers.json_calls import HermesParser, LlamaParser, MistralParser
+from nanovllm.server.answers.literal_calls import CLOSING, QUOTE, Gemma4Parser
+from nanovllm.server.answers.pythonic_calls import CALLS_END, CALLS_START, PythonicParser
+from nanovllm.server.answers.tagged_calls import TaggedParser
+from nanovllm.server.answers.tool_calls import MAX_CALLS, ToolCallParser
 
 _MORE = f"{{0,{MAX_CALLS - 1}}}"
 """How often a call may follow the first one in a grammar."""

@@ -5,7 +5,8 @@ Pure text: knows no requests, no tokens and no server.
 
 import dataclasses
 
-from nanovllm.chat.parts import (
+from nanovllm.options.sampling_params import TOKEN_MARK
+from nanovllm.server.answers.parts import (
     Part,
     PartsReader,
     ReasoningDelta,
@@ -13,9 +14,8 @@ from nanovllm.chat.parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.chat.reasoning import ReasoningParser
-from nanovllm.chat.tool_calls import ToolCallParser
-from nanovllm.options.sampling_params import TOKEN_MARK
+from nanovllm.server.answers.reasoning import ReasoningParser
+from nanovllm.server.answers.tool_calls import ToolCallParser
 
 
 class AnswerParser:

@@ -5,10 +5,16 @@ import json
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.chat.harmony import TAGS, HarmonyParser
-from nanovllm.chat.parts import Part, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from nanovllm.chat.tool_messages import for_harmony
 from nanovllm.options.sampling_params import TOKEN_MARK
+from nanovllm.server.answers.harmony import TAGS, HarmonyParser
+from nanovllm.server.answers.parts import (
+    Part,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
 
 Answer = tuple[str, str, list[tuple[str, str]]]
 """Reasoning, text, and calls as (name, arguments)."""
