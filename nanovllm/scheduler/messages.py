@@ -8,6 +8,7 @@ import dataclasses
 from typing import NamedTuple
 
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.scheduler.transfers import Loaded, Transfers
 
 
 class AdapterSlot(NamedTuple):
@@ -112,6 +113,8 @@ class Schedule:
     """Whether rows may have drafts. The durations of such a step are measured."""
     copies: list[PageCopy] = dataclasses.field(default_factory=list)
     """Made one after the other, before blocks are zeroed and before the rows."""
+    transfers: Transfers | None = None
+    """What the step moves between the pool and the tiers below it; None: nothing."""
 
     @property
     def num_tokens(self) -> int:
@@ -165,3 +168,5 @@ class StepResult:
     """Duration of the step without proposing; 0.0 if the step may not draft."""
     draft_seconds: float = 0.0
     """Duration of proposing."""
+    loaded: list[Loaded] = dataclasses.field(default_factory=list)
+    """The loads from tiers that had ended when the step was launched."""

@@ -16,7 +16,7 @@ from nanovllm.scheduler.stateful import StatefulScheduler
 from nanovllm.scheduler.tiered_blocks import KV, Plan, TieredBlocks
 from nanovllm.scheduler.tiered_states import TieredStatefulBlockManager
 from nanovllm.scheduler.tiered_windows import TieredWindowedBlockManager
-from nanovllm.scheduler.transfers import HOST, Load, Loaded, TieredResult, TieredSchedule
+from nanovllm.scheduler.transfers import HOST, Load, Loaded
 from nanovllm.scheduler.windowed import WindowedScheduler
 
 
@@ -73,16 +73,14 @@ class TieredScheduling(Scheduler):
         self._unsent = [load for load in self._unsent if load not in loads]
         awaited = not (found.rows or self._num_steps) and len(self._loads) > len(self._unsent)
         self._num_steps += 1
-        known = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-        return TieredSchedule(**known, transfers=self.traffic.take(loads, awaited=awaited))
+        return dataclasses.replace(found, transfers=self.traffic.take(loads, awaited=awaited))
 
     def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
         """Append a step's tokens, and end the loads that it tells of. See `Scheduler.update`."""
         self._num_steps -= 1
         advanced = super().update(schedule, result)
-        if isinstance(result, TieredResult):
-            for loaded in result.loaded:
-                self._end_load(loaded)
+        for loaded in result.loaded:
+            self._end_load(loaded)
         return advanced
 
     def abandon(self, schedule: Schedule) -> None:
@@ -90,7 +88,7 @@ class TieredScheduling(Scheduler):
         for seq in list(self._loading):
             self._preempt(seq)
         super().abandon(schedule)
-        assert isinstance(schedule, TieredSchedule)
+        assert schedule.transfers is not None
         self.traffic.undo(schedule.transfers)
 
     def _empty_step(self) -> Schedule:

@@ -5,10 +5,7 @@ keeps copies of entries: host memory, in slots of one page each, or a byte store
 values, picklable, never changed.
 """
 
-from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
-
-from nanovllm.scheduler.messages import Schedule, StepResult
 
 HOST = "host"
 STORE = "store"
@@ -55,18 +52,3 @@ class Loaded(NamedTuple):
     """How many of its first parts are right: on all ranks, in a result."""
     seconds: float
     """From the begin of its first part to the end of its last."""
-
-
-@dataclass(frozen=True, slots=True)
-class TieredSchedule(Schedule):
-    """A step that also moves entries."""
-
-    _: KW_ONLY
-    transfers: Transfers
-
-
-@dataclass(frozen=True, slots=True)
-class TieredResult(StepResult):
-    """A step's result, with the loads that have ended."""
-
-    loaded: list[Loaded] = field(default_factory=list)

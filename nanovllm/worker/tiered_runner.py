@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.errors import ConfigError, OutOfMemoryError
 from nanovllm.scheduler.messages import Row, Schedule, StepResult
-from nanovllm.scheduler.transfers import Loaded, TieredResult, TieredSchedule
+from nanovllm.scheduler.transfers import Loaded
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.tiers.directory import DirectoryStore
 from nanovllm.tiers.weight_files import WeightFiles
@@ -42,16 +42,14 @@ class TieredPending(PendingResult):
         self._loaded = loaded
 
     def result(self) -> StepResult:
-        step = self._step.result()
-        durations = step.seconds, step.draft_seconds
-        return TieredResult(step.step_id, step.token_ids, step.details, *durations, self._loaded)
+        return dataclasses.replace(self._step.result(), loaded=self._loaded)
 
     def keep(self) -> None:
         self._step.keep()
 
 
 class TieredRunner(ModelRunner):
-    """A runner that moves pages as `TieredSchedule.transfers` says.
+    """A runner that moves pages as `Schedule.transfers` says.
 
     Raises:
         ConfigError: `kv_offload_gib` or `kv_cache_dir_gib` holds no page.
@@ -122,8 +120,8 @@ class TieredRunner(ModelRunner):
         if transfers is None:
             return super()._execute(schedule)
         awaited = False
-        if isinstance(schedule, TieredSchedule):
-            moved = schedule.transfers
+        moved = schedule.transfers
+        if moved is not None:
             transfers.release(moved.released)
             transfers.save([part for part in moved.stores if part.slots])
             transfers.load(moved.loads)

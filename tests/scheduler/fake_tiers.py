@@ -15,15 +15,7 @@ from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.tier import HostSlots, StoreTier
 from nanovllm.scheduler.tier_traffic import TierTraffic
 from nanovllm.scheduler.tiered import TieredScheduling
-from nanovllm.scheduler.transfers import (
-    HOST,
-    STORE,
-    Load,
-    Loaded,
-    Part,
-    TieredResult,
-    TieredSchedule,
-)
+from nanovllm.scheduler.transfers import HOST, STORE, Load, Loaded, Part
 from tests.scheduler.fake_engine import UNWRITTEN, Engine, FakeWorker
 from tests.scheduler.invariants import check_tiers
 
@@ -71,8 +63,8 @@ class TieredWorker(FakeWorker):
 
     def execute(self, schedule: Schedule) -> StepResult | None:
         """Run a step with what it moves. See `FakeWorker.execute`."""
-        assert isinstance(schedule, TieredSchedule)
         moved = schedule.transfers
+        assert moved is not None
         self._release(moved.released)
         loaded = [self._end(load) for load in self.loads if load.is_given_up]
         self.loads = [load for load in self.loads if not load.is_given_up]
@@ -96,8 +88,7 @@ class TieredWorker(FakeWorker):
         result = super().execute(schedule)
         if result is None:
             return None
-        values = [getattr(result, field.name) for field in dataclasses.fields(StepResult)]
-        return TieredResult(*values, loaded)
+        return dataclasses.replace(result, loaded=loaded)
 
     def content(self, page: int) -> Content:
         kv = (self.kv.get((page, offset), UNWRITTEN) for offset in range(self.block_size))
@@ -225,8 +216,8 @@ class TieredEngine(Engine):
         super()._check_rows_of([seq for seq in admitted if seq not in loading], rows)
 
     def _may_be_empty(self, schedule: Schedule) -> bool:
-        assert isinstance(schedule, TieredSchedule)
         moved = schedule.transfers
+        assert moved is not None
         assert not (moved.awaited and schedule.rows)
         return bool(schedule.admissions or moved.awaited or moved.stores or schedule.copies)
 

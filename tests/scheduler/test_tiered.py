@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from nanovllm.scheduler.block_manager import BlockManager
-from nanovllm.scheduler.messages import Schedule
+from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.stateful import StatefulScheduler
 from nanovllm.scheduler.tiered import TieredStatefulScheduler, TieredWindowedScheduler, with_tiers
 from nanovllm.scheduler.tiered_blocks import TieredBlocks
-from nanovllm.scheduler.transfers import Loaded, TieredResult, TieredSchedule
+from nanovllm.scheduler.transfers import Loaded, Transfers
 from nanovllm.scheduler.windowed import WindowedScheduler
 from nanovllm.scheduler.windows import WindowGroup
 from tests.scheduler.fake_engine import VOCAB_SIZE
@@ -66,9 +66,10 @@ def end_loads(engine: TieredEngine) -> None:
         load.num_steps = 0
 
 
-def moved(schedule: Schedule | None) -> TieredSchedule:
-    assert isinstance(schedule, TieredSchedule)
-    return schedule
+def moved(schedule: Schedule | None) -> tuple[Schedule, Transfers]:
+    assert schedule is not None
+    assert schedule.transfers is not None
+    return schedule, schedule.transfers
 
 
 def num_computed(engine: TieredEngine, seq: Sequence) -> int:
@@ -112,10 +113,10 @@ def test_a_step_waits_if_there_is_nothing_else_to_do() -> None:
     engine = make_engine(store=store_with(text(0, 40)))
     slow_loads(engine)
     engine.add(text(0, 40), max_tokens=2)
-    schedule = moved(engine.launch())
+    schedule, transfers = moved(engine.launch())
     assert schedule.rows == []
-    assert len(schedule.admissions) == len(schedule.transfers.loads) == 1
-    assert schedule.transfers.awaited
+    assert len(schedule.admissions) == len(transfers.loads) == 1
+    assert transfers.awaited
     engine.run()
 
 
@@ -126,9 +127,9 @@ def test_no_step_waits_while_another_is_in_flight() -> None:
     engine.add(text(1, 10), max_tokens=2)
     engine.launch()
     engine.add(text(0, 40), max_tokens=2)
-    schedule = moved(engine.launch())
-    assert schedule.transfers.loads
-    assert not schedule.transfers.awaited
+    _, transfers = moved(engine.launch())
+    assert transfers.loads
+    assert not transfers.awaited
     engine.run()
 
 
@@ -250,9 +251,9 @@ def test_a_load_for_nobody_ends_before_its_pages_are_reused(kind: str) -> None:
     engine.abort(seq)
     assert seq.num_cached_tokens == 0
     assert len(engine.scheduler._loading) == 0
-    schedule = moved(engine.launch())
+    _, transfers = moved(engine.launch())
     pages = {page for part in load.load.parts for page in part.pages}
-    assert pages <= {*schedule.transfers.released}
+    assert pages <= {*transfers.released}
     engine.run()
     assert other.is_finished
 
@@ -263,7 +264,7 @@ def test_news_of_unknown_loads_is_ignored() -> None:
     schedule = engine.scheduler.schedule()
     assert schedule is not None
     news = [Loaded(77, 1, 0.1), Loaded(0, 0, 0.0)]
-    result = TieredResult(schedule.step_id, [[1]], loaded=news)
+    result = StepResult(schedule.step_id, [[1]], loaded=news)
     assert engine.scheduler.update(schedule, result) == [seq]
 
 
@@ -303,9 +304,9 @@ def test_a_step_behind_the_last_one_begins_to_write() -> None:
     engine.step()
     assert not engine.scheduler.running
     assert engine.scheduler.num_unfinished == 1
-    schedule = moved(engine.launch())
+    schedule, transfers = moved(engine.launch())
     assert schedule.rows == []
-    assert len(schedule.transfers.stores) == 10
+    assert len(transfers.stores) == 10
     assert engine.scheduler.num_unfinished == 0
 
 

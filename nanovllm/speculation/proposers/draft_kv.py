@@ -8,7 +8,6 @@ network and no tensor.
 from collections.abc import Iterator, Sequence as Seq
 
 from nanovllm.scheduler.messages import Row, Schedule
-from nanovllm.scheduler.transfers import TieredSchedule
 
 FEW_TOKENS = 16
 """A row that lacks no more than this many positions catches up in the step that drafts."""
@@ -128,7 +127,7 @@ class DraftKV:
 
 def loaded_pages(schedule: Schedule) -> set[int]:
     """Return the pages that the loads of a step fill."""
-    if not isinstance(schedule, TieredSchedule):
+    if schedule.transfers is None:
         return set()
     parts = (part for load in schedule.transfers.loads for part in load.parts)
     return {page for part in parts for page in part.pages}

@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule
-from nanovllm.scheduler.transfers import Load, Part, TieredSchedule, Transfers
+from nanovllm.scheduler.transfers import Load, Part, Transfers
 from nanovllm.speculation.proposers.draft_kv import DraftKV
 
 SIZE = 4
@@ -147,7 +147,7 @@ def admit_loading(kv: DraftKV, table_idx: int, blocks: list[int], loaded: list[i
         (),
     )
     loads = [Load(0, [Part("host", b"", [page], [0]) for page in loaded])]
-    kv.admit(TieredSchedule(0, [admission], [], [], transfers=Transfers([], [], loads)))
+    kv.admit(Schedule(0, [admission], [], [], transfers=Transfers([], [], loads)))
 
 
 def test_loaded_blocks_lack_the_draft_networks_kv(kv: DraftKV) -> None:
