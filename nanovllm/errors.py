@@ -26,8 +26,10 @@ class UnsupportedModelError(CheckpointError):
 
 
 class OutOfMemoryError(NanoVLLMError, RuntimeError):
-    """The system refuses the memory that the engine needs at its start, or the KV pool cannot hold
-    even one sequence of `max_model_len` tokens.
+    """The system refuses the memory that the engine needs at its start or a CPU kernel needs in a
+    step, or the KV pool cannot hold even one sequence of `max_model_len` tokens.
+
+    After a step, the engine goes on: free memory and try again.
     """
 
 

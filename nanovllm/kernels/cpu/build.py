@@ -186,7 +186,7 @@ def _open(path: Path) -> ctypes.CDLL | None:
         if not hasattr(kernels, name):
             raise Unavailable(f"{path} has no {name}")
     kernels.nv_run.argtypes = [ctypes.c_char_p, *[ctypes.c_ssize_t] * 4]
-    kernels.nv_run.restype = None
+    kernels.nv_run.restype = ctypes.c_size_t
     if not kernels.nv_enable():
         return None
     _self_test(kernels)
@@ -214,7 +214,7 @@ def _self_test(kernels: ctypes.CDLL) -> None:
     """Compare a small product with torch's, to find a miscompilation before the kernels are used.
 
     Raises:
-        Unavailable: the product is wrong.
+        Unavailable: the product is wrong, or the system refuses its memory.
     """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(70, 608, generator=generator).bfloat16()
@@ -225,7 +225,8 @@ def _self_test(kernels: ctypes.CDLL) -> None:
     w, p, inputs, outputs = (tensor.data_ptr() for tensor in (weight, packed, x, y))
     calls = pack_call("nv_pack", [w, p, 70, 608])
     calls += pack_call("nv_linear", [inputs, 608, p, 0, outputs, 37, 70, 608])
-    kernels.nv_run(calls, 2, -1, -1, torch.get_num_threads())
+    if kernels.nv_run(calls, 2, -1, -1, torch.get_num_threads()):
+        raise Unavailable("there is no memory for a small product")
     expected = x.double() @ weight.double().T
     error = (y.double() - expected).abs().max()
     if not error <= 0.01 * expected.abs().max():  # also true for NaN

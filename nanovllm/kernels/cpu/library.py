@@ -1,7 +1,6 @@
 """Holds the compiled C kernels of this process and calls them.
 
-Without usable kernels, `library()` returns None and the layers use torch. Knows no kernel in
-particular.
+Without usable kernels, `library()` returns None and the layers use torch.
 """
 
 import contextlib
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.errors import OutOfMemoryError
 from nanovllm.kernels.cpu.build import Unavailable, load
 from nanovllm.kernels.cpu.calls import CALL_BYTES, pack_call
 
@@ -63,12 +63,21 @@ def run(calls: bytes, num_tokens: int = -1, num_rows: int = -1) -> None:
 
     Args:
         num_tokens, num_rows: replace the numbers of tokens and of rows in the calls, if given.
+
+    Raises:
+        OutOfMemoryError: the system refuses a kernel's scratch memory. The outputs of the calls
+            are then undefined; later calls work.
     """
     kernels = library()
     assert kernels is not None
     num_calls = len(calls) // CALL_BYTES
     threads = _thread.num_threads or torch.get_num_threads()
-    kernels.nv_run(calls, num_calls, num_tokens, num_rows, threads)
+    refused = kernels.nv_run(calls, num_calls, num_tokens, num_rows, threads)
+    if refused:
+        raise OutOfMemoryError(
+            f"the system refuses {refused} bytes of memory to a CPU kernel; free memory, or lower "
+            "max_num_batched_tokens"
+        )
 
 
 def record_calls(recorder: Recorder | None) -> None:
@@ -83,7 +92,8 @@ def torch_on_one_thread() -> Iterator[None]:
     For operations that take microseconds: the threads of OpenMP spin while they wait for each
     other, for a time slice of the system if one of them has lost its core.
     """
-    before, outer = torch.get_num_threads(), _thread.num_threads
+    before = torch.get_num_threads()
+    outer = _thread.num_threads
     _thread.num_threads = outer or before
     torch.set_num_threads(1)
     try:

@@ -6,7 +6,6 @@ compilers do not optimise: the variants in test_ops.py are optimised.
 
 import logging
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -211,19 +210,6 @@ def test_a_compiler_ends_with_a_process_that_is_killed(tmp_path):
         process.kill()
         process.wait()
     wait_until(lambda: not any(map(running, sleeping.read_text().split())), 5)
-
-
-@native
-def test_a_kernel_without_memory_says_so(tmp_path):
-    source, csrc = tmp_path / "program.c", Path(build.__file__).with_name("csrc")
-    source.write_text('#include "kernels.h"\nint main(void) { return !scratch((size_t)1 << 62); }')
-    program = tmp_path / "program"
-    subprocess.run([*build.find_compiler(), "-I", csrc, source, "-o", program], check=True)
-    done = subprocess.run([program], capture_output=True, text=True)
-    assert done.returncode == -signal.SIGABRT
-    assert done.stderr == (f"nanovllm: the system has no memory of {1 << 62} bytes for a kernel\n")
-    others = (path for path in csrc.glob("*.[ch]") if path.name != "kernels.h")
-    assert not [path.name for path in others if "alloc(" in path.read_text()]
 
 
 def running(pid: str) -> bool:

@@ -276,7 +276,7 @@ void nv_attention(team *team, const bf16 *q, bf16 *out, const uint8_t *cache, pt
     ptrdiff_t num_tiles = 0, n = 0;
     for (ptrdiff_t r = 0; r < num_rows; r++) num_tiles += (cu_seqlens[r + 1] - cu_seqlens[r] + max_tokens - 1) / max_tokens;
     token_tile *tiles = scratch(num_tiles * sizeof *tiles);
-    for (ptrdiff_t r = 0; r < num_rows; r++) n += cut_row(cu_seqlens, seq_lens, r, max_tokens, tiles + n);
+    for (ptrdiff_t r = 0; tiles && r < num_rows; r++) n += cut_row(cu_seqlens, seq_lens, r, max_tokens, tiles + n);
     begin_tiles();
     FOR_ITEMS(item, team, num_tiles * kv_heads) { /* tiles of a KV head share keys: adjacent ones meet in a thread's cache */
         kv_sequence kv[2]; /* of this tile and the next */

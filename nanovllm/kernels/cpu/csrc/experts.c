@@ -40,7 +40,8 @@ static void sigmoids(float *row, const float *bias, float *sums, ptrdiff_t exper
 void nv_route(team *t, const bf16 *logits, const bf16 *scales, const float *bias, int32_t *ids, float *weights, token_count tokens,
               ptrdiff_t experts, ptrdiff_t top, ptrdiff_t renormalize, float factor, ptrdiff_t sigmoid) {
     ptrdiff_t padded = (experts + 31) / 16 * 16;
-    float *row = scratch(2 * padded * sizeof(float)), *sums = row + padded;
+    float *row = scratch(2 * padded * sizeof(float));
+    float *sums = row ? row + padded : NULL;
     FOR_ITEMS(token, t, tokens) {
         int32_t *chosen = ids + token * top;
         float *weight = weights + token * top, nan = 0, sum = sigmoid ? 1e-6f : 0.0f, all = 1.0f;
@@ -72,18 +73,30 @@ typedef struct {
     ptrdiff_t count;
 } grouping;
 
+static void free_grouping(grouping g) {
+    free(g.pairs);
+    free(g.blocks);
+}
+
 /* Return a number of blocks that no `pairs` pairs exceed: the same in all threads, whatever the experts are. */
 static ptrdiff_t most_blocks(ptrdiff_t pairs, ptrdiff_t experts, ptrdiff_t max_rows) {
     ptrdiff_t blocks = (pairs < experts ? pairs : experts) + pairs / max_rows;
     return blocks < pairs ? blocks : pairs;
 }
 
-/* Group the pairs, unless *g has them already. Every thread groups on its own, which takes less time than to wait for one that does
- * it for all. Only to be called from an item: a thread that is late may find other numbers in the memory of `ids`. */
+/* Group the pairs, unless *found has them already. Without memory for it, *found stays empty. Every thread groups on its own, which
+ * takes less time than to wait for one that does it for all. Only to be called from an item: a thread that is late may find other
+ * numbers in the memory of `ids`. */
 static void group_pairs(grouping *found, const int32_t *ids, ptrdiff_t pairs, ptrdiff_t experts, ptrdiff_t max_rows) {
     if (found->pairs) return;
-    int32_t *first = memset(scratch((experts + 1) * sizeof *first), 0, (experts + 1) * sizeof *first);
+    int32_t *first = scratch((experts + 1) * sizeof *first);
     grouping g = {scratch((pairs + 1) * sizeof *g.pairs), scratch((pairs + 1) * sizeof *g.blocks), 0};
+    if (!first || !g.pairs || !g.blocks) {
+        free(first);
+        free_grouping(g);
+        return;
+    }
+    memset(first, 0, (experts + 1) * sizeof *first);
     for (ptrdiff_t i = 0; i < pairs; i++) first[ids[i] + 1]++;
     for (ptrdiff_t e = 0; e < experts; e++) {
         ptrdiff_t rows = first[e + 1], step = even_block(rows, max_rows);
@@ -95,7 +108,6 @@ static void group_pairs(grouping *found, const int32_t *ids, ptrdiff_t pairs, pt
     free(first);
     *found = g;
 }
-static void free_grouping(grouping g) { free(g.pairs), free(g.blocks); }
 
 /* A weight of E experts with 16, 8 or 4 bits. With 8 and 4 bits it has scales of groups of inputs, and a kind: see int_weights.h.
  * `factors` and `bias` are [E * n] or NULL. */

@@ -7,7 +7,6 @@
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "threads.h"
@@ -15,12 +14,12 @@
 typedef uint16_t bf16;
 enum { PANEL = 32 };
 
-/* Return memory for free(), at a multiple of 64. Other threads wait for this one's items, so without memory nothing goes on. */
+/* Return memory for free(), at a multiple of 64. If the system refuses it, stop the task and return NULL: then FOR_ITEMS computes no
+ * item, and nv_run() returns `bytes`. So only code outside of FOR_ITEMS needs to look at the result. */
 static inline void *scratch(size_t bytes) {
     void *memory = bytes < SIZE_MAX / 2 ? aligned_alloc(64, bytes / 64 * 64 + 64) : NULL;
-    if (memory) return memory;
-    fprintf(stderr, "nanovllm: the system has no memory of %zu bytes for a kernel\n", bytes);
-    abort();
+    if (!memory) stop_task(bytes);
+    return memory;
 }
 
 /* A kernel is a function nv_...(team *, ...). calls.py reads the types of its arguments where it is defined. An argument of one of these

@@ -36,6 +36,7 @@ static struct {
     ptrdiff_t threads; /* of the current task; body(team, argument) is its work */
     void (*body)(team *, const void *);
     const void *argument;
+    _Atomic size_t stopped; /* why the current task is, or 0 */
     _Alignas(128) _Atomic uint64_t entry;
     ticket tickets[MAX_THREADS];             /* of each thread's share */
     _Atomic int cores[MAX_THREADS];          /* where each thread was last seen */
@@ -44,11 +45,15 @@ static struct {
     queue for_task, for_items, for_leave;
 } pool;
 
+int task_stopped(void) { return atomic_load(&pool.stopped) != 0; }
+
 static int task_open(uint64_t last) {
     uint64_t entry = atomic_load(&pool.entry);
     return !(entry & CLOSED) && entry / TASK != last;
 }
-static int items_computed(uint64_t count) { return (int32_t)(atomic_load(&pool.computed) - (uint32_t)count) >= 0; }
+static int items_computed(uint64_t count) {
+    return (int32_t)(atomic_load(&pool.computed) - (uint32_t)count) >= 0 || task_stopped();
+}
 static int all_left(uint64_t task) { return atomic_load(&pool.entry) == (task * TASK | CLOSED); }
 
 static int64_t nanoseconds(void) {
@@ -82,6 +87,11 @@ static void wake(queue *q) {
     pthread_mutex_lock(&pool.sleep);
     pthread_cond_broadcast(&q->event);
     pthread_mutex_unlock(&pool.sleep);
+}
+
+void stop_task(size_t reason) {
+    atomic_store(&pool.stopped, reason);
+    wake(&pool.for_items);
 }
 
 /* Move this thread to another core if an earlier thread of the team is on its core. Linux divides the cores evenly between
@@ -128,6 +138,7 @@ static int take_from(items *i, ptrdiff_t owner) {
  * share as computed when nothing is left of it: an earlier count would change a cache line of all threads for each part. */
 int take(items *i) {
     team *t = i->team;
+    if (task_stopped()) return 0;
     uint32_t end = t->items_before + (uint32_t)i->count;
     i->computed += (uint32_t)(i->last - i->first);
     i->first = i->last = 0;
@@ -166,13 +177,14 @@ static void start_workers(ptrdiff_t count) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-void run_threads(ptrdiff_t threads, void (*body)(team *, const void *), const void *argument) {
+size_t run_threads(ptrdiff_t threads, void (*body)(team *, const void *), const void *argument) {
     if (threads > MAX_THREADS) threads = MAX_THREADS;
     pthread_mutex_lock(&pool.callers);
     start_workers(threads - 1);
     pool.threads = threads, pool.body = body, pool.argument = argument;
     for (ptrdiff_t i = 0; i < threads; i++) atomic_store(&pool.tickets[i].taken, 0);
     atomic_store(&pool.computed, 0);
+    atomic_store(&pool.stopped, 0);
     uint64_t task = (uint32_t)(atomic_load(&pool.entry) / TASK + 1);
     if (threads > 1) {
         atomic_store(&pool.entry, task * TASK);
@@ -183,7 +195,9 @@ void run_threads(ptrdiff_t threads, void (*body)(team *, const void *), const vo
         atomic_fetch_or(&pool.entry, CLOSED);
         wait_until(all_left, task, &pool.for_leave);
     }
+    size_t reason = atomic_load(&pool.stopped);
     pthread_mutex_unlock(&pool.callers);
+    return reason;
 }
 
 static void reset_queue(queue *q) {

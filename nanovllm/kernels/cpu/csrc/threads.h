@@ -29,13 +29,20 @@ typedef struct {
 /* Begin the next phase. count < 2**31; a task has fewer than 2**31 items and phases. */
 items share(team *t, ptrdiff_t count);
 
-/* Take items. Return 0 if all items of the phase are computed. */
+/* Take items. Return 0 if all items of the phase are computed, or the task is stopped. */
 int take(items *i);
 
-/* Compute a phase of `count` items. Not to be left by break or return. */
+/* Compute a phase of `count` items, or only some of them if the task is stopped. Not to be left by break or return. */
 #define FOR_ITEMS(item, team, count)                        \
     for (items shared = share(team, count); take(&shared);) \
         for (ptrdiff_t item = shared.first; item < shared.last; item++)
 
-/* Call body(team, argument) in this thread and up to threads - 1 others. Return when all of them have returned. */
-void run_threads(ptrdiff_t threads, void (*body)(team *, const void *), const void *argument);
+/* Stop the current task, for a `reason` other than 0: each of its threads takes no more items. Called by a thread of the task. */
+void stop_task(size_t reason);
+
+/* Return whether the current task has been stopped. */
+int task_stopped(void);
+
+/* Call body(team, argument) in this thread and up to threads - 1 others. Return when all of them have returned: 0, or the reason why
+ * the task was stopped. */
+size_t run_threads(ptrdiff_t threads, void (*body)(team *, const void *), const void *argument);
