@@ -44,7 +44,8 @@ def model_digest(model: str) -> str:
 
     A hub id names its files itself: its digest is that of the name.
     """
-    path, digest = Path(model), hashlib.sha256()
+    path = Path(model)
+    digest = hashlib.sha256()
     if not path.exists():
         return hashlib.sha256(model.encode()).hexdigest()
     files = [path] if path.is_file() else sorted(item for item in path.iterdir() if item.is_file())
@@ -64,7 +65,8 @@ def adapter_digest(path: str) -> str:
     Raises:
         CheckpointError: a file is outside the directory, or no regular file.
     """
-    directory, digest = local_path(path, "adapter"), hashlib.sha256()
+    directory = local_path(path, "adapter")
+    digest = hashlib.sha256()
     for name in _ADAPTER_FILES:
         if check_file(directory, name):
             with (directory / name).open("rb") as opened:

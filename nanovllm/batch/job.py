@@ -80,7 +80,9 @@ def run_job(
     identity = job_identity(options, input=source.digest)
     files = JobFiles(output, identity)
     try:
-        journal, num_before, seconds = files.journal, len(files.journal), 0.0
+        journal = files.journal
+        num_before = len(files.journal)
+        seconds = 0.0
         num_failed = files.num_failed
         if num_failed is None:
             if num_before < source.num_rows:

@@ -225,12 +225,14 @@ def _check_manifest(path: Path, identity: Mapping[str, Any]) -> None:
     except ValueError:
         raise ConfigError(f"{path} is damaged: remove {path.parent} to begin again") from None
     for name in wanted:
-        before, now = found.get(name), wanted[name]
+        before = found.get(name)
+        now = wanted[name]
         if isinstance(before, dict) and isinstance(now, dict):
             differing = [key for key in {**before, **now} if before.get(key) != now.get(key)]
             if differing:
                 name = f"{name}: {differing[0]}"
-                before, now = before.get(differing[0]), now.get(differing[0])
+                before = before.get(differing[0])
+                now = now.get(differing[0])
         if before != now:
             raise ConfigError(
                 f"{path.parent} holds rows of another job: its {name} is {shown(before)}, now "

@@ -67,7 +67,8 @@ class OpenAIRows:
             body["seed"] = row_seed(self._seed, row.fields["custom_id"])
         for attempt in range(1, _ATTEMPTS + 1):
             response = await self._client.post(row.fields["url"], content=dumps(body))
-            status, answer = response.status_code, response.json()
+            status = response.status_code
+            answer = response.json()
             if status not in _LATER or attempt == _ATTEMPTS:
                 break
             await asyncio.sleep(1)
@@ -83,7 +84,8 @@ def _problem(fields: dict[str, Any]) -> str | None:
     """Return what is wrong with a row around its body."""
     for name in sorted(fields.keys() - set(_FIELDS)):
         return f"a row has no field {shown(name)}{did_you_mean(name, _FIELDS)}"
-    custom_id, body = fields.get("custom_id"), fields.get("body")
+    custom_id = fields.get("custom_id")
+    body = fields.get("body")
     if not isinstance(custom_id, str) or not custom_id:
         return f"custom_id must be a string that is not empty, got {shown(custom_id)}"
     if fields.get("method", "POST") != "POST":

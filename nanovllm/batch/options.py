@@ -142,7 +142,8 @@ class RowOptions:
     def _check_names(self) -> None:
         """Raise ConfigError for an option of the other form of rows."""
         for field in dataclasses.fields(self.batch):
-            value, form = getattr(self.batch, field.name), _FORMS.get(field.name, self.form)
+            value = getattr(self.batch, field.name)
+            form = _FORMS.get(field.name, self.form)
             if form != self.form and value != field.default:
                 what = "OpenAI's batch format" if form == OPENAI else "rows with a prompt"
                 raise ConfigError(

@@ -102,7 +102,8 @@ class Parts(contextlib.ExitStack):
             data = sink.getvalue().to_pybytes()
         number = max((int(path.stem[5:]) for path in self.files()), default=-1) + 1
         write_whole(self._directory / f"part-{number:06d}.{self._form}", data)
-        self._tables, self._num_rows = [], 0
+        self._tables = []
+        self._num_rows = 0
 
 
 def _digests(ids: Seq[Any]) -> "np.ndarray[Any, Any]":

@@ -67,11 +67,13 @@ class PlainRows:
 
     async def _generate(self, row: Row) -> RequestOutput:
         column = self._options.batch.prompt_column
-        prompt, messages = row.fields.get(column), row.fields.get("messages")
+        prompt = row.fields.get(column)
+        messages = row.fields.get("messages")
         if (prompt is None) == (messages is None):
             number = "neither" if prompt is None else "both"
             raise InvalidRequestError(f"a row has {shown(column)} or 'messages', got {number}")
-        params, adapter = self._row_params(row), self._adapter(row)
+        params = self._row_params(row)
+        adapter = self._adapter(row)
         if messages is None:
             return await self._llm.generate(prompt, params, lora_request=adapter)  # type: ignore[arg-type]  # it checks
         if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):

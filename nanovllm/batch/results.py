@@ -90,9 +90,11 @@ def output_fields(num_answers: int) -> list[Any]:
     """Return pyarrow's fields of the columns of the output: lists with more than one answer."""
     import pyarrow as pa
 
-    text, tokens = pa.string(), pa.list_(pa.int64())
+    text = pa.string()
+    tokens = pa.list_(pa.int64())
     if num_answers > 1:
-        text, tokens = pa.list_(text), pa.list_(tokens)
+        text = pa.list_(text)
+        tokens = pa.list_(tokens)
     types = (text, tokens, text, pa.int64(), pa.int64(), pa.string())
     return [pa.field(name, kind) for name, kind in zip(OUTPUT_COLUMNS, types, strict=True)]
 
@@ -133,7 +135,8 @@ def _joined(source: ParquetRows, id_column: str, own: list[Any], outputs: Output
     """Yield the input's tables with the columns of the output; its own columns keep their types."""
     import pyarrow as pa
 
-    lines, start = iter(outputs()), 0
+    lines = iter(outputs())
+    start = 0
     for batch in source.batches():
         table = pa.Table.from_batches([batch])
         if id_column not in table.column_names:

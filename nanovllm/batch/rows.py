@@ -10,7 +10,8 @@ from nanovllm.options.validation import shown
 from nanovllm.utils import strict_json
 from nanovllm.utils.strict_json import MAX_DEPTH, RepeatedKeyError, TooDeepError
 
-ROWS, OPENAI = "rows", "openai"
+ROWS = "rows"
+OPENAI = "openai"
 """The forms of a batch: rows with a prompt, or OpenAI's batch file."""
 
 

@@ -126,7 +126,8 @@ class JSONLines:
 
 def _count_lines(path: Path) -> tuple[int, str]:
     """Return how many lines are not empty, and the digest of the file."""
-    digest, num_lines = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    num_lines = 0
     with path.open("rb") as file:
         for line in file:
             digest.update(line)

@@ -193,7 +193,8 @@ def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 
 
 def _render(template: str, variables: dict[str, Any]) -> str:
-    pieces, num_chars = [], 0
+    pieces = []
+    num_chars = 0
     for piece in _compile(template).generate(variables):
         num_chars += len(piece)
         if num_chars > MAX_CHARS:

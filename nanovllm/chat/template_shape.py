@@ -20,7 +20,9 @@ _PLACES: tuple[ToolsPlace, ...] = get_args(ToolsPlace)
 CALLED = "probe_call_k3v"
 _TOOL = "probe_tool_q7x"
 _VALUES = ("probe-value-5wz", "probe-value-9kd")
-_RESULT, _SYSTEM, _TEXT = "probe-result-8hj", "probe-system-2fd", "probe-text-6mc"
+_RESULT = "probe-result-8hj"
+_SYSTEM = "probe-system-2fd"
+_TEXT = "probe-text-6mc"
 _PROPERTIES = {"key": {"type": "string", "description": "A key"}}
 _FUNCTION = {
     "name": _TOOL,
@@ -135,7 +137,8 @@ def place_tools(
     functions = [tool.get("function", tool) for tool in tools]
     system = {"role": "system", "content": "You are a helpful assistant with some tools."}
     if conversation[0]["role"] == "system":
-        system, conversation = conversation[0], conversation[1:]
+        system = conversation[0]
+        conversation = conversation[1:]
     shown = json.dumps(functions, ensure_ascii=False)
     return [{**system, key: shown}, *conversation], {"tools": tools}
 

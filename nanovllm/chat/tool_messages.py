@@ -98,7 +98,8 @@ def _as_template_takes_it(
     if not message.get("tool_calls"):
         return [dict(message)]
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
-    content, calls = message.get("content"), message["tool_calls"]
+    content = message.get("content")
+    calls = message["tool_calls"]
     if not shape.shows_calls:
         return [{**plain, "content": _joined(content, _written(calls, template))}]
     if shape.arguments_are_text:

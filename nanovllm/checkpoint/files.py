@@ -39,8 +39,10 @@ def check_file(directory: Path, name: str, max_bytes: int | None = None) -> bool
             open a FIFO would wait for ever).
     """
     try:
-        file, home = (directory / name).resolve(), directory.resolve()
-        exists, is_file = file.exists(), file.is_file()
+        file = (directory / name).resolve()
+        home = directory.resolve()
+        exists = file.exists()
+        is_file = file.is_file()
         size = file.stat().st_size if is_file else 0
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a zero byte, ...
         raise CheckpointError(

@@ -107,7 +107,8 @@ def _read_gguf(file: Path, size: int, mtime_ns: int) -> GgufModel:
             f"{file} is one part of a split model: merge the parts with llama.cpp's "
             "llama-gguf-split --merge"
         )
-    family, tokenizer = family_of(metadata), tokenizer_settings(metadata)
+    family = family_of(metadata)
+    tokenizer = tokenizer_settings(metadata)
     config = make_config(metadata, family)
     return GgufModel(config, _weights(metadata, family, config), tokenizer)
 
@@ -198,7 +199,8 @@ def _named(name: str, family: GgufFamily, num_layers: int) -> tuple[str, str]:
 
 def _check_tensor(metadata: Metadata, name: str, reading: Reading, *, experts: bool) -> None:
     """Check what reading tensor `name`, of one linear or of all `experts`, relies on."""
-    tensor, wrong = metadata.tensors[name], None
+    tensor = metadata.tensors[name]
+    wrong = None
     num_dimensions = len(tensor.shape) - experts
     if experts and (num_dimensions < 1 or tensor.shape[0] != metadata.size("expert_count", 0)):
         wrong = f"has shape {tensor.shape}, must have one part for each expert"

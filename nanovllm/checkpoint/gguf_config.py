@@ -58,7 +58,8 @@ def make_config(metadata: Metadata, family: GgufFamily) -> dict[str, Any]:
         CheckpointError: a setting is missing or invalid.
         UnsupportedModelError: a setting is not implemented.
     """
-    file, tensors = metadata.file, metadata.tensors
+    file = metadata.file
+    tensors = metadata.tensors
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{file} has no matrix token_embd.weight")

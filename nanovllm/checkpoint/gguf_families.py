@@ -22,7 +22,8 @@ def _windows(metadata: Metadata, config: Fields, interval: int, default: int = 0
         interval: without a pattern, every so many layers have full attention.
         default: the window, if the file has none.
     """
-    key, num_layers = "attention.sliding_window", config["num_hidden_layers"]
+    key = "attention.sliding_window"
+    num_layers = config["num_hidden_layers"]
     window = metadata.setting(key, check_int, 0, MAX_SIZE, default=default)
     has_window = metadata.listed(f"{key}_pattern", num_layers, bool)
     if has_window is None:

@@ -14,7 +14,8 @@ def _fields(metadata: Metadata, config: Fields) -> Fields:
 
     In the file the plain sizes of a head are those of the layers with full attention.
     """
-    num_layers, tensors = config["num_hidden_layers"], metadata.tensors
+    num_layers = config["num_hidden_layers"]
+    tensors = metadata.tensors
     slides = metadata.listed_for_layers("attention.sliding_window_pattern", num_layers, bool)
     head_dim = metadata.size("attention.key_length_swa")
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
@@ -56,7 +57,8 @@ def _mlp_sizes(metadata: Metadata, num_layers: int, num_shared: int) -> Fields:
     sizes = metadata.listed("feed_forward_length", num_layers, int)
     if sizes is None:
         return {"use_double_wide_mlp": False}
-    size, doubled = sizes[0], sizes[-1] == 2 * sizes[0]
+    size = sizes[0]
+    doubled = sizes[-1] == 2 * sizes[0]
     expected = [size] * (num_layers - num_shared) + [size * (1 + doubled)] * num_shared
     if sizes != expected or not 1 <= size <= MAX_SIZE:
         rule = "the same in all layers, or twice that in those that share keys and values"
@@ -68,7 +70,8 @@ def _full_rope(metadata: Metadata, config: Fields) -> Fields:
     """Return the rotary settings of full attention: the file divides by 1 what rotates, and by an
     astronomic number what does not.
     """
-    size, rope = config["head_dim"] // 2, config["rope_parameters"]
+    size = config["head_dim"] // 2
+    rope = config["rope_parameters"]
     factors = rope.get("factors", [])
     rotating = sum(factor == 1.0 for factor in factors)
     if len(factors) != size or not all(factor > 1e20 for factor in factors[rotating:]):

@@ -25,7 +25,8 @@ _MAX_NAME_BYTES = 1024
 _MAX_STRING_BYTES = 2**20
 _MAX_DIMENSION = 2**32
 _VERSIONS = (2, 3)
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _SCALARS = {
     type_id: struct.Struct(f"<{letter}")
     for type_id, letter in zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True)
@@ -116,7 +117,9 @@ class _Parser:
     """Reads the fields of a header one after the other; `data` is the beginning of the file."""
 
     def __init__(self, file: Path, data: mmap.mmap, size: int) -> None:
-        self._file, self._data, self._size = file, data, size
+        self._file = file
+        self._data = data
+        self._size = size
         self._position = 4
         self._field = "version"  # what is being read, for errors
         self._num_elements = 0
@@ -162,7 +165,8 @@ class _Parser:
             if not 1 <= num_dimensions <= 4:
                 self._fail(f"must have 1 to 4 dimensions, has {num_dimensions}")
             shape = tuple(self._count(_MAX_DIMENSION, 1) for _ in range(num_dimensions))[::-1]
-            type_id, offset = self._scalar(4), self._scalar(10)
+            type_id = self._scalar(4)
+            offset = self._scalar(10)
             if type_id not in GGUF_TYPES:
                 names = ", ".join(found.name for found in GGUF_TYPES.values())
                 self._refuse(f"has type {_type_name(type_id)}, which is not supported ({names})")
@@ -191,7 +195,8 @@ class _Parser:
             return self._string(_MAX_STRING_BYTES)
         if type_id != _ARRAY:
             return self._scalar(type_id)
-        element, count = self._scalar(4), self._count(_MAX_ARRAY_ELEMENTS)
+        element = self._scalar(4)
+        count = self._count(_MAX_ARRAY_ELEMENTS)
         self._num_elements += count
         if self._num_elements > _MAX_ARRAY_ELEMENTS:
             self._fail(f"all arrays together have more than {_MAX_ARRAY_ELEMENTS} elements")
@@ -205,7 +210,9 @@ class _Parser:
 
     def _strings(self, count: int) -> list[str]:
         """Read many strings: `_string` without its calls."""
-        data, position, size = self._data, self._position, len(self._data)
+        data = self._data
+        position = self._position
+        size = len(self._data)
         found = []
         for _ in range(count):
             if position + 8 > size:

@@ -22,7 +22,9 @@ class Metadata:
     """
 
     def __init__(self, file: Path, header: GgufHeader) -> None:
-        self.file, self.tensors, self.values = file, header.tensors, header.metadata
+        self.file = file
+        self.tensors = header.tensors
+        self.values = header.metadata
         self._read: set[str] = set()
         self.architecture = self.text("general.architecture")
 
@@ -46,7 +48,8 @@ class Metadata:
 
     def unsupported(self, key: str, value: Any, rule: str = "") -> UnsupportedModelError:
         """Return the error for a setting that is not implemented, and the rule for it."""
-        name, rule = f"{self.architecture}.{key}", f": it must be {rule}" if rule else ""
+        name = f"{self.architecture}.{key}"
+        rule = f": it must be {rule}" if rule else ""
         return UnsupportedModelError(
             f"{self.file}: {name:.100} {shown(value)} is not supported{rule}"
         )

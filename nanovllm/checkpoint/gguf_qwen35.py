@@ -34,7 +34,8 @@ def _fields(metadata: Metadata, config: Fields) -> Fields:
             f"{metadata.file}: {metadata.architecture}.nextn_predict_layers {num_drafting} must be "
             f"below block_count {config['num_hidden_layers']}"
         )
-    num_heads, width = config["linear_num_value_heads"], metadata.size("ssm.inner_size")
+    num_heads = config["linear_num_value_heads"]
+    width = metadata.size("ssm.inner_size")
     num_key_heads = config["linear_num_key_heads"]
     if width % num_heads or num_heads % num_key_heads:
         rule = f"a multiple of ssm.group_count {num_key_heads} that divides ssm.inner_size {width}"
@@ -58,9 +59,11 @@ def _layer_types(metadata: Metadata, num_layers: int, num_drafting: int) -> list
 
 def _readings(config: Fields) -> Mapping[str, Reading]:
     """Return how tensors are read, by llama.cpp's name of their module."""
-    num_key_heads, head_dim = config["linear_num_key_heads"], config["linear_value_head_dim"]
+    num_key_heads = config["linear_num_key_heads"]
+    head_dim = config["linear_value_head_dim"]
     key_rows = 2 * num_key_heads * config["linear_key_head_dim"]
-    heads, values = Order(num_key_heads), Order(num_key_heads, head_dim)
+    heads = Order(num_key_heads)
+    values = Order(num_key_heads, head_dim)
     behind_keys = values._replace(start=key_rows)
     norms = dict.fromkeys(
         (

@@ -27,7 +27,8 @@ class Order(NamedTuple):
 
     def misfit(self, count: int) -> str:
         """Return how many rows or columns there must be; "" if there can be `count` of them."""
-        rest, unit = count - self.start, self.blocks * self.inner * self.size
+        rest = count - self.start
+        unit = self.blocks * self.inner * self.size
         fits = rest > 0 and rest % unit == 0
         return "" if fits else f"must have {self.start} and a multiple of {unit}"
 

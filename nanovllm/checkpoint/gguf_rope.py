@@ -14,7 +14,8 @@ from nanovllm.options.validation import check_float, check_text
 
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor by whose elements the rotary angles are divided."""
-SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+SHORT_FACTORS = "rope_factors_short.weight"
+LONG_FACTORS = "rope_factors_long.weight"
 """The same of LongRoPE, for texts of the original context and for longer ones."""
 _YARN_NAMES = {
     "yarn_beta_fast": "beta_fast",

@@ -23,7 +23,8 @@ _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "ex
 """Pre-tokenizers that split off each digit and then split as GPT-2's does."""
 _WORDS_FIRST = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "tekken")
 """Pre-tokenizers whose words are looked up before they are merged, and that add a BOS token."""
-_CONTRACTION, _SPACES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
     r"[一-龥぀-ゟ゠-ヿ]+",
@@ -72,7 +73,8 @@ def convert_gguf_tokenizer(file: Path) -> Any:
 def _complete(tokenizer: Any, settings: Mapping[str, Any], file: Path) -> None:
     """Change `tokenizer` where transformers leaves out what the file says."""
     backend: Tokenizer = tokenizer.backend_tokenizer
-    pre, before = settings.get("pre", ""), str(backend.pre_tokenizer)
+    pre = settings.get("pre", "")
+    before = str(backend.pre_tokenizer)
     if settings["model"] == "gemma4" or settings["architecture"] in ("gemma2", "gemma3"):
         return  # transformers has a class for them
     if settings["model"] == "llama":

@@ -80,7 +80,8 @@ def configured_checkpoint(config: Config) -> Checkpoint:
         CheckpointError: as for `open_checkpoint`, also for the tokenizer and generation_config.
     """
     checkpoint = open_checkpoint(config.model, config.revision, config.download_dir)
-    generation_config, tokenizer_path = checkpoint.generation_config, checkpoint.tokenizer_path
+    generation_config = checkpoint.generation_config
+    tokenizer_path = checkpoint.tokenizer_path
     if config.generation_config not in ("auto", "vllm"):
         directory = local_path(config.generation_config)
         if not check_file(directory, "generation_config.json", MAX_FILE_BYTES):
@@ -228,7 +229,8 @@ def _indexed_files(index: Path) -> list[Path]:
 
 def _find_gguf_file(model: str, revision: str | None, download_dir: str | None) -> Path | None:
     """Return the GGUF file that `model` names, here or on the hub; None if it names none."""
-    local, (repo, _, name) = local_path(model), model.rpartition("/")
+    local = local_path(model)
+    repo, _, name = model.rpartition("/")
     if not is_gguf(local) or local.is_dir():
         return None
     if local.exists():

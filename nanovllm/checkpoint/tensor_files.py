@@ -125,7 +125,8 @@ class TensorFile:
     """A file of weights with the header that `read_header` returned, open until `close`."""
 
     def __init__(self, file: Path, header: dict[str, TensorInfo]) -> None:
-        self._file, self._header = file, header
+        self._file = file
+        self._header = header
         self._weights: dict[str, GgufWeight] = {}
         self._opened = None
         if is_gguf(file):
@@ -159,7 +160,8 @@ class TensorFile:
             return self._bytes(name, info.offset, dtype.itemsize).view(dtype).view(info.shape)
         first, *others = slices
         row_bytes = math.prod(info.shape[1:]) * dtype.itemsize
-        start, shape = info.offset + first.start * row_bytes, info.shape[1:]
+        start = info.offset + first.start * row_bytes
+        shape = info.shape[1:]
         if first.stop - first.start == 1 and others:  # one expert of a tensor: some of its rows
             second = others[0]
             row_bytes //= max(1, shape[0])

@@ -67,7 +67,8 @@ def check_same_vocabulary(tokenizer: TextTokenizer, draft: Checkpoint) -> None:
         return
     other = serving_tokenizer(draft)
     assert other is not None
-    found, expected = other.get_vocab(), tokenizer.get_vocab()
+    found = other.get_vocab()
+    expected = tokenizer.get_vocab()
     different = expected.items() ^ found.items()
     if different:
         token, _ = min(different, key=lambda item: (item[1], item[0]))
@@ -108,7 +109,8 @@ def token_bound(tokenizer: TextTokenizer) -> TokenBound | None:
     backend: Any = tokenizer.backend_tokenizer
     model = backend.model
     added = backend.get_added_tokens_decoder().values()
-    normalizer, pre_tokenizer = _steps(backend.normalizer), _steps(backend.pre_tokenizer)
+    normalizer = _steps(backend.normalizer)
+    pre_tokenizer = _steps(backend.pre_tokenizer)
     chars = _byte_level_chars().items()
     lost = bytes(byte for byte, char in chars if model.token_to_id(char) is None)
     keeps_other_bytes = (

@@ -143,7 +143,8 @@ def _check_ids(backend: Tokenizer, text: str) -> int:
             f"tokens {shown(token_of[token_id])} and {shown(token)} share id {token_id}"
         )
     for added in _added_tokens(text):
-        content, token_id = added["content"], added["id"]
+        content = added["content"]
+        token_id = added["id"]
         found = backend.token_to_id(content)
         if content and found != token_id:  # an empty one is never used
             raise ValueError(

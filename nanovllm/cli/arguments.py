@@ -93,7 +93,8 @@ def _is_model(word: str) -> bool:
 
 
 def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Command) -> None:
-    name, is_generate = command.__name__, command.__name__ == "generate"
+    name = command.__name__
+    is_generate = command.__name__ == "generate"
     parser = commands.add_parser(
         name,
         help=command.__doc__,

@@ -78,7 +78,8 @@ def batch(args: argparse.Namespace) -> int:
         batch=batch_options,
     )
     check_form(options.form)
-    output, make_pool = Path(args.output), _pool_of(options, batch_options)
+    output = Path(args.output)
+    make_pool = _pool_of(options, batch_options)
     try:
         with _progress() as on_progress:
             finished = run_job(source, output, options, make_pool, on_progress)

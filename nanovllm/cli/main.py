@@ -127,7 +127,8 @@ def chat(args: argparse.Namespace) -> int:
     else:
         llm, params = load(options, flags, is_named=args.names_model, is_chat=True)
         source = model_source(llm, params, args.chat_template_kwargs)
-        source, name = _naming_flags(source, args.parser), shown_model(options["model"])
+        source = _naming_flags(source, args.parser)
+        name = shown_model(options["model"])
         first = {name: getattr(params, name) for name in dict.fromkeys((*RECOMMENDED, *flags))}
     if is_interactive():
         write("Type a message, or /help.\n")

@@ -152,9 +152,11 @@ def _count(number: int, what: str) -> str:
 
 def _size(num_bytes: int) -> str:
     """Return bytes in the unit that leaves one to four digits before the point."""
-    size, unit = float(num_bytes), "bytes"
+    size = float(num_bytes)
+    unit = "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
             break
-        size, unit = size / 1024, larger
+        size /= 1024
+        unit = larger
     return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.2f} {unit}"

@@ -126,7 +126,8 @@ class Chat:
         if not self._turns:
             raise InvalidRequestError("there is no message yet to answer again")
         *earlier, question, _answer = self._turns
-        before, self._turns = self._turns, earlier
+        before = self._turns
+        self._turns = earlier
         try:
             self._answer(question["content"])
         finally:
@@ -184,7 +185,8 @@ class _Timer:
         for piece in pieces:
             self._last = time.monotonic()
             if not self._first:
-                self._first, self._num_first = self._last, piece.num_tokens
+                self._first = self._last
+                self._num_first = piece.num_tokens
             self._num_tokens += piece.num_tokens
             yield piece.text
 
@@ -195,7 +197,8 @@ class _Timer:
         tokens = f"{self._num_tokens} token{'s' * (self._num_tokens != 1)}"
         found = f"{tokens}, the first after {self._first - self._start:.1f} s"
         # A server tells the number at the end only; one token at least came with the first text.
-        seconds, further = self._last - self._first, self._num_tokens - max(self._num_first, 1)
+        seconds = self._last - self._first
+        further = self._num_tokens - max(self._num_first, 1)
         if further < 1 or seconds < _LEAST_SECONDS:
             return found
         return f"{found}, {further / seconds:.0f} tokens/s"

@@ -29,7 +29,8 @@ Source = Callable[[list[Message], Mapping[str, Any]], Iterator[Piece]]
 """Answers a conversation, piece by piece, with some sampling parameters changed. It raises
 InvalidRequestError or ServerError, and ends the answer when the iterator is closed."""
 
-THINK, END_THINK = "<think>\n", "\n</think>\n\n"
+THINK = "<think>\n"
+END_THINK = "\n</think>\n\n"
 """What stands around a server's reasoning in an answer, as models themselves write it."""
 
 

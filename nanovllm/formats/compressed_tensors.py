@@ -52,8 +52,11 @@ def _stored_int(scheme: Scheme, matrix: Matrix, names: list[str]) -> StoredInteg
                 f"{names[0]}: {scheme.format} with {field} {found!r} is not supported (only "
                 f"{', '.join(map(repr, supported))})"
             )
-    group, bits, shape = scheme.group_size, scheme.bits, None
-    values, zeros = Field("weight", torch.int8), Field("weight_zero_point", torch.int8, group)
+    group = scheme.group_size
+    bits = scheme.bits
+    shape = None
+    values = Field("weight", torch.int8)
+    zeros = Field("weight_zero_point", torch.int8, group)
     if scheme.format == "pack-quantized":
         values = Field("weight_packed", torch.int32, 1, "inputs", bits)
         zeros = Field("weight_zero_point", torch.int32, group, "outputs", bits)

@@ -80,7 +80,8 @@ class LoadedField:
 
     def __init__(self, field: Field, device: torch.device, *, whole: bool = False) -> None:
         self.field = field
-        self._device, self._whole = device, whole
+        self._device = device
+        self._whole = whole
         self._parts: dict[int, Part] = {}
 
     @property
@@ -94,13 +95,17 @@ class LoadedField:
         Raises:
             ConfigError: this rank's inputs begin or end inside a column.
         """
-        field, (outputs, inputs) = self.field, weight.shape
+        field = self.field
+        outputs, inputs = weight.shape
         rows, own_inputs = weight.target.shape
-        first, start, skipped = first_row(weight), weight.start, 0
+        first = first_row(weight)
+        start = weight.start
+        skipped = 0
         if weight.dim == 0:
             start, skipped = divmod(start, field.per_row or outputs)
         elif self._whole or field.per_column is None:
-            start, own_inputs = 0, inputs
+            start = 0
+            own_inputs = inputs
         else:
             self._check_columns(weight, field.per_column)
             start //= field.per_column
@@ -109,7 +114,8 @@ class LoadedField:
             shape = field.shape(skipped + rows, own_inputs)
             memory = torch.empty(shape, dtype=field.dtype, device=self._device)
             self._parts[first] = Part(name, memory, skipped, rows, weight.shape)
-        shape, memory = field.shape(outputs, inputs), self._parts[first].tensor
+        shape = field.shape(outputs, inputs)
+        memory = self._parts[first].tensor
         if field.flat:
             return Shard(name, shape[:1], memory[:, 0], start=start)
         shape = (shape[1], shape[0]) if field.transposed else shape
@@ -138,7 +144,8 @@ class LoadedField:
         """Return the rows of outputs [start, stop) of the matrix; int8 if they are packed."""
         found = []
         for first, part in sorted(self._parts.items()):
-            low, high = max(start, first) - first, min(stop, first + part.rows) - first
+            low = max(start, first) - first
+            high = min(stop, first + part.rows) - first
             if low < high:
                 found.append(self._unpacked(part, low, high))
         return torch.cat(found)
@@ -146,7 +153,8 @@ class LoadedField:
     def _unpacked(self, part: Part, start: int, stop: int) -> torch.Tensor:
         field = self.field
         if field.packed == "outputs":
-            skipped, count = part.skipped + start, stop - start
+            skipped = part.skipped + start
+            count = stop - start
             return unpack_rows(part.tensor, field.bits, skipped, count, field.order)
         if field.outputs != 1:
             rows = torch.arange(part.skipped + start, part.skipped + stop, device=self._device)
@@ -165,7 +173,10 @@ class LoadedVector:
     def __init__(
         self, suffix: str, dtype: torch.dtype, device: torch.device, fill: int = 0
     ) -> None:
-        self._suffix, self._dtype, self._device, self._fill = suffix, dtype, device, fill
+        self._suffix = suffix
+        self._dtype = dtype
+        self._device = device
+        self._fill = fill
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
 
     def shard(
@@ -177,7 +188,8 @@ class LoadedVector:
             own: how many of its numbers this rank has, from `start` on; None: all.
             options: of `Shard`.
         """
-        first, name = first_row(weight), weight.name.removesuffix("weight") + self._suffix
+        first = first_row(weight)
+        name = weight.name.removesuffix("weight") + self._suffix
         if first not in self._tensors:
             shape = size if own is None else own
             memory = torch.full((shape,), self._fill, dtype=self._dtype, device=self._device)

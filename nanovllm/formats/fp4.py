@@ -18,7 +18,8 @@ from nanovllm.formats.stored import StoredNumbers
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.linear import Matrix
 
-E8M0_BIAS, _E8M0_NAN = 127, 255
+E8M0_BIAS = 127
+_E8M0_NAN = 255
 _E2M1 = torch.tensor([sign * number for sign in (1, -1) for number in FP4_NUMBERS])
 """What 4 bits stand for."""
 
@@ -61,7 +62,8 @@ class StoredFp4(StoredNumbers):
 
     def __init__(self, layout: Fp4Layout, matrix: Matrix) -> None:
         super().__init__(matrix, layout.name)
-        self._layout, device = layout, self._device
+        self._layout = layout
+        device = self._device
         scale = Field("weight_scale", layout.scale_dtype, layout.group_size)
         self._pairs = LoadedField(Field(layout.pairs, torch.uint8, 2), device)
         self._scales = LoadedField(scale, device)
@@ -88,7 +90,8 @@ class StoredFp4(StoredNumbers):
         rows = IntRows(self._shape[0], dtype, kernels)
         for start, stop in row_ranges(0, *self._shape):
             part = None if factors is None else factors[start:stop]
-            pairs, scales = self._pairs.rows(start, stop), self._scales.rows(start, stop)
+            pairs = self._pairs.rows(start, stop)
+            scales = self._scales.rows(start, stop)
             rows.store(start, unpack_fp4(pairs, scales, part))
         return rows.method(), "kept in 4 bits"
 

@@ -61,8 +61,10 @@ class Fp8Weight:
         dtype: torch.dtype,
         kernels: Kernels,
     ) -> None:
-        self._values, self._scales = values, scales
-        self._group_size, self._dtype = group_size, dtype
+        self._values = values
+        self._scales = scales
+        self._group_size = group_size
+        self._dtype = dtype
         self._counters: torch.Tensor | None = None
         has_fp8 = values.is_cuda and torch.cuda.get_device_capability(values.device) >= _FP8_MATMUL
         self._kernels = kernels.fp8 if has_fp8 else None

@@ -41,7 +41,8 @@ class GgufFormat:
     name = "GGUF"
 
     def __init__(self, header: dict[str, TensorInfo], quantization: str | None) -> None:
-        self._header, self._quantization = header, quantization
+        self._header = header
+        self._quantization = quantization
         self._kept: Counter[str] = Counter()
         self._dtype = torch.float32
 
@@ -90,7 +91,8 @@ class StoredBlocks:
     def __init__(self, block_type: str, like: torch.Tensor) -> None:
         self.block_type = self.label = block_type
         self.description = f"in {block_type}, kept in {BLOCK_BITS[block_type]} bits"
-        (self._rows, self._inputs), self._device = like.shape, like.device
+        self._rows, self._inputs = like.shape
+        self._device = like.device
         self._blocks: torch.Tensor | None = None
 
     def shards(self, weight: Shard) -> Iterator[Shard]:
@@ -110,7 +112,8 @@ class StoredBlocks:
 
     def method(self, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
         assert self._blocks is not None
-        blocks, self._blocks = self._blocks, None
+        blocks = self._blocks
+        self._blocks = None
         rows = IntRows(len(blocks), dtype, kernels)
         for start in range(0, len(blocks), _ROWS_AT_ONCE):
             part = unpack_blocks(blocks[start : start + _ROWS_AT_ONCE], self.block_type)

@@ -70,7 +70,8 @@ class Gptq:
 
 def _form(config: dict[str, Any], less: int, where: str) -> IntegerForm:
     """Read how linears are stored."""
-    bits, ordered = config.get("bits"), config.get("desc_act", False)
+    bits = config.get("bits")
+    ordered = config.get("desc_act", False)
     if type(bits) is not int or bits not in (4, 8):
         raise unsupported("bits", bits, "4 and 8", where)
     group = read_group_size(config.get("group_size", 128), where)

@@ -151,8 +151,11 @@ class IntRows:
         kernels: Kernels,
         reserve: PageReserve | None = None,
     ) -> None:
-        self._num_rows, self._dtype, self._reserve = num_rows, dtype, reserve
-        self._native, self._ints = isinstance(kernels, CKernels), kernels.ints
+        self._num_rows = num_rows
+        self._dtype = dtype
+        self._reserve = reserve
+        self._native = isinstance(kernels, CKernels)
+        self._ints = kernels.ints
         self._weight: Any = None  # with `store`, each in its way
 
     def store(self, start: int, part: IntTensor) -> None:
@@ -183,7 +186,8 @@ class IntRows:
             kind = MINIMUMS
         elif part.zeros is not None:
             kind = ZEROS
-        group, rest = k // part.scales.shape[1], (part.inputs, self._reserve)
+        group = k // part.scales.shape[1]
+        rest = (part.inputs, self._reserve)
         return IntPanelWeight(self._num_rows, k, group, part.bits, kind, *rest)
 
     def _empty(self, part: IntTensor) -> Any:
@@ -238,7 +242,8 @@ class IntWeight:
     """
 
     def __init__(self, weight: IntTensor, dtype: torch.dtype) -> None:
-        self._weight, self._dtype = weight, dtype
+        self._weight = weight
+        self._dtype = dtype
         self._order = None if weight.inputs is None else weight.inputs.argsort()
         numbers = torch.tensor(FP4_NUMBERS, device=weight.values.device)
         self._numbers = torch.cat([numbers, -numbers])

@@ -35,7 +35,8 @@ class ModelOpt:
     name = "ModelOpt"
 
     def __init__(self, config: dict[str, Any]) -> None:
-        settings, excluded = config, "ignore"
+        settings = config
+        excluded = "ignore"
         if "quantization" in config:
             settings = read_object(config["quantization"], f"{WHERE}: quantization")
             excluded = "exclude_modules"

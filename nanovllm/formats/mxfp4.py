@@ -18,7 +18,8 @@ from nanovllm.layers.experts import StackedLinear
 from nanovllm.layers.linear import Matrix
 from nanovllm.utils.distributed import tensor_parallel
 
-_BLOCK, _BLOCK_BYTES = 32, 16
+_BLOCK = 32
+_BLOCK_BYTES = 16
 
 
 class Mxfp4Format:
@@ -50,7 +51,8 @@ class StoredMxfp4:
     description = "in MXFP4, kept in 4 bits"
 
     def __init__(self, like: torch.Tensor) -> None:
-        (self._rows, self._inputs), self._device = like.shape, like.device
+        self._rows, self._inputs = like.shape
+        self._device = like.device
         self._pairs: torch.Tensor | None = None
         self._scales = torch.empty(0)
 
@@ -59,7 +61,8 @@ class StoredMxfp4:
         if weight.index is None:
             raise UnsupportedModelError(f"{weight.name}: experts in MXFP4 must be in one tensor")
         if self._pairs is None:
-            rows, inputs = self._rows, self._inputs
+            rows = self._rows
+            inputs = self._inputs
             pairs = torch.empty(rows, inputs // 2, dtype=torch.uint8, device=self._device)
             self._pairs, self._scales = pairs, pairs.new_full((rows, inputs // _BLOCK), E8M0_BIAS)
         first = weight.target.storage_offset() // self._inputs
@@ -77,7 +80,9 @@ class StoredMxfp4:
 
     def method(self, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
         assert self._pairs is not None
-        pairs, scales, self._pairs = self._pairs, self._scales, None
+        pairs = self._pairs
+        scales = self._scales
+        self._pairs = None
         if kernels.name == "triton":
             raise ConfigError("experts in MXFP4 run on CPUs alone; choose device='cpu'")
         weight = IntRows(self._rows, dtype, kernels)

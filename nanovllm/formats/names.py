@@ -116,7 +116,8 @@ class ModuleList:
     """
 
     def __init__(self, settings: dict[str, Any], key: str) -> None:
-        names, field = read_names(settings, key), f"quantization_config: {key}"
+        names = read_names(settings, key)
+        field = f"quantization_config: {key}"
         patterns = {name for name in names if "*" in name and not name.startswith(REGEX)}
         if len(patterns) > _MAX_WILDCARDS or any(len(name) > _MAX_LENGTH for name in patterns):
             raise CheckpointError(

@@ -223,7 +223,8 @@ def store_as(
             meta = torch.empty_like(weight, device="meta")
             weight = nn.Parameter(meta, requires_grad=False)
         for sharing in matrices.values():
-            sharing.stored, sharing.weight = stored, weight
+            sharing.stored = stored
+            sharing.weight = weight
         for _ in matrix.shards(prefix):
             pass  # their errors belong here, before anything is read
 

@@ -25,7 +25,8 @@ class Rounding:
     """All weights in "int8" or "int4", or those of linears in "fp8"."""
 
     def __init__(self, quantization: str, kernels: Kernels) -> None:
-        self.name, self._kernels = quantization, kernels
+        self.name = quantization
+        self._kernels = kernels
 
     def stored(self, matrix: Matrix, names: list[str]) -> "StoredRounded | None":
         assert matrix.weight is not None
@@ -49,7 +50,8 @@ class StoredRounded:
     """
 
     def __init__(self, quantization: str, like: torch.Tensor, kernels: Kernels) -> None:
-        self.label, self.description = quantization, f"rounded to {quantization}"
+        self.label = quantization
+        self.description = f"rounded to {quantization}"
         self._like = like
         self._rows = rounded_rows(quantization, like, kernels)
         self._waiting: torch.Tensor | None = None
@@ -110,7 +112,8 @@ class _RowsInIntegers:
 
 class _RowsInFp8:
     def __init__(self, quantization: str, like: torch.Tensor, kernels: Kernels) -> None:
-        self._like, self._kernels = like, kernels
+        self._like = like
+        self._kernels = kernels
         self._values, self._scales = torch.empty(0), torch.empty(0)
 
     def store(self, start: int, values: torch.Tensor) -> None:
@@ -122,7 +125,8 @@ class _RowsInFp8:
         self._values[rows], self._scales[rows] = quantize_fp8(values)
 
     def method(self) -> WeightMethod:
-        width, dtype = self._like.shape[1], self._like.dtype
+        width = self._like.shape[1]
+        dtype = self._like.dtype
         return Fp8Weight(self._values, self._scales, width, dtype, self._kernels)
 
 

@@ -96,7 +96,8 @@ def _arguments(arguments: Any, where: str) -> Rounded | None:
     if arguments is None:
         return None
     bits, kind = read_number_type(read_object(arguments, where), where)
-    size, strategy = arguments.get("group_size"), arguments.get("strategy")
+    size = arguments.get("group_size")
+    strategy = arguments.get("strategy")
     group = None if size is None else read_group_size(size, where)
     if strategy is None:
         strategy = "tensor" if size is None else "channel" if group is None else "group"
@@ -105,7 +106,8 @@ def _arguments(arguments: Any, where: str) -> Rounded | None:
     grouped = strategy in ("group", "tensor_group")
     if grouped and group is None:
         raise CheckpointError(f"{where}: strategy {strategy} needs a group_size, is {shown(size)}")
-    symmetric, dynamic = arguments.get("symmetric", True), arguments.get("dynamic", False)
+    symmetric = arguments.get("symmetric", True)
+    dynamic = arguments.get("dynamic", False)
     if not isinstance(symmetric, bool):
         raise CheckpointError(f"{where}: symmetric must be true or false, is {shown(symmetric)}")
     if not isinstance(dynamic, bool) and dynamic not in (None, "local"):

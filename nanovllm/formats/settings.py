@@ -63,7 +63,8 @@ def read_number_type(settings: Mapping[str, Any], where: str) -> tuple[int, str]
     Raises:
         CheckpointError: one has another value.
     """
-    bits, kind = settings.get("num_bits", 8), settings.get("type", "int")
+    bits = settings.get("num_bits", 8)
+    kind = settings.get("type", "int")
     if type(bits) is not int or not 1 <= bits <= _MAX_BITS:
         raise CheckpointError(f"{where}: num_bits must be from 1 to {_MAX_BITS}, is {shown(bits)}")
     if kind not in ("int", "float"):

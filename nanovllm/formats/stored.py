@@ -27,8 +27,10 @@ class StoredNumbers:
 
     def __init__(self, matrix: Matrix, label: str) -> None:
         assert matrix.weight is not None
-        self.label, self.description = label, ""
-        self._shape, self._device = tuple(matrix.weight.shape), matrix.weight.device
+        self.label = label
+        self.description = ""
+        self._shape = tuple(matrix.weight.shape)
+        self._device = matrix.weight.device
         self._is_experts = isinstance(matrix, StackedLinear)
         self._is_gates = isinstance(matrix, SmallLinear)
         self._loaded: list[LoadedField] = []

@@ -39,7 +39,8 @@ class Fp8Format:
     name = "FP8"
 
     def __init__(self, scale: Field, excluded: Names) -> None:
-        self.scale, self._excluded = scale, excluded
+        self.scale = scale
+        self._excluded = excluded
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Fp8Format":
@@ -110,7 +111,8 @@ class StoredFp8(StoredNumbers):
 
     def __init__(self, scale: Field, matrix: Matrix) -> None:
         super().__init__(matrix, "FP8")
-        self._is_exact, self._rounding = isinstance(matrix, EXACT), ""
+        self._is_exact = isinstance(matrix, EXACT)
+        self._rounding = ""
         self._values: torch.Tensor | None = None
         self._scales = LoadedField(scale, self._device)
         self._loaded = [self._scales]
@@ -157,7 +159,8 @@ class StoredFp8(StoredNumbers):
     def _weight(self, dtype: torch.dtype, kernels: Kernels) -> Fp8Weight:
         """Return the weight in FP8, which is not loaded any more."""
         assert self._values is not None
-        values, self._values = self._values, None
+        values = self._values
+        self._values = None
         scales = self._scales.rows(0, len(values))
         block = self._scales.field.group or values.shape[1]
         return Fp8Weight(values, scales, block, dtype, kernels)

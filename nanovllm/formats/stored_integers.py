@@ -52,7 +52,8 @@ class StoredIntegers(StoredNumbers):
 
     def __init__(self, matrix: Matrix, form: IntegerForm) -> None:
         super().__init__(matrix, form.label)
-        self._form, device = form, self._device
+        self._form = form
+        device = self._device
         self._has_bias = getattr(matrix, "bias", None) is not None
         ordered = form.order is not None and not form.in_place
         self._values = LoadedField(form.values, device)
@@ -84,7 +85,8 @@ class StoredIntegers(StoredNumbers):
                 raise CheckpointError(f"{name} is not zero, but such a model's linear has no bias")
         outputs = {part.name.rpartition(".")[0]: part.shape for part in self._values.parts}
         for name, tensor in self._shapes.items():
-            found, expected = tuple(tensor.tolist()), outputs[name.rpartition(".")[0]]
+            found = tuple(tensor.tolist())
+            expected = outputs[name.rpartition(".")[0]]
             if found not in (expected, (0, 0)):  # zeros are dummy weights
                 raise CheckpointError(f"{name} says {found}, the config says {expected}")
 
@@ -94,7 +96,8 @@ class StoredIntegers(StoredNumbers):
         Raises:
             CheckpointError: there is no such group, or inputs are not in the order of groups.
         """
-        k, size = self._shape[1], self._form.group or self._shape[1]
+        k = self._shape[1]
+        size = self._form.group or self._shape[1]
         place = torch.arange(k, device=self._device) // size
         found = [place] * len(self._values.parts)
         for i, (name, order) in enumerate(self._orders.items()):
@@ -137,7 +140,8 @@ class StoredIntegers(StoredNumbers):
         has_zeros = self._zeros is not None and bool(self._zero_points(0, n).any())
         rows = IntRows(n, dtype, kernels)
         for start, stop in row_ranges(0, n, k):
-            values, scales = self._numbers(start, stop), self._scales.rows(start, stop)[:, used]
+            values = self._numbers(start, stop)
+            scales = self._scales.rows(start, stop)[:, used]
             values = values if in_place else values[:, order]
             zeros = self._zero_points(start, stop)[:, used] if has_zeros else None
             part = int_tensor(values, scales, self._form.bits, zeros=zeros, inputs=inputs)
@@ -175,7 +179,8 @@ class StoredIntegers(StoredNumbers):
         wide = torch.empty(self._shape, dtype=dtype, device=self._device)
         end = 0
         for part, group in zip(self._values.parts, self._groups(), strict=True):
-            first, end = end, end + part.rows
+            first = end
+            end += part.rows
             for start, stop in row_ranges(first, end, self._shape[1]):
                 numbers = self._numbers(start, stop).float()
                 if self._zeros is not None:

@@ -51,7 +51,9 @@ class SelfAttention(nn.Module):
         **projections: Any,
     ) -> None:
         super().__init__()
-        hidden_size, head_dim, heads = config.hidden_size, config.head_dim, config.num_heads
+        hidden_size = config.hidden_size
+        head_dim = config.head_dim
+        heads = config.num_heads
         self.rotary_emb = rotary_emb
         projections.setdefault("bias", False)
         qkv = self.qkv_proj = QKVParallelLinear(

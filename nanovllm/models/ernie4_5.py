@@ -18,7 +18,8 @@ class Ernie4_5ForCausalLM(DecoderForCausalLM):
     }
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
-        bias, rotary_emb = config.flag("use_bias"), self.rotary_emb(config.rope, config.head_dim)
+        bias = config.flag("use_bias")
+        rotary_emb = self.rotary_emb(config.rope, config.head_dim)
         attention = SelfAttention(config, rotary_emb, bias=bias, output_bias=bias)
         return DecoderLayer(config, attention, GatedMLP(config, bias=bias))
 

@@ -136,7 +136,8 @@ class Gemma4Layer(SandwichLayer):
         size = config.count("hidden_size_per_layer_input")
         self.has_input = bool(size)
         if self.has_input:
-            hidden_size, eps = config.hidden_size, config.rms_norm_eps
+            hidden_size = config.hidden_size
+            eps = config.rms_norm_eps
             self.per_layer_input_gate = LinearBase(hidden_size, size)
             self.per_layer_projection = LinearBase(size, hidden_size)
             self.post_per_layer_input_norm = RMSNorm(hidden_size, eps, NORM_WIDE)
@@ -165,7 +166,8 @@ class Gemma4ExpertsLayer(Gemma4Layer):
         self, config: ModelConfig, self_attn: SelfAttention, mlp: nn.Module, **norm: Any
     ) -> None:
         super().__init__(config, self_attn, mlp, **norm)
-        hidden_size, eps = config.hidden_size, config.rms_norm_eps
+        hidden_size = config.hidden_size
+        eps = config.rms_norm_eps
         num_experts = config.size("num_experts", high=MAX_EXPERTS)
         top_k = config.size("top_k_experts", high=num_experts)
         self.router = NormedRouter(hidden_size, num_experts, top_k, eps)
@@ -197,7 +199,8 @@ class Gemma4Decoder(ScaledDecoder):
         hidden_size = config.hidden_size
         self._size = size = config.count("hidden_size_per_layer_input")
         if size:
-            vocab_size, width = config.size("vocab_size_per_layer_input"), len(layers) * size
+            vocab_size = config.size("vocab_size_per_layer_input")
+            width = len(layers) * size
             self.embed_tokens_per_layer = ScaledEmbedding(vocab_size, width, size**0.5)
             self.per_layer_model_projection = LinearBase(hidden_size, width)
             self.per_layer_projection_norm = RMSNorm(size, config.rms_norm_eps, NORM_WIDE)

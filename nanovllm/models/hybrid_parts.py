@@ -62,7 +62,8 @@ class HeadGatedAttention(GatedAttention):
             raise UnsupportedModelError("config.json: attn_output_gate False is not supported")
         biases = attention_biases(config)
         super().__init__(config, rotary_emb, qk_norm=True, norm_kind=NORM_CENTRED, **biases)
-        queries, slices = self._halves(config, 0), self.qkv_proj.slices
+        queries = self._halves(config, 0)
+        slices = self.qkv_proj.slices
         rest = [Piece(name, *slices[name]) for name in ("k_proj", "v_proj")]
         self.qkv_proj = PiecedLinear(config.hidden_size, [*queries, *rest], bias=biases["bias"])  # type: ignore[assignment]
 
@@ -72,8 +73,10 @@ class HeadGatedAttention(GatedAttention):
 
     def _halves(self, config: ModelConfig, offset: int) -> list[Piece]:
         """Return `head_dim` rows of q_proj for each head of this rank, from `offset` in its two."""
-        size, heads = config.head_dim, self.attn.sizes[0]
-        first, total = heads * tensor_parallel().rank, 2 * config.num_heads * size
+        size = config.head_dim
+        heads = self.attn.sizes[0]
+        first = heads * tensor_parallel().rank
+        total = 2 * config.num_heads * size
         starts = [2 * size * head + offset for head in range(first, first + heads)]
         return [Piece("q_proj", total, start, size) for start in starts]
 
@@ -101,7 +104,8 @@ class SharedExpertMLP(SparseMLP):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         total = super().forward(hidden)
-        shared, gate = self.shared_expert(hidden), self.shared_expert_gate(hidden)
+        shared = self.shared_expert(hidden)
+        gate = self.shared_expert_gate(hidden)
         self.kernels.add(self.kernels.mul_act(gate, shared, "sigmoid"), total)
         return total
 

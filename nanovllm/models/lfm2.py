@@ -110,7 +110,8 @@ def _layer_types(config: ModelConfig) -> list[str]:
 
 def _adjusted_size(config: ModelConfig) -> int:
     """Return the size of the MLP: two thirds of the config's, times a factor, rounded up."""
-    size, multiple = config.intermediate_size, config.size("block_multiple_of")
+    size = config.intermediate_size
+    multiple = config.size("block_multiple_of")
     if not config.flag("block_auto_adjust_ff_dim"):
         return size
     size = int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))

@@ -77,7 +77,8 @@ class WideNormAttention(SelfAttention):
         return super().head_norm()._replace(q_weight=None, k_weight=None)
 
     def attend(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
-        q_size, k_size = len(self.q_norm.weight), len(self.k_norm.weight)
+        q_size = len(self.q_norm.weight)
+        k_size = len(self.k_norm.weight)
         self.q_norm.normalise(qkv[:, :q_size])
         self.k_norm.normalise(qkv[:, q_size : q_size + k_size])
         return super().attend(qkv, batch)
@@ -130,7 +131,8 @@ class GatedAttention(SelfAttention):
     ) -> torch.Tensor:
         heads = self.attend(self.qkv_proj(hidden), batch)
         if output_indices is not None:
-            heads, hidden = heads[output_indices], hidden[output_indices]
+            heads = heads[output_indices]
+            hidden = hidden[output_indices]
         gated = self.kernels.mul_act(self.gate(hidden), heads.flatten(1), "sigmoid")
         return self.o_proj(gated)
 
@@ -147,8 +149,10 @@ class SinkAttention(SelfAttention):
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         """Yield this rank's sinks."""
-        size, ranks = len(self.sinks), tensor_parallel()
-        shape, start = (size * ranks.size,), size * ranks.rank
+        size = len(self.sinks)
+        ranks = tensor_parallel()
+        shape = (size * ranks.size,)
+        start = size * ranks.rank
         yield Shard(f"{prefix}.sinks", shape, self.sinks.data, start=start)
 
 
@@ -259,7 +263,8 @@ class SandwichForCausalLM(DecoderForCausalLM):
         self._cap = config.number("final_logit_softcapping", 0.0)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        logits, cap = super().compute_logits(hidden), self._cap
+        logits = super().compute_logits(hidden)
+        cap = self._cap
         if logits is not None and self._factor != 1:
             logits = logits * self._factor
         if logits is not None and cap:

@@ -19,5 +19,6 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
         attention = SelfAttention(config, rotary_emb, qk_norm=True, **attention_biases(config))
         if is_dense(config, index):
             return DecoderLayer(config, attention, GatedMLP(config))
-        size, renormalize = config.size("moe_intermediate_size"), config.flag("norm_topk_prob")
+        size = config.size("moe_intermediate_size")
+        renormalize = config.flag("norm_topk_prob")
         return DecoderLayer(config, attention, sparse_mlp(config, size, renormalize=renormalize))

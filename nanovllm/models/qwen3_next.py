@@ -40,7 +40,8 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
     reads = frozenset({"layer_types", "partial_rotary_factor", "attn_output_gate", "num_experts"})
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
-        interval, mlp = config.size("full_attention_interval", 4), self.make_mlp(config, index)
+        interval = config.size("full_attention_interval", 4)
+        mlp = self.make_mlp(config, index)
         types = check_mixed(config.layer_types(interval, "linear_attention"))
         if types[index] == "linear_attention":
             mixer = delta_net(config, grouped=self.grouped)

@@ -67,7 +67,8 @@ class Supported(NamedTuple):
 
 def supported(architecture: str) -> Supported:
     """Return what is known of an architecture in `MODULES`."""
-    family, models = MODULES[architecture], ""
+    family = MODULES[architecture]
+    models = ""
     for cls in family_class(architecture).__mro__:
         paragraph = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0]
         first, _, layers = " ".join(paragraph.split()).rstrip(".").partition(": ")

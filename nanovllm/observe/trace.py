@@ -26,7 +26,9 @@ _FLUSH_SECONDS = 0.5
 _MAX_PENDING = 4096
 """Events are written to the file after so many seconds, or when so many are in memory."""
 
-_HOST, _STEPS, _COUNTERS = (1, 1), (1, 2), (1, 3)
+_HOST = (1, 1)
+_STEPS = (1, 2)
+_COUNTERS = (1, 3)
 """The lanes of the engine. Those of sequences are (2, number). The format calls the first number a
 process, and the second a thread."""
 
@@ -214,7 +216,8 @@ class Trace(Observer):
         pool = scheduler.block_manager
         used = 100 * (1 - pool.num_free_blocks / len(pool.blocks))
         self._count("KV cache", {"percent used": used})
-        running, waiting = len(scheduler.running), scheduler.num_waiting
+        running = len(scheduler.running)
+        waiting = scheduler.num_waiting
         self._count("sequences", {"running": running, "waiting": waiting})
         if not self._lanes:
             self._count("tokens/s", {"prompt": 0, "output": 0})
@@ -258,7 +261,8 @@ class Trace(Observer):
         """End a sequence's state, if it has one, and begin the next."""
         if lane.state:
             self._end_state(lane, now)
-        lane.state, lane.num_known = state, lane.seq.num_output_tokens
+        lane.state = state
+        lane.num_known = lane.seq.num_output_tokens
         self._add("B", lane.place, now, name=state, args=args or {})
 
     def _end_state(self, lane: _Lane, now: float) -> None:
@@ -267,7 +271,8 @@ class Trace(Observer):
 
     def _phase(self, name: str, step_id: int) -> None:
         """Add a span of the host from the last mark to now, the next mark."""
-        start, self._mark = self._mark, time.monotonic()
+        start = self._mark
+        self._mark = time.monotonic()
         self._span(_HOST, name, start, {"step": step_id})
 
     def _span(self, place: tuple[int, int], name: str, start: float, args: dict[str, int]) -> None:

@@ -53,7 +53,8 @@ class Engine:
             scope: of ASGI; what cannot be sent to another process is left out.
             body: the whole body.
         """
-        outbox, client_gone = _Outbox(), asyncio.Event()
+        outbox = _Outbox()
+        client_gone = asyncio.Event()
         unread = [body]
 
         async def receive() -> Message:
@@ -154,5 +155,6 @@ class _Outbox:
         while not self._messages and not self._is_closed:
             self._has_news.clear()
             await self._has_news.wait()
-        taken, self._messages = self._messages, []
+        taken = self._messages
+        self._messages = []
         return taken

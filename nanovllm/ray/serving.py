@@ -140,7 +140,8 @@ def _split(options: dict[str, Any]) -> _Given:
 
 def _replicas(given: dict[str, Any]) -> dict[str, Any]:
     """Return Ray Serve's options of the number of replicas."""
-    number, scaling = given.get("num_replicas"), given.get("autoscaling_config")
+    number = given.get("num_replicas")
+    scaling = given.get("autoscaling_config")
     if number == "auto" and scaling is None:
         scaling = {"min_replicas": 1, "max_replicas": _MOST_REPLICAS}
     if scaling is None:

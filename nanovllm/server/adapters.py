@@ -162,7 +162,8 @@ class Adapters:
             found = (home / path).resolve()
             exists = found.is_relative_to(home) and found.is_dir()
         except (OSError, RuntimeError, ValueError):  # a loop of links, a zero byte, a long name
-            found, exists = home, False
+            found = home
+            exists = False
         if not found.is_relative_to(home):
             raise APIError(
                 400,

@@ -229,7 +229,8 @@ class _Answer:
         Ids and log-probabilities of tokens come with the first part. Where no part is certain yet,
         they come alone.
         """
-        body, choice = self._body, self._choices[completion.index]
+        body = self._body
+        choice = self._choices[completion.index]
         deltas = [_delta(part) for part in parts]
         has_data = bool(completion.token_ids and (body.logprobs or body.return_token_ids))
         if completion.finish_reason is not None or (has_data and not deltas):
@@ -279,7 +280,8 @@ class _Answer:
 
 def _message(parts: Seq[Part]) -> AnswerMessage:
     """Return the message that the parts of a whole answer make."""
-    text, reasoning = "", ""
+    text = ""
+    reasoning = ""
     calls: list[ToolCall] = []
     for part in parts:
         match part:

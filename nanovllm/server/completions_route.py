@@ -43,7 +43,8 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or many."""
     server = state_of(request)
     with naming_params(CompletionRequest.model_fields, "prompt", structured_names(body)):
-        params, prompts = _params(server, body), _prompts(server, body)
+        params = _params(server, body)
+        prompts = _prompts(server, body)
         answer = _Answer(server, body, params, len(prompts))
         check_logprobs(server, params, map(len, prompts))
         place = generation.admit(request, params.n * len(prompts), body)
@@ -99,7 +100,8 @@ class _Answer:
         self._params = params
         self._make_detokenizer = server.llm.engine.output_processor.make_detokenizer
         self._tokenizer: Any = server.llm.engine.input_processor.tokenizer
-        self._n, self._num_unfinished = body.n or 1, num_prompts
+        self._n = body.n or 1
+        self._num_unfinished = num_prompts
         self.may_be_large = body.logprobs is not None or body.prompt_logprobs is not None
         """Whether to make the whole answer takes so long that a thread does it."""
         self._keeps_output = not (body.echo and body.max_tokens == 0)
@@ -204,12 +206,14 @@ class _Answer:
         Args:
             is_first: whether nothing of the continuation was sent before.
         """
-        body, index = self._body, prompt_index * self._n + completion.index
+        body = self._body
+        index = prompt_index * self._n + completion.index
         text, tokens = (completion.text, completion.token_ids) if self._keeps_output else ("", [])
         of_prompt = None
         if is_first:
             of_prompt = output.prompt_logprobs or self._prompt_logprobs.get(prompt_index)
-        with_prompt_ids, echo = body.return_token_ids and is_first, ""
+        with_prompt_ids = body.return_token_ids and is_first
+        echo = ""
         if body.echo and is_first:
             echo = output.prompt or self._decode(output.prompt_token_ids)
         choice = CompletionChoice(

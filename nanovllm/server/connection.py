@@ -117,7 +117,8 @@ class _Connection(H11Protocol):
 
     def _num_unread(self) -> int:
         """Return how many bytes wait for the client, here and in the kernel's socket."""
-        num_here, held = self.transport.get_write_buffer_size(), bytearray(4)
+        num_here = self.transport.get_write_buffer_size()
+        held = bytearray(4)
         with contextlib.suppress(OSError):  # without it, progress shows in steps of a megabyte
             fcntl.ioctl(self.transport.get_extra_info("socket"), termios.TIOCOUTQ, held)
         return num_here + int.from_bytes(held, sys.byteorder)

@@ -42,7 +42,8 @@ def render(
             "requests",
             param="chat_template_kwargs",
         )
-    continues, fields = bool(continue_final_message), set(Tool.model_fields)
+    continues = bool(continue_final_message)
+    fields = set(Tool.model_fields)
     dumped = [tool.model_dump(include=fields, exclude_none=True) for tool in tools]
     options = template_options(
         not continues if add_generation_prompt is None else add_generation_prompt,

@@ -128,8 +128,11 @@ def admit(request: Request, num_sequences: int, body: GenerationRequest | None =
         APIError: there is no such model, the priority is not allowed, the queue is full, or it
             holds too much of this user.
     """
-    server, guard, given = state_of(request), _Guard(), body or GenerationRequest()
-    adapter, priority = server.check_model(given.model), server.check_priority(given.priority)
+    server = state_of(request)
+    guard = _Guard()
+    given = body or GenerationRequest()
+    adapter = server.check_model(given.model)
+    priority = server.check_priority(given.priority)
     user = given.user
     if len(server.options.api_keys) > 1:  # a client with a key of its own cannot be many users
         user = str(request.state.key_digest)
@@ -252,7 +255,8 @@ async def _compile_grammar(place: Place, params: SamplingParams) -> None:
 async def _outputs(
     place: Place, prompt: Prompt, params: SamplingParams, stream: bool
 ) -> AsyncGenerator[RequestOutput, None]:
-    server, guard = state_of(place.request), place.guard
+    server = state_of(place.request)
+    guard = place.guard
     fair: dict[str, Any] = {"priority": place.priority, "user": place.user}
     fair["lora_request"] = place.lora_request
     ended = partial(server.admission.engine_ended, guard, params.n)

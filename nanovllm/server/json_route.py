@@ -67,7 +67,8 @@ class _JSONRequest(Request):
 
     async def json(self) -> Any:
         """Return the parsed body, once; a large one is parsed beside the event loop."""
-        body, self._body = await super().body(), b""
+        body = await super().body()
+        self._body = b""
         return await asyncio.to_thread(parse, body) if len(body) > _LARGE_BYTES else parse(body)
 
 

@@ -79,7 +79,8 @@ def check_logprobs(server: ServerState, params: SamplingParams, lengths: Iterabl
     Raises:
         InvalidRequestError: there are too many.
     """
-    longest, limit = server.max_model_len, MAX_ANSWER_LOGPROBS
+    longest = server.max_model_len
+    limit = MAX_ANSWER_LOGPROBS
     of_prompt = _at_position(server, params.prompt_logprobs)
     of_output = _at_position(server, params.logprobs)
     most = longest * max(of_prompt, of_output)

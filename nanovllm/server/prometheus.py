@@ -61,7 +61,8 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return (upper bound, values up to it) as Prometheus writes them."""
-        total, found = 0, []
+        total = 0
+        found = []
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
             total += count
             found.append((f"{bound:g}" if bound < float("inf") else "+Inf", float(total)))
@@ -115,7 +116,8 @@ class ServerMetrics:
 
     def collect(self) -> Iterator[Family]:
         """Yield every metric, with the engine's values of the last `render`: for the registry."""
-        names, values = list(self._labels), list(self._labels.values())
+        names = list(self._labels)
+        values = list(self._labels.values())
         for metric in self._engine_values:
             yield self._engine_family(metric)
         finished = CounterMetricFamily(
@@ -145,7 +147,8 @@ class ServerMetrics:
         yield self._cache_info()
 
     def _engine_family(self, metric: Metric | Vector | EngineHistogram) -> Family:
-        names, values = list(self._labels), list(self._labels.values())
+        names = list(self._labels)
+        values = list(self._labels.values())
         text = ENGINE_HELP.get(metric.name, "Of the engine.")
         if isinstance(metric, Vector):
             vector = CounterMetricFamily(metric.name, text, labels=[*names, "position"])
@@ -163,7 +166,8 @@ class ServerMetrics:
 
     def _cache_info(self) -> Family:
         """Return the sizes of the KV cache as labels of a gauge that is always 1."""
-        config, info = self._llm.engine.config, self._llm.engine.worker_info
+        config = self._llm.engine.config
+        info = self._llm.engine.worker_info
         values = {
             "block_size": info.block_size,
             "cache_dtype": config.kv_cache_dtype,
@@ -201,7 +205,8 @@ class Meter:
 
     def observe(self, output: RequestOutput) -> None:
         """Count a delta of a stream, or the whole output."""
-        metrics, first = output.metrics, self._last is None
+        metrics = output.metrics
+        first = self._last is None
         if first:
             self._observe("request_params_n", self._params.n)
             self._observe("request_params_max_tokens", self._params.max_tokens)
@@ -229,9 +234,11 @@ class Meter:
 
     def _count_tokens(self, completion: CompletionOutput, metrics: RequestMetrics) -> None:
         """Count new tokens, each with its share of the time since the one before."""
-        index, num_new = completion.index, len(completion.token_ids)
+        index = completion.index
+        num_new = len(completion.token_ids)
         self._num_tokens[index] += num_new
-        start, end = self._last_token[index], metrics.last_token_time
+        start = self._last_token[index]
+        end = metrics.last_token_time
         if start is None:  # the first token follows no other
             start = metrics.first_token_time
             num_new -= 1
@@ -242,12 +249,14 @@ class Meter:
     def _finish(self, index: int, reason: str) -> None:
         self._unfinished.discard(index)
         self._metrics.finished[reason] += 1
-        now, num_tokens = time.monotonic(), self._num_tokens[index]
+        now = time.monotonic()
+        num_tokens = self._num_tokens[index]
         known = RequestMetrics(self._start) if self._last is None else self._last.metrics
         scheduled = known.first_scheduled_time
         self._observe("e2e_request_latency_seconds", now - known.arrival_time)
         self._observe("request_queue_time_seconds", (scheduled or now) - known.arrival_time)
-        first, last = known.first_token_time, self._last_token[index]
+        first = known.first_token_time
+        last = self._last_token[index]
         if scheduled is not None:
             self._observe("request_prefill_time_seconds", (first or now) - scheduled)
             self._observe("request_inference_time_seconds", (last or now) - scheduled)

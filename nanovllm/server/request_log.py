@@ -107,7 +107,8 @@ class RequestLog:
                 record.traceparent = traceparent_of(span)
             else:
                 record.traceparent = child_traceparent(headers.get("traceparent", ""))
-            status, seconds = 500, time.monotonic()
+            status = 500
+            seconds = time.monotonic()
             try:
                 status = await _run(self._app, scope, receive, send, record)
             finally:
@@ -127,7 +128,8 @@ async def _run(
     app: ASGIApp, scope: Scope, receive: Receive, send: Send, record: RequestRecord
 ) -> int:
     """Run the app, add headers to its answer, and return the status of the answer."""
-    status, is_gone = None, False
+    status = None
+    is_gone = False
     headers = [(b"x-request-id", record.request_id.encode())]
     if record.traceparent is not None:
         headers.append((b"traceparent", record.traceparent.encode()))

@@ -129,7 +129,8 @@ class ResponseBuilder:
                 "function_call_arguments.done", name=item.name, arguments=item.arguments
             )
         else:
-            text, part = item.content[0].text, item.content[0].model_dump()
+            text = item.content[0].text
+            part = item.content[0].model_dump()
             if isinstance(item, OutputMessage):
                 yield self._of_item("output_text.done", content_index=0, text=text, logprobs=[])
             else:
@@ -179,7 +180,8 @@ class ResponseBuilder:
         return self._event(kind, response=_dump(self.response))
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        number, self._num_events = self._num_events, self._num_events + 1
+        number = self._num_events
+        self._num_events += 1
         return Event.model_construct(type=f"response.{kind}", sequence_number=number, **fields)
 
 

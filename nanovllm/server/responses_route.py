@@ -135,7 +135,8 @@ class _Answer:
         self, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[str, None]:
         """Yield the events of a streamed response; those that come at once together."""
-        builder, num_output = self._builder, 0
+        builder = self._builder
+        num_output = 0
         yield "".join(frame(event, event.type) for event in builder.start())
         try:
             async with aclosing(outputs):

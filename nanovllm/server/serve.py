@@ -146,7 +146,8 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         """Refuse new requests, let the others finish for a while, then end the server."""
-        admission, seconds = self._server.admission, self._server.options.drain_seconds
+        admission = self._server.admission
+        seconds = self._server.options.drain_seconds
         admission.is_draining = True
         running = f"finishing {admission.num_requests} requests, for {seconds:g} s at most"
         self._tell(f"nanovllm: {running}", logging.INFO)
@@ -223,10 +224,12 @@ def _remove(listener: socket.socket) -> None:
 
 def _show_banner(log: Log, server: ServerState, listener: socket.socket, seconds: float) -> None:
     """Tell at the start what is served, how much it holds and how to try it."""
-    options, info = server.options, server.llm.engine.worker_info
+    options = server.options
+    info = server.llm.engine.worker_info
     tokens = kv_cache_tokens(info)
     if options.uds:
-        curl, url = f"curl --unix-socket {options.uds} http://localhost", f"unix:{options.uds}"
+        curl = f"curl --unix-socket {options.uds} http://localhost"
+        url = f"unix:{options.uds}"
     else:
         host, port, *_ = listener.getsockname()
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

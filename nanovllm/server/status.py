@@ -107,7 +107,8 @@ async def status_page() -> Response:
 async def status(request: Request) -> dict[str, Any]:
     """Return counts since the start and the load now; the page makes rates of them."""
     server = state_of(request)
-    metrics, llm = server.metrics, server.llm
+    metrics = server.metrics
+    llm = server.llm
     values = {m.name: m.value for m in await llm.get_metrics() if isinstance(m, Metric)}
     info = llm.engine.worker_info
     first_tokens = metrics.histograms["vllm:time_to_first_token_seconds"]

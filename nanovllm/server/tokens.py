@@ -148,7 +148,8 @@ def _tokenize(server: ServerState, body: TokenizeRequest) -> tuple[list[int], li
 
 
 def _detokenize(server: ServerState, tokens: list[int]) -> str:
-    tokenizer, size = _tokenizer(server), server.llm.engine.worker_info.vocab_size
+    tokenizer = _tokenizer(server)
+    size = server.llm.engine.worker_info.vocab_size
     for index, token in enumerate(tokens):
         if not 0 <= token < size:
             message = f"tokens[{index}] is {token}; the vocabulary is 0 to {size - 1}"

@@ -40,7 +40,8 @@ class OpenTelemetry:
     def __init__(self, provider: Any = None) -> None:
         from opentelemetry import propagate, trace
 
-        self._propagate, self._trace = propagate, trace
+        self._propagate = propagate
+        self._trace = trace
         self._tracer = trace.get_tracer("nanovllm", tracer_provider=provider)
 
     def start(self, headers: Mapping[str, str], method: str, path: str) -> Any:

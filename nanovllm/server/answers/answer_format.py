@@ -160,7 +160,8 @@ class AnswerFormat:
         )
         changes: dict[str, Any] = {}
         if form is None and params.structured_outputs is not None:
-            given, calls = structured_outputs(params.structured_outputs), ""
+            given = structured_outputs(params.structured_outputs)
+            calls = ""
             is_json = given.form in ("json", "json_object")
             if is_json and tools and tool_choice == "auto" and self._tools is not None:
                 calls = self._tools.grammar(

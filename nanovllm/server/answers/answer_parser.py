@@ -142,7 +142,8 @@ class _Thought:
 
     def close(self) -> list[Part]:
         """Return what was held back: all of it is reasoning."""
-        text, self._held = "".join(self._held), []
+        text = "".join(self._held)
+        self._held = []
         return [ReasoningDelta(text)] if text else []
 
     def finish(self, *, cut: bool) -> list[Part]:

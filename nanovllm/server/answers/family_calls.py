@@ -23,7 +23,8 @@ from nanovllm.server.answers.text_reader import Steps
 
 FUNCTOOLS = "functools["
 ESCAPE = "<escape>"
-_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_CALL = "<tool_call>"
+_CALL_END = "</tool_call>"
 _FENCE = "```"
 _NAME = re.compile(r"[^\s`{}<>\[\]]")
 

@@ -20,8 +20,11 @@ from nanovllm.server.answers.reasoning import HARMONY, TagsReader, marked_tag
 from nanovllm.server.answers.tool_calls import MAX_CALLS
 
 REASONING = HARMONY
-START, CHANNEL, CONSTRAIN = "<|start|>", "<|channel|>", "<|constrain|>"
-MESSAGE, END = "<|message|>", "<|end|>"
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+CONSTRAIN = "<|constrain|>"
+MESSAGE = "<|message|>"
+END = "<|end|>"
 ENDS_OF_ANSWER = ("<|call|>", "<|return|>")
 TAGS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, *ENDS_OF_ANSWER)
 
@@ -98,18 +101,22 @@ class HarmonyParser(TagsReader):
             if self._sections is not None:
                 self._end_header()
             self._end_message()
-            self._sections, self._is_open = [("", "")], tag == START
+            self._sections = [("", "")]
+            self._is_open = tag == START
         elif self._sections is not None:
             self._sections.append((tag, ""))
             self._is_open = True
         elif tag == CHANNEL:  # the model forgot <|end|><|start|>
             self._end_message()
-            self._sections, self._is_open = [(tag, "")], True
+            self._sections = [(tag, "")]
+            self._is_open = True
 
     def _end_header(self, *, has_message: bool = False) -> None:
         """Begin the message that the header announces. What belongs to no header is its text."""
         assert self._sections is not None
-        channel, recipient, rest = None, None, self._sections[0][1]
+        channel = None
+        recipient = None
+        rest = self._sections[0][1]
         if self._is_open or has_message:
             channel, recipient, rest = _read_header(self._sections)
             # One word is a type of content, or what is there of a channel's name.
@@ -129,7 +136,9 @@ class HarmonyParser(TagsReader):
             self._send(rest.lstrip() if self._is_open else rest)
 
     def _begin_message(self, kind: _Kind) -> None:
-        self._sections, self._kind, self._is_first = None, kind, True
+        self._sections = None
+        self._kind = kind
+        self._is_first = True
 
     def _end_message(self) -> None:
         if self._name and not self._cut:
@@ -184,7 +193,8 @@ def _read_header(sections: list[tuple[str, str]]) -> tuple[str | None, str | Non
         if tag == CHANNEL:
             name = _CHANNEL_NAME.match(text)
             if name is not None:
-                channel, text = name[1], text[name.end() :]
+                channel = name[1]
+                text = text[name.end() :]
             elif recipient is not None and len(text.split()) < 2:
                 text = ""  # the name of an unknown channel
         elif tag == "":

@@ -66,7 +66,8 @@ class MistralParser(ToolCallParser):
             call_id = yield from self._known_word()
         start = self._pos
         yield from self._skip_tags(self._tag("[ARGS]"))
-        has_tag, first = self._pos > start, (yield from self._peek())
+        has_tag = self._pos > start
+        first = yield from self._peek()
         if has_tag and not first and not self._cut:  # models leave out empty arguments
             self._start(name, call_id)
             self._send_arguments("{}")

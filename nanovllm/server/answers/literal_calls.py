@@ -17,7 +17,8 @@ from nanovllm.server.answers.reasoning import prefix_at_end
 from nanovllm.server.answers.text_reader import Steps
 from nanovllm.server.answers.tool_calls import ToolCallParser
 
-CLOSING, QUOTE = "<tool_call|>", '<|"|>'
+CLOSING = "<tool_call|>"
+QUOTE = '<|"|>'
 NAME = re.compile(r"[-.:\w]")
 """A character of a function's name."""
 _JSON_BEGINS = {"}": "{", "]": "[", "": ""}
@@ -236,7 +237,8 @@ class LiteralParser(ToolCallParser):
         num_inner = 0  # quotes that did not end it
         self._write('"')
         while True:
-            start, found = self._pos, special.search(self._text, self._pos)
+            start = self._pos
+            found = special.search(self._text, self._pos)
             self._pos = len(self._text) if found is None else found.start()
             if found is None and (self._cut or not self._ended):
                 self._pos -= max(len(prefix_at_end(self._text[start:], tag)) for tag in tags)

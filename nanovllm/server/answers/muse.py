@@ -27,11 +27,16 @@ from nanovllm.server.answers.tagged_calls import TaggedParser
 from nanovllm.server.answers.tool_calls import MAX_CALLS
 
 REASONING = MUSE
-START, MESSAGE, END, END_OF_TURN = "<|start|>", "<|message|>", "<|eom|>", "<|eot|>"
+START = "<|start|>"
+MESSAGE = "<|message|>"
+END = "<|eom|>"
+END_OF_TURN = "<|eot|>"
 ENDS_OF_ANSWER = (END_OF_TURN,)
 TAGS = (START, MESSAGE, END, *ENDS_OF_ANSWER)
-CALLS, CALLS_END = "<atem:function_calls>", "</atem:function_calls>"
-INVOKE, INVOKE_END = '<atem:invoke name="', "</atem:invoke>"
+CALLS = "<atem:function_calls>"
+CALLS_END = "</atem:function_calls>"
+INVOKE = '<atem:invoke name="'
+INVOKE_END = "</atem:invoke>"
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _HEADER = re.compile(r"\s*(?:assistant)?\s*(?:to=[^\s<]*)?\s*")
@@ -107,7 +112,8 @@ class MuseParser(TagsReader):
             return
         self._header += text
         if not self._is_open and not _may_be_header(self._header):
-            text, self._header = self._header, None
+            text = self._header
+            self._header = None
             self._begin_message("text")
             self._send(text)
 
@@ -118,7 +124,8 @@ class MuseParser(TagsReader):
                 self._header = None
             return
         self._end_message()
-        self._header, self._is_open = "", tag == START
+        self._header = ""
+        self._is_open = tag == START
 
     def _kind_of(self, header: str) -> _Kind:
         recipient = _RECIPIENT.search(header)
@@ -129,7 +136,8 @@ class MuseParser(TagsReader):
         return "call" if self._has_calls and self._num_calls < MAX_CALLS else "text"
 
     def _begin_message(self, kind: _Kind) -> None:
-        self._kind, self._is_first = kind, True
+        self._kind = kind
+        self._is_first = True
         self._calls = AtemParser((), self._functions) if kind == "call" else None
 
     def _end_message(self) -> None:

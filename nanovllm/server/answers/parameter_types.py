@@ -171,7 +171,8 @@ def typed(functions: Iterable[Function]) -> list[TypedFunction]:
 
 def _named(schema: Mapping[str, Any], name: str) -> Iterator[Any]:
     """Yield the schemas that a schema of an object has for the property `name`."""
-    properties, patterns = schema.get("properties"), schema.get("patternProperties")
+    properties = schema.get("properties")
+    patterns = schema.get("patternProperties")
     if isinstance(properties, Mapping) and name in properties:
         yield properties[name]
     if isinstance(patterns, Mapping):

@@ -58,7 +58,8 @@ class PartsReader(ABC):
         """Return the parts that are certain after the next piece of text."""
         self._text += delta
         next(self._run, None)
-        parts, self._parts = self._parts, []
+        parts = self._parts
+        self._parts = []
         return parts
 
     def finish(self, *, cut: bool) -> list[Part]:
@@ -67,7 +68,8 @@ class PartsReader(ABC):
         Args:
             cut: whether the answer was cut off; then the beginning of a tag at its end is dropped.
         """
-        self._ended, self._cut = True, cut
+        self._ended = True
+        self._cut = cut
         return self.feed("")
 
     @abstractmethod

@@ -14,7 +14,8 @@ from nanovllm.server.answers.call_arguments import JSON_SCALAR, Function, NotACa
 from nanovllm.server.answers.literal_calls import NAME, LiteralParser
 from nanovllm.server.answers.text_reader import Steps
 
-CALLS_START, CALLS_END = "<|tool_call_start|>", "<|tool_call_end|>"
+CALLS_START = "<|tool_call_start|>"
+CALLS_END = "<|tool_call_end|>"
 _KEY = re.compile(r"[-.\w]")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _CONSTANTS = frozenset((*_WORDS, *_WORDS.values()))
@@ -96,7 +97,8 @@ class PythonicParser(LiteralParser):
         return name if is_call else ""
 
     def _scalar(self) -> Steps[None]:
-        start, breaks = self._pos, self.breaks
+        start = self._pos
+        breaks = self.breaks
         prefix = yield from self._word(_PREFIX)
         quote = yield from self._peek()
         if len(prefix) > 2 or quote not in ("'", '"'):
@@ -108,7 +110,8 @@ class PythonicParser(LiteralParser):
 
     def _bare(self, ends: str) -> Steps[str]:
         """Read as `LiteralParser` does, over brackets that the value itself has."""
-        start, depth = self._pos, 0
+        start = self._pos
+        depth = 0
         while True:
             character = yield from self._peek()
             if not character and self._cut:

@@ -173,10 +173,12 @@ class ReasoningParser(PartsReader):
         found = [(place, tag) for tag in tags if (place := self._text.find(tag)) >= 0]
         if found:
             place, tag = min(found)
-            text, self._text = self._text[:place], self._text[place + len(tag) :]
+            text = self._text[:place]
+            self._text = self._text[place + len(tag) :]
             return text, tag
         held = max((prefix_at_end(self._text, tag) for tag in tags), key=len, default="")
-        text, self._text = self._text.removesuffix(held), held
+        text = self._text.removesuffix(held)
+        self._text = held
         if self._ended:
             self._text = ""
             text += "" if self._cut else held

@@ -80,7 +80,8 @@ class TaggedParser(HermesParser):
             return
         self._start(name)
         self._drop_read()
-        types, separator = self._types.get(name) or ParameterTypes(None), ""
+        types = self._types.get(name) or ParameterTypes(None)
+        separator = ""
         self._send_arguments("{")
         with contextlib.suppress(NotACall):  # it is cut off: what there is was passed on
             while (yield from self._has_parameter()):
@@ -154,7 +155,8 @@ class TaggedParser(HermesParser):
             self._pos += len(found[0])
             if (yield from self._is_end_of_value()):
                 break
-            end, self._pos = self._pos, start
+            end = self._pos
+            self._pos = start
             self._take_value(end, None if is_string else pieces)
         if is_string:
             self._send_arguments('"')
@@ -163,7 +165,8 @@ class TaggedParser(HermesParser):
 
     def _take_value(self, end: int, pieces: list[str] | None) -> None:
         """Read the text up to `end`: pass it on as a part of a string, or add it to `pieces`."""
-        text, self._pos = self._text[self._pos : end], end
+        text = self._text[self._pos : end]
+        self._pos = end
         if pieces is not None:
             pieces.append(text)
         self._write(escaped(text) if pieces is None else "")
@@ -173,7 +176,8 @@ class TaggedParser(HermesParser):
         start = self._pos
         tags = (self.parameter[0], self.function[1], self._end, *self._openings)
         yield from self._skip_space()
-        begin, self._pos = self._pos, start
+        begin = self._pos
+        self._pos = start
         while not (rest := self._text[begin:]).startswith(tags):
             if not any(tag.startswith(rest) for tag in tags):
                 return False

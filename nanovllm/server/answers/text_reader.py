@@ -28,7 +28,9 @@ class TextReader(PartsReader):
 
     def _drop_read(self) -> str:
         """Forget the text that was read, and return it."""
-        read, self._text, self._pos = self._text[: self._pos], self._text[self._pos :], 0
+        read = self._text[: self._pos]
+        self._text = self._text[self._pos :]
+        self._pos = 0
         return read
 
     def _key(self) -> Steps[str]:

@@ -110,12 +110,15 @@ class ToolCallParser(TextReader):
 
     def _send_text(self, end: int) -> None:
         """Return the text up to `end`, without the white space behind a call."""
-        text, self._text, self._pos = self._text[:end], self._text[end:], 0
+        text = self._text[:end]
+        self._text = self._text[end:]
+        self._pos = 0
         if self._is_behind_call:
             text = text.lstrip()
         if text:
             self._parts.append(TextDelta(text))
-            self._is_behind_call, self._has_sent_text = False, True
+            self._is_behind_call = False
+            self._has_sent_text = True
 
     def _send_arguments(self, text: str) -> None:
         if text:
@@ -176,7 +179,9 @@ class ToolCallParser(TextReader):
     def _call(self) -> Steps[None]:
         """Read a call: {"name": ..., "arguments": ...}, in any order; or {"function": a call}."""
         yield from self._expect("{")
-        name, arguments, separator = "", "", ","
+        name = ""
+        arguments = ""
+        separator = ","
         while separator == ",":
             yield from self._skip_space()
             key = yield from self._key()
@@ -240,7 +245,8 @@ class ToolCallParser(TextReader):
             raise NotACall
         self._parts.append(ToolCallStart(self._num_calls, call_id or self._new_call_id(), name))
         self._num_calls += 1
-        self._is_behind_call, self._has_sent_text = True, False
+        self._is_behind_call = True
+        self._has_sent_text = False
 
     def _more(self) -> Steps[None]:
         """Wait for more text; pass on the arguments that were read."""

@@ -70,7 +70,8 @@ class RequestModel(BaseModel):
         absent = {name for name in cls.empty_is_absent & given.keys() if is_empty(given[name])}
         kept = {name: given[name] for name in given.keys() & known if name not in absent}
         for name in sorted(given.keys() - known - cls.ignored):
-            value, other = given[name], cls.others.get(name)
+            value = given[name]
+            other = cls.others.get(name)
             if value is None:
                 continue
             if other is None:
