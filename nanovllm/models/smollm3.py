@@ -16,9 +16,11 @@ class SmolLM3ForCausalLM(DecoderForCausalLM):
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         rotates = _rotating_layers(config)
-        window = config.windows(0)[index] if config.flag("use_sliding_window") else None
-        if config.flag("use_sliding_window") and config.fields.get("layer_types") is None:
-            window = None if rotates[index] else config.size("sliding_window")
+        if config.fields.get("layer_types") is not None:  # the flag does not count then
+            window = config.windows(0)[index]
+        else:
+            has_window = config.flag("use_sliding_window") and not rotates[index]
+            window = config.window() if has_window else None
         rope = config.rope if rotates[index] else None
         attention = SelfAttention(
             config,
