@@ -58,15 +58,18 @@ def generate_forever(llm: Any) -> None:
 
 
 def test_two_engines_share_one_process(
-    make_llm: Any, tensor_parallel_llm: Any, random_model: str
+    make_llm: Any, tensor_parallel_llm: Any, random_model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Symptom: with a fixed port, or a fixed name of shared memory, the second does not start.
 
-    The workers of the second end with it, although nobody shuts it down.
+    The workers of the second end with it, although nobody shuts it down. What its first rank logs
+    is in this process's log, once.
     """
     alone = make_llm(random_model).generate([[1, 2, 3], [4] * 20], SHORT, use_tqdm=False)
     first = tensor_parallel_llm(random_model, 2)
-    second = LLM(random_model, tensor_parallel_size=2)
+    with caplog.at_level("INFO", "nanovllm"):
+        second = LLM(random_model, tensor_parallel_size=2)
+    assert [r.processName for r in caplog.records if "KV pool" in r.message] == ["nanovllm-rank0"]
     for _ in range(2):
         for llm in (first, second):
             outputs = llm.generate([[1, 2, 3], [4] * 20], SHORT, use_tqdm=False)

@@ -1,5 +1,6 @@
 """Ranks that are spawned processes of this machine, each with a pipe. Knows no schedule."""
 
+import logging
 import multiprocessing as mp
 import os
 import sys
@@ -48,10 +49,11 @@ class PipeRanks:
         context = mp.get_context("spawn")
         self._store = make_store()
         store_at = (LOOPBACK, self._store.port)
+        level = logging.getLogger("nanovllm").getEffectiveLevel()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             self._pipes.append(ours)
-            job = RankJob(rank, self.size, store_at, LOOPBACK, num_threads(config))
+            job = RankJob(rank, self.size, store_at, LOOPBACK, num_threads(config), level)
             process = context.Process(
                 target=run_spawned,
                 args=(job, theirs, self._target, self._draft),

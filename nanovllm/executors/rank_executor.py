@@ -24,8 +24,8 @@ class Ranks(Protocol):
     """The processes of ranks 0 to size - 1, each with a way for messages in both directions.
     pipes.py spawns processes of this machine; ray_ranks.py has Ray place actors.
 
-    A rank first sends what it can hold. Every message of a rank is ("ok", value) or
-    ("error", exception).
+    A rank first sends what it can hold. Every message of a rank is ("ok", value), ("log", record)
+    or ("error", exception).
     """
 
     size: int
@@ -189,10 +189,13 @@ class RankExecutor:
                 except BaseException:  # Ctrl-C: half of the message may still be on its way
                     self._kill("interrupted while a rank answered; make a new LLM")
                     raise
+                heard = True
                 if status == "error":
                     self._die(str(value), value)
-                self._received[other].append(value)
-                heard = True
+                if status == "log":
+                    _log(value)
+                else:
+                    self._received[other].append(value)
             if not heard:
                 self._die("a worker process died")
         return self._received[rank].popleft()
@@ -214,6 +217,13 @@ class RankExecutor:
     def _kill(self, reason: str) -> None:
         self._dead = reason
         self.ranks.end(at_once=True)
+
+
+def _log(record: logging.LogRecord) -> None:
+    """Log what a rank has logged, where this process logs such records."""
+    log = logging.getLogger(record.name)
+    if log.isEnabledFor(record.levelno):
+        log.handle(record)
 
 
 class _StepFuture(NamedTuple):

@@ -4,12 +4,14 @@ Knows neither the scheduler nor the other ranks' results.
 """
 
 import contextlib
+import logging
 import os
 import queue
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from logging.handlers import QueueHandler
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,6 +42,9 @@ class RankJob(NamedTuple):
     """Address and port of the group's store."""
     own_address: str
     num_threads: int
+    log_level: int
+    """The least level of the records that the rank sends. Those of rank 0 stand for all ranks, so
+    others send only warnings and errors."""
 
 
 Prepare = Callable[[], tuple[torch.device, NetworkSpec, NetworkSpec | None]]
@@ -83,15 +88,17 @@ def run_rank(job: RankJob, pipe: Connection, prepare: Prepare) -> None:
     """Send what the rank can hold, allocate, then execute schedules until the pipe closes.
 
     The messages in are a WorkerInfo, then Schedules and Commands, and for a rank that samples a
-    GrammarCompiler before the first Schedule with a grammar. Every message out is ("ok", value) or
-    ("error", exception).
+    GrammarCompiler before the first Schedule with a grammar. Every message out is ("ok", value),
+    ("log", record) or ("error", exception).
 
     Raises:
         Exception: what ended the rank, unless it is nanovllm's own; it is sent first.
     """
     # tqdm's default lock is a named semaphore, which outlives a killed process.
     tqdm.set_lock(threading.RLock())
-    outbox, runner = _Outbox(pipe, job.rank), None
+    outbox = _Outbox(pipe, job.rank)
+    runner = None
+    logging.getLogger("nanovllm").addHandler(_SentLog(outbox, job))
     try:
         device, target, draft = prepare()
         keep_on_device(device, job.num_threads)
@@ -168,7 +175,7 @@ class _Outbox:
                     raise value
                 if isinstance(value, PendingResult):
                     value = value.result()
-                self._pipe.send(("ok", value))
+                self._pipe.send(("log" if isinstance(value, logging.LogRecord) else "ok", value))
             except OSError:  # the parent closed the pipe
                 return
             except BaseException as error:
@@ -177,6 +184,28 @@ class _Outbox:
                 with contextlib.suppress(OSError):
                     self._pipe.send(("error", message))
                 return
+
+
+class _SentLog(QueueHandler):
+    """Sends what the rank logs to the engine, whose log it joins."""
+
+    def __init__(self, outbox: _Outbox, job: RankJob) -> None:
+        super().__init__(outbox)  # type: ignore[arg-type]  # `enqueue` alone uses it
+        self._outbox = outbox
+        level = job.log_level if job.rank == 0 else max(job.log_level, logging.WARNING)
+        self._prefix = f"rank {job.rank}: " if job.rank else ""
+        package = logging.getLogger("nanovllm")
+        package.setLevel(level)
+        package.propagate = False  # a spawned rank has imported the program, which may log, too
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Return a copy of `record` that can be pickled, with the rank's number."""
+        prepared: logging.LogRecord = super().prepare(record)
+        prepared.msg = prepared.message = f"{self._prefix}{prepared.message}"
+        return prepared
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        self._outbox.put(record)
 
 
 def _die_with_parent() -> None:

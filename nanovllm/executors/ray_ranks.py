@@ -6,6 +6,7 @@ cost a step less than calls of actors do. Knows no schedule.
 
 import contextlib
 import dataclasses
+import logging
 import os
 import secrets
 import time
@@ -96,8 +97,9 @@ class RayRanks:
     def _run(self) -> None:
         key = secrets.token_bytes(32)
         store_at = (self.places[0].address, self.places[0].store_port)
+        level = logging.getLogger("nanovllm").getEffectiveLevel()
         for rank, (actor, place) in enumerate(zip(self._actors, self.places, strict=True)):
-            job = RankJob(rank, self.size, store_at, place.address, self._num_threads)
+            job = RankJob(rank, self.size, store_at, place.address, self._num_threads, level)
             self._runs.append(actor.run.remote(job, self._config, self._found, key, str(place)))
         try:
             for place in self.places:
