@@ -21,7 +21,7 @@ class TritonKernels(Kernels):
     """Triton's, in one launch or a few where torch needs dozens."""
 
     name: ClassVar[str] = "triton"
-    computes_cells: ClassVar[bool] = True
+    computes_cells: ClassVar[bool] = False  # its tests failed on an H200: docs/cuda.md
     fp8 = fp8
     ints = int4
     ngram = ngram
