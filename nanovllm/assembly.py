@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.checkpoint.hub import Checkpoint, configured_checkpoint, draft_checkpoint
 from nanovllm.checkpoint.text_tokenizer import TextTokenizer
 from nanovllm.checkpoint.tokenizer import check_same_vocabulary, load_tokenizer, serving_tokenizer
-from nanovllm.engine.extensions import Grammars, Observer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.output_processor import OutputProcessor
@@ -23,7 +22,9 @@ from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
+    from nanovllm.observe.trace import Trace
     from nanovllm.scheduler.tier_traffic import TierTraffic
+    from nanovllm.structured.grammar import GrammarCompiler
 
 
 def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
@@ -46,8 +47,9 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
         spec = config.speculation.for_network(draft.config)
         config = dataclasses.replace(config, speculative_config=spec)
     with contextlib.ExitStack() as undo:
-        observer = _observer(config)
-        undo.callback(observer.close)
+        trace = _trace(config)
+        if trace is not None:
+            undo.callback(trace.close)
         executor = make_executor(config, checkpoint, draft)
         undo.callback(executor.shutdown)
         tokenizer = serving_tokenizer(checkpoint)
@@ -71,16 +73,16 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
             if config.generation_config == "vllm"
             else checkpoint.generation_config,
             load_tokenizer=cache(partial(load_tokenizer, checkpoint)),
-            observer=observer,
+            trace=trace,
             queue_depth=int(info.runs_ahead) if queue_depth is None else queue_depth,
         )
         undo.pop_all()
     return engine
 
 
-def _observer(config: Config) -> Observer:
+def _trace(config: Config) -> "Trace | None":
     if config.trace is None:
-        return Observer()
+        return None
     from nanovllm.observe.trace import Trace
 
     return Trace(config.trace)
@@ -162,7 +164,7 @@ def _input_processor(
     eos_token_ids: frozenset[int],
     executor: Executor,
 ) -> InputProcessor:
-    def make_grammars() -> Grammars:
+    def make_grammars() -> "GrammarCompiler":
         from nanovllm.structured.grammar import grammar_compiler
 
         assert tokenizer is not None

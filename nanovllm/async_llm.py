@@ -11,12 +11,13 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence as Seq
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from nanovllm.assembly import make_engine
 from nanovllm.chat.templates import Message, template_options
+from nanovllm.engine.commands import Result, fulfil
 from nanovllm.engine.engine_thread import EngineThread
-from nanovllm.engine.fair_executor import FairExecutor, fulfil
+from nanovllm.engine.fair_executor import FairExecutor
 from nanovllm.engine.prompt import Prompt, PromptInput
 from nanovllm.engine.reader import Reader, send
 from nanovllm.errors import EngineDeadError
@@ -25,8 +26,6 @@ from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
 from nanovllm.weight_methods import AsyncWeightMethods
-
-Result = TypeVar("Result")
 
 
 class AsyncLLM(AsyncWeightMethods):

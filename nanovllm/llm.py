@@ -4,20 +4,22 @@ Knows no scheduling and no text: it waits for outputs, while `SharedEngine` runs
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence as Seq
-from typing import Any
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.assembly import make_engine
 from nanovllm.chat.templates import Message, as_conversations, template_options
-from nanovllm.engine.progress import with_progress
 from nanovllm.engine.prompt import Prompt, PromptInput
-from nanovllm.engine.prompt_list import make_requests
 from nanovllm.engine.shared_engine import SharedEngine
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
+from nanovllm.outputs import DraftCounts, Histogram, Metric, RequestOutput, Vector
 from nanovllm.weight_methods import WeightMethods
+
+if TYPE_CHECKING:
+    from nanovllm.scheduler.stats import SchedulerStats
 
 
 class LLM(WeightMethods):
@@ -67,11 +69,11 @@ class LLM(WeightMethods):
             EngineDeadError: the engine is down.
         """
         processor = self.engine.input_processor
-        requests = make_requests(processor, prompts, sampling_params, priority, lora_request)
+        requests = processor.make_requests(prompts, sampling_params, priority, lora_request)
         with contextlib.closing(self._shared.run(requests)) as arriving:
             outputs: Iterator[RequestOutput] = arriving
             if use_tqdm and requests:
-                outputs = with_progress(arriving, len(requests), self.engine.stats)
+                outputs = _with_progress(arriving, len(requests), self.engine.stats)
             by_id = {output.request_id: output for output in outputs}
         return [by_id[request.request_id] for request in requests]
 
@@ -153,3 +155,34 @@ class LLM(WeightMethods):
         If another thread is running a step, that step ends first.
         """
         self._shared.submit(self.engine.shutdown)
+
+
+def _with_progress(
+    outputs: Iterable[RequestOutput], total: int, stats: "SchedulerStats"
+) -> Iterator[RequestOutput]:
+    """Pass on outputs; show how many there are, and the rates since the last of them.
+
+    With speculation it shows the mean acceptance length of all outputs so far, too.
+    """
+    from tqdm.auto import tqdm
+
+    drafts = DraftCounts()
+    start = time.perf_counter()
+    prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens
+    with tqdm(total=total, desc="Generating") as bar:
+        for output in outputs:
+            drafts += output.metrics.drafts
+            seconds = time.perf_counter() - start
+            rates = {
+                "Prefill": (stats.num_prefill_tokens - prefill) / seconds,
+                "Decode": (stats.num_decode_tokens - decode) / seconds,
+            }
+            shown = {name: f"{rate:.0f}tok/s" for name, rate in rates.items() if rate}
+            if shown and drafts.num_drafts:
+                shown["Acceptance length"] = f"{drafts.mean_acceptance_length:.2f}"
+            if shown:  # nothing is new if this output is of the same step as the last one
+                bar.set_postfix(shown, refresh=False)
+                start += seconds
+                prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens
+            bar.update()
+            yield output

@@ -5,12 +5,12 @@ Knows no requests and no scheduling.
 
 import io
 import itertools
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from nanovllm.engine.stop_strings import StopStrings
+from nanovllm.options.sampling_params import TOKEN_MARK
 
 _MAX_UNREAD = 32
 """Tokens that may wait for the end of their last character. A character has 4 bytes at most, so
@@ -30,6 +30,9 @@ class Detokenizer:
             added tokens.
         stop: strings that end the text.
         include_stop: whether the text keeps the stop string that ended it.
+        marked: tokens that get TOKEN_MARK before their text, for parsers. What only reads like such
+            a token is not marked. After a mark, a character that the output leaves incomplete is
+            decoded without the text before it.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Detokenizer:
         spaces_between_special_tokens: bool = True,
         stop: Seq[str] = (),
         include_stop: bool = False,
+        marked: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
@@ -51,6 +55,7 @@ class Detokenizer:
             added = tokenizer.get_added_tokens_decoder()
             self._added_tokens = {token_id: token.content for token_id, token in added.items()}
         self._stops = StopStrings(stop, include=include_stop)
+        self._marked = {i: tokenizer.decode([i], skip_special_tokens=False) for i in marked}
         self._token_ids: list[int] = []
         self._num_read = 0  # tokens whose text is in self.text; the rest is part of a character
         self._text = io.StringIO()  # grows in place: a str would be copied for each token
@@ -77,7 +82,7 @@ class Detokenizer:
             return False
         self._token_ids.append(token_id)
         num_searched = self.num_chars
-        self._write(self._step(token_id))
+        self._write(self._marked_step(token_id) if self._marked else self._step(token_id))
         return search and self._find_stop(num_searched)
 
     def add_all(self, token_ids: list[int]) -> None:
@@ -85,9 +90,13 @@ class Detokenizer:
         if self._skipped:
             token_ids = [token_id for token_id in token_ids if token_id not in self._skipped]
         whole = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
-        joined = any(self._is_joined(*pair) for pair in itertools.pairwise(token_ids))
-        # Or a byte may have made characters before it invalid: see the class.
-        if joined or "\ufffd" in whole:
+        one_by_one = (
+            # A byte may have made characters before it invalid: see the class.
+            "\ufffd" in whole
+            or any(self._is_joined(*pair) for pair in itertools.pairwise(token_ids))
+            or not self._marked.keys().isdisjoint(token_ids)
+        )
+        if one_by_one:
             for token_id in token_ids:
                 self.add(token_id, search=False)
         else:
@@ -139,6 +148,14 @@ class Detokenizer:
             piece = self._read_broken()
         return piece
 
+    def _marked_step(self, token_id: int) -> str:
+        """Return what `_step` does, with TOKEN_MARK before a marked token."""
+        piece = self._step(token_id)
+        content = self._marked.get(token_id)
+        if content is not None and piece.endswith(content):
+            piece = f"{piece.removesuffix(content)}{TOKEN_MARK}{content}"
+        return piece
+
     def _read_broken(self) -> str:
         """Return the text of the unread tokens but the last few: no token to come completes them.
 
@@ -179,3 +196,40 @@ class Detokenizer:
         self.stop_string, self.num_chars = found
         self._text.truncate(self.num_chars)
         return True
+
+
+class StopStrings:
+    """The stop strings of one output.
+
+    Args:
+        include: whether the text keeps the stop string that ended it.
+    """
+
+    def __init__(self, stop: Seq[str], *, include: bool) -> None:
+        self._places = {string: place for place, string in reversed(list(enumerate(stop)))}
+        self._lengths = sorted({len(string) for string in stop}, reverse=True)
+        self._include = include
+        self.num_held_back = 0 if include else max(self._lengths, default=1) - 1
+        """Number of last characters of the text in which a stop string may begin."""
+
+    def find(
+        self, read: Callable[[int, int], str], num_searched: int, num_chars: int
+    ) -> tuple[str, int] | None:
+        """Return the stop string that is complete first, and where the text ends then. Of several
+        that end together it is the first listed.
+
+        Args:
+            read: returns the characters of the text between two places.
+            num_searched: length of the text that was searched before.
+            num_chars: length of the text.
+        """
+        if not self._lengths:
+            return None
+        first = max(0, num_searched + 1 - self._lengths[0])
+        text = read(first, num_chars)  # all in which a stop string may lie
+        for end in range(num_searched + 1 - first, len(text) + 1):
+            ended = (text[max(0, end - length) : end] for length in self._lengths)
+            if found := [stop for stop in ended if stop in self._places]:
+                stop = min(found, key=self._places.__getitem__)
+                return stop, first + (end if self._include else end - len(stop))
+        return None

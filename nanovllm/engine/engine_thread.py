@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from nanovllm.engine.last_step import abort_all, has_sequences, run_last_steps, run_logged
+from nanovllm.engine.commands import run_logged
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.reader import Item, Reader, send
 from nanovllm.engine.request import Request
@@ -92,14 +92,14 @@ class EngineThread(threading.Thread):
                 self.deliver_all()
             except BaseException as error:
                 self._fail_all(error)
-                if has_sequences(self.engine):  # they would fail in each step, for ever
+                if self.engine.has_sequences:  # they would fail in each step, for ever
                     raise
 
     def _end(self, error: EngineDeadError) -> None:
         """Fail what runs or still comes, and end the engine, whatever of this fails."""
         try:
             self._fail_all(error)
-            run_last_steps(self.engine)
+            self.engine.run_last_steps()
         finally:
             try:
                 self.engine.shutdown()
@@ -147,4 +147,4 @@ class EngineThread(threading.Thread):
         readers, self.readers = self.readers, {}
         self._deliveries += [(reader, error) for reader in readers]
         self.deliver_all()
-        abort_all(self.engine, readers.values())
+        self.engine.abort_all(readers.values())

@@ -1,4 +1,4 @@
-"""`FairExecutor`: a pool of threads in which users take turns. Knows no jobs."""
+"""`FairExecutor`: a pool of threads in which users take turns."""
 
 import threading
 from collections import deque
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
+
+from nanovllm.engine.commands import fulfil
 
 T = TypeVar("T")
 
@@ -45,14 +47,5 @@ class FairExecutor:
             jobs = self._jobs.pop(user)
             future, function = jobs.popleft()
             if jobs:
-                self._jobs[user] = jobs  # behind the others
+                self._jobs[user] = jobs  # after the others
         fulfil(future, function)
-
-
-def fulfil(future: Future[T], function: Callable[[], T]) -> None:
-    """Give a future what a function returns or raises. If it was cancelled, do nothing."""
-    if future.set_running_or_notify_cancel():
-        try:
-            future.set_result(function())
-        except BaseException as error:  # a panic of a Rust library is no Exception
-            future.set_exception(error)

@@ -5,18 +5,21 @@ Owns the tokenizer. Knows no scheduling and no output.
 
 import random
 import threading
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.chat.templates import ChatTemplates
 from nanovllm.checkpoint.text_tokenizer import TextTokenizer
-from nanovllm.engine.bad_words import encode_bad_words
-from nanovllm.engine.extensions import Grammars
-from nanovllm.engine.params_check import ParamsCheck, check_names, check_priority, no_adapters
-from nanovllm.engine.prompt import Prompt, PromptInput, check_unicode, make_prompt
-from nanovllm.engine.prompt_limit import PromptLimit
+from nanovllm.engine.input_checks import (
+    ParamsCheck,
+    PromptLimit,
+    check_names,
+    check_priority,
+    check_unicode,
+    no_adapters,
+)
+from nanovllm.engine.prompt import Prompt, PromptInput, as_list, make_prompt, one_for_each
 from nanovllm.engine.request import Request
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.lora_request import LoRARequest
@@ -24,6 +27,9 @@ from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.options.structured_outputs import StructuredOutputsParams
 from nanovllm.scheduler.messages import AdapterSlot
 from nanovllm.scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanovllm.structured.grammar import GrammarCompiler
 
 
 class InputProcessor:
@@ -45,14 +51,14 @@ class InputProcessor:
         vocab_size: int,
         max_model_len: int,
         seed: int,
-        make_grammars: Callable[[], Grammars] | None = None,
+        make_grammars: "Callable[[], GrammarCompiler] | None" = None,
         find_adapter: Callable[[LoRARequest | None], AdapterSlot | None] = no_adapters,
         **checks: Any,
     ) -> None:
         self.tokenizer = tokenizer
         self._make_grammars = make_grammars
         self.find_adapter = find_adapter
-        self._grammars: Grammars | None = None
+        self._grammars: GrammarCompiler | None = None
         self._grammars_lock = threading.Lock()
         self._seeds = random.Random(seed)
         self._seq_ids = count()
@@ -94,8 +100,7 @@ class InputProcessor:
             assert grammars is not None  # params_check saw to it
             grammars.compile(params.structured_outputs)
         token_ids = self._tokenize(prompt, params.truncate_prompt_tokens)
-        encode = partial(self._encode, "bad_words cannot be used", add_special_tokens=False)
-        bad_words = encode_bad_words(params.bad_words, encode, self.limit)
+        bad_words = self._encode_bad_words(params.bad_words)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         # Prompt log-probabilities rule out prefix hits, so only the first sequence computes them.
         others = params
@@ -117,8 +122,39 @@ class InputProcessor:
         ]
         return Request(prompt.text, params, sequences, request_id, lora_request, stream=stream)
 
+    def make_requests(
+        self, prompts: Any, params: Any, priority: Any, lora_request: Any
+    ) -> list[Request]:
+        """Return a request for each prompt of `LLM.generate`.
+
+        Args:
+            params, priority, lora_request: each is one for all prompts, or a list with one for
+                each.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter is invalid; the message has the prompt's
+                index.
+        """
+        found: list[PromptInput] = as_list(prompts)
+        all_params = one_for_each("sampling_params", params, len(found))
+        priorities = one_for_each("priority", priority, len(found))
+        adapters = one_for_each("lora_request", lora_request, len(found))
+        requests = []
+        for index, prompt in enumerate(found):
+            try:
+                request = self.make_request(
+                    prompt,
+                    all_params[index],
+                    priority=priorities[index],
+                    lora_request=adapters[index],
+                )
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt {index}: {error}") from None
+            requests.append(request)
+        return requests
+
     @property
-    def grammars(self) -> Grammars | None:
+    def grammars(self) -> "GrammarCompiler | None":
         """What compiles structured_outputs; None if there is no tokenizer."""
         with self._grammars_lock:
             if self._grammars is None and self.tokenizer is not None and self._make_grammars:
@@ -159,8 +195,34 @@ class InputProcessor:
         token_ids = prompt.token_ids
         if token_ids is None:
             assert prompt.text is not None
-            encode = partial(self.encode, rendered=prompt.rendered)
+
+            def encode(text: str) -> list[int]:
+                return self.encode(text, rendered=prompt.rendered)
+
             if kept is None:
                 self.limit.check_length(prompt.text, encode)
             token_ids = encode(prompt.text)
         return self.limit.checked_tokens(token_ids, kept)
+
+    def _encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences to forbid for `words`.
+
+        As in vLLM, each word is encoded as it stands and after a space; the second form counts if
+        it has as many tokens as the first.
+
+        Raises:
+            InvalidRequestError: a word is too long or not valid Unicode, or there is no tokenizer.
+        """
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            check_unicode("a word of bad_words", word)
+            self.limit.check_text("a word of bad_words", word)
+            bare = word.lstrip() or word  # a word of white space only stays as it is
+            plain, spaced = (
+                tuple(self._encode("bad_words cannot be used", text, add_special_tokens=False))
+                for text in (bare, " " + bare)
+            )
+            found += [plain] if plain else []
+            if plain and spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+                found.append(spaced)
+        return tuple(found)

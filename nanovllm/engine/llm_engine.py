@@ -4,22 +4,22 @@ Knows no tensors: the executor hides what runs the model.
 """
 
 import logging
+import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.delayed_interrupt import DelayedInterrupt
+from nanovllm.engine.commands import DelayedInterrupt, run_logged
 from nanovllm.engine.engine_metrics import read_metrics
-from nanovllm.engine.extensions import Observer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.engine.owner_process import OwnerProcess
 from nanovllm.engine.prompt import PromptInput
 from nanovllm.engine.request import Request
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.executors.executor import Executor, Future
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
@@ -29,7 +29,33 @@ from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.worker_info import WorkerInfo
 
+if TYPE_CHECKING:
+    from nanovllm.observe.trace import Trace
+
 logger = logging.getLogger(__name__)
+
+
+class OwnerProcess:
+    """The process that makes this object.
+
+    An engine's threads, worker processes and GPU stay with it.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_this(self) -> bool:
+        """Whether this process is it, and not one forked from it."""
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raise EngineDeadError in a forked process."""
+        if not self.is_this:
+            raise EngineDeadError(
+                f"the engine belongs to process {self._pid}, and this is process {os.getpid()}, "
+                'forked from it: use multiprocessing\'s "spawn" and make the LLM in the new process'
+            )
 
 
 @dataclass(eq=False, repr=False)
@@ -41,7 +67,7 @@ class LLMEngine:
 
     config: Config
     worker_info: WorkerInfo
-    executor: Executor  # started; the engine shuts it down, and closes the observer
+    executor: Executor  # started; the engine shuts it down, and closes the trace
     scheduler: Scheduler
     input_processor: InputProcessor
     output_processor: OutputProcessor
@@ -51,15 +77,14 @@ class LLMEngine:
     load_tokenizer: Callable[[], Any]
     """Returns the checkpoint's transformers tokenizer, None if it has none. The engine itself does
     not need it."""
-    observer: Observer
+    trace: "Trace | None"
     queue_depth: int
     """How many more steps to launch before the oldest step's tokens are known; 0 waits for each."""
 
     def __post_init__(self) -> None:
         self.stats = self.scheduler.stats
         self.owner = OwnerProcess()
-        parts = self.executor, self.observer, self.owner
-        self._finalizer = weakref.finalize(self, _shut_down, *parts)
+        self._finalizer = weakref.finalize(self, _shut_down, self.executor, self.trace, self.owner)
         self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
         self._outputs: list[RequestOutput] = []  # for the next step() to return
 
@@ -95,7 +120,8 @@ class LLMEngine:
             )
         request.deliver = deliver
         self.output_processor.add_request(request)
-        self.observer.add_request(request)
+        if self.trace is not None:
+            self.trace.add_request(request)
         # The others follow once the first has computed the prompt: they find its blocks cached.
         self.scheduler.add(request.unqueued.pop(0))
 
@@ -118,12 +144,14 @@ class LLMEngine:
         """
         self.owner.check()
         with DelayedInterrupt() as interrupt:
-            self.observer.begin_step()
+            if self.trace is not None:
+                self.trace.begin_step()
             start = time.perf_counter()
             launched = self._launch_step(interrupt)
             if self._in_flight and (not launched or len(self._in_flight) > self.queue_depth):
                 self._process_oldest_step(start, interrupt)
-            self.observer.end_step(self.scheduler)
+            if self.trace is not None:
+                self.trace.end_step(self.scheduler)
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request and return its output that was not sent yet; None if it is not running.
@@ -138,11 +166,37 @@ class LLMEngine:
             if not seq.is_finished:
                 self.scheduler.finish(seq, "abort")
                 self.output_processor.process_tokens(seq, time.monotonic())  # the rest of its text
-                self.observer.end(seq)
+                if self.trace is not None:
+                    self.trace.end(seq)
         output = self.output_processor.make_output(request)
         if output is not None and request.deliver is not None:
             request.deliver(output)
         return output
+
+    def abort_all(self, request_ids: Iterable[int | str]) -> None:
+        """Abort requests; an error in one is logged, and the others are aborted too."""
+        for request_id in request_ids:
+            run_logged(partial(self.abort, request_id))
+
+    def run_last_steps(self) -> None:
+        """Run the steps that are left when no sequence is. An error is logged: the callers have
+        their outputs.
+
+        With a byte store below the pool, one of them begins to write what the last request left.
+        """
+        try:
+            # If steps are in flight, the first calls end them.
+            while self.scheduler.num_unfinished and not self.has_sequences:
+                self.run_step()
+        except EngineDeadError:  # whoever needs the engine is told
+            logger.debug("the engine ended before the step after the last request")
+        except Exception:
+            logger.exception("the step after the last request failed")
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether a sequence is unfinished."""
+        return bool(self.scheduler.running or self.scheduler.num_waiting)
 
     def is_finished(self) -> bool:
         """Whether no request is unfinished and no output waits; steps in flight do not count."""
@@ -168,6 +222,11 @@ class LLMEngine:
         self.input_processor.chat.shutdown()
         self._finalizer()
 
+    @property
+    def is_shut_down(self) -> bool:
+        """Whether `shutdown` was called, or Python is at its exit."""
+        return not self._finalizer.alive
+
     def _launch_step(self, interrupt: DelayedInterrupt) -> bool:
         """Launch the next step; return False if there is nothing to compute now."""
         schedule = self.scheduler.schedule()
@@ -176,14 +235,16 @@ class LLMEngine:
         try:
             # Before execute(), which computes the whole step if it runs in this process.
             self._set_first_scheduled_times(schedule)
-            self.observer.scheduled(schedule, self.scheduler)
+            if self.trace is not None:
+                self.trace.scheduled(schedule, self.scheduler)
             future = interrupt.interruptible(self.executor.execute, schedule)
         except BaseException:
             self.scheduler.abandon(schedule)
             raise
         self._in_flight.append((schedule, future))
         self.stats.step_sizes[schedule.num_tokens] += 1
-        self.observer.launched(schedule)
+        if self.trace is not None:
+            self.trace.launched(schedule)
         return True
 
     def _set_first_scheduled_times(self, schedule: Schedule) -> None:
@@ -201,7 +262,8 @@ class LLMEngine:
         schedule, future = self._in_flight[0]
         try:
             result = interrupt.interruptible(future.result)
-            self.observer.waited(result)
+            if self.trace is not None:
+                self.trace.waited(result)
             self._in_flight.popleft()
             self._process_result(schedule, result)
             if self.scheduler.drafting is not None:
@@ -221,7 +283,8 @@ class LLMEngine:
             if ending is not None:
                 self.scheduler.finish(seq, *ending[:2])
             if seq.is_finished:
-                self.observer.end(seq)
+                if self.trace is not None:
+                    self.trace.end(seq)
                 if seq.finish_reason == "error":
                     logger.warning("request %s ended: %s", request.request_id, seq.stop_reason)
             self._queue_remaining(request)
@@ -244,8 +307,9 @@ class LLMEngine:
             self.scheduler.add(request.unqueued.pop(0))
 
 
-def _shut_down(executor: Executor, observer: Observer, owner: OwnerProcess) -> None:
-    """End the workers and the observer, unless this process was forked: they are its parent's."""
+def _shut_down(executor: Executor, trace: "Trace | None", owner: OwnerProcess) -> None:
+    """End the workers and the trace, unless this process was forked: they are its parent's."""
     if owner.is_this:
         executor.shutdown()
-        observer.close()
+        if trace is not None:
+            trace.close()

@@ -3,16 +3,14 @@
 Knows no prompts and no scheduling.
 """
 
-from functools import cached_property, partial
+from functools import cached_property
 
 from nanovllm.checkpoint.text_tokenizer import TextTokenizer
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.logprob_entries import LogprobEntries
-from nanovllm.engine.marked_detokenizer import MarkedDetokenizer
 from nanovllm.engine.request import Completion, Request
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, DraftCounts, Logprob, RequestMetrics, RequestOutput
-from nanovllm.scheduler.messages import Ending
+from nanovllm.scheduler.messages import Ending, TokenLogprobs
 from nanovllm.scheduler.sequence import Sequence
 
 
@@ -27,7 +25,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self.requests: dict[int | str, Request] = {}  # that are followed, by id
         self._completions: dict[int, Completion] = {}  # by sequence id
-        self._entries = LogprobEntries(tokenizer)
+        self._token_texts: dict[int, str] = {}  # of tokens that are decoded alone
         self.weight_version: int | str = 0
 
     def add_request(self, request: Request) -> None:
@@ -123,7 +121,7 @@ class OutputProcessor:
             cumulative = completion.cumulative_logprob
             known = seq.logprobs[num_sent : completion.num_tokens]
             with_text = request.params.detokenize
-            logprobs = [self._entries.make(found, with_text=with_text) for found in known]
+            logprobs = [self._logprobs(found, with_text=with_text) for found in known]
         completion.num_sent_tokens = completion.num_tokens
         completion.sent_end = seq.is_finished
         return CompletionOutput(
@@ -140,15 +138,16 @@ class OutputProcessor:
         """Return what makes the text of an output; None if it has none."""
         if self._tokenizer is None or not params.detokenize:
             return None
-        skips, kept = params.skip_special_tokens, params.kept_token_ids
-        marks = partial(MarkedDetokenizer, marked=frozenset(kept))
-        return (marks if params.marks_kept_tokens else Detokenizer)(
+        skips = params.skip_special_tokens
+        kept = params.kept_token_ids
+        return Detokenizer(
             self._tokenizer.backend_tokenizer,
             skip_special_tokens=skips and not kept,
             skipped=self._special_tokens.difference(kept) if skips else frozenset(),
             spaces_between_special_tokens=params.spaces_between_special_tokens,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
+            marked=frozenset(kept if params.marks_kept_tokens else ()),
         )
 
     @cached_property
@@ -166,9 +165,26 @@ class OutputProcessor:
         first, with_text = request.sequences[0], request.params.detokenize
         found = map(first.prompt_logprobs.get, range(first.num_prompt_tokens))
         return [
-            None if logprobs is None else self._entries.make(logprobs, with_text=with_text)
+            None if logprobs is None else self._logprobs(logprobs, with_text=with_text)
             for logprobs in found
         ]
+
+    def _logprobs(self, found: TokenLogprobs, *, with_text: bool) -> dict[int, Logprob]:
+        """Return the log-probabilities of one position by token, the token itself first."""
+        ranks = [found.rank, *range(1, len(found.token_ids))]
+        entries: dict[int, Logprob] = {}
+        for token, logprob, rank in zip(found.token_ids, found.logprobs, ranks, strict=True):
+            text = self._token_text(token) if with_text else None
+            entries.setdefault(token, Logprob(logprob, rank, text))
+        return entries
+
+    def _token_text(self, token_id: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        if token_id not in self._token_texts:
+            decode = self._tokenizer.backend_tokenizer.decode
+            self._token_texts[token_id] = decode([token_id], skip_special_tokens=False)
+        return self._token_texts[token_id]
 
 
 def _decode(completion: Completion, detokenizer: Detokenizer, num_output_tokens: int) -> str | None:

@@ -98,14 +98,6 @@ def one_for_each(name: str, given: Any, num_prompts: int) -> Seq[Any]:
     return values
 
 
-def check_unicode(what: str, text: str) -> None:
-    """Raise InvalidRequestError if a text has half a surrogate pair, which nothing can encode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"{what} is not valid Unicode text: {error}") from error
-
-
 def _array_to_list(value: Any) -> Any:
     """Return a numpy array or torch tensor of integers as lists, and anything else as it is.
 

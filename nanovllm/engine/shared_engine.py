@@ -9,17 +9,14 @@ from collections.abc import Callable, Generator, Sequence as Seq
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
-from nanovllm.engine.delayed_interrupt import DelayedInterrupt
-from nanovllm.engine.fair_executor import fulfil
-from nanovllm.engine.last_step import abort_all, run_last_steps, run_logged
+from nanovllm.engine.commands import DelayedInterrupt, Result, fulfil, run_logged
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
 from nanovllm.errors import NanoVLLMError
 from nanovllm.outputs import RequestOutput
 
-Result = TypeVar("Result")
 Mailbox = SimpleQueue[Any]
 """Where one thread waits for items. The item None means: look whether to run the steps."""
 
@@ -77,7 +74,7 @@ class SharedEngine:
                     yield output
         finally:
             if unfinished:  # after an error or Ctrl-C, or the iterator was closed
-                self.submit(lambda: abort_all(self._engine, unfinished))
+                self.submit(lambda: self._engine.abort_all(unfinished))
 
     def receive(self, mailbox: Mailbox) -> Any:
         """Return the mailbox's next item; run steps until it comes, or wait while others do.
@@ -115,9 +112,9 @@ class SharedEngine:
     def submit(self, command: Callable[[], object]) -> None:
         """Run a command now if there is no leader, else let the leader run it; never wait.
 
-        In a forked process this does nothing.
+        In a forked process, and once the engine was shut down, this does nothing.
         """
-        if not self._engine.owner.is_this:
+        if self._engine.is_shut_down or not self._engine.owner.is_this:
             return
         self._commands.append(partial(run_logged, command))
         turn: Mailbox = SimpleQueue()
@@ -147,7 +144,7 @@ class SharedEngine:
     def _end_turn(self, mailbox: Mailbox) -> None:
         while self._leader is mailbox:
             self._run_commands()  # nobody else may be there to run those of `submit`
-            run_last_steps(self._engine)
+            self._engine.run_last_steps()
             with self._lock:
                 if not self._commands:
                     self._leader = self._leading_thread = None

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from typing import IO, Any
 
-from nanovllm.engine.extensions import Observer
 from nanovllm.engine.request import Request
 from nanovllm.errors import ConfigError
 from nanovllm.options.validation import shown
@@ -67,6 +66,7 @@ class _TraceFile:
             self._size += len(data)
 
     def close(self) -> None:
+        """End the observation. May be called again."""
         self._file.close()
 
 
@@ -86,7 +86,7 @@ class _Lane:
     num_known: int = 0  # output tokens when the state began
 
 
-class Trace(Observer):
+class Trace:
     """Writes what the engine reports into a file.
 
     The lanes of sequences hold one span from arrival to end, named after the request, and in it the
@@ -123,6 +123,7 @@ class Trace(Observer):
             self._add("M", place, self._start, name=what, args={"name": name})
 
     def add_request(self, request: Request) -> None:
+        """Note a request that was queued."""
         arrival = request.arrival_time
         for index, seq in enumerate(request.sequences):
             if self._free_lanes and self._free_lanes[0][1] <= arrival:
@@ -139,6 +140,7 @@ class Trace(Observer):
             self._change(lane, arrival, "waiting")
 
     def end(self, seq: Sequence) -> None:
+        """Note that a sequence has finished; called once for each."""
         if seq.seq_id in self._lanes:
             now = time.monotonic()
             self._end_lane(seq.seq_id, now)
@@ -146,6 +148,7 @@ class Trace(Observer):
                 self._flush(now)
 
     def begin_step(self) -> None:
+        """Note that the engine's loop begins."""
         self._mark = time.monotonic()
         if self._is_in_step:  # the last one raised an error
             self._add("i", _HOST, self._mark, s="g", name="step failed")
@@ -154,6 +157,7 @@ class Trace(Observer):
         self._is_in_step = True
 
     def scheduled(self, schedule: Schedule, scheduler: Scheduler) -> None:
+        """Note a step that was scheduled, and is launched next."""
         self._phase("schedule", schedule.step_id)
         if self._num_preemptions != scheduler.stats.num_preemptions:
             self._num_preemptions = scheduler.stats.num_preemptions
@@ -183,9 +187,11 @@ class Trace(Observer):
         self._launched.append((self._mark, args))
 
     def launched(self, schedule: Schedule) -> None:
+        """Note that the step was launched; in this process on a CPU it is computed by then."""
         self._phase("launch", schedule.step_id)
 
     def waited(self, result: StepResult) -> None:
+        """Note that a step's tokens have come."""
         self._phase("wait", result.step_id)
         start, args = self._launched.popleft()
         while args["step"] != result.step_id:  # that one failed
@@ -201,6 +207,7 @@ class Trace(Observer):
         self._processed = args
 
     def end_step(self, scheduler: Scheduler) -> None:
+        """Note that the engine's loop has ended, without an error."""
         self._is_in_step = False
         if (args := self._processed) is not None:
             self._processed = None

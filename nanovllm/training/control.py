@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterable, Sequence as Seq
 from typing import Any
 
-from nanovllm.engine.last_step import run_last_steps
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.options.validation import listed, shown
@@ -183,7 +182,7 @@ class WeightControl:
             engine.run_step()
         for request_id in list(engine.output_processor.requests):
             engine.abort(request_id)
-        run_last_steps(engine)
+        engine.run_last_steps()
         reset = engine.reset_prefix_cache()
         assert reset, "no sequence has blocks"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from nanovllm.engine.params_check import ParamsCheck
+from nanovllm.engine.input_checks import ParamsCheck
 from nanovllm.engine.prompt import make_prompt
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.options.config import Config

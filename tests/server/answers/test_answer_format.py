@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from nanovllm import SamplingParams, demo_model
-from nanovllm.engine.marked_detokenizer import MarkedDetokenizer
+from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.options.sampling_params import TOKEN_MARK
 from nanovllm.options.structured_outputs import structured_outputs
@@ -292,7 +292,7 @@ def test_special_tokens_are_dropped_by_their_ids() -> None:
     skipped = frozenset(tags) - {*with_tools.kept_token_ids}
     assert with_tools.marks_kept_tokens
     marked = frozenset(with_tools.kept_token_ids)
-    detokenizer = MarkedDetokenizer(tokenizer, marked, skip_special_tokens=False, skipped=skipped)
+    detokenizer = Detokenizer(tokenizer, marked=marked, skip_special_tokens=False, skipped=skipped)
     detokenizer.add_all([tags[1], *token_ids, tags[2], tags[0]])
     assert detokenizer.text == f"<p><|end|>[TOOL_CALLS]{TOKEN_MARK}[TOOL_CALLS]"
     calling = found.parser(has_tools=True, starts_in_reasoning=False)

@@ -1,12 +1,33 @@
-"""Keeps Ctrl-C out of code that must not stop half-way."""
+"""How commands of many threads run on one engine: their results, their errors, and Ctrl-C."""
 
+import logging
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import FrameType
 from typing import Any, TypeVar
 
+logger = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
+
+
+def fulfil(future: Future[Result], function: Callable[[], Result]) -> None:
+    """Give a future what a function returns or raises. If it was cancelled, do nothing."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function())
+        except BaseException as error:  # a panic of a Rust library is no Exception
+            future.set_exception(error)
+
+
+def run_logged(command: Callable[[], object]) -> None:
+    """Run a command; one that fails must not end the thread that runs it, nor keep the next."""
+    try:
+        command()
+    except BaseException:
+        logger.exception("a command to the engine failed")
 
 
 class DelayedInterrupt:

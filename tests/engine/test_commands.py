@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.delayed_interrupt import DelayedInterrupt
+from nanovllm.engine.commands import DelayedInterrupt
 from tests.scheduler.invariants import check_scheduler
 
 
