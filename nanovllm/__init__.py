@@ -1,6 +1,5 @@
 """nanovllm: a small LLM inference engine. Start with `from nanovllm import LLM, SamplingParams`."""
 
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import NanoVLLMError
@@ -30,12 +29,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    homes = {"LLM": "nanovllm.llm", "AsyncLLM": "nanovllm.async_llm"}
-    if name not in homes:
-        raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
-    # On first use, because both import torch.
-    return getattr(importlib.import_module(homes[name]), name)
+    """Import `LLM` and `AsyncLLM` on first use, because both import torch."""
+    if name == "LLM":
+        from nanovllm.llm import LLM
 
+        return LLM
+    if name == "AsyncLLM":
+        from nanovllm.async_llm import AsyncLLM
 
-if importlib.util.find_spec("nanovllm.compat"):  # other engines' names; the folder may be deleted
-    importlib.import_module("nanovllm.compat").install()
+        return AsyncLLM
+    from nanovllm.advice import missing_name
+
+    raise missing_name("nanovllm", name)

@@ -12,6 +12,7 @@ from nanovllm.assembly import make_engine
 from nanovllm.chat.templates import Message, as_conversations, template_options
 from nanovllm.engine.prompt import Prompt, PromptInput
 from nanovllm.engine.shared_engine import SharedEngine
+from nanovllm.errors import InvalidRequestError
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import SamplingParams
@@ -141,6 +142,59 @@ class LLM(WeightMethods):
         )
         return self._shared.run([request])
 
+    def add_request(
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int | None = 0,
+        lora_request: LoRARequest | None = None,
+    ) -> int | str:
+        """Queue a request whose output `step` returns, as in nano-vllm; return its id.
+
+        Args:
+            prompt, sampling_params, priority, lora_request: as for `stream`.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter is invalid or unsupported, or n is not 1.
+            EngineDeadError: the engine is down.
+        """
+        request = self.engine.input_processor.make_request(
+            prompt, sampling_params, priority=priority, lora_request=lora_request
+        )
+        if request.params.n != 1:
+            raise InvalidRequestError(
+                "step() returns one continuation of a request, so n must be 1, "
+                f"got {request.params.n}: use generate()"
+            )
+        self._shared.call(lambda: self.engine.queue(request))
+        return request.request_id
+
+    def step(self) -> tuple[list[tuple[int | str, list[int]]], int]:
+        """Run one step and return what it finished of `add_request`, as in nano-vllm.
+
+        Returns:
+            (request id, output tokens) of each request that is finished; and the number of prompt
+            tokens that the step computed or, if it computed none, minus that of its output tokens.
+
+        Raises:
+            EngineDeadError: the engine is down.
+        """
+
+        def step() -> tuple[list[tuple[int | str, list[int]]], int]:
+            stats = self.engine.stats
+            num_prefill_before = stats.num_prefill_tokens
+            num_decode_before = stats.num_decode_tokens
+            outputs = [(output.request_id, output.token_ids) for output in self.engine.step()]
+            num_prefill = stats.num_prefill_tokens - num_prefill_before
+            return outputs, num_prefill or num_decode_before - stats.num_decode_tokens
+
+        return self._shared.call(step)
+
+    def is_finished(self) -> bool:
+        """Whether no request is unfinished, and `step` has returned every output."""
+        return self._shared.call(self.engine.is_finished)
+
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request and return its output that was not sent yet; None if it is not running."""
         return self._shared.call(lambda: self.engine.abort(request_id))
@@ -155,6 +209,9 @@ class LLM(WeightMethods):
         If another thread is running a step, that step ends first.
         """
         self._shared.submit(self.engine.shutdown)
+
+    exit = shutdown
+    """nano-vllm's name of it."""
 
 
 def _with_progress(

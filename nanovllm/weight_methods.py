@@ -4,7 +4,7 @@ Knows no weight: `nanovllm.training` does, which is imported when one of these m
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from nanovllm.chat.templates import Message
 from nanovllm.engine.llm_engine import LLMEngine
@@ -23,6 +23,15 @@ class ModelMethods:
     """What both say of the model, without a step."""
 
     engine: LLMEngine
+
+    if not TYPE_CHECKING:  # a type checker finds misspelled names only without it
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say what to use instead of another engine's method."""
+            from nanovllm.advice import missing_attribute
+
+            message = missing_attribute(type(self).__name__, name)
+            raise AttributeError(message, name=name, obj=self)
 
     def render(self, messages: Seq[Message], **options: Any) -> list[int]:
         """Return the token ids of a conversation, rendered by the checkpoint's chat template.

@@ -16,7 +16,6 @@ TRUNK = (
 """The way from prompt to text, with the checks of what users set."""
 
 BRANCHES = [
-    "compat",
     "structured",
     "speculation",
     "formats",

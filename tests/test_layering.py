@@ -19,7 +19,12 @@ class Folder(NamedTuple):
     torch: bool
 
 
-VALUES = ("errors", "outputs")
+VALUES = ("advice", "errors", "outputs")
+NANO_VLLM = (
+    *("config", "sampling_params", "engine.block_manager", "engine.model_runner"),
+    *("engine.scheduler", "engine.sequence"),
+)
+"""nano-vllm's modules, for whose imports they stand: each has names of another module."""
 FRONT = ("llm", "async_llm", "weight_methods")
 FOLDERS = {
     "values": Folder("", torch=False),
@@ -38,7 +43,8 @@ FOLDERS = {
         "checkpoint engine executors lora observe options scheduler speculation structured tiers",
         torch=False,
     ),
-    "compat": Folder("assembly demo_model engine llm async_llm options", torch=False),
+    "vllm": Folder("assembly demo_model engine llm async_llm options", torch=False),
+    "nano_vllm": Folder("options scheduler worker.model_runner", torch=False),
     "formats": Folder("checkpoint kernels layers options utils", torch=True),
     "front": Folder("assembly chat engine options training", torch=False),
     "structured": Folder("checkpoint options scheduler utils worker", torch=True),
@@ -50,7 +56,7 @@ FOLDERS = {
     "server": Folder("chat checkpoint engine llm async_llm options utils", torch=False),
     "batch": Folder("async_llm checkpoint.files options server utils.strict_json", torch=False),
     "cli": Folder(
-        "batch compat demo_model llm async_llm loadtest options ray.row_pool server utils "
+        "batch demo_model llm async_llm loadtest options ray.row_pool server utils "
         "worker.model_report",
         torch=False,
     ),
@@ -118,7 +124,7 @@ What the trunk offers to branches is beside it, in the files `extensions.py`, an
 of what callers give.
 """
 BRANCHES = (
-    *("speculation", "structured", "formats", "steps", "observe", "tiers", "compat", "server"),
+    *("speculation", "structured", "formats", "steps", "observe", "tiers", "server"),
     "lora",
     "batch",
     "ray",
@@ -138,6 +144,8 @@ def module_name(path: Path) -> str:
 
 
 def folder_of(module: str) -> str:
+    if module in NANO_VLLM:
+        return "nano_vllm"
     top = module.partition(".")[0]
     return "values" if top in VALUES else "front" if top in FRONT else top
 
@@ -250,7 +258,7 @@ def test_imports_without_torch(module: str) -> None:
 
 
 def test_an_engine_without_options_has_no_branch() -> None:
-    """What an option asks for is imported for it, not before. compat is asked for by its folder."""
+    """What an option asks for is imported for it, not before."""
     code = (
         "import sys; from nanovllm import LLM, SamplingParams, demo_model\n"
         "llm = LLM(demo_model.MODEL, max_model_len=64)\n"
@@ -260,7 +268,7 @@ def test_an_engine_without_options_has_no_branch() -> None:
     found = subprocess.run(
         [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
     )
-    assert set(found.stdout.split()).isdisjoint({*BRANCHES} - {*STILL_IMPORTED, "compat"})
+    assert set(found.stdout.split()).isdisjoint({*BRANCHES} - {*STILL_IMPORTED})
 
 
 @pytest.mark.parametrize("name", CORE)

@@ -6,22 +6,19 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanovllm import LLM, AsyncLLM, outputs
-from nanovllm.compat.advice import KEYWORDS, NOT_IMPLEMENTED
-from nanovllm.compat.flags import SERVE_NAMES
-from nanovllm.compat.llm_engine import LLMEngine
-from nanovllm.compat.modules import MISSING, MODULES
-from nanovllm.compat.moved import MOVED
-from nanovllm.compat.other_names import (
+from nanovllm import LLM, AsyncLLM, outputs, vllm
+from nanovllm.advice import IMPORTS, METHODS
+from nanovllm.options.config import Config
+from nanovllm.options.other_names import (
     CONFIG_NAMES,
     CONFIG_VALUES,
     SAMPLING_NAMES,
+    SERVE_NAMES,
     SPECULATIVE_METHODS,
     SPECULATIVE_NAMES,
+    OtherName,
 )
-from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.options.validation import OtherName
 from nanovllm.server.absent_routes import ABSENT_ROUTES
 
 PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
@@ -96,18 +93,6 @@ def advices(names: Mapping[str, str]) -> str:
     return table(("Name", "Here"), ((", ".join(found), advice) for advice, found in rows.items()))
 
 
-def modules() -> str:
-    """Return a table of vLLM's modules that have names, and these."""
-    return table(
-        ("Module", "Names"),
-        (
-            (f"`{module}`", ", ".join(f"`{name}`" for name in names.split()))
-            for module, names in MODULES.items()
-            if names
-        ),
-    )
-
-
 def nano_vllm() -> str:
     """Return a table of nano-vllm's names."""
     rows = []
@@ -119,34 +104,24 @@ def nano_vllm() -> str:
     return table(("Class", "Name", "Here"), rows)
 
 
-def moved() -> str:
-    """Return a table of nano-vllm's names that are elsewhere."""
-    rows: dict[tuple[str, str], list[str]] = {}
-    for module, names in MOVED.items():
-        for name, place in names.items():
-            rows.setdefault((f"`{module}`", f"`{place}`"), []).append(f"`{name}`")
-    return table(
-        ("nano-vllm's module", "Names", "Their part here"),
-        ((module, ", ".join(names), place) for (module, place), names in rows.items()),
-    )
-
-
 PARTS: dict[str, Callable[[], str]] = {
-    "modules": modules,
-    "missing names": lambda: advices(MISSING),
+    "names": lambda: listed(vllm.__all__),
+    "missing names": lambda: advices(IMPORTS),
     "Config's other names": lambda: others(CONFIG_NAMES),
     "SpeculativeConfig's other names": lambda: others(SPECULATIVE_NAMES),
     "Config's other values": other_values,
     "SamplingParams' other names": lambda: others(SAMPLING_NAMES),
     "LLM's methods": lambda: listed(methods(LLM)),
     "AsyncLLM's methods": lambda: listed(methods(AsyncLLM)),
-    "LLMEngine's methods": lambda: listed(methods(LLMEngine)),
-    "other keywords": lambda: others(KEYWORDS),
-    "other methods": lambda: advices(NOT_IMPLEMENTED),
+    "vLLM's further methods": lambda: listed(
+        name for name in methods(vllm.LLM) if name not in methods(LLM)
+    ),
+    "LLMEngine's methods": lambda: listed(methods(vllm.LLMEngine)),
+    "other keywords": lambda: others(vllm.KEYWORDS),
+    "other methods": lambda: advices(METHODS),
     "flags of the server": lambda: others(SERVE_NAMES),
     "other routes": lambda: advices(ABSENT_ROUTES),
     "nano-vllm's names": nano_vllm,
-    "nano-vllm's moved names": moved,
 }
 """What stands in the page after each mark `<!-- made: ... -->`."""
 

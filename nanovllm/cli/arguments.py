@@ -7,11 +7,11 @@ from pathlib import Path
 
 from nanovllm import __version__, demo_model
 from nanovllm.cli.batch import add_batch
-from nanovllm.cli.flag_groups import add_compat_flags, add_engine_flags, add_sampling_flags
+from nanovllm.cli.flag_groups import add_engine_flags, add_sampling_flags
 from nanovllm.cli.models import add_models
 from nanovllm.errors import ConfigError
 from nanovllm.loadtest.load_plan import add_bench
-from nanovllm.options.flags import Parser, json_object
+from nanovllm.options.flags import Parser, add_other_flags, json_object
 from nanovllm.options.model_names import looks_like_model, no_model
 from nanovllm.options.validation import shown
 from nanovllm.server.options import add_server_flags
@@ -134,6 +134,8 @@ def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Comman
     if name == "serve":
         parser.set_defaults(max_logprobs=MAX_LOGPROBS)
         add_server_flags(parser)
-    add_compat_flags(parser, is_server=name == "serve")
+    add_other_flags(  # after the flags that they may name
+        parser, default=argparse.SUPPRESS, is_server=name == "serve"
+    )
     if name != "serve":
         add_sampling_flags(parser, is_chat=None if is_generate else True)

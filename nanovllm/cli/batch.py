@@ -15,10 +15,10 @@ from nanovllm.batch.options import BatchOptions, RowOptions
 from nanovllm.batch.row_engine import RowEngine, check_form
 from nanovllm.batch.rows import OPENAI, ROWS
 from nanovllm.batch.sources import open_source
-from nanovllm.cli.flag_groups import add_compat_flags, add_engine_flags, add_sampling_flags
+from nanovllm.cli.flag_groups import add_engine_flags, add_sampling_flags
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
-from nanovllm.options.flags import Parser, add_flags, fields_of, given_fields
+from nanovllm.options.flags import Parser, add_flags, add_other_flags, fields_of, given_fields
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
 from nanovllm.utils.terminal import complain
@@ -56,7 +56,7 @@ def add_batch(commands: "argparse._SubParsersAction[Parser]") -> None:
     parser.add_argument("--model", metavar="MODEL", help=about)
     add_flags(parser.add_argument_group("batch"), BatchOptions, but=(), defaults={})
     add_engine_flags(parser)
-    add_compat_flags(parser)
+    add_other_flags(parser, default=argparse.SUPPRESS)  # after the flags that they may name
     add_sampling_flags(parser)
 
 

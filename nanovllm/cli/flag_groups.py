@@ -1,7 +1,5 @@
 """The flags that several commands have: those of the engine, and those of sampling."""
 
-import argparse
-import importlib.util
 from collections.abc import Mapping
 
 from nanovllm.options.config import Config
@@ -21,14 +19,6 @@ def add_engine_flags(parser: Parser, defaults: Mapping[str, str] | None = None) 
     """Add a flag for each field of Config. `defaults` is that of `add_flags`."""
     group = parser.add_argument_group("engine")
     add_flags(group, Config, but={"model"}, defaults=defaults or {})
-
-
-def add_compat_flags(parser: Parser, *, is_server: bool = False) -> None:
-    """Add the flags that other engines have, behind all flags of our own that they may name."""
-    if importlib.util.find_spec("nanovllm.compat"):  # the folder may be deleted
-        from nanovllm.compat.flags import add_other_flags
-
-        add_other_flags(parser, default=argparse.SUPPRESS, is_server=is_server)
 
 
 def add_sampling_flags(parser: Parser, *, is_chat: bool | None = False) -> None:

@@ -16,10 +16,13 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from nanovllm.errors import ConfigError, NanoVLLMError, ServerError
 from nanovllm.options.validation import did_you_mean, shown
+
+if TYPE_CHECKING:
+    from nanovllm.options.other_names import OtherName
 
 UNITS = {"B": 1} | {
     unit: base**power
@@ -28,6 +31,10 @@ UNITS = {"B": 1} | {
 }
 """Bytes of the units of a size, in capitals. A letter alone is a power of 1024, as in systemd; a
 small one is none, because it is a power of 1000 in vLLM."""
+
+
+SHORT_FLAGS = {"tensor_parallel_size": "-tp", "quantization": "-q"}
+"""By field of Config: vLLM's short flag."""
 
 
 class DashingParser(argparse.ArgumentParser):
@@ -191,6 +198,86 @@ def add_flags(
             options |= {"type": json_value, "metavar": "JSON"}
         help_text = _help(docs.get(name, ""), field, defaults.get(name), options)
         group.add_argument("--" + name.replace("_", "-"), help=help_text, **options)
+
+
+def add_other_flags(
+    group: "argparse._ActionsContainer", *, default: Any, is_server: bool = False
+) -> None:
+    """Add a flag, hidden from help, for each of vLLM's options that has none; and its short flags.
+
+    A flag that asks for what happens anyway is taken; any other ends with an error that says what
+    to use.
+
+    Args:
+        default: the value in the namespace where the flag is not given.
+        is_server: whether the names of vLLM's server are flags too.
+    """
+    from nanovllm.options.other_names import CONFIG_NAMES, SERVE_NAMES  # long tables
+
+    names = {**CONFIG_NAMES, **SERVE_NAMES} if is_server else CONFIG_NAMES
+    known = group._option_string_actions
+    for field, short in SHORT_FLAGS.items():
+        if (action := known.get(_flag(field))) and short not in known:
+            known[short] = action
+    for name, other in names.items():
+        flags = [_flag(name)]
+        if any(isinstance(value, bool) for value in other.accepted):
+            flags.append(_flag(f"no_{name}"))
+        if known.keys().isdisjoint(flags):
+            group.add_argument(
+                *flags,
+                action=_OtherFlag,
+                other=other,
+                nargs=0 if len(flags) == 2 else None,
+                dest=name,
+                default=default,
+                help=argparse.SUPPRESS,
+            )
+
+
+class _OtherFlag(argparse.Action):
+    """Checks the value of a flag of vLLM's."""
+
+    def __init__(self, *args: Any, other: "OtherName", **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._other = other
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        flag = option_string or self.option_strings[0]
+        value = _json_or_text(values) if isinstance(values, str) else flag == self.option_strings[0]
+        if not self._other.accepts(value):
+            given = f"{flag} {shown(values)[1:-1]}" if isinstance(values, str) else flag
+            advice = _with_flags(self._other.advice, parser)
+            parser.error(f"{given} is not supported: {advice}")
+        setattr(namespace, self.dest, value)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _json_or_text(text: str) -> Any:
+    """Return the JSON value of a flag's text, or else the text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None if text == "None" else text
+
+
+def _with_flags(advice: str, parser: argparse.ArgumentParser) -> str:
+    """Return advice that names fields, with the flags of those fields."""
+    fields = {action.dest for action in parser._actions if action.help != argparse.SUPPRESS}
+    return re.sub(
+        r"\b([a-z]+_[a-z_]+)(=True)?",
+        lambda found: _flag(found[1]) if found[1] in fields else found[0],
+        advice,
+    )
 
 
 def given_fields(owner: type[Any], args: argparse.Namespace) -> dict[str, Any]:

@@ -221,9 +221,8 @@ class SamplingParams:
     """Keep the spaces that some tokenizers write between special tokens."""
     output_kind: RequestOutputKind | None = None
     """What each output of a stream holds: RequestOutputKind.DELTA is the new part, CUMULATIVE all
-    so far, FINAL_ONLY one output at the end. None is DELTA for stream, and CUMULATIVE for the names
-    of vLLM's: an iterated AsyncLLM.generate and LLMEngine. generate and chat return whole
-    outputs."""
+    so far, FINAL_ONLY one output at the end. None is DELTA for stream, and CUMULATIVE for
+    AsyncLLM.generate and LLMEngine of nanovllm.vllm. generate and chat return whole outputs."""
 
     def __post_init__(self) -> None:
         error = InvalidRequestError

@@ -13,10 +13,13 @@ import numbers
 import operator
 import os
 import reprlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from nanovllm.errors import NanoVLLMError
+
+if TYPE_CHECKING:
+    from nanovllm.options.other_names import OtherName
 
 logger = logging.getLogger(__name__)
 
@@ -49,57 +52,11 @@ def listed(items: Sequence[str], most: int, separator: str = ", ") -> str:
     return separator.join([*items[:most], *([f"and {rest} more"] if rest > 0 else [])])
 
 
-class _AnyValue:
-    """Equal to everything."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    def __repr__(self) -> str:
-        return "any value"
-
-
-ANY = _AnyValue()
-"""Among the accepted values of an `OtherName`: no value changes anything."""
-
-
-class OtherName(NamedTuple):
-    """A keyword of another library that is not a field here."""
-
-    accepted: tuple[Any, ...]
-    """Values that ask for what happens anyway; they change nothing. None is always one."""
-    advice: str
-    """What to use instead of any other value."""
-
-    def accepts(self, value: Any) -> bool:
-        """Whether `value` asks for what happens anyway."""
-        if value is None:
-            return True
-        plain = isinstance(value, bool | int | float | str | list | tuple | dict)
-        return plain and any(value == item for item in self.accepted)
-
-
-def other_names(*rows: tuple[str, tuple[Any, ...], str]) -> dict[str, OtherName]:
-    """Return an `OtherName` for each of the names in `rows`: (names, accepted values, advice)."""
-    return {
-        name: OtherName(accepted, advice)
-        for names, accepted, advice in rows
-        for name in names.split()
-    }
-
-
-OTHER_NAMES: dict[str, Mapping[str, OtherName]] = {}
-"""What users of other engines write: by class, names that are no fields of it; by field, values
-that it does not take. `nanovllm.compat` fills it; without that folder it stays empty."""
-
-
 def strict_keywords(error: Error) -> Callable[[type[T]], type[T]]:
-    """Make a frozen dataclass raise `error` for a keyword that is no field nor in `OTHER_NAMES`.
+    """Make a frozen dataclass raise `error` for a keyword that is neither a field nor known.
 
-    The message names the field that was meant, or says what to use. That of an assignment says how
-    to make a changed copy.
+    The message names the field that was meant, or says what to use instead of another engine's
+    option. The message of an assignment says how to make a changed copy.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -108,9 +65,9 @@ def strict_keywords(error: Error) -> Callable[[type[T]], type[T]]:
 
         @functools.wraps(init)
         def __init__(self: T, /, *args: Any, **kwargs: Any) -> None:
-            others = OTHER_NAMES.get(cls.__name__, {})
             for name in [name for name in kwargs if name not in known]:
-                value, other = kwargs.pop(name), others.get(name)
+                value = kwargs.pop(name)
+                other = _other_name(cls.__name__, name)
                 if other is None:
                     hint = did_you_mean(name, known)
                     raise error(f"{cls.__name__} has no field {shown(name)}{hint}")
@@ -121,9 +78,9 @@ def strict_keywords(error: Error) -> Callable[[type[T]], type[T]]:
             init(self, *args, **kwargs)
 
         def __setattr__(self: T, name: str, value: Any) -> NoReturn:
-            others = OTHER_NAMES.get(cls.__name__, {})
             if name not in known:
-                hint = f": {others[name].advice}" if name in others else did_you_mean(name, known)
+                other = _other_name(cls.__name__, name)
+                hint = f": {other.advice}" if other else did_you_mean(name, known)
                 raise AttributeError(f"{cls.__name__} has no field {shown(name)}{hint}")
             raise dataclasses.FrozenInstanceError(
                 f"{cls.__name__} never changes once made; for a copy with another {name} use "
@@ -135,6 +92,13 @@ def strict_keywords(error: Error) -> Callable[[type[T]], type[T]]:
         return cls
 
     return decorate
+
+
+def _other_name(owner: str, name: str) -> "OtherName | None":
+    """Return what is known of another engine's option of a class, or value of a field."""
+    from nanovllm.options.other_names import OTHER_NAMES  # long tables that few programs need
+
+    return OTHER_NAMES.get(owner, {}).get(name)
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
@@ -212,12 +176,12 @@ def check_bool(error: Error, name: str, value: Any) -> bool:
 def check_choice(error: Error, name: str, value: Any, choices: Collection[str]) -> str:
     """Return `value` if it is one of `choices`, else raise `error`.
 
-    The message says what to use, if `OTHER_NAMES` has the value, or else names the choice that was
+    The message says what to use instead of another engine's value, or names the choice that was
     meant.
     """
     if not isinstance(value, str) or value not in choices:
         meant = did_you_mean(shown(value).strip("'"), choices)
-        other = OTHER_NAMES.get(name, {}).get(value) if isinstance(value, str) else None
+        other = _other_name(name, value) if isinstance(value, str) else None
         hint = f": {other.advice}" if other else meant * meant.startswith("; did")  # no second list
         raise error(f"{name} must be one of {', '.join(choices)}, got {shown(value)}{hint}")
     return plain_text(value)

@@ -14,7 +14,8 @@ from ray.serve.config import AutoscalingConfig
 
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
-from nanovllm.options.validation import OTHER_NAMES, check_int, check_names, did_you_mean, shown
+from nanovllm.options.other_names import CONFIG_NAMES
+from nanovllm.options.validation import check_int, check_names, did_you_mean, shown
 from nanovllm.ray.affinity import AffinityRouter
 from nanovllm.ray.frontend import Frontend
 from nanovllm.ray.replica import Engine
@@ -125,7 +126,7 @@ def _split(options: dict[str, Any]) -> _Given:
     for name, value in options.items():
         if name in _NOT_HERE:
             raise ConfigError(f"{name}={shown(value)} cannot be set here: {_NOT_HERE[name]}")
-        if name not in known and name not in OTHER_NAMES.get("Config", {}):
+        if name not in known and name not in CONFIG_NAMES:
             raise ConfigError(f"deployment has no option {shown(name)}{did_you_mean(name, known)}")
 
     def part(names: Collection[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field
 
 from nanovllm.options.lora_request import LoRARequest
-from nanovllm.options.validation import OtherName, other_names
+from nanovllm.options.other_names import OtherName, other_names
 from nanovllm.server import generation
 from nanovllm.server.error_bodies import APIError, naming_params
 from nanovllm.server.json_route import JSONRoute

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 
-from nanovllm.options.validation import OtherName, other_names
+from nanovllm.options.other_names import OtherName, other_names
 from nanovllm.server import generation
 from nanovllm.server.conversation import render
 from nanovllm.server.error_bodies import APIError, naming_params

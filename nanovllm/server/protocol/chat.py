@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from nanovllm.options.validation import OtherName, other_names
+from nanovllm.options.other_names import OtherName, other_names
 from nanovllm.server.answers.answer_format import ToolChoice
 from nanovllm.server.protocol.common import (
     GenerationRequest,

@@ -10,13 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from nanovllm.chat.messages import is_empty
-from nanovllm.options.validation import (
-    OTHER_NAMES,
-    OtherName,
-    did_you_mean,
-    other_names,
-    shown,
-)
+from nanovllm.options.other_names import SAMPLING_NAMES, OtherName, other_names
+from nanovllm.options.validation import did_you_mean, shown
 
 STRING_OR_LIST = "should be a valid string or a valid list"
 """What is said of a value that is neither."""
@@ -168,7 +163,7 @@ class GenerationRequest(RequestModel):
     """The fields that completions and chats share; names and meanings are OpenAI's and vLLM's."""
 
     others: ClassVar[Mapping[str, OtherName]] = {
-        **OTHER_NAMES.get("SamplingParams", {}),
+        **SAMPLING_NAMES,
         **INERT,
     }
     ignored: ClassVar[frozenset[str]] = IGNORED

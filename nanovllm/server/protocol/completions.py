@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
-from nanovllm.options.validation import OtherName, other_names
+from nanovllm.options.other_names import OtherName, other_names
 from nanovllm.server.protocol.common import STRING_OR_LIST, GenerationRequest, Usage, refused
 
 MAX_PROMPTS = 4096

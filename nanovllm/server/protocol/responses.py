@@ -5,7 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
-from nanovllm.options.validation import OtherName, other_names, shown
+from nanovllm.options.other_names import OtherName, other_names
+from nanovllm.options.validation import shown
 from nanovllm.server.answers.answer_format import ToolChoice
 from nanovllm.server.protocol.chat import ConversationRequest, FunctionName, Tool
 from nanovllm.server.protocol.common import (

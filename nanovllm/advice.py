@@ -1,19 +1,10 @@
-"""Methods and keywords of vLLM's and nano-vllm's classes that are not here: what to use instead.
+"""Methods and imports of vLLM and nano-vllm that are not here, and what to use instead.
 
-Knows no engine.
+Tables for error messages: options/other_names.py has those of options. docs/migrating.md shows
+both.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any, NoReturn, ParamSpec, TypeVar
-
-from nanovllm.errors import InvalidRequestError
-from nanovllm.options.validation import other_names, shown
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
-NOT_IMPLEMENTED = {
+METHODS = {
     "beam_search": "SamplingParams(n=...) draws several continuations",
     "score": "SamplingParams(prompt_logprobs=0) gives the log-probabilities of a text",
     **dict.fromkeys(
@@ -35,6 +26,9 @@ NOT_IMPLEMENTED = {
     **dict.fromkeys(
         ("start_profile", "stop_profile"),
         "use the option trace for the engine's steps, or torch.profiler around generate()",
+    ),
+    **dict.fromkeys(
+        ("llm_engine", "from_engine_args"), "LLM and AsyncLLM of nanovllm.vllm have it"
     ),
     "set_tokenizer": "to use another tokenizer, give token ids as prompts",
     "preprocess_chat": "render() returns the token ids of a conversation",
@@ -109,49 +103,57 @@ LACKS = {
 }
 """The same for one class alone: another one has the attribute."""
 
-_TEXT_ONLY = "the models here read text only; leave it out"
+_TEXT_ONLY = "the models here read text only"
+_GENERATES = "the models here generate text; use sentence-transformers for embeddings and scores"
+_OPTIONS = "LLM and AsyncLLM take all options by name, and dictionaries for groups of them"
+_BEAMS = "there is no beam search; use SamplingParams(n=...)"
+_MODELS = "models are files of nanovllm/models; others cannot be registered"
 
-KEYWORDS = other_names(
-    ("prompt_adapter_request", (), "put the text into the prompt"),
-    ("guided_options_request", (), "use SamplingParams(structured_outputs=...)"),
-    ("tokenization_kwargs", ({},), "use truncate_prompt_tokens, or give token ids as prompts"),
-    ("mm_processor_kwargs", ({},), _TEXT_ONLY),
-    ("chat_template_content_format", ("auto", "string"), "content is joined to a string"),
-    ("trace_headers", (), "the server reads a request's trace from its headers; leave it out"),
-    ("data_parallel_rank", (0,), "there is one copy of the model; leave it out"),
-    ("prompt_text", (), 'use {"prompt": text, "prompt_token_ids": ids} as the prompt'),
+IMPORTS = {
+    **dict.fromkeys(("multimodal", "assets", "MultiModalDataDict"), _TEXT_ONLY),
+    **dict.fromkeys(("PoolingParams", "pooling_params", "PoolingOutput"), _GENERATES),
+    **dict.fromkeys(("EmbeddingRequestOutput", "ScoringRequestOutput"), _GENERATES),
+    **dict.fromkeys(("ClassificationRequestOutput", "PoolingRequestOutput"), _GENERATES),
+    **dict.fromkeys(("BeamSearchParams", "beam_search"), _BEAMS),
+    **dict.fromkeys(("ModelRegistry", "model_executor"), _MODELS),
+    **dict.fromkeys(("VllmConfig", "ModelConfig", "CompilationConfig"), _OPTIONS),
+    **dict.fromkeys(("KVTransferConfig", "ProfilerConfig", "AttentionConfig"), _OPTIONS),
+    "GuidedDecodingParams": "use SamplingParams(structured_outputs=StructuredOutputsParams(...))",
+    "sample": "use SamplingParams(logits_processors=[function]), a list for each request",
+    "initialize_ray_cluster": 'use distributed_executor_backend="ray"',
+    "tokenizers": "get_tokenizer() of LLM returns the tokenizer",
+    "transformers_utils": "get_tokenizer() of LLM returns the tokenizer",
+    "benchmarks": "use a load generator that speaks OpenAI's API, such as guidellm",
+    "platforms": "use torch.cuda.is_available()",
+    "logger": "use logging.getLogger(__name__)",
+    "envs": "there are no VLLM_ variables; use the options of LLM",
+    "plugins": "there are no plugins",
+}
+"""By name, or last part of a module's name: what to use instead of vLLM's."""
+
+VLLM_NAMES = (
+    *("EngineArgs", "AsyncEngineArgs", "FlexibleArgumentParser", "LLMEngine", "AsyncLLMEngine"),
+    *("TextPrompt", "TokensPrompt", "PromptType", "cleanup_dist_env_and_memory"),
 )
-"""Keywords of vLLM's methods that the methods here do not have."""
-
-_WITHOUT_EFFECT = (
-    *("usage_context", "start_engine_loop", "stat_loggers", "log_requests", "internal", "device"),
-    *("disable_log_requests", "disable_log_stats", "enable_multiprocessing", "reset_connector"),
-)
-"""Keywords that are about vLLM's own processes and logs: any value is fine."""
+"""What `nanovllm.vllm` has and `nanovllm` has not."""
 
 
-class VLLMNames:
-    """Base of classes that have vLLM's counterparts: says what to use for what is not there."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        kind = type(self).__name__
-        advice = {**NOT_IMPLEMENTED, **LACKS.get(kind, {})}
-        use = f": {advice[name]}" if name in advice else ""
-        raise AttributeError(f"{kind!r} object has no attribute {name!r}{use}", name=name, obj=self)
+def missing_attribute(kind: str, name: str) -> str:
+    """Return the message for an attribute that a class of this name does not have."""
+    advice = {**METHODS, **LACKS.get(kind, {})}
+    use = f": {advice[name]}" if name in advice else ""
+    return f"{kind!r} object has no attribute {name!r}{use}"
 
 
-def takes_other_keywords(method: Callable[Parameters, Result]) -> Callable[..., Result]:
-    """Let a method take vLLM's further keywords: those that ask for what happens anyway.
+def missing_name(module: str, name: str) -> Exception:
+    """Return the error for a name that a module does not have.
 
-    The method then raises InvalidRequestError where a keyword of vLLM's asks for something else.
+    It is an ImportError where something else is to be imported or used: `from module import name`
+    shows the message of an ImportError, not that of an AttributeError.
     """
-
-    @functools.wraps(method)
-    def checked(*args: Any, **keywords: Any) -> Result:
-        for name in [name for name in keywords if name in KEYWORDS or name in _WITHOUT_EFFECT]:
-            value, other = keywords.pop(name), KEYWORDS.get(name)
-            if other is not None and not other.accepts(value):
-                raise InvalidRequestError(f"{name}={shown(value)} is not supported: {other.advice}")
-        return method(*args, **keywords)
-
-    return checked
+    message = f"module {module!r} has no attribute {name!r}"
+    if name in IMPORTS:
+        return ImportError(f"{message}: {IMPORTS[name]}", name=module)
+    if name in VLLM_NAMES:
+        return ImportError(f"{message}: use `from nanovllm.vllm import {name}`", name=module)
+    return AttributeError(message)

@@ -1,9 +1,14 @@
 """The page for those who come from vLLM or nano-vllm has every name."""
 
 from nanovllm import LLM, AsyncLLM
-from nanovllm.compat.advice import KEYWORDS, NOT_IMPLEMENTED
-from nanovllm.compat.flags import SERVE_NAMES
-from nanovllm.compat.other_names import CONFIG_NAMES, SAMPLING_NAMES, SPECULATIVE_NAMES
+from nanovllm.advice import METHODS
+from nanovllm.options.other_names import (
+    CONFIG_NAMES,
+    SAMPLING_NAMES,
+    SERVE_NAMES,
+    SPECULATIVE_NAMES,
+)
+from nanovllm.vllm import KEYWORDS
 from tools import migrating
 
 
@@ -19,7 +24,7 @@ def test_page_for_migrating_has_every_name() -> None:
         *CONFIG_NAMES,
         *SPECULATIVE_NAMES,
         *SAMPLING_NAMES,
-        *NOT_IMPLEMENTED,
+        *METHODS,
         *KEYWORDS,
         *SERVE_NAMES,
     ]

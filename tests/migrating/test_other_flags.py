@@ -3,7 +3,7 @@
 import pytest
 
 from nanovllm.cli import main as cli
-from nanovllm.compat.engine_args import EngineArgs, FlexibleArgumentParser
+from nanovllm.vllm import EngineArgs, FlexibleArgumentParser
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,8 @@ def test_parser_of_a_script() -> None:
     args = parser.parse_args(["--max_model_len=64", "--my_flag", "a_b", "-tp", "2"])
     assert (args.model, args.max_model_len, args.my_flag) == ("m", 64, "a_b")
     assert (args.max_num_seqs, args.enable_lora, args.tensor_parallel_size) == (512, False, 2)
-    assert vars(EngineArgs.from_cli_args(args)) == vars(
-        EngineArgs("m", max_model_len=64, tensor_parallel_size=2)
-    )
+    expected = EngineArgs("m", max_model_len=64, tensor_parallel_size=2)
+    assert EngineArgs.from_cli_args(args) == expected
     parser.add_argument("words", nargs="*")
     assert parser.parse_args(["--", "--max_model_len"]).words == ["--max_model_len"]
     for words in (["--my-flag", "x"], ["--block-size", "16"]):

@@ -7,20 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanovllm.compat.other_names import (
+from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
+from nanovllm.options.config import Config
+from nanovllm.options.other_names import (
+    ANY,
     CONFIG_NAMES,
     CONFIG_VALUES,
     SAMPLING_NAMES,
     SPECULATIVE_METHODS,
     SPECULATIVE_NAMES,
     STRUCTURED_NAMES,
+    OtherName,
 )
-from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
-from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.speculative_config import METHODS, SpeculativeConfig
 from nanovllm.options.structured_outputs import StructuredOutputsParams
-from nanovllm.options.validation import ANY, OtherName
 
 OWNERS: list[tuple[Any, dict[str, Any], Mapping[str, OtherName]]] = [
     (Config, {"model": "model"}, CONFIG_NAMES),

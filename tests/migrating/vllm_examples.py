@@ -1,6 +1,6 @@
 """vLLM's offline examples, retyped in short: what each imports, makes, calls and reads.
 
-They are programs of vLLM with `vllm` changed to `nanovllm` in their imports and another MODEL.
+They are programs of vLLM with `nanovllm.vllm` for the modules of their imports, and another MODEL.
 """
 
 PROMPTS = """
@@ -15,7 +15,7 @@ prompts = [
 BASIC = (
     PROMPTS
     + """
-from nanovllm import LLM, SamplingParams
+from nanovllm.vllm import LLM, SamplingParams
 
 llm = LLM(model=MODEL)
 for output in llm.generate(prompts, SamplingParams(temperature=0.8, top_p=0.95)):
@@ -24,8 +24,8 @@ for output in llm.generate(prompts, SamplingParams(temperature=0.8, top_p=0.95))
 )
 
 ARGUMENTS = """
-from nanovllm import LLM, EngineArgs
-from nanovllm.utils.argparse_utils import FlexibleArgumentParser
+from nanovllm.vllm import LLM, EngineArgs
+from nanovllm.vllm import FlexibleArgumentParser
 
 parser = FlexibleArgumentParser()
 engine_group = parser.add_argument_group("Engine arguments")
@@ -58,7 +58,7 @@ for output in llm.generate(prompts, sampling_params):
 CHAT = (
     ARGUMENTS
     + """
-from nanovllm.outputs import RequestOutput
+from nanovllm.vllm import RequestOutput
 
 def print_outputs(outputs: list[RequestOutput]) -> None:
     for output in outputs:
@@ -83,7 +83,7 @@ if chat_template_path is not None:
 DEFAULT_SAMPLING = (
     PROMPTS
     + """
-from nanovllm import LLM
+from nanovllm.vllm import LLM
 
 llm = LLM(model=MODEL, generation_config="auto")
 sampling_params = llm.get_default_sampling_params()
@@ -92,8 +92,8 @@ sampling_params.temperature = 0.5
 )
 
 LLM_ENGINE = """
-from nanovllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
-from nanovllm.utils import FlexibleArgumentParser
+from nanovllm.vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from nanovllm.vllm import FlexibleArgumentParser
 
 test_prompts = [
     (
@@ -123,8 +123,8 @@ while test_prompts or engine.has_unfinished_requests():
 """
 
 RESET_KV = """
-from nanovllm import EngineArgs, LLMEngine, SamplingParams
-from nanovllm.utils.argparse_utils import FlexibleArgumentParser
+from nanovllm.vllm import EngineArgs, LLMEngine, SamplingParams
+from nanovllm.vllm import FlexibleArgumentParser
 
 parser = EngineArgs.add_cli_args(FlexibleArgumentParser(description="Demo"))
 engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args()))
@@ -143,10 +143,10 @@ while engine.has_unfinished_requests():
 ASYNC_STREAMING = """
 import asyncio
 
-from nanovllm import SamplingParams
-from nanovllm.engine.arg_utils import AsyncEngineArgs
-from nanovllm.options.sampling_params import RequestOutputKind
-from nanovllm.v1.engine.async_llm import AsyncLLM
+from nanovllm.vllm import SamplingParams
+from nanovllm.vllm import AsyncEngineArgs
+from nanovllm.vllm import RequestOutputKind
+from nanovllm.vllm import AsyncLLM
 
 async def stream_response(engine: AsyncLLM, prompt: str, request_id: str) -> None:
     sampling_params = SamplingParams(
@@ -177,8 +177,8 @@ asyncio.run(main())
 METRICS = (
     PROMPTS
     + """
-from nanovllm import LLM, SamplingParams
-from nanovllm.v1.metrics.reader import Counter, Gauge, Histogram, Vector
+from nanovllm.vllm import LLM, SamplingParams
+from nanovllm.vllm import Counter, Gauge, Histogram, Vector
 
 llm = LLM(model=MODEL, disable_log_stats=False)
 for output in llm.generate(prompts, SamplingParams(temperature=0.8, top_p=0.95)):
@@ -198,8 +198,8 @@ for metric in llm.get_metrics():
 PREFIX_CACHING = (
     PROMPTS
     + """
-from nanovllm import LLM, SamplingParams
-from nanovllm.distributed import cleanup_dist_env_and_memory
+from nanovllm.vllm import LLM, SamplingParams
+from nanovllm.vllm import cleanup_dist_env_and_memory
 
 prefix = "You are an expert school principal, skilled in managing faculty and staff. " * 4
 generating_prompts = [prefix + prompt for prompt in prompts]
@@ -219,7 +219,7 @@ print(f"text: {cached!r}; the same: {regular == cached}")
 AUTOMATIC_PREFIX_CACHING = """
 import time
 
-from nanovllm import LLM, SamplingParams
+from nanovllm.vllm import LLM, SamplingParams
 
 table = "# Table" + "| 1 | John Doe | 29 | Engineer | USA |" * 20
 
@@ -239,8 +239,8 @@ from enum import Enum
 
 from pydantic import BaseModel
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.options.sampling_params import StructuredOutputsParams
+from nanovllm.vllm import LLM, SamplingParams
+from nanovllm.vllm import StructuredOutputsParams
 
 class CarType(str, Enum):
     sedan = "sedan"
@@ -275,7 +275,7 @@ REPRODUCIBILITY = (
     + """
 import random
 
-from nanovllm import LLM, SamplingParams
+from nanovllm.vllm import LLM, SamplingParams
 
 llm = LLM(model=MODEL, seed=42)
 for output in llm.generate(prompts, SamplingParams(temperature=0.8, top_p=0.95)):
@@ -285,7 +285,7 @@ print(random.randint(0, 100))
 )
 
 CONTEXT_EXTENSION = """
-from nanovllm import LLM, SamplingParams
+from nanovllm.vllm import LLM, SamplingParams
 
 hf_overrides = {
     "rope_parameters": {
@@ -303,7 +303,7 @@ print(f"text: {outputs[0].outputs[0].text!r}")
 """
 
 LONG_PROMPT = """
-from nanovllm import LLM, SamplingParams
+from nanovllm.vllm import LLM, SamplingParams
 
 sampling_params = SamplingParams(
     temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05, detokenize=True, max_tokens=16
@@ -321,7 +321,7 @@ for output in llm.generate(["All work and no play makes Jack a dull boy. " * 40]
 """
 
 GGUF = """
-from nanovllm import LLM, SamplingParams
+from nanovllm.vllm import LLM, SamplingParams
 
 llm = LLM(model=GGUF_FILE, tokenizer=MODEL)
 questions = ["How many helicopters can a human eat?", "What's the future of AI?"]
@@ -333,7 +333,7 @@ for output in llm.chat(prompts, SamplingParams(temperature=0, max_tokens=16)):
 SIMPLE_PROFILING = (
     PROMPTS
     + """
-from nanovllm import LLM, SamplingParams
+from nanovllm.vllm import LLM, SamplingParams
 
 llm = LLM(model=MODEL, tensor_parallel_size=1)
 llm.start_profile()

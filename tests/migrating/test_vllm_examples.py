@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams, demo_model
-from tests.compat import vllm_examples as examples
 from tests.gguf_files import make_gguf
+from tests.migrating import vllm_examples as examples
 
 
 @pytest.fixture

@@ -1,0 +1,429 @@
+"""Options of vLLM and nano-vllm that are not fields here, and what to use instead.
+
+Tables, which validation.py and flags.py look up for a name or a value that they do not know.
+docs/migrating.md shows them.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class _AnyValue:
+    """Equal to everything."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "any value"
+
+
+ANY = _AnyValue()
+"""Among the accepted values of an `OtherName`: no value changes anything."""
+
+
+class OtherName(NamedTuple):
+    """A keyword of another library that is not a field here."""
+
+    accepted: tuple[Any, ...]
+    """Values that ask for what happens anyway; they change nothing. None is always one."""
+    advice: str
+    """What to use instead of any other value."""
+
+    def accepts(self, value: Any) -> bool:
+        """Whether `value` asks for what happens anyway."""
+        if value is None:
+            return True
+        plain = isinstance(value, bool | int | float | str | list | tuple | dict)
+        return plain and any(value == item for item in self.accepted)
+
+
+def other_names(*rows: tuple[str, tuple[Any, ...], str]) -> dict[str, OtherName]:
+    """Return an `OtherName` for each of the names in `rows`: (names, accepted values, advice)."""
+    return {
+        name: OtherName(accepted, advice)
+        for names, accepted, advice in rows
+        for name in names.split()
+    }
+
+
+_TEXT_ONLY = "the models here read text only; leave it out"
+_STRUCTURED = "use structured_outputs"
+_ONE_COMPILER = "grammars are compiled by llguidance; leave it out"
+_GENERATES = "the models here generate text; use sentence-transformers for embeddings and scores"
+_ONE_COPY = "use tensor_parallel_size, or one LLM for each GPU"
+_HOST_MEMORY = "use kv_offload_gib: GiB of host memory for KV that leaves the pool"
+_WEIGHT_FILES = "weights are read from safetensors and GGUF files; leave it out"
+_GRAPHS = "CUDA graphs are captured for all sizes; leave it out, or use enforce_eager=True for none"
+
+_NO_MEDIA = ({}, *({kind: 0} for kind in ("image", "video", "audio")), {"image": 0, "video": 0})
+_DRAFT_RANKS = "the draft network runs on the ranks of the model; leave it out"
+_DRAFTS_PAY = "no drafts are proposed where they are not expected to pay; leave it out"
+_IGNORED_MEDIA = "the models here read text only"
+_KERNELS = "the device and the model choose the kernels; leave it out"
+_STATES = "the model says how its states are kept; leave it out"
+_EXPERTS = "each rank has a part of every expert; leave it out"
+_BY_RAY = 'use distributed_executor_backend="ray" for several machines'
+_NUMA = "use num_threads, and numactl around the program"
+_ONE_BATCH = "a step is one batch; leave it out"
+_SCHEDULED = "use max_num_batched_tokens and max_num_seqs; a prompt takes what is left of a step"
+_OF_SERVER = "it is an option of the server: max_waiting"
+_ON_DEVICE = "weights stay on one device; use quantization to make them smaller"
+_READ_FAST = "files are read as suits the machine"
+_COUNTED = "use get_metrics(), or /metrics of the server"
+_TRACED = "use trace for the engine's steps, or torch.profiler around generate()"
+_LOGGED = "use the module logging, or the options of the server"
+_NOT_RETURNED = "nothing like it is returned; leave it out"
+_ADAPTERS = "an adapter's files say what it changes; leave it out"
+_NO_PLUGINS = "there are no plugins; leave it out"
+_SLEEP = "use sleep(level) and wake_up(tags)"
+_RANK_DIES = "a rank that dies ends the engine with an error; leave it out"
+_ALL_LAYERS = "it is the same for all layers that keep KV; leave it out"
+
+CONFIG_NAMES = other_names(
+    ("trust_remote_code", (True, False), "no code of a checkpoint is run"),
+    ("code_revision", (ANY,), "no code of a checkpoint is run"),
+    ("tokenizer_mode", ("auto", "hf"), "only fast tokenizers are read; save a tokenizer.json"),
+    ("tokenizer_revision", (), "use tokenizer with a local directory of that revision"),
+    ("hf_token", (), "use the environment variable HF_TOKEN"),
+    ("config_format", ("auto", "hf"), "only config.json is read; convert the checkpoint"),
+    ("hf_config eos", (), "use hf_overrides to change fields of config.json"),
+    ("rope_scaling", ({},), 'use hf_overrides={"rope_scaling": {...}}'),
+    ("rope_theta", (), 'use hf_overrides={"rope_theta": ...}'),
+    ("override_generation_config", ({},), "use SamplingParams"),
+    ("model_impl", ("auto", "vllm"), "models run in nanovllm's own code only"),
+    ("task runner", ("auto", "generate"), _GENERATES),
+    ("convert", ("auto", "none"), _GENERATES),
+    ("pooler_config", (), _GENERATES),
+    ("served_model_name", (ANY,), "there is no server that shows a name"),
+    ("model_loader_extra_config", ({},), _WEIGHT_FILES),
+    ("ignore_patterns", (["original/**/*"], "original/**/*"), _WEIGHT_FILES),
+    ("use_tqdm_on_load", (True,), "use the environment variable TQDM_DISABLE=1"),
+    ("block_size", (), "use kvcache_block_size"),
+    ("num_gpu_blocks_override", (), "use num_kvcache_blocks"),
+    ("swap_space", (0,), _HOST_MEMORY),
+    ("kv_offloading_size", (), _HOST_MEMORY),
+    ("kv_offloading_backend", ("native",), "use kv_offload_gib or kv_cache_dir"),
+    ("cpu_offload_gb", (0,), "weights stay on one device; use quantization to make them smaller"),
+    ("calculate_kv_scales", (False,), 'use kv_cache_dtype="int8" for scales, on a CPU'),
+    ("kv_transfer_config", (), "use kv_offload_gib for host memory, kv_cache_dir for a directory"),
+    ("prefix_caching_hash_algo", (ANY,), "a hit compares the tokens themselves"),
+    ("disable_sliding_window", (False,), 'use hf_overrides={"use_sliding_window": False}'),
+    ("use_v2_block_manager", (True,), "there is one block manager; leave it out"),
+    ("enable_chunked_prefill", (True,), "use a max_num_batched_tokens of max_model_len or more"),
+    ("num_scheduler_steps", (1,), "steps overlap on a GPU as it is; leave it out"),
+    ("async_scheduling", (True, False), "steps overlap on a GPU as it is"),
+    ("scheduling_policy", ("fcfs", "priority"), "requests go by priority, then by arrival"),
+    ("pipeline_parallel_size data_parallel_size", (1,), _ONE_COPY),
+    ("disable_custom_all_reduce", (True, False), "ranks add up with NCCL or gloo"),
+    ("enable_expert_parallel", (False,), "each rank has a part of every expert; leave it out"),
+    ("max_cpu_loras", (ANY,), "an adapter is read from its files when a slot takes it"),
+    ("lora_dtype", ("auto",), "an adapter's numbers are kept as its files have them"),
+    ("enable_prompt_embeds", (False,), "give prompts as text or token ids"),
+    ("limit_mm_per_prompt", _NO_MEDIA, _TEXT_ONLY),
+    ("mm_processor_kwargs", ({},), _TEXT_ONLY),
+    ("allowed_local_media_path", ("", []), _TEXT_ONLY),
+    ("speculative_model", (), 'use speculative_config={"model": ...}'),
+    ("num_speculative_tokens", (), 'use speculative_config={"num_speculative_tokens": ...}'),
+    ("ngram_prompt_lookup_max", (), 'use speculative_config={"prompt_lookup_max": ...}'),
+    ("ngram_prompt_lookup_min", (), 'use speculative_config={"prompt_lookup_min": ...}'),
+    ("guided_decoding_backend", ("auto", "guidance"), _ONE_COMPILER),
+    ("structured_outputs_config", ("auto", "guidance", {}, {"backend": "auto"}), _ONE_COMPILER),
+    ("reasoning_parser", ("",), "it is an option of the server; leave it out"),
+    ("logits_processors", ([],), "use SamplingParams.logits_processors"),
+    ("compilation_config", ({}, 0, 1, 2, 3), _GRAPHS),
+    ("max_seq_len_to_capture", (ANY,), "CUDA graphs are captured for all sizes"),
+    ("enable_sleep_mode", (True, False), "every engine on a CPU can sleep"),
+    ("disable_log_stats", (True, False), "no statistics are logged"),
+    ("disable_log_requests enable_log_requests", (True, False), "the server logs a line for each"),
+    ("attention_backend", ("auto",), "the device and the model choose it; leave it out"),
+    ("worker_cls", ("auto",), "workers cannot be replaced; leave it out"),
+    ("worker_extension_cls", ("",), "workers cannot be replaced; leave it out"),
+    ("scheduler_cls", (), "the scheduler cannot be replaced; leave it out"),
+    ("additional_config", ({},), "there are no plugins; leave it out"),
+    # Options that few scripts set; each has vLLM's default among what is accepted
+    ("model_weights", ("",), "use model"),
+    ("hf_config_path", (), "use hf_overrides to change fields of config.json"),
+    ("model_class_overrides", ({},), "models are files of nanovllm/models; leave it out"),
+    ("quantization_config", (), "leave it out: the checkpoint says it"),
+    ("allow_deprecated_quantization", (True, False), "leave it out: the checkpoint says it"),
+    ("safetensors_load_strategy", ("lazy", "eager", "prefetch"), f"{_READ_FAST}; leave it out"),
+    ("safetensors_prefetch_num_threads safetensors_prefetch_block_size", (ANY,), _READ_FAST),
+    ("max_parallel_loading_workers", (ANY,), _READ_FAST),
+    ("pt_load_map_location", ("cpu",), "no file of pickles is read; leave it out"),
+    ("tokens_only", (False,), "use skip_tokenizer_init=True"),
+    ("enable_return_routed_experts return_sampling_mask", (False,), _NOT_RETURNED),
+    ("enable_trace_replay", (False,), _NOT_RETURNED),
+    ("aux_output_config", ({},), _NOT_RETURNED),
+    ("use_fp64_gumbel", (False,), "a token is drawn by one number of 64 bits; leave it out"),
+    ("watermark_config", (), "use SamplingParams.logits_processors"),
+    ("engram_config diffusion_config", (), "no model here has such parts; leave it out"),
+    ("spec_method spec_model spec_tokens", (), "use speculative_config"),
+    ("reasoning_config", ({},), "use reasoning_parser of the server"),
+    ("io_processor_plugin reasoning_parser_plugin", (), _NO_PLUGINS),
+    ("fail_on_environ_validation", (True, False), "there are no VLLM_ variables"),
+    # Where ranks run, and what each has
+    ("master_addr", ("127.0.0.1",), _BY_RAY),
+    ("master_port", (29501,), _BY_RAY),
+    ("nnodes", (1,), _BY_RAY),
+    ("node_rank", (0,), _BY_RAY),
+    ("device_ids", (), "use the environment variable CUDA_VISIBLE_DEVICES"),
+    ("numa_bind", (False,), _NUMA),
+    ("numa_bind_nodes numa_bind_cpus", (), _NUMA),
+    ("distributed_timeout_seconds cpu_distributed_timeout_seconds", (), _RANK_DIES),
+    ("enable_fault_tolerance", (False,), _RANK_DIES),
+    ("fault_tolerance_config watchdog_config", ({},), _RANK_DIES),
+    ("prefill_context_parallel_size decode_context_parallel_size", (1,), _ONE_COPY),
+    ("dcp_kv_cache_interleave_size", (1,), _ONE_COPY),
+    ("cp_kv_cache_interleave_size dcp_comm_backend dcp_q_replicate", (), _ONE_COPY),
+    ("data_parallel_rank data_parallel_start_rank data_parallel_size_local", (), _ONE_COPY),
+    ("data_parallel_address data_parallel_rpc_port", (), _ONE_COPY),
+    ("data_parallel_hybrid_lb data_parallel_external_lb", (False,), _ONE_COPY),
+    ("data_parallel_multi_port_external_lb enable_hc_sp", (False,), _ONE_COPY),
+    ("data_parallel_backend", ("mp",), _ONE_COPY),
+    ("dp_sync_interval", (ANY,), _ONE_COPY),
+    ("disable_nccl_for_dp_synchronization", (), _ONE_COPY),
+    ("enable_ep_weight_filter enable_elastic_ep enable_eplb", (False,), _EXPERTS),
+    ("moe_backend", ("auto",), _EXPERTS),
+    ("all2all_backend", ("allgather_reducescatter",), _EXPERTS),
+    ("elastic_ep_max_dp_size", (), _EXPERTS),
+    ("eplb_config", ({},), _EXPERTS),
+    ("expert_placement_strategy", ("linear",), _EXPERTS),
+    ("enable_batch_sharded_sampling", (), "rank 0 samples; leave it out"),
+    ("enable_shm_tensor_arena", (False,), "ranks are sent what changed; leave it out"),
+    ("ray_workers_use_nsight", (False,), _TRACED),
+    # Kernels and steps
+    ("linear_backend sparse_indexer_topk_backend", ("auto",), _KERNELS),
+    ("attention_config kernel_config ir_op_priority", ({},), _KERNELS),
+    ("enable_flashinfer_autotune", (True, False), _KERNELS),
+    ("monokernel", (False,), _KERNELS),
+    ("disable_cascade_attn", (True,), _KERNELS),
+    ("gdn_prefill_backend", (), _KERNELS),
+    ("kda_prefill_backend kda_decode_backend", ("auto",), _KERNELS),
+    ("mamba_backend", ("triton",), _KERNELS),
+    ("mamba_ssu_algorithm", (), _KERNELS),
+    ("mamba_config", ({},), _STATES),
+    ("mamba_cache_dtype mamba_ssm_cache_dtype", ("auto",), _STATES),
+    ("mamba_block_size mamba_cache_mode prefix_match_unit", (), _STATES),
+    ("enable_mamba_shared_prefix_checkpoint use_replayssm", (False,), _STATES),
+    ("enable_mamba_cache_stochastic_rounding", (False,), _STATES),
+    ("replayssm_buffer_len", (ANY,), _STATES),
+    ("mamba_cache_philox_rounds", (0,), _STATES),
+    ("enable_dbo", (False,), _ONE_BATCH),
+    ("ubatch_size", (0,), _ONE_BATCH),
+    ("dbo_decode_token_threshold dbo_prefill_token_threshold", (ANY,), "a step is one batch"),
+    (
+        "cudagraph_capture_sizes max_cudagraph_capture_size",
+        (ANY,),
+        "CUDA graphs are captured for all sizes",
+    ),
+    ("optimization_level", (1, 2, 3), _GRAPHS),
+    ("performance_mode", ("balanced",), "use max_num_seqs and max_num_batched_tokens"),
+    # Scheduling, KV and memory
+    ("max_num_scheduled_tokens", (), "use max_num_batched_tokens"),
+    ("max_num_active_seqs", (), "use max_num_seqs"),
+    ("long_prefill_token_threshold", (0,), _SCHEDULED),
+    ("long_prefill_token_threshold_adaptive", (False,), _SCHEDULED),
+    ("prefill_schedule_interval", (1,), _SCHEDULED),
+    ("scheduler_reserve_full_isl", (True, False), "a sequence gets KV as it grows"),
+    ("watermark", (0.0,), "a sequence gets KV as it grows; leave it out"),
+    ("max_num_queued_reqs max_num_queued_tokens", (), _OF_SERVER),
+    ("stream_interval", (1,), "a reader that is slow gets several tokens at once; leave it out"),
+    ("prefix_cache_retention_interval", (0,), "the least recently used block goes first"),
+    (
+        "disable_hybrid_kv_cache_manager",
+        (False,),
+        "layers with a window keep no more; leave it out",
+    ),
+    ("swa_bounded_replay", (True,), "layers with a window keep no more; leave it out"),
+    ("kv_sharing_fast_prefill", (False,), _ALL_LAYERS),
+    ("kv_cache_dtype_skip_layers", ([],), _ALL_LAYERS),
+    ("kv_events_config", (), "KV has no events; leave it out"),
+    ("offload_backend", ("auto",), _ON_DEVICE),
+    ("offload_group_size", (0,), _ON_DEVICE),
+    ("offload_num_in_group offload_prefetch_step", (1,), _ON_DEVICE),
+    ("cpu_offload_params offload_params", ([],), _ON_DEVICE),
+    ("sleep_mode_backend", ("cumem",), _SLEEP),
+    ("sleep_mode_offload_cudagraph enable_cumem_allocator", (False,), _SLEEP),
+    ("enable_nccl_comm_suspend", (False,), _SLEEP),
+    ("sleep_preserve_parameter_names", ([],), _SLEEP),
+    ("weight_transfer_config", (), "use update_weights(pairs), which takes tensors of any source"),
+    ("fully_sharded_loras specialize_active_lora", (False,), _ADAPTERS),
+    ("enable_mixed_moe_lora_format enable_moe_shared_loras", (False,), _ADAPTERS),
+    ("lora_target_modules max_lora_cls_labels", (), _ADAPTERS),
+    # What is counted, logged and traced
+    ("kv_cache_metrics cudagraph_metrics enable_mfu_metrics", (False,), _COUNTED),
+    ("kv_cache_metrics_sample", (ANY,), _COUNTED),
+    ("per_request_spec_decode_metrics", ("none",), _COUNTED),
+    ("show_hidden_metrics_for_version custom_histogram_buckets", (), _COUNTED),
+    ("enable_layerwise_nvtx_tracing", (False,), _TRACED),
+    ("profiler_config", ({},), _TRACED),
+    ("collect_detailed_traces", (), _TRACED),
+    ("jit_monitor_mode", (ANY,), "kernels are compiled at start"),
+    ("jit_monitor_verbose", (True, False), "kernels are compiled at start"),
+    ("otlp_traces_endpoint", (), "use the environment variable OTEL_EXPORTER_OTLP_ENDPOINT"),
+    ("enable_logging_iteration_details aggregate_engine_logging", (False,), _LOGGED),
+    ("logging_config log_level log_config_file", (), _LOGGED),
+    ("shutdown_timeout", (0,), "it is an option of the server: drain_seconds"),
+    ("renderer_num_workers", (1,), "a template is rendered in a process of its own; leave it out"),
+    # Pictures and sound
+    (
+        "language_model_only skip_mm_profiling disable_chunked_mm_input",
+        (True, False),
+        _IGNORED_MEDIA,
+    ),
+    ("interleave_mm_strings enable_mm_processor_stats", (True, False), _IGNORED_MEDIA),
+    ("mm_device_do_normalize", (True, False), _IGNORED_MEDIA),
+    (
+        "media_io_kwargs allowed_media_domains video_pruning_rate video_pruning_method",
+        (ANY,),
+        _IGNORED_MEDIA,
+    ),
+    (
+        "mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb",
+        (ANY,),
+        _IGNORED_MEDIA,
+    ),
+    (
+        "mm_hasher_algorithm mm_tensor_ipc mm_processor_device mm_ipc_gpu_memory_gb",
+        (ANY,),
+        _IGNORED_MEDIA,
+    ),
+    ("mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype", (ANY,), _IGNORED_MEDIA),
+    ("mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path", (ANY,), _IGNORED_MEDIA),
+    ("mm_encoder_fp8_scale_save_margin ec_manager_config", (ANY,), _IGNORED_MEDIA),
+    ("enable_mm_embeds mm_encoder_only enable_tower_connector_lora", (False,), _TEXT_ONLY),
+    ("default_mm_loras ec_transfer_config", (), _TEXT_ONLY),
+)
+"""Names of vLLM's EngineArgs and of nano-vllm's Config."""
+
+_CONVERT = 'convert the checkpoint to safetensors and use "auto"'
+_UNQUANTIZED = "load the unquantised checkpoint with"
+_FROM_CHECKPOINT = "leave it out: the checkpoint says it"
+
+CONFIG_VALUES = {
+    "dtype": other_names(("half", (), 'use "float16"'), ("float", (), 'use "float32"')),
+    "load_format": other_names(
+        ("safetensors", (), 'use "auto", which reads safetensors'),
+        ("gguf", (), 'use "auto", which recognises a GGUF file'),
+        ("pt bitsandbytes", (), _CONVERT),
+    ),
+    "quantization": other_names(
+        ("gguf", (), "leave it out: a GGUF file is recognised"),
+        ("awq awq_marlin gptq gptq_marlin compressed-tensors", (), _FROM_CHECKPOINT),
+        ("modelopt modelopt_fp4 mxfp4", (), _FROM_CHECKPOINT),
+        ("bitsandbytes torchao", (), f'{_UNQUANTIZED} "int4" or "int8"'),
+    ),
+    "kv_cache_dtype": other_names(
+        ("fp8_e4m3", (), 'use "fp8"'),
+        ("fp8_e5m2", (), 'use "fp8", which is E4M3'),
+        ("bfloat16 float16", (), 'use "auto", the dtype of the model'),
+    ),
+}
+"""By field of Config: values of vLLM's that are not accepted, and what to use."""
+
+_EXACT = "tokens are those without speculation, so there is nothing to set; leave it out"
+_LIKE_MODEL = "it is that of the model, for the draft network too; leave it out"
+_NO_SUFFIXES = 'use method="ngram", prompt_lookup_max and num_speculative_tokens'
+_NO_DRAFT_LAYERS = 'use "ngram", or "eagle3" or "draft_model" with a checkpoint'
+
+SPECULATIVE_NAMES = other_names(
+    ("draft_tensor_parallel_size tensor_parallel_size", (), _DRAFT_RANKS),
+    ("quantization kv_cache_dtype max_model_len enforce_eager", (), _LIKE_MODEL),
+    ("attention_backend", (), _LIKE_MODEL),
+    ("revision", (), "use model with a local directory of that revision"),
+    ("code_revision", (ANY,), "no code of a checkpoint is run"),
+    ("disable_by_batch_size", (), _DRAFTS_PAY),
+    ("acceptance_method rejection_sample_method", (), _EXACT),
+    ("speculative_token_tree", (), "drafts are a sequence and no tree; leave it out"),
+    ("prompt_lookup_num_tokens num_assistant_tokens", (), "use num_speculative_tokens"),
+    ("max_matching_ngram_size", (), "use prompt_lookup_max"),
+    ("assistant_model speculative_model draft_model", (), "use model"),
+)
+"""Names of vLLM's SpeculativeConfig, and of transformers for the same."""
+
+SPECULATIVE_METHODS = other_names(
+    ("suffix", (), _NO_SUFFIXES),
+    ("eagle", (), 'EAGLE heads of the third kind only; use "eagle3" with such a head'),
+    ("medusa deepseek_mtp", (), _NO_DRAFT_LAYERS),
+)
+"""Methods of vLLM's that are not here, and what to use."""
+
+_NO_BEAMS = "there is no beam search; use n continuations and their cumulative_logprob"
+
+SAMPLING_NAMES = other_names(
+    ("best_of", (), "use n, and take those of the best cumulative_logprob"),
+    ("use_beam_search early_stopping", (False,), _NO_BEAMS),
+    ("length_penalty", (1.0,), _NO_BEAMS),
+    ("num_beams", (1,), _NO_BEAMS),
+    ("guided_decoding response_format", (), _STRUCTURED),
+    ("guided_json guided_regex guided_choice guided_grammar", (), _STRUCTURED),
+    ("thinking_token_budget", (), "use max_tokens, stop or logits_processors"),
+    ("extra_args", ({},), "use logits_processors"),
+    ("max_new_tokens max_completion_tokens", (), "use max_tokens"),
+    ("do_sample", (True,), "use temperature=0 for greedy sampling"),
+    ("num_return_sequences", (), "use n"),
+    ("top_logprobs", (), "use logprobs"),
+    ("repeat_penalty", (), "use repetition_penalty"),
+    ("flat_logprobs", (False,), "log-probabilities are dictionaries by token id"),
+    ("skip_clone", (True, False), "parameters never change once made"),
+    ("output_text_buffer_length", (ANY,), "it follows from the stop strings"),
+    ("skip_reading_prefix_cache", (False,), "give the prompt a cache_salt of its own"),
+    ("repetition_detection", (), "use repetition_penalty, or logits_processors"),
+    ("logprob_token_ids", (), "use logprobs"),
+    ("watermarking", (False,), "use logits_processors"),
+    ("prompt_logprob_token_ids prompt_logprob_start", (), "use prompt_logprobs"),
+    ("stream_interval", (1,), "a reader that is slow gets several tokens at once; leave it out"),
+    ("routed_experts_prompt_start", (0,), "the experts of tokens are not returned; leave it out"),
+    ("trace_decode_token_ids", (), "use prompt_logprobs of the text"),
+)
+"""Names of vLLM's SamplingParams, and of transformers and OpenAI for the same."""
+
+STRUCTURED_NAMES = other_names(
+    ("disable_additional_properties", (True,), 'put "additionalProperties": true in the schema'),
+    ("whitespace_pattern", (), "use disable_any_whitespace, or a grammar"),
+    ("structural_tag", (), "use grammar, such as llguidance.StructTag.to_grammar makes of tags"),
+    ("json_schema schema", (), "use json"),
+    ("pattern", (), "use regex"),
+    ("choices", (), "use choice"),
+    ("lark ebnf gbnf", (), "use grammar"),
+)
+"""Names of vLLM's StructuredOutputsParams, and of other servers for the same."""
+
+_ALWAYS = "it is always so; leave it out"
+_TLS = "put a proxy with TLS before the server"
+_OWN_LOG = "each request is logged in one line, without its text, and probes are not; leave it out"
+
+SERVE_NAMES = other_names(
+    ("enable_auto_tool_choice enable_prompt_tokens_details", (True,), _ALWAYS),
+    ("disable_fastapi_docs", (True,), _ALWAYS),
+    ("disable_uvicorn_access_log", (True, False), _OWN_LOG),
+    ("uvicorn_log_level", ("info",), "use log_level"),
+    ("log_config_file", (), "use log_config"),
+    ("max_log_len disable_access_log_for_endpoints", (), _OWN_LOG),
+    ("chat_template_content_format", ("auto", "string"), "content is joined to a string"),
+    ("trust_request_chat_template", (False,), "templates are not taken from requests"),
+    ("response_role", ("assistant",), "answers are the assistant's"),
+    ("return_tokens_as_token_ids", (False,), "use the request's field return_token_ids"),
+    ("tool_parser_plugin", ("",), "use tool_call_parser, or leave it out"),
+    ("allowed_origins", (), "use cors_origins"),
+    ("allowed_methods allowed_headers", (["*"],), "all are allowed where cors_origins allows"),
+    ("allow_credentials", (False,), "use an API key"),
+    ("ssl_keyfile ssl_certfile ssl_ca_certs", (), _TLS),
+    ("middleware", (), "put a proxy before the server"),
+    ("api_server_count", (1,), "one process serves; leave it out"),
+    ("headless", (False,), "one process serves; leave it out"),
+)
+"""Names of vLLM's options of its server."""
+
+OTHER_NAMES: Mapping[str, Mapping[str, OtherName]] = {
+    **CONFIG_VALUES,
+    "method": SPECULATIVE_METHODS,
+    "Config": CONFIG_NAMES,
+    "SpeculativeConfig": SPECULATIVE_NAMES,
+    "SamplingParams": SAMPLING_NAMES,
+    "StructuredOutputsParams": STRUCTURED_NAMES,
+}
+"""By class, names that are not fields of it; by field, values that it does not take."""
