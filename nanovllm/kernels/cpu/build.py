@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.kernels.cpu.calls import SOURCES, macros, pack_call
+from nanovllm.kernels.cpu.calls import SOURCES, pack_call
 from nanovllm.utils import disk_cache
 
 logger = logging.getLogger(__name__)
 
-_FLAGS = ("-O3", "-pthread", "-fPIC", *macros())
+_FLAGS = ("-O3", "-pthread", "-fPIC")
 COMPILING = "compiling the kernels for this processor"
 _WITHOUT_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 _GUARDED = """exec 3<&0 </dev/null

@@ -7,8 +7,8 @@
 #define FROM_SCALES from_bf16 /* the scales of keys */
 #include "int_tiles.h"
 
-/* acc[rows][32] = x[rows][k] . w, or with `add` acc += x . w, for keys or values of 8 bits. Not inlined: inside a parallel region GCC 12
- * keeps the accumulators in memory. */
+/* acc[rows][32] = x[rows][k] . w, or with `add` acc += x . w, for keys or values of 8 bits. Not inlined: inside a parallel region
+ * GCC 12 keeps the accumulators in memory. */
 static __attribute__((noinline)) void cache_tile(int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel,
                                                  output_rows acc, int add) {
     int_tile_of(8, PLAIN, 0, 0, rows, k, group, x, panel, acc, add);
@@ -195,13 +195,12 @@ INLINE void begin_row(const query_tile *t, int r) {
     t->row_sum[r] = sinks ? 1.0f : 0.0f;
 }
 
-/* Compute the attention of a tile of queries: the last `tokens` of the tokens in kv, in the query heads of its KV head, at most 32
- * rows. q and out point at the first row. With an 8-bit cache, queries and weights are rounded to 16 bits, like the inputs of a
- * linear.
- * In long passes a block's values are read long after its keys. The tiles of AVX512-BF16 prefetch them; without this, a single
- * token takes 1.2 to 1.5 times as long. They also prefetch the first keys of next_kv, which belong to the next tile: decoding is
- * 1.1 to 1.2 times as fast. With AMX neither makes a difference.
- * Not inlined: inside a parallel region GCC 12 keeps the constants of its loops in memory. */
+/* Compute the attention of a tile of queries: the last `tokens` of the tokens in kv, in the query heads of its KV head, at most
+ * 32 rows. q and out point at the first row. With an 8-bit cache, queries and weights are rounded to 16 bits, like the inputs of
+ * a linear. In long passes a block's values are read long after its keys. The tiles of AVX512-BF16 prefetch them; without this, a
+ * single token takes 1.2 to 1.5 times as long. They also prefetch the first keys of next_kv, which belong to the next tile:
+ * decoding is 1.1 to 1.2 times as fast. With AMX neither makes a difference. Not inlined: inside a parallel region GCC 12 keeps
+ * the constants of its loops in memory. */
 static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, const bf16 *q, bf16 *out, kv_sequence kv,
                                              kv_sequence next_kv, int tokens) {
     int rows = tokens * shape.group;
@@ -215,8 +214,24 @@ static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, 
     quantized_rows weights = {scores, weight_scales, sums, pass_keys * 2, panels};
     const bf16 *values[pass_blocks], *prefetch[pass_blocks];
     bf16 unit_scales[c.block];
-    query_tile t = {shape, rows, tokens, pass_keys, pass_blocks, query, scores, acc, row_max, row_sum, rescale, pass_sum,
-                    &queries, &weights, values, prefetch};
+    query_tile t = {
+        .shape = shape,
+        .rows = rows,
+        .tokens = tokens,
+        .pass_keys = pass_keys,
+        .pass_blocks = pass_blocks,
+        .query = query,
+        .scores = scores,
+        .acc = acc,
+        .row_max = row_max,
+        .row_sum = row_sum,
+        .rescale = rescale,
+        .pass_sum = pass_sum,
+        .queries = &queries,
+        .weights = &weights,
+        .values = values,
+        .prefetch = prefetch,
+    };
 
     for (ptrdiff_t j = 0; c.bits == 8 && j < c.block; j++) unit_scales[j] = 0x3f80;
     for (int r = 0; r < rows; r++) begin_row(&t, r);
@@ -259,7 +274,8 @@ INLINE kv_sequence visible_keys(const cache_layout *c, const uint8_t *cache, ptr
                                 token_tile t, ptrdiff_t window) {
     ptrdiff_t start = t.num_keys - t.count + 1 - window, pass_blocks = blocks_of_pass(c);
     ptrdiff_t block = start > 0 ? start / c->block : 0, skipped = block / pass_blocks * pass_blocks;
-    return (kv_sequence){cache, block_bytes, block_table + skipped, t.num_keys - skipped * c->block, (block - skipped) * c->block};
+    return (kv_sequence){cache, block_bytes, block_table + skipped, t.num_keys - skipped * c->block,
+                         (block - skipped) * c->block};
 }
 
 /* Compute causal attention of a batch. Row r has the tokens [cu_seqlens[r], cu_seqlens[r + 1]), the last of its seq_lens[r].
@@ -279,7 +295,7 @@ void nv_attention(team *team, const bf16 *q, bf16 *out, const uint8_t *cache, pt
     for (ptrdiff_t r = 0; tiles && r < num_rows; r++) n += cut_row(cu_seqlens, seq_lens, r, max_tokens, tiles + n);
     begin_tiles();
     FOR_ITEMS(item, team, num_tiles * kv_heads) { /* tiles of a KV head share keys: adjacent ones meet in a thread's cache */
-        kv_sequence kv[2]; /* of this tile and the next */
+        kv_sequence kv[2];                        /* of this tile and the next */
         for (int i = 0; i < 2; i++) {
             token_tile t = tiles[(item + i) % num_tiles];
             const uint8_t *head_cache = cache + (item + i) / num_tiles % kv_heads * head_bytes;

@@ -20,5 +20,7 @@ INLINE cache_layout layout_of(ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits) {
 }
 
 /* Where in a block the numbers of a token's key, or value, begin. A key's pairs are then 2 * 32 apart; see store_token(). */
-INLINE ptrdiff_t key_offset(const cache_layout *c, ptrdiff_t token) { return token / PANEL * PANEL * c->width + token % PANEL * 2; }
+INLINE ptrdiff_t key_offset(const cache_layout *c, ptrdiff_t token) {
+    return token / PANEL * PANEL * c->width + token % PANEL * 2;
+}
 INLINE ptrdiff_t value_offset(ptrdiff_t token) { return token / 2 * 2 * PANEL + token % 2; }

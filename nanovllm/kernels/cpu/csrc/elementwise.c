@@ -1,10 +1,10 @@
 /* The operations of a layer between its linears: RMSNorm, activations, factors, and copies of rows. */
 #include "norm.h"
 
-/* residual += multiplier * x, unless x is NULL; out = rmsnorm(residual), unless out is NULL. Rows have n numbers. Unless the multiplier is 1, the
- * product is rounded before the sum. */
-void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, token_count rows, ptrdiff_t n, float eps,
-                     ptrdiff_t kind, float multiplier) {
+/* residual += multiplier * x, unless x is NULL; out = rmsnorm(residual), unless out is NULL. Rows have n numbers. Unless the
+ * multiplier is 1, the product is rounded before the sum. */
+void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, token_count rows, ptrdiff_t n,
+                     float eps, ptrdiff_t kind, float multiplier) {
     FOR_ITEMS(r, t, rows) {
         bf16 *sum = residual + r * n;
         if (x)
@@ -18,8 +18,8 @@ void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight,
 }
 
 /* out = rmsnorm(x), rows of n numbers that are ldo and ldx apart. out may be x. */
-void nv_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, bf16 *out, ptrdiff_t ldo, token_count rows, ptrdiff_t n,
-                 float eps, ptrdiff_t kind) {
+void nv_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, bf16 *out, ptrdiff_t ldo, token_count rows,
+                 ptrdiff_t n, float eps, ptrdiff_t kind) {
     FOR_ITEMS(r, t, rows) norm_row(x + r * ldx, weight, out + r * ldo, n, eps, kind);
 }
 
@@ -58,7 +58,8 @@ void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, ptrdiff_t step, const 
     ptrdiff_t chunks = (n + CHUNK - 1) / CHUNK;
     FOR_ITEMS(item, t, rows * chunks) {
         ptrdiff_t r = item / chunks, i = item % chunks * CHUNK, count = n - i < CHUNK ? n - i : CHUNK;
-#define GATED(a) case a: gated_row(a, gate + r * ldg + i * step, step, x + r * ldx + i, out + r * ldo + i, count); break;
+#define GATED(a) \
+    case a: gated_row(a, gate + r * ldg + i * step, step, x + r * ldx + i, out + r * ldo + i, count); break;
         switch (activation) { GATED(SILU) GATED(GELU_TANH) GATED(SIGMOID) GATED(SWIGLU_OAI) GATED(IDENTITY) }
     }
 }
@@ -71,8 +72,7 @@ void nv_scale(team *t, bf16 *x, const bf16 *number, token_count rows, ptrdiff_t 
 }
 
 /* y[y_rows[r]] = x[x_rows[r]], rows of n numbers that are ldx and ldy apart. If x_rows or y_rows is NULL, the row is r. */
-void nv_copy_rows(team *t, const bf16 *x, ptrdiff_t ldx, const int64_t *x_rows, bf16 *y, ptrdiff_t ldy,
-                  const int64_t *y_rows, token_count rows, ptrdiff_t n) {
-    FOR_ITEMS(r, t, rows)
-        memcpy(y + (y_rows ? y_rows[r] : r) * ldy, x + (x_rows ? x_rows[r] : r) * ldx, n * sizeof *x);
+void nv_copy_rows(team *t, const bf16 *x, ptrdiff_t ldx, const int64_t *x_rows, bf16 *y, ptrdiff_t ldy, const int64_t *y_rows,
+                  token_count rows, ptrdiff_t n) {
+    FOR_ITEMS(r, t, rows) memcpy(y + (y_rows ? y_rows[r] : r) * ldy, x + (x_rows ? x_rows[r] : r) * ldx, n * sizeof *x);
 }

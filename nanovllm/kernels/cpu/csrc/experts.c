@@ -1,8 +1,8 @@
 /* Mixture of experts: the choice of each token's experts, and the two linears of each expert with the activation between them.
  *
- * A weight of E experts [E * n, k] is a packed weight (see linear.c and linear_int.c) in which each expert has whole panels: n is a
- * multiple of 32, and so is k. Tokens are sorted by expert. The rows of an expert, cut into blocks that fit the second-level cache,
- * are multiplied together. Only weights of experts that a token has chosen are read.
+ * A weight of E experts [E * n, k] is a packed weight (see linear.c and linear_int.c) in which each expert has whole panels: n is
+ * a multiple of 32, and so is k. Tokens are sorted by expert. The rows of an expert, cut into blocks that fit the second-level
+ * cache, are multiplied together. Only weights of experts that a token has chosen are read.
  */
 #include "int_weights.h"
 
@@ -35,10 +35,11 @@ static void sigmoids(float *row, const float *bias, float *sums, ptrdiff_t exper
 }
 
 /* ids[token][top] = the largest of logits[token][experts]. Their weights are a softmax of factor * logits, over all experts or
- * (`renormalize`) over those chosen, times scales[id] unless scales is NULL. If `sigmoid`, those with the largest sigmoid plus bias[id]
- * are chosen; their weights are factor * the sigmoids, divided by their sum if `renormalize`. If a logit is NaN, so are the weights. */
-void nv_route(team *t, const bf16 *logits, const bf16 *scales, const float *bias, int32_t *ids, float *weights, token_count tokens,
-              ptrdiff_t experts, ptrdiff_t top, ptrdiff_t renormalize, float factor, ptrdiff_t sigmoid) {
+ * (`renormalize`) over those chosen, times scales[id] unless scales is NULL. If `sigmoid`, those with the largest sigmoid plus
+ * bias[id] are chosen; their weights are factor * the sigmoids, divided by their sum if `renormalize`. If a logit is NaN, so are
+ * the weights. */
+void nv_route(team *t, const bf16 *logits, const bf16 *scales, const float *bias, int32_t *ids, float *weights,
+              token_count tokens, ptrdiff_t experts, ptrdiff_t top, ptrdiff_t renormalize, float factor, ptrdiff_t sigmoid) {
     ptrdiff_t padded = (experts + 31) / 16 * 16;
     float *row = scratch(2 * padded * sizeof(float));
     float *sums = row ? row + padded : NULL;
@@ -84,9 +85,9 @@ static ptrdiff_t most_blocks(ptrdiff_t pairs, ptrdiff_t experts, ptrdiff_t max_r
     return blocks < pairs ? blocks : pairs;
 }
 
-/* Group the pairs, unless *found has them already. Without memory for it, *found stays empty. Every thread groups on its own, which
- * takes less time than to wait for one that does it for all. Only to be called from an item: a thread that is late may find other
- * numbers in the memory of `ids`. */
+/* Group the pairs, unless *found has them already. Without memory for it, *found stays empty. Every thread groups on its own,
+ * which takes less time than to wait for one that does it for all. Only to be called from an item: a thread that is late may find
+ * other numbers in the memory of `ids`. */
 static void group_pairs(grouping *found, const int32_t *ids, ptrdiff_t pairs, ptrdiff_t experts, ptrdiff_t max_rows) {
     if (found->pairs) return;
     int32_t *first = scratch((experts + 1) * sizeof *first);
@@ -221,8 +222,8 @@ static void activate_row(const float *first, const float *second, const bf16 *fi
 /* Outputs of an item: STREAMS panels, so that a single row reads them side by side. */
 static ptrdiff_t groups_of(ptrdiff_t panels) { return (panels + STREAMS - 1) / STREAMS; }
 
-/* hidden[pair][n] = activation(gate, up) of the sorted pairs, for x[tokens][k] and a weight with 2n outputs of each expert. An item
- * is a block and STREAMS panels of hidden. */
+/* hidden[pair][n] = activation(gate, up) of the sorted pairs, for x[tokens][k] and a weight with 2n outputs of each expert. An
+ * item is a block and STREAMS panels of hidden. */
 void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *packed, const uint16_t *scales,
                        const float *factors, const bf16 *bias, bf16 *hidden, token_count tokens, ptrdiff_t experts, ptrdiff_t top,
                        ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind, ptrdiff_t activation,
@@ -263,12 +264,14 @@ void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *p
     }
     end_tiles();
     free_grouping(g);
-    free(rows), free(buffer), free(acc);
+    free(rows);
+    free(buffer);
+    free(acc);
 }
 
 /* sums[token][ld] += weight * (acc[rows][32] + bias), for the tokens of a block. */
-static void add_weighted(grouping g, block b, ptrdiff_t top, const float *weights, const float *acc, const bf16 *bias, float *sums,
-                         ptrdiff_t ld) {
+static void add_weighted(grouping g, block b, ptrdiff_t top, const float *weights, const float *acc, const bf16 *bias,
+                         float *sums, ptrdiff_t ld) {
     for (ptrdiff_t r = 0; r < b.rows; r++) {
         ptrdiff_t pair = g.pairs[b.first + r];
         float *sum = sums + pair / top * ld;
@@ -281,11 +284,11 @@ static void add_weighted(grouping g, block b, ptrdiff_t top, const float *weight
 }
 
 /* y[tokens][n] = the sum over a token's experts, by their numbers, of weight * (hidden . w + bias), rounded once. `buffer` has
- * prepared_bytes(), at most 4k + 256, for each pair: all threads share the prepared rows of hidden[pair][k]. An item is some panels of y,
- * which it sums for all tokens: threads write no sum in common, and whichever is ready takes the next item. */
-void nv_expert_down(team *t, const bf16 *hidden, const int32_t *ids, const float *weights, const void *packed, const uint16_t *scales,
-                    const float *factors, const bf16 *bias, char *buffer, bf16 *y, token_count tokens, ptrdiff_t experts,
-                    ptrdiff_t top, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind) {
+ * prepared_bytes(), at most 4k + 256, for each pair: all threads share the prepared rows of hidden[pair][k]. An item is some
+ * panels of y, which it sums for all tokens: threads write no sum in common, and whichever is ready takes the next item. */
+void nv_expert_down(team *t, const bf16 *hidden, const int32_t *ids, const float *weights, const void *packed,
+                    const uint16_t *scales, const float *factors, const bf16 *bias, char *buffer, bf16 *y, token_count tokens,
+                    ptrdiff_t experts, ptrdiff_t top, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind) {
     const expert_weight w = {packed, scales, factors, bias, n, k, group, bits, kind};
     ptrdiff_t panels = n / PANEL, width = groups_of(panels) < t->threads ? 1 : STREAMS, bytes = prepared_bytes(&w);
     ptrdiff_t max_rows = rows_that_fit(tokens, k * sizeof(operand), LINEAR_BYTES), ld = width * PANEL;
@@ -320,5 +323,6 @@ void nv_expert_down(team *t, const bf16 *hidden, const int32_t *ids, const float
     }
     end_tiles();
     free_grouping(g);
-    free(acc), free(sums);
+    free(acc);
+    free(sums);
 }

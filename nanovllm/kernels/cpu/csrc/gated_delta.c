@@ -6,9 +6,10 @@
  * it for the next one. Columns do not depend on each other: a tile of them stays in the first-level cache while tokens pass.
  * The order of a column's sums does not depend on the tile, nor on which tokens are computed together.
  *
- * Decay is applied late. The matrix in memory times a number, its scale, is S; a token multiplies the scale instead of the matrix,
- * and adds k^T delta / scale to it. When the scale gets small, the matrix is multiplied by it, and it is 1 again. Scales are a part
- * of the state: what a token computes depends on the state before it, and on nothing else. A scale of 0, of new states, means 1.
+ * Decay is applied late. The matrix in memory times a number, its scale, is S; a token multiplies the scale instead of the
+ * matrix, and adds k^T delta / scale to it. When the scale gets small, the matrix is multiplied by it, and it is 1 again. Scales
+ * are a part of the state: what a token computes depends on the state before it, and on nothing else. A scale of 0, of new
+ * states, means 1.
  */
 #include "state.h"
 
@@ -141,12 +142,12 @@ INLINE void pass_columns(int n, ptrdiff_t left, const head_block *h, ptrdiff_t c
 
 /* Not inlined, so that each has the registers for itself. */
 #define ALONE static __attribute__((noinline)) void
-#define TILE(name, n, left_in_last)                                                                              \
-    ALONE begin_##name(const head_block *h, ptrdiff_t column, ptrdiff_t left, columns from) {                    \
-        (void)left, begin_columns(n, left_in_last, h, column, from);                                             \
-    }                                                                                                            \
+#define TILE(name, n, left_in_last)                                                                                   \
+    ALONE begin_##name(const head_block *h, ptrdiff_t column, ptrdiff_t left, columns from) {                         \
+        (void)left, begin_columns(n, left_in_last, h, column, from);                                                  \
+    }                                                                                                                 \
     ALONE pass_##name(const head_block *h, ptrdiff_t column, ptrdiff_t left, columns from, columns to, float *room) { \
-        (void)left, pass_columns(n, left_in_last, h, column, from, to, room);                                    \
+        (void)left, pass_columns(n, left_in_last, h, column, from, to, room);                                         \
     }
 TILE(wide, WIDE, VL)
 TILE(narrow, NARROW, VL)
@@ -226,9 +227,10 @@ static void run_head(const delta_sizes *s, head_inputs in, const bf16 *v, bf16 *
     }
 }
 
-/* Compute the gated delta rule of a batch. Row r has the tokens [cu_seqlens[r], cu_seqlens[r + 1]). A token of qkv has key_heads q
- * heads and k heads [dk], then value_heads v heads [dv]; value head h goes with key head h * key_heads / value_heads. Part 1 + h of
- * a state is the matrix of head h, and the last part has the scales of all. decay = exp(-exp(a_log) softplus(a + dt_bias)), beta = sigmoid(b). */
+/* Compute the gated delta rule of a batch. Row r has the tokens [cu_seqlens[r], cu_seqlens[r + 1]). A token of qkv has key_heads
+ * q heads and k heads [dk], then value_heads v heads [dv]; value head h goes with key head h * key_heads / value_heads. Part 1 +
+ * h of a state is the matrix of head h, and the last part has the scales of all. decay = exp(-exp(a_log) softplus(a + dt_bias)),
+ * beta = sigmoid(b). */
 void nv_gated_delta(team *team, const bf16 *qkv, const bf16 *a, ptrdiff_t lda, const bf16 *b, ptrdiff_t ldb, const float *a_log,
                     const float *dt_bias, bf16 *out, uint8_t *pool, ptrdiff_t page_bytes, const int64_t *places,
                     const int32_t *pages, ptrdiff_t num_pages, const int32_t *cu_seqlens, const int32_t *write_lens,
@@ -238,9 +240,19 @@ void nv_gated_delta(team *team, const bf16 *qkv, const bf16 *a, ptrdiff_t lda, c
     FOR_ITEMS(item, team, rows * value_heads) {
         ptrdiff_t row = item / value_heads, h = item % value_heads, first = cu_seqlens[row];
         if (cu_seqlens[row + 1] == first) continue;
-        const bf16 *q = qkv + first * sizes.ld + h * key_heads / value_heads * dk, *v = qkv + first * sizes.ld + 2 * key_heads * dk;
-        head_inputs in = {q, q + key_heads * dk, a + first * lda + h, b + first * ldb + h, sizes.ld, lda, ldb, -expf(a_log[h]),
-                          dt_bias[h]};
+        const bf16 *q = qkv + first * sizes.ld + h * key_heads / value_heads * dk;
+        const bf16 *v = qkv + first * sizes.ld + 2 * key_heads * dk;
+        head_inputs in = {
+            .q = q,
+            .k = q + key_heads * dk,
+            .a = a + first * lda + h,
+            .b = b + first * ldb + h,
+            .ld = sizes.ld,
+            .lda = lda,
+            .ldb = ldb,
+            .rate = -expf(a_log[h]),
+            .dt_bias = dt_bias[h],
+        };
         run_head(&sizes, in, v + h * dv, out + (first * value_heads + h) * dv, state_part(&states, row, 1 + h),
                  (float *)state_part(&states, row, 1 + value_heads) + h, cu_seqlens[row + 1] - first, write_lens[row]);
     }

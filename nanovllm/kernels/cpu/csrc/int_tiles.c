@@ -4,13 +4,14 @@
 #include "int_tiles.h"
 
 /* Not inlined: inside a parallel region GCC 12 keeps the accumulators in memory. */
-#define DEFINE(name, bits, kind, inputs, wide)                                                                                           \
-    static __attribute__((noinline)) void name(int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel p, output_rows acc, \
-                                               int add) {                                                                          \
-        int_tile_of(bits, kind, inputs, wide, rows, k, group, x, p, acc, add);                                                           \
-    }                                                                                                                              \
-    static __attribute__((noinline)) void name##_streams(ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel p, float *acc) {  \
-        int_streams_of(bits, kind, inputs, wide, k, group, x, p, acc);                                                                   \
+#define DEFINE(name, bits, kind, inputs, wide)                                                                        \
+    static __attribute__((noinline)) void name(int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel p, \
+                                               output_rows acc, int add) {                                            \
+        int_tile_of(bits, kind, inputs, wide, rows, k, group, x, p, acc, add);                                        \
+    }                                                                                                                 \
+    static __attribute__((noinline)) void name##_streams(ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel p, \
+                                                         float *acc) {                                                \
+        int_streams_of(bits, kind, inputs, wide, k, group, x, p, acc);                                                \
     }
 DEFINE(int8, 8, PLAIN, 0, 0)
 DEFINE(int8_zeros, 8, ZEROS, 0, 0)

@@ -29,7 +29,8 @@ INLINE void multiply_add_pairs(vi *a, vi *b, vs v, vs w, const int16_t *x) {
 #elif VL == 8 && defined(__AVX2__)
     vi t, u;
     __asm__("vpbroadcastd %6, %2\n\tvpmaddwd %4, %2, %3\n\tvpmaddwd %5, %2, %2\n\tvpaddd %3, %0, %0\n\tvpaddd %2, %1, %1"
-            : "+x"(*a), "+x"(*b), "=&x"(t), "=&x"(u) : "x"(v), "x"(w), "m"(*(const int32_t *)x));
+            : "+x"(*a), "+x"(*b), "=&x"(t), "=&x"(u)
+            : "x"(v), "x"(w), "m"(*(const int32_t *)x));
 #else
     int32_t even = x[0], odd = x[1];
     *a += ((vi)v << 16 >> 16) * even + ((vi)v >> 16) * odd;
@@ -120,7 +121,8 @@ INLINE void int8_rows(int kind, int rows, int cols, ptrdiff_t k, ptrdiff_t group
 }
 
 /* a += v . x and b += w . x, where each lane holds four bytes from 0 to 24, and all lanes multiply the four signed bytes at x.
- * Without VNNI a lane of a and b is a pair of int16, which can hold the sum of a group of bytes up to 15: 8 * 2 * 15 * 127 < 2^15. */
+ * Without VNNI a lane of a and b is a pair of int16, which can hold the sum of a group of bytes up to 15: 8 * 2 * 15 * 127 <
+ * 2^15. */
 INLINE void multiply_add_fours(vi *a, vi *b, vi v, vi w, const int8_t *x) {
 #if VL == 16 && defined(__AVX512VNNI__)
     __m512i four = _mm512_set1_epi32(*(const int32_t *)x);
@@ -132,7 +134,8 @@ INLINE void multiply_add_fours(vi *a, vi *b, vi v, vi w, const int8_t *x) {
 #elif VL == 8 && defined(__AVX2__)
     vi t, u;
     __asm__("vpbroadcastd %6, %2\n\tvpmaddubsw %2, %4, %3\n\tvpmaddubsw %2, %5, %2\n\tvpaddw %3, %0, %0\n\tvpaddw %2, %1, %1"
-            : "+x"(*a), "+x"(*b), "=&x"(t), "=&x"(u) : "x"(v), "x"(w), "m"(*(const int32_t *)x));
+            : "+x"(*a), "+x"(*b), "=&x"(t), "=&x"(u)
+            : "x"(v), "x"(w), "m"(*(const int32_t *)x));
 #else
     for (int i = 0; i < 4; i++) *a += (v >> (8 * i) & 31) * x[i], *b += (w >> (8 * i) & 31) * x[i];
 #endif
@@ -171,21 +174,21 @@ INLINE vi fp4_start(const int8_t *x, int inputs, int32_t eightfold) {
     vi twelve = (vi)BROADCAST(0x0c0c0c0c), sums = {0}, unused = {0};
     (void)eightfold;
     for (int i = 0; i < inputs; i += 4) multiply_add_fours(&sums, &unused, twelve, twelve, x + i);
-    return (vi)-(vs)sums;
+    return (vi) - (vs)sums;
 #else
     (void)x, (void)inputs;
     return (vi)BROADCAST(-(eightfold / 8 * FP4_OFFSET));
 #endif
 }
 
-/* With 4 bits, the number of a group of x, of `inputs`, shifted by this to the right is that of the weights' group: a division takes as
- * long as a tenth of a step. Weights that are not `wide` have groups of `inputs`. */
+/* With 4 bits, the number of a group of x, of `inputs`, shifted by this to the right is that of the weights' group: a division
+ * takes as long as a tenth of a step. Weights that are not `wide` have groups of `inputs`. */
 INLINE int group_shift(int wide, ptrdiff_t group, int inputs) { return wide ? __builtin_ctzl(group / inputs) : 0; }
 
 /* One part of a tile with weights of 4 bits: acc += x . w. `kind`, `inputs`, those of a group of x, and `wide` are
  * constants where this is inlined. */
-INLINE void int4_rows(int kind, int inputs, int wide, int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows q, int_panel p,
-                      prefetch_plan f, output_rows acc) {
+INLINE void int4_rows(int kind, int inputs, int wide, int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows q,
+                      int_panel p, prefetch_plan f, output_rows acc) {
     const int8_t *x = q.ints;
     const uint8_t *w = p.w, *ahead = f.ahead;
     const int shift = group_shift(wide, group, inputs);
@@ -237,10 +240,10 @@ INLINE void int4_rows(int kind, int inputs, int wide, int rows, int cols, ptrdif
     }
 }
 
-/* acc[rows][32] = x[rows][k] . w, or with `add` acc += x . w. `bits`, `kind`, and with 4 bits `inputs`, those of a group of x, and
- * `wide` are constants where this is inlined. */
-INLINE void int_tile_of(int bits, int kind, int inputs, int wide, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel,
-                        output_rows acc, int add) {
+/* acc[rows][32] = x[rows][k] . w, or with `add` acc += x . w. `bits`, `kind`, and with 4 bits `inputs`, those of a group of x,
+ * and `wide` are constants where this is inlined. */
+INLINE void int_tile_of(int bits, int kind, int inputs, int wide, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x,
+                        int_panel panel, output_rows acc, int add) {
     for (int r = 0; r < rows && !add; r++) memset(acc.p + r * acc.ld, 0, PANEL * sizeof *acc.p);
     for (ptrdiff_t i = 0; i < k; i += K_STEP) {
         ptrdiff_t step = k - i < K_STEP ? k - i : K_STEP, x_group = bits == 8 ? i / group : i / inputs;
@@ -250,20 +253,20 @@ INLINE void int_tile_of(int bits, int kind, int inputs, int wide, int rows, ptrd
         const uint16_t *scales = panel.scales + g * PANEL * rows_of_scales(kind);
 /* Together the parts of the tile prefetch the panel behind this one. */
 #define PREFETCH_INT (prefetch_plan){next + at * step * PANEL * bits / 8 / rows, 2 * PANEL / PARTS(rows)}
-#define PART8(R, cols, c)                                                                                                      \
+#define PART8(R, cols, c)                                                                                                   \
     int8_rows(kind, R, cols, step, group, rows_from(xi, 8, at), (int_panel){w + 2 * (c), scales + (c), kind}, PREFETCH_INT, \
               outputs_from(acc, at, c))
-#define PART4(R, cols, c)                                                                                                          \
-    int4_rows(kind, inputs, wide, R, cols, step, group, rows_from(xi, 4, at), (int_panel){w + 4 * (c), scales + (c), kind}, PREFETCH_INT, \
-              outputs_from(acc, at, c))
+#define PART4(R, cols, c)                                                                                                   \
+    int4_rows(kind, inputs, wide, R, cols, step, group, rows_from(xi, 4, at), (int_panel){w + 4 * (c), scales + (c), kind}, \
+              PREFETCH_INT, outputs_from(acc, at, c))
         if (bits == 8) FOR_ROWS(rows, PART8)
         else FOR_ROWS(rows, PART4)
     }
 }
 
 /* acc[STREAMS][32] = x[k] . w for STREAMS panels; constants as above. */
-INLINE void int_streams_of(int bits, int kind, int inputs, int wide, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel,
-                           float *acc) {
+INLINE void int_streams_of(int bits, int kind, int inputs, int wide, ptrdiff_t k, ptrdiff_t group, quantized_rows x,
+                           int_panel panel, float *acc) {
     const prefetch_plan none = {NULL, 0};
     output_rows out = {acc, 0};
     memset(acc, 0, STREAMS * PANEL * sizeof *acc);

@@ -1,18 +1,17 @@
-/* Weights of 8 or 4 bits, and the inputs that they are multiplied by. A weight is scale * integer, where `group` inputs of an output
- * share a scale of 16 bits. Inputs are quantised too, with a float32 scale for each row and input_group(). So a group's products are
- * integers, and their sum is exact.
+/* Weights of 8 or 4 bits, and the inputs that they are multiplied by. A weight is scale * integer, where `group` inputs of an
+ * output share a scale of 16 bits. Inputs are quantised too, with a float32 scale for each row and input_group(). So a group's
+ * products are integers, and their sum is exact.
  *
- * k is a multiple of group, and group is a power of two that divides K_STEP, except that a single step (k <= K_STEP) of 8 bits may
- * have any multiple of 32.
- * 8 bits: inputs have 16 bits; packed weights are [ceil(n/32)][k/2][32][2] int8.
- * 4 bits: inputs have 8 bits; packed weights are [ceil(n/32)][k/8][32][4] bytes. Of eight inputs, byte b holds weight
- *         b in its low half and weight b + 4 in its high half, and 8 is added to each. (llama.cpp's Q4_0 rounds in the same way.)
- *         With minimums a weight is scale * (integer + 8) + minimum, as in llama.cpp's Q4_1.
- *         With minimums and FP4, group is at most 32.
- *         FP4 weights are scale * twice the number of E2M1 that the 4 bits stand for; their scales are bfloat16.
- * With zeros a weight is scale * (integer - zero).
- * Scales of weights: [ceil(n/32)][k/group][32]; with minimums or zeros [ceil(n/32)][k/group][2][32], scales first. Zeros are int16:
- * -zero, with 4 bits -(zero + 8).
+ * k is a multiple of group, and group is a power of two that divides K_STEP, except that a single step (k <= K_STEP) of 8 bits
+ * may have any multiple of 32.
+ * - 8 bits: inputs have 16 bits; packed weights are [ceil(n/32)][k/2][32][2] int8.
+ * - 4 bits: inputs have 8 bits; packed weights are [ceil(n/32)][k/8][32][4] bytes. Of eight inputs, byte b holds weight b in its
+ *   low half and weight b + 4 in its high half, and 8 is added to each. (llama.cpp's Q4_0 rounds in the same way.)
+ * - With minimums a weight is scale * (integer + 8) + minimum, as in llama.cpp's Q4_1.
+ * - FP4 weights are scale * twice the number of E2M1 that the 4 bits stand for; their scales are bfloat16.
+ * - With minimums and with FP4, group is at most 32.
+ * - With zeros a weight is scale * (integer - zero). Zeros are int16: -zero, with 4 bits -(zero + 8).
+ * - Scales of weights: [ceil(n/32)][k/group][32]; with minimums or zeros [ceil(n/32)][k/group][2][32], scales first.
  */
 #pragma once
 #include "tiles.h"
@@ -39,8 +38,8 @@ INLINE ptrdiff_t offset8(ptrdiff_t i, ptrdiff_t c) { return (i / 2 * PANEL + c) 
 INLINE ptrdiff_t offset4(ptrdiff_t i, ptrdiff_t c) { return (i / 8 * PANEL + c) * 4 + i % 4; }
 INLINE int shift4(ptrdiff_t i) { return i % 8 < 4 ? 0 : 4; }
 
-/* Two multiples of the sum of a row's group: by sum_multiple(), to correct the products of weights to which 8 was added, or which have
- * zeros; and by the row's scale, for the weights' minimums. */
+/* Two multiples of the sum of a row's group: by sum_multiple(), to correct the products of weights to which 8 was added, or which
+ * have zeros; and by the row's scale, for the weights' minimums. */
 typedef struct {
     int32_t multiple;
     float scaled;
@@ -90,8 +89,8 @@ INLINE vf load_any(const void *x, int bytes, ptrdiff_t i) {
     return bytes == 4 ? load((const float *)x + i) : load_bf16((const bf16 *)x + i, VL);
 }
 
-/* Quantise a row of x, whose numbers have `bytes`, into `row` of q, for weights of `bits` and `kind`: x = scale * integer, with a scale
- * for each `group` inputs. */
+/* Quantise a row of x, whose numbers have `bytes`, into `row` of q, for weights of `bits` and `kind`: x = scale * integer, with a
+ * scale for each `group` inputs. */
 INLINE void quantize_row(const void *x, int bytes, const quantized_rows *q, ptrdiff_t row, ptrdiff_t group, int bits, int kind) {
     const float limit = bits == 8 ? 32767.0f : 127.0f;
     for (ptrdiff_t g = 0; g < q->groups; g++) {

@@ -14,14 +14,27 @@
 typedef uint16_t bf16;
 enum { PANEL = 32 };
 
-/* Return memory for free(), at a multiple of 64. If the system refuses it, stop the task and return NULL: then FOR_ITEMS computes no
- * item, and nv_run() returns `bytes`. So only code outside of FOR_ITEMS needs to look at the result. */
+/* Return memory for free(), at a multiple of 64. If the system refuses it, stop the task and return NULL: then FOR_ITEMS computes
+ * no item, and nv_run() returns `bytes`. So only code outside of FOR_ITEMS needs to look at the result. */
 static inline void *scratch(size_t bytes) {
     void *memory = bytes < SIZE_MAX / 2 ? aligned_alloc(64, bytes / 64 * 64 + 64) : NULL;
     if (!memory) stop_task(bytes);
     return memory;
 }
 
-/* A kernel is a function nv_...(team *, ...). calls.py reads the types of its arguments where it is defined. An argument of one of these
- * types can be replaced by nv_run(). */
+/* A kernel is a function nv_...(team *, ...). tools/kernel_calls.py reads the types of its arguments where it is defined, and
+ * writes calls.h, calls.c and signatures.py. nv_run() can replace an argument of one of these types. */
 typedef ptrdiff_t token_count, row_count;
+#include "calls.h"
+
+/* A call is the number of a kernel and its arguments, each in a word. */
+typedef union {
+    void *p;
+    ptrdiff_t n;
+    double f;
+} word;
+
+enum { CALL_WORDS = 26 }; /* of the longest call, and so of every call */
+
+/* Run a call. Unless they are -1, `tokens` and `rows` replace its arguments of these types. */
+void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows);

@@ -6,7 +6,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Linux lets a process use AMX only after this request (ARCH_REQ_XCOMP_PERM for XFEATURE_XTILE_DATA). Return whether it agreed. */
+/* Linux lets a process use AMX only after this request (ARCH_REQ_XCOMP_PERM for XFEATURE_XTILE_DATA). Return whether it agreed.
+ */
 int nv_enable(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 #else
 int nv_enable(void) { return 1; }
@@ -32,12 +33,14 @@ void nv_pack(team *t, const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
     }
 }
 
-/* y[m][n] = x[m][k] . w + bias[n], rounded to nearest even; rows of x are ldx apart. An item is the product of a block of x with a
- * panel, or of a single row with STREAMS panels. Each thread prepares the blocks that it multiplies, so that a block fits its cache. */
+/* y[m][n] = x[m][k] . w + bias[n], rounded to nearest even; rows of x are ldx apart. An item is the product of a block of x with
+ * a panel, or of a single row with STREAMS panels. Each thread prepares the blocks that it multiplies, so that a block fits its
+ * cache. */
 void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, const bf16 *bias, bf16 *y, token_count m, ptrdiff_t n,
                ptrdiff_t k) {
     ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = rows_that_fit(m, k * sizeof(operand), LINEAR_BYTES), prepared = -1;
-    ptrdiff_t group = m == 1 ? STREAMS : 1, groups = (panels + group - 1) / group, acc_rows = block > TILE_ROWS ? block : TILE_ROWS;
+    ptrdiff_t group = m == 1 ? STREAMS : 1, groups = (panels + group - 1) / group;
+    ptrdiff_t acc_rows = block > TILE_ROWS ? block : TILE_ROWS;
     operand *buffer = scratch(block * (k + 16) * sizeof(operand) + 64);
     float *acc = scratch(acc_rows * PANEL * sizeof(float));
     input_rows inputs = {0};

@@ -3,8 +3,8 @@
  */
 #include "int_weights.h"
 
-/* Pack q[n][k] int8 with scales [n][k/source] and `more`, minimums or zeros of the same shape, or NULL. Each stands for the groups of
- * `group` inputs in its group of `source`. Zeros fill the last panel. */
+/* Pack q[n][k] int8 with scales [n][k/source] and `more`, minimums or zeros of the same shape, or NULL. Each stands for the
+ * groups of `group` inputs in its group of `source`. Zeros fill the last panel. */
 void nv_pack_int(team *t, const int8_t *q, const uint16_t *scales, const uint16_t *more, uint8_t *packed, uint16_t *packed_scales,
                  ptrdiff_t n, ptrdiff_t k, ptrdiff_t source, ptrdiff_t group, ptrdiff_t bits) {
     ptrdiff_t groups = k / group, rows_of_group = more ? 2 : 1;
@@ -27,9 +27,10 @@ void nv_pack_int(team *t, const int8_t *q, const uint16_t *scales, const uint16_
     }
 }
 
-/* y[m][n] = x[m][k] . w * factors[n] + bias[n], rounded to nearest even; rows of x are ldx apart. If `inputs` is not NULL, inputs[i] of
- * x belongs to input i of w. `factors`, for whole panels, and bias may be NULL, too. `kind`: see int_weights.h. An item is the product of
- * a block of x with a panel, or of a single row with STREAMS of them. Each thread quantises the blocks that it multiplies. */
+/* y[m][n] = x[m][k] . w * factors[n] + bias[n], rounded to nearest even; rows of x are ldx apart. If `inputs` is not NULL,
+ * inputs[i] of x belongs to input i of w. `factors`, for whole panels, and bias may be NULL, too. `kind`: see int_weights.h. An
+ * item is the product of a block of x with a panel, or of a single row with STREAMS of them. Each thread quantises the blocks
+ * that it multiplies. */
 void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const uint16_t *scales, const float *factors,
                    const int32_t *inputs, const bf16 *bias, bf16 *y, token_count m, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group,
                    ptrdiff_t bits, ptrdiff_t kind) {
@@ -39,7 +40,13 @@ void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed,
     ptrdiff_t x_group = input_group(bits, group), groups = k / x_group;
     float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));
     bf16 *ordered = inputs ? scratch(k * sizeof *ordered) : NULL;
-    quantized_rows q = {scratch(block * ld * 2), scratch(block * groups * 4), scratch(block * groups * sizeof(group_sum)), ld, groups};
+    quantized_rows q = {
+        .ints = scratch(block * ld * 2),
+        .scales = scratch(block * groups * 4),
+        .sums = scratch(block * groups * sizeof(group_sum)),
+        .ld = ld,
+        .groups = groups,
+    };
     FOR_ITEMS(item, t, (m + block - 1) / block * items_per_block) {
         ptrdiff_t i = item / items_per_block * block, first = item % items_per_block * streams;
         ptrdiff_t count = m - i < block ? m - i : block, step = even_block(count, TILE_ROWS);
@@ -67,12 +74,16 @@ void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed,
             }
         }
     }
-    free(q.ints), free(q.scales), free(q.sums), free(ordered);
+    free(q.ints);
+    free(q.scales);
+    free(q.sums);
+    free(ordered);
 }
 
 /* y[t] = row ids[t] of the unpacked weight, [k]; `factors` and `inputs` as above. */
 void nv_gather_int(team *t, const int64_t *ids, const uint8_t *packed, const uint16_t *scales, const float *factors,
-                   const int32_t *inputs, bf16 *y, token_count tokens, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind) {
+                   const int32_t *inputs, bf16 *y, token_count tokens, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits,
+                   ptrdiff_t kind) {
     ptrdiff_t groups = k / group, rows_of_group = rows_of_scales(kind);
     FOR_ITEMS(token, t, tokens) {
         ptrdiff_t p = ids[token] / PANEL, c = ids[token] % PANEL;

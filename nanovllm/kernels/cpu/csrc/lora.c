@@ -48,7 +48,8 @@ INLINE void shrink_tile(int rows, int ranks, const bf16 *const *x, const bf16 *a
 }
 
 /* t = x . a for the block's tokens and `ranks` rows of a. */
-static void shrink(const token_block *block, const bf16 *x, ptrdiff_t ldx, const bf16 *a, ptrdiff_t ranks, ptrdiff_t k, float *t) {
+static void shrink(const token_block *block, const bf16 *x, ptrdiff_t ldx, const bf16 *a, ptrdiff_t ranks, ptrdiff_t k,
+                   float *t) {
     for (ptrdiff_t r = 0; r < block->rows; r += SHRINK_ROWS) {
         const bf16 *inputs[SHRINK_ROWS];
         ptrdiff_t rows = block->rows - r < SHRINK_ROWS ? block->rows - r : SHRINK_ROWS;
@@ -56,10 +57,10 @@ static void shrink(const token_block *block, const bf16 *x, ptrdiff_t ldx, const
         for (ptrdiff_t j = 0; j < ranks;) {
             int wide = ranks - j >= RANKS;
             float *out = t + r * block->width + j;
-#define SHRINK(R)                                                                        \
-    case R:                                                                              \
-        if (wide) shrink_tile(R, RANKS, inputs, a + j * k, k, out, block->width);        \
-        else shrink_tile(R, 1, inputs, a + j * k, k, out, block->width);                 \
+#define SHRINK(R)                                                                 \
+    case R:                                                                       \
+        if (wide) shrink_tile(R, RANKS, inputs, a + j * k, k, out, block->width); \
+        else shrink_tile(R, 1, inputs, a + j * k, k, out, block->width);          \
         break;
             switch (rows) {
                 SHRINK(1)
@@ -99,8 +100,8 @@ INLINE void expand_tile(int rows, const float *t, ptrdiff_t width, const vf (*b)
 }
 
 /* y += scale * t . b for the block's tokens and the chunk's columns. */
-static void expand(const token_block *block, const column_chunk *chunk, const float *t, const bf16 *b, ptrdiff_t ranks, float scale,
-                   bf16 *y, ptrdiff_t n) {
+static void expand(const token_block *block, const column_chunk *chunk, const float *t, const bf16 *b, ptrdiff_t ranks,
+                   float scale, bf16 *y, ptrdiff_t n) {
     ptrdiff_t parts = (block->rows + EXPAND_ROWS - 1) / EXPAND_ROWS;
     for (ptrdiff_t r = 0; r < block->rows; r++)
         for (ptrdiff_t c = chunk->first; c < chunk->end; c += 32) __builtin_prefetch(y + block->order[r] * n + c, 1, 2);
@@ -117,9 +118,15 @@ static void expand(const token_block *block, const column_chunk *chunk, const fl
 #define EXPAND(R) \
     case R: expand_tile(R, t + r * block->width, block->width, own, ranks, scale, block->order + r, y + c, n, left); break;
             switch (rows) {
-                EXPAND(1) EXPAND(2) EXPAND(3) EXPAND(4)
+                EXPAND(1)
+                EXPAND(2)
+                EXPAND(3)
+                EXPAND(4)
 #if VL == 16
-                EXPAND(5) EXPAND(6) EXPAND(7) EXPAND(8)
+                EXPAND(5)
+                EXPAND(6)
+                EXPAND(7)
+                EXPAND(8)
 #endif
             }
         }
@@ -171,6 +178,7 @@ void nv_add_lora(team *t, const bf16 *x, ptrdiff_t ldx, bf16 *y, const bf16 *a, 
         token_block block = find_block(groups, order, scratch, width, item / chunks);
         column_chunk chunk = find_chunk(ends, item % chunks);
         ptrdiff_t s = block.slot * slices + chunk.slice;
-        if (ranks[s]) expand(&block, &chunk, block.t + chunk.slice * max_rank, b + block.slot * max_rank * n, ranks[s], scales[s], y, n);
+        if (ranks[s])
+            expand(&block, &chunk, block.t + chunk.slice * max_rank, b + block.slot * max_rank * n, ranks[s], scales[s], y, n);
     }
 }

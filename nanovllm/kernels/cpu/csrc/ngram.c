@@ -1,8 +1,9 @@
 /* Draft tokens by prompt lookup: the tokens that followed the last earlier occurrence of the longest n-gram that ends a row.
  *
- * An index is int32: the number of positions indexed, heads [sizes][capacity], links [sizes][capacity]; capacity is a power of two.
- * An n-gram is known by the position of its last token. Chains as in deflate: heads has the last n-gram of a bucket, links the one
- * before each n-gram in its bucket; both as position + 1, and 0 where there is none. So an n-gram is added in constant time.
+ * An index is int32: the number of positions indexed, heads [sizes][capacity], links [sizes][capacity]; capacity is a power of
+ * two. An n-gram is known by the position of its last token. Chains as in deflate: heads has the last n-gram of a bucket, links
+ * the one before each n-gram in its bucket; both as position + 1, and 0 where there is none. So an n-gram is added in constant
+ * time.
  */
 #include "kernels.h"
 
@@ -57,9 +58,9 @@ static ptrdiff_t find(const row_index *row, ptrdiff_t last) {
     return found;
 }
 
-/* Write drafts behind the known tokens of rows of the table [table rows][stride]. rows is [5][num_rows]: table_indices, numbers of
- * known tokens, limits, addresses of indices, and their capacities, at least the known tokens. A row gets as many drafts as its
- * limit says, or none: counts is [num_rows]. Where the known tokens end, the drafts themselves are repeated. */
+/* Write drafts behind the known tokens of rows of the table [table rows][stride]. rows is [5][num_rows]: table_indices, numbers
+ * of known tokens, limits, addresses of indices, and their capacities, at least the known tokens. A row gets as many drafts as
+ * its limit says, or none: counts is [num_rows]. Where the known tokens end, the drafts themselves are repeated. */
 void nv_ngram(team *t, int32_t *table, ptrdiff_t stride, const int64_t *rows, ptrdiff_t num_rows, ptrdiff_t smallest,
               ptrdiff_t largest, int64_t *counts) {
     FOR_ITEMS(r, t, num_rows) {

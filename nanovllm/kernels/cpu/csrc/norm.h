@@ -2,7 +2,8 @@
 #pragma once
 #include "vectors.h"
 
-/* NORM_ROUNDED: round, then multiply by the weight. NORM_WIDE: multiply by the weight, then round. NORM_CENTRED: by weight + 1. */
+/* NORM_ROUNDED: round, then multiply by the weight. NORM_WIDE: multiply by the weight, then round. NORM_CENTRED: by weight + 1.
+ */
 enum { NORM_ROUNDED, NORM_WIDE, NORM_CENTRED };
 
 /* out = rmsnorm(x), rows of n numbers. weight may be NULL, and out may be x. */

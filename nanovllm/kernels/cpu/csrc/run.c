@@ -1,35 +1,10 @@
-/* Runs calls of kernels on several threads: one call, or the recorded calls of a forward pass. calls.py writes them, and the macros
- * DECLARATIONS and CASES: the kernels, and how each is called.
- */
+/* Runs calls of kernels on several threads: one call, or the recorded calls of a forward pass. calls.py writes them. */
 #include "kernels.h"
-
-DECLARATIONS
-
-/* A call is the number of a kernel and its arguments, each in a word. */
-typedef union {
-    void *p;
-    ptrdiff_t n;
-    double f;
-} word;
-
-enum { CALL_WORDS = 26 }; /* of the longest call, and so of every call */
 
 typedef struct {
     const word (*calls)[CALL_WORDS];
     ptrdiff_t count, tokens, rows;
 } call_list;
-
-/* The argument in word i of a call, by its kind. */
-#define P(i) a[i].p
-#define N(i) a[i].n
-#define F(i) (float)a[i].f
-#define T(i) (tokens < 0 ? a[i].n : tokens)
-#define R(i) (rows < 0 ? a[i].n : rows)
-
-static void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows) {
-    const word *a = call + 1;
-    switch (call->n) { CASES }
-}
 
 static void run_calls(team *t, const void *argument) {
     const call_list *list = argument;

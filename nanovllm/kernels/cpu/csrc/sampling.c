@@ -112,8 +112,8 @@ static float select_from(float *x, ptrdiff_t n, double share, const row *r) {
     }
 }
 
-/* Return the smallest logit that top_k and top_p keep; equal ones are kept too. For a row that keeps all by top_k, `sums` are there.
- * The `wanted` largest logits are at least the wanted-th of the chunks' largest, so that few need be looked at. */
+/* Return the smallest logit that top_k and top_p keep; equal ones are kept too. For a row that keeps all by top_k, `sums` are
+ * there. The `wanted` largest logits are at least the wanted-th of the chunks' largest, so that few need be looked at. */
 static float threshold_of(const row *r, int64_t top_k, float top_p, float *scratch) {
     double whole = 0;
     int by_count = top_k < r->n;
@@ -164,8 +164,8 @@ static double uniform(int64_t seed, int64_t position) {
     return (mix(mix((uint64_t)seed + golden) + ((uint64_t)position + 1) * golden) >> 11) * 0x1p-53;
 }
 
-/* Return the token at which the cumulative sum of the weights exceeds the share `number` of it all. Only logits from `threshold` on
- * have a weight, if the row is filtered; else `sums` are there. */
+/* Return the token at which the cumulative sum of the weights exceeds the share `number` of it all. Only logits from `threshold`
+ * on have a weight, if the row is filtered; else `sums` are there. */
 static int64_t draw(const row *r, int filtered, float threshold, double number) {
     float weights[CHUNK];
     double total = 0, before = 0;
@@ -190,22 +190,26 @@ static int64_t first_largest(const row *r) {
 }
 
 /* out[row] = the row's next token, -1 if its logits are no distribution. logits: [rows][n], of `bits` bits. Without temperatures
- * all rows are greedy, as are those with a temperature below `coldest`. maxima, sums: [rows][ceil(n / CHUNK)]. scratch: [rows][n],
- * if a row may have top_k or top_p. */
+ * all rows are greedy, as are those with a temperature below `coldest`. maxima, sums: [rows][ceil(n / CHUNK)]. scratch:
+ * [rows][n], if a row may have top_k or top_p. */
 void nv_sample(team *t, const void *logits, ptrdiff_t bits, const float *temperatures, const int64_t *seeds,
                const int64_t *positions, const int64_t *top_ks, const float *top_ps, const float *min_ps, float *maxima,
                float *sums, float *scratch, int64_t *out, ptrdiff_t rows, ptrdiff_t n, float coldest) {
     ptrdiff_t chunks = (n + CHUNK - 1) / CHUNK, groups = (chunks + GROUP - 1) / GROUP;
-#define ROW(i)                                                                                                          \
-    {                                                                                                                   \
-        (const char *)logits + (i) * n * bits / 8, bits, n, chunks, 0, temperatures ? temperatures[i] : 0,              \
-            min_ps ? min_ps[i] : 0, maxima + (i) * chunks, sums + (i) * chunks                                          \
-    }
+#define ROW(i)                                  \
+    {(const char *)logits + (i) * n * bits / 8, \
+     bits,                                      \
+     n,                                         \
+     chunks,                                    \
+     0,                                         \
+     temperatures ? temperatures[i] : 0,        \
+     min_ps ? min_ps[i] : 0,                    \
+     maxima + (i) * chunks,                     \
+     sums + (i) * chunks}
     FOR_ITEMS(item, t, rows * groups) {
         row r = ROW(item / groups);
         ptrdiff_t first = item % groups * GROUP, last = first + GROUP < chunks ? first + GROUP : chunks;
-        for (ptrdiff_t c = first; c < last; c++)
-            r.maxima[c] = bits == 32 ? max_of_chunk(&r, c, 32) : max_of_chunk(&r, c, 16);
+        for (ptrdiff_t c = first; c < last; c++) r.maxima[c] = bits == 32 ? max_of_chunk(&r, c, 32) : max_of_chunk(&r, c, 16);
     }
     FOR_ITEMS(item, t, temperatures ? rows * groups : 0) {
         row r = ROW(item / groups);

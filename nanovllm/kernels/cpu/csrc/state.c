@@ -49,8 +49,8 @@ INLINE void convolve_with(ptrdiff_t taps, ptrdiff_t tokens, const convolution *c
     }
 }
 
-/* Convolve `tokens` tokens, TOKENS or 1: out = the sum of the products of taps and inputs, plus the bias, then SiLU. inputs[t + j]
- * are those of token t and tap j. The result is rounded once. */
+/* Convolve `tokens` tokens, TOKENS or 1: out = the sum of the products of taps and inputs, plus the bias, then SiLU. inputs[t +
+ * j] are those of token t and tap j. The result is rounded once. */
 static void convolve(const convolution *conv, ptrdiff_t tokens, const bf16 *const *inputs, bf16 *out, ptrdiff_t ldo) {
     if (conv->taps == 4 && tokens == TOKENS) convolve_with(4, TOKENS, conv, inputs, out, ldo); /* unrolled */
     else if (conv->taps == 4) convolve_with(4, 1, conv, inputs, out, ldo);

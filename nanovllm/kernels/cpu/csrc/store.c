@@ -21,8 +21,8 @@ static bf16 quantize_token(const bf16 *x, int8_t *ints, ptrdiff_t n) {
     return scale[0];
 }
 
-/* How heads are prepared; each step's result is rounded. Of a head's dim numbers the first `rotary` are rotated, in pairs that are
- * rotary/2 apart; with `interleaved` the pairs of the input are adjacent instead. */
+/* How heads are prepared; each step's result is rounded. Of a head's dim numbers the first `rotary` are rotated, in pairs that
+ * are rotary/2 apart; with `interleaved` the pairs of the input are adjacent instead. */
 typedef struct {
     ptrdiff_t dim, rotary, interleaved, norm, after_rotation;
     float eps;
@@ -91,8 +91,8 @@ INLINE void store_token(const cache_layout *c, const bf16 *key, const bf16 *valu
     }
 }
 
-/* Store VL tokens from `token` on, a multiple of VL, in a 16-bit cache: whole vectors instead of pairs. Rows of key[VL][width] end
- * in zeros, and rows of value are ld apart. */
+/* Store VL tokens from `token` on, a multiple of VL, in a 16-bit cache: whole vectors instead of pairs. Rows of key[VL][width]
+ * end in zeros, and rows of value are ld apart. */
 INLINE void store_vl_tokens(const cache_layout *c, const bf16 *key, const bf16 *value, ptrdiff_t ld, uint8_t *keys,
                             ptrdiff_t token) {
     bf16 *k = (bf16 *)keys + key_offset(c, token), *v = (bf16 *)(keys + c->half_bytes) + value_offset(token);
@@ -110,10 +110,10 @@ INLINE void store_vl_tokens(const cache_layout *c, const bf16 *key, const bf16 *
         }
 }
 
-/* Prepare q, k and v, and store k and v. A row of qkv has the q heads, then kv_parts times kv_heads heads. 2: the k heads and the v
- * heads. 1: the k heads; as they are in qkv, they are also the v heads. 0: none, and nothing is stored. q_weight and k_weight may be
- * NULL: no norm. With v_norm, values have a norm without weight. Unless q_scale is NULL, q_scale[position] multiplies a query last.
- * Work is divided into chunks of a KV head's tokens; VL tokens in adjacent cells of a block are stored together. */
+/* Prepare q, k and v, and store k and v. A row of qkv has the q heads, then kv_parts times kv_heads heads. 2: the k heads and the
+ * v heads. 1: the k heads; as they are in qkv, they are also the v heads. 0: none, and nothing is stored. q_weight and k_weight
+ * may be NULL: no norm. With v_norm, values have a norm without weight. Unless q_scale is NULL, q_scale[position] multiplies a
+ * query last. Work is divided into chunks of a KV head's tokens; VL tokens in adjacent cells of a block are stored together. */
 void nv_store(team *team, const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin, const float *q_scale,
               const int64_t *positions, const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t head_bytes,
               ptrdiff_t block_bytes, token_count tokens, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t kv_parts, ptrdiff_t dim,

@@ -1,5 +1,5 @@
-/* The threads of threads.h: the caller of run_threads() and workers, which are started when first needed. A thread that waits spins
- * for some microseconds and then sleeps, so that it does not take a core from other work. Between tasks all workers sleep.
+/* The threads of threads.h: the caller of run_threads() and workers, which are started when first needed. A thread that waits
+ * spins for some microseconds and then sleeps, so that it does not take a core from other work. Between tasks all workers sleep.
  */
 #ifdef __linux__
 #define _GNU_SOURCE /* sched_getcpu() and CPU_SET() */
@@ -25,7 +25,8 @@ typedef struct {
     _Alignas(128) _Atomic uint64_t taken;
 } ticket;
 
-/* `entry` is the number of the last task in the upper half, and below it the workers inside and whether it is CLOSED to others. */
+/* `entry` is the number of the last task in the upper half, and below it the workers inside and whether it is CLOSED to others.
+ */
 #define TASK ((uint64_t)1 << 32)
 #define CLOSED ((uint64_t)1 << 31)
 
@@ -128,14 +129,15 @@ static int take_from(items *i, ptrdiff_t owner) {
         ptrdiff_t next = before / TASK == phase ? first + (ptrdiff_t)(before % TASK) : first;
         if (next == last) return 0;
         i->first = next, i->last = last - next < part ? last : next + part;
-        if (atomic_compare_exchange_weak(&pool.tickets[owner].taken, &before, phase * TASK + (uint64_t)(i->last - first))) return 1;
+        if (atomic_compare_exchange_weak(&pool.tickets[owner].taken, &before, phase * TASK + (uint64_t)(i->last - first)))
+            return 1;
     }
     return 0;
 }
 
-/* Each thread has a share of adjacent items. It takes part after part of its share, and then of the shares of the others. Parts are
- * small, because a thread that loses its core keeps the others waiting for the part that it holds. It counts the items of its own
- * share as computed when nothing is left of it: an earlier count would change a cache line of all threads for each part. */
+/* Each thread has a share of adjacent items. It takes part after part of its share, and then of the shares of the others. Parts
+ * are small, because a thread that loses its core keeps the others waiting for the part that it holds. It counts the items of its
+ * own share as computed when nothing is left of it: an earlier count would change a cache line of all threads for each part. */
 int take(items *i) {
     team *t = i->team;
     if (task_stopped()) return 0;

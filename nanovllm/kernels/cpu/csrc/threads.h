@@ -43,6 +43,6 @@ void stop_task(size_t reason);
 /* Return whether the current task has been stopped. */
 int task_stopped(void);
 
-/* Call body(team, argument) in this thread and up to threads - 1 others. Return when all of them have returned: 0, or the reason why
- * the task was stopped. */
+/* Call body(team, argument) in this thread and up to threads - 1 others. Return when all of them have returned: 0, or the reason
+ * why the task was stopped. */
 size_t run_threads(ptrdiff_t threads, void (*body)(team *, const void *), const void *argument);

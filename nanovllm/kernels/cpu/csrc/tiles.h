@@ -58,12 +58,12 @@ static void tile(int rows, ptrdiff_t k, input_rows x, panel_pieces w, output_row
 /* acc[STREAMS][32] = x[k] . w for STREAMS panels, one behind the other in memory: the tile of a linear with a single row. */
 static void tile_streams(const operand *x, const bf16 *w, ptrdiff_t k, float *acc);
 
-/* nv_linear prepares a block of x once for all panels, cut into tiles of `step` rows. `buffer` has rows * (k + 16) operands and 64
- * bytes more. */
+/* nv_linear prepares a block of x once for all panels, cut into tiles of `step` rows. `buffer` has rows * (k + 16) operands and
+ * 64 bytes more. */
 INLINE input_rows prepare_inputs(const bf16 *x, ptrdiff_t ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, operand *buffer);
 
-/* A block of prepared inputs, and where its outputs in a panel begin in y, [..][ld], with the panel's bias or NULL. y has `columns`
- * columns from there on, and `size` bytes in all. */
+/* A block of prepared inputs, and where its outputs in a panel begin in y, [..][ld], with the panel's bias or NULL. y has
+ * `columns` columns from there on, and `size` bytes in all. */
 typedef struct {
     input_rows x;
     ptrdiff_t rows, step, k;
@@ -74,8 +74,8 @@ typedef struct {
     const bf16 *bias;
 } linear_outputs;
 
-/* y = x . w + bias for a panel w. acc is [max(rows, 32)][32]. It may prefetch the weights behind w. If y is NULL, the sums stay in
- * acc[rows][32], without the bias. */
+/* y = x . w + bias for a panel w. acc is [max(rows, 32)][32]. It may prefetch the weights behind w. If y is NULL, the sums stay
+ * in acc[rows][32], without the bias. */
 INLINE void linear_panel(linear_inputs in, const bf16 *w, linear_outputs out, float *acc);
 
 /* Each implementation also defines the constants
@@ -95,26 +95,24 @@ enum { K_STEP = 256 }; /* so many inputs' weights of a panel fit the first-level
  * STREAM_COLS, and panels are k * PANEL weights apart. */
 enum { STREAMS = VL / 4, PANEL_VECTORS = PANEL / VL, STREAM_COLS = STREAMS * PANEL_VECTORS };
 
-/* Prefetch 1 KB ahead in weights that are read only once: 1.05 to 1.2 times as fast as without. With 64-byte vectors prefetch into
- * the second-level cache, because the first level can wait for few misses at a time. */
+/* Prefetch 1 KB ahead in weights that are read only once: 1.05 to 1.2 times as fast as without. With 64-byte vectors prefetch
+ * into the second-level cache, because the first level can wait for few misses at a time. */
 INLINE void prefetch_stream(int cols, const void *w) {
-    if (cols == STREAM_COLS || (VL == 8 && cols == PANEL_VECTORS)) __builtin_prefetch((const char *)w + 1024, 0, VL == 16 ? 2 : 3);
+    if (cols == STREAM_COLS || (VL == 8 && cols == PANEL_VECTORS))
+        __builtin_prefetch((const char *)w + 1024, 0, VL == 16 ? 2 : 3);
 }
 
-/* Cut `rows` into the fewest parts of up to MAX_ROWS, as equal as possible. Call part(R, cols, c) with constants for each part's R
- * rows, from row `at` on, and for each `cols` vectors of columns, from column c on. */
+/* Cut `rows` into the fewest parts of up to MAX_ROWS, as equal as possible. Call part(R, cols, c) with constants for each part's
+ * R rows, from row `at` on, and for each `cols` vectors of columns, from column c on. */
 #define PARTS(rows) (((rows) + MAX_ROWS - 1) / MAX_ROWS)
-#define FOR_ROWS(rows, part)                                                                                     \
-    for (int parts = PARTS(rows), at = 0, n; parts; parts--, at += n) {                                          \
-        n = ((rows) - at + parts - 1) / parts;                                                                   \
-        switch (n) {                                                                                             \
-            CASE(1, part) CASE(2, part) CASE(3, part) CASE(4, part) CASE(5, part) CASE(6, part) WIDE_CASES(part) \
-        }                                                                                                        \
+#define FOR_ROWS(rows, part)                                                                                                \
+    for (int parts = PARTS(rows), at = 0, n; parts; parts--, at += n) {                                                     \
+        n = ((rows) - at + parts - 1) / parts;                                                                              \
+        switch (n) { CASE(1, part) CASE(2, part) CASE(3, part) CASE(4, part) CASE(5, part) CASE(6, part) WIDE_CASES(part) } \
     }
-#define CASE(R, part)                                                                                            \
-    case R:                                                                                                      \
-        for (int c = 0; c < PANEL; c += (R <= WIDE_ROWS ? WIDE_COLS : 2) * VL)                                   \
-            part(R, (R <= WIDE_ROWS ? WIDE_COLS : 2), c);                                                        \
+#define CASE(R, part)                                                                                                        \
+    case R:                                                                                                                  \
+        for (int c = 0; c < PANEL; c += (R <= WIDE_ROWS ? WIDE_COLS : 2) * VL) part(R, (R <= WIDE_ROWS ? WIDE_COLS : 2), c); \
         break;
 #if VL == 16
 #define WIDE_CASES(part) CASE(7, part) CASE(8, part) CASE(9, part) CASE(10, part) CASE(11, part) CASE(12, part)

@@ -81,8 +81,8 @@ static void tile(int rows, ptrdiff_t k, input_rows x, panel_pieces w, output_row
     tile_steps(rows, k, x, 32, w, NULL, 0, acc, add);
 }
 
-/* Vectors instead of tiles: reading panels side by side takes 0.85 of the time. Each output is summed as the tile instruction does
- * it: even and odd inputs of a step apart, then their sum is added; numbers below the normal ones are 0. */
+/* Vectors instead of tiles: reading panels side by side takes 0.85 of the time. Each output is summed as the tile instruction
+ * does it: even and odd inputs of a step apart, then their sum is added; numbers below the normal ones are 0. */
 static void tile_streams(const operand *x, const bf16 *w, ptrdiff_t k, float *acc) {
     vf sums[STREAM_COLS] = {0};
     unsigned mode = _mm_getcsr();

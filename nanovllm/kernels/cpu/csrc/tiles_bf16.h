@@ -12,15 +12,16 @@ INLINE void multiply_add2(__m512 *a, __m512 *b, __m512i v, __m512i w, const bf16
 #else
     __m512i t;
     __asm__("vpbroadcastd %5, %2\n\tvdpbf16ps %2, %3, %0\n\tvdpbf16ps %2, %4, %1"
-            : "+v"(*a), "+v"(*b), "=&v"(t) : "v"(v), "v"(w), "m"(*(const int32_t *)x));
+            : "+v"(*a), "+v"(*b), "=&v"(t)
+            : "v"(v), "v"(w), "m"(*(const int32_t *)x));
 #endif
 }
 
-/* One part of a tile. x is rows ld apart, or packed: [k/2][rows][2]. Each step of two inputs prefetches `share` bytes of w.prefetch
- * into the second-level cache, from byte `skip` on. Measured: a linear of up to 4 rows is fastest without this (1.2 times on a
- * Zen 4), attention with a second prefetch, 4 KB ahead in w. */
-INLINE void tile_rows(int rows, int cols, int packed, ptrdiff_t k, input_rows x, panel_pieces w, ptrdiff_t skip,
-                      ptrdiff_t share, output_rows acc, int add) {
+/* One part of a tile. x is rows ld apart, or packed: [k/2][rows][2]. Each step of two inputs prefetches `share` bytes of
+ * w.prefetch into the second-level cache, from byte `skip` on. Measured: a linear of up to 4 rows is fastest without this (1.2
+ * times on a Zen 4), attention with a second prefetch, 4 KB ahead in w. */
+INLINE void tile_rows(int rows, int cols, int packed, ptrdiff_t k, input_rows x, panel_pieces w, ptrdiff_t skip, ptrdiff_t share,
+                      output_rows acc, int add) {
     __m512 a[MAX_ROWS][STREAM_COLS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
@@ -50,7 +51,7 @@ INLINE void tile_rows(int rows, int cols, int packed, ptrdiff_t k, input_rows x,
 }
 
 /* `skip` and `share` for the part at `at` of a tile: together the parts prefetch a panel of k inputs. */
-#define PREFETCH(k, rows) at * (k) * 2 * PANEL / (rows), 4 * PANEL / PARTS(rows)
+#define PREFETCH(k, rows) (k) * at * 2 * PANEL / (rows), 4 * PANEL / PARTS(rows)
 static void tile(int rows, ptrdiff_t k, input_rows x, panel_pieces w, output_rows acc, int add) {
 #define PLAIN_PART(R, cols, c) \
     tile_rows(R, cols, 0, k, inputs_from(x, at), w, PREFETCH(w.piece_k, rows), outputs_from(acc, at, 0), add)
@@ -82,7 +83,7 @@ enum { NEAR_BYTES = 8192 }; /* how far a tile of one part prefetches: at 5 to 12
 /* Not inlined: inside a parallel region GCC 12 keeps the accumulators in memory. */
 static __attribute__((noinline)) void linear_tile(int rows, ptrdiff_t k, input_rows x, const bf16 *w, int prefetch, float *acc) {
     const bf16 *next = !prefetch ? w : rows <= MAX_ROWS ? w + NEAR_BYTES / sizeof *w : w + k * PANEL;
-#define PACKED_PART(R, cols, c)                                                                             \
+#define PACKED_PART(R, cols, c)                                                                              \
     tile_rows(R, cols, 1, k, (input_rows){x.p + at * k, 0}, (panel_pieces){&w, &next, k}, PREFETCH(k, rows), \
               (output_rows){acc + at * PANEL, PANEL}, 0)
     FOR_ROWS(rows, PACKED_PART)

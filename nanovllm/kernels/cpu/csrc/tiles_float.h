@@ -3,20 +3,21 @@
  */
 enum { PASS_KEYS = PANEL, K_MULTIPLE = 2, LINEAR_BYTES = CACHE_BYTES, STREAM_BYTES = 4 << 20 };
 
-/* a += x * v and b += x * w. In assembly, because GCC keeps one accumulator of the largest tile in memory, and then each step waits
- * for a store. */
+/* a += x * v and b += x * w. In assembly, because GCC keeps one accumulator of the largest tile in memory, and then each step
+ * waits for a store. */
 INLINE void multiply_add2(vf *a, vf *b, vf v, vf w, const float *x) {
 #if VL == 8 && defined(__FMA__)
     vf t;
     __asm__("vbroadcastss %5, %2\n\tvfmadd231ps %3, %2, %0\n\tvfmadd231ps %4, %2, %1"
-            : "+x"(*a), "+x"(*b), "=&x"(t) : "x"(v), "x"(w), "m"(*x));
+            : "+x"(*a), "+x"(*b), "=&x"(t)
+            : "x"(v), "x"(w), "m"(*x));
 #else
     *a = fma_(v, broadcast(*x), *a), *b = fma_(w, broadcast(*x), *b);
 #endif
 }
 
-/* One part of a tile. A lane of w holds a pair: the weight of an even input in its low half, of the odd one in its high half. With
- * `prefetch` each step prefetches the weights of all columns K_STEP inputs ahead. */
+/* One part of a tile. A lane of w holds a pair: the weight of an even input in its low half, of the odd one in its high half.
+ * With `prefetch` each step prefetches the weights of all columns K_STEP inputs ahead. */
 INLINE void tile_rows(int rows, int cols, ptrdiff_t k, input_rows x, const bf16 *w, int prefetch, output_rows acc, int add) {
     vf a[MAX_ROWS][STREAM_COLS];
     for (int r = 0; r < rows; r++)
@@ -43,8 +44,7 @@ INLINE void tile_rows(int rows, int cols, ptrdiff_t k, input_rows x, const bf16 
 }
 
 static void tile_step(int rows, ptrdiff_t k, input_rows x, const bf16 *w, output_rows acc, int add) {
-#define TILE_PART(R, cols, c) \
-    tile_rows(R, cols, k, inputs_from(x, at), w + 2 * (c), at + (c) == 0, outputs_from(acc, at, c), add)
+#define TILE_PART(R, cols, c) tile_rows(R, cols, k, inputs_from(x, at), w + 2 * (c), at + (c) == 0, outputs_from(acc, at, c), add)
     FOR_ROWS(rows, TILE_PART)
 }
 

@@ -27,7 +27,7 @@ typedef uint32_t vu __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint16_t half_vu __attribute__((vector_size(2 * VL), aligned(2), may_alias));
 typedef int16_t vs __attribute__((vector_size(4 * VL), aligned(2), may_alias)); /* of 2 VL int16 */
 typedef int16_t half_vs __attribute__((vector_size(2 * VL), aligned(2), may_alias));
-typedef int8_t vb __attribute__((vector_size(2 * VL), aligned(1), may_alias));      /* of 2 VL int8 */
+typedef int8_t vb __attribute__((vector_size(2 * VL), aligned(1), may_alias)); /* of 2 VL int8 */
 typedef int8_t quarter_vb __attribute__((vector_size(VL), aligned(1), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
