@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint format docs-check pictures bench clean
+.PHONY: help demo test check lint format docs-check pictures bench clean
 
 # Python compiles a module when it first imports it, and most are never imported.
 INSTALL = $(BIN)/python -m pip install --no-compile -c constraints.txt
@@ -20,6 +20,9 @@ demo: $(VENV)/.core  ## set up, and let SmolLM2-135M-Instruct answer five questi
 test: $(VENV)/.dev lint  ## set up with the test tools, lint, run all tests
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --dist loadfile
 	SIMULATED_GPU=90 $(BIN)/python -m pytest -n 2 -k "(bfloat16 or float32 and (other_kinds or gated_rms or add_lora)) and not compile" tests/kernels/triton
+
+check: $(VENV)/.dev lint  ## lint, and run the tests of what changed since main, and of the core: two minutes
+	OMP_WAIT_POLICY=passive $(BIN)/python -m tools.check
 
 lint: $(VENV)/.dev  ## check style and types
 	$(BIN)/ruff check .
