@@ -15,7 +15,7 @@ from benchmarks.gpu.tables import percent, table
 
 if TYPE_CHECKING:
     from nanovllm.attention.batch import Batch
-    from nanovllm.attention.paged import PagedBackend
+    from nanovllm.attention.triton import PagedBackend
 
 
 class Case(NamedTuple):

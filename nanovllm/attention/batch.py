@@ -5,11 +5,12 @@ Knows no sequence and no scheduling.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nanovllm.attention.states import StateRows
+if TYPE_CHECKING:
+    from nanovllm.attention.states import StateRows
 
 
 class HostLengths(NamedTuple):
@@ -52,7 +53,7 @@ class Batch:
     ) = None
     """Called in place of the backend's `attend`: takes that, q and the layer's KV cache. None: the
     backend attends."""
-    state: StateRows | None = None
+    state: "StateRows | None" = None
     """For layers with state; None: the model has none."""
     others: tuple["Batch", ...] = ()
     """The same tokens for layers with another block table or plan than this one's."""

@@ -11,8 +11,8 @@ import torch
 
 from nanovllm.attention.backend import NO_QUANTIZED_KV
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.paged import PagedBackend
 from nanovllm.attention.spec import AttentionSpec
+from nanovllm.attention.triton import PagedBackend
 
 
 class FlashAttnBackend(PagedBackend):

@@ -1,34 +1,41 @@
-"""Selects the attention backend at start: the first of the device's list that supports the model.
-
-Knows no kernel: each backend says what it supports.
-"""
+"""Selects the attention backend at start: the first for its kernels that supports the model."""
 
 import logging
+from collections.abc import Iterator
 
 import torch
 
 from nanovllm.attention.backend import Backend
-from nanovllm.attention.cpu import CPUBackend
-from nanovllm.attention.flash_attn import FlashAttnBackend
 from nanovllm.attention.spec import AttentionSpec
-from nanovllm.attention.torch_explicit import TorchExplicitBackend
-from nanovllm.attention.torch_sdpa import TorchBackend
-from nanovllm.attention.triton import TritonBackend
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.kernels.torch_kernels import Kernels
 
 logger = logging.getLogger(__name__)
 
-BACKENDS: dict[str, tuple[type[Backend], ...]] = {
-    "torch": (TorchBackend, TorchExplicitBackend),
-    "c": (CPUBackend, TorchBackend, TorchExplicitBackend),
-    "triton": (FlashAttnBackend, TritonBackend, TorchBackend, TorchExplicitBackend),
-}
-"""By the name of the kernels that run beside them: the best first."""
+
+def candidates(kernels: str) -> Iterator[type[Backend]]:
+    """Yield the backends that run next to the kernels of this name, the best first.
+
+    Each is imported when those before it do not support the model.
+    """
+    if kernels == "c":
+        from nanovllm.attention.cpu import CPUBackend
+
+        yield CPUBackend
+    if kernels == "triton":
+        from nanovllm.attention.flash_attn import FlashAttnBackend
+        from nanovllm.attention.triton import TritonBackend
+
+        yield FlashAttnBackend
+        yield TritonBackend
+    from nanovllm.attention.torch_sdpa import TorchBackend, TorchExplicitBackend
+
+    yield TorchBackend
+    yield TorchExplicitBackend
 
 
 def select_backend(spec: AttentionSpec, kernels: Kernels) -> Backend:
-    """Return the first backend beside `kernels` that supports `spec`; log the reasons of those
+    """Return the first backend for `kernels` that supports `spec`; log the reasons of those
     before it.
 
     Raises:
@@ -36,7 +43,7 @@ def select_backend(spec: AttentionSpec, kernels: Kernels) -> Backend:
         ConfigError: the same, and `spec` has an 8-bit KV cache.
     """
     reasons: list[str] = []
-    for backend in BACKENDS[kernels.name]:
+    for backend in candidates(kernels.name):
         reason = backend.unsupported(spec)
         if reason is None:
             logger.info("attention backend: %s%s", backend.name, "".join(f"; {r}" for r in reasons))

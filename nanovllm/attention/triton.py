@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.paged import PagedBackend
-from nanovllm.attention.spec import AttentionSpec
+from nanovllm.attention.spec import AttentionSpec, QKNorm
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.decode_attention import DecodePlan
@@ -18,6 +18,34 @@ if TYPE_CHECKING:
 
 _FP8_CAPABILITY = (8, 9)
 """Minimum compute capability for float8_e4m3fn in Triton."""
+
+
+class PagedBackend(Backend):
+    """KV cache of a layer: [2, num_blocks, block_size, num_kv_heads, head_dim].
+
+    Base of the GPU backends. One Triton kernel normalises, rotates and stores.
+    """
+
+    supports_graph: ClassVar[bool] = True
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        # Imported here, because machines without a GPU may not have triton.
+        from nanovllm.kernels.triton.store import store
+
+        self._store = store
+
+    def store(
+        self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        return self._store(
+            qkv,
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
+            kv_cache=kv_cache,
+            num_heads=self.spec.num_heads,
+            **norm._asdict(),
+        )
 
 
 class TritonBackend(PagedBackend):

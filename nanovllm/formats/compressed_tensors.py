@@ -17,8 +17,7 @@ from nanovllm.formats.scheme import Scheme, read_scheme
 from nanovllm.formats.settings import WHERE, check_supported, one_form, read_object, unsupported
 from nanovllm.formats.stored_fp8 import stored_float
 from nanovllm.formats.stored_integers import IntegerForm, StoredIntegers
-from nanovllm.layers.extensions import StoredWeight
-from nanovllm.layers.linear import Matrix
+from nanovllm.layers.linear import Matrix, StoredWeight
 from nanovllm.options.validation import shown
 
 _MAX_GROUPS = 64

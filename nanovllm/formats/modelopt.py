@@ -14,8 +14,7 @@ from nanovllm.formats.fp4 import MODELOPT_NVFP4, Fp4Layout, StoredFp4
 from nanovllm.formats.names import ModuleList, enclosing, plain
 from nanovllm.formats.settings import WHERE, one_form, read_object, unsupported
 from nanovllm.formats.stored_fp8 import StoredFp8
-from nanovllm.layers.extensions import StoredWeight
-from nanovllm.layers.linear import Matrix
+from nanovllm.layers.linear import Matrix, StoredWeight
 from nanovllm.options.validation import shown
 
 _ALGORITHMS: dict[str, Field | Fp4Layout] = {

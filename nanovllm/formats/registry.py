@@ -23,9 +23,7 @@ from nanovllm.formats.rounding import Rounding
 from nanovllm.formats.stored_fp8 import Fp8Format, StoredFp8
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.experts import StackedLinear
-from nanovllm.layers.extensions import StoredWeight
-from nanovllm.layers.linear import LinearBase, Matrix
-from nanovllm.layers.matrices import shared_matrices
+from nanovllm.layers.linear import LinearBase, Matrix, StoredWeight, shared_matrices
 from nanovllm.options.config import Config
 from nanovllm.options.validation import shown
 from nanovllm.utils.distributed import tensor_parallel

@@ -6,6 +6,9 @@ from torch import nn
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import PLAIN, AttentionOptions, QKNorm
+from nanovllm.kernels.torch_math import NORM_ROUNDED
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 
 class Attention(nn.Module):
@@ -53,3 +56,16 @@ class Attention(nn.Module):
         """
         batch = batch.others[self.group - 1] if self.group else batch
         return self.backend.forward(qkv, norm, self.kv_cache, batch, sinks)
+
+
+def head_norm(q_norm: RMSNorm | None, k_norm: RMSNorm | None, rotary: RotaryEmbedding) -> QKNorm:
+    """Return how heads are normalised, by these norms or by none, and rotated."""
+    return QKNorm(
+        None if q_norm is None else q_norm.weight,
+        None if k_norm is None else k_norm.weight,
+        0.0 if q_norm is None else q_norm.eps,
+        rotary.cos_sin,
+        NORM_ROUNDED if q_norm is None else q_norm.kind,
+        interleaved=rotary.interleaved,
+        q_scale=rotary.q_scale,
+    )

@@ -1,11 +1,11 @@
 """Linear layers split over the tensor-parallel ranks. Each knows which checkpoint tensors it loads.
 
 Column-parallel layers split the outputs. Row-parallel layers split the inputs and sum the results
-over the ranks. Knows no model and no file.
+over the ranks. `StoredWeight` is what a format of weights says of a matrix.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,7 @@ from torch import nn
 
 from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.torch_kernels import WeightMethod
-from nanovllm.layers.extensions import StoredWeight
+from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
 
 
@@ -39,6 +38,68 @@ def divide(total: int, name: str) -> int:
             f"tensor_parallel_size {size} does not divide this model's {name} ({total})"
         )
     return total // size
+
+
+class StoredWeight(Protocol):
+    """The weight [n, k] of a matrix while it is loaded, if not as numbers of the model's dtype.
+
+    The matrix's own weight is on torch's meta device: this object owns all memory.
+    """
+
+    @property
+    def label(self) -> str:
+        """Name the form, for the report on a checkpoint: "GPTQ W4A16 g128"."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """Say what the weight became, for the log: "in FP8, kept in 8 bits". Valid after
+        `method`.
+        """
+        ...
+
+    def shards(self, weight: Shard) -> Iterator[Shard]:
+        """Yield the checkpoint tensors that stand in place of `weight`, a part of the matrix.
+
+        It is called several times for each part, and for models on torch's meta device: it
+        allocates what it loads into once, and then on the device of the matrix.
+
+        Args:
+            weight: named "<linear>.weight"; that of all experts has no suffix, and an `index`.
+                `shape` is that of the whole linear's weight, `dim` and `start` say which part
+                this rank has. `target` is a view of the matrix on the meta device: its first row
+                is row `target.storage_offset() // k` of the matrix.
+
+        Raises:
+            ConfigError: this rank's part begins or ends inside a group of numbers.
+            UnsupportedModelError: the form does not exist for such a weight.
+        """
+        ...
+
+    def method(self, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
+        """Return what multiplies, made of what was loaded; release what is not needed any more.
+
+        Dummy weights fill integers with zeros: such tensors must be valid, too.
+
+        Args:
+            dtype: of inputs and results.
+        """
+        ...
+
+
+@runtime_checkable
+class StoredRows(StoredWeight, Protocol):
+    """One that takes plain numbers, row by row. `shards` yields what it is given."""
+
+    def store(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Store some rows.
+
+        Args:
+            target: the view of the matrix on the meta device where they belong.
+            values: [rows, k], of any float dtype, on the CPU, maybe not contiguous. The memory is
+                used again after this call.
+        """
+        ...
 
 
 class Matrix(nn.Module):
@@ -207,3 +268,20 @@ class RowParallelLinear(LinearBase):
         )
         if self.bias is not None:
             yield Shard(f"{prefix}.bias", (output_size,), self.bias.data)
+
+
+def own_method(matrix: Matrix) -> WeightMethod | None:
+    """Return what multiplies with the weight of `matrix` itself, not what wraps it for adapters."""
+    method: WeightMethod | None = getattr(matrix.method, "base", matrix.method)
+    return method
+
+
+def shared_matrices(model: nn.Module) -> dict[nn.Parameter, dict[str, Matrix]]:
+    """Return the matrices that have a weight, by weight and then by path: tied ones have the same
+    weight.
+    """
+    sharing: dict[nn.Parameter, dict[str, Matrix]] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, Matrix) and module.weight is not None:
+            sharing.setdefault(module.weight, {})[prefix] = module
+    return sharing

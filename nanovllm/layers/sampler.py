@@ -1,24 +1,91 @@
-"""Turns logits into token ids, each row with its own parameters. Knows no requests.
+"""Turns logits into token ids, each row with its own parameters.
 
 A token's weight is exp((logit - largest logit) / temperature); 0 if a filter leaves it out. A draw
 takes one uniform number and inverts the cumulative sum of the weights, chunk by chunk. top_k and
 top_p become a threshold on the logits. It is found without sorting the vocabulary, because the n
-largest logits of a row lie in the n chunks with the largest maxima.
+largest logits of a row lie in the n chunks with the largest maxima. In plain torch, rows are
+grouped on the host by the work that they need, so that one row's filters cost the other rows no
+time. A kernel needs no groups: it gives each row its own work.
 """
 
 import dataclasses
+from collections.abc import Sequence as Seq
 
 import torch
 from torch.nn.functional import pad
 
-from nanovllm.layers.sampling_filters import Sampling, thresholds_of, weights_of
-from nanovllm.options.sampling_params import GREEDY_BELOW
+from nanovllm.kernels.torch_kernels import TORCH, Kernels
+from nanovllm.layers.sampling_tensors import SamplingTensors
+from nanovllm.options.sampling_params import GREEDY_BELOW, SamplingParams
+from nanovllm.utils.transfer import upload
 
 CHUNK = 128
 """Tokens in a chunk. A search over the vocabulary first chooses a chunk, then a token in it."""
 NO_TOKEN = -1
 """Stands for the token of a row whose logits are no distribution: some are NaN or +inf, or all are
 -inf. Then the largest logit is not finite, where NaN counts as the largest."""
+_SPARE = 8
+"""Candidates in addition to top_k, so that logits equal to the k-th are candidates too."""
+_TOP_P_CANDIDATES = 256
+"""Candidates for top_p without top_k. A row that keeps more tokens than that is sorted."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling(SamplingTensors):
+    """How one call of `draw` samples R rows: their parameters and positions, and flags of the host.
+
+    The first two flags save work. They change no token, so True is always correct.
+    """
+
+    positions: torch.Tensor
+    """[R] int64, the position of the new token in its sequence."""
+    any_min_p: bool = True
+    """Whether some row has a min_p above 0."""
+    any_top_p_of_all: bool = True
+    """Whether some row has a top_p and a top_k that keeps all tokens."""
+    any_greedy: bool = False
+    """Whether some row may have a temperature below GREEDY_BELOW."""
+    kernels: Kernels = TORCH
+
+
+def draw_by_group(
+    logits: torch.Tensor, sampling: Sampling, all_params: Seq[SamplingParams]
+) -> torch.Tensor:
+    """Do what `draw` does: rows with the same kind of filters in one call each.
+
+    Args:
+        logits: [R, vocab_size].
+        all_params: of each row, on the host.
+    """
+    if sampling.kernels.sample is not None:
+        return draw(logits, sampling)
+    groups: dict[str, list[int]] = {"greedy": [], "plain": [], "top_k": [], "top_p": []}
+    for index, params in enumerate(all_params):
+        kind = "plain"
+        if params.is_greedy:
+            kind = "greedy"
+        elif 0 < params.top_k < logits.shape[-1]:
+            kind = "top_k"
+        elif params.top_p < 1.0:
+            kind = "top_p"
+        groups[kind].append(index)
+    tokens = torch.empty_like(sampling.positions)
+    if greedy := groups.pop("greedy"):
+        rows = upload(greedy, logits.device)
+        tokens[rows] = sampling.kernels.greedy(logits[rows])
+    max_top_k = max((all_params[index].top_k for index in groups["top_k"]), default=0)
+    num_candidates = {"plain": 0, "top_k": max_top_k + _SPARE, "top_p": _TOP_P_CANDIDATES}
+    for kind, group in groups.items():
+        if group:
+            rows = upload(group, logits.device)
+            part = dataclasses.replace(
+                sampling.take(rows),
+                any_min_p=any(all_params[index].min_p > 0 for index in group),
+                any_top_p_of_all=kind == "top_p",
+            )
+            group_logits = logits if len(group) == len(all_params) else logits[rows]
+            tokens[rows] = draw(group_logits, part, num_candidates[kind])
+    return tokens
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> torch.Tensor:
@@ -111,6 +178,57 @@ def _invert(
     # Rounding can choose an index past the last token with a weight above 0.
     place = place.minimum((inner < inner[:, -1:]).sum(-1, keepdim=True))
     return (chunk * CHUNK + place)[:, 0]
+
+
+def thresholds_of(
+    values: torch.Tensor, largest: torch.Tensor, total: torch.Tensor | None, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's threshold, and whether `values` were enough to find it: both [R].
+
+    A row's threshold is the smallest logit that top_k and top_p keep. All equal logits are kept
+    too. `values` are enough if they contain every kept logit and every logit that counts for top_p.
+
+    Args:
+        values: [R, n], each row's largest logits in descending order.
+        total: [R], the weight of the whole vocabulary, for rows without top_k.
+    """
+    last = (sampling.top_ks - 1).clamp(max=values.shape[-1] - 1)
+    kth, smallest = values.gather(1, last[:, None]), values[:, -1]
+    in_top_k = values >= kth
+    weights = weights_of(values, largest, sampling).double() * in_top_k
+    mass = weights.cumsum(-1)
+    whole = mass[:, -1]
+    if total is not None:
+        whole = torch.where(sampling.top_ks > values.shape[-1], total, whole)
+    before = mass - weights
+    kept = in_top_k & (before < sampling.top_ps[:, None].double() * whole[:, None])
+    # `kept` is empty if top_p underflows or the row is no distribution.
+    place = (kept.sum(-1, keepdim=True) - 1).clamp_(min=0)
+    thresholds = values.gather(1, place)[:, 0]
+    # If all candidates after the k-th equal it, more equal logits may lie outside `values`, and
+    # `whole` would lack their weight.
+    ties_cut = (sampling.top_ks <= values.shape[-1]) & (smallest >= kth[:, 0])
+    return thresholds, (smallest < thresholds) & ~ties_cut
+
+
+def weights_of(
+    x: torch.Tensor,
+    largest: torch.Tensor,
+    sampling: Sampling,
+    thresholds: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return exp((x - largest) / temperature) in float32.
+
+    It is 0 for tokens that min_p excludes, or that are below the row's threshold [R], if given.
+    """
+    shape = (-1, *[1] * (x.ndim - 1))
+    weights = x.float().sub(largest.view(shape))
+    weights.div_(sampling.temperatures.view(shape)).exp_()
+    if sampling.any_min_p:  # min_p is relative to the most likely token, whose weight is 1
+        weights.masked_fill_(weights < sampling.min_ps.view(shape), 0.0)
+    if thresholds is not None:
+        weights.masked_fill_(x < thresholds.view(shape), 0.0)
+    return weights
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,8 @@ from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import PLAIN, AttentionOptions, QKNorm
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.layers.activation import ActAndMul
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention import Attention, head_norm
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.head_norm import head_norm
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding

@@ -2,8 +2,7 @@
 
 from typing import Any, ClassVar
 
-from nanovllm.layers.rope_scaling import RopeConfig
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 

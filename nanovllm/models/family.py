@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from nanovllm.layers.rope_scaling import RopeConfig
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 
 
 class Family(nn.Module):

@@ -16,8 +16,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.experts import MAX_EXPERTS, Experts, NormedRouter, StoredExperts
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.rope_scaling import RopeConfig
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.models.config_fields import config_size
 from nanovllm.models.decoder import DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig

@@ -3,8 +3,7 @@
 import torch
 
 from nanovllm.attention.spec import AttentionOptions
-from nanovllm.layers.rope_scaling import RopeConfig
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.models.config_fields import config_number
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig

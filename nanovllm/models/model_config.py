@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.layers.rope_scaling import RopeConfig
+from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.config_fields import (
     MAX_SIZE,
     architecture_of,

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.layers.rope_scaling import RopeConfig
+from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.config_fields import config_bool, config_number, config_size
 from nanovllm.options.validation import check_float, shown
 

@@ -16,8 +16,7 @@ import torch
 
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
-from nanovllm.layers.sampler import draw
-from nanovllm.layers.sampling_filters import Sampling
+from nanovllm.layers.sampler import Sampling, draw
 from nanovllm.scheduler.messages import Row
 from nanovllm.steps.cuda_capture import Capture, Graph
 from nanovllm.utils.distributed import broadcast_from_first

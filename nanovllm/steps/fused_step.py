@@ -13,8 +13,8 @@ from torch import nn
 
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.paged import PagedBackend
 from nanovllm.attention.spec import PLAIN, AttentionSpec
+from nanovllm.attention.triton import PagedBackend
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.kernels.triton.packed_ints import PackedInts
 from nanovllm.layers.activation import ActAndMul

@@ -18,8 +18,7 @@ from torch import nn
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu.packed import OneDnnWeight
 from nanovllm.kernels.torch_kernels import Kernels
-from nanovllm.layers.linear import Matrix
-from nanovllm.layers.matrices import own_method
+from nanovllm.layers.linear import Matrix, own_method
 from nanovllm.utils.memory import return_pages
 
 _MIN_BYTES = 2**16

@@ -10,7 +10,7 @@ from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.kernels.cpu.packed import OneDnnWeight
 from nanovllm.kernels.torch_kernels import WeightMethod
-from nanovllm.layers.matrices import own_method
+from nanovllm.layers.linear import own_method
 from nanovllm.training.memory import tensors_of
 from nanovllm.training.targets import Weight
 from nanovllm.worker.network import Network

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.layers.sampling_filters import Sampling, thresholds_of, weights_of
+from nanovllm.layers.sampler import Sampling, thresholds_of, weights_of
 from nanovllm.options.sampling_params import GREEDY_BELOW
 from nanovllm.scheduler.messages import Row, TokenLogprobs
 from nanovllm.utils.transfer import to_host, upload

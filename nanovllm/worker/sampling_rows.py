@@ -4,9 +4,8 @@ import itertools
 
 import torch
 
-from nanovllm.layers.grouped_draw import draw_by_group
 from nanovllm.layers.logits_rules import apply_rules, run_processors, told_apart
-from nanovllm.layers.sampling_filters import Sampling
+from nanovllm.layers.sampler import Sampling, draw_by_group
 from nanovllm.scheduler.messages import Ending, Row
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables

@@ -13,9 +13,7 @@ from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.experts import StackedLinear
-from nanovllm.layers.extensions import StoredRows
-from nanovllm.layers.linear import Matrix
-from nanovllm.layers.matrices import shared_matrices
+from nanovllm.layers.linear import Matrix, StoredRows, shared_matrices
 from nanovllm.utils.memory import return_freed
 from nanovllm.utils.pages import PageReserve
 

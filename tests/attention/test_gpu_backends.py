@@ -15,16 +15,14 @@ from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.flash_attn import FlashAttnBackend
 from nanovllm.attention.selector import select_backend
 from nanovllm.attention.spec import AttentionSpec, QKNorm
-from nanovllm.attention.torch_explicit import TorchExplicitBackend, explicit_attention
-from nanovllm.attention.torch_sdpa import TorchBackend
+from nanovllm.attention.torch_sdpa import TorchBackend, TorchExplicitBackend, explicit_attention
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_WIDE
 from nanovllm.kernels.triton.kernels import TritonKernels
-from nanovllm.layers.rope_scaling import inverse_frequencies
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
 from nanovllm.worker import attention_groups
 from tests.attention.cases import make_case, random_rows
 from tests.kernels.triton.inputs import CUDA, DEVICE, has_fp8

@@ -18,8 +18,7 @@ from transformers import (
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers import sampler
-from nanovllm.layers.sampler import NO_TOKEN, draw, uniform
-from nanovllm.layers.sampling_filters import Sampling, weights_of
+from nanovllm.layers.sampler import NO_TOKEN, Sampling, draw, uniform, weights_of
 
 KERNELS = select_kernels(torch.device("cpu"), torch.float32)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.layers.rope_scaling import RopeConfig, inverse_frequencies
+from nanovllm.layers.rotary_embedding import RopeConfig, inverse_frequencies
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen2 import Qwen2ForCausalLM

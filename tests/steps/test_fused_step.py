@@ -27,7 +27,7 @@ from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Matrix
-from nanovllm.layers.rope_scaling import RopeConfig
+from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from nanovllm import demo_model
 from nanovllm.attention.spec import AttentionSpec
-from nanovllm.attention.torch_explicit import TorchExplicitBackend
+from nanovllm.attention.torch_sdpa import TorchExplicitBackend
 from nanovllm.errors import CheckpointError
 from nanovllm.formats.integer import choose_group_size, quantize
 from nanovllm.models.registry import MODULES

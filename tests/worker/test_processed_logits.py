@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers.sampling_filters import Sampling
+from nanovllm.layers.sampler import Sampling
 from nanovllm.layers.sampling_tensors import KEEP_ALL
 from nanovllm.worker.logprobs import processed_logits
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
-from nanovllm.layers import grouped_draw
+from nanovllm.layers import sampler
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.speculation.proposers.ngram import Ngram
@@ -60,7 +60,7 @@ def test_every_way_of_choosing_a_token_is_used(
         monkeypatch.setattr(module, name, watched)
 
     watch(Kernels, "greedy", lambda _, logits: [logits.dtype])
-    watch(grouped_draw, "draw", lambda logits, _, count=0: [logits.dtype, bool(count)])
+    watch(sampler, "draw", lambda logits, _, count=0: [logits.dtype, bool(count)])
     bench.tables.kernels = TORCH
     watch(logprobs, "gather_logprobs", lambda *_: [])
     watch(Network, "forward", lambda _, tables, rows, output_indices: [rows[0].samples])

@@ -10,7 +10,7 @@ import itertools
 import torch
 
 from nanovllm.attention.batch import Batch
-from nanovllm.layers.sampling_filters import Sampling
+from nanovllm.layers.sampler import Sampling
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.speculation.proposers.draft_kv import FEW_TOKENS, loaded_pages

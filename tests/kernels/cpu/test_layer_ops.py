@@ -12,8 +12,7 @@ from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_ROUNDED, NORM_WIDE
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.rope_scaling import inverse_frequencies
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
 from nanovllm.steps.recording import Recording
 from tests.kernels.cpu.helpers import native, randn
 

@@ -9,8 +9,7 @@ import torch
 from nanovllm.formats.integer import IntTensor, quantize
 from nanovllm.kernels.cpu import layer_ops, ops as cpu_ops, table_ops
 from nanovllm.kernels.cpu.kernels import CKernels
-from nanovllm.layers.sampler import draw
-from nanovllm.layers.sampling_filters import Sampling
+from nanovllm.layers.sampler import Sampling, draw
 from tests.kernels.cpu.helpers import native, pack, randn
 
 pytestmark = pytest.mark.usefixtures("inference_mode")

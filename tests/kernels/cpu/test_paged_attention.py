@@ -11,8 +11,7 @@ from nanovllm.attention.cpu import CPUBackend
 from nanovllm.attention.spec import AttentionSpec, QKNorm
 from nanovllm.kernels.cpu import layer_ops
 from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_WIDE
-from nanovllm.layers.rope_scaling import inverse_frequencies
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
 from tests.kernels.cpu.helpers import native, randn
 
 pytestmark = [native, pytest.mark.usefixtures("inference_mode")]

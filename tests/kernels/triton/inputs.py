@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanovllm.kernels.triton import sampling as triton_sampling
-from nanovllm.layers.sampling_filters import Sampling
+from nanovllm.layers.sampler import Sampling
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

@@ -10,8 +10,7 @@ import torch
 from nanovllm.kernels.triton import fused_attention
 from nanovllm.kernels.triton.online_softmax import MAX_SPLITS
 from nanovllm.kernels.triton.store import store
-from nanovllm.layers.rope_scaling import inverse_frequencies
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
 from tests.attention.cases import make_case, reference
 from tests.kernels.triton.inputs import DEVICE, each_dtype, randn
 from tests.kernels.triton.interpreter import patch_interpreter

@@ -11,8 +11,7 @@ import triton.language as tl
 
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.triton import inverse_cdf, sampling as triton_sampling
-from nanovllm.layers.sampler import NO_TOKEN, draw, uniform
-from nanovllm.layers.sampling_filters import Sampling
+from nanovllm.layers.sampler import NO_TOKEN, Sampling, draw, uniform
 from tests.kernels.triton.inputs import (
     CUDA,
     DEVICE,

@@ -9,8 +9,7 @@ from nanovllm.attention.spec import AttentionSpec, QKNorm
 from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_ROUNDED, NORM_WIDE, rotate
 from nanovllm.kernels.triton.store import store
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.rope_scaling import inverse_frequencies
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
 from nanovllm.worker.kv_cache import zeros
 from tests.kernels.triton.inputs import (
     DEVICE,

@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.triton import top_k_top_p
-from nanovllm.layers.sampler import draw
-from nanovllm.layers.sampling_filters import Sampling
+from nanovllm.layers.sampler import Sampling, draw
 from tests.kernels.triton.inputs import DEVICE, EVERYTHING, make_sampling, randn, sample
 from tests.kernels.triton.interpreter import patch_interpreter
 
