@@ -62,8 +62,10 @@ def converted_tokenizer(checkpoint: Checkpoint) -> TextTokenizer:
     if (kept := _read_kept(checkpoint)) is not None:
         return kept
     try:
-        fields = _fields_of(convert_gguf_tokenizer(path) if is_gguf(path) else _load(path))
-        if not is_gguf(path):
+        if is_gguf(path):
+            fields = _fields_of(convert_gguf_tokenizer(path, read_gguf(path).tokenizer))
+        else:
+            fields = _fields_of(_load(path))
             settings = read_json(path / "tokenizer_config.json")
             fields["chat_template"] = read_chat_templates(path, settings)
         tokenizer = _from_fields(fields)

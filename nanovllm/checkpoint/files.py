@@ -1,15 +1,14 @@
-"""The files of a checkpoint, of which none is trusted: each is checked before it is opened.
+"""The files of a checkpoint, none of which is trusted: each is checked before it is opened.
 
-Knows no file by name. Imports no torch.
+Imports no torch.
 """
 
-import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import CheckpointError
 from nanovllm.options.validation import shown
+from nanovllm.utils import strict_json
 
 MAX_JSON_BYTES = 4 * 2**20
 """Of one JSON text. Python's objects take up to 24 times as much memory. A header or an index of
@@ -36,7 +35,7 @@ def check_file(directory: Path, name: str, max_bytes: int | None = None) -> bool
 
     Raises:
         CheckpointError: the file is outside the directory, too large, or not a regular file (to
-            open a FIFO would wait for ever).
+            open a FIFO would wait forever).
     """
     try:
         file = (directory / name).resolve()
@@ -104,31 +103,15 @@ def parse_object(text: bytes, source: str) -> dict[str, Any]:
         source: the file, for the error.
 
     Raises:
-        CheckpointError: `text` is too long, not UTF-8, not valid JSON, nested too deep, no object,
-            or names a field twice.
+        CheckpointError: `text` is too long, not UTF-8, not valid JSON, nested too deep, not an
+            object, or names a field twice.
     """
     if len(text) > MAX_JSON_BYTES:
         raise CheckpointError(f"{source} has more than {MAX_JSON_BYTES} bytes of JSON")
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_fields)
-    except RecursionError:
-        raise CheckpointError(f"cannot read {source}: it is nested too deep") from None
+        value = strict_json.parse(text.decode("utf-8"), max_depth=_MAX_DEPTH, finite=False)
     except ValueError as error:
         raise CheckpointError(f"cannot read {source}: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{source} must hold a JSON object, not {type(value).__name__}")
-    level: list[Any] = [value]
-    for _ in range(_MAX_DEPTH):
-        children = [item.values() if isinstance(item, dict) else item for item in level]
-        level = [child for items in children for child in items if isinstance(child, dict | list)]
-    if level:
-        raise CheckpointError(f"cannot read {source}: it is nested more than {_MAX_DEPTH} deep")
     return value
-
-
-def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"field {shown(name)} appears twice")
-    return fields

@@ -12,14 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nanovllm.checkpoint.gguf_config import make_config
+from nanovllm.checkpoint.gguf_config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, make_config
 from nanovllm.checkpoint.gguf_families import family_of
-from nanovllm.checkpoint.gguf_family import GgufFamily
-from nanovllm.checkpoint.gguf_header import GgufTensor, read_gguf_header
-from nanovllm.checkpoint.gguf_metadata import Metadata
-from nanovllm.checkpoint.gguf_reading import AS_STORED, Reading, rotary_pairs
-from nanovllm.checkpoint.gguf_rope import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
-from nanovllm.checkpoint.gguf_vocabulary import tokenizer_settings
+from nanovllm.checkpoint.gguf_family import AS_STORED, GgufFamily, Reading, rotary_pairs
+from nanovllm.checkpoint.gguf_header import GgufTensor, Metadata, read_gguf_header
+from nanovllm.checkpoint.gguf_tokenizer import tokenizer_settings
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.options.validation import shown
 

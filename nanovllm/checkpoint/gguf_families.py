@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from nanovllm.checkpoint.gguf_family import EXPERTS, SANDWICH, SOFTCAP, Fields, GgufFamily
 from nanovllm.checkpoint.gguf_gemma4 import GEMMA4
+from nanovllm.checkpoint.gguf_header import MAX_SIZE, Metadata
 from nanovllm.checkpoint.gguf_lfm2 import LFM2, LFM2_MOE
-from nanovllm.checkpoint.gguf_metadata import MAX_SIZE, Metadata
 from nanovllm.checkpoint.gguf_qwen35 import QWEN35, QWEN35_MOE
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.options.validation import check_int, shown

@@ -4,7 +4,7 @@ Reads metadata, no weight. Imports no torch.
 """
 
 from nanovllm.checkpoint.gguf_family import SANDWICH, SOFTCAP, Fields, GgufFamily
-from nanovllm.checkpoint.gguf_metadata import MAX_SIZE, Metadata
+from nanovllm.checkpoint.gguf_header import MAX_SIZE, Metadata
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.options.validation import check_int, shown
 

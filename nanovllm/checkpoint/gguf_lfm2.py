@@ -4,9 +4,8 @@ Layers with a short convolution are those with no head of keys and values in the
 attention.head_count_kv. Reads metadata, no weight. Imports no torch.
 """
 
-from nanovllm.checkpoint.gguf_family import EXPERT_SIZES, Fields, GgufFamily
-from nanovllm.checkpoint.gguf_metadata import Metadata
-from nanovllm.checkpoint.gguf_reading import Reading
+from nanovllm.checkpoint.gguf_family import EXPERT_SIZES, Fields, GgufFamily, Reading
+from nanovllm.checkpoint.gguf_header import Metadata
 from nanovllm.options.validation import check_int
 
 

@@ -19,9 +19,15 @@ Reads metadata, no weight. Imports no torch.
 
 from collections.abc import Mapping
 
-from nanovllm.checkpoint.gguf_family import EXPERT_SIZES, EXPERTS, Fields, GgufFamily
-from nanovllm.checkpoint.gguf_metadata import Metadata
-from nanovllm.checkpoint.gguf_reading import Order, Reading
+from nanovllm.checkpoint.gguf_family import (
+    EXPERT_SIZES,
+    EXPERTS,
+    Fields,
+    GgufFamily,
+    Order,
+    Reading,
+)
+from nanovllm.checkpoint.gguf_header import Metadata
 from nanovllm.errors import CheckpointError
 
 

@@ -1,6 +1,6 @@
-"""The tokenizer in a GGUF file: transformers converts it, and what it leaves out is added here.
+"""The tokenizer in a GGUF file, and the tokens that end a text.
 
-Knows no prompts and no requests.
+transformers converts it; what it leaves out is added here. Imports no torch.
 """
 
 import logging
@@ -11,9 +11,93 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
-from nanovllm.checkpoint.gguf import read_gguf
-from nanovllm.errors import UnsupportedModelError
-from nanovllm.options.validation import shown
+from nanovllm.checkpoint.gguf_header import Metadata
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.options.validation import check_bool, check_int, shown
+
+_END_TOKENS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<turn|>",
+    "<|tool_response>",
+)
+"""Tokens that end a turn wherever they are in a vocabulary, as in llama.cpp."""
+_HARMONY = {"<|return|>", "<|call|>", "<|end|>"}
+"""A vocabulary with these is gpt-oss's, whose "<|end|>" ends a message and not the turn."""
+_SPECIAL_TYPES = (3, 4)
+"""`tokenizer.ggml.token_type` of control tokens and user-defined ones: their text is one token."""
+_MAX_TOKEN_BYTES = 4 * 2**20
+_MAX_SPECIAL_TOKENS = 8192
+"""Gemma 3 has 6414."""
+
+
+def tokenizer_settings(metadata: Metadata) -> dict[str, Any]:
+    """Return tokenizer.ggml's "model" and "pre"; "add_bos_token" and "add_space_prefix" if given;
+    and the model's "architecture".
+
+    Returns {} if there are no tokens.
+
+    Raises:
+        CheckpointError: what transformers reads of the tokenizer has wrong types, or is so much
+            that its work would take minutes.
+    """
+    tokens = metadata.values.get("tokenizer.ggml.tokens")
+    if tokens is None:
+        return {}
+    for key, kind in (("tokens", str), ("merges", str), ("token_type", int), ("scores", float)):
+        values = metadata.values.get(f"tokenizer.ggml.{key}", [])
+        if not isinstance(values, list) or any(type(value) is not kind for value in values):
+            raise CheckpointError(
+                f"{metadata.file}: tokenizer.ggml.{key} is no list of {kind.__name__}"
+            )
+        if key in ("token_type", "scores") and values and len(values) != len(tokens):
+            raise CheckpointError(
+                f"{metadata.file}: tokenizer.ggml.{key} has {len(values)} elements for "
+                f"{len(tokens)} tokens"
+            )
+    num_bytes = sum(map(len, tokens))
+    types = metadata.values.get("tokenizer.ggml.token_type", [])
+    num_special = sum(value in _SPECIAL_TYPES for value in types)
+    if num_bytes > _MAX_TOKEN_BYTES or num_special > _MAX_SPECIAL_TOKENS:
+        raise CheckpointError(
+            f"{metadata.file}: tokenizer.ggml.tokens has {num_bytes} characters and {num_special} "
+            f"special tokens; at most {_MAX_TOKEN_BYTES} and {_MAX_SPECIAL_TOKENS} are read"
+        )
+    metadata.text("tokenizer.chat_template", "")
+    found: dict[str, Any] = {
+        key: metadata.text(f"tokenizer.ggml.{key}", "") for key in ("model", "pre")
+    }
+    found["architecture"] = metadata.architecture
+    for key in ("add_bos_token", "add_space_prefix"):
+        name = f"tokenizer.ggml.{key}"
+        if (value := metadata.values.get(name)) is not None:
+            found[key] = check_bool(CheckpointError, f"{metadata.file}: {name}", value)
+    return found
+
+
+def eos_token_ids(metadata: Metadata, vocab_size: int) -> list[int]:
+    """Return the tokens that end a text: those the file names, and known ends of a turn."""
+    found = set()
+    for key in ("eos_token_id", "eot_token_id", "eom_token_id"):
+        key = f"tokenizer.ggml.{key}"
+        if (token := metadata.values.get(key)) is not None:
+            name = f"{metadata.file}: {key}"
+            found.add(check_int(CheckpointError, name, token, 0, vocab_size - 1))
+    tokens = metadata.values.get("tokenizer.ggml.tokens") or []
+    types = metadata.values.get("tokenizer.ggml.token_type") or []
+    numbered = enumerate(zip(tokens, types, strict=False))  # a file may have one without the other
+    special = {text: index for index, (text, kind) in numbered if kind in _SPECIAL_TYPES}
+    ends = {*_END_TOKENS} - ({"<|end|>"} if special.keys() >= _HARMONY else set())
+    found |= {special[text] for text in ends if special.get(text, vocab_size) < vocab_size}
+    return sorted(found)
+
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +131,11 @@ _SPLITS = {
 other, as in llama.cpp."""
 
 
-def convert_gguf_tokenizer(file: Path) -> Any:
+def convert_gguf_tokenizer(file: Path, settings: Mapping[str, Any]) -> Any:
     """Return transformers' tokenizer made from GGUF `file`, with its chat template.
+
+    Args:
+        settings: what `tokenizer_settings` returned for the file.
 
     Raises:
         UnsupportedModelError: the tokenizer is of another kind than byte-level BPE, SentencePiece's
@@ -57,7 +144,6 @@ def convert_gguf_tokenizer(file: Path) -> Any:
     """
     from transformers import PreTrainedTokenizerFast
 
-    settings = read_gguf(file).tokenizer
     if settings.get("model") not in _MODELS:
         raise UnsupportedModelError(
             f"{file}: tokenizer.ggml.model {shown(settings.get('model'))} is not supported "

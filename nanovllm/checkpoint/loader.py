@@ -1,7 +1,7 @@
-"""Loads safetensors or GGUF files into a model's parameters. Each rank reads its own part only.
+"""Loads safetensors or GGUF files into a model's parameters, or random weights in their place.
 
-Every tensor must match by name, shape and dtype. Knows no architecture: each module lists its
-checkpoint tensors in `shards()`.
+Each rank reads its own part only. Every tensor must match by name, shape and dtype; each module
+lists its checkpoint tensors in `shards()`.
 """
 
 import logging
@@ -25,6 +25,12 @@ from nanovllm.utils.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
+_DUMMY_LIMIT = 0.035
+"""Of a random weight, either side of 0."""
+_DUMMY_SCALE = 2.0**-7
+"""Of stored weights whose scale is a tensor."""
+_DUMMY_ROWS = 1024
+"""Rows that are filled at once."""
 _NUMBERS = 2**20
 """Of a chunk, at most, but for chunks of fewest rows."""
 _ROWS = 32
@@ -285,3 +291,41 @@ def _read_chunks(
             read = chunk.owner, chunk.target.nbytes
             del chunk
             yield read
+
+
+def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
+    """Fill `model` with small random weights, norm weights with ones and biases with zeros.
+
+    Parameters on torch's meta device stay as they are.
+    """
+    parameters = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
+    generator = torch.Generator(parameters[0][1].device).manual_seed(seed)
+    for name, parameter in parameters:
+        if parameter.ndim == 1:
+            parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            parameter.data.uniform_(-_DUMMY_LIMIT, _DUMMY_LIMIT, generator=generator)
+
+
+def init_dummy_shards(
+    module: nn.Module, shards: Iterable[Shard], store: Store, seed: int = 0
+) -> None:
+    """Fill the targets of the shards of `module`, whose weight is stored in another form.
+
+    Plain weights and those in FP8 are small and random. Integers are 0, and other numbers are
+    small: scales, most likely.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    for shard in shards:
+        target = shard.target
+        if target.is_meta or (target.itemsize == 1 and target.is_floating_point()):
+            for start in range(0, len(target), _DUMMY_ROWS):
+                rows = target[start : start + _DUMMY_ROWS]
+                values = torch.empty(rows.shape, dtype=torch.float32)
+                values.uniform_(-_DUMMY_LIMIT, _DUMMY_LIMIT, generator=generator)
+                if not store(module, rows, values):
+                    rows.copy_(values)
+        elif target.is_floating_point():
+            target.fill_(0.0 if shard.name.endswith(".bias") else _DUMMY_SCALE)
+        else:
+            target.zero_()

@@ -10,13 +10,12 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nanovllm import demo_model
 from nanovllm.cli.arguments import parse
-from nanovllm.cli.flag_groups import MAX_TOKENS, RECOMMENDED
-from nanovllm.cli.loading import load, shown_model
-from nanovllm.cli.repl import Chat
-from nanovllm.cli.settings import Settings
+from nanovllm.cli.flag_groups import CHAT_SAMPLING, MAX_TOKENS, RECOMMENDED
+from nanovllm.cli.repl import Chat, Settings
 from nanovllm.cli.sources import (
     Message,
     Piece,
@@ -31,6 +30,7 @@ from nanovllm.loadtest.load_plan import LoadPlan
 from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, fields_of, given_fields
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.server.options import model_name
 from nanovllm.utils.line_input import joined_lines, typed_lines
 from nanovllm.utils.terminal import (
     OutputError,
@@ -44,6 +44,9 @@ from nanovllm.utils.terminal import (
     write,
     write_stream,
 )
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
 
 
 def main(argv: Seq[str] | None = None) -> int:
@@ -216,6 +219,56 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         f"there is no prompt for {shown_model(args.model)}: give one, as in "
         "nanovllm generate 'The sky is', or lines on standard input"
     )
+
+
+def shown_model(model: str) -> str:
+    """Return how messages call a model."""
+    if model == demo_model.MODEL:
+        return "the glossary model that ships with nanovllm"
+    return model_name(model)
+
+
+def load(
+    options: dict[str, Any], flags: dict[str, Any], *, is_named: bool, is_chat: bool
+) -> "tuple[LLM, SamplingParams]":
+    """Return the model and its recommended sampling parameters, overridden by the flags.
+
+    Args:
+        is_named: whether the user named the model; else one line says which it is.
+        is_chat: whether it answers messages; then `CHAT_SAMPLING` counts where the checkpoint
+            recommends no sampling.
+    """
+    name = shown_model(options["model"])
+    if is_named:
+        note(f"nanovllm: loading {name}")
+    else:
+        complain(f"nanovllm: no MODEL is named, so {name} answers")
+    try:
+        from nanovllm.llm import LLM
+
+        llm = LLM(**options)
+    except KeyboardInterrupt:
+        complain("nanovllm: interrupted while loading the model")
+        raise
+    recommended = llm.engine.generation_config
+    params = llm.get_default_sampling_params()
+    if is_chat and options.get("generation_config") != "vllm":
+        params = dataclasses.replace(params, **_chat_sampling(recommended, flags))
+    if recommended.get("max_new_tokens") is None:
+        flags = {"max_tokens": MAX_TOKENS, **flags}
+    return llm, dataclasses.replace(params, **flags)
+
+
+def _chat_sampling(recommended: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a chat samples with, where the checkpoint has no say in it; say so in a line."""
+    decides = recommended.get("do_sample") is False
+    if decides or any(recommended.get(name) is not None for name in CHAT_SAMPLING):
+        return {}
+    chosen = {name: value for name, value in CHAT_SAMPLING.items() if name not in flags}
+    if chosen and flags.get("temperature") != 0:
+        values = ", ".join(f"{name} {value}" for name, value in chosen.items())
+        note(f"nanovllm: the model recommends no sampling, so a chat takes {values}")
+    return chosen
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from nanovllm.formats.fields import Field
 from nanovllm.formats.names import Names, read_names
 from nanovllm.formats.settings import (
     WHERE,
@@ -17,6 +16,7 @@ from nanovllm.formats.settings import (
     read_group_size,
     unsupported,
 )
+from nanovllm.formats.stored import Field
 from nanovllm.formats.stored_integers import IntegerForm, StoredIntegers
 from nanovllm.layers.linear import Matrix
 

@@ -11,10 +11,15 @@ import torch
 
 from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.formats.fields import Field, LoadedField, LoadedVector, row_ranges, unpack_columns
 from nanovllm.formats.integer import FP4_NUMBERS, IntRows, IntTensor, int_tensor
-from nanovllm.formats.scheme import Scheme
-from nanovllm.formats.stored import StoredNumbers
+from nanovllm.formats.stored import (
+    Field,
+    LoadedField,
+    LoadedVector,
+    StoredNumbers,
+    row_ranges,
+    unpack_columns,
+)
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.linear import Matrix
 
@@ -46,11 +51,6 @@ NVFP4 = Fp4Layout(
 )
 MXFP4 = Fp4Layout("MXFP4", "weight_packed", 32, torch.uint8)
 MODELOPT_NVFP4 = Fp4Layout("ModelOpt NVFP4", "weight", 16, torch.float8_e4m3fn, "weight_scale_2")
-_LAYOUTS = {
-    "nvfp4-pack-quantized": (NVFP4, "tensor_group"),
-    "mxfp4-pack-quantized": (MXFP4, "group"),
-}
-"""By the format of compressed-tensors: the layout, and the strategy that it has."""
 
 
 class StoredFp4(StoredNumbers):
@@ -121,25 +121,6 @@ class StoredFp4(StoredNumbers):
                 )
             found.append((1 / factor if layout.divides else factor).expand(part.rows))
         return torch.cat(found)
-
-
-def stored_fp4(scheme: Scheme, matrix: Matrix, names: list[str]) -> StoredFp4:
-    """Return how a checkpoint of compressed-tensors stores FP4 linears.
-
-    Inputs are not rounded as `scheme.inputs` says: all kernels round less.
-
-    Raises:
-        UnsupportedModelError: no such layout is published.
-    """
-    layout, strategy = _LAYOUTS[scheme.format]
-    found = (scheme.bits, scheme.type, scheme.strategy, scheme.group_size, scheme.symmetric)
-    if found != (4, "float", strategy, layout.group_size, True):
-        raise UnsupportedModelError(
-            f"{names[0]}: {scheme.format} of {scheme.bits} bits, type {scheme.type}, strategy "
-            f"{scheme.strategy}, group_size {scheme.group_size}, symmetric {scheme.symmetric} is "
-            f"not supported (only 4, float, {strategy}, {layout.group_size}, True)"
-        )
-    return StoredFp4(layout, matrix)
 
 
 def unpack_fp4(

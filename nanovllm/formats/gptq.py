@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from nanovllm.errors import CheckpointError
-from nanovllm.formats.fields import Field
 from nanovllm.formats.names import Names, read_regex, spellings
 from nanovllm.formats.settings import (
     WHERE,
@@ -20,6 +19,7 @@ from nanovllm.formats.settings import (
     read_object,
     unsupported,
 )
+from nanovllm.formats.stored import Field
 from nanovllm.formats.stored_integers import IntegerForm, StoredIntegers
 from nanovllm.layers.linear import Matrix
 from nanovllm.options.validation import shown

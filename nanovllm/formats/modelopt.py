@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from nanovllm.errors import CheckpointError
-from nanovllm.formats.fields import Field
 from nanovllm.formats.fp4 import MODELOPT_NVFP4, Fp4Layout, StoredFp4
 from nanovllm.formats.names import ModuleList, enclosing, plain
 from nanovllm.formats.settings import WHERE, one_form, read_object, unsupported
+from nanovllm.formats.stored import Field
 from nanovllm.formats.stored_fp8 import StoredFp8
 from nanovllm.layers.linear import Matrix, StoredWeight
 from nanovllm.options.validation import shown

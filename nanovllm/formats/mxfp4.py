@@ -10,9 +10,9 @@ import torch
 
 from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import ConfigError, UnsupportedModelError
-from nanovllm.formats.fields import row_ranges
 from nanovllm.formats.fp4 import E8M0_BIAS, unpack_fp4
 from nanovllm.formats.integer import IntRows
+from nanovllm.formats.stored import row_ranges
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.experts import StackedLinear
 from nanovllm.layers.linear import Matrix

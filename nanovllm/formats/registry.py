@@ -16,10 +16,10 @@ from nanovllm.formats.awq import Awq
 from nanovllm.formats.compressed_tensors import CompressedTensors
 from nanovllm.formats.gguf import GgufFormat
 from nanovllm.formats.gptq import Gptq
-from nanovllm.formats.kv_scheme import UNREAD_SCALES, kv_scheme
 from nanovllm.formats.modelopt import ModelOpt
 from nanovllm.formats.mxfp4 import Mxfp4Format
 from nanovllm.formats.rounding import Rounding
+from nanovllm.formats.settings import UNREAD_SCALES, kv_scheme
 from nanovllm.formats.stored_fp8 import Fp8Format, StoredFp8
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.experts import StackedLinear

@@ -7,9 +7,9 @@ import torch
 
 from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import ConfigError
-from nanovllm.formats.fields import row_ranges
 from nanovllm.formats.fp8 import FP8, Fp8Weight, quantize_fp8
 from nanovllm.formats.integer import IntRows, choose_group_size, quantize
+from nanovllm.formats.stored import row_ranges
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.experts import Router, StackedLinear

@@ -7,14 +7,11 @@ from typing import Any
 import torch
 
 from nanovllm.checkpoint.shards import Shard
-from nanovllm.errors import UnsupportedModelError
-from nanovllm.formats.fields import Field, LoadedField, first_row, row_ranges
 from nanovllm.formats.fp8 import FP8, Fp8Weight
 from nanovllm.formats.names import Names, read_names
 from nanovllm.formats.rounding import EXACT, rounded_rows
-from nanovllm.formats.scheme import Scheme
 from nanovllm.formats.settings import WHERE, check_supported, one_form, unsupported
-from nanovllm.formats.stored import StoredNumbers
+from nanovllm.formats.stored import Field, LoadedField, StoredNumbers, first_row, row_ranges
 from nanovllm.kernels.torch_kernels import TORCH, Kernels, WeightMethod
 from nanovllm.layers.linear import Matrix
 
@@ -74,32 +71,6 @@ class Fp8Format:
         forms = [None if self.excludes(name) else self.name for name in names]
         form = one_form(names, forms, " and ".join(_EXCLUDED))
         return None if form is None else StoredFp8(self.scale, matrix)
-
-
-def stored_float(scheme: Scheme, matrix: Matrix, names: list[str]) -> "StoredFp8":
-    """Return how a checkpoint of compressed-tensors stores FP8 linears.
-
-    Raises:
-        UnsupportedModelError: the scheme is not implemented.
-    """
-    blocks: dict[str, tuple[int | None, int | None]] = {
-        "tensor": (None, None),
-        "channel": (1, None),
-        "group": (1, scheme.group_size),
-        "block": scheme.block or (None, None),
-    }
-    rounded = scheme.inputs
-    found = scheme.bits, scheme.type, scheme.symmetric, scheme.strategy in blocks
-    inputs_are_fp8 = rounded is None or (rounded.bits, rounded.type) == (8, "float")
-    if found != (8, "float", True, True) or not inputs_are_fp8:
-        listed = "none" if rounded is None else f"{rounded.bits} bits, type {rounded.type}"
-        raise UnsupportedModelError(
-            f"{names[0]}: {scheme.format} of {scheme.bits} bits, type {scheme.type}, strategy "
-            f"{scheme.strategy}, symmetric {scheme.symmetric}, input_activations {listed} is not "
-            f"supported (only 8, float, {', '.join(blocks)}, True, none or 8 bits, type float)"
-        )
-    outputs, inputs = blocks[scheme.strategy]
-    return StoredFp8(Field("weight_scale", torch.float32, inputs, outputs=outputs), matrix)
 
 
 class StoredFp8(StoredNumbers):

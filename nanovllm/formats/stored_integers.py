@@ -11,9 +11,8 @@ import torch
 
 from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import CheckpointError
-from nanovllm.formats.fields import Field, LoadedField, LoadedVector, row_ranges
 from nanovllm.formats.integer import IntRows, int_tensor
-from nanovllm.formats.stored import StoredNumbers
+from nanovllm.formats.stored import Field, LoadedField, LoadedVector, StoredNumbers, row_ranges
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.linear import Matrix
 

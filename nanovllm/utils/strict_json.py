@@ -1,7 +1,4 @@
-"""JSON of strangers, read strictly: each key once, finite numbers, and a bounded depth.
-
-Knows neither requests nor files.
-"""
+"""Untrusted JSON, read strictly: each key once, finite numbers, and a bounded depth."""
 
 import json
 import math
@@ -20,29 +17,37 @@ class RepeatedKeyError(ValueError):
 
 
 class TooDeepError(ValueError):
-    """Arrays and objects are nested more than `MAX_DEPTH` deep."""
+    """Arrays and objects are nested too deep."""
 
-    def __init__(self) -> None:
-        super().__init__(f"it is nested more than {MAX_DEPTH} deep")
+    def __init__(self, max_depth: int) -> None:
+        super().__init__(f"it is nested more than {max_depth} deep")
 
 
-def parse(text: str) -> Any:
+def parse(text: str, *, max_depth: int = MAX_DEPTH, finite: bool = True) -> Any:
     """Return the value of a JSON text.
+
+    Args:
+        max_depth: of arrays and objects in each other.
+        finite: False accepts NaN, Infinity and numbers too large for a float, as Python's json
+            does.
 
     Raises:
         RepeatedKeyError: an object has a key twice.
         TooDeepError: it is nested too deeply.
-        ValueError: it is no JSON (`json.JSONDecodeError` says where), or has NaN or a number that
-            is too large for a float.
+        ValueError: it is not JSON (`json.JSONDecodeError` says where), or has a number that is not
+            finite.
     """
     try:
         value = json.loads(
-            text, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite
+            text,
+            object_pairs_hook=_unique,
+            parse_constant=_refuse if finite else None,
+            parse_float=_finite if finite else None,
         )
     except RecursionError:
-        raise TooDeepError from None
-    if text.count("[") + text.count("{") > MAX_DEPTH:
-        _check_depth(value)
+        raise TooDeepError(max_depth) from None
+    if text.count("[") + text.count("{") > max_depth:
+        _check_depth(value, max_depth)
     return value
 
 
@@ -68,11 +73,11 @@ def _finite(text: str) -> float:
     return number
 
 
-def _check_depth(value: Any) -> None:
+def _check_depth(value: Any, max_depth: int) -> None:
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(max_depth + 1):
         parents = [item for item in level if isinstance(item, dict | list)]
         level = [v for p in parents for v in (p.values() if isinstance(p, dict) else p)]
         if not level:
             return
-    raise TooDeepError
+    raise TooDeepError(max_depth)

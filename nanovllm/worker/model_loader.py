@@ -15,9 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.checkpoint.dummy_weights import init_dummy_shards, init_dummy_weights
 from nanovllm.checkpoint.gguf import is_gguf
-from nanovllm.checkpoint.loader import Store, check_tensors, load_weights
+from nanovllm.checkpoint.loader import (
+    Store,
+    check_tensors,
+    init_dummy_shards,
+    init_dummy_weights,
+    load_weights,
+)
 from nanovllm.checkpoint.tensor_files import TensorInfo, equal_tensors, read_header
 from nanovllm.errors import CheckpointError
 from nanovllm.kernels.torch_kernels import Kernels

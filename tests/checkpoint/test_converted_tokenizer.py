@@ -220,7 +220,7 @@ def test_what_is_missing_is_named(
     [
         ("tokenizer_config.json", "{", "cannot read .*tokenizer_config.json"),
         ("special_tokens_map.json", "[]", "special_tokens_map.json must hold a JSON object"),
-        ("added_tokens.json", '{"a": 1, "a": 2}', "added_tokens.json: field 'a' appears twice"),
+        ("added_tokens.json", '{"a": 1, "a": 2}', "added_tokens.json: it has the key 'a' twice"),
         ("tokenizer_config.json", '{"vocab_file": "/dev/zero"}', "'/dev/zero' is outside"),
         ("tokenizer_config.json", '{"x_files": ["../x"]}', "'../x' is outside"),
         ("tokenizer_config.json", '{"tokenizer_file": "fifo"}', "'fifo' is not a regular file"),

@@ -12,7 +12,7 @@ import torch
 from nanovllm import Config, SamplingParams
 from nanovllm.checkpoint import gguf_header
 from nanovllm.checkpoint.gguf import read_gguf, read_rows
-from nanovllm.checkpoint.gguf_reading import rotary_pairs
+from nanovllm.checkpoint.gguf_family import rotary_pairs
 from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.executors.worker import check_network

@@ -15,9 +15,8 @@ from transformers import Qwen3Config
 
 import nanovllm
 from nanovllm.checkpoint import tensor_files
-from nanovllm.checkpoint.dummy_weights import init_dummy_weights
 from nanovllm.checkpoint.hub import open_checkpoint, weight_files
-from nanovllm.checkpoint.loader import load_weights
+from nanovllm.checkpoint.loader import init_dummy_weights, load_weights
 from nanovllm.checkpoint.shards import model_shards
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.executors.worker import check_network
@@ -311,7 +310,7 @@ def test_a_header_that_names_a_tensor_twice(tmp_path):
     file = tmp_path / "model.safetensors"
     one = json.dumps(entry())
     write_header(file, f'{{"x": {one}, "x": {one}}}'.encode())
-    assert f"header of {file}: field 'x' appears twice" in refusal(build(), file)
+    assert f"header of {file}: it has the key 'x' twice" in refusal(build(), file)
 
 
 def test_a_header_of_many_megabytes_is_not_read(tmp_path):

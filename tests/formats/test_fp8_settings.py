@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.formats.fields import Field
 from nanovllm.formats.names import Names
 from nanovllm.formats.registry import checkpoint_format
+from nanovllm.formats.stored import Field
 from nanovllm.formats.stored_fp8 import Fp8Format
 
 BLOCKS = {

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from nanovllm import SamplingParams
 from nanovllm.checkpoint.loader import load_weights
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
-from nanovllm.formats.fields import Field
 from nanovllm.formats.integer import IntWeight
 from nanovllm.formats.names import Names
 from nanovllm.formats.registry import store_as
+from nanovllm.formats.stored import Field
 from nanovllm.formats.stored_fp8 import Fp8Format
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import (

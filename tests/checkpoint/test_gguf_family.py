@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanovllm.checkpoint.gguf import read_gguf, read_rows
-from nanovllm.checkpoint.gguf_reading import Order, Reading, rotary_pairs
+from nanovllm.checkpoint.gguf_family import Order, Reading, rotary_pairs
 from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.errors import CheckpointError
 from tests.checkpoints import random_model
