@@ -140,7 +140,7 @@ def write_on(directory: str, seed: int, num_rounds: int, begun: Connection) -> N
 def processes() -> Any:
     """Return what starts processes that have torch imported already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nanovllm.llm", "nanovllm.worker.tiered_runner"])
+    context.set_forkserver_preload(["nanovllm.llm", "nanovllm.tiers.rank"])
     return context
 
 

@@ -38,7 +38,7 @@ FOLDERS = {
     "loadtest": Folder("options utils", torch=False),
     "scheduler": Folder("options", torch=False),
     "observe": Folder("engine options scheduler", torch=False),
-    "tiers": Folder("checkpoint kernels models options utils", torch=True),
+    "tiers": Folder("checkpoint kernels layers models options scheduler utils worker", torch=True),
     "assembly": Folder(
         "checkpoint engine executors lora observe options scheduler speculation structured tiers",
         torch=False,
@@ -84,7 +84,7 @@ FOLDERS = {
     ),
     "trl": Folder("llm options", torch=True),
     "worker": Folder(
-        "attention checkpoint formats kernels layers lora models options scheduler tiers utils",
+        "attention checkpoint formats kernels layers lora models options scheduler utils",
         torch=True,
     ),
 }

@@ -31,6 +31,7 @@ from nanovllm.scheduler.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from nanovllm.observe.trace import Trace
+    from nanovllm.training.control import WeightControl
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class LLMEngine:
         self._finalizer = weakref.finalize(self, _shut_down, self.executor, self.trace, self.owner)
         self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
         self._outputs: list[RequestOutput] = []  # for the next step() to return
+        self.weights: WeightControl | None = None  # made when weights first change, or sleep
 
     def add_request(
         self, prompt: PromptInput, params: SamplingParams | None = None, **options: Any

@@ -8,8 +8,8 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,10 +19,13 @@ from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
-from nanovllm.worker.extensions import Drafter, FastSteps
 from nanovllm.worker.model_loader import NetworkSpec, check_weights
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import Network
+
+if TYPE_CHECKING:
+    from nanovllm.speculation.proposers.proposer import Proposer
+    from nanovllm.steps.registry import StepRunners
 
 _MATMUL = torch.backends.cuda.matmul
 _REDUCED = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
@@ -157,26 +160,40 @@ def make_runner(
         draft: the draft network, if speculation has one.
     """
     config = target.config
-    make_steps: Callable[[Network, int], FastSteps] | None = None
-    make_drafter: Callable[[Network, int], Drafter] | None = None
-    if not config.enforce_eager and find_spec("nanovllm.steps") is not None:
-        from nanovllm.steps.registry import StepRunners
+    make_steps: Callable[[Network, int], StepRunners] | None = None
+    make_drafter: Callable[[Network, int], Proposer] | None = None
+    if not config.enforce_eager:
+        from nanovllm.steps import registry
 
-        make_steps = StepRunners
+        make_steps = registry.StepRunners
     if config.speculation is not None:
         from nanovllm.speculation.proposers.registry import make_proposer
 
         make_drafter = partial(make_proposer, config.speculation, draft)
-    make: type[ModelRunner] = ModelRunner
+    files = None
     if config.has_tiers:
-        from nanovllm.worker.tiered_runner import TieredRunner
+        from nanovllm.tiers.weight_files import WeightFiles
 
-        make = TieredRunner
+        files = WeightFiles(_files_of(target))  # before they are loaded
+    runner = ModelRunner(target, device, make_steps=make_steps, make_drafter=make_drafter)
     if config.enable_lora:
-        from nanovllm.lora.runner import with_adapters
+        from nanovllm.lora.rank import RankAdapters
 
-        make = with_adapters(make)
-    return make(target, device, make_steps=make_steps, make_drafter=make_drafter)
+        runner.parts.append(RankAdapters(runner))
+    if files is not None:
+        from nanovllm.tiers.rank import RankTiers
+
+        runner.parts.append(RankTiers(runner, files))
+    return runner
+
+
+def _files_of(target: NetworkSpec) -> list[Path]:
+    """Return the files that the weights of a network are made of."""
+    if target.config.lora is None:
+        return target.files
+    from nanovllm.lora.peft_files import adapter_files
+
+    return [*target.files, *adapter_files(target.config.lora)]
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ def accept(
     inputs: torch.Tensor,
     tokens: torch.Tensor,
 ) -> None:
-    """Set `last_positions` by the drafts that `tokens` [S] confirm, as `worker.row_details` counts.
+    """Set `last_positions` by the drafts that `tokens` [S] confirm, as `worker.step_output` counts.
 
     Two neighbours with one table index and consecutive positions belong to one row: the input of
     the second is a draft, which the token of the first confirms or not. A row whose first token is

@@ -3,7 +3,6 @@ asked. A new way is one file here and a line in `StepRunners.make`.
 """
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 class StepRunners:
-    """Makes the step runners of `network`. See `FastSteps` in worker/extensions.py."""
+    """Makes the step runners of `network`.
+
+    Attributes:
+        uses_graphs: whether CUDA graphs are among them. Then the KV pool has one more block, for
+            the tokens that pad a step, and the device can count the drafts that a step confirms.
+    """
 
     def __init__(self, network: Network, max_num_batched_tokens: int) -> None:
         config, backends = network.config, network.attention.backends
@@ -47,7 +51,11 @@ class StepRunners:
         self._max_graph_tokens = min(num_tokens, max_num_batched_tokens)
 
     def measure(self, tables: DeviceTables, *, accepts: bool) -> int:
-        """See `FastSteps`."""
+        """Return the bytes that CUDA graphs will take. Called with a small pool that does not stay.
+
+        Args:
+            accepts: whether the steps count confirmed drafts, see `Kernels.accept`.
+        """
         if not self.uses_graphs:
             return 0
         graphs = self._decode_graphs(tables, accepts=accepts)
@@ -56,7 +64,9 @@ class StepRunners:
         return num_bytes + measured_bytes(pieces, sizes, tables.device)
 
     def make(self, tables: DeviceTables, *, accepts: bool) -> list[StepRunner]:
-        """See `FastSteps`: CUDA graphs of whole steps and of all but attention, or a recording."""
+        """Return the step runners: CUDA graphs of whole steps and of all but attention, or a
+        recording. The first one that fits a step runs it. Called once.
+        """
         if not self.uses_graphs:
             recorded = self.recorded(self._forward, tables)
             return [] if recorded is None else [recorded]
@@ -86,7 +96,7 @@ class StepRunners:
         network = self._network
         if compute_logits is None:
             compute_logits = faster_logits(
-                partial(_compute_logits, network.model),
+                partial(_compute_logits, network),
                 network.model,
                 network.backend,
                 num_blocks=network.num_blocks,
@@ -106,8 +116,7 @@ class StepRunners:
         return None
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        hidden: torch.Tensor = self._network.model(self._network.attention.planned(batch))
-        return hidden
+        return self._network.run(self._network.attention.planned(batch))
 
     def _decode_graphs(self, tables: DeviceTables, *, accepts: bool) -> GraphRunner:
         return self.graphs(tables, self._max_graph_tokens, accepts=accepts)
@@ -121,11 +130,11 @@ class StepRunners:
         padding_slot = (network.num_blocks - 1) * network.backend.block_size
         make_batch = partial(network.batch, tables, output_indices=None)
         capture = make_capture(network.device)
-        return PiecewiseGraphs(network.model, make_batch, capture, padding_slot, network.device)
+        return PiecewiseGraphs(network.run, make_batch, capture, padding_slot, network.device)
 
 
-def _compute_logits(model: Callable[[Batch], torch.Tensor], batch: Batch) -> torch.Tensor | None:
-    logits: torch.Tensor | None = model.compute_logits(model(batch))  # type: ignore[attr-defined]
+def _compute_logits(network: Network, batch: Batch) -> torch.Tensor | None:
+    logits: torch.Tensor | None = network.model.compute_logits(network.run(batch))  # type: ignore[operator]
     return logits
 
 

@@ -1,18 +1,19 @@
 """`WeightControl`: puts an engine to sleep, wakes it up, and changes its weights.
 
-All methods are called between two steps, by the thread that runs the engine. Knows no tensor's
-place: training/rank.py does.
+All methods are called between two steps, by the thread that runs the engine. What happens on each
+rank is in training/rank.py.
 """
 
+import threading
 import weakref
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence as Seq
 from typing import Any
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.options.validation import listed, shown
 from nanovllm.training.packets import NamedTensor, Packet
-from nanovllm.training.rank import MAX_LISTED, TensorInfo, command
+from nanovllm.training.rank import MAX_LISTED, RankWeights, TensorInfo, on_weights
 
 TAGS = ("weights", "kv_cache")
 """What sleeps, in vLLM's names."""
@@ -64,9 +65,12 @@ class WeightControl:
         if self._asleep == set(TAGS):
             return
         self._end_requests(mode)
-        self._call("keep", level)  # all ranks keep their weights before one gives them back
-        self._call("sleep")
-        self._asleep, self._level = set(TAGS), level
+        self._call(
+            RankWeights.keep, level
+        )  # all ranks keep their weights before one gives them back
+        self._call(RankWeights.sleep)
+        self._asleep = set(TAGS)
+        self._level = level
         if level == 2 and not self._missing:
             self._missing = ["all weights"]
         self._refuse()
@@ -84,7 +88,7 @@ class WeightControl:
             )
         woken = [tag for tag in TAGS if tag in wanted and tag in self._asleep]
         if woken:
-            self._call("wake_up", woken)
+            self._call(RankWeights.wake_up, woken)
             self._asleep -= set(woken)
         self._refuse()
         return not self._asleep
@@ -104,7 +108,8 @@ class WeightControl:
                 'the weights sleep: call wake_up(["weights"]) before update_weights'
             )
         self._end_requests(mode)
-        self.is_updating, self._owner = True, owner
+        self.is_updating = True
+        self._owner = owner
         self._refuse()
 
     def check(self, tensors: Seq[NamedTensor], whole: bool, owner: object | None = None) -> None:
@@ -112,7 +117,7 @@ class WeightControl:
         if self.is_updating:
             self._require_update(owner)
         infos = [TensorInfo(name, tuple(x.shape), x.dtype) for name, x in tensors]
-        self._call("check", infos, whole)
+        self._call(RankWeights.check, infos, whole)
 
     def load(self, tensors: Seq[NamedTensor | Packet], owner: object | None = None) -> None:
         """Write tensors, or let ranks keep them until the rest of their layer comes.
@@ -121,7 +126,7 @@ class WeightControl:
             InvalidRequestError: no update of `owner` has begun, or a tensor is wrong.
         """
         self._require_update(owner)
-        self._call("load", tensors)
+        self._call(RankWeights.load, tensors)
 
     def finish(self, version: int | str | None, owner: object | None = None) -> None:
         """End an update: requests run again, with the new version on their outputs.
@@ -131,12 +136,13 @@ class WeightControl:
                 missing.
         """
         self._require_update(owner)
-        self._missing = _union(self._call("finish"))
+        self._missing = _union(self._call(RankWeights.finish))
         outputs = self.engine.output_processor
         last = outputs.weight_version
         following = last + 1 if isinstance(last, int) else f"{last}+1"
         outputs.weight_version = following if version is None else version
-        self.is_updating, self._owner = False, None
+        self.is_updating = False
+        self._owner = None
         self._refuse()
 
     def end(self, version: int | str | None) -> None:
@@ -159,9 +165,10 @@ class WeightControl:
         """
         if not self.is_updating or self._owner is not owner:
             return
-        self.is_updating, self._owner = False, None
+        self.is_updating = False
+        self._owner = None
         try:
-            names = _union(self._call("give_up"))
+            names = _union(self._call(RankWeights.give_up))
         except NanoVLLMError:  # the engine is down, and says so
             return
         self._missing = names or self._missing
@@ -198,9 +205,10 @@ class WeightControl:
         if self._owner is not owner:
             raise InvalidRequestError("another call of update_weights runs: wait for its end")
 
-    def _call(self, name: str, *arguments: Any) -> list[Any]:
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call a method of `RankWeights` on each rank; return the results."""
         self.engine.owner.check()
-        return self.engine.executor.call_all(command, name, *arguments)
+        return self.engine.executor.call_all(on_weights, method, *arguments)
 
     def _refuse(self) -> None:
         """Have requests refused while weights or pool are away, or while weights are not whole."""
@@ -230,9 +238,12 @@ def check_version(version: int | str | None) -> None:
         raise InvalidRequestError(f"weight_version {shown(version)} must be an int or a str")
 
 
-_CONTROLS: "weakref.WeakKeyDictionary[LLMEngine, WeightControl]" = weakref.WeakKeyDictionary()
+_MAKING = threading.Lock()
 
 
 def control_of(engine: LLMEngine) -> WeightControl:
-    """Return the one control of `engine`."""
-    return _CONTROLS.setdefault(engine, WeightControl(engine))
+    """Return the one control of `engine`, which is made when it is first asked for."""
+    with _MAKING:
+        if engine.weights is None:
+            engine.weights = WeightControl(engine)
+        return engine.weights

@@ -1,14 +1,14 @@
 """What one rank does with its weights and its KV pool when they sleep, wake up, or change.
 
-`command` is how `WeightControl` calls it on each rank. Knows no request.
+A part of the model runner, see `on_weights`.
 """
 
 import functools
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence as Seq
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence as Seq
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -27,6 +27,9 @@ _TRIM_EVERY = 2**24
 MAX_LISTED = 5
 """Names that one error lists."""
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
 
 class TensorInfo(NamedTuple):
     """What can be checked of a tensor without its values."""
@@ -42,8 +45,9 @@ class RankWeights:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = weakref.ref(runner)
         self._network = runner.network
-        self._drafts = _draft_networks(runner)
-        self._spool, self._draft_spool = Spool(), Spool()
+        self._drafts = [] if runner.drafter is None else runner.drafter.networks
+        self._spool = Spool()
+        self._draft_spool = Spool()
         self._is_kept = False  # by `keep`
         self._staged: dict[Weight, torch.Tensor] = {}  # not written yet
         self._given: defaultdict[Weight, set[Region]] = defaultdict(set)  # in this update
@@ -80,7 +84,7 @@ class RankWeights:
             self._spool.save(self._weights(self._network))
 
     def sleep(self) -> None:
-        """Give back the memory of the weights and of the KV pool, behind `keep`.
+        """Give back the memory of the weights and of the KV pool, after `keep`.
 
         That of tiers and of adapters is given back, too.
         """
@@ -236,16 +240,13 @@ def _require_whole(filled: Mapping[Weight, set[Region]]) -> None:
             )
 
 
-def _draft_networks(runner: ModelRunner) -> list[Network]:
-    """Return the networks of the drafter, if it has any."""
-    values = vars(runner.drafter).values() if runner.drafter is not None else ()
-    return [value for value in values if isinstance(value, Network) and value is not runner.network]
-
-
-_RANKS: "weakref.WeakKeyDictionary[ModelRunner, RankWeights]" = weakref.WeakKeyDictionary()
-
-
-def command(runner: ModelRunner, name: str, *arguments: Any) -> Any:
-    """Call method `name` of the rank's weights."""
-    weights = _RANKS.setdefault(runner, RankWeights(runner))
-    return getattr(weights, name)(*arguments)
+def on_weights(
+    runner: ModelRunner,
+    method: Callable[Concatenate[RankWeights, Arguments], Result],
+    *arguments: Arguments.args,
+    **options: Arguments.kwargs,
+) -> Result:
+    """Call a method of the rank's weights, which are made when they are first asked for."""
+    if runner.weights is None:
+        runner.weights = RankWeights(runner)
+    return method(runner.weights, *arguments, **options)

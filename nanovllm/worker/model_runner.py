@@ -6,6 +6,7 @@ Knows no queue and no text, and no other rank except through the layers' collect
 from collections import deque
 from collections.abc import Callable
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +16,7 @@ from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.memory import keep_freed
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.extensions import LAPS, Computed, Drafter, FastSteps, LogitMasks, StepRunner
+from nanovllm.worker.extensions import LAPS, Computed, RunnerPart, StepRunner
 from nanovllm.worker.logprobs import (
     Logprobs,
     prompt_logprobs,
@@ -28,6 +29,12 @@ from nanovllm.worker.sampling_rows import SamplingRows
 from nanovllm.worker.step_output import PendingResult, StepOutput
 from nanovllm.worker.timing import StepTimer
 
+if TYPE_CHECKING:
+    from nanovllm.speculation.proposers.proposer import Proposer
+    from nanovllm.steps.registry import StepRunners
+    from nanovllm.structured.grammar_masks import GrammarMasks
+    from nanovllm.training.rank import RankWeights
+
 
 class ModelRunner:
     """The model, its KV cache and the device tables of one rank.
@@ -35,6 +42,11 @@ class ModelRunner:
     Args:
         make_steps, make_drafter: called with the network and the most tokens of a step. Without
             them, all steps run layer by layer, and none has drafts.
+
+    Attributes:
+        parts: what adapters and tiers add, if the options ask for them.
+        masks: of the requests' grammars; None before the first one.
+        weights: what sleeps, wakes up and changes; None before it is first asked for.
 
     Raises:
         ConfigError: the options name a GPU, and its kernels do not run.
@@ -48,8 +60,8 @@ class ModelRunner:
         target: NetworkSpec,
         device: torch.device,
         *,
-        make_steps: Callable[[Network, int], FastSteps] | None = None,
-        make_drafter: Callable[[Network, int], Drafter] | None = None,
+        make_steps: "Callable[[Network, int], StepRunners] | None" = None,
+        make_drafter: "Callable[[Network, int], Proposer] | None" = None,
     ) -> None:
         config = self.config = target.config
         self.device = device
@@ -64,7 +76,9 @@ class ModelRunner:
         self.uses_graphs = self.steps is not None and self.steps.uses_graphs
         self.num_padding_blocks = int(self.uses_graphs)  # for the tokens that pad a graph's step
         self.drafter = make_drafter and make_drafter(network, self.max_num_batched_tokens)
-        self.masks: LogitMasks | None = None
+        self.parts: list[RunnerPart] = []
+        self.masks: GrammarMasks | None = None
+        self.weights: RankWeights | None = None
         if device.type == "cpu":
             keep_freed()  # each step reuses the memory that the last one freed
         self.step_runners: list[StepRunner] = []
@@ -80,11 +94,15 @@ class ModelRunner:
 
     def free(self) -> None:
         """Free the KV pool and the tables."""
+        for part in self.parts:
+            part.free()
         self.network.free_pool()
         del self.tables
 
     def give_back(self) -> None:
-        """Give memory beside weights and pools to the system; later requests fill it again."""
+        """Give the memory of the parts to the system; later requests fill it again."""
+        for part in self.parts:
+            part.give_back()
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:
@@ -92,7 +110,11 @@ class ModelRunner:
         if len(self._launched) == LAPS:
             # A step runner may write this step's tokens over those of the step LAPS steps ago.
             self._launched.popleft().keep()
+        for part in self.parts:
+            part.begin(schedule)
         pending = self._execute(schedule)
+        for part in self.parts:
+            part.end(schedule, pending)
         self._launched.append(pending)
         return pending
 
@@ -128,7 +150,12 @@ class ModelRunner:
         `network.logits` the logits, `sampling.sample` the tokens. Rank 0 sends them to the others,
         and `sampling.store` writes them to the tables, where the next step finds its input.
         """
-        tables, mode = self.tables, self.config.logprobs_mode
+        if not rows:  # such a step only moves pages
+            return StepOutput(torch.empty(0, dtype=torch.int64))
+        for part in self.parts:
+            part.begin_rows(rows)
+        tables = self.tables
+        mode = self.config.logprobs_mode
         masks = None if self.masks is None else self.masks.begin(tables, rows)
         computed = Computed()
         for runner in self.step_runners:

@@ -4,6 +4,7 @@ The target is one, and so is a draft network. Knows no sampling and no schedule.
 """
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,12 +17,18 @@ from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_pool import KVPool
 from nanovllm.worker.model_loader import NetworkSpec, build_model, load_model
 
+if TYPE_CHECKING:
+    from nanovllm.lora.methods import StepAdapters
+
 
 class Network:
     """The layers of a network, loaded, with an attention backend and a KV pool.
 
     Args:
         max_model_len: number of positions.
+
+    Attributes:
+        adapters: which adapter each token of the running step has; None: the layers have none.
     """
 
     pool: KVPool
@@ -37,6 +44,7 @@ class Network:
         self.attention = AttentionGroups(self.model, spec, max_model_len, device, self.kernels)
         self.backend: Backend = self.attention.groups[0].backend
         load_model(self.model, spec, self.kernels)
+        self.adapters: StepAdapters | None = None
         self.device = device
 
     @property
@@ -66,7 +74,13 @@ class Network:
             output_indices: [O], the tokens in the batch whose hidden states are returned, in this
                 order. None: all T. Empty: one, of any token.
         """
-        hidden: torch.Tensor = self.model(self.batch(tables, rows, output_indices))
+        return self.run(self.batch(tables, rows, output_indices))
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Write the KV of the tokens of a planned batch; return what the model returns."""
+        if self.adapters is not None:
+            self.adapters.begin(batch)
+        hidden: torch.Tensor = self.model(batch)
         return hidden
 
     def batch(

@@ -1,6 +1,7 @@
 """Samples a step's tokens, each row with its own parameters. Knows no model."""
 
 import itertools
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -9,7 +10,9 @@ from nanovllm.layers.sampler import Sampling, draw_by_group
 from nanovllm.scheduler.messages import Ending, Row
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.extensions import StepMasks
+
+if TYPE_CHECKING:
+    from nanovllm.structured.grammar_masks import GrammarStep
 
 
 class SamplingRows:
@@ -40,7 +43,7 @@ class SamplingRows:
         tables: DeviceTables,
         rows: list[Row],
         *,
-        masks: StepMasks | None = None,
+        masks: "GrammarStep | None" = None,
         draft_ids: torch.Tensor | None = None,
     ) -> None:
         self.rows: list[Row] = []

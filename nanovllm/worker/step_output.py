@@ -1,17 +1,38 @@
-"""A step's outputs on the device, and their copy to the host. Knows no model and no batch."""
+"""A step's outputs on the device, their copy to the host, and what they say of each row."""
 
 import dataclasses
 import threading
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
+from nanovllm.layers.logits_rules import RULED_OUT
+from nanovllm.layers.sampler import NO_TOKEN
+from nanovllm.options.sampling_params import REQUESTS_FAULT
 from nanovllm.scheduler.messages import Ending, Row, RowDetails, StepResult
+from nanovllm.scheduler.transfers import Loaded
 from nanovllm.utils.transfer import to_host
-from nanovllm.worker.extensions import ForcedTokens
-from nanovllm.worker.logprobs import Logprobs
-from nanovllm.worker.row_details import detailed_results
+from nanovllm.worker.logprobs import Logprobs, by_sequence
 from nanovllm.worker.timing import StepTimer
+
+if TYPE_CHECKING:
+    from nanovllm.structured.grammar_masks import GrammarRow
+
+NO_DISTRIBUTION = Ending(
+    "error",
+    "no token can be chosen: the logits have NaN or inf, or all are -inf; check the model's "
+    "weights and dtype",
+    doubts_kv=True,
+)
+"""Of a row whose token is NO_TOKEN."""
+NO_CHOICE = Ending(
+    "error",
+    f"{REQUESTS_FAULT} (bad_words, min_tokens, structured_outputs, ...) "
+    "forbid every token, or make logits NaN or inf; change them",
+)
+"""Of a row whose token is RULED_OUT."""
+_ENDINGS = {NO_TOKEN: NO_DISTRIBUTION, RULED_OUT: NO_CHOICE}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,8 +47,8 @@ class StepOutput:
     """By sample: what `SamplingRows.endings` has. The token of such a sample does not count."""
     draft_ids: torch.Tensor | None = None
     """[S] int64, the draft that the sample may confirm; None if no row has any."""
-    forcing: Mapping[int, ForcedTokens] = dataclasses.field(default_factory=dict)
-    """By sequence id: what may force tokens behind the sampled ones."""
+    forcing: "Mapping[int, GrammarRow]" = dataclasses.field(default_factory=dict)
+    """By sequence id: what may force tokens after the sampled ones."""
     on_host: bool = False
     """Whether `token_ids` is memory of the host, to which this step writes and later ones too."""
 
@@ -53,7 +74,7 @@ class StepOutput:
             tokens_left = iter(sampled)
             return [[next(tokens_left)] if row.samples else [] for row in rows], {}
         drafts = sampled if self.draft_ids is None else self.draft_ids.tolist()
-        return detailed_results(rows, sampled, drafts, self.endings, self.forcing, self.logprobs)
+        return _detailed_results(rows, sampled, drafts, self.endings, self.forcing, self.logprobs)
 
 
 class PendingResult:
@@ -62,6 +83,10 @@ class PendingResult:
     Args:
         rows: with the drafts that were proposed, which may be fewer than scheduled.
         timer: marked the ends of proposing and of the step; None: the step is not timed.
+
+    Attributes:
+        loaded, endings: set before the result is asked for. The loads from tiers that have ended,
+            and by sequence id why sequences of the step's rows end although the step ran.
     """
 
     def __init__(
@@ -71,6 +96,8 @@ class PendingResult:
         self._rows = rows
         self._timer = timer
         self._output = output.to_host()
+        self.loaded: list[Loaded] = []
+        self.endings: dict[int, Ending] = {}
         self._result: StepResult | None = None
         self._lock = threading.Lock()  # one thread of a rank launches steps, another reads results
         self._copied: torch.cuda.Event | None = None
@@ -86,10 +113,81 @@ class PendingResult:
                     self._copied.synchronize()
                 token_ids, details = self._output.row_results(self._rows)
                 drafting, seconds = (0.0, 0.0) if self._timer is None else self._timer.seconds()
-                self._result = StepResult(self._step_id, token_ids, details, seconds, drafting)
+                if self.endings:
+                    self._end_rows(token_ids, details)
+                self._result = StepResult(
+                    self._step_id, token_ids, details, seconds, drafting, self.loaded
+                )
             return self._result
+
+    def _end_rows(self, token_ids: list[list[int]], details: dict[int, RowDetails]) -> None:
+        """Change the results of the rows that have one of `endings`: they have no tokens."""
+        for index, row in enumerate(self._rows):
+            ending = self.endings.get(row.seq_id)
+            if ending is not None:
+                num_drafts = details.get(row.seq_id, RowDetails()).num_draft_tokens
+                token_ids[index] = []
+                details[row.seq_id] = RowDetails(num_drafts, ending)
 
     def keep(self) -> None:
         """Read the tokens now, if a later step may overwrite them."""
         if self._output.on_host:
             self.result()
+
+
+def _detailed_results(
+    rows: list[Row],
+    sampled: list[int],
+    drafts: list[int],
+    endings: dict[int, Ending],
+    forcing: "Mapping[int, GrammarRow]",
+    logprobs: list[Logprobs],
+) -> tuple[list[list[int]], dict[int, RowDetails]]:
+    """Return the tokens of each row, and by sequence id the details of the rows that have any.
+
+    Args:
+        sampled: [S], a token, NO_TOKEN or RULED_OUT for each sample.
+        drafts: [S], the draft that the sample may confirm.
+        endings, forcing, logprobs: of `StepOutput`.
+    """
+    of_samples, of_prompts = by_sequence(logprobs)
+    token_ids: list[list[int]] = []
+    details: dict[int, RowDetails] = {}
+    first = 0
+    for row in rows:
+        tokens: list[int] = []
+        ending: Ending | None = None
+        forced: list[int] | None = None
+        if row.samples:
+            last = first + row.num_draft_tokens
+            tokens, ending = _accepted(sampled, drafts, endings, first, last)
+            if ending is None and row.seq_id in forcing:
+                forced = forcing[row.seq_id].forced(tokens)
+            first = last + 1
+        token_ids.append(tokens)
+        values = of_samples.get(row.seq_id), of_prompts.get(row.seq_id)
+        found = RowDetails(row.num_draft_tokens, ending, forced, *values)
+        if found != RowDetails():
+            details[row.seq_id] = found
+    return token_ids, details
+
+
+def _accepted(
+    sampled: list[int], drafts: list[int], endings: dict[int, Ending], first: int, last: int
+) -> tuple[list[int], Ending | None]:
+    """Return the tokens of a row with samples `first` to `last`, and why it has none.
+
+    A draft is accepted if it equals the token sampled at its position. The first token that
+    differs, or the one after the last draft, ends the row. A failed sample after accepted drafts
+    ends the row too; the next step meets it again, as the first sample.
+    """
+    tokens: list[int] = []
+    for sample in range(first, last + 1):
+        token = sampled[sample]
+        ending = endings.get(sample, _ENDINGS.get(token))
+        if ending is not None:
+            return tokens, None if tokens else ending._replace(doubts_kv=token == NO_TOKEN)
+        tokens.append(token)
+        if sample < last and drafts[sample] != token:
+            break
+    return tokens, None

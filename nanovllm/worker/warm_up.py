@@ -109,7 +109,7 @@ def reach_peak(runner: ModelRunner, info: WorkerInfo) -> int:
 def allocate(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
     """Allocate the KV pool and the tables, then capture or record the model.
 
-    Returns `info`; with speculation or tiers, with the measured costs of steps.
+    Returns `info`, with what the drafter and the parts measure.
     """
     tables, drafter = runner.allocate(info), runner.drafter
     if drafter is not None:
@@ -121,11 +121,8 @@ def allocate(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
     if drafter is not None:
         info = dataclasses.replace(info, follows_drafts=runner.follows_drafts)
         info = drafter.add_costs(info, tables, runner.run_rows)
-    if runner.config.has_tiers:
-        from nanovllm.worker.tiered_runner import TieredRunner
-
-        if isinstance(runner, TieredRunner):
-            info = runner.open_tiers(info)
+    for part in runner.parts:
+        info = part.open(info, runner.run_rows)
     return info
 
 

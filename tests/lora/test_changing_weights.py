@@ -51,7 +51,7 @@ def test_sleep_gives_the_slots_back(make_llm: Any, shared_checkpoint: Any, tmp_p
     path = write_adapter(tmp_path, linears_of(model))
     llm = make_llm(model, **OPTIONS, device="cpu")
     ask(llm, mixed([path], 2), PARAMS)
-    tables = list(llm.engine.executor._runner._slots._tables.values())
+    tables = list(llm.engine.executor._runner.parts[0].slots._tables.values())
     assert any(torch.any(table.a) for table in tables)
     llm.sleep()
     assert not any(torch.any(table.a) or torch.any(table.b) for table in tables)

@@ -188,7 +188,7 @@ def test_tiers_forget_the_old_weights(
         llm.update_weights(weights)
         plain.update_weights(weights)
         assert tokens_of(llm) == tokens_of(plain)
-        host = llm.engine.executor._runner._copies._memory  # type: ignore[attr-defined]
+        host = llm.engine.executor._runner.parts[0]._copies._memory  # type: ignore[attr-defined]
         host.numpy().fill(1)
         llm.sleep()
         assert not host.any(), "the system has it"

@@ -18,7 +18,7 @@ from nanovllm.worker.logprobs import (
 )
 from nanovllm.worker.sampling_rows import SamplingRows
 from nanovllm.worker.step_output import PendingResult, StepOutput
-from tests.worker.test_row_details import UNUSED, row
+from tests.worker.test_acceptance import UNUSED, row
 from tests.worker.test_sampling_rows import DTYPES, KINDS, VOCAB, make_rows, random_logits
 
 

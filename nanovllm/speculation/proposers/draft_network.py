@@ -52,6 +52,10 @@ class DraftNetwork(Proposer):
         self._graphs: list[GraphRunner] = []
         """For a proposal's first call of `_draft`, and for the others; empty without graphs."""
 
+    @property
+    def networks(self) -> list[Network]:
+        return [self._network]
+
     def warm_up(self, tables: DeviceTables, num_blocks: int, rows: list[Row]) -> int:
         """See `Proposer`. The most samples at once are the target's."""
         self._tables = tables

@@ -13,6 +13,7 @@ from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.network import Network
 from nanovllm.worker.timing import measure_seconds
 
 _STEP_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -24,28 +25,38 @@ _PASSES = 4
 
 
 class Proposer(ABC):
-    """Proposes draft tokens. Every rank has one, and all write the same drafts.
-
-    It is the worker's `Drafter`; see worker/extensions.py for what is not said here.
+    """Proposes draft tokens, which a step then verifies. Every rank has one, and all write the same
+    drafts.
     """
 
     block_bytes = 0
+    """Bytes that it needs for each KV block on this rank."""
     follows_drafts = False
     """Whether `propose` takes rows with `num_unverified_tokens`, whose first position is
-    `DeviceTables.last_positions`."""
+    `DeviceTables.last_positions`. It may be set in `allocate`."""
+
+    @property
+    def networks(self) -> list[Network]:
+        """The networks that draft; none of them is the target."""
+        return []
 
     def warm_up(self, tables: DeviceTables, num_blocks: int, rows: list[Row]) -> int:
-        """See `Drafter`. Called before `allocate`, and only where the KV pool takes what memory is
-        left.
+        """Reach the peak of memory with `rows`, the longest prompts of a step; return the bytes
+        that CUDA graphs will take in addition. Nothing stays.
+
+        Called before `allocate`, and only where the KV pool takes what memory is left.
         """
         return 0
 
     @abstractmethod
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
-        """See `Drafter`; `tables` and the KV blocks are the target's."""
+        """Prepare for the target's `tables`, and its KV blocks 0 to num_blocks - 1. Called once."""
 
     def admit(self, schedule: Schedule) -> None:  # noqa: B027
-        """See `Drafter`. Called after `DeviceTables.apply`."""
+        """Note which table rows and blocks have new owners.
+
+        Called before each step, after `DeviceTables.apply`.
+        """
 
     @abstractmethod
     def propose(self, rows: list[Row]) -> list[int]:
@@ -57,7 +68,7 @@ class Proposer(ABC):
         """
 
     def draft(self, rows: list[Row]) -> list[Row]:
-        """See `Drafter`."""
+        """Write drafts into the tables; return `rows` with as many drafts as there are."""
         drafting = [row for row in rows if row.num_draft_tokens]
         if not drafting:
             return rows
@@ -72,8 +83,13 @@ class Proposer(ABC):
     def add_costs(
         self, info: WorkerInfo, tables: DeviceTables, run: Callable[[list[Row]], object]
     ) -> WorkerInfo:
-        """See `Drafter`. The steps are greedy: what sampling adds is learned from the steps of
-        requests.
+        """Return `info` with the measured costs of proposing and of steps.
+
+        Called before a sequence owns a block or a table row. The steps are greedy: what sampling
+        adds is learned from the steps of requests.
+
+        Args:
+            run: runs a step.
         """
         tables.params[0] = SamplingParams(temperature=0.0)  # until a request owns the table row
 

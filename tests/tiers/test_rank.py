@@ -4,8 +4,8 @@ import pytest
 
 from nanovllm import LLM, demo_model
 from nanovllm.errors import OutOfMemoryError
+from nanovllm.tiers import rank
 from nanovllm.utils.distributed import TensorParallel
-from nanovllm.worker import tiered_runner
 
 
 @pytest.mark.parametrize(("ranks", "gib"), [(1, 0.015), (1, 0.0149999), (2, 0.02)])
@@ -13,7 +13,7 @@ def test_host_memory_that_does_not_fit_beside_the_pool_is_refused(
     monkeypatch: pytest.MonkeyPatch, ranks: int, gib: float
 ) -> None:
     """Symptom: the system kills the process when slots and pool are full."""
-    monkeypatch.setattr(tiered_runner, "available_memory", lambda: int(0.015 * 2**30))
-    monkeypatch.setattr(tiered_runner, "tensor_parallel", lambda: TensorParallel(0, ranks))
+    monkeypatch.setattr(rank, "available_memory", lambda: int(0.015 * 2**30))
+    monkeypatch.setattr(rank, "tensor_parallel", lambda: TensorParallel(0, ranks))
     with pytest.raises(OutOfMemoryError, match=f"kv_offload_gib {gib:g} is more host memory than"):
         LLM(demo_model.MODEL, max_model_len=64, num_kvcache_blocks=8, kv_offload_gib=gib)

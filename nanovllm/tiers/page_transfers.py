@@ -18,7 +18,7 @@ import torch
 
 from nanovllm.scheduler.transfers import HOST, Load, Loaded, Part
 from nanovllm.tiers.directory import DirectoryStore
-from nanovllm.worker.host_pages import PageCopies
+from nanovllm.tiers.host_pages import PageCopies
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,7 @@ import torch
 from nanovllm.layers.logits_rules import RULED_OUT
 from nanovllm.layers.sampler import NO_TOKEN
 from nanovllm.scheduler.messages import Ending, Row, RowDetails, StepResult
-from nanovllm.worker.row_details import NO_CHOICE, NO_DISTRIBUTION
-from nanovllm.worker.step_output import PendingResult, StepOutput
+from nanovllm.worker.step_output import NO_CHOICE, NO_DISTRIBUTION, PendingResult, StepOutput
 
 FAILED = Ending("error", "a logits processor failed: ValueError: no")
 UNUSED = 99

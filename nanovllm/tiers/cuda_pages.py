@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from nanovllm.tiers.host_pages import Buffers
 from nanovllm.utils.memory import lazy_zeros
-from nanovllm.worker.host_pages import Buffers
 from nanovllm.worker.kv_pool import KVPool
 
 _GATHERED_BYTES = 64 * 2**20

@@ -16,8 +16,8 @@ from nanovllm.checkpoint.hub import configured_checkpoint
 from nanovllm.executors.worker import check_networks
 from nanovllm.kernels.cpu.library import library
 from nanovllm.tiers import fingerprint
+from nanovllm.tiers.kv_namespace import kv_namespace
 from nanovllm.tiers.weight_files import WeightFiles
-from nanovllm.worker.kv_namespace import kv_namespace
 from nanovllm.worker.model_loader import num_positions
 from nanovllm.worker.network import Network
 from tests.helpers import random_prompt
@@ -51,7 +51,7 @@ def test_it_is_a_name_of_a_directory(usual):
 
 def test_another_process_has_the_same(usual):
     """Hashes of objects and orders of sets differ between processes."""
-    code = "from tests.worker.test_kv_namespace import namespace_of; print(namespace_of())"
+    code = "from tests.tiers.test_kv_namespace import namespace_of; print(namespace_of())"
     found = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True
     )
@@ -191,7 +191,7 @@ def test_versions_source_and_processor_count(usual, monkeypatch, name, value):
 
 @native
 def test_the_kernels_compiler_and_flags_count(usual, monkeypatch):
-    monkeypatch.setattr("nanovllm.worker.kv_namespace.library_name", lambda: "cpu-other.so")
+    monkeypatch.setattr("nanovllm.tiers.kv_namespace.library_name", lambda: "cpu-other.so")
     assert namespace_of() != usual
 
 
