@@ -14,6 +14,7 @@ from nanovllm.checkpoint.tokenizer import check_same_vocabulary, load_tokenizer,
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.output_processor import OutputProcessor
+from nanovllm.errors import UnsupportedModelError
 from nanovllm.executors.executor import Executor, make_executor
 from nanovllm.options.config import Config
 from nanovllm.scheduler.block_manager import BlockManager
@@ -92,6 +93,10 @@ def _scheduler(config: Config, info: WorkerInfo, eos_token_ids: frozenset[int]) 
     make: type[Scheduler] = Scheduler
     make_manager: type[BlockManager] = BlockManager
     pool: dict[str, Any] = {"enable_prefix_caching": config.enable_prefix_caching}
+    if info.windows and info.state_pages:
+        raise UnsupportedModelError(
+            "a model with layers that keep a state and layers with a window is not supported"
+        )
     if info.windows:
         from nanovllm.scheduler.windowed import WindowedBlockManager, WindowedScheduler
 

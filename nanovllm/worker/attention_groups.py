@@ -13,7 +13,7 @@ from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.selector import select_backend
 from nanovllm.attention.spec import AttentionSpec
-from nanovllm.errors import ConfigError, UnsupportedModelError
+from nanovllm.errors import ConfigError
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.attention import Attention
 from nanovllm.worker.kv_pool import KVPool, page_layout
@@ -66,7 +66,11 @@ class AttentionGroups:
         self.states = StateLayers(model)
         self.layout = page_layout(sizes, windows, self.states.largest_part)
         self.states.lay_out(self.layout.page_bytes)
-        self._check_states(one_table)
+        if self.states.layers and one_table:
+            raise ConfigError(
+                "speculative_config: the draft model has layers that keep a state of the sequence, "
+                "which only the target may have"
+            )
         places = dict(zip(owners, self.layout.places, strict=True))
         keys = [
             Group(backends[spec], places[layer.source or layer].table)
@@ -118,22 +122,6 @@ class AttentionGroups:
             for backend, table in self.groups
         )
         return dataclasses.replace(first, others=tuple(others)) if others else first
-
-    def _check_states(self, one_table: bool) -> None:
-        """Refuse what layers with state do not have yet."""
-        if not self.states.layers:
-            return
-        if one_table:
-            raise ConfigError(
-                "speculative_config: the draft model has layers that keep a state of the sequence, "
-                "which only the target may have"
-            )
-        if self.layout.windows:
-            lengths = ", ".join(str(group.window) for group in self.layout.windows)
-            raise UnsupportedModelError(
-                "a model with layers that keep a state and layers with a window is not supported "
-                f"(windows of {lengths} tokens)"
-            )
 
 
 def _spec(layer: Attention, max_model_len: int, common: dict[str, Any]) -> AttentionSpec:
