@@ -21,16 +21,13 @@ from nanovllm.options.structured_outputs import (
 )
 from nanovllm.options.validation import shown
 from nanovllm.server.answers.answer_parser import AnswerParser
-from nanovllm.server.answers.call_arguments import Function
-from nanovllm.server.answers.channels import find_channels
+from nanovllm.server.answers.channels import ChannelsParser
+from nanovllm.server.answers.harmony import HarmonyParser
+from nanovllm.server.answers.muse import MuseParser
+from nanovllm.server.answers.parameter_types import Function
 from nanovllm.server.answers.parts import PartsReader
-from nanovllm.server.answers.reasoning import (
-    REASONING_FORMATS,
-    ReasoningFormat,
-    ReasoningParser,
-    find_reasoning_format,
-)
-from nanovllm.server.answers.template_marks import find_tool_format
+from nanovllm.server.answers.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningParser
+from nanovllm.server.answers.template_marks import find_reasoning_format, find_tool_format
 from nanovllm.server.answers.tool_formats import (
     TOOL_FORMATS,
     ToolFormat,
@@ -78,11 +75,11 @@ class AnswerFormat:
         self._tag_ids = {token.content: i for i, token in added_tokens.items()}
         self._special = {i for i, token in added_tokens.items() if token.special}
         self._may_reason = may_reason
-        self._channels = find_channels(reasoning, tools)
+        self._channels = _channels(reasoning, tools)
 
     def starts_in_reasoning(self, prompt: str) -> bool:
         """Whether a rendered prompt ends with the tag that opens the reasoning."""
-        tags = self._reasoning if self._channels is None else self._channels.REASONING
+        tags = self._reasoning if self._channels is None else self._channels.reasoning
         return tags is not None and prompt.rstrip().endswith(tags.begin)
 
     def parser(
@@ -106,7 +103,7 @@ class AnswerFormat:
         reasoning: PartsReader | None = None
         calls = None
         if self._channels is not None:
-            reasoning = self._channels.make_parser(
+            reasoning = self._channels(
                 has_reasoning=self._reasoning is not None,
                 has_calls=has_tools,
                 started=starts_in_reasoning,
@@ -126,7 +123,7 @@ class AnswerFormat:
         """Return the tags that are special tokens: kept in the text, and marked there."""
         tags: set[str] = set()
         if self._channels is not None:
-            tags.update(self._channels.TAGS)
+            tags.update(self._channels.tags)
         else:
             if self._reasoning is not None:
                 tags.update((self._reasoning.opening, self._reasoning.closing))
@@ -274,6 +271,16 @@ class AnswerFormat:
 
     def _literal(self, tag: str) -> str:
         return tag_literal(tag, self._tag_ids)
+
+
+def _channels(
+    reasoning: ReasoningFormat | None, tools: ToolFormat | None
+) -> type[ChannelsParser] | None:
+    """Return what reads whole answers in the format of the reasoning or of the calls."""
+    for parser in (HarmonyParser, MuseParser):
+        if reasoning is parser.reasoning or (tools is not None and tools.channels is parser):
+            return parser
+    return None
 
 
 def find_answer_format(

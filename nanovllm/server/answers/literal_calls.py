@@ -12,13 +12,20 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
-from nanovllm.server.answers.call_arguments import JSON_SCALAR, Function, NotACall, decoded, escaped
-from nanovllm.server.answers.reasoning import prefix_at_end
-from nanovllm.server.answers.text_reader import Steps
+from nanovllm.server.answers.parameter_types import Function
+from nanovllm.server.answers.text_reader import (
+    JSON_SCALAR,
+    NotACall,
+    Steps,
+    decoded,
+    escaped,
+    prefix_at_end,
+)
 from nanovllm.server.answers.tool_calls import ToolCallParser
 
 CLOSING = "<tool_call|>"
 QUOTE = '<|"|>'
+ESCAPE = "<escape>"
 NAME = re.compile(r"[-.:\w]")
 """A character of a function's name."""
 _JSON_BEGINS = {"}": "{", "]": "[", "": ""}
@@ -341,3 +348,11 @@ class Gemma4Parser(LiteralParser):
             return json.dumps(word, ensure_ascii=False)
         word = "null" if word in ("None", "nil") else word
         return word if JSON_SCALAR.fullmatch(word) else json.dumps(word, ensure_ascii=False)
+
+
+class FunctionGemmaParser(Gemma4Parser):
+    """Gemma 4's format with other tags; FunctionGemma."""
+
+    tag = "<start_function_call>"
+    closing = "<end_function_call>"
+    quote_tag = ESCAPE

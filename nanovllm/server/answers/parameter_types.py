@@ -7,10 +7,9 @@ understand says nothing. Knows no formats and no values.
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
-from nanovllm.server.answers.call_arguments import Function
 from nanovllm.utils.safe_regex import SafeRegex
 
 TYPES = frozenset(("string", "integer", "number", "boolean", "null", "object", "array"))
@@ -56,6 +55,15 @@ _MAX_CLASSES = 4
 
 _Types = frozenset[str] | None
 """None stands for any type."""
+
+
+class Function(Protocol):
+    """A function that a model may call."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def parameters(self) -> Mapping[str, Any] | None: ...
 
 
 class ParameterTypes:

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
@@ -75,3 +76,8 @@ class PartsReader(ABC):
     @abstractmethod
     def _answer(self) -> Iterator[None]:
         """Read `_text` and add to `_parts`."""
+
+
+def new_call_id() -> str:
+    """Return an id as OpenAI's look."""
+    return f"call_{uuid.uuid4().hex[:24]}"

@@ -10,9 +10,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
-from nanovllm.server.answers.call_arguments import JSON_SCALAR, Function, NotACall, escaped
 from nanovllm.server.answers.literal_calls import NAME, LiteralParser
-from nanovllm.server.answers.text_reader import Steps
+from nanovllm.server.answers.parameter_types import Function
+from nanovllm.server.answers.text_reader import JSON_SCALAR, NotACall, Steps, escaped
 
 CALLS_START = "<|tool_call_start|>"
 CALLS_END = "<|tool_call_end|>"
@@ -206,6 +206,27 @@ class PythonicParser(LiteralParser):
                 return
             self._pos = start + 1
         self._write(escaped(_ESCAPES.get(letter, f"\\{letter}")))
+
+
+class LlamaPythonicParser(PythonicParser):
+    """[f(key=value), g()] at the start of an answer; Llama 3.2 with a template that asks for it."""
+
+    tag = "<|python_tag|>"
+    closing = ""
+    only_known_keys = True
+
+    def _find(self) -> tuple[int, int] | None:
+        start = "" if self._has_sent_text else r"|\A\s*(?=\[)"
+        match = re.search(rf"{re.escape(self._opening)}{start}", self._text)
+        return None if match is None else match.span()
+
+
+class OlmoParser(PythonicParser):
+    """Calls in lines of their own between tags; Olmo 3."""
+
+    tag = "<function_calls>"
+    closing = "</function_calls>"
+    in_lines = True
 
 
 def as_json(source: str) -> str:

@@ -3,14 +3,11 @@
 Pure text: knows no requests, no tokens and no server.
 """
 
-import re
-from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from nanovllm.chat.tool_messages import is_harmony
-from nanovllm.options.sampling_params import TOKEN_MARK
 from nanovllm.server.answers.parts import PartsReader, ReasoningDelta, TextDelta
+from nanovllm.server.answers.text_reader import marked_tag, prefix_at_end
 
 
 class ReasoningFormat(NamedTuple):
@@ -51,28 +48,6 @@ REASONING_FORMATS = {
     "muse_glimmer": MUSE,
 }
 """By the names that vLLM gives its reasoning parsers."""
-
-
-def find_reasoning_format(chat_template: str | None) -> ReasoningFormat | None:
-    """Return the tags that a chat template has."""
-    template = chat_template or ""
-    if is_harmony(template):
-        return HARMONY
-    if is_muse(template):
-        return MUSE
-    if all(tag in template for tag in (HUNYUAN.closing, *HUNYUAN.answer)):
-        return HUNYUAN
-    return next((tags for tags in (THINK, MISTRAL, SEED, GEMMA4) if tags.closing in template), None)
-
-
-def is_muse(template: str) -> bool:
-    """Whether a chat template is Muse Glimmer's."""
-    return "to=self<|message|>" in template
-
-
-def marked_tag(tag: str, marked: Collection[str]) -> str:
-    """Return a tag as the text has it: a special token has TOKEN_MARK before it."""
-    return TOKEN_MARK + tag if tag in marked else tag
 
 
 class ReasoningParser(PartsReader):
@@ -205,42 +180,3 @@ class ReasoningParser(PartsReader):
         while not (text := self._text.lstrip("\n")) and not self._ended:
             yield
         self._text = text
-
-
-def prefix_at_end(text: str, tag: str) -> str:
-    """Return the longest end of a text with which a tag may begin; not the whole tag."""
-    for length in range(min(len(tag) - 1, len(text)), 0, -1):
-        if text.endswith(tag[:length]):
-            return tag[:length]
-    return ""
-
-
-class TagsReader(PartsReader):
-    """Reads an answer as tags and the text between them."""
-
-    _tags: Mapping[str, str]
-    """The tags as they stand in the text, and their names."""
-
-    @abstractmethod
-    def _read(self, text: str) -> None:
-        """Read text that has no tag."""
-
-    @abstractmethod
-    def _read_tag(self, tag: str) -> None:
-        """Read a tag of this name."""
-
-    def _pieces(self) -> Iterator[None]:
-        """Read the answer to its end. What is held back is the beginning of a tag, maybe."""
-        any_tag = re.compile("|".join(map(re.escape, self._tags)))
-        while not self._ended:
-            end = 0
-            for match in any_tag.finditer(self._text):
-                self._read(self._text[end : match.start()])
-                self._read_tag(self._tags[match[0]])
-                end = match.end()
-            text = self._text[end:]
-            self._text = max((prefix_at_end(text, tag) for tag in self._tags), key=len)
-            self._read(text.removesuffix(self._text))
-            yield
-        if not self._cut:
-            self._read(self._text)

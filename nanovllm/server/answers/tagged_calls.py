@@ -17,10 +17,9 @@ import re
 from collections.abc import Collection, Sequence, Set
 from typing import ClassVar
 
-from nanovllm.server.answers.call_arguments import Function, NotACall, decoded, escaped
 from nanovllm.server.answers.json_calls import HermesParser
-from nanovllm.server.answers.parameter_types import ParameterTypes
-from nanovllm.server.answers.text_reader import Steps
+from nanovllm.server.answers.parameter_types import Function, ParameterTypes
+from nanovllm.server.answers.text_reader import NotACall, Steps, decoded, escaped
 
 _HELD = re.compile(r"\n?(?:<[/a-z:=\" ]{0,24})?\Z")
 """At the end of the text: with what a value's end may begin."""
@@ -185,6 +184,13 @@ class TaggedParser(HermesParser):
                 break
             yield from self._more()
         return True
+
+
+class SeedParser(TaggedParser):
+    """Qwen 3 Coder's format between tags of its own; Seed-OSS."""
+
+    tag = "<seed:tool_call>"
+    closing = "</seed:tool_call>"
 
 
 def as_json(text: str, types: Set[str]) -> str:

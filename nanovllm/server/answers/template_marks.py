@@ -1,11 +1,18 @@
-"""Which format of tool calls a chat template shows.
-
-Knows no grammars.
-"""
+"""Which formats of reasoning and of tool calls a chat template shows."""
 
 from nanovllm.chat.template_shape import CALLED, TemplateShape
 from nanovllm.chat.tool_messages import is_harmony, knows_tools, shows_pythonic_calls
 from nanovllm.server.answers.parts import ToolCallStart
+from nanovllm.server.answers.reasoning import (
+    GEMMA4,
+    HARMONY,
+    HUNYUAN,
+    MISTRAL,
+    MUSE,
+    SEED,
+    THINK,
+    ReasoningFormat,
+)
 from nanovllm.server.answers.tool_formats import (
     FunctionGemma,
     Gemma4,
@@ -47,6 +54,18 @@ _BY_MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
 """What a template has that shows a format; the first whose marks it has all."""
 _OTHER = ("<function=", "<arg_key>", "<parameter", "<tool_sep>", ">>>")
 """Marks of formats that are not known: GLM's, functionary's, Hy 3's."""
+
+
+def find_reasoning_format(chat_template: str | None) -> ReasoningFormat | None:
+    """Return the tags that a chat template has."""
+    template = chat_template or ""
+    if is_harmony(template):
+        return HARMONY
+    if "to=self<|message|>" in template:
+        return MUSE
+    if all(tag in template for tag in (HUNYUAN.closing, *HUNYUAN.answer)):
+        return HUNYUAN
+    return next((tags for tags in (THINK, MISTRAL, SEED, GEMMA4) if tags.closing in template), None)
 
 
 def find_tool_format(

@@ -1,22 +1,26 @@
-"""Reads pieces of a text that is still arriving: characters, words, tags and JSON values.
+"""Readers of a text that is still arriving: characters, words, tags and JSON values."""
 
-Pure text: knows no calls and no requests.
-"""
-
+import json
 import re
-from collections.abc import Generator
+from abc import abstractmethod
+from collections.abc import Collection, Generator, Iterator, Mapping
 from typing import TypeVar
 
-from nanovllm.server.answers.call_arguments import NotACall, decoded
+from nanovllm.options.sampling_params import TOKEN_MARK
 from nanovllm.server.answers.parts import PartsReader
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 """A piece of a reader's work. It yields where it needs more text."""
 
+JSON_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 _BRACKET_OR_QUOTE = re.compile(r'["{}\[\]]')
 _QUOTE_OR_ESCAPE = re.compile(r'["\\]')
 _SCALAR = re.compile(r"[-+.\w]")
+
+
+class NotACall(Exception):
+    """What began like a call is none: it is text."""
 
 
 class TextReader(PartsReader):
@@ -146,3 +150,82 @@ class TextReader(PartsReader):
         if self._ended:
             raise NotACall
         yield
+
+
+class TagsReader(PartsReader):
+    """Reads an answer as tags and the text between them."""
+
+    _tags: Mapping[str, str]
+    """The tags as they stand in the text, and their names."""
+
+    @abstractmethod
+    def _read(self, text: str) -> None:
+        """Read text that has no tag."""
+
+    @abstractmethod
+    def _read_tag(self, tag: str) -> None:
+        """Read a tag of this name."""
+
+    def _pieces(self) -> Iterator[None]:
+        """Read the answer to its end. What is held back is the beginning of a tag, maybe."""
+        any_tag = re.compile("|".join(map(re.escape, self._tags)))
+        while not self._ended:
+            end = 0
+            for match in any_tag.finditer(self._text):
+                self._read(self._text[end : match.start()])
+                self._read_tag(self._tags[match[0]])
+                end = match.end()
+            text = self._text[end:]
+            self._text = max((prefix_at_end(text, tag) for tag in self._tags), key=len)
+            self._read(text.removesuffix(self._text))
+            yield
+        if not self._cut:
+            self._read(self._text)
+
+
+def marked_tag(tag: str, marked: Collection[str]) -> str:
+    """Return a tag as the text has it: a special token has TOKEN_MARK before it."""
+    return TOKEN_MARK + tag if tag in marked else tag
+
+
+def prefix_at_end(text: str, tag: str) -> str:
+    """Return the longest end of a text with which a tag may begin; not the whole tag."""
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:length]):
+            return tag[:length]
+    return ""
+
+
+def decoded(source: str) -> str | None:
+    """Return the string that a JSON value is, without marks of tags; None if it cannot be sent."""
+    try:
+        value = json.loads(source.replace(TOKEN_MARK, ""), strict=False)
+        return value if isinstance(value, str) and value.encode() is not None else None
+    except ValueError:  # half of a surrogate pair cannot be encoded
+        return None
+
+
+def plain_object(source: str) -> str:
+    """Return arguments as the text of a JSON object where they are one in disguise.
+
+    Some models write the object as a string, and null or "" for no arguments.
+
+    Raises:
+        NotACall: it is no JSON value.
+    """
+    if source in ("null", '""'):
+        return "{}"
+    if source.startswith(("{", "[")):
+        return source
+    if source.startswith('"'):
+        return decoded(source) or source
+    try:
+        json.loads(source)
+    except ValueError:
+        raise NotACall from None
+    return source
+
+
+def escaped(text: str) -> str:
+    """Return text as it stands inside a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

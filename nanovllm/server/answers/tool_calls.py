@@ -8,11 +8,16 @@ from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from typing import ClassVar, Self
 
-from nanovllm.server.answers.call_arguments import Function, NotACall, new_call_id, plain_object
-from nanovllm.server.answers.parameter_types import typed
-from nanovllm.server.answers.parts import TextDelta, ToolCallArguments, ToolCallStart
-from nanovllm.server.answers.reasoning import marked_tag, prefix_at_end
-from nanovllm.server.answers.text_reader import Steps, TextReader
+from nanovllm.server.answers.parameter_types import Function, typed
+from nanovllm.server.answers.parts import TextDelta, ToolCallArguments, ToolCallStart, new_call_id
+from nanovllm.server.answers.text_reader import (
+    NotACall,
+    Steps,
+    TextReader,
+    marked_tag,
+    plain_object,
+    prefix_at_end,
+)
 
 _ARGUMENTS = ("arguments", "parameters")
 _MOST_READ = 4096

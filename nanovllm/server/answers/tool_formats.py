@@ -11,21 +11,31 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.options.json_schema import X_GUIDANCE, grammar_schema
 from nanovllm.options.structured_outputs import MAX_CHARS
 from nanovllm.server.answers import harmony, muse
-from nanovllm.server.answers.call_arguments import Function
-from nanovllm.server.answers.family_calls import (
-    ESCAPE,
-    FunctionGemmaParser,
+from nanovllm.server.answers.channels import ChannelsParser
+from nanovllm.server.answers.json_calls import (
     GraniteParser,
+    HermesParser,
     HunYuanParser,
+    LlamaParser,
+    MistralParser,
+    Phi4Parser,
+)
+from nanovllm.server.answers.literal_calls import (
+    CLOSING,
+    ESCAPE,
+    QUOTE,
+    FunctionGemmaParser,
+    Gemma4Parser,
+)
+from nanovllm.server.answers.parameter_types import Function
+from nanovllm.server.answers.pythonic_calls import (
+    CALLS_END,
+    CALLS_START,
     LlamaPythonicParser,
     OlmoParser,
-    Phi4Parser,
-    SeedParser,
+    PythonicParser,
 )
-from nanovllm.server.answers.json_calls import HermesParser, LlamaParser, MistralParser
-from nanovllm.server.answers.literal_calls import CLOSING, QUOTE, Gemma4Parser
-from nanovllm.server.answers.pythonic_calls import CALLS_END, CALLS_START, PythonicParser
-from nanovllm.server.answers.tagged_calls import TaggedParser
+from nanovllm.server.answers.tagged_calls import SeedParser, TaggedParser
 from nanovllm.server.answers.tool_calls import MAX_CALLS, ToolCallParser
 
 _MORE = f"{{0,{MAX_CALLS - 1}}}"
@@ -47,6 +57,8 @@ class ToolFormat:
     """A call and what is around each, likewise."""
     separator: ClassVar[str] = ""
     """What stands between calls."""
+    channels: ClassVar[type[ChannelsParser] | None] = None
+    """What reads the whole answer, in a format whose messages go to channels or recipients."""
 
     def grammar(
         self, functions: Sequence[Function], *, several: bool, tag_ids: Mapping[str, int]
@@ -149,8 +161,9 @@ class Gemma4(ToolFormat):
 
 
 class Harmony(ToolFormat):
-    """Calls end the answer, so it has one. `HarmonyParser` reads them."""
+    """Calls end the answer, so it has one."""
 
+    channels = harmony.HarmonyParser
     tags: ClassVar[tuple[str, ...]] = harmony.TAGS
     ends: ClassVar[tuple[str, ...]] = harmony.ENDS_OF_ANSWER
 
@@ -167,6 +180,7 @@ class Harmony(ToolFormat):
 class MuseGlimmer(ToolFormat):
     """A grammar has the arguments be JSON, which `MuseParser` takes too."""
 
+    channels = muse.MuseParser
     tags: ClassVar[tuple[str, ...]] = muse.TAGS
     ends: ClassVar[tuple[str, ...]] = muse.ENDS_OF_ANSWER
 

@@ -13,9 +13,9 @@ import pytest
 
 from nanovllm.chat.templates import ChatTemplates
 from nanovllm.errors import InvalidRequestError
-from nanovllm.server.answers.family_calls import LlamaPythonicParser
 from nanovllm.server.answers.muse import MuseParser
 from nanovllm.server.answers.parts import ToolCallArguments, ToolCallStart
+from nanovllm.server.answers.pythonic_calls import LlamaPythonicParser
 from nanovllm.server.answers.template_marks import find_tool_format
 from tests.chat.family_templates import TEMPLATES
 

@@ -5,15 +5,10 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.server.answers.family_calls import (
-    FunctionGemmaParser,
-    GraniteParser,
-    HunYuanParser,
-    LlamaPythonicParser,
-    OlmoParser,
-    Phi4Parser,
-    SeedParser,
-)
+from nanovllm.server.answers.json_calls import GraniteParser, HunYuanParser, Phi4Parser
+from nanovllm.server.answers.literal_calls import FunctionGemmaParser
+from nanovllm.server.answers.pythonic_calls import LlamaPythonicParser, OlmoParser
+from nanovllm.server.answers.tagged_calls import SeedParser
 from nanovllm.server.answers.tool_calls import ToolCallParser
 from tests.server.answers.test_tool_formats import Answer, cut, joined, parse
 

@@ -12,8 +12,8 @@ from nanovllm.server.answers.reasoning import (
     THINK,
     ReasoningFormat,
     ReasoningParser,
-    find_reasoning_format,
 )
+from nanovllm.server.answers.template_marks import find_reasoning_format
 
 
 def split(text: str, size: int, *, started: bool, cut: bool = False) -> tuple[str, str]:
