@@ -1,8 +1,8 @@
 """How much of `LLM.generate`'s speed does a server keep, while its client shares the cores?
 
-Rounds are in turns: `generate`, then each server under `nanovllm bench serve`, which streams. All
+Rounds are in turns: `generate`, then each server with a client that reads streams. All
 have the same options and the same prompts, which are new in each round. Who is not measured is
-stopped. A server is NAME or NAME=PYTHON: an interpreter that has nanovllm, for its client as well.
+stopped. A server is NAME or NAME=PYTHON: an interpreter that has nanovllm.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import option
+from benchmarks.load_client import random_prompts
 from benchmarks.shapes import SMALL, checkpoint, described
-from nanovllm.loadtest.load_plan import LoadPlan, make_conversations
 
 COLUMNS = ("tokens/s", "of generate", "event loop, ms/token", "client, ms/token")
 
@@ -61,8 +61,7 @@ class Generate(Process):
         assert self.child.stdin is not None
         assert self.child.stdout is not None
         args = self._args
-        plan = LoadPlan(num_prompts=num_prompts, random_input_len=args.input_len, seed=seed)
-        prompts = [conversation.prompts[0] for conversation in make_conversations(plan)]
+        prompts = random_prompts(num_prompts, args.input_len, seed)
         with self.running():
             print(json.dumps([prompts, args.output_len]), file=self.child.stdin)
             self.child.stdin.flush()
@@ -75,14 +74,14 @@ class Server(Process):
 
     def __init__(self, given: str, args: argparse.Namespace, model: str) -> None:
         self.name, _, python = given.partition("=")
-        self._args, self._command = args, [python or sys.executable, "-m", "nanovllm.cli.main"]
+        self._args = args
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
         flags = ["--port", str(port)]
         for name, value in args.option:
             flags += [f"--{name.replace('_', '-')}", str(value)]
-        command = [*self._command, "serve", model, *flags]
+        command = [python or sys.executable, "-m", "nanovllm", "serve", model, *flags]
         super().__init__(command, stderr=subprocess.DEVNULL)
         while True:
             with contextlib.suppress(OSError):
@@ -93,29 +92,27 @@ class Server(Process):
             time.sleep(0.1)
         self.child.send_signal(signal.SIGSTOP)
 
-    def run(self, num_prompts: int, seed: int, path: Path) -> tuple[float, float, float]:
+    def run(self, num_prompts: int, seed: int) -> tuple[float, float, float]:
         """Return output tokens a second; CPU milliseconds a token of event loop and of client."""
         args = self._args
-        command = [*self._command, "bench", "serve", "--url", self._url, "--ignore-eos"]
+        command = [sys.executable, "-m", "benchmarks.load_client", self._url]
         for flag, value in (
             ("--num-prompts", num_prompts),
-            ("--random-input-len", args.input_len),
-            ("--random-output-len", args.output_len),
-            ("--temperature", 0),
+            ("--input-len", args.input_len),
+            ("--output-len", args.output_len),
             ("--seed", seed),
-            ("--save-result", path),
         ):
             command += [flag, str(value)]
         pid = self.child.pid  # also the id of the thread of the event loop
         schedule = Path(f"/proc/{pid}/task/{pid}/schedstat")
         with self.running():
             before = int(schedule.read_text().split()[0])
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
             busy = int(schedule.read_text().split()[0]) - before
-        found = json.loads(path.read_text())
-        num_tokens = found["total_output_tokens"]
-        client = 1000 * found["client_busy"] * found["duration"] / num_tokens
-        return found["output_throughput"], busy / 1e6 / num_tokens, client
+        found = json.loads(done.stdout)
+        num_tokens = found["tokens"]
+        client = 1000 * found["busy"] / num_tokens
+        return num_tokens / found["seconds"], busy / 1e6 / num_tokens, client
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -131,7 +128,7 @@ def generate(args: argparse.Namespace) -> None:
         print(time.perf_counter() - start, flush=True)
 
 
-def measure(args: argparse.Namespace, model: str, path: Path) -> None:
+def measure(args: argparse.Namespace, model: str) -> None:
     """Print a row for each round, and one with the medians."""
     processes: list[Process] = []
     try:
@@ -140,7 +137,7 @@ def measure(args: argparse.Namespace, model: str, path: Path) -> None:
         for given in args.servers:
             servers.append(Server(given, args, model))
             processes.append(servers[-1])
-            servers[-1].run(2, -1, path)
+            servers[-1].run(2, -1)
         print("| round | generate, tokens/s |", end="")
         print(*(f" {s.name}: {column} |" for s in servers for column in COLUMNS), sep="")
         print("|" + " --- |" * (2 + len(servers) * len(COLUMNS)))
@@ -149,7 +146,7 @@ def measure(args: argparse.Namespace, model: str, path: Path) -> None:
             speed = base.run(args.num_prompts, number)
             rows.append([speed])
             for server in servers:
-                tokens, *busy = server.run(args.num_prompts, number, path)
+                tokens, *busy = server.run(args.num_prompts, number)
                 rows[-1] += [tokens, tokens / speed, *busy]
             print_row(str(number + 1), rows[-1])
         print_row("median", [statistics.median(column) for column in zip(*rows, strict=True)])
@@ -185,7 +182,7 @@ def main() -> None:
         args.option.append(("load_format", load_format))
         print(f"{described(args.model)}: {args.num_prompts} requests at once, {args.input_len}")
         print(f"tokens in, {args.output_len} out, on {os.cpu_count()} cores.\n")
-        measure(args, model, Path(directory, "load.json"))
+        measure(args, model)
 
 
 if __name__ == "__main__":

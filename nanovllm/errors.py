@@ -38,4 +38,4 @@ class EngineDeadError(NanoVLLMError, RuntimeError):
 
 
 class ServerError(NanoVLLMError, RuntimeError):
-    """A server cannot be reached, refuses, or breaks off: `nanovllm chat --url`, `bench serve`."""
+    """A server cannot be reached, refuses, or breaks off: `nanovllm chat --url`."""

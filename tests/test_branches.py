@@ -22,7 +22,6 @@ BRANCHES = [
     "lora",
     "steps",
     "observe",
-    "loadtest",
     "server",
     "tiers",
     "batch",

@@ -35,7 +35,6 @@ FOLDERS = {
     "chat": Folder("checkpoint options utils.forked", torch=False),
     "checkpoint": Folder("options utils", torch=True),
     "kernels": Folder("attention.states options utils", torch=True),
-    "loadtest": Folder("options utils", torch=False),
     "scheduler": Folder("options", torch=False),
     "observe": Folder("engine options scheduler", torch=False),
     "tiers": Folder("checkpoint kernels layers models options scheduler utils worker", torch=True),
@@ -56,8 +55,7 @@ FOLDERS = {
     "server": Folder("chat checkpoint engine llm async_llm options utils", torch=False),
     "batch": Folder("async_llm checkpoint.files options server utils.strict_json", torch=False),
     "cli": Folder(
-        "batch demo_model llm async_llm loadtest options ray.row_pool server utils "
-        "worker.model_report",
+        "batch demo_model llm async_llm options ray.row_pool server utils worker.model_report",
         torch=False,
     ),
     "__main__": Folder("cli", torch=False),

@@ -1,1 +1,1 @@
-"""The command line: generate, chat, serve and bench serve."""
+"""The command line: generate, chat, serve, batch and models."""

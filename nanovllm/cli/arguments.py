@@ -10,7 +10,6 @@ from nanovllm.cli.batch import add_batch
 from nanovllm.cli.flag_groups import add_engine_flags, add_sampling_flags
 from nanovllm.cli.models import add_models
 from nanovllm.errors import ConfigError
-from nanovllm.loadtest.load_plan import add_bench
 from nanovllm.options.flags import Parser, add_other_flags, json_object
 from nanovllm.options.model_names import looks_like_model, no_model
 from nanovllm.options.validation import shown
@@ -22,12 +21,11 @@ Command = Callable[[argparse.Namespace], int]
 """Runs with the parsed arguments, and returns the exit status. Its docstring is the help."""
 
 
-def parse(argv: Seq[str] | None, commands: Seq[Command], bench: Command) -> argparse.Namespace:
+def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
     """Return the parsed arguments, with the function of the command in `command`.
 
     Args:
         commands: `generate`, `chat` and `serve`, which take a MODEL.
-        bench: runs `bench serve`.
 
     Raises:
         ConfigError: a command, a flag or a word is none.
@@ -39,13 +37,12 @@ def parse(argv: Seq[str] | None, commands: Seq[Command], bench: Command) -> argp
     added = parser.add_subparsers(metavar="COMMAND")
     for command in commands:
         _add_command(added, command)
-    add_bench(added, bench)
     add_batch(added)
     add_models(added)
     args, rest = parser.parse_known_args(argv)
     rest = args.parser.words(rest)
     if args.command is None:
-        args.parser.error("COMMAND is missing: generate, chat, serve, batch, bench serve or models")
+        args.parser.error("COMMAND is missing: generate, chat, serve, batch or models")
     if hasattr(args, "takes"):
         if rest:
             args.parser.error(f"{args.takes}, got {shown(rest[0])}")

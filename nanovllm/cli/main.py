@@ -1,6 +1,6 @@
-"""The command line: `nanovllm generate`, `chat`, `serve`, `batch`, `bench serve` and `models`.
+"""The command line: `nanovllm generate`, `chat`, `serve`, `batch` and `models`.
 
-Each field of Config, SamplingParams and LoadPlan is a flag. What can be checked without the model
+Each field of Config and of SamplingParams is a flag. What can be checked without the model
 is checked before it is loaded.
 """
 
@@ -26,7 +26,6 @@ from nanovllm.cli.sources import (
     server_source,
 )
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
-from nanovllm.loadtest.load_plan import LoadPlan
 from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, fields_of, given_fields
 from nanovllm.options.sampling_params import SamplingParams
@@ -79,7 +78,7 @@ def _run(argv: Seq[str] | None) -> int:
 
 
 def _parse(argv: Seq[str] | None) -> argparse.Namespace:
-    return parse(argv, (generate, chat, serve), bench)
+    return parse(argv, (generate, chat, serve))
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -151,15 +150,6 @@ def serve(args: argparse.Namespace) -> int:
     return server.serve(args)
 
 
-def bench(args: argparse.Namespace) -> int:
-    """Put a load on a server that speaks OpenAI's API, and measure it."""
-    plan = LoadPlan(**given_fields(LoadPlan, args))
-    _need("client", "aiohttp")
-    from nanovllm.loadtest.bench_serve import bench_serve
-
-    return bench_serve(plan)
-
-
 def _need(extra: str, *packages: str) -> None:
     """Raise ConfigError if a package of an extra is not installed."""
     for package in packages:
@@ -186,11 +176,11 @@ def _connect(
     if engine:
         flag = engine[0].replace("_", "-")
         raise InvalidRequestError(f"--{flag} is for a model here; the server has its own options")
-    _need("client", "aiohttp")
-    from nanovllm.loadtest import sse_client
+    _need("client", "httpx")
+    from nanovllm.cli import server_client
 
-    server = sse_client.find_server(args.url, args.api_key)
-    model = args.model or sse_client.first_model(server)
+    server = server_client.find_server(args.url, args.api_key)
+    model = args.model or server_client.first_model(server)
     if is_interactive():
         write(f"Talking to {model} at {server.name}\n")
     if args.chat_template_kwargs:

@@ -11,8 +11,8 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.utils.terminal import is_interactive, spinner
 
 if TYPE_CHECKING:
+    from nanovllm.cli.server_client import Server
     from nanovllm.llm import LLM
-    from nanovllm.loadtest.sse_client import Server
 
 
 class Piece(NamedTuple):
@@ -46,7 +46,7 @@ def model_source(llm: "LLM", params: SamplingParams, template: Mapping[str, Any]
 
 def server_source(server: "Server", model: str, fields: Mapping[str, Any]) -> Source:
     """Return the answers of a server's model; `fields` are further ones of each request."""
-    from nanovllm.loadtest import sse_client
+    from nanovllm.cli import server_client
 
     if is_interactive():  # where tokens a second are shown
         fields = {**fields, "stream_options": {"include_usage": True}}
@@ -56,10 +56,9 @@ def server_source(server: "Server", model: str, fields: Mapping[str, Any]) -> So
         body = {**fields, **changed, "model": model, "messages": sent, "stream": True}
         reasons = False
         reason = None
-        for data in sse_client.stream(server, "/v1/chat/completions", body):
-            event = {} if data in (None, "[DONE]") else sse_client.parse_event(data or "")
-            choices = sse_client.choices_of(event)
-            text, thought, end, _ = choices[0] if choices else ("", "", None, None)
+        for data in server_client.stream(server, "/v1/chat/completions", body):
+            event = {} if data in (None, "[DONE]") else server_client.parse_event(data or "")
+            text, thought, end = server_client.choice_of(event)
             reason = end or reason
             yield Piece(THINK * (bool(thought) and not reasons) + thought, _num_tokens(event))
             reasons = reasons or bool(thought)

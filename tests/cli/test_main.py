@@ -186,13 +186,11 @@ def test_missing_model_is_one_line_and_status_2(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "COMMAND is missing: generate, chat, serve, batch, bench serve or models"),
+        ([], "COMMAND is missing: generate, chat, serve, batch or models"),
         (["genrate", "Hi"], "no command 'nanovllm genrate'; did you mean 'generate'? (see nano"),
         (["server"], "no command 'nanovllm server'; did you mean 'serve'?"),
-        (["complete" * 50], "; known: batch, bench, chat, generate, models, serve"),
-        (["bench"], "COMMAND is missing: generate, chat, serve, batch, bench serve or models"),
-        (["bench", "sevre"], "no command 'nanovllm bench sevre'; did you mean 'serve'?"),
-        (["bench", "serve", "--num-prompt", "1"], "(see nanovllm bench serve --help)"),
+        (["complete" * 50], "; known: batch, chat, generate, models, serve"),
+        (["bench", "serve"], "no command 'nanovllm bench'"),
         (["generate", "--prefix-caching", "m", "p"], "did you mean '--enable-prefix-caching'?"),
         (["generate", "--max-token", "9"], "no flag --max-token; did you mean '--max-tokens'?"),
         (["generate", "m", "p", "--temprature", "1"], "did you mean '--temperature'?"),
@@ -395,7 +393,7 @@ def test_help_explains_every_flag(run: Run, command: str) -> None:
         assert "".join(text.split()) in shown
 
 
-@pytest.mark.parametrize("command", [["generate"], ["chat"], ["serve"], ["bench", "serve"]])
+@pytest.mark.parametrize("command", [["generate"], ["chat"], ["serve"]])
 def test_help_speaks_no_python(run: Run, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     """Each flag has a help whose defaults and names are words of the command line."""
     monkeypatch.setenv("COLUMNS", "1000")

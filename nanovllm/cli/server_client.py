@@ -1,0 +1,285 @@
+"""The client of `nanovllm chat --url`: a server's first model, and the events of an answer.
+
+It follows no redirect, uses no proxy and checks certificates.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+
+from nanovllm.errors import ConfigError, InvalidRequestError, ServerError
+from nanovllm.options.validation import shown
+
+TICK_SECONDS = 0.1
+"""How long `stream` waits for data before it yields None."""
+CONNECT_SECONDS = 10.0
+"""How long a connection, or the list of models, may take."""
+MAX_BYTES = 2**24
+"""Limit of an event, and of a body that is not a stream of events."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """Where a server is, and what each request to it says; made by `find_server`."""
+
+    name: str
+    """Host and port as they stand in the URL."""
+    url: str
+    """What comes before the path of an endpoint, such as /v1/models."""
+    headers: dict[str, str] = dataclasses.field(repr=False)
+
+    def connect(self, timeout: httpx.Timeout) -> httpx.AsyncClient:
+        """Return a client of this server; its connection is made by the first request."""
+        return httpx.AsyncClient(
+            base_url=self.url,
+            headers=self.headers,
+            timeout=timeout,
+            trust_env=False,
+            verify=ssl.create_default_context(),
+        )
+
+
+def find_server(url: str, api_key: str | None = None) -> Server:
+    """Return the server at `url`, such as http://127.0.0.1:8000; a /v1 at its end is left out.
+
+    Args:
+        api_key: None takes the environment variable OPENAI_API_KEY, if it is set.
+
+    Raises:
+        ConfigError: the URL or the key cannot be sent.
+    """
+    api_key = api_key or os.environ.get("OPENAI_API_KEY") or None
+    rule = f"the server's URL must be like http://127.0.0.1:8000, got {shown(url)}"
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port  # reading the port checks it
+    except ValueError:
+        raise ConfigError(rule) from None
+    if not re.fullmatch(r"https?://[!-~]+", url, re.IGNORECASE) or "@" in parts.netloc:
+        raise ConfigError(rule)
+    if not host or parts.query or parts.fragment:
+        raise ConfigError(f"{rule}, without a query")
+    if api_key is not None and not re.fullmatch(r"[!-~]+", api_key):
+        raise ConfigError("the API key must be printable ASCII without spaces")
+    headers = {"Accept": "text/event-stream, application/json", "Accept-Encoding": "identity"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+    return Server(parts.netloc, f"{parts.scheme}://{parts.netloc}{path}", headers)
+
+
+def first_model(server: Server) -> str:
+    """Return the name of the first model that the server lists.
+
+    Raises:
+        ServerError: it lists none, cannot be reached, refuses, or takes over 10 s.
+    """
+
+    async def get() -> bytes:
+        timeout = httpx.Timeout(CONNECT_SECONDS)
+        with _errors(server):
+            async with (
+                asyncio.timeout(CONNECT_SECONDS),
+                server.connect(timeout) as client,
+                client.stream("GET", "/v1/models") as response,
+            ):
+                return await _body(response)
+
+    with contextlib.suppress(ValueError, RecursionError):
+        match json.loads(asyncio.run(get())):
+            case {"data": [{"id": str(name)}, *_]}:
+                return name
+    raise ServerError(f"{server.name} lists no model at /v1/models; name one")
+
+
+def stream(server: Server, endpoint: str, body: Any) -> Iterator[str | None]:
+    """Post a request, and yield the data of each event; None each 0.1 s without data.
+
+    The connection ends when the iterator is closed.
+
+    Raises:
+        InvalidRequestError: the server calls the request invalid (status 400, 413 or 422).
+        ServerError: the server cannot be reached, refuses, or breaks off.
+    """
+    events: asyncio.Queue[str | None] = asyncio.Queue()
+
+    async def post() -> None:
+        try:
+            async for event in _events(server, endpoint, body):
+                events.put_nowait(event)
+        finally:
+            events.put_nowait(None)
+
+    with asyncio.Runner() as runner:
+        answer = runner.get_loop().create_task(post())
+        while True:
+            try:
+                event = runner.run(asyncio.wait_for(events.get(), TICK_SECONDS))
+            except TimeoutError:
+                yield None
+                continue
+            if event is None:
+                break
+            yield event
+        answer.result()
+
+
+async def _events(server: Server, endpoint: str, body: Any) -> AsyncIterator[str]:
+    """Post a request, and yield the data of each event when it comes."""
+    timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+    with _errors(server):
+        async with (
+            server.connect(timeout) as client,
+            client.stream("POST", endpoint, json=body) as response,
+        ):
+            kind = response.headers.get("Content-Type", "").partition(";")[0].strip()
+            if response.status_code != 200 or kind != "text/event-stream":
+                await _body(response)
+                raise ServerError(f"{server.name}{endpoint} does not stream its answer")
+            parser = EventParser()
+            async for piece in response.aiter_raw():
+                for event in parser.feed(piece):
+                    yield event
+
+
+async def _body(response: httpx.Response) -> bytes:
+    """Return the body of an answer; raise the error that it reports, if it does."""
+    body = b""
+    async for piece in response.aiter_raw():
+        body += piece
+        _check_size("body", len(body))
+    if response.status_code != 200:
+        kind = InvalidRequestError if response.status_code in (400, 413, 422) else ServerError
+        raise kind(f"the server answers {response.status_code}: {message_of(body)}")
+    return body
+
+
+@contextlib.contextmanager
+def _errors(server: Server) -> Iterator[None]:
+    """Raise what goes wrong on the way as a ServerError of one line."""
+    try:
+        yield
+    except httpx.RemoteProtocolError as error:
+        message = " ".join(str(error).split())
+        if "illegal" in message:
+            raise ServerError(f"the server does not speak HTTP: {message}") from None
+        raise ServerError("the server closed the connection before its answer ended") from None
+    except (httpx.ReadError, httpx.WriteError):
+        raise ServerError("the server closed the connection before its answer ended") from None
+    except (httpx.HTTPError, OSError) as error:
+        raise ServerError(f"cannot reach {server.name}: {_reason(error)}") from None
+
+
+def _reason(error: BaseException) -> str:
+    """Return why there is no connection: what the operating system says, if it says something."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            by_asyncio = cause.strerror.startswith("Connect call failed")
+            return os.strerror(cause.errno or 0) if by_asyncio else cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error) or "it takes too long"
+
+
+class EventParser:
+    """Reads server-sent events from bytes as they come, cut anywhere."""
+
+    def __init__(self) -> None:
+        self._line = b""
+        """The begun line."""
+        self._data: list[bytes] = []
+        """The data of the begun event."""
+        self._size = 0
+        """Of that data, with a byte for the end of each line."""
+
+    def feed(self, piece: bytes) -> list[str]:
+        """Return the data of each event that a piece completes.
+
+        Raises:
+            ServerError: an event is too large.
+        """
+        *lines, self._line = (self._line + piece).split(b"\n")
+        _check_size("event", len(self._line))
+        events = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+                self._size += len(self._data[-1]) + 1
+                _check_size("event", self._size)
+            elif not line and self._data:
+                events.append(b"\n".join(self._data).decode(errors="replace"))
+                self._data = []
+                self._size = 0
+        return events
+
+
+def _check_size(what: str, num_bytes: int) -> None:
+    if num_bytes > MAX_BYTES:
+        raise ServerError(f"the server sends a {what} of more than {MAX_BYTES} bytes")
+
+
+def parse_event(data: str) -> dict[str, Any]:
+    """Return the JSON object of an event.
+
+    Raises:
+        ServerError: it is not an object, or reports an error.
+    """
+    try:
+        event = json.loads(data)
+    except (ValueError, RecursionError):
+        event = None
+    if not isinstance(event, dict):
+        raise ServerError(f"the server sends an event that is not a JSON object: {shown(data)}")
+    if event.get("error"):
+        raise ServerError(f"the server reports an error: {message_of(data.encode())}")
+    return event
+
+
+class Choice(NamedTuple):
+    """What an event says of a chat's answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    finish_reason: str | None = None
+
+
+def choice_of(event: dict[str, Any]) -> Choice:
+    """Return what an event says of the first answer.
+
+    Raises:
+        ServerError: the event has another form.
+    """
+    try:
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            text = delta.get("content") or ""
+            reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+            reason = choice.get("finish_reason") or None
+            if all(isinstance(value, str) for value in (text, reasoning, reason or "")):
+                return Choice(text, reasoning, reason)
+            raise TypeError
+    except (AttributeError, TypeError):
+        text = json.dumps(event)[:200]
+        raise ServerError(f"the server sends an event of an unknown form: {text}") from None
+    return Choice()
+
+
+def message_of(body: bytes) -> str:
+    """Return the message in the body of an error, or the beginning of the body."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(body)
+        for name in ("error", "message", "detail"):
+            if isinstance(value, dict) and value.get(name):
+                value = value[name]
+        return value if isinstance(value, str) else json.dumps(value)[:300]
+    return " ".join(body[:300].decode(errors="replace").split()) or "without a reason"

@@ -1,1 +1,0 @@
-"""`nanovllm bench serve`: measures any server that speaks OpenAI's protocol."""
