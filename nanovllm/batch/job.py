@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from nanovllm.batch.identity import job_identity
 from nanovllm.batch.job_files import JobFiles, Journal
-from nanovllm.batch.options import RowOptions
+from nanovllm.batch.options import RowOptions, job_identity
 from nanovllm.batch.results import check_output, write_output
 from nanovllm.batch.rows import Row
 from nanovllm.batch.sources import Source, check_unchanged

@@ -12,9 +12,16 @@ import httpx
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.batch.lines import error_body, openai_failure, openai_line
 from nanovllm.batch.options import RowOptions
-from nanovllm.batch.rows import Row, dumps, row_seed, short_digest
+from nanovllm.batch.rows import (
+    Row,
+    dumps,
+    error_body,
+    openai_failure,
+    openai_line,
+    row_seed,
+    short_digest,
+)
 from nanovllm.errors import EngineDeadError
 from nanovllm.options.validation import did_you_mean, shown
 from nanovllm.server.app import make_app

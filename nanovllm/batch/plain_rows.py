@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.batch.lines import failed_columns
 from nanovllm.batch.options import RowOptions, check_override
-from nanovllm.batch.rows import Row, row_id, row_seed
+from nanovllm.batch.rows import Row, failed_columns, row_id, row_seed
 from nanovllm.errors import ConfigError, EngineDeadError, InvalidRequestError
 from nanovllm.options.lora_request import LoRARequest, named_adapters
 from nanovllm.options.sampling_params import SamplingParams

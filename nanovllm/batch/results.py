@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nanovllm.batch.lines import OUTPUT_COLUMNS, failed_columns
 from nanovllm.batch.options import RowOptions
-from nanovllm.batch.rows import OPENAI, Row, dumps
+from nanovllm.batch.rows import OPENAI, OUTPUT_COLUMNS, Row, dumps, failed_columns
 from nanovllm.batch.sources import ParquetRows, Source, is_parquet
 from nanovllm.errors import ConfigError
 

@@ -8,9 +8,8 @@ import importlib.util
 import logging
 from typing import TYPE_CHECKING
 
-from nanovllm.batch.lines import failed_line
 from nanovllm.batch.options import RowOptions
-from nanovllm.batch.rows import OPENAI, Row, dumps
+from nanovllm.batch.rows import OPENAI, Row, dumps, failed_line
 from nanovllm.errors import ConfigError, EngineDeadError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 _HOMES = {
     "app": "nanovllm.ray.serving",
     "deployment": "nanovllm.ray.serving",
-    "generate": "nanovllm.ray.batch",
+    "generate": "nanovllm.ray.datasets",
 }
 """The module of each name."""
 

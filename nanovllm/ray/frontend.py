@@ -7,9 +7,14 @@ route and no engine: the answers are those of the server's app in the replica.
 import asyncio
 import json
 import logging
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.serve.exceptions import (
     BackPressureError,
@@ -25,8 +30,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.ray.conversation import conversation_key
-from nanovllm.ray.metrics import merge
+from nanovllm.ray.affinity import conversation_key
 from nanovllm.server.admission import BodyBudget
 from nanovllm.server.error_bodies import APIError, as_api_error
 from nanovllm.server.middleware import GuardMiddleware
@@ -241,3 +245,30 @@ def _no_replica() -> APIError:
     return APIError(
         503, "no replica is ready; try again later", code="no_replica", headers={"Retry-After": "5"}
     )
+
+
+class _Page(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the families, for `generate_latest`."""
+        return self._families
+
+
+def merge(texts: Mapping[str, bytes]) -> bytes:
+    """Return the samples of all texts in Prometheus' format, each with the label `replica`.
+
+    Args:
+        texts: in the same format, by name of the replica.
+    """
+    families: dict[str, Metric] = {}
+    for replica, text in sorted(texts.items()):
+        for family in text_string_to_metric_families(text.decode()):
+            found = families.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type)
+            )
+            for sample in family.samples:
+                labels = {**sample.labels, "replica": replica}
+                found.samples.append(sample._replace(labels=labels))
+    return generate_latest(_Page(families.values()))

@@ -19,10 +19,9 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from nanovllm.batch.lines import failed_line
 from nanovllm.batch.options import RowOptions
 from nanovllm.batch.row_engine import DIED, RowEngine
-from nanovllm.batch.rows import Row
+from nanovllm.batch.rows import Row, failed_line
 from nanovllm.errors import ConfigError, EngineDeadError
 from nanovllm.executors.ray_cluster import amounts, free_room, join_cluster
 from nanovllm.options.validation import shown

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from nanovllm import demo_model
-from nanovllm.batch.identity import adapter_digest
 from nanovllm.batch.job import run_job
+from nanovllm.batch.options import adapter_digest
 from nanovllm.batch.row_engine import RowEngine
 from nanovllm.batch.sources import open_source
 from nanovllm.errors import CheckpointError, ConfigError

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm.batch.lines import OUTPUT_COLUMNS
 from nanovllm.batch.results import check_output, write_output
-from nanovllm.batch.rows import BadRowError, dumps, parse_object
+from nanovllm.batch.rows import OUTPUT_COLUMNS, BadRowError, dumps, parse_object
 from nanovllm.batch.sources import open_source
 from nanovllm.errors import ConfigError
 from tests.batch.helpers import read_rows, row_options, run

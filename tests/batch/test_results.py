@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.batch.lines import OUTPUT_COLUMNS
+from nanovllm.batch.rows import OUTPUT_COLUMNS
 from nanovllm.batch.sources import open_source
 from nanovllm.errors import ConfigError
 from tests.batch.helpers import questions, read_rows, row_options, run, write_rows

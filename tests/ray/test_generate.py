@@ -11,18 +11,17 @@ import psutil
 import pytest
 
 from nanovllm import demo_model
-from nanovllm.batch.identity import job_identity
-from nanovllm.batch.lines import OUTPUT_COLUMNS
-from nanovllm.batch.options import BatchOptions
-from nanovllm.batch.parts import Parts
+from nanovllm.batch.options import BatchOptions, job_identity
+from nanovllm.batch.rows import OUTPUT_COLUMNS
 from nanovllm.errors import ConfigError
+from nanovllm.ray.part_files import Parts
 from tests.batch.helpers import ENGINE, SAMPLING, questions, read_rows, run, write_rows
 
 ray = pytest.importorskip("ray")
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
-from nanovllm.ray.batch import RowsStage, _row_options, generate  # noqa: E402 (it needs Ray)
+from nanovllm.ray.datasets import RowsStage, _row_options, generate  # noqa: E402 (it needs Ray)
 
 ROWS: list[dict[str, Any]] = [{**row, "id": i} for i, row in enumerate(questions(24))]
 OPTIONS: dict[str, Any] = {

@@ -57,6 +57,11 @@ class ChannelsParser(TagsReader):
         self._num_calls = 0
         self._said: set[Kind] = set()  # kinds that an earlier message has
         self._is_first = True  # nothing of the message was returned yet
+        self._begin_answer(inside=started)
+
+    @abstractmethod
+    def _begin_answer(self, *, inside: bool) -> None:
+        """Get ready to read a header, or the rest of a message if the prompt ends `inside` one."""
 
     def _answer(self) -> Iterator[None]:
         """Read all messages."""

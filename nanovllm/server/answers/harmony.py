@@ -5,7 +5,6 @@
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from nanovllm.server.answers.channels import ChannelsParser, Kind
 from nanovllm.server.answers.parts import (
@@ -47,9 +46,8 @@ class HarmonyParser(ChannelsParser):
     end = END
     untagged_header = _UNTAGGED_HEADER
 
-    def __init__(self, *, started: bool = False, **options: Any) -> None:
-        super().__init__(started=started, **options)
-        self._sections: list[tuple[str, str]] | None = None if started else [("", "")]
+    def _begin_answer(self, *, inside: bool) -> None:
+        self._sections: list[tuple[str, str]] | None = None if inside else [("", "")]
         self._name = ""  # of the call that has no arguments yet
 
     def _answer(self) -> Iterator[None]:

@@ -10,7 +10,6 @@ to=self<|message|>...<|eom|><|start|>assistant to=f<|message|><atem:function_cal
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any
 
 from nanovllm.server.answers.channels import ChannelsParser, Kind
 from nanovllm.server.answers.parts import (
@@ -69,9 +68,8 @@ class MuseParser(ChannelsParser):
     end = END
     untagged_header = _HEADER
 
-    def __init__(self, *, started: bool = False, **options: Any) -> None:
-        super().__init__(started=started, **options)
-        self._header: str | None = None if started else ""  # None inside a message
+    def _begin_answer(self, *, inside: bool) -> None:
+        self._header: str | None = None if inside else ""  # None inside a message
         self._calls: AtemParser | None = None  # of the message, if it is one to a function
 
     def _read(self, text: str) -> None:

@@ -13,15 +13,14 @@ import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy, Dataset
 
-from nanovllm.batch.identity import job_identity
-from nanovllm.batch.options import BatchOptions, RowOptions, sampling_of
-from nanovllm.batch.parts import FORMATS, Parts, is_done
+from nanovllm.batch.options import BatchOptions, RowOptions, job_identity, sampling_of
 from nanovllm.batch.results import check_schema, output_fields, with_outputs
 from nanovllm.batch.row_engine import RowEngine
 from nanovllm.batch.rows import Row
 from nanovllm.errors import ConfigError
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import check_choice, check_int, shown
+from nanovllm.ray.part_files import FORMATS, Parts, is_done
 from nanovllm.ray.row_pool import actor_resources
 
 _BLOCKS_AT_ONCE = 4
