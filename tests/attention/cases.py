@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.spec import AttentionSpec
+from tests.closeness import token_names
 
 OUT_OF_RANGE = (-1, 2**31 - 1)
 
@@ -25,6 +26,10 @@ class Case:
     keys: list[torch.Tensor]
     """By row, [seq_len, num_kv_heads, head_dim]."""
     values: list[torch.Tensor]
+
+    def token_names(self) -> list[str]:
+        """Return a name for each token of the batch: its row and its position."""
+        return token_names(*self.batch.lengths)
 
     def stored(self) -> torch.Tensor:
         """Return a copy of the cache with the batch's tokens stored."""

@@ -25,6 +25,7 @@ from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
 from nanovllm.worker import attention_groups
 from tests.attention.cases import make_case, random_rows
+from tests.closeness import assert_close
 from tests.kernels.triton.inputs import CUDA, DEVICE, has_fp8
 from tests.kernels.triton.interpreter import patch_interpreter
 
@@ -75,9 +76,9 @@ def test_triton_is_torch(block_size, head_dim, dtype):
         expected, expected_cache = attend(TorchBackend(case.spec), case, qk_norm=qk_norm)
         out, cache = attend(TritonBackend(case.spec), case, qk_norm=qk_norm)
         tolerance = {torch.float32: 1e-5, torch.float16: 5e-3}[dtype]
-        assert (out - expected).abs().max() <= tolerance
+        assert_close(out, expected, atol=tolerance, rows=case.token_names())
         # The stored keys and values agree up to rounding; no other cell is written.
-        assert (cache - expected_cache).abs().max() <= 4 * tolerance
+        assert_close(cache, expected_cache, atol=4 * tolerance)
         assert ((cache == 1e4) == (expected_cache == 1e4)).all()
 
 
@@ -99,8 +100,8 @@ def test_triton_is_torch_for_other_families(spec, parts, norm):
     (expected, expected_cache), (out, cache) = (
         attend(backend, case, parts=parts, **norm) for backend in backends
     )
-    assert (out - expected).abs().max() <= 2e-5
-    assert torch.allclose(cache, expected_cache, atol=4e-5)
+    assert_close(out, expected, atol=2e-5, rows=case.token_names())
+    assert_close(cache, expected_cache, atol=4e-5, rtol=1e-5)
 
 
 def test_a_single_token_is_the_same_beside_chunks():
@@ -142,7 +143,7 @@ def test_an_fp8_cache():
         for stored in (case.stored().to(FP8), case.stored().to(FP8).float()):
             batch = dataclasses.replace(case.batch, metadata=backend.plan(case.batch))
             outs.append(backend.attend(case.q, stored, batch))
-        assert (outs[0] - outs[1]).abs().max() <= 1e-6
+        assert_close(outs[0], outs[1], atol=1e-6)
 
 
 def as_in_a_graph(batch, num_padding):
@@ -256,12 +257,12 @@ def test_the_package_is_asked_for_the_right_thing(options, monkeypatch):
         case.spec = dataclasses.replace(case.spec, **options)
         expected, _ = attend(TorchExplicitBackend(case.spec), case)
         out, _ = attend(FlashAttnBackend(case.spec), case)
-        assert (out - expected).abs().max() <= 1e-5
+        assert_close(out, expected, atol=1e-5, rows=case.token_names())
     case = make_case([(1, 30), (1, 270), (1, 2)], 2, 3, 32, 256)
     case.spec = dataclasses.replace(case.spec, **options)
     expected, _ = attend(TorchExplicitBackend(case.spec), case)
     out, _ = attend(FlashAttnBackend(case.spec), case, as_in_a_graph(case.batch, 1))
-    assert (out[:2] - expected[:2]).abs().max() <= 1e-5
+    assert_close(out[:2], expected[:2], atol=1e-5)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
@@ -274,7 +275,7 @@ def test_the_package_is_torch_on_a_gpu(options):
             pytest.skip(reason)
         expected, _ = attend(TorchExplicitBackend(case.spec), case)
         out, _ = attend(FlashAttnBackend(case.spec), case)
-        assert (out - expected).abs().max() <= 5e-3
+        assert_close(out, expected, atol=5e-3, rows=case.token_names())
 
 
 # --- refusals and selection

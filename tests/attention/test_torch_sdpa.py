@@ -12,6 +12,7 @@ from nanovllm.attention.spec import AttentionSpec, QKNorm
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.kernels.torch_kernels import TORCH
 from tests.attention.cases import contiguous_sdpa, make_case, random_rows, reference
+from tests.closeness import assert_close
 
 
 def run(case):
@@ -31,13 +32,13 @@ def test_mixed_batches(head_dim, block_size, seed):
     num_kv_heads, group = chooser.choice([1, 2, 3]), chooser.randint(1, 8)
     rows = random_rows(chooser.random(), block_size)
     case = make_case(rows, num_kv_heads, group, head_dim, block_size, seed=seed)
-    assert (run(case) - reference(case)).abs().max() < 1e-5
+    assert_close(run(case), reference(case), atol=1e-5, rows=case.token_names())
 
 
 @pytest.mark.parametrize("group", range(1, 9))
 def test_group_sizes(group):
     case = make_case([(5, 5), (1, 30), (4, 19), (1, 1)], 2, group, 64, 16, seed=group)
-    assert (run(case) - reference(case)).abs().max() < 1e-5
+    assert_close(run(case), reference(case), atol=1e-5, rows=case.token_names())
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_group_sizes(group):
 )
 def test_block_edges_and_lone_kinds_of_row(rows):
     case = make_case(rows, 2, 3, 16, 16)
-    assert (run(case) - reference(case)).abs().max() < 1e-5
+    assert_close(run(case), reference(case), atol=1e-5, rows=case.token_names())
 
 
 @pytest.mark.parametrize("limit", [1, 40, 200])
@@ -69,7 +70,7 @@ def test_single_tokens_split_over_several_calls(monkeypatch, limit):
     rows = [(1, length) for length in (30, 7, 90, 31, 8, 29, 1, 88)]
     case = make_case(rows, 2, 2, 16, 4)
     assert len(TorchBackend(case.spec).plan(case.batch)) >= 3
-    assert (run(case) - reference(case)).abs().max() < 1e-5
+    assert_close(run(case), reference(case), atol=1e-5, rows=case.token_names())
 
 
 def test_single_tokens_of_like_length_share_a_call():

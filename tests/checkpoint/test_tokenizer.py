@@ -137,6 +137,6 @@ RUNS = st.builds(lambda piece, times: piece * times, st.sampled_from(PIECES), st
 @settings(deadline=None)
 def test_what_follows_changes_only_the_end_of_a_slice(text: str, data: st.DataObject) -> None:
     """What `InputProcessor` rests on when it counts the tokens of a slice; it leaves out 256."""
-    size = data.draw(st.integers(1, len(text) or 1))
+    size = data.draw(st.integers(1, len(text) or 1), label="size of the slice")
     settled = DEMO.encode(text[:size])[:-64]
     assert settled == DEMO.encode(text)[: len(settled)]

@@ -153,10 +153,10 @@ def decoded_prefixes(kind: str, token_ids: Seq[int], skip_special_tokens: bool) 
 def test_text_grows_to_what_decoding_at_once_gives(
     kind: str, data: st.DataObject, skip_special_tokens: bool
 ) -> None:
-    token_ids = data.draw(outputs(kind))
+    token_ids = data.draw(outputs(kind), label="token ids")
     tokenizer = MAKERS[kind]()
     special = frozenset(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
-    if skip_special_tokens and data.draw(st.booleans()):
+    if skip_special_tokens and data.draw(st.booleans(), label="by their ids"):
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=False, skipped=special)
     else:
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
@@ -183,7 +183,7 @@ def test_text_grows_to_what_decoding_at_once_gives(
 def test_tokens_at_once_equal_tokens_one_by_one(
     kind: str, data: st.DataObject, skip_special_tokens: bool
 ) -> None:
-    token_ids = data.draw(outputs(kind))
+    token_ids = data.draw(outputs(kind), label="token ids")
     skipped = frozenset(token_ids[::3])
     one_by_one, at_once = (
         Detokenizer(MAKERS[kind](), skip_special_tokens=skip_special_tokens, skipped=skipped)
@@ -205,7 +205,9 @@ def test_whole_characters_are_never_shown_as_broken(
 ) -> None:
     tokenizer = MAKERS[kind]()
     token_ids = tokenizer.encode(text.replace(UNFINISHED, ""), add_special_tokens=False).ids
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=data.draw(st.booleans()))
+    detokenizer = Detokenizer(
+        tokenizer, skip_special_tokens=data.draw(st.booleans(), label="skip_special_tokens")
+    )
     for token_id in token_ids:
         detokenizer.add(token_id)
         assert UNFINISHED not in detokenizer.text
@@ -245,15 +247,19 @@ def test_stop_strings_end_where_a_naive_search_does(
     include_stop: bool,
     others: list[str],
 ) -> None:
-    token_ids = data.draw(outputs(kind))
+    token_ids = data.draw(outputs(kind), label="token ids")
     texts = decoded_prefixes(kind, token_ids, skip_special_tokens)
     whole = texts[-1]
     stops = others
-    for _ in range(data.draw(st.integers(1, 3)) if whole else 0):
-        start = data.draw(st.integers(0, len(whole) - 1))
-        stops.append(whole[start : start + data.draw(st.integers(1, 6))])
-    stops = data.draw(st.permutations(stops))
-    num_unsearched = data.draw(st.integers(0, len(token_ids)) | st.just(0))
+    for _ in range(
+        data.draw(st.integers(1, 3), label="stop strings from the text") if whole else 0
+    ):
+        start = data.draw(st.integers(0, len(whole) - 1), label="start of a stop string")
+        stops.append(whole[start : start + data.draw(st.integers(1, 6), label="its length")])
+    stops = data.draw(st.permutations(stops), label="stop strings")
+    num_unsearched = data.draw(
+        st.integers(0, len(token_ids)) | st.just(0), label="tokens not searched"
+    )
     expected = first_stop(texts, stops, num_unsearched)
 
     detokenizer = Detokenizer(
@@ -447,9 +453,13 @@ def test_marks_stand_before_marked_tokens_only(kind: str, data: st.DataObject) -
     """Without them the text is that of a Detokenizer, whether tokens come at once or not."""
     tokenizer = MAKERS[kind]()
     special = sorted(tokenizer.get_added_tokens_decoder())
-    token_ids = data.draw(outputs(kind))
-    for token_id in data.draw(st.lists(st.sampled_from(special), max_size=4)):
-        token_ids.insert(data.draw(st.integers(0, len(token_ids))), token_id)
+    token_ids = data.draw(outputs(kind), label="token ids")
+    for token_id in data.draw(
+        st.lists(st.sampled_from(special), max_size=4), label="special tokens"
+    ):
+        token_ids.insert(
+            data.draw(st.integers(0, len(token_ids)), label="place of a special token"), token_id
+        )
     marked = frozenset(special[:2])
     plain = Detokenizer(tokenizer, skip_special_tokens=False)
     one_by_one, at_once = (

@@ -83,13 +83,15 @@ def test_a_mutation_gives_our_error_or_logits(name, sound, tmp_path):
     @given(st.data())
     def run(data):
         changed = copy.deepcopy(config)
-        for _ in range(data.draw(st.integers(1, 2))):
-            where = data.draw(st.sampled_from(list(objects(changed["quantization_config"]))))
-            key = data.draw(st.sampled_from([*where, "ignore", "dynamic"]))
-            if data.draw(st.integers(0, 4)) == 0:
+        for _ in range(data.draw(st.integers(1, 2), label="changes")):
+            where = data.draw(
+                st.sampled_from(list(objects(changed["quantization_config"]))), label="object"
+            )
+            key = data.draw(st.sampled_from([*where, "ignore", "dynamic"]), label="key")
+            if data.draw(st.integers(0, 4), label="0 removes the key") == 0:
                 where.pop(key, None)
             else:
-                where[key] = data.draw(values())
+                where[key] = data.draw(values(), label="value")
             if not changed["quantization_config"]:
                 break
         write_json(directory / "config.json", changed)

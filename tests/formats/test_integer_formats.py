@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import SamplingParams
 from tests.checkpoints import copy_checkpoint, make_checkpoint, read_json
+from tests.closeness import assert_close
 from tests.formats import quantised
 from tests.formats.integer_cases import CASES, EVERY, FAMILIES, WIDENED, awq, case, gptq
 from tests.models.comparison import run_in_chunks
@@ -57,7 +58,7 @@ def test_logits(name, family, models, tmp_path, caplog):
     linear, settings = CASES[name]
     stored, plain = quantised.write(models[family], tmp_path, linear, settings)
     expected = logits(plain)
-    assert (logits(stored) - expected).abs().max() < 1e-4
+    assert_close(logits(stored), expected, atol=1e-4)
     with caplog.at_level(logging.INFO, LOADER):
         found = logits(stored, "bfloat16")
     bits = settings.get("bits") or settings["config_groups"]["group_0"]["weights"]["num_bits"]
@@ -77,7 +78,7 @@ def test_the_logits_of_transformers(models, tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32).eval()
     with torch.inference_mode():
         expected = torch.cat([theirs(torch.tensor([prompt])).logits[0] for prompt in PROMPTS])
-    assert (logits(stored) - expected).abs().max() < 1e-4
+    assert_close(logits(stored), expected, atol=1e-4)
 
 
 def mixed(rules):
@@ -104,7 +105,7 @@ def test_several_groups_and_plain_linears(models, tmp_path):
         "ignore": ["re:.*layers.1.mlp.*", "lm_head"],
     }
     stored, plain = quantised.write(models["qwen3"], tmp_path, mixed(rules), settings)
-    assert (logits(stored) - logits(plain)).abs().max() < 1e-4
+    assert_close(logits(stored), logits(plain), atol=1e-4)
 
 
 def test_gptq_rules(models, tmp_path):
@@ -118,7 +119,7 @@ def test_gptq_rules(models, tmp_path):
         },
     }
     stored, plain = quantised.write(models["qwen3"], tmp_path, mixed(rules), settings)
-    assert (logits(stored) - logits(plain)).abs().max() < 1e-4
+    assert_close(logits(stored), logits(plain), atol=1e-4)
 
 
 def test_gptq_of_some_modules(models, tmp_path):
@@ -129,14 +130,14 @@ def test_gptq_of_some_modules(models, tmp_path):
         ["self_attn.o_proj"],
     ]
     stored, plain = quantised.write(models["qwen3"], tmp_path, mixed(rules), settings)
-    assert (logits(stored) - logits(plain)).abs().max() < 1e-4
+    assert_close(logits(stored), logits(plain), atol=1e-4)
 
 
 def test_awq_with_plain_linears(models, tmp_path):
     settings = {**awq(64)[1], "modules_to_not_convert": ["self_attn", "lm_head"]}
     rules = [("self_attn", None), ("", awq(64)[0])]
     stored, plain = quantised.write(models["qwen3"], tmp_path, mixed(rules), settings)
-    assert (logits(stored) - logits(plain)).abs().max() < 1e-4
+    assert_close(logits(stored), logits(plain), atol=1e-4)
 
 
 def test_inputs_in_different_orders_are_widened(models, tmp_path, caplog):
@@ -147,7 +148,7 @@ def test_inputs_in_different_orders_are_widened(models, tmp_path, caplog):
 
     settings = gptq(4, 32, desc_act=True)[1]
     stored, plain = quantised.write(models["qwen3"], tmp_path, linear, settings)
-    assert (logits(stored) - logits(plain)).abs().max() < 1e-4
+    assert_close(logits(stored), logits(plain), atol=1e-4)
     with caplog.at_level(logging.INFO, LOADER):
         found = logits(stored, "bfloat16")
     assert "6 linears in GPTQ W4A16 g32 desc_act: widened" in caplog.text
@@ -208,4 +209,4 @@ def test_experts_of_a_hybrid(name, tmp_path):
     rules = [("linear_attn", None), ("shared_expert", None), ("", linear)]
     settings = {**settings, **plain_parts}
     stored, plain = quantised.write(model, tmp_path, mixed(rules), settings)
-    assert (logits(stored) - logits(plain)).abs().max() < 1e-4
+    assert_close(logits(stored), logits(plain), atol=1e-4)

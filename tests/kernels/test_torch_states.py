@@ -6,6 +6,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from nanovllm.attention.states import StatePart
 from nanovllm.kernels.torch_kernels import TORCH
+from tests.closeness import assert_close
 from tests.kernels.state_cases import make_rows, make_states, naive_conv, naive_delta, part_of
 
 PAGES = [[3, 0], [1, 5], [4, 2]]
@@ -67,7 +68,7 @@ def test_convolution(dtype, silu, taps) -> None:
         for part, pages, old in zip(x.split(LENGTHS), PAGES, kept, strict=True):
             expected, left = naive_conv(part, weight, given, silu, old)
             out, found = found[: len(part)], found[len(part) :]
-            torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+            assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
             assert torch.equal(part_of(states, pages, 0).double(), left)
 
 
@@ -85,10 +86,10 @@ def test_delta_rule(dtype, heads) -> None:
     parts = (x.split(LENGTHS) for x in (qkv, a, b, found))
     for (*inputs, out), pages, old in zip(zip(*parts, strict=True), PAGES, before, strict=True):
         expected, state = naive_delta(*inputs, *gates, old)
-        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+        assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
         for head, values in enumerate(state):
             found_state = part_of(states, pages, 1 + head).double()
-            torch.testing.assert_close(found_state, values, atol=2e-6, rtol=2e-6)
+            assert_close(found_state, values, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -156,6 +157,6 @@ def test_gated_norm(dtype) -> None:
     x, gate = randn(7, 24, dtype=dtype, seed=2), randn(7, 24, dtype=dtype, seed=3)
     found = TORCH.gated_rms_norm(x, gate, reference.weight.data, 1e-5)
     tolerance = 2**-8 if dtype == torch.bfloat16 else 1e-6
-    torch.testing.assert_close(found, reference(x, gate).detach(), atol=0.0, rtol=tolerance)
+    assert_close(found, reference(x, gate).detach(), atol=0.0, rtol=tolerance)
     heads = TORCH.gated_rms_norm(x[None], gate[None], reference.weight.data, 1e-5)
     assert torch.equal(heads, found[None])

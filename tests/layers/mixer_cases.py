@@ -10,6 +10,7 @@ from torch import nn
 from nanovllm.attention.batch import Batch
 from nanovllm.checkpoint.loader import load_weights
 from nanovllm.utils.distributed import TensorParallel
+from tests.closeness import assert_close
 from tests.kernels.state_cases import make_rows, make_states
 
 PAGES = [[0, 5, 2], [4, 1, 3], [7, 6, 8]]
@@ -84,5 +85,5 @@ def _step(mixer, sequences, done, rows):
     some = mixer(hidden, batch, last)
     mixer.states.pool.copy_(before)
     out = mixer(hidden, batch, None)
-    torch.testing.assert_close(some, out[last], rtol=1e-5, atol=1e-5)
+    assert_close(some, out[last], rtol=1e-5, atol=1e-5)
     return out.split(lengths)

@@ -16,6 +16,7 @@ from nanovllm.kernels.torch_experts import Choice
 from nanovllm.layers import linear as linear_module
 from nanovllm.layers.experts import Experts, NormedRouter, Router, SparseMLP, StoredExperts
 from nanovllm.utils import distributed
+from tests.closeness import assert_close
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
 GPT_OSS = StoredExperts(linears=None, transposed=True, interleaved=True)
@@ -88,7 +89,7 @@ def test_qwen3_moe(normalized, summed, tmp_path):
         return load(SparseMLP(router, Experts(6, 24, 14)), tensors, tmp_path)
 
     expected = theirs(tokens()[None])[0]
-    torch.testing.assert_close(summed(make, tokens()), expected, rtol=1e-5, atol=1e-5)
+    assert_close(summed(make, tokens()), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_mixtral(summed, tmp_path):
@@ -104,7 +105,7 @@ def test_mixtral(summed, tmp_path):
         return load(SparseMLP(router, Experts(5, 24, 14, stored=stored)), tensors, tmp_path)
 
     expected = theirs(tokens()[None])[0]
-    torch.testing.assert_close(summed(make, tokens()), expected, rtol=1e-5, atol=1e-5)
+    assert_close(summed(make, tokens()), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_gpt_oss(summed, tmp_path):
@@ -123,7 +124,7 @@ def test_gpt_oss(summed, tmp_path):
 
     x = tokens() * 4  # so that gates and ups reach their limits
     expected = theirs(x[None])[0][0]
-    torch.testing.assert_close(summed(make, x), expected, rtol=1e-5, atol=1e-4)
+    assert_close(summed(make, x), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_gemma4(summed, tmp_path):
@@ -152,7 +153,7 @@ def test_gemma4(summed, tmp_path):
     _, weights, ids = router(residual)
     expected = experts(x, ids, weights)
     made = summed(lambda: load(Block(), tensors, tmp_path), x)
-    torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
+    assert_close(made, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_of_equal_logits_the_first_expert_is_chosen():

@@ -9,6 +9,7 @@ from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProce
 
 from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
+from tests.closeness import assert_close
 
 VOCAB = 211
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ def test_repetition_penalty_is_transformers(seed, penalty):
     changed = apply(
         make_rules(SamplingParams(repetition_penalty=penalty), len(prompt)), logits, tokens
     )
-    torch.testing.assert_close(changed, expected, rtol=1e-6, atol=0)
+    assert_close(changed, expected, rtol=1e-6, atol=0)
     unseen = [token for token in range(VOCAB) if token not in tokens]
     assert torch.equal(changed[unseen], logits[unseen])
     assert not torch.equal(changed, logits)
@@ -67,7 +68,7 @@ def test_frequency_and_presence_penalties_count_the_output_alone(seed, frequency
     ]
     params = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
     changed = apply(make_rules(params, len(prompt)), logits, prompt + output)
-    torch.testing.assert_close(changed, torch.tensor(expected), rtol=1e-6, atol=2e-6)
+    assert_close(changed, torch.tensor(expected), rtol=1e-6, atol=2e-6)
     others = [token for token in range(VOCAB) if token not in output]
     assert torch.equal(changed[others], logits[others])
 
@@ -202,7 +203,7 @@ def test_all_rules_apply_in_vllms_order(seed):
         logit -= 0.6 * output.count(token) + 0.25 * (token in output)
         expected.append(logit)
     changed = apply(make_rules(params, len(prompt), (word,), stops), logits, tokens)
-    torch.testing.assert_close(changed, torch.tensor(expected), rtol=1e-6, atol=1e-5)
+    assert_close(changed, torch.tensor(expected), rtol=1e-6, atol=1e-5)
 
 
 def test_rules_are_needed_where_a_parameter_says_so():

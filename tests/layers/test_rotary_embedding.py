@@ -7,6 +7,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply
 
 from nanovllm.kernels.torch_math import rotate
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding, inverse_frequencies
+from tests.closeness import assert_close
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = {
@@ -69,7 +70,7 @@ def test_inverse_frequencies(variant, head_dim, theta):
     theirs, rope = both(variant, head_dim, theta)
     inv_freq, scale = rope.inverse_frequencies(head_dim)
     assert inv_freq.dtype == torch.float32
-    torch.testing.assert_close(inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
+    assert_close(inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
     assert scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
 
 
@@ -85,7 +86,7 @@ def test_rotation(variant):
     cos_sin = RotaryEmbedding(5000, *rope.inverse_frequencies(80)).cos_sin[positions]
     for x, wanted in zip((q, k), expected, strict=True):
         got = rotate(x, cos_sin)
-        torch.testing.assert_close(got, wanted[0], rtol=0, atol=2e-5)
+        assert_close(got, wanted[0], rtol=0, atol=2e-5)
 
 
 def test_angles_keep_float32_where_the_models_dtype_is_narrower():

@@ -99,7 +99,6 @@ def random_rows(num_rows, vocab_size, dtype=torch.float32, seed=0, filters=False
 
 
 @functools.cache
-@functools.cache
 def distinct_rows(num_rows, vocab_size, seed=0):
     """Return float32 logits, no two of a row alike: flat, normal, wide and peaked rows in turn.
 

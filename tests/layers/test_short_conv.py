@@ -5,6 +5,7 @@ from transformers import AutoConfig
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
 from nanovllm.layers.short_conv import ShortConv
+from tests.closeness import assert_close
 from tests.layers import mixer_cases
 
 
@@ -23,4 +24,4 @@ def test_as_transformers(taps, bias, num_ranks, tmp_path, monkeypatch):
         total = [before + here for before, here in zip(total, found, strict=True)]
     for tokens, found in zip(sequences, total, strict=True):
         expected = theirs(tokens[None])[0]
-        assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+        assert_close(found, expected, of_largest=1e-5)

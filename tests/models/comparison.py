@@ -19,6 +19,7 @@ from nanovllm.scheduler.windows import num_tables, pages_for
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.network import Network
+from tests.closeness import assert_close
 
 MAX_LENGTH = 128
 NUM_PAGES = 1000
@@ -56,7 +57,7 @@ class Steps:
             after = pool.pages.clone()
             pool.pages.copy_(before)
         some = self.network.forward(self.tables, schedule.rows, output_indices)
-        torch.testing.assert_close(some, hidden[output_indices], rtol=1e-4, atol=1e-4)
+        assert_close(some, hidden[output_indices], rtol=1e-4, atol=1e-4)
         if before is not None:
             assert torch.equal(pool.pages, after)
         return self.network.model.compute_logits(hidden)
@@ -122,8 +123,7 @@ def assert_logits_agree(theirs, path, case):
             prompts, run_in_chunks(path, prompts, cuts, block_size), strict=True
         ):
             expected = theirs(torch.tensor([prompt])).logits[0]
-            assert logits.shape == expected.shape
-            assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+            assert_close(logits, expected, of_largest=1e-4, axes=("position", "logit"))
 
 
 def assert_tokens_are_greedy(theirs, prompts, outputs):

@@ -458,8 +458,10 @@ def test_did_you_mean_suggests_no_other_meaning():
 def test_did_you_mean_finds_each_misspelt_field(data):
     """One letter left out, doubled, replaced, or exchanged with the next."""
     names = [field.name for field in dataclasses.fields(SamplingParams)]
-    name = data.draw(st.sampled_from([n for n in names if min(map(len, n.split("_"))) > 3]))
-    place = data.draw(st.integers(0, len(name) - 1))
+    name = data.draw(
+        st.sampled_from([n for n in names if min(map(len, n.split("_"))) > 3]), label="field"
+    )
+    place = data.draw(st.integers(0, len(name) - 1), label="place of the typo")
     before, letter, after = name[:place], name[place], name[place + 1 :]
     typo = data.draw(
         st.sampled_from(
@@ -469,7 +471,8 @@ def test_did_you_mean_finds_each_misspelt_field(data):
                 f"{before}q{after}",
                 before + after[:1] + letter + after[1:],
             ]
-        )
+        ),
+        label="typo",
     )
     if typo not in names and not typo.startswith("_"):
         assert did_you_mean(typo, names) == f"; did you mean {name!r}?"

@@ -46,6 +46,7 @@ from nanovllm.steps.fused_step import (
 )
 from nanovllm.worker import attention_groups
 from nanovllm.worker.device_tables import DeviceTables
+from tests.closeness import assert_close
 from tests.kernels.cpu.helpers import make_int_method
 from tests.kernels.triton.inputs import CUDA, DEVICE, randn
 from tests.kernels.triton.interpreter import patch_interpreter
@@ -206,7 +207,7 @@ def test_weights_of_4_bits_stay_packed() -> None:
             module.replace_weight(make_int_method(rounded, torch.float16, TritonKernels()))
     batch = make_batch([1, 5, 6, 7, 90])
     theirs, found = model.unfused(batch), model.fused(batch)
-    assert (found - theirs).abs().max() <= 0.01 * theirs.abs().max()
+    assert_close(found, theirs, of_largest=0.01)
     o_proj = model.module.model.layers[1].self_attn.o_proj
     order = torch.arange(64, dtype=torch.int32)
     by_order = quantize(randn(64, 64), 4, 32)._replace(inputs=order)
@@ -241,7 +242,7 @@ def test_replays_of_a_graph() -> None:
         graph.replay()
         assert torch.equal(row[0], logits[0])
         expected = model.unfused(batch)
-        assert (logits - expected).abs().max() <= 0.05 * expected.abs().max()
+        assert_close(logits, expected, of_largest=0.05)
 
 
 # --- launches

@@ -14,6 +14,7 @@ from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP
 from nanovllm.steps.recording import Recording
+from tests.closeness import assert_close
 from tests.kernels.cpu.helpers import make_int_method, native, randn
 from tests.kernels.cpu.int_weights import Form, dequantised, random_weight
 
@@ -108,7 +109,7 @@ def test_experts(hidden_size, size, bits, activation, interleaved, bias):
             tolerance = (
                 0.03 if bits in (4, "fp4", *FORMS) else 0.01
             )  # inputs of 4-bit weights have 8 bits
-            assert (y - expected).abs().max() < tolerance * expected.abs().max()
+            assert_close(y, expected, of_largest=tolerance)
 
 
 @pytest.mark.parametrize(("bits", "activation", "interleaved", "bias"), CASES)
@@ -182,7 +183,7 @@ def test_route(num_experts, top_k, renormalize):
     found = expert_ops.route(logits, choice)
     expected = torch_experts.route(logits, choice)
     assert torch.equal(found.ids, expected.ids)
-    torch.testing.assert_close(found.weights, expected.weights, rtol=2e-6, atol=1e-7)
+    assert_close(found.weights, expected.weights, rtol=2e-6, atol=1e-7)
     for row in (0, 30, 49):
         alone = expert_ops.route(logits[row : row + 1], choice)
         assert torch.equal(alone.weights[0], found.weights[row])
@@ -198,7 +199,7 @@ def test_route_by_sigmoids(num_experts, top_k, renormalize, has_bias):
     found = expert_ops.route(logits, choice)
     expected = torch_experts.route(logits, choice)
     assert torch.equal(found.ids, expected.ids)
-    torch.testing.assert_close(found.weights, expected.weights, rtol=2e-6, atol=1e-7)
+    assert_close(found.weights, expected.weights, rtol=2e-6, atol=1e-7)
     for row in (0, 30, 39):
         alone = expert_ops.route(logits[row : row + 1], choice)
         assert torch.equal(alone.weights[0], found.weights[row])

@@ -11,6 +11,7 @@ from nanovllm.formats.integer import IntRows, IntWeight
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.steps.recording import Recording
 from nanovllm.utils.pages import PageReserve
+from tests.closeness import assert_close
 from tests.kernels.cpu.helpers import make_int_method, native, randn
 from tests.kernels.cpu.int_weights import (
     Form,
@@ -60,7 +61,7 @@ def test_products_are_those_of_rounded_inputs(form, n, groups, has_bias, extreme
     size = values.abs() @ wide.abs().T + values.abs().amax(1)[:, None] * offsets
     bound = (k / 16 + 8) * 2.0**-24 * size + doubt @ wide.abs().T
     bound += 2.0**-8 * (expected.abs() + bound) + 1e-30
-    assert ((y.double() - expected).abs() <= bound).all()
+    assert_close(y, expected, atol=bound)
     for m in (0, 1, 2, 7, 13, 33):
         assert torch.equal(method.apply(x[:m], bias), y[:m])
         assert torch.equal(method.apply(x[40 - m :], bias), y[40 - m :])

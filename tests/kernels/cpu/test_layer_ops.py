@@ -14,6 +14,7 @@ from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_ROUNDED, NORM_WIDE
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
 from nanovllm.steps.recording import Recording
+from tests.closeness import assert_close
 from tests.kernels.cpu.helpers import native, randn
 
 KERNELS = {"c": CKernels(), "torch": TORCH}
@@ -32,7 +33,7 @@ def test_add_rms_norm_rounds_as_torch_does(size):
     out = layer_ops.add_rms_norm(x, ours, norm.weight, norm.eps)
     assert torch.equal(ours, total)
     assert ((out != expected).float().mean() < 0.01).item()  # torch adds in another order
-    assert torch.allclose(out.float(), expected.float(), rtol=0.01, atol=1e-6)
+    assert_close(out.float(), expected.float(), rtol=0.01, atol=1e-6)
 
 
 def exact_norm(x, weight, eps, kind):

@@ -8,6 +8,7 @@ import torch
 
 from nanovllm.kernels.adapters import AdapterRows, AdapterTable, add_lora, empty_table
 from nanovllm.kernels.cpu import layer_ops
+from tests.closeness import assert_close
 
 CPU = torch.device("cpu")
 
@@ -61,7 +62,7 @@ def test_the_kernel_is_the_reference(
     expected, found = base.float(), base.clone()
     add_lora(expected, x, rows, table)
     layer_ops.add_lora(found, x, rows, table)
-    torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=2e-3)
+    assert_close(found.float(), expected, rtol=2**-7, atol=2e-3)
     untouched = torch.tensor(slots) < 0
     assert torch.equal(found[untouched], base[untouched])
     assert (found != base).any() == any(slot >= 0 and any(ranks[slot]) for slot in slots)

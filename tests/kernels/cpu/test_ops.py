@@ -10,6 +10,7 @@ from nanovllm.formats.integer import IntTensor, quantize
 from nanovllm.kernels.cpu import layer_ops, ops as cpu_ops, table_ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.layers.sampler import Sampling, draw
+from tests.closeness import assert_close
 from tests.kernels.cpu.helpers import native, pack, randn
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -25,8 +26,7 @@ def test_linear(n, k):
         x = randn(m, k, seed=m)
         expected = x.double() @ weight.double().T
         torch_error = (torch.nn.functional.linear(x, weight).double() - expected).abs().max()
-        error = (packed.apply(x).double() - expected).abs().max()
-        assert error <= 1.01 * torch_error + 1e-3
+        assert_close(packed.apply(x), expected, atol=1.01 * torch_error + 1e-3)
 
 
 @native

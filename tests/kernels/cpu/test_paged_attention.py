@@ -12,6 +12,7 @@ from nanovllm.attention.spec import AttentionSpec, QKNorm
 from nanovllm.kernels.cpu import layer_ops
 from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_WIDE
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
+from tests.closeness import assert_close, token_names
 from tests.kernels.cpu.helpers import native, randn
 
 pytestmark = [native, pytest.mark.usefixtures("inference_mode")]
@@ -98,7 +99,7 @@ def test_store_is_float64s(heads, kv_heads, head_dim, tokens, options):
     if norm.q_scale is not None:
         scale = norm.q_scale.double()[positions, None, None]
         exact, bound = exact * scale, (bound + 2**-8 * exact.abs()) * scale
-    assert ((found_q.double() - exact).abs() <= bound).all()
+    assert_close(found_q, exact, atol=bound)
     if not kv_parts:
         assert not cache.any()
         return
@@ -106,14 +107,13 @@ def test_store_is_float64s(heads, kv_heads, head_dim, tokens, options):
     panels = cache[:, :, 0].flatten(2).unflatten(2, (-1, width // 2, 32, 2))
     keys = panels.permute(1, 2, 4, 0, 3, 5).reshape(num_blocks * block_size, kv_heads, -1)
     exact, bound = prepared(parts[1], norm.k_weight, norm, positions)
-    assert ((keys[slots][..., :head_dim].double() - exact).abs() <= bound).all()
+    assert_close(keys[slots][..., :head_dim], exact, atol=bound)
     panels = cache[:, :, 1].flatten(2).unflatten(2, (width // 32, block_size // 2, 32, 2))
     values = panels.permute(1, 3, 5, 0, 2, 4).reshape(num_blocks * block_size, kv_heads, -1)
     exact = parts[-1]
     if norm.v_norm:
         exact = exact * (exact.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
-    error = (values[slots][..., :head_dim].double() - exact).abs()
-    assert (error <= 1.01 * 2**-9 * exact.abs() * 2 * norm.v_norm).all()
+    assert_close(values[slots][..., :head_dim], exact, rtol=1.01 * 2**-9 * 2 * norm.v_norm)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -127,17 +127,17 @@ def test_torchs_preparation_is_float64s(options):
     exact, _ = prepared(torch.cat(parts[:3], 1), norm.q_weight, norm, positions)
     if norm.q_scale is not None:
         exact *= norm.q_scale[positions, None, None]
-    assert torch.allclose(q.double(), exact, atol=1e-5)
+    assert_close(q, exact, atol=1e-5, rtol=1e-5)
     if not kv_parts:
         assert k is None
         assert v is None
         return
     exact, _ = prepared(parts[3], norm.k_weight, norm, positions)
-    assert torch.allclose(k.double(), exact, atol=1e-5)
+    assert_close(k, exact, atol=1e-5, rtol=1e-5)
     exact = parts[-1]
     if norm.v_norm:
         exact = exact * (exact.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
-    assert torch.allclose(v.double(), exact, atol=1e-5)
+    assert_close(v, exact, atol=1e-5, rtol=1e-5)
 
 
 def reference(q, k, v, seq_lens, query_lens, scale=None, window=None, softcap=0.0, sinks=None):
@@ -184,7 +184,7 @@ def in_8_bits(cache, slot_mapping, *stored):
         tokens = tokens[slot_mapping][..., :head_dim] * scale
         error = (tokens - expected.double()).abs()
         assert (error <= 0.51 * scale + 2**-6 * expected.double().abs()).all()
-        assert torch.allclose(scale[..., 0] * 127, expected.abs().amax(-1).double(), rtol=2**-6)
+        assert_close(scale[..., 0] * 127, expected.abs().amax(-1).double(), rtol=2**-6)
         found.append(tokens)
     return found
 
@@ -254,7 +254,7 @@ def test_attention(heads, kv_heads, head_dim, block_size, kv_dtype):
             torch.cat([torch.cat([kv[i] for kv in past[row]]) for row in rows]) for i in (0, 1)
         )
         expected = reference(q.double(), keys.double(), values.double(), seq_lens, query_lens)
-        assert (out.double() - expected).abs().max() < 0.02
+        assert_close(out, expected, atol=0.02, rows=token_names(query_lens, seq_lens))
         assert (out.double() - expected).abs().mean() < 0.001
 
 
@@ -363,8 +363,9 @@ def test_windows_softcap_and_sinks(
         *(x.double() for x in (stored.q, *stored.kv)),
         *(seq_lens, seq_lens, scale, window, softcap, stored.sinks),
     )
-    error = (torch.cat(whole).double() - exact).abs()
-    assert (error <= 0.01 + 2**-8 * exact.abs()).all()
+    found = torch.cat(whole)
+    assert_close(found, exact, atol=0.01, rtol=2**-8, rows=token_names(seq_lens, seq_lens))
+    error = (found - exact).abs()
     assert error.mean() < 0.001 + 2**-9 * exact.abs().mean()
     chunks = [(2, 40, 290), (1, 69, 70), (2, 0, 40), (2, 332, 333), (1, 0, 33), (2, 290, 332)]
     for together in (chunks, [(1, 33, 69)], [(2, 300, 301)]):

@@ -9,6 +9,7 @@ from nanovllm.attention.states import StatePart
 from nanovllm.kernels.cpu import layer_ops
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.steps.recording import Recording
+from tests.closeness import assert_close
 from tests.kernels.cpu.helpers import native, randn
 from tests.kernels.state_cases import make_rows, make_states, naive_conv, part_of
 
@@ -130,9 +131,9 @@ def test_gated_delta_is_float64s(shape):
         rows = make_rows(pages, lengths, written)
         found = layer_ops.gated_delta(*inputs, states, rows).split(lengths)
         for row, (expected, known) in enumerate(exact):
-            assert torch.allclose(found[row].double(), expected, rtol=2**-8, atol=2e-6)
+            assert_close(found[row].double(), expected, rtol=2**-8, atol=2e-6)
             state = matrices_of(states, pages[row])
-            assert torch.allclose(state, known[written[row]], rtol=1e-5, atol=1e-5)
+            assert_close(state, known[written[row]], rtol=1e-5, atol=1e-5)
         assert_only_parts_changed(states, before, pages)
 
 
@@ -220,7 +221,7 @@ def test_gated_norm_rounds_as_transformers_does(size):
     expected = reference(x, gate)
     found = layer_ops.gated_rms_norm(x, gate, weight, 1e-5)
     assert (found != expected).float().mean() < 0.01  # torch adds in another order
-    assert torch.allclose(found.float(), expected.float(), rtol=2**-6, atol=1e-6)
+    assert_close(found.float(), expected.float(), rtol=2**-6, atol=1e-6)
     flat = layer_ops.gated_rms_norm(x.flatten(0, 1), gate.flatten(0, 1), weight, 1e-5)
     assert torch.equal(flat, found.flatten(0, 1))
 

@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.kernels.triton import sampling as triton_sampling
 from nanovllm.layers.sampler import Sampling
+from tests.closeness import assert_close
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -71,8 +72,7 @@ def assert_as_good(ours, torchs, exact, roundings=1):
     if exact.numel():
         rounding = torch.finfo(ours.dtype).eps * exact.abs().max()
         limit = 2 * (torchs.double() - exact).abs().max() + roundings * rounding
-        error = (ours.double() - exact).abs().max()
-        assert error <= limit, f"{error / rounding:.3} roundings, not {limit / rounding:.3}"
+        assert_close(ours, exact, atol=limit)
 
 
 def exact_norm(x, weight):

@@ -19,6 +19,7 @@ from nanovllm.kernels.triton.decode_attention import (
 from nanovllm.kernels.triton.online_softmax import MAX_SPLITS
 from nanovllm.worker.kv_cache import zeros
 from tests.attention.cases import contiguous_sdpa, make_case, random_rows, reference
+from tests.closeness import assert_close
 from tests.kernels.triton.inputs import (
     CAPABILITY,
     CUDA,
@@ -67,7 +68,7 @@ def attend(case, cache=None):
     return out
 
 
-def assert_close(case, out):
+def assert_accurate(case, out):
     """Check that the error is at most twice that of torch on contiguous keys, plus 2 roundings.
 
     float32 may have 16 roundings: it is multiplied as three products of 11 bits.
@@ -77,7 +78,7 @@ def assert_close(case, out):
     rounding = roundings * torch.finfo(out.dtype).eps * exact.abs().max()
     limit = 2 * (contiguous_sdpa(case) - exact).abs().max() + rounding
     assert out.dtype == case.q.dtype
-    assert (out - exact).abs().max() <= limit
+    assert_close(out, exact, atol=limit, rows=case.token_names())
 
 
 @each_dtype
@@ -89,14 +90,14 @@ def test_mixed_batches(head_dim, block_size, dtype):
     rows = [(min(query, 9), length) for query, length in random_rows(chooser.random(), 24)[:4]]
     group = chooser.randint(1, 8)
     case = case_of([*rows, (1, 290), (9, 40)], 2, group, head_dim, block_size, dtype)
-    assert_close(case, attend(case))
+    assert_accurate(case, attend(case))
 
 
 @pytest.mark.parametrize("group", [*range(1, 9), 12, 130])
 def test_groups(group):
     """A tile has empty rows if the group is not a power of two. 130 heads need a larger tile."""
     case = case_of([(5, 5), (1, 70), (4, 30)], 2, group, 32, 16, torch.float16, seed=group)
-    assert_close(case, attend(case))
+    assert_accurate(case, attend(case))
 
 
 @pytest.mark.parametrize(
@@ -110,16 +111,16 @@ def test_groups(group):
 )
 def test_single_tokens_at_the_edges_of_tiles_and_splits(lengths):
     case = case_of([(1, length) for length in lengths], 1, 2, 16, 64)
-    assert_close(case, attend(case))
+    assert_accurate(case, attend(case))
 
 
 @pytest.mark.parametrize("group", [1, 3])
 def test_chunks_at_the_edges_of_tiles(group):
     """Tiles have 16 query rows in float32 and 128 in float16, and 32 keys."""
     case = case_of([(2, 33), (15, 15), (16, 40), (17, 64), (5, 6), (2, 2)], 1, group, 16, 16)
-    assert_close(case, attend(case))
+    assert_accurate(case, attend(case))
     case = case_of([(127, 127), (128, 140), (129, 160), (43, 43)], 1, group, 16, 16, torch.float16)
-    assert_close(case, attend(case))
+    assert_accurate(case, attend(case))
 
 
 @has_fp8
@@ -128,7 +129,7 @@ def test_float8_keys_and_values_are_widened():
     narrow = case.stored().nan_to_num(0).to(torch.float8_e4m3fn)
     case.keys = [key.to(narrow.dtype).to(key.dtype) for key in case.keys]
     case.values = [value.to(narrow.dtype).to(value.dtype) for value in case.values]
-    assert_close(case, attend(case, narrow))
+    assert_accurate(case, attend(case, narrow))
 
 
 # --- split keys of rows with several query tokens
@@ -150,7 +151,7 @@ def test_chunks_after_a_long_prefix(group, head_dim, dtype):
     case = case_of(rows, 1, group, head_dim, 64, dtype)
     (launch,) = plan_of(case)[1].launches
     assert {row for row, _, _, splits, _ in launch.tiles.tolist() if splits > 1} == {1, 3}
-    assert_close(case, attend(case))
+    assert_accurate(case, attend(case))
 
 
 @pytest.mark.long
@@ -159,7 +160,7 @@ def test_a_chunk_after_32k_tokens(dtype):
     case = case_of([(3, 32770)], 1, 2, 16, 256, dtype)
     (launch,) = plan_of(case)[1].launches
     assert len(launch.tiles) == MAX_SPLITS
-    assert_close(case, attend(case))
+    assert_accurate(case, attend(case))
 
 
 def test_split_chunks_at_the_edges_of_key_tiles():
@@ -168,7 +169,7 @@ def test_split_chunks_at_the_edges_of_key_tiles():
     """
     for computed in (1054, 1055):
         case = case_of([(17, computed + 17)], 1, 2, 16, 16)
-        assert_close(case, attend(case))
+        assert_accurate(case, attend(case))
 
 
 # --- a row does not depend on the rest of the batch
@@ -279,7 +280,7 @@ def test_slots_past_32_bits():
     moved = num_blocks - case.cache.shape[1]
     cache[:, moved:] = case.stored()
     case.batch.block_tables[:, :1] += moved
-    assert_close(case, attend(case, cache))
+    assert_accurate(case, attend(case, cache))
 
 
 # --- the plan

@@ -13,6 +13,7 @@ import torch
 from nanovllm.kernels.triton import decode_attention, prefill_attention
 from nanovllm.kernels.triton.online_softmax import Scores
 from tests.attention.cases import OUT_OF_RANGE, make_case
+from tests.closeness import assert_close
 from tests.kernels.triton.inputs import DEVICE, each_dtype, randn
 from tests.kernels.triton.interpreter import patch_interpreter
 
@@ -92,14 +93,14 @@ def reference(case, sinks):
     return out
 
 
-def assert_close(case, cache, sinks):
+def assert_accurate(case, cache, sinks):
     out, exact = attend(case, cache, sinks), reference(case, sinks)
     roundings = 4
     if out.dtype == torch.float32:  # a softcap's tanh is a difference of numbers near 1
         roundings = 64 if case.spec.softcap else 16
     limit = roundings * torch.finfo(out.dtype).eps * exact.abs().max()
     assert out.dtype == case.q.dtype
-    assert (out - exact).abs().max() <= limit
+    assert_close(out, exact, atol=limit, rows=case.token_names())
 
 
 # --- windows
@@ -111,14 +112,14 @@ def assert_close(case, cache, sinks):
     [(1, 2, 16), (5, 1, 24), (16, 8, 16), (33, 3, 64), (999, 2, 8)],
 )
 def test_windows(window, group, block_size, dtype):
-    assert_close(*case_of(MIXED, 2, group, 64, block_size, dtype, window=window))
+    assert_accurate(*case_of(MIXED, 2, group, 64, block_size, dtype, window=window))
 
 
 def test_windows_at_the_edges_of_tiles():
     """Tiles have 32 keys, or 64 for single tokens, and 16 queries."""
     for window in (31, 32, 33, 65):
         rows = [(1, 64), (1, 65), (1, 97), (17, 64), (33, 33)]
-        assert_close(*case_of(rows, 1, 1, 16, 16, window=window))
+        assert_accurate(*case_of(rows, 1, 1, 16, 16, window=window))
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -130,7 +131,7 @@ def test_windows_over_several_splits(sinks):
     assert decode.num_splits.item() == 4 + 2
     (launch,) = prefill.launches
     assert {tuple(tile[:1] + tile[3:4]) for tile in launch.tiles.tolist()} == {(2, 2), (3, 2)}
-    assert_close(case, *rest)
+    assert_accurate(case, *rest)
 
 
 def test_a_long_row_with_a_short_window_has_one_split():
@@ -138,7 +139,7 @@ def test_a_long_row_with_a_short_window_has_one_split():
     decode, prefill = plans_of(case)
     assert decode.max_splits == decode.num_splits.item() == 1
     assert len(prefill.partial_out) == 0
-    assert_close(case, *rest)
+    assert_accurate(case, *rest)
 
 
 # --- scores
@@ -154,7 +155,7 @@ def test_softcaps_sinks_and_scales(length, dtype):
         {"softcap": 30.0, "window": 600, "scale": 1.0},
         {"sinks": True, "window": 40},
     ):
-        assert_close(*case_of(rows, 1, 4, 32, 16, dtype, **options))
+        assert_accurate(*case_of(rows, 1, 4, 32, 16, dtype, **options))
 
 
 def test_a_sink_may_be_far_from_all_scores():
@@ -170,7 +171,7 @@ def test_a_sink_may_be_far_from_all_scores():
 def test_wide_heads(head_dim, dtype):
     rows = [(1, 150), (5, 40), (1, 3)]
     for group, options in ((8, {"scale": 1.0 / 16}), (1, {"window": 20, "softcap": 50.0})):
-        assert_close(*case_of(rows, 1, group, head_dim, 64, dtype, **options))
+        assert_accurate(*case_of(rows, 1, group, head_dim, 64, dtype, **options))
 
 
 # --- the result of a row

@@ -8,6 +8,7 @@ import torch
 from nanovllm.kernels import torch_experts
 from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP
 from nanovllm.kernels.triton import experts as triton_experts
+from tests.closeness import assert_close
 from tests.kernels.triton.harness import compile_launches
 from tests.kernels.triton.inputs import DEVICE, each_dtype, randn
 from tests.kernels.triton.interpreter import patch_interpreter
@@ -46,7 +47,7 @@ def test_experts(tokens, num_experts, activation, interleaved, bias, dtype):
     # torch rounds each linear's result, too: bfloat16 is 8 times as coarse as float16.
     tolerances = {torch.float32: 1e-5, torch.float16: 8e-3, torch.bfloat16: 6.4e-2}
     tolerance = tolerances[dtype]
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -59,7 +60,7 @@ def test_route(num_experts, top_k, renormalize):
     found = triton_experts.route(logits, choice)
     expected = torch_experts.route(logits, choice)
     assert torch.equal(found.ids, expected.ids)
-    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-6)
+    assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-6)
 
 
 def test_a_logit_that_is_no_number_makes_the_weights_nan():

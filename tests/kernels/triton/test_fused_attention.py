@@ -14,7 +14,7 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencie
 from tests.attention.cases import make_case, reference
 from tests.kernels.triton.inputs import DEVICE, each_dtype, randn
 from tests.kernels.triton.interpreter import patch_interpreter
-from tests.kernels.triton.test_attention import NAN, assert_close
+from tests.kernels.triton.test_attention import NAN, assert_accurate
 from tests.kernels.triton.test_fused_layer import CHAINED
 
 EPS = 1e-6
@@ -88,7 +88,7 @@ def test_rows_of_their_own(head_dim, block_size, group, qk_norm, dtype):
     rows = [(1, 1), (1, 70), (1, block_size), (1, block_size + 1), (1, 130)]
     case = Case(rows, 2, group, head_dim, block_size, dtype, qk_norm=qk_norm)
     out, cache = case.attend()
-    assert_close(case.case, out)
+    assert_accurate(case.case, out)
     case.assert_stored(cache)
     if not qk_norm:  # then no sum has another order
         assert torch.equal(cache.nan_to_num(), case.stored.nan_to_num())
@@ -101,23 +101,23 @@ def test_rows_of_one_sequence(dtype):
     """
     case = Case([(2, 2), (3, 66), (1, 5), (2, 131)], 1, 2, 32, 16, dtype)
     out, cache = case.attend()
-    assert_close(case.case, out)
+    assert_accurate(case.case, out)
     case.assert_stored(cache)
     order = torch.arange(8).flip(0)
     reverse, cache = case.attend(order)
-    assert_close(case.case, reverse[order])
+    assert_accurate(case.case, reverse[order])
     case.assert_stored(cache)
 
 
 @pytest.mark.parametrize("length", [64 * MAX_SPLITS, 64 * MAX_SPLITS + 1, 64 * MAX_SPLITS + 700])
 def test_most_splits(length):
     case = Case([(1, length)], 1, 2, 16, 64, torch.float16)
-    assert_close(case.case, case.attend()[0])
+    assert_accurate(case.case, case.attend()[0])
 
 
 def test_a_group_larger_than_a_tile():
     case = Case([(1, 40), (1, 3)], 1, 20, 16, 16, torch.float16)
-    assert_close(case.case, case.attend()[0])
+    assert_accurate(case.case, case.attend()[0])
 
 
 def test_a_row_has_the_same_bits_in_any_batch():
@@ -145,7 +145,7 @@ def test_padding_rows_share_a_slot():
     case = Case([(1, 1), (1, 20)], 1, 2, 16, 16, torch.float16)
     out, cache = case.attend(torch.tensor([1, 0, 0, 0]))
     assert torch.equal(out[1], out[2])
-    assert_close(case.case, torch.stack([out[1], out[0]]))
+    assert_accurate(case.case, torch.stack([out[1], out[0]]))
     case.assert_stored(cache)
 
 
@@ -153,7 +153,7 @@ def test_a_negative_slot_is_not_stored():
     case = Case([(1, 20), (1, 33)], 1, 2, 16, 16, torch.float16)
     case.tokens[1][0] = -1
     out, cache = case.attend()
-    assert_close(case.case, out)
+    assert_accurate(case.case, out)
     changed = (cache.nan_to_num() != case.cache.nan_to_num()).any(-1).sum()
     assert changed == 2, "the key and the value of the other row"
 

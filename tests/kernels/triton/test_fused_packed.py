@@ -12,6 +12,7 @@ from torch.nn.functional import linear, silu
 from nanovllm.formats.integer import IntTensor
 from nanovllm.kernels.triton import fused_layer
 from nanovllm.kernels.triton.packed_ints import empty_ints
+from tests.closeness import assert_close
 from tests.kernels.triton.harness import SHARED, compile_launches, shapes
 from tests.kernels.triton.inputs import CAPABILITY, randn
 from tests.kernels.triton.interpreter import patch_interpreter
@@ -58,7 +59,7 @@ def test_norm_linear(rows, case, gated, dtype):
     if gated:
         gate, up = exact.chunk(2, dim=-1)
         exact = silu(gate) * up
-    assert (out.double() - exact).abs().max() <= 4 * torch.finfo(dtype).eps * exact.abs().max()
+    assert_close(out, exact, of_largest=4 * torch.finfo(dtype).eps)
 
 
 @each_dtype

@@ -17,6 +17,7 @@ from nanovllm.kernels.triton.packed_ints import (
     store_rows,
 )
 from nanovllm.kernels.triton.split_k import new_counters, split_options
+from tests.closeness import assert_close
 from tests.kernels.triton.harness import ARCHS, SHARED, compile_launches, shapes
 from tests.kernels.triton.inputs import CAPABILITY, DEVICE, randn
 from tests.kernels.triton.interpreter import patch_interpreter
@@ -128,7 +129,7 @@ def test_take_rows(case, dtype):
         rows = int4.take_rows(packed(weight), ids, inputs, dtype)
         if inputs is not None:
             rows = rows[:, inputs]
-        assert (rows.double() - wide[ids]).abs().max() <= torch.finfo(dtype).eps * wide.abs().max()
+        assert_close(rows, wide[ids], atol=torch.finfo(dtype).eps * wide.abs().max())
 
 
 @each_dtype

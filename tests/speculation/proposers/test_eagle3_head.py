@@ -27,6 +27,7 @@ from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.worker.model_loader import NetworkSpec, build_model, load_model
 from tests.checkpoints import SMALL, make_checkpoint, random_model, read_json, write_json
+from tests.closeness import assert_close
 from tests.eagle3_checkpoints import change_tensors, make_eagle3_checkpoint
 from tests.kernels.cpu.helpers import native
 
@@ -279,8 +280,8 @@ def test_logits_of_a_prompt_and_of_chained_steps(case, form, target_path, tmp_pa
     for s in range(2):
         logits, fed_back = reference.forward(tokens[s], expected[s])
         ours = torch.cat(outputs[s])
-        assert (ours - fed_back).abs().max() < 1e-4 * fed_back.abs().max()
-        assert (head.compute_logits(ours) - logits).abs().max() < 1e-4 * logits.abs().max()
+        assert_close(ours, fed_back, of_largest=1e-4)
+        assert_close(head.compute_logits(ours), logits, of_largest=1e-4)
 
 
 def test_only_the_outputs_that_are_wanted(target_path, tmp_path):
@@ -290,7 +291,7 @@ def test_only_the_outputs_that_are_wanted(target_path, tmp_path):
     hidden = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
     output_indices = torch.tensor([19, 3])
     some = head(dataclasses.replace(batch, output_indices=output_indices), hidden)
-    assert torch.allclose(some, head(batch, hidden)[output_indices], atol=1e-5)
+    assert_close(some, head(batch, hidden)[output_indices], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
@@ -327,7 +328,7 @@ def test_ranks_add_their_parts_of_the_features(target_path, tmp_path, monkeypatc
     for rank in range(2):
         monkeypatch.setattr(distributed, "_tensor_parallel", TensorParallel(rank, 2))
         parts.append(load_head(tmp_path, target, target_config).combine(features))
-    assert torch.allclose(sum(parts), whole, atol=1e-5)
+    assert_close(sum(parts), whole, atol=1e-5, rtol=1e-5)
 
 
 # The features of the target
@@ -357,7 +358,7 @@ def test_features_are_hidden_states_of_transformers(model_type, tmp_path):
     states = theirs(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     expected = torch.cat([states[2][0], states[3][0], states[6][0]], -1)
     slots = torch.cat([torch.arange(36 * 32, 37 * 32), torch.arange(26 * 32, 26 * 32 + 18)])
-    assert (pool[slots] - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert_close(pool[slots], expected, of_largest=1e-4)
     pool[slots] = torch.nan
     assert pool.isnan().all(), "written where no token is"
 

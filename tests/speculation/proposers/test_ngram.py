@@ -113,21 +113,31 @@ def test_random_histories(native, data):
     for _ in range(data.draw(st.integers(1, 12), "steps")):
         drafts = {}
         for table_idx in range(3):
-            if table_idx not in tables.known or data.draw(st.integers(0, 5)) == 0:
-                tables.admit(table_idx, data.draw(lists(alphabet, min_size=1, max_size=40)))
-        rows = data.draw(st.permutations(range(3)))[: data.draw(st.integers(1, 3))]
+            if (
+                table_idx not in tables.known
+                or data.draw(st.integers(0, 5), label="0 admits a row again") == 0
+            ):
+                tables.admit(
+                    table_idx, data.draw(lists(alphabet, min_size=1, max_size=40), label="prompt")
+                )
+        rows = data.draw(st.permutations(range(3)), label="order of rows")[
+            : data.draw(st.integers(1, 3), label="rows")
+        ]
         limits = {}
         for table_idx in rows:
             room = tables.num_columns - len(tables.known[table_idx])
             if room > 0:
-                limits[table_idx] = data.draw(st.integers(1, min(room, 9)))
+                limits[table_idx] = data.draw(st.integers(1, min(room, 9)), label="limit")
         if limits:
             drafts = tables.propose(limits)
         for table_idx in range(3):
             accepted = drafts.get(table_idx, [])
-            accepted = accepted[: data.draw(st.integers(0, 9))]
+            accepted = accepted[: data.draw(st.integers(0, 9), label="accepted drafts")]
             room = tables.num_columns - len(tables.known[table_idx])
-            new = [*accepted, *data.draw(lists(alphabet, min_size=1, max_size=1))]
+            new = [
+                *accepted,
+                *data.draw(lists(alphabet, min_size=1, max_size=1), label="next token"),
+            ]
             tables.append(table_idx, new[:room])
 
 
