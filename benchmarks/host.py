@@ -19,7 +19,7 @@ from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.options.config import Config
-from nanovllm.steps import registry
+from nanovllm.steps import cuda_capture, piecewise_graphs, registry
 from nanovllm.steps.cuda_capture import Step
 from nanovllm.worker import attention_groups
 
@@ -58,6 +58,10 @@ class _Capture:
         """Leave it out."""
 
 
+def _make_capture(device: torch.device) -> _Capture:
+    return _Capture()
+
+
 def _select(spec: AttentionSpec, kernels: object) -> Any:
     backend: Any = _Backend
     return backend(spec)
@@ -77,14 +81,11 @@ def make_engine(batch: int, output_len: int) -> LLMEngine:
         kvcache_block_size=16,
         enable_prefix_caching=False,
     )
-    graphs: dict[str, Any] = {
-        "can_capture": lambda device: True,
-        "make_capture": lambda device: _Capture(),
-        "piece_sizes": lambda most: [],
-    }
     with (
         mock.patch.object(attention_groups, "select_backend", _select),
-        mock.patch.multiple(registry, **graphs),
+        mock.patch.object(registry, "can_capture", return_value=True),
+        mock.patch.object(cuda_capture, "make_capture", new=_make_capture),
+        mock.patch.object(piecewise_graphs, "piece_sizes", return_value=[]),
     ):
         return assembly.make_engine(config, queue_depth=1)
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.assembly import make_engine
-from nanovllm.chat.templates import Message, as_conversations, template_options
 from nanovllm.engine.prompt import Prompt, PromptInput
 from nanovllm.engine.shared_engine import SharedEngine
 from nanovllm.errors import InvalidRequestError
@@ -20,6 +19,7 @@ from nanovllm.outputs import DraftCounts, Histogram, Metric, RequestOutput, Vect
 from nanovllm.weight_methods import WeightMethods
 
 if TYPE_CHECKING:
+    from nanovllm.chat.templates import Message
     from nanovllm.scheduler.stats import SchedulerStats
 
 
@@ -80,7 +80,7 @@ class LLM(WeightMethods):
 
     def chat(
         self,
-        messages: Seq[Message] | Seq[Seq[Message]],
+        messages: "Seq[Message] | Seq[Seq[Message]]",
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
@@ -110,6 +110,8 @@ class LLM(WeightMethods):
                 as for `generate`.
             EngineDeadError: the engine is down.
         """
+        from nanovllm.chat.templates import as_conversations, template_options
+
         given = add_generation_prompt, continue_final_message, tools, chat_template
         options = template_options(*given, chat_template_kwargs)
         render = self.engine.input_processor.chat.render

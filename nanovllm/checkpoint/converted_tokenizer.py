@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from nanovllm.checkpoint.files import check_file, read_json, refuse_pointer
-from nanovllm.checkpoint.gguf import is_gguf, read_gguf
+from nanovllm.checkpoint.files import check_file, is_gguf, read_json, refuse_pointer
+from nanovllm.checkpoint.gguf import read_gguf
 from nanovllm.checkpoint.gguf_tokenizer import convert_gguf_tokenizer
 from nanovllm.checkpoint.hub import MAX_FILE_BYTES, OPENED_PATTERNS, Checkpoint
 from nanovllm.checkpoint.text_tokenizer import TextTokenizer

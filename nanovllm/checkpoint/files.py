@@ -115,3 +115,8 @@ def parse_object(text: bytes, source: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{source} must hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def is_gguf(file: Path) -> bool:
+    """Return whether `file` is named as a GGUF file is."""
+    return file.suffix == ".gguf"

@@ -76,11 +76,6 @@ class GgufModel(NamedTuple):
     """As `tokenizer_settings` returns it; empty if there are no tokens."""
 
 
-def is_gguf(file: Path) -> bool:
-    """Return whether `file` is named as a GGUF file is."""
-    return file.suffix == ".gguf"
-
-
 def read_gguf(file: Path) -> GgufModel:
     """Return the model in GGUF `file`, which must be a regular file.
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.checkpoint.download import check_name, download, hub_files, way_online
-from nanovllm.checkpoint.files import check_file, local_path, read_json
-from nanovllm.checkpoint.gguf import is_gguf, read_gguf
+from nanovllm.checkpoint.files import check_file, is_gguf, local_path, read_json
 from nanovllm.errors import CheckpointError
 from nanovllm.options.config import Config
 from nanovllm.options.validation import check_int, listed, shown
@@ -137,6 +136,8 @@ def open_checkpoint(
         if not (path / "config.json").is_file():
             path = _only_gguf(path, model, revision, download_dir)
     if is_gguf(path):
+        from nanovllm.checkpoint.gguf import read_gguf
+
         found = read_gguf(path)
         return Checkpoint(path, found.config, {}, path if found.tokenizer else None)
     return Checkpoint(

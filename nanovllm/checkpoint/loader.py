@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.checkpoint.gguf import is_gguf
+from nanovllm.checkpoint.files import is_gguf
 from nanovllm.checkpoint.shards import Shard, model_shards
 from nanovllm.checkpoint.tensor_files import TensorFile, TensorInfo, read_header
 from nanovllm.errors import CheckpointError

@@ -7,14 +7,16 @@ Knows no module.
 import contextlib
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nanovllm.checkpoint.files import MAX_JSON_BYTES, parse_object, refuse_pointer
-from nanovllm.checkpoint.gguf import GgufWeight, is_gguf, read_gguf, read_rows
+from nanovllm.checkpoint.files import MAX_JSON_BYTES, is_gguf, parse_object, refuse_pointer
 from nanovllm.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from nanovllm.checkpoint.gguf import GgufWeight
 
 _DTYPES = {
     "BF16": torch.bfloat16,
@@ -54,6 +56,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         CheckpointError: the file is not sound or a Git LFS pointer, or names a tensor twice.
     """
     if is_gguf(file):
+        from nanovllm.checkpoint.gguf import read_gguf
+
         return {
             name: TensorInfo(
                 weight.tensor.shape,
@@ -130,6 +134,8 @@ class TensorFile:
         self._weights: dict[str, GgufWeight] = {}
         self._opened = None
         if is_gguf(file):
+            from nanovllm.checkpoint.gguf import read_gguf
+
             self._weights = dict(read_gguf(file).weights)
         else:
             self._opened = file.open("rb", buffering=0)
@@ -151,6 +157,8 @@ class TensorFile:
             CheckpointError: the file ends before.
         """
         if self._opened is None:
+            from nanovllm.checkpoint.gguf import read_rows
+
             rows, *columns = slices
             values: Any = read_rows(self._file, self._weights[name], rows, raw=raw)
             return torch.from_numpy(values[(slice(None), *columns)])

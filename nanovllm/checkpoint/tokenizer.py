@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import models
 
-from nanovllm.checkpoint.converted_tokenizer import converted_tokenizer
-from nanovllm.checkpoint.gguf import is_gguf
+from nanovllm.checkpoint.files import is_gguf
 from nanovllm.checkpoint.hub import Checkpoint
 from nanovllm.checkpoint.text_tokenizer import TextTokenizer, transformers_tokenizer
 from nanovllm.checkpoint.tokenizer_files import TOKENIZER_JSON, read_tokenizer
@@ -41,6 +40,8 @@ def serving_tokenizer(checkpoint: Checkpoint) -> TextTokenizer | None:
         return None
     if not is_gguf(path) and (path / TOKENIZER_JSON).is_file():
         return read_tokenizer(path)
+    from nanovllm.checkpoint.converted_tokenizer import converted_tokenizer  # reads other forms
+
     return converted_tokenizer(checkpoint)
 
 

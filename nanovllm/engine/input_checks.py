@@ -195,9 +195,12 @@ class PromptLimit:
 
     def check_text(self, what: str, *texts: str) -> None:
         """Raise InvalidRequestError if texts are surely too long: tokenizing them takes seconds."""
-        limit, bound = self.max_model_len, self.bound
+        limit = self.max_model_len
         num_chars = sum(map(len, texts))
-        if num_chars <= limit or bound is None or num_chars <= (limit - 1) * bound.chars_per_token:
+        if num_chars <= limit:
+            return
+        bound = self.bound
+        if bound is None or num_chars <= (limit - 1) * bound.chars_per_token:
             return
         if bound.least_tokens(texts) > limit - 1:
             raise InvalidRequestError(

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.chat.templates import ChatTemplates
 from nanovllm.checkpoint.text_tokenizer import TextTokenizer
 from nanovllm.engine.input_checks import (
     ParamsCheck,
@@ -24,11 +23,11 @@ from nanovllm.engine.request import Request
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
-from nanovllm.options.structured_outputs import StructuredOutputsParams
 from nanovllm.scheduler.messages import AdapterSlot
 from nanovllm.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
+    from nanovllm.chat.templates import ChatTemplates
     from nanovllm.structured.grammar import GrammarCompiler
 
 
@@ -59,10 +58,10 @@ class InputProcessor:
         self._make_grammars = make_grammars
         self.find_adapter = find_adapter
         self._grammars: GrammarCompiler | None = None
-        self._grammars_lock = threading.Lock()
+        self._chat: ChatTemplates | None = None
+        self._lock = threading.Lock()  # guards these two, which are made when first needed
         self._seeds = random.Random(seed)
         self._seq_ids = count()
-        self.chat = ChatTemplates(tokenizer)
         self.limit = PromptLimit(tokenizer, max_model_len, vocab_size - 1)
         self.params_check = ParamsCheck(tokenizer is not None, vocab_size, **checks)
 
@@ -95,10 +94,12 @@ class InputProcessor:
         check_names(request_id, user)
         adapter = self.find_adapter(lora_request)
         prompt = make_prompt(prompt)
-        if isinstance(params.structured_outputs, StructuredOutputsParams):
+        form = params.structured_outputs
+        if form is not None:
             grammars = self.grammars
             assert grammars is not None  # params_check saw to it
-            grammars.compile(params.structured_outputs)
+            assert not isinstance(form, dict)
+            grammars.compile(form)
         token_ids = self._tokenize(prompt, params.truncate_prompt_tokens)
         bad_words = self._encode_bad_words(params.bad_words)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -156,10 +157,25 @@ class InputProcessor:
     @property
     def grammars(self) -> "GrammarCompiler | None":
         """What compiles structured_outputs; None if there is no tokenizer."""
-        with self._grammars_lock:
+        with self._lock:
             if self._grammars is None and self.tokenizer is not None and self._make_grammars:
                 self._grammars = self._make_grammars()
             return self._grammars
+
+    @property
+    def chat(self) -> "ChatTemplates":
+        """What renders conversations."""
+        with self._lock:
+            if self._chat is None:
+                from nanovllm.chat.templates import ChatTemplates
+
+                self._chat = ChatTemplates(self.tokenizer)
+            return self._chat
+
+    def shutdown(self) -> None:
+        """End the process that renders conversations. It is started again when needed."""
+        if self._chat is not None:
+            self._chat.shutdown()
 
     def encode(self, text: str, *, rendered: bool = False) -> list[int]:
         """Return the token ids of a text.

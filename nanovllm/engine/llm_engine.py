@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.commands import DelayedInterrupt, run_logged
-from nanovllm.engine.engine_metrics import read_metrics
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.prompt import PromptInput
@@ -214,6 +213,8 @@ class LLMEngine:
         A request is here one continuation, as in vLLM. Counts of drafts are there only with
         speculation.
         """
+        from nanovllm.engine.engine_metrics import read_metrics
+
         return read_metrics(self.scheduler)
 
     def shutdown(self) -> None:
@@ -221,7 +222,7 @@ class LLMEngine:
 
         Garbage collection of the engine and the exit of Python do the same.
         """
-        self.input_processor.chat.shutdown()
+        self.input_processor.shutdown()
         self._finalizer()
 
     @property

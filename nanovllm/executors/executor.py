@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nanovllm.checkpoint.gguf import is_gguf
+from nanovllm.checkpoint.files import is_gguf
 from nanovllm.checkpoint.hub import Checkpoint
 from nanovllm.errors import ConfigError, NanoVLLMError
 from nanovllm.options.config import Config

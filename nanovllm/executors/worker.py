@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.checkpoint.gguf import is_gguf
+from nanovllm.checkpoint.files import is_gguf
 from nanovllm.checkpoint.hub import Checkpoint, weight_files
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.models.model_config import ModelConfig

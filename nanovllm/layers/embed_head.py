@@ -4,6 +4,7 @@ The vocabulary is padded so that all ranks have slices of equal size.
 """
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 
@@ -14,6 +15,8 @@ from nanovllm.utils.distributed import all_reduce, gather_to_first, tensor_paral
 
 class VocabParallelEmbedding(Matrix):
     """Token embedding. Each rank looks up the tokens of its slice; all_reduce adds the results."""
+
+    is_gathered: ClassVar[bool] = True
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         slice_size = -(-vocab_size // tensor_parallel().size)
@@ -39,6 +42,8 @@ class VocabParallelEmbedding(Matrix):
 
 class ParallelLMHead(VocabParallelEmbedding):
     """The language-model head."""
+
+    is_gathered: ClassVar[bool] = False
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor | None:  # type: ignore[override]
         """Return logits over the whole vocabulary on rank 0, None on the other ranks."""

@@ -5,7 +5,7 @@ Shapes: T tokens, E experts, k experts of a token.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -111,7 +111,9 @@ PER_EXPERT = StoredExperts()
 
 
 class StackedLinear(Matrix):
-    """The same linear of E experts: their weights [outputs, inputs] one behind the other."""
+    """The same linear of E experts: their weights [outputs, inputs] one after the other."""
+
+    is_gathered: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from nanovllm.errors import InvalidRequestError
-from nanovllm.options.json_schema import grammar_schema_text
 from nanovllm.options.validation import (
     Error,
     as_class,
@@ -97,6 +96,8 @@ class StructuredOutputsParams:
             raise error(f"structured_outputs must have one of {', '.join(_FORMS)}, got {found}")
         check_fields(error, self, "structured_outputs.")
         if self.json is not None and len(self.text) > MAX_CHARS:
+            from nanovllm.options.json_schema import grammar_schema_text
+
             object.__setattr__(self, "json", grammar_schema_text(self.text))
         if len(self.text) > MAX_CHARS:
             raise error(

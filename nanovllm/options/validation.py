@@ -122,7 +122,8 @@ def check_fields(error: Error, checked: Any, owner: str = "") -> None:
     """Check the fields of a new frozen dataclass by their types, and keep what the checks return.
 
     A bool is True or False. That of `Annotated[kind, check, *limits]` is what
-    `check(error, name, value, *limits)` returns; a field that is None by default may be None.
+    `check(error, name, value, *limits)` returns; a default is not checked, so one that is
+    None by default may be None.
 
     Args:
         owner: what errors write before a field's name.
@@ -131,7 +132,7 @@ def check_fields(error: Error, checked: Any, owner: str = "") -> None:
         value = getattr(checked, name)
         if field.type is bool:
             check_bool(error, owner + name, value)
-        elif value is None and field.default is None:
+        elif value is field.default:  # None may be one; it needs no check
             continue
         elif metadata := getattr(field.type, "__metadata__", None):
             check, *limits = metadata

@@ -121,11 +121,6 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def can_capture(device: torch.device) -> bool:
-    """Return whether `device` supports CUDA graphs."""
-    return device.type == "cuda"
-
-
 def make_capture(device: torch.device) -> Capture:
     """Return a `Capture` for `device` with its own memory pool."""
     return CUDACapture(device)

@@ -4,24 +4,24 @@ asked. A new way is one file here and a line in `StepRunners.make`.
 
 import logging
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nanovllm.attention.batch import Batch
 from nanovllm.scheduler.extensions import MAX_SAMPLES
 from nanovllm.scheduler.messages import Row
-from nanovllm.steps.cuda_capture import can_capture, make_capture
-from nanovllm.steps.cuda_graph import ComputeLogits, GraphRunner, graph_sizes
-from nanovllm.steps.fused_step import faster_logits
-from nanovllm.steps.piecewise_graphs import PiecewiseGraphs, piece_sizes
-from nanovllm.steps.recording import Forward, RecordedModel, Unrecordable
 from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.extensions import StepRunner
 from nanovllm.worker.kv_cache import graph_bytes
 from nanovllm.worker.network import Network
 from nanovllm.worker.timing import measure_seconds
+
+if TYPE_CHECKING:
+    from nanovllm.steps.cuda_graph import ComputeLogits, GraphRunner
+    from nanovllm.steps.piecewise_graphs import PiecewiseGraphs
+    from nanovllm.steps.recording import Forward, RecordedModel
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,9 @@ class StepRunners:
         """
         if not self.uses_graphs:
             return 0
+        from nanovllm.steps.cuda_graph import graph_sizes
+        from nanovllm.steps.piecewise_graphs import piece_sizes
+
         graphs = self._decode_graphs(tables, accepts=accepts)
         num_bytes = measured_bytes(graphs, graph_sizes(graphs.max_tokens), tables.device)
         pieces, sizes = self._pieces(tables), piece_sizes(self._max_num_batched_tokens)
@@ -70,6 +73,9 @@ class StepRunners:
         if not self.uses_graphs:
             recorded = self.recorded(self._forward, tables)
             return [] if recorded is None else [recorded]
+        from nanovllm.steps.cuda_graph import graph_sizes
+        from nanovllm.steps.piecewise_graphs import piece_sizes
+
         progress = tensor_parallel().rank == 0
         graphs = self._decode_graphs(tables, accepts=accepts)
         graphs.capture(graph_sizes(graphs.max_tokens), progress=progress)
@@ -84,15 +90,19 @@ class StepRunners:
         self,
         tables: DeviceTables,
         max_tokens: int,
-        compute_logits: ComputeLogits | None = None,
+        compute_logits: "ComputeLogits | None" = None,
         **options: Any,
-    ) -> GraphRunner:
+    ) -> "GraphRunner":
         """Return a runner for steps of up to `max_tokens` tokens, with no graph captured yet.
 
         Args:
             compute_logits: None: the model does, or fused kernels where those are faster.
             options: of `GraphRunner`.
         """
+        from nanovllm.steps.cuda_capture import make_capture
+        from nanovllm.steps.cuda_graph import GraphRunner
+        from nanovllm.steps.fused_step import faster_logits
+
         network = self._network
         if compute_logits is None:
             compute_logits = faster_logits(
@@ -106,9 +116,11 @@ class StepRunners:
         capture = make_capture(network.device)
         return GraphRunner(compute_logits, network.backend, tables, max_tokens, capture, **options)
 
-    def recorded(self, forward: Forward, tables: DeviceTables) -> RecordedModel | None:
+    def recorded(self, forward: "Forward", tables: DeviceTables) -> "RecordedModel | None":
         """Return `forward` recorded over the pool and `tables`; None if that is not possible."""
         if self._records:
+            from nanovllm.steps.recording import RecordedModel, Unrecordable
+
             try:
                 return RecordedModel(forward, tables)
             except Unrecordable as reason:
@@ -118,19 +130,27 @@ class StepRunners:
     def _forward(self, batch: Batch) -> torch.Tensor:
         return self._network.run(self._network.attention.planned(batch))
 
-    def _decode_graphs(self, tables: DeviceTables, *, accepts: bool) -> GraphRunner:
+    def _decode_graphs(self, tables: DeviceTables, *, accepts: bool) -> "GraphRunner":
         return self.graphs(tables, self._max_graph_tokens, accepts=accepts)
 
-    def _pieces(self, tables: DeviceTables) -> PiecewiseGraphs:
+    def _pieces(self, tables: DeviceTables) -> "PiecewiseGraphs":
         """Return a runner for the forward pass of any rows, with no graph captured yet.
 
         Padding writes to the last block of the pool.
         """
+        from nanovllm.steps.cuda_capture import make_capture
+        from nanovllm.steps.piecewise_graphs import PiecewiseGraphs
+
         network = self._network
         padding_slot = (network.num_blocks - 1) * network.backend.block_size
         make_batch = partial(network.batch, tables, output_indices=None)
         capture = make_capture(network.device)
         return PiecewiseGraphs(network.run, make_batch, capture, padding_slot, network.device)
+
+
+def can_capture(device: torch.device) -> bool:
+    """Return whether `device` supports CUDA graphs."""
+    return device.type == "cuda"
 
 
 def _compute_logits(network: Network, batch: Batch) -> torch.Tensor | None:
@@ -146,7 +166,7 @@ def _prompts(table_idx: int, max_model_len: int, num_tokens: int) -> list[Row]:
 
 
 def measured_bytes(
-    runner: GraphRunner | PiecewiseGraphs, sizes: list[int], device: torch.device
+    runner: "GraphRunner | PiecewiseGraphs", sizes: list[int], device: torch.device
 ) -> int:
     """Return the bytes of the graphs of `sizes`, which are captured for it."""
     return graph_bytes(sizes, lambda size: runner.capture([size]), device)

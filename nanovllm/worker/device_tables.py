@@ -7,6 +7,7 @@ Knows no model.
 
 from array import array
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,7 +21,9 @@ from nanovllm.scheduler.windows import num_tables
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.kv_cache import zeros
-from nanovllm.worker.state_table import StateTable
+
+if TYPE_CHECKING:
+    from nanovllm.worker.state_table import StateTable
 
 
 class DeviceTables:
@@ -46,7 +49,7 @@ class DeviceTables:
         self._table[self.scratch_idx, num_columns:] = info.num_blocks
         self.token_ids, self.block_tables, *others, pages = self._table.split_with_sizes(sizes, 1)
         self.other_tables = tuple(others)
-        self.state_table = StateTable(pages, info) if info.state_pages else None
+        self.state_table = _state_table(pages, info)
         self.sampling_tensors = SamplingTensors.greedy(num_rows, device)
         # Of each row's last token, behind accepted drafts: what `kernels.accept` found.
         self.last_positions = zeros((num_rows,), torch.int64, device)
@@ -141,3 +144,12 @@ class DeviceTables:
             if new.params.has_rules:
                 words = new.bad_words, new.stop_token_ids, self.device
                 self.rules[new.table_idx] = LogitsRules(new.params, new.num_prompt_tokens, *words)
+
+
+def _state_table(pages: torch.Tensor, info: WorkerInfo) -> "StateTable | None":
+    """Return what the tables have for layers with a state; None without such layers."""
+    if not info.state_pages:
+        return None
+    from nanovllm.worker.state_table import StateTable
+
+    return StateTable(pages, info)

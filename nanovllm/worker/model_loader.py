@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.checkpoint.gguf import is_gguf
+from nanovllm.checkpoint.files import is_gguf
 from nanovllm.checkpoint.loader import (
     Store,
     check_tensors,

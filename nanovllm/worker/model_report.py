@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.checkpoint.gguf import is_gguf
+from nanovllm.checkpoint.files import is_gguf
 from nanovllm.checkpoint.hub import Checkpoint, open_checkpoint, weight_files
 from nanovllm.checkpoint.shards import model_shards
 from nanovllm.checkpoint.tensor_files import TensorInfo, read_header

@@ -11,8 +11,6 @@ from torch import nn
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
-from nanovllm.layers.embed_head import VocabParallelEmbedding
-from nanovllm.layers.experts import StackedLinear
 from nanovllm.layers.linear import Matrix, StoredRows, shared_matrices
 from nanovllm.utils.memory import return_freed
 from nanovllm.utils.pages import PageReserve
@@ -112,8 +110,4 @@ def _packable(
 
 def pack(weight: torch.Tensor, matrices: list[Matrix], kernels: Kernels) -> WeightMethod | None:
     """Return the method for the loaded `weight` of `matrices`; None keeps it as it is."""
-    gathered = any(
-        type(matrix) is VocabParallelEmbedding or isinstance(matrix, StackedLinear)
-        for matrix in matrices
-    )
-    return kernels.pack(weight, is_embedding=gathered)
+    return kernels.pack(weight, is_embedding=any(matrix.is_gathered for matrix in matrices))

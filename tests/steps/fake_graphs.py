@@ -18,7 +18,7 @@ from nanovllm.attention.torch_sdpa import TorchBackend, _Singles
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
-from nanovllm.steps import registry
+from nanovllm.steps import cuda_capture, piecewise_graphs, registry
 from nanovllm.steps.cuda_capture import Step
 from nanovllm.worker import attention_groups, network
 
@@ -154,9 +154,9 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeCapture]:
     """Let model runners capture on the CPU; return the list that collects their captures."""
     monkeypatch.setattr(FakeCapture, "made", [])
     monkeypatch.setattr(registry, "can_capture", lambda device: True)
-    monkeypatch.setattr(registry, "make_capture", lambda device: FakeCapture())
+    monkeypatch.setattr(cuda_capture, "make_capture", lambda device: FakeCapture())
     monkeypatch.setattr(attention_groups, "select_backend", select_static)
     monkeypatch.setattr(network, "select_kernels", lambda *_, **__: TORCH)
     few = [16, 64]  # capturing more takes time
-    monkeypatch.setattr(registry, "piece_sizes", lambda most: [n for n in few if n <= most])
+    monkeypatch.setattr(piecewise_graphs, "piece_sizes", lambda most: [n for n in few if n <= most])
     return FakeCapture.made
