@@ -27,7 +27,6 @@ BRANCHES = [
     "batch",
     "ray",
     "training",
-    "trl",
     "cli",
 ]
 

@@ -80,7 +80,6 @@ FOLDERS = {
     "training": Folder(
         "checkpoint engine formats kernels layers models options utils worker", torch=True
     ),
-    "trl": Folder("llm options", torch=True),
     "worker": Folder(
         "attention checkpoint formats kernels layers lora models options scheduler utils",
         torch=True,
@@ -127,7 +126,6 @@ BRANCHES = (
     "batch",
     "ray",
     "training",
-    "trl",
 )
 """What the trunk knows through its own seams alone."""
 STILL_IMPORTED = ("steps",)

@@ -11,9 +11,7 @@ if importlib.util.find_spec("trl") is None:
 import torch
 from peft import LoraConfig, get_peft_model
 
-from benchmarks.grpo import make_trainer
-from nanovllm.errors import ConfigError
-from nanovllm.trl import EngineGeneration
+from examples.grpo_trl import EngineGeneration, make_trainer
 
 
 def test_reward_rises(tmp_path: Path) -> None:
@@ -42,7 +40,7 @@ def test_reward_rises(tmp_path: Path) -> None:
     assert output[3][0][0][0] == output[1][0][0]
     expected = logits.log_softmax(-1)[output[1][0][0]].item()
     assert output[2][0][0][0] == pytest.approx(expected, abs=1e-3)
-    # PEFT's adapters are merged while TRL gives the weights, and taken out behind the last one.
+    # PEFT's adapters are merged while TRL gives the weights, and taken out after the last one.
     lora = LoraConfig(target_modules="all-linear", init_lora_weights=False)
     model = generation.model = get_peft_model(trainer.model, lora).eval()
     with torch.no_grad():
@@ -55,7 +53,7 @@ def test_reward_rises(tmp_path: Path) -> None:
 
 
 def test_what_is_refused() -> None:
-    """A server, ranks, and another meaning of log-probabilities, before anything is loaded."""
-    for options in ({"mode": "server"}, {"tensor_parallel_size": 2}):
-        with pytest.raises(ConfigError, match=r'use "colocate" and 1'):
+    """A server, and several ranks, before anything is loaded."""
+    for options in ({"mode": "server"}, {"mode": "colocate", "tensor_parallel_size": 2}):
+        with pytest.raises(ValueError, match=r'use "colocate" and 1'):
             EngineGeneration(model=torch.nn.Linear(1, 1), **options)
