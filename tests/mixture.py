@@ -26,7 +26,7 @@ NAME = "MixtureForCausalLM"
 CONV = "conv"
 DELTA = "delta"
 FULL = "full"
-LAYERS: list[str | int] = [CONV, 8, DELTA, FULL, 8, 20]
+LAYERS: list[str | int] = [CONV, 8, DELTA, FULL, 8, 40]
 """What each layer has; a number is a window in tokens."""
 TAPS = 3
 HEADS = 4

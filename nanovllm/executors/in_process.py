@@ -23,7 +23,8 @@ class InProcessExecutor:
     """Runs the only rank in this process."""
 
     def __init__(self, target: NetworkSpec, draft: NetworkSpec | None = None) -> None:
-        self._target, self._draft = target, draft
+        self._target = target
+        self._draft = draft
         self._runner: ModelRunner | None = None
         self._num_threads = num_threads(target.config)
         self.refusal: NanoVLLMError | None = None

@@ -13,7 +13,9 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 
 _PROOF_SECONDS = 5
 """How long a stranger may keep the other end waiting."""
-_IDLE_SECONDS, _PROBE_SECONDS, _NUM_PROBES = 2, 1, 4
+_IDLE_SECONDS = 2
+_PROBE_SECONDS = 1
+_NUM_PROBES = 4
 """An idle connection is lost when the other machine has been silent for 2 + 4 * 1 seconds. This
 works while nothing is on its way: lost data is sent again for minutes instead. So a connection over
 which nobody sends anything tells of a lost machine."""

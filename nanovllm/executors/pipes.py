@@ -32,7 +32,8 @@ class PipeRanks:
     def __init__(self, target: NetworkSpec, draft: NetworkSpec | None = None) -> None:
         self.size = target.config.tensor_parallel_size
         self.processes: list[SpawnProcess] = []
-        self._target, self._draft = target, draft
+        self._target = target
+        self._draft = draft
         self._pipes: list[Connection] = []
         self._store: TCPStore | None = None
         self._begun: set[int] = set()  # ranks that have sent a message
@@ -96,7 +97,8 @@ class PipeRanks:
         return found
 
     def end(self, *, at_once: bool = False) -> None:
-        processes, self.processes = self.processes, []
+        processes = self.processes
+        self.processes = []
         if at_once:
             for process in processes:
                 process.kill()
@@ -110,7 +112,8 @@ class PipeRanks:
                 process.kill()
                 process.join()
                 process.close()
-            self._pipes, self._store = [], None
+            self._pipes = []
+            self._store = None
 
 
 def _check_may_spawn(size: int) -> None:

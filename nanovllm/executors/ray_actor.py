@@ -31,7 +31,8 @@ from nanovllm.worker.model_loader import NetworkSpec
 
 logger = logging.getLogger(__name__)
 
-_NUM_SLICES, _SLICE_BYTES = 16, 2**16
+_NUM_SLICES = 16
+_SLICE_BYTES = 2**16
 """What is compared of each weight file: small ones as a whole."""
 _END_SECONDS = 2.0
 """How long a rank whose engine is gone may take to end by itself."""

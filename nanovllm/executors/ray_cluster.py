@@ -126,7 +126,8 @@ def wait_for_room(group: PlacementGroup, bundle: dict[str, float], size: int) ->
 
 def free_room(bundle: dict[str, float]) -> str:
     """Say how much of these resources is free in the cluster, for a message."""
-    free, total = ray.available_resources(), ray.cluster_resources()
+    free = ray.available_resources()
+    total = ray.cluster_resources()
     parts = [f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in bundle]
     return f"{', '.join(parts)} are free on {len(ray.nodes())} nodes"
 

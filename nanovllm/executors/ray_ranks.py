@@ -162,10 +162,16 @@ class RayRanks:
         return ""
 
     def end(self, *, at_once: bool = False) -> None:
-        actors, runs, group = self._actors, self._runs, self._group
-        messages, lifelines = self._messages, self._lifelines
-        self._actors, self._runs, self._group = [], [], None
-        self._messages, self._lifelines = [], []
+        actors = self._actors
+        runs = self._runs
+        group = self._group
+        messages = self._messages
+        lifelines = self._lifelines
+        self._actors = []
+        self._runs = []
+        self._group = None
+        self._messages = []
+        self._lifelines = []
         with contextlib.ExitStack() as last:  # in the opposite order; all, if one is interrupted
             for lifeline in lifelines:
                 last.callback(lifeline.close)
@@ -194,7 +200,8 @@ class RayRanks:
 
 def _wait_for_all(lifelines: list[Connection]) -> None:
     """Wait until the processes at the other ends are gone, for some seconds."""
-    left, deadline = list(lifelines), time.monotonic() + _EXIT_SECONDS
+    left = list(lifelines)
+    deadline = time.monotonic() + _EXIT_SECONDS
     while left and (ended := wait(left, timeout=max(0.0, deadline - time.monotonic()))):
         left = [lifeline for lifeline in left if lifeline not in ended]
 

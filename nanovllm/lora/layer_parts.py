@@ -81,11 +81,13 @@ def own_outputs(b: torch.Tensor, part: Slice) -> torch.Tensor:
 
 def _target(shards: list[Shard], names: list[str]) -> Target:
     slices: list[Slice] = []
-    inputs, input_start = shards[0].target.shape[1], 0
+    inputs = shards[0].target.shape[1]
+    input_start = 0
     for shard, name in zip(shards, names, strict=True):
         start = shard.start
         if shard.dim == 1:
-            input_start, start = shard.start, 0
+            input_start = shard.start
+            start = 0
         piece = Piece(shard.target.storage_offset() // inputs, start, len(shard.target))
         if slices and slices[-1].name == name:
             slices[-1].pieces.append(piece)

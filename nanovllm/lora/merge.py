@@ -63,7 +63,8 @@ def _add(rows: torch.Tensor, first: int, target: Target, factors: dict[str, Fact
     """
     start = 0
     for part in target.slices:
-        low, high = max(start, first), min(start + part.size, first + len(rows))
+        low = max(start, first)
+        high = min(start + part.size, first + len(rows))
         found = factors.get(part.name)
         if found is not None and low < high:
             b = own_outputs(found.b, part)[low - start : high - start].float()

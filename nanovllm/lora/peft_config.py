@@ -58,7 +58,8 @@ class PeftConfig(NamedTuple):
         """Return the factor on B A of linear `module`: alpha / r, or alpha / sqrt(r) of rslora
         (arXiv 2312.03732).
         """
-        rank, alpha = self.rank_of(module), _matching(self.alpha_pattern, module, self.alpha)
+        rank = self.rank_of(module)
+        alpha = _matching(self.alpha_pattern, module, self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
     def aims_at(self, module: str) -> bool:

@@ -26,7 +26,8 @@ from nanovllm.lora.layer_parts import canonical
 from nanovllm.lora.peft_config import PeftConfig, read_peft_config
 from nanovllm.options.validation import listed, shown
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 MAX_BYTES = 8 * 2**30
 """Of an adapter's weights."""
 _MAX_TENSORS = 65_536
@@ -209,7 +210,9 @@ def _factors(module: str, own: dict[str, torch.Tensor], config: PeftConfig, sour
             f"{source}: {module} is not in target_modules {shown(list(config.targets or ()))} of "
             f"{CONFIG}"
         )
-    a, b, rank = own["A"], own["B"], config.rank_of(module)
+    a = own["A"]
+    b = own["B"]
+    rank = config.rank_of(module)
     if len(a) != rank or b.shape[1] != rank:
         raise CheckpointError(
             f"{source}: {module} has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)}, but "

@@ -112,8 +112,10 @@ class AdapterSlots:
         self, slot: int, table: AdapterTable, target: Target, linears: Mapping[str, Factors]
     ) -> None:
         """Write this rank's part of the factors of a layer's linears to its table."""
-        first_row, column = 0, 0
-        ranks, scales = [], []
+        first_row = 0
+        column = 0
+        ranks = []
+        scales = []
         for part in target.slices:
             factors = linears.get(part.name)
             ranks.append(0 if factors is None else factors.rank)
@@ -124,6 +126,7 @@ class AdapterSlots:
                 columns = slice(column, column + part.size)
                 outputs = own_outputs(factors.b, part)
                 table.b[slot, : factors.rank, columns] = outputs.T.to(table.b.device)
-            first_row, column = first_row + table.max_rank, column + part.size
+            first_row += table.max_rank
+            column += part.size
         table.ranks[slot] = torch.tensor(ranks, dtype=torch.int32)
         table.scales[slot] = torch.tensor(scales)

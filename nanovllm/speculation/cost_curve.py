@@ -72,7 +72,8 @@ class CostCurve:
             for (size, _), start in zip(measured, logs, strict=True)
         ]
         self._largest_measured = measured[-1][0]
-        self._scale, self._scale_doubt = 0.0, _SCALE_DOUBT
+        self._scale = 0.0
+        self._scale_doubt = _SCALE_DOUBT
         self._deviation = 0.0  # of the last observation, whatever its size
         self._num_observed = 0
         self._rebuild()
@@ -84,7 +85,8 @@ class CostCurve:
 
     def least_slope(self, size: float) -> float:
         """Return a lower bound of the seconds per token that any larger step adds to this one."""
-        here, first = self.at(size), bisect_right(self.sizes, size)
+        here = self.at(size)
+        first = bisect_right(self.sizes, size)
         further = zip(self.sizes[first:], self._seconds[first:], strict=True)
         slopes = [(seconds - here) / (other - size) for other, seconds in further]
         return min(*slopes, self._slopes[-1]) if slopes else self._slopes[-1]
@@ -112,7 +114,8 @@ class CostCurve:
             change = _agreed(deviation, size.deviation)
         else:
             change = _agreed(deviation, self._deviation)
-        scale_share, size_share = self._scale_doubt / doubt, size.doubt / doubt
+        scale_share = self._scale_doubt / doubt
+        size_share = size.doubt / doubt
         self._scale += scale_share * change
         self._move(size, size_share * change)
         if abs(deviation - change) < _SURPRISE:

@@ -191,30 +191,30 @@ class DraftController:
         the size, so every prefix of this order is compared.
         """
         costs = self._step_costs
-        # Before any draft: a token a row. Prompt chunks cost what they cost, so the seconds are
-        # those of a step without them, and only what drafts add to the real size counts.
-        tokens, size = float(len(rates)), float(num_tokens)
+        # Before any draft: a token a row, and the seconds of a step without its prompt chunks, so
+        # that only what drafts add to the real size counts.
+        tokens = float(len(rates))
+        size = float(num_tokens)
         seconds = costs.at(len(rates)) - costs.at(num_tokens)
-        # If few rows find a proposal, the choice matters in the steps in which one does.
-        scale = max(1.0, 1 / max(sum(rates[i][0] for i in rows), 1e-3))
-        heap = [(-rates[i][1], i) for i in rows]  # each row's next draft, the likeliest first
-        heapify(heap)
+        scale = _scale([rates[i][0] for i in rows])
+        heap = sorted((-rates[i][1], i) for i in rows)  # each row's next draft, likeliest first
         first_costs, later_costs = self._draft_costs.by_rows(len(rates))
         rows_by_depth = [0] * (max(limits) + 1)
         choice = [0] * len(rates)
         order: list[int] = []  # the row of each draft added
-        best_count, slope, most_seconds = 0, 0.0, inf
-        if self._experience.first_tried < _FEW_RECORDS:
-            most_seconds = (1 + _FIRST_SHARE) * costs.at(len(rates))
+        best_count = 0
+        most_seconds = self._most_seconds(len(rates))
         while heap:
             # No longer prefix is better once a draft gains less than the cheapest token costs.
-            gain, row = -heap[0][0], heap[0][1]
+            negative, row = heap[0]
+            gain = -negative
             if len(order) % 16 == 0:
                 slope = costs.least_slope(size)
             if gain <= best_speed * slope:
                 break
             # Add the row's next draft, or several at once in a large step.
-            share, later = min(scale * rates[row][0], 1.0), rates[row][2]
+            share = min(scale * rates[row][0], 1.0)
+            later = rates[row][2]
             for _ in range(min(1 + len(order) // _FINE_DRAFTS, limits[row] - choice[row])):
                 depth = choice[row] = choice[row] + 1
                 count = rows_by_depth[depth] = rows_by_depth[depth] + 1
@@ -224,12 +224,12 @@ class DraftController:
                 size += share
                 order.append(row)
                 gain *= later
-            # Compare this prefix with the best one.
             total = costs.at(size) + seconds
             if total > most_seconds and len(order) > 1:
                 break
             if tokens > best_speed * total:
-                best_speed, best_count = tokens / total, len(order)
+                best_speed = tokens / total
+                best_count = len(order)
             if choice[row] < limits[row] and gain > _LEAST_GAIN:
                 heapreplace(heap, (-gain, row))
             else:
@@ -237,6 +237,12 @@ class DraftController:
         for row in order[best_count:]:
             choice[row] -= 1
         return best_speed, choice if best_count else None
+
+    def _most_seconds(self, num_rows: int) -> float:
+        """Return how long a step of more than one draft may take: not long, at first."""
+        if self._experience.first_tried < _FEW_RECORDS:
+            return (1 + _FIRST_SHARE) * self._step_costs.at(num_rows)
+        return inf
 
     def _set_next_choice(self, choice: list[int], rates: list[tuple[float, float, float]]) -> None:
         """Pause if the expected gain of `choice` does not pay for choosing in every step."""
@@ -272,7 +278,8 @@ class DraftController:
             for i, (acceptance, _) in enumerate(candidates)
             if choice[i] == 0 and limits[i] > 0 and acceptance.next_probe <= self._num_steps
         ]
-        size, num_rows = num_tokens + sum(choice), len(choice) - choice.count(0)
+        size = num_tokens + sum(choice)
+        num_rows = len(choice) - choice.count(0)
         heapify(due)
         while due:
             is_new, _, i = heappop(due)
@@ -292,3 +299,11 @@ class DraftController:
             size += 1
             num_rows += 1
             self._probe_seconds -= rates[i][0] * cost
+
+
+def _scale(shares: Sequence[float]) -> float:
+    """Return the factor on the rows' `shares`, how often each finds a proposal.
+
+    If few rows find one, the choice matters in the steps in which one does.
+    """
+    return max(1.0, 1 / max(sum(shares), 1e-3))

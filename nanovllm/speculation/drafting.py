@@ -114,7 +114,8 @@ class AdaptiveDrafting:
         self.controller.add_host_seconds(time.perf_counter() - start_choice)
         new_blocks = []
         for index, seq, count in zip(indices, seqs, counts, strict=True):
-            row, start = rows[index], len(seq.block_table)
+            row = rows[index]
+            start = len(seq.block_table)
             count = min(count, budget)
             appended = self._block_manager.allocate_blocks(seq, row.end + count)
             if appended is None:  # as many drafts as the sequence's blocks hold

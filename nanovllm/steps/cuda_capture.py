@@ -103,7 +103,8 @@ class _Parts:
 
     def end(self) -> None:
         """End the part, if one has begun: a stream must not go on capturing after an error."""
-        graph, self._graph = self._graph, None
+        graph = self._graph
+        self._graph = None
         if graph is not None:
             graph.capture_end()
             self.add(graph.replay)

@@ -121,7 +121,8 @@ class FusedStep:
     def __init__(self, model: DecoderForCausalLM, backend: Backend) -> None:
         from nanovllm.kernels.triton import fused_attention, fused_layer, launch
 
-        self._attention, self._layer = fused_attention, fused_layer
+        self._attention = fused_attention
+        self._layer = fused_layer
         self._model = model
         spec = self._spec = backend.spec
         shape = (fused_layer.MAX_ROWS, spec.num_kv_heads)
@@ -130,7 +131,8 @@ class FusedStep:
 
     def compute_logits(self, batch: Batch) -> torch.Tensor:
         """Write the KV of R rows of one token; return logits [R, vocab_size]."""
-        decoder, head = self._model.model, self._model.lm_head
+        decoder = self._model.model
+        head = self._model.lm_head
         residual = decoder.embed_tokens(batch.input_ids)
         sums: _Sums = (None, None)
         for layer in decoder.layers:
@@ -148,7 +150,8 @@ class FusedStep:
         Args:
             sums: the previous layer's output.
         """
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         linear = attention.qkv_proj
         qkv, residual = self._norm_linear(
             residual, sums, layer.input_layernorm, linear, linear.bias
@@ -166,7 +169,8 @@ class FusedStep:
             chained=self._chained,
         )
         sums = self._partials(heads.flatten(1), attention.o_proj), attention.o_proj.bias
-        norm, gate_up = layer.post_attention_layernorm, mlp.gate_up_proj
+        norm = layer.post_attention_layernorm
+        gate_up = mlp.gate_up_proj
         product, residual = self._norm_linear(
             residual, sums, norm, gate_up, gate_up.bias, gated=True
         )
@@ -231,7 +235,8 @@ def faster_logits(
         return unfused
     assert isinstance(model, DecoderForCausalLM)
     fused = FusedStep(model, backend).compute_logits
-    device, lengths = backend.spec.device, (1, min(max_model_len, _LONG))
+    device = backend.spec.device
+    lengths = (1, min(max_model_len, _LONG))
     sizes = SIZES[: 1 + sum(size < max_tokens for size in SIZES)]
     chosen = []
     try:
@@ -280,7 +285,8 @@ def _is_faster(
         _set_length(batch, length, backend.block_size)
         graph.replay()
 
-    seconds, found = [], []
+    seconds = []
+    found = []
     for compute_logits in (fused, unfused):
         graph, logits = capture(functools.partial(step, compute_logits))
         measured = measure_seconds(functools.partial(replay, graph), lengths, device)
@@ -313,7 +319,8 @@ def make_batch(
     blocks = torch.arange(rows * width, device=device) % (num_blocks - 2 * rows) + 2 * rows
     tables = blocks.int().view(rows, width)
     own = torch.arange(2 * rows, dtype=torch.int32, device=device).view(2, rows)
-    tables[:, 0], tables[:, -1] = own[0], own[1]
+    tables[:, 0] = own[0]
+    tables[:, -1] = own[1]
     last = torch.full((rows,), length - 1, device=device)
     batch = Batch(
         input_ids=torch.arange(rows, device=device),

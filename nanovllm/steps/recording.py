@@ -126,7 +126,8 @@ class RecordedModel:
             return torch.zeros(shape, dtype=dtype)
 
         self._tables = tables
-        num_tables, width = 1 + len(tables.other_tables), tables.block_tables.shape[1]
+        num_tables = 1 + len(tables.other_tables)
+        width = tables.block_tables.shape[1]
         self._inputs = (
             zeros(MAX_TOKENS, dtype=torch.int64),
             zeros(MAX_TOKENS, dtype=torch.int64),
@@ -144,7 +145,8 @@ class RecordedModel:
         state = None
         if tables.state_table is not None:
             source = tables.state_table.pages
-            pages, write_lens = zeros(MAX_TOKENS, source.shape[1]), zeros(MAX_TOKENS)
+            pages = zeros(MAX_TOKENS, source.shape[1])
+            write_lens = zeros(MAX_TOKENS)
             self._state = table_ops.StateColumns(source, pages, write_lens)
             state = StateRows(pages, cu_seqlens_q, write_lens)
         batch = dataclasses.replace(batch, state=state, others=tuple(others))
@@ -170,7 +172,8 @@ class RecordedModel:
         table_indices = [row.table_idx for row in rows]
         query_lens = [row.num_scheduled_tokens for row in rows]
         seq_lens = [row.num_computed_tokens + row.num_scheduled_tokens for row in rows]
-        tables, num_tokens = self._tables, sum(query_lens)
+        tables = self._tables
+        num_tokens = sum(query_lens)
         table_ops.batch(
             tables.token_ids,
             tables.block_tables,

@@ -35,7 +35,8 @@ class StepRunners:
     """
 
     def __init__(self, network: Network, max_num_batched_tokens: int) -> None:
-        config, backends = network.config, network.attention.backends
+        config = network.config
+        backends = network.attention.backends
         # The graphs of whole steps lay out one block table, for one plan, and no states.
         graphs = len(backends) == 1 and network.backend.supports_graph
         graphs &= not network.attention.states.num_pages
@@ -44,7 +45,8 @@ class StepRunners:
         self._records = records and not config.enforce_eager
         self._network = network
         self._max_num_batched_tokens = max_num_batched_tokens
-        num_tokens, spec = config.max_num_seqs, config.speculation
+        num_tokens = config.max_num_seqs
+        spec = config.speculation
         if spec is not None:  # steps verify drafts
             verified = num_tokens * (1 + spec.max_draft_tokens)
             num_tokens = max(num_tokens, min(verified, MAX_SAMPLES))
@@ -63,7 +65,8 @@ class StepRunners:
 
         graphs = self._decode_graphs(tables, accepts=accepts)
         num_bytes = measured_bytes(graphs, graph_sizes(graphs.max_tokens), tables.device)
-        pieces, sizes = self._pieces(tables), piece_sizes(self._max_num_batched_tokens)
+        pieces = self._pieces(tables)
+        sizes = piece_sizes(self._max_num_batched_tokens)
         return num_bytes + measured_bytes(pieces, sizes, tables.device)
 
     def make(self, tables: DeviceTables, *, accepts: bool) -> list[StepRunner]:

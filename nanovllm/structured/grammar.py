@@ -202,7 +202,8 @@ class GrammarCompiler:
         with self._lock:
             if self._tokenizer is None:
                 eos = list(self.eos_token_ids) or None
-                text, size = self._tokenizer_text(), self._vocab_size
+                text = self._tokenizer_text()
+                size = self._vocab_size
                 try:
                     described = grammar_tokenizer(text)
                     made = LLTokenizer(described.text, n_vocab=size, eos_token=eos)
@@ -265,7 +266,8 @@ def _check_patterns(params: StructuredOutputsParams) -> None:
     Raises:
         ValueError: there are too many, in a schema or in the schemas of a grammar.
     """
-    text, count = params.text, 0
+    text = params.text
+    count = 0
 
     def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         nonlocal count

@@ -64,7 +64,8 @@ class GrammarRow:
         self.num_prompt_tokens = admission.num_prompt_tokens
         self._compiler = compiler
         self._params: Any = admission.params.structured_outputs
-        self._stop_token_ids, eos = admission.stop_token_ids, compiler.eos_token_ids
+        self._stop_token_ids = admission.stop_token_ids
+        eos = compiler.eos_token_ids
         self._end_tokens = self._stop_token_ids.union(eos)
         # Behind a complete output there is one choice, so that it can be forced.
         ends = bool(eos) and eos[0] in self._stop_token_ids
@@ -183,7 +184,8 @@ class GrammarRow:
         self, matcher: "LLMatcher", drafts: list[int], masks: Masks, first: int
     ) -> None:
         """Write the masks behind `drafts`, then go back."""
-        before, had_ended = self._num_consumed, self._has_ended
+        before = self._num_consumed
+        had_ended = self._has_ended
         try:
             for index, draft in enumerate(drafts, first):
                 if not self._consume(matcher, draft):
@@ -192,13 +194,15 @@ class GrammarRow:
             matcher.rollback(self._num_consumed - before)
         except InvalidRequestError:
             pass  # behind a wrong draft it does not count; behind a right one it comes again
-        self._num_consumed, self._has_ended = before, had_ended
+        self._num_consumed = before
+        self._has_ended = had_ended
         if matcher.is_error():  # for ever: make another one
             self._matcher = None
 
     def _failed(self, matcher: "LLMatcher") -> InvalidRequestError:
         self._matcher = None
-        error, after = matcher.get_error(), f"after {self._num_consumed} tokens"
+        error = matcher.get_error()
+        after = f"after {self._num_consumed} tokens"
         if error:
             no_text = "nothing can follow, and it is not complete"
             reason = no_text if error.startswith(NO_TEXT) else in_our_words(error)
@@ -287,7 +291,8 @@ class GrammarStep:
         index = 0
         for grammar, row, first in self._rows:
             num_known = row.sample_position - grammar.num_known_tokens
-            known, drafts = islice(unread, num_known), islice(unread, row.num_draft_tokens)
+            known = islice(unread, num_known)
+            drafts = islice(unread, row.num_draft_tokens)
             ending = grammar.write_masks(list(known), list(drafts), masks, index)
             if ending is not None:
                 self.endings[first] = ending

@@ -41,7 +41,8 @@ class CudaPages:
         # torch would round pinned memory up to a power of two, so the driver pins ours.
         self._memory = lazy_zeros((num_slots, self.page_bytes), torch.uint8)
         if num_slots:
-            address, size = self._memory.data_ptr(), self._memory.nbytes
+            address = self._memory.data_ptr()
+            size = self._memory.nbytes
             torch.cuda.check_error(_cudart().cudaHostRegister(address, size, 0))
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._staging = threading.local()

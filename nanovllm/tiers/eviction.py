@@ -108,7 +108,8 @@ class Evictor:
             total = self._scan_and_remove()
             with self._lock:
                 written = self._total - before
-                self._total, self._unscanned = total + written, written
+                self._total = total + written
+                self._unscanned = written
                 if self._closed or not self._due():
                     self._thread = None
                     return
@@ -117,7 +118,8 @@ class Evictor:
         """Return the bytes of what stays."""
         low = self._limit - max(self._limit // 8, self._largest)
         entries = list(itertools.takewhile(lambda _: not self._closed, _entries(self._root)))
-        total, removed = sum(entry.num_bytes for entry in entries), 0
+        total = sum(entry.num_bytes for entry in entries)
+        removed = 0
         for entry in sorted(entries):
             if total <= low or self._closed:
                 break

@@ -66,7 +66,8 @@ class HostPages:
         self.page_bytes = self._pool.shape[1]
         self._memory = lazy_zeros((num_slots, self.page_bytes), torch.uint8)
         # A thread uses numpy alone: in a thread, torch would start a team of threads of its own.
-        self._pool_rows, self._slot_rows = self._pool.numpy(), self._memory.numpy()
+        self._pool_rows = self._pool.numpy()
+        self._slot_rows = self._memory.numpy()
         self._num_populated = 0  # slots
 
     def mark(self) -> None:
@@ -99,7 +100,8 @@ class HostPages:
 
     def _populate_beyond(self, slot: int) -> None:
         """Have memory ready for the slots behind `slot`."""
-        start, num_slots = self._num_populated, len(self._memory)
+        start = self._num_populated
+        num_slots = len(self._memory)
         if start < num_slots and slot + 1 >= start:
             self._num_populated = slot + 1 + -(-_BYTES_AHEAD // self.page_bytes)
             populate(self._memory, self._memory[start : self._num_populated])

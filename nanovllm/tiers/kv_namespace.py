@@ -26,7 +26,9 @@ def kv_namespace(network: Network, weights: WeightFiles) -> str:
     Args:
         weights: made before the network was loaded.
     """
-    attention, kernels, device = network.attention, network.kernels, network.device
+    attention = network.attention
+    kernels = network.kernels
+    device = network.device
     kind = torch.device(device.type)  # cuda:0 and cuda:1 compute alike
     specs = [dataclasses.replace(group.backend.spec, device=kind) for group in attention.groups]
     computing = {

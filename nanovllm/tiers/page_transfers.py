@@ -118,7 +118,8 @@ class PageTransfers:
         """
         pairs = (zip(part.slots, part.pages, strict=True) for part in parts)
         page_of = dict(itertools.chain.from_iterable(pairs))
-        pages, slots = list(page_of.values()), list(page_of)
+        pages = list(page_of.values())
+        slots = list(page_of)
         if not slots:
             return
         if self._loads:
@@ -174,7 +175,8 @@ class PageTransfers:
         taken = []
         for load, count in zip(loads, smallest(num_right), strict=True):
             if count >= 0:
-                load_id, seconds = load.load.load_id, max(load.end - load.start, 0.0)
+                load_id = load.load.load_id
+                seconds = max(load.end - load.start, 0.0)
                 taken.append(Loaded(load_id, count, seconds))
         with self._changed:
             for load_id, _, _ in taken:

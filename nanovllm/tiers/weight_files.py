@@ -115,7 +115,8 @@ def _hash(files: Seq[Path]) -> list[str]:
     """
     if not files:
         return []
-    start, num_bytes = time.monotonic(), sum(file.stat().st_size for file in files)
+    start = time.monotonic()
+    num_bytes = sum(file.stat().st_size for file in files)
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "hash-weights") as pool:
         digests = [_hash_file(file, pool) for file in files]
     seconds = time.monotonic() - start
@@ -132,7 +133,8 @@ def _hash_file(file: Path, pool: ThreadPoolExecutor) -> str:
 
 
 def _hash_chunk(file: Path, offset: int) -> bytes:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_BUFFER_BYTES))
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
     with file.open("rb", buffering=0) as opened:
         opened.seek(offset)
         left = _CHUNK_BYTES

@@ -85,7 +85,8 @@ def in_messages(tensors: Iterable[NamedTensor]) -> Iterator[list[Packet]]:
         each = packet(named)
         if message and size + len(each.content) > _BYTES:
             yield message
-            message, size = [], 0
+            message = []
+            size = 0
         message.append(each)
         size += len(each.content)
     if message:

@@ -29,7 +29,8 @@ class Update:
     ) -> None:
         check_version(version)
         self._control = control
-        self._version, self._mode = version, mode
+        self._version = version
+        self._mode = mode
         self._is_part = control.is_open
         self._items: Iterable[Any] = weights.items() if isinstance(weights, Mapping) else weights
         self._is_there = isinstance(weights, Mapping | list | tuple)
@@ -39,7 +40,8 @@ class Update:
 
         If the iterator or a command fails, `fail` must be called.
         """
-        control, items = self._control, self._items
+        control = self._control
+        items = self._items
         if self._is_there:
             items = [checked(item) for item in items]
             yield partial(control.check, items, not self._is_part, self._owner)

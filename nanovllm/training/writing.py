@@ -50,7 +50,8 @@ def _rounded(weight: Weight, values: torch.Tensor, network: Network) -> WeightMe
     assert weight.twin is not None
     # The format asks a matrix for the shape, dtype and device of its weight, not for numbers.
     like = torch.empty(1, dtype=values.dtype, device=values.device).expand(values.shape)
-    before, weight.twin.weight = weight.twin.weight, nn.Parameter(like, requires_grad=False)
+    before = weight.twin.weight
+    weight.twin.weight = nn.Parameter(like, requires_grad=False)
     stored = Rounding(network.config.quantization, network.kernels).stored(weight.twin, [])
     weight.twin.weight = before
     assert stored is not None
@@ -66,7 +67,8 @@ def _overwrite(name: str, old: WeightMethod, new: WeightMethod | torch.Tensor) -
     Raises:
         UnsupportedModelError: they hold different things.
     """
-    targets, sources = list(tensors_of(old)), list(tensors_of(new))
+    targets = list(tensors_of(old))
+    sources = list(tensors_of(new))
     fits = type(old) is type(new) or isinstance(new, torch.Tensor)
     fits &= len(targets) == len(sources)
     for target, source in zip(targets, sources, strict=False):

@@ -44,7 +44,9 @@ class AttentionGroups:
         device: torch.device,
         kernels: Kernels,
     ) -> None:
-        config, model_config, one_table = spec.config, spec.model_config, spec.one_table
+        config = spec.config
+        model_config = spec.model_config
+        one_table = spec.one_table
         self.layers = layers = [m for m in model.modules() if isinstance(m, Attention)]
         kv_dtypes = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
         self._dtype = kv_dtypes.get(config.kv_cache_dtype, model_config.dtype)

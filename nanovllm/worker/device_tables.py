@@ -36,7 +36,8 @@ class DeviceTables:
     def __init__(
         self, info: WorkerInfo, max_num_seqs: int, device: torch.device, kernels: Kernels
     ) -> None:
-        num_rows, width = max_num_seqs + 1, -(-info.max_model_len // info.block_size)
+        num_rows = max_num_seqs + 1
+        width = -(-info.max_model_len // info.block_size)
         self.block_size = info.block_size
         self.device = device
         self.kernels = kernels
@@ -69,8 +70,10 @@ class DeviceTables:
             self.state_table.begin(schedule)
         if not (schedule.admissions or schedule.new_tokens or schedule.new_blocks):
             return
-        cells, values = array("q"), array("q")
-        num_columns, stride = self.token_ids.shape[1], self._table.shape[1]
+        cells = array("q")
+        values = array("q")
+        num_columns = self.token_ids.shape[1]
+        stride = self._table.shape[1]
 
         def write(column: int, table_idx: int, items: Seq[int]) -> None:
             first = table_idx * stride + column

@@ -61,12 +61,16 @@ def page_layout(sizes: Seq[int], windows: Seq[int | None], least_bytes: int = 0)
                 groups.setdefault(window, []).append(index)
     page_bytes = sum(sizes[index] for index in groups[None])
     page_bytes = max([page_bytes, least_bytes, *sizes])
-    places, table, found = {}, -1, []
+    places = {}
+    table = -1
+    found = []
     for window, indices in groups.items():
-        first, used = table + 1, page_bytes
+        first = table + 1
+        used = page_bytes
         for index in indices:
             if used + sizes[index] > page_bytes:
-                table, used = table + 1, 0
+                table += 1
+                used = 0
             places[index] = Place(table, used)
             used += sizes[index]
         if window is not None:

@@ -80,7 +80,8 @@ def sampled_logprobs(
         return []
     rows = upload(list(counts), tables.device)
     own = tokens[rows].clamp(min=0)  # a row without a token fails: its numbers do not count
-    most, normalized = max(counts.values()), mode.endswith("logprobs")
+    most = max(counts.values())
+    normalized = mode.endswith("logprobs")
     if mode.startswith("processed"):
         process = partial(processed_logits, sampling=sampling.parameters().take(rows))
         gathered = gather_logprobs(sampling.ruled, own, most, rows, process, normalized=normalized)
@@ -154,12 +155,14 @@ def prompt_logprobs(
         hidden: [T, hidden_size], of all tokens of the step.
         mode: `Config.logprobs_mode`; no prompt's token is sampled, so processed is raw here.
     """
-    found, normalized = [], mode.endswith("logprobs")
+    found = []
+    normalized = mode.endswith("logprobs")
     offset = 0
     for row in rows:
         count = tables.params[row.table_idx].prompt_logprobs
         if count is not None:
-            first, last = row.num_computed_tokens + 1, tables.num_prompt_tokens[row.table_idx]
+            first = row.num_computed_tokens + 1
+            last = tables.num_prompt_tokens[row.table_idx]
             stop = min(first + row.num_scheduled_tokens, last)
             for start in range(first, stop, _PROMPT_ROWS):
                 end = min(start + _PROMPT_ROWS, stop)
@@ -210,7 +213,8 @@ def gather_logprobs(
         normalized: False: the logits themselves.
     """
     if process is not None:  # few rows want it, and its filters sort them as a whole
-        logits, rows = process(logits if rows is None else logits[rows], tokens), None
+        logits = process(logits if rows is None else logits[rows], tokens)
+        rows = None
     size = max(_PIECE // logits.shape[-1], 1)
     pieces: Iterable[torch.Tensor]
     if rows is None:

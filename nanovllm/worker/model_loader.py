@@ -59,7 +59,8 @@ class NetworkSpec(NamedTuple):
 
 def num_positions(spec: NetworkSpec) -> int:
     """Return max_model_len, cut to the positions that the model was made for; warn if it is cut."""
-    wanted, found = spec.config.max_model_len, spec.model_config.max_position
+    wanted = spec.config.max_model_len
+    found = spec.model_config.max_position
     if wanted > found and tensor_parallel().rank == 0:
         logger.warning(
             "max_model_len cut from %d to %d, the positions that the model was made for",
@@ -127,7 +128,9 @@ def build_model(
     """Return the model on `device`, with `kernels` in its layers and uninitialised weights, in the
     form that a file has if they stay in that.
     """
-    config, model_config, files = spec.config, spec.model_config, spec.files
+    config = spec.config
+    model_config = spec.model_config
+    files = spec.files
     stored = model_config.quantization_config
     has_format = stored is not None or config.quantization is not None or any(map(is_gguf, files))
     # Such a model is built on the CPU, so that a GPU never holds the wide weights.
@@ -183,7 +186,8 @@ def load_model(model: nn.Module, spec: NetworkSpec, kernels: Kernels) -> None:
     never holds all weights in both forms. A weight that is packed as it is, row by row, takes no
     memory in its first form.
     """
-    config, reserve = spec.config, spec.reserve
+    config = spec.config
+    reserve = spec.reserve
     forms = WeightForms(model, spec.model_config.dtype, kernels, reserve)
     store = _with_lora(forms.store, model, config)
     if config.load_format == "dummy":

@@ -145,7 +145,8 @@ def _attention(network: DecoderForCausalLM) -> Iterator[dict[str, Any]]:
     for attention in network.modules():
         if not isinstance(attention, SelfAttention):
             continue
-        (heads, kv_heads, head_dim), options = attention.attn.sizes, attention.attn.options
+        heads, kv_heads, head_dim = attention.attn.sizes
+        options = attention.attn.options
         rope = ropes.get(attention.rotary_emb)
         yield {
             "window": options.window,
@@ -248,9 +249,11 @@ def _stored_bytes(network: nn.Module, headers: dict[Path, dict[str, TensorInfo]]
     total = 0
     for name in names & known.keys():
         info = known[name]
-        shape, item = info.shape, _DTYPE_BYTES.get(info.dtype, 1)
+        shape = info.shape
+        item = _DTYPE_BYTES.get(info.dtype, 1)
         if info.blocks_shape is not None:
-            shape, item = info.blocks_shape, 1
+            shape = info.blocks_shape
+            item = 1
         total += math.prod(shape) * item
     return total
 
@@ -271,7 +274,8 @@ def _rounded_bytes(network: nn.Module, form: str) -> int | None:
     ]
     rounded = {matrix.weight for matrix in matrices}
     fp8 = {m.weight for m in matrices if m.stored is not None and m.stored.label == "FP8"}
-    total, stored = 0, _in_few_bits(network)
+    total = 0
+    stored = _in_few_bits(network)
     for parameter in network.parameters():
         if parameter in stored and parameter not in fp8:
             total += stored[parameter]
@@ -289,7 +293,8 @@ def _rounded_bytes(network: nn.Module, form: str) -> int | None:
 
 
 def _kv_memory(network: nn.Module, config: ModelConfig) -> dict[str, Any]:
-    sizes, windows = [], []
+    sizes = []
+    windows = []
     for module in network.modules():
         if isinstance(module, Attention) and module.source is None:
             _, kv_heads, head_dim = module.sizes

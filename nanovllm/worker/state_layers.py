@@ -34,7 +34,9 @@ def pack_parts(parts: Iterable[StatePart], page_bytes: int) -> tuple[list[PartPl
     Args:
         page_bytes: at least the size of the largest part, aligned.
     """
-    places, used, first = [], list[int](), 0
+    places = []
+    used = list[int]()
+    first = 0
     for part in parts:
         size = aligned(part.nbytes)
         assert size <= page_bytes

@@ -62,10 +62,14 @@ class Replays:
         if not self.concern(rows):
             return state
         own, logged, log_rows, draft_tokens, draft_rows = (array("q") for _ in range(5))
-        cu_seqlens, write_lens, num_own = array("q", [0]), array("q"), 0
+        cu_seqlens = array("q", [0])
+        write_lens = array("q")
+        num_own = 0
         for row in rows:
-            start, count = cu_seqlens[-1], self.count(row.table_idx)
-            end, first_log_row = start + count, row.table_idx * self._num_drafts
+            start = cu_seqlens[-1]
+            count = self.count(row.table_idx)
+            end = start + count
+            first_log_row = row.table_idx * self._num_drafts
             logged.extend(range(start, end))
             log_rows.extend(range(first_log_row, first_log_row + count))
             own.extend(range(end, end + row.num_scheduled_tokens))
@@ -81,7 +85,8 @@ class Replays:
         for part in parts:
             numbers.extend(part)
         uploaded = torch.split(upload(numbers, self._device), [len(part) for part in parts])
-        ends, lens = uploaded[5].int(), uploaded[6].int()
+        ends = uploaded[5].int()
+        lens = uploaded[6].int()
         replay = Replay._make((*uploaded[:5], self._num_log_rows))
         return dataclasses.replace(state, cu_seqlens=ends, write_lens=lens, replay=replay)
 
@@ -126,7 +131,8 @@ class StateTable:
             table_indices, lens: [R] int64, the table row of each, and its tokens.
             cu_seqlens: [R + 1] int64.
         """
-        pages, cells = self.pages[table_indices], self._cells(rows)
+        pages = self.pages[table_indices]
+        cells = self._cells(rows)
         state = StateRows(pages, cu_seqlens.int(), lens.int(), cells=cells)
         return self.replays.extend(state, rows)
 
@@ -138,9 +144,13 @@ class StateTable:
         size = self._cell_tokens
         if size == 1:
             return None
-        spans, ends, begins, start = array("q"), array("q", [0]), array("q"), 0
+        spans = array("q")
+        ends = array("q", [0])
+        begins = array("q")
+        start = 0
         for row in rows:
-            first, end = row.num_computed_tokens, row.sample_position
+            first = row.num_computed_tokens
+            end = row.sample_position
             end = min(end, self._num_prompt_tokens[row.table_idx])
             count = max(end - first, 0) if first % size == 0 else 0
             for offset in range(0, count, size):

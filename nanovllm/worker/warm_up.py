@@ -50,9 +50,11 @@ KINDS = (
 @torch.inference_mode()
 def measure(runner: ModelRunner) -> WorkerInfo:
     """Return what this rank can hold. Allocates nothing that stays."""
-    network, config = runner.network, runner.config
+    network = runner.network
+    config = runner.config
     states = network.attention.states
-    block_size, block_bytes = network.backend.block_size, network.block_bytes
+    block_size = network.backend.block_size
+    block_bytes = network.block_bytes
     if runner.drafter is not None:
         block_bytes += runner.drafter.block_bytes
     info = WorkerInfo(
@@ -92,7 +94,8 @@ def reach_peak(runner: ModelRunner, info: WorkerInfo) -> int:
     """
     num_blocks = -(-min(info.max_model_len, info.max_num_batched_tokens) // info.block_size)
     info = dataclasses.replace(info, num_blocks=num_blocks + info.state_pages)
-    tables, drafter = runner.allocate(info), runner.drafter
+    tables = runner.allocate(info)
+    drafter = runner.drafter
     prompts, samples = _largest_steps(info, tables, drafts=drafter is not None)
     runner.run_rows(prompts)
     runner.run_rows(samples)
@@ -111,7 +114,8 @@ def allocate(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
 
     Returns `info`, with what the drafter and the parts measure.
     """
-    tables, drafter = runner.allocate(info), runner.drafter
+    tables = runner.allocate(info)
+    drafter = runner.drafter
     if drafter is not None:
         drafter.allocate(tables, info.num_blocks)
     if runner.device.type == "cuda":
@@ -144,7 +148,8 @@ def _largest_steps(
         info: its blocks are those of one sequence; the last ones are its state's.
         drafts: whether rows may have drafts.
     """
-    max_tokens, num_seqs = info.max_num_batched_tokens, len(tables.params)
+    max_tokens = info.max_num_batched_tokens
+    num_seqs = len(tables.params)
     length = min(info.max_model_len, max_tokens)
     blocks = torch.arange(info.num_blocks - info.state_pages, device=tables.device)
     tables.block_tables[:num_seqs, : len(blocks)] = blocks

@@ -38,7 +38,9 @@ class WeightForms:
         kernels: Kernels,
         reserve: PageReserve | None = None,
     ) -> None:
-        self._dtype, self._kernels, self._reserve = dtype, kernels, reserve
+        self._dtype = dtype
+        self._kernels = kernels
+        self._reserve = reserve
         self._sharing = shared_matrices(model)
         self._packable = _packable(self._sharing, kernels)
         self._packed: dict[nn.Parameter, PackedWeight] = {}

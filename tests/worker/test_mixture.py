@@ -73,7 +73,7 @@ def make_model_runner(model: str, **options: Any) -> ModelRunner:
     runner = make_runner(target, torch.device("cpu"))
     info = measure(runner)
     require_one_sequence(info)
-    assert [group.window for group in info.windows] == [8, 20]
+    assert [group.window for group in info.windows] == [8, 40]
     assert info.state_pages > 0
     allocate(runner, info)
     return runner
@@ -141,7 +141,7 @@ def test_the_report(model: str) -> None:
     assert [(each["num_layers"], each["window"]) for each in found["attention"]] == [
         (2, 8),
         (1, None),
-        (1, 20),
+        (1, 40),
     ]
     assert [each["kind"] for each in found["states"]] == ["ShortConv", "GatedDeltaNet"]
     conv = (mixture.TAPS - 1) * mixture.HIDDEN

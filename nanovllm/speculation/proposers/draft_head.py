@@ -41,7 +41,8 @@ class DraftHead(DraftNetwork):
     def __init__(self, target: Network, draft: NetworkSpec, max_num_batched_tokens: int) -> None:
         network = load_draft(target, draft, target.max_model_len)
         super().__init__(network, max_num_batched_tokens, lag=1, keeps_drafts=False)
-        head, config = network.model, draft.model_config
+        head = network.model
+        config = draft.model_config
         assert isinstance(head, Head)
         assert isinstance(target.model, DecoderForCausalLM)
         self._target = target.model
@@ -77,7 +78,8 @@ class DraftHead(DraftNetwork):
 
     def _record(self) -> None:
         """Record small steps, where the backend supports it."""
-        head, tables = self._head, self._following
+        head = self._head
+        tables = self._following
         fed_back = zeros((MAX_TOKENS, self._hidden_size), self._dtype, tables.device)
         self._hidden = fed_back
 
@@ -130,7 +132,9 @@ class DraftHead(DraftNetwork):
         """Return what a graph computes: the head reads `features`, or else `hidden`, and writes its
         own output to `hidden`.
         """
-        head, token_ids, vocab_size = self._head, self._token_ids, self._vocab_size
+        head = self._head
+        token_ids = self._token_ids
+        vocab_size = self._vocab_size
 
         def compute(batch: Batch) -> torch.Tensor | None:
             fed_back = hidden[: len(batch.input_ids)]

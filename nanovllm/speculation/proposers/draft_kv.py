@@ -65,8 +65,10 @@ class DraftKV:
 
     def start(self, row: Row) -> int:
         """Return the first position to compute: known, and at the latest the last known one."""
-        table_idx, size = row.table_idx, self._block_size
-        end, last = self._ends[table_idx], row.sample_position - 1
+        table_idx = row.table_idx
+        size = self._block_size
+        end = self._ends[table_idx]
+        last = row.sample_position - 1
         blocks = self._block_tables[table_idx]
         for index in range(end // size, last // size + 1):
             num_right = self._num_right[blocks[index]]
@@ -78,7 +80,8 @@ class DraftKV:
 
     def set_right(self, table_idx: int, end: int) -> None:
         """Note that the KV of all positions of a table row before `end` is right."""
-        start, size = self._ends[table_idx], self._block_size
+        start = self._ends[table_idx]
+        size = self._block_size
         for index in range(start // size, -(-end // size)):
             block = self._block_tables[table_idx][index]
             self._num_right[block] = max(self._num_right[block], min(end - index * size, size))
@@ -110,8 +113,10 @@ class DraftKV:
             claimed: set[int] = set()
             left = budget
             for row in rows:
-                start, last = self.start(row), row.sample_position - 1
-                blocks, size = self._block_tables[row.table_idx], self._block_size
+                start = self.start(row)
+                last = row.sample_position - 1
+                blocks = self._block_tables[row.table_idx]
+                size = self._block_size
                 if last - start < num_allowed or not left or blocks[start // size] in claimed:
                     continue
                 count = min(last - start, left)

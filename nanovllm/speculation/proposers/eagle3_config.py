@@ -154,7 +154,8 @@ def read_eagle3_config(
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of the layer and of the head in one object."""
     if "speculators_model_type" in config:
-        kind, layer = config["speculators_model_type"], config.get("transformer_layer_config")
+        kind = config["speculators_model_type"]
+        layer = config.get("transformer_layer_config")
         if kind != "eagle3":
             raise UnsupportedModelError(
                 f"config.json: speculators_model_type {shown(kind)} is not supported (only eagle3)"

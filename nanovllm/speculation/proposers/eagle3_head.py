@@ -92,7 +92,8 @@ class LlamaForCausalLMEagle3(Head):
     def __init__(self, config: Eagle3Config, max_model_len: int) -> None:
         super().__init__()
         self.config = config
-        hidden_size, eps = config.hidden_size, config.rms_norm_eps
+        hidden_size = config.hidden_size
+        eps = config.rms_norm_eps
         features_size = self.features_size = NUM_FEATURES * config.target_hidden_size
         self.input_norm = RMSNorm(features_size, eps) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList(
@@ -160,7 +161,8 @@ class LlamaForCausalLMEagle3(Head):
             norms = [norm for norm in self.fc_norm if isinstance(norm, RMSNorm)]
             normed = [norm.add_norm(None, x)[0] for norm, x in zip(norms, whole, strict=True)]
             features = join(normed)
-        rank, size = tensor_parallel().rank, features.shape[1] // tensor_parallel().size
+        rank = tensor_parallel().rank
+        size = features.shape[1] // tensor_parallel().size
         return self.fc(features[:, rank * size : (rank + 1) * size])
 
     def forward(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:

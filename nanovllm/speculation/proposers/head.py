@@ -81,7 +81,8 @@ def capture_output(decoder: Decoder, pool: torch.Tensor) -> None:
     Args:
         pool: [slots, hidden_size], a row for each slot of the KV cache.
     """
-    forward, kernels = decoder.forward, decoder.norm.kernels
+    forward = decoder.forward
+    kernels = decoder.norm.kernels
 
     def storing(batch: Batch) -> torch.Tensor:
         hidden = forward(dataclasses.replace(batch, output_indices=None))

@@ -32,7 +32,8 @@ class MTPParts(nn.Module):
 
     def __init__(self, config: MTPConfig, layer: DecoderLayer, **norm: int) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size = config.hidden_size
+        eps = config.rms_norm_eps
         self.pre_fc_norm_embedding = RMSNorm(size, eps, **norm)
         self.pre_fc_norm_hidden = RMSNorm(size, eps, **norm)
         self.fc = LinearBase(2 * size, size)

@@ -112,7 +112,8 @@ def lookup(
         equal = tokens[: last - size + 1] == tokens[last - size + 1]
         lengths[size - 1 : last] += equal & (lengths[size - 1 : last] == size - 1)
     best = torch.where(lengths >= smallest, lengths * num_known + ends, -1).amax()
-    found, end = best >= 0, best % num_known
+    found = best >= 0
+    end = best % num_known
     steps = torch.arange(num_drafts, device=tokens.device)
     drafts = tokens[end + 1 + steps % (last - end).clamp(min=1)]
     place = tokens[num_known : num_known + num_drafts]
