@@ -29,7 +29,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.scheduler.tier_traffic import TierTraffic
+from nanovllm.tiers.traffic import TierTraffic
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "kvcache_block_size": 32}
 LIMIT_GIB = 1 / 64

@@ -10,8 +10,8 @@ import gc
 import time
 from statistics import median
 
+from nanovllm.kv.block_manager import BlockManager
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.messages import StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence

@@ -14,18 +14,19 @@ from nanovllm.checkpoint.tokenizer import check_same_vocabulary, load_tokenizer,
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.errors import UnsupportedModelError
 from nanovllm.executors.executor import Executor, make_executor
+from nanovllm.kv.block_manager import BlockManager
+from nanovllm.kv.groups.group import Group
 from nanovllm.options.config import Config
-from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.extensions import Drafting
+from nanovllm.scheduler.gates import Gate
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from nanovllm.observe.trace import Trace
-    from nanovllm.scheduler.tier_traffic import TierTraffic
     from nanovllm.structured.grammar import GrammarCompiler
+    from nanovllm.tiers.cache import TierCache
 
 
 def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
@@ -90,57 +91,64 @@ def _trace(config: Config) -> "Trace | None":
 
 
 def _scheduler(config: Config, info: WorkerInfo, eos_token_ids: frozenset[int]) -> Scheduler:
-    make: type[Scheduler] = Scheduler
-    make_manager: type[BlockManager] = BlockManager
-    pool: dict[str, Any] = {"enable_prefix_caching": config.enable_prefix_caching}
-    if info.windows and info.state_pages:
-        raise UnsupportedModelError(
-            "a model with layers that keep a state and layers with a window is not supported"
-        )
-    if info.windows:
-        from nanovllm.scheduler.windowed import WindowedBlockManager, WindowedScheduler
-
-        make, make_manager = WindowedScheduler, WindowedBlockManager
-        pool |= {"windows": info.windows, "max_num_batched_tokens": info.max_num_batched_tokens}
-    elif info.state_pages:
-        from nanovllm.scheduler.stateful import StatefulBlockManager, StatefulScheduler
-
-        make, make_manager = StatefulScheduler, StatefulBlockManager
-        pool |= {"state_pages": info.state_pages, "cell_tokens": info.cell_tokens}
-    if config.has_tiers:
-        from nanovllm.scheduler.tiered import with_tiers
-
-        make, make_manager = with_tiers(make)
-        pool["traffic"] = _tier_traffic(config, info)
-    more: dict[str, Any] = {}
+    tiers = _tiers(config, info)
+    block_manager = BlockManager(
+        info.num_blocks,
+        info.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        groups=_groups(info),
+        tiers=tiers,
+    )
+    gates: list[Gate] = []
     if config.enable_lora:
-        from nanovllm.lora.scheduling import with_adapters
+        from nanovllm.lora.scheduling import AdapterGate
 
-        make, more = with_adapters(make), {"max_loras": config.max_loras}
-    block_manager = make_manager(info.num_blocks, info.block_size, **pool)
-    return make(
+        gates.append(AdapterGate(config.max_loras))
+    if tiers is not None:
+        from nanovllm.tiers.loads import LoadGate
+
+        gates.append(LoadGate(tiers))
+    return Scheduler(
         block_manager,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
         max_model_len=info.max_model_len,
         eos_token_ids=eos_token_ids,
         drafting=make_drafting(config, info, block_manager),
-        **more,
+        gates=gates,
     )
 
 
-def _tier_traffic(config: Config, info: WorkerInfo) -> "TierTraffic":
-    """Return the tiers below the pool, as the scheduler sees them."""
-    from nanovllm.scheduler.tier import HostSlots, StoreTier
-    from nanovllm.scheduler.tier_traffic import TierTraffic
+def _groups(info: WorkerInfo) -> list[Group]:
+    """Return the groups of layers that keep something else than a page for each block."""
+    groups: list[Group] = []
+    if info.windows:
+        from nanovllm.kv.groups.window import WindowedGroup
+
+        budget = info.max_num_batched_tokens
+        groups += [WindowedGroup(w, number, budget) for number, w in enumerate(info.windows)]
+    if info.state_pages:
+        from nanovllm.kv.groups.state import StateGroup
+
+        groups.append(StateGroup(info.state_pages, cell_tokens=info.cell_tokens))
+    return groups
+
+
+def _tiers(config: Config, info: WorkerInfo) -> "TierCache | None":
+    """Return what keeps KV below the pool; None without."""
+    if not config.has_tiers:
+        return None
+    from nanovllm.tiers.cache import TierCache
     from nanovllm.tiers.directory import DirectoryStore
+    from nanovllm.tiers.tier import HostSlots, StoreTier
+    from nanovllm.tiers.traffic import TierTraffic
 
     host = HostSlots(info.num_host_slots, info.page_seconds) if info.num_host_slots else None
     store = None
     if config.kv_cache_dir is not None:
         limit = int(config.kv_cache_dir_gib * 2**30)
         store = StoreTier(DirectoryStore(config.kv_cache_dir, limit, info.kv_namespace).has)
-    return TierTraffic(host, store, token_seconds=info.token_seconds)
+    return TierCache(TierTraffic(host, store, token_seconds=info.token_seconds))
 
 
 def make_drafting(config: Config, info: WorkerInfo, block_manager: BlockManager) -> Drafting | None:

@@ -241,13 +241,13 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     from nanovllm.scheduler.scheduler import Scheduler
 
     found: list[tuple[int, int]] = []
-    preempt = Scheduler._preempt
+    preempt = Scheduler.preempt
 
     def record(self: Scheduler, seq: Any) -> None:
         found.append((seq.seq_id, seq.num_output_tokens))
         preempt(self, seq)
 
-    monkeypatch.setattr(Scheduler, "_preempt", record)
+    monkeypatch.setattr(Scheduler, "preempt", record)
     return found
 
 

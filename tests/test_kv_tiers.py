@@ -21,8 +21,8 @@ from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu.library import library
 from nanovllm.scheduler.stats import TierStats
-from nanovllm.scheduler.tier_traffic import TierTraffic
 from nanovllm.tiers.directory import DirectoryStore
+from nanovllm.tiers.traffic import TierTraffic
 from tests.glossary import QUESTIONS
 from tests.helpers import (
     Request,
@@ -36,6 +36,7 @@ from tests.helpers import (
 )
 from tests.speculation.proposers.drafting import allow_all
 from tests.test_native_invariance import MODEL, OTHER_FAMILIES
+from tests.tiers.invariants import load_gate
 
 NATIVE = library() is not None
 SECONDS = 30
@@ -167,7 +168,7 @@ def test_the_next_engine_finds_prompts_in_the_directory(
 CHILD = """
 import json, sys
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.scheduler.tier_traffic import TierTraffic
+from nanovllm.tiers.traffic import TierTraffic
 
 TierTraffic.pays = lambda self, *_: True
 llm = LLM(demo_model.MODEL, max_model_len=256, kvcache_block_size=32, kv_cache_dir=sys.argv[1])
@@ -253,7 +254,9 @@ def test_tensor_parallel_ranks_move_their_own_pages(
     assert {path.parent.parent.name for path in files} == {"rank0", "rank1"}
     for path in [path for path in files if path.parent.parent.name == "rank1"][::2]:
         path.write_bytes(path.read_bytes()[:-9])
-    llm.engine.scheduler.traffic.host.clear()  # type: ignore[attr-defined]
+    host = load_gate(llm.engine.scheduler).traffic.host
+    assert host is not None
+    host.clear()
     assert token_ids(generate_all(llm, requests)) == expected
     assert stats.num_store_tokens > 8
     assert stats.num_failed_loads > 0
@@ -295,7 +298,7 @@ def test_others_do_not_wait_for_a_load_and_it_may_be_aborted(
     loading = steps.add_request(prompt, params)
     for _ in range(10):
         steps.step()
-    assert len(steps.scheduler._loading) == 1
+    assert len(load_gate(steps.scheduler)._loading) == 1
     assert steps.stats.num_decode_tokens >= 10
     steps.abort(loading)
     threading.Timer(0.2, gate.set).start()

@@ -35,20 +35,24 @@ FOLDERS = {
     "chat": Folder("checkpoint options utils.forked", torch=False),
     "checkpoint": Folder("options utils", torch=True),
     "kernels": Folder("attention.states options utils", torch=True),
-    "scheduler": Folder("options", torch=False),
+    "kv": Folder("scheduler.messages scheduler.sequence scheduler.windows", torch=False),
+    "scheduler": Folder("kv options", torch=False),
     "observe": Folder("engine options scheduler", torch=False),
-    "tiers": Folder("checkpoint kernels layers models options scheduler utils worker", torch=True),
+    "tiers": Folder(
+        "checkpoint kernels kv layers models options scheduler utils worker", torch=True
+    ),
     "assembly": Folder(
-        "checkpoint engine executors lora observe options scheduler speculation structured tiers",
+        "checkpoint engine executors kv lora observe options scheduler speculation structured "
+        "tiers",
         torch=False,
     ),
     "vllm": Folder("assembly demo_model engine llm async_llm options", torch=False),
-    "nano_vllm": Folder("options scheduler worker.model_runner", torch=False),
+    "nano_vllm": Folder("kv options scheduler worker.model_runner", torch=False),
     "formats": Folder("checkpoint kernels layers options utils", torch=True),
     "front": Folder("assembly chat engine options training", torch=False),
     "structured": Folder("checkpoint options scheduler utils worker", torch=True),
     "lora": Folder(
-        "attention checkpoint kernels layers models options scheduler utils worker", torch=True
+        "attention checkpoint kernels kv layers models options scheduler utils worker", torch=True
     ),
     "models": Folder("attention checkpoint kernels layers options utils", torch=True),
     "layers": Folder("attention checkpoint kernels options utils", torch=True),
@@ -74,21 +78,21 @@ FOLDERS = {
         torch=False,
     ),
     "speculation": Folder(
-        "attention checkpoint kernels layers models options scheduler steps utils worker",
+        "attention checkpoint kernels kv layers models options scheduler steps utils worker",
         torch=True,
     ),
     "training": Folder(
         "checkpoint engine formats kernels layers models options utils worker", torch=True
     ),
     "worker": Folder(
-        "attention checkpoint formats kernels layers lora models options scheduler utils",
+        "attention checkpoint formats kernels kv layers lora models options scheduler utils",
         torch=True,
     ),
 }
 CORE = (
     "scheduler.sequence",
     "scheduler.messages",
-    "scheduler.block_manager",
+    "kv.block_manager",
     "scheduler.scheduler",
     "engine.llm_engine",
     "engine.request",

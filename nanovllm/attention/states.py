@@ -61,7 +61,7 @@ class Cells(NamedTuple):
 
     Its sums have another order. So that bits do not depend on how a prompt is cut into steps, the
     tokens of a prompt are computed in cells, and all others, those of answers, one by one. Steps
-    cut prompts at multiples of CELL_TOKENS only: see scheduler/stateful.py.
+    cut prompts at multiples of CELL_TOKENS only: see kv/groups/state.py.
     """
 
     spans: torch.Tensor

@@ -1,81 +1,114 @@
-"""What adapters add to a scheduler: at most so many of them run at once, each in a slot.
-
-`AdapterScheduling` goes before a scheduler in a class's bases; `with_adapters` makes the class.
-Knows no files and no tensors.
-"""
+"""What adapters add to a scheduler: at most so many of them run at once, each in a slot."""
 
 from itertools import islice
-from typing import Any
 
-from nanovllm.lora.slot_table import SlotTable
-from nanovllm.lora.waiting_room import WaitingRoom, adapter_of, key_of
-from nanovllm.scheduler.block_manager import BlockManager
-from nanovllm.scheduler.messages import Admission, Schedule
-from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.kv.hit import Hit
+from nanovllm.lora.slot_table import Place, SlotTable
+from nanovllm.lora.waiting_room import Key, WaitingRoom, adapter_of
+from nanovllm.scheduler.gates import Gate
 from nanovllm.scheduler.sequence import Sequence
 
 
-class AdapterScheduling(Scheduler):
-    """A scheduler of sequences with adapters.
+class AdapterGate(Gate):
+    """Holds back sequences whose adapter can have no slot now.
 
-    Invariants, beside those of its bases, verified by tests/lora/invariants.py:
+    Invariants, verified by tests/lora/fake_adapters.py:
     - A running sequence's adapter has the slot that its `AdapterSlot` names, and is pinned there.
-    - A sequence in the waiting room waits: it is in no queue, and has no table row.
+    - A sequence in the waiting room waits: the policy does not hold it, and it has no table row.
 
     **No head blocks the others.** A sequence whose turn has come while all slots are pinned goes to
-    the waiting room, and the queue goes on. There it counts as admitted and preempted, so it keeps
-    its turn. When a slot can be had, the first that waits comes back to the queue. Others of its
-    adapter follow one by one, each when the one before it is admitted, so a step's cost does not
-    depend on how many wait.
+    the waiting room, and the queue goes on. It keeps its turn. When a slot can be had, the first
+    that waits comes back to the queue. Others of its adapter follow one by one, each when the one
+    before it is admitted, so a step's cost does not depend on how many wait.
 
     **No adapter starves another.** The first sequence of each adapter that waits claims a slot: the
     least recently used one that is pinned and not claimed. The adapter that has it gets only
-    sequences that come before the claimant in the queue's order. So its running ones end, and the
+    sequences that come before the claimant in the policy's order. So its running ones end, and the
     slot is free after at most the time that these take.
 
     Args:
         max_loras: number of slots.
     """
 
-    def __init__(self, block_manager: BlockManager, *, max_loras: int, **options: Any) -> None:
-        super().__init__(block_manager, **options)
+    def __init__(self, max_loras: int) -> None:
         self.slots = SlotTable(max_loras)
         self._room = WaitingRoom()
+        self._keys: dict[Sequence, Key] = {}  # of those that waited here and were not admitted yet
         self._claims: dict[str, Sequence] = {}  # the claimant, by adapter that has the slot
         self._recalled: dict[str, Sequence] = {}  # back in the queue, by adapter; one for each
-        self._new: set[Sequence] = set()  # that wait for a slot, and were never admitted
-        self._prompts.defer.insert(0, self._defer)
+        self._place: Place | None = None  # of the adapter that is being admitted
 
     @property
     def waiting_adapters(self) -> int:
         """Number of adapters that wait for a slot."""
         return len(self._room)
 
-    def schedule(self) -> Schedule | None:
-        """Return the next step; None if nothing can run now. See `Scheduler.schedule`."""
+    def begin_step(self) -> None:
+        """Let those that can have a slot come back, and claim slots for others."""
         if len(self._room):
             self._recall()
             self._claim()
-        return super().schedule()
 
-    def _defer(self, seq: Sequence) -> bool:
-        """Let a sequence whose turn has come wait outside the queue, if it can have no slot."""
+    def holds(self, seq: Sequence) -> bool:
+        """Let a sequence whose turn has come wait in the room, if it can have no slot."""
         if seq.adapter is None or self._may_go(seq):
             return False
-        if not seq.was_admitted:
-            seq.num_cached_tokens = 0
-            self._new.add(seq)
-        self._prompts.leave(seq)
+        key = self._keys[seq] = self._key_of(seq)
+        self.scheduler.set_aside(seq)
         self._forget_recalled(seq)
-        self._room.add(seq)
+        self._room.add(seq, key)
         return True
+
+    def prepare(self, seq: Sequence, hit: Hit) -> Hit:
+        if seq.adapter is not None:
+            self._place = self.slots.find(seq.adapter.digest)
+            assert self._place is not None  # `holds` saw to it
+            seq.adapter = seq.adapter._replace(slot=self._place.slot)
+        return hit
+
+    def admitted(self, seq: Sequence, hit: Hit) -> None:
+        if seq.adapter is None:
+            return
+        digest = seq.adapter.digest
+        place = self._place
+        assert place is not None
+        self._forget_recalled(seq)
+        self._keys.pop(seq, None)
+        if digest not in self.slots.slots:
+            self._claims = {
+                holder: claimant
+                for holder, claimant in self._claims.items()
+                if holder != place.evicted and adapter_of(claimant) != digest
+            }
+        self.slots.take(digest, place)
+        self._recall_next(digest)
+
+    def release(self, seq: Sequence) -> None:
+        if seq.adapter is not None:
+            self.slots.let_go(seq.adapter.digest)
+
+    def remove(self, seq: Sequence) -> None:
+        if seq.adapter is None:
+            return
+        if seq in self._room:
+            self._room.remove(seq)
+        self._forget_recalled(seq)
+        self._keys.pop(seq, None)
+        self._claims = {
+            holder: claimant for holder, claimant in self._claims.items() if claimant is not seq
+        }
+
+    def _key_of(self, seq: Sequence) -> Key:
+        """Return the place in the policy's order of a sequence whose turn has come once."""
+        key = self._keys.get(seq)
+        return self.scheduler.policy.order(seq) if key is None else key
 
     def _may_go(self, seq: Sequence) -> bool:
         """Return whether a sequence can have a slot now that is claimed by none before it."""
         digest = adapter_of(seq)
         claimant = self._claims.get(digest)
         if digest in self.slots.slots:
-            return claimant is None or key_of(seq) < key_of(claimant)
+            return claimant is None or self._key_of(seq) < self._key_of(claimant)
         return self.slots.find(digest) is not None
 
     def _recall(self) -> None:
@@ -120,59 +153,8 @@ class AdapterScheduling(Scheduler):
     def _bring_back(self, seq: Sequence) -> None:
         self._room.remove(seq)
         self._recalled[adapter_of(seq)] = seq
-        self._prompts.push(seq)
-
-    def _admit(self, seq: Sequence) -> Admission | None:
-        if seq.adapter is None:
-            return super()._admit(seq)
-        digest = seq.adapter.digest
-        place = self.slots.find(digest)
-        assert place is not None  # `_defer` saw to it
-        seq.adapter = seq.adapter._replace(slot=place.slot)
-        if seq in self._new:
-            seq.num_cached_tokens = None
-        admission = super()._admit(seq)
-        if admission is None:
-            if seq in self._new:
-                seq.num_cached_tokens = 0
-            return None
-        self._new.discard(seq)
-        self._forget_recalled(seq)
-        if digest not in self.slots.slots:
-            claims = self._claims.items()
-            self._claims = {
-                holder: claimant
-                for holder, claimant in claims
-                if holder != place.evicted and adapter_of(claimant) != digest
-            }
-        self.slots.take(digest, place)
-        self._recall_next(digest)
-        return admission
-
-    def _release(self, seq: Sequence) -> None:
-        super()._release(seq)
-        if seq.adapter is not None:
-            self.slots.let_go(seq.adapter.digest)
-
-    def _remove(self, seq: Sequence) -> None:
-        super()._remove(seq)
-        if seq.adapter is None:
-            return
-        if seq in self._room:
-            self._room.remove(seq)
-        self._forget_recalled(seq)
-        self._claims = {
-            holder: claimant for holder, claimant in self._claims.items() if claimant is not seq
-        }
-        if seq in self._new:
-            self._new.discard(seq)
-            seq.num_cached_tokens = None
+        self.scheduler.bring_back(seq)
 
     def _forget_recalled(self, seq: Sequence) -> None:
         if self._recalled.get(adapter_of(seq)) is seq:
             del self._recalled[adapter_of(seq)]
-
-
-def with_adapters(make: type[Scheduler]) -> type[Scheduler]:
-    """Return the scheduler that knows adapters and is otherwise like `make`."""
-    return type(f"Adapter{make.__name__}", (AdapterScheduling, make), {})

@@ -18,7 +18,7 @@ class Place(NamedTuple):
 class SlotTable:
     """Slots of adapters, by digest, in LRU order of their last admission.
 
-    Invariants, verified by tests/lora/invariants.py:
+    Invariants, verified by tests/lora/fake_adapters.py:
     - A slot is free, or has one adapter. At most `num_slots` adapters have one.
     - An adapter with a pin has a slot, and keeps it.
     - An adapter's pins are the running sequences that have it.

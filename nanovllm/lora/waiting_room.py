@@ -1,20 +1,13 @@
-"""Sequences that wait for a slot of their adapter, outside the queue of prompts.
-
-Owns their order. Knows no slots.
-"""
+"""Sequences that wait for a slot of their adapter, outside the scheduler's queue."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from nanovllm.scheduler.heap import Heap
 from nanovllm.scheduler.sequence import Sequence
 
-Key = tuple[int, int, int]
-"""Sorts waiting sequences as their queue does: priority, turn, arrival."""
-
-
-def key_of(seq: Sequence) -> Key:
-    """Return the place of a sequence whose turn has come once."""
-    return (seq.priority, seq.turn, seq.seq_id)
+Key = Any
+"""Sorts waiting sequences as their policy does: `Policy.order` when their turn came."""
 
 
 def adapter_of(seq: Sequence) -> str:
@@ -27,6 +20,7 @@ class WaitingRoom:
     """Waiting sequences by adapter. Each operation costs amortised O(log n)."""
 
     def __init__(self) -> None:
+        self._keys: dict[Sequence, Key] = {}
         self._sequences: dict[str, Heap[Sequence]] = {}  # by adapter; none is empty
         self._adapters: Heap[str] = Heap()  # by the key of their first sequence
 
@@ -42,9 +36,10 @@ class WaitingRoom:
         """Return the number of adapters that are waited for."""
         return len(self._sequences)
 
-    def add(self, seq: Sequence) -> None:
+    def add(self, seq: Sequence, key: Key) -> None:
         """Let a sequence wait."""
-        self._sequences.setdefault(adapter_of(seq), Heap()).set(seq, key_of(seq))
+        self._keys[seq] = key
+        self._sequences.setdefault(adapter_of(seq), Heap()).set(seq, key)
         self._sort(adapter_of(seq))
 
     def first_of(self, digest: str) -> Sequence | None:
@@ -55,6 +50,7 @@ class WaitingRoom:
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence that waits."""
         digest = adapter_of(seq)
+        del self._keys[seq]
         self._sequences[digest].remove(seq)
         if not len(self._sequences[digest]):
             del self._sequences[digest]
@@ -70,6 +66,6 @@ class WaitingRoom:
     def _sort(self, digest: str) -> None:
         first = self.first_of(digest)
         if first is not None:
-            self._adapters.set(digest, key_of(first))
+            self._adapters.set(digest, self._keys[first])
         elif digest in self._adapters:
             self._adapters.remove(digest)

@@ -1,15 +1,11 @@
-"""The prompts to compute: lower priority values go first, and within a priority users take turns.
-
-Owns the order of waiting and running prompts. Knows no blocks and no tokens' values.
-"""
-
-from collections.abc import Callable
+"""The default policy: lower priority values go first, and within a priority users take turns."""
 
 from nanovllm.scheduler.heap import Heap
+from nanovllm.scheduler.policy import Policy
 from nanovllm.scheduler.sequence import Sequence
 
 
-class PromptQueue:
+class PromptQueue(Policy):
     """Deficit round robin over users (Shreedhar and Varghese, 1995) within each priority.
 
     In each round every user that waits saves one token. A user's next sequence goes when the user
@@ -33,9 +29,14 @@ class PromptQueue:
         self._levels: dict[int, _RoundRobin] = {}  # by priority; none is empty
         self._priorities: Heap[int] = Heap()
         self._round = 0  # no turn was later in a level that is gone
-        self.defer: list[Callable[[Sequence], bool]] = []
-        """Each takes a sequence without a table row whose turn has come. It lets the sequence
-        `leave`, and returns True, if the sequence cannot run yet and others may go first."""
+
+    def order(self, seq: Sequence) -> tuple[int, bool, int, int]:
+        """Return priority, whether its prompt is to be computed, the user's turn, then arrival.
+
+        Arrival alone would make a user who came late the victim of each preemption, until all that
+        another user sent before is done.
+        """
+        return (seq.priority, seq.is_queued, seq.turn, seq.seq_id)
 
     def push(self, seq: Sequence) -> None:
         """Add a sequence, a new one or one that was preempted, unless it still has its place."""
@@ -46,27 +47,15 @@ class PromptQueue:
 
     def first(self) -> Sequence | None:
         """Return the sequence whose prompt comes next, None if there is none."""
-        while self._levels:
-            seq = self._levels[self._priorities.first()].first()
-            if seq.table_idx is not None or not any(defer(seq) for defer in self.defer):
-                return seq
-        return None
-
-    def leave(self, seq: Sequence) -> None:
-        """Remove the first sequence, which cannot run yet, as if its prompt were computed.
-
-        So its user pays, and gets no earlier turn before it comes back with its own.
-        """
-        self.advance(seq, 0)
+        return self._levels[self._priorities.first()].first() if self._levels else None
 
     def advance(self, seq: Sequence, num_left: int) -> None:
-        """Note that all but `num_left` tokens of a sequence are computed. At 0 it leaves the queue.
+        """Note that all but `num_left` tokens of a sequence are computed.
 
-        Until then it stays first of its user, though it runs. Its user pays at the first call.
+        Until it is removed it stays first of its user, though it runs. Its user pays at the first
+        call, and then it keeps its turn for good.
         """
         self._levels[seq.priority].advance(seq, num_left)
-        if num_left == 0:
-            self.remove(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence."""
@@ -100,20 +89,19 @@ class _RoundRobin:
             user = self._users[seq.user] = _User(self.round)
         user.sequences.set(seq, (seq.seq_id,))
         self._turns.set(seq.user, user.next_turn())
-        seq.is_queued = True
 
     def first(self) -> Sequence:
         return self._users[self._turns.first()].sequences.first()
 
     def advance(self, seq: Sequence, num_left: int) -> None:
         user = self._users[seq.user]
+        seq.has_turn = True
         user.start = max(user.start, seq.turn)
         self.round = max(self.round, seq.turn - num_left)
 
     def remove(self, seq: Sequence) -> None:
         user = self._users[seq.user]
         user.sequences.remove(seq)
-        seq.is_queued = False
         if len(user.sequences):
             self._turns.set(seq.user, user.next_turn())
         else:
@@ -131,6 +119,6 @@ class _User:
     def next_turn(self) -> tuple[int, int]:
         """Return the sort key of the user: the turn of its first sequence, then its arrival."""
         seq = self.sequences.first()
-        if not seq.was_admitted:
+        if not seq.has_turn:
             seq.turn = self.start + seq.max_num_tokens
         return (seq.turn, seq.seq_id)

@@ -1,16 +1,19 @@
 """Decides which tokens each step computes.
 
-A sequence has `num_tokens` and `num_computed_tokens`; a step computes some of the difference. The
-scheduler knows no phases (prefill, decode, resumption and draft verification are the same
-arithmetic), no tensors and no text.
+A sequence has `num_tokens` and `num_computed_tokens`; a step computes some of the difference. There
+are no phases: prefill, decode, resumption and draft verification are the same arithmetic.
 """
 
 from bisect import insort
+from collections.abc import Sequence as Seq
 from itertools import count
+from typing import Any
 
-from nanovllm.scheduler.block_manager import BlockManager
+from nanovllm.kv.block_manager import BlockManager
 from nanovllm.scheduler.extensions import Drafting
+from nanovllm.scheduler.gates import Gate
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, RowDetails, Schedule, StepResult
+from nanovllm.scheduler.policy import Policy
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.stats import SchedulerStats
@@ -25,14 +28,20 @@ class Scheduler:
     - Every unfinished sequence is either running or waiting.
     - A running sequence owns a table row, and KV blocks for its computed tokens at least. A waiting
       sequence owns neither.
-    - Running sequences are sorted by `Sequence.order`.
-    - `PromptQueue` has the waiting ones, and the running ones whose prompt is not computed.
+    - Running sequences are sorted by `Policy.order`.
+    - The policy holds the waiting ones that no gate holds, and the running ones whose prompt is not
+      computed.
     - `0 <= num_computed_tokens <= num_tokens <= max_model_len`.
 
     A step takes running and waiting sequences in one order. The first that waits and does not fit
-    ends the admissions. If the pool is full, the last running sequence is preempted: it loses its
-    KV and waits again. Steps may overlap: tokens that a launched step will sample are pending.
-    The cost of a step does not depend on how many are waiting.
+    ends the admissions. If the pool is full, a running sequence is preempted, by default the last:
+    it loses its KV and waits again. Steps may overlap: tokens that a launched step will sample are
+    pending. The cost of a step does not depend on how many are waiting.
+
+    Args:
+        drafting: None: no row gets drafts.
+        policy: None: by priority, fair over users, first come first served.
+        gates: what may hold sequences back, in the order in which they are asked.
     """
 
     def __init__(
@@ -44,22 +53,30 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
         drafting: Drafting | None = None,
+        policy: Policy | None = None,
+        gates: Seq[Gate] = (),
     ) -> None:
         self.block_manager = block_manager
-        self.max_num_batched_tokens = max_num_batched_tokens
+        # A step's last row of a prompt may go on for a few tokens more.
+        self.max_num_batched_tokens = max_num_batched_tokens - block_manager.overshoot
+        assert self.max_num_batched_tokens > 0
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.drafting = drafting
+        self.policy: Policy = PromptQueue() if policy is None else policy
         self.stats = SchedulerStats()
-        self.running: list[Sequence] = []  # sorted by `Sequence.order`
-        self._prompts = PromptQueue()
+        self.running: list[Sequence] = []  # sorted by `Policy.order`
         self._sequences: dict[int, Sequence] = {}  # unfinished, by id
         self._free_table_indices = list(reversed(range(max_num_seqs)))
         self._step_ids = count()
+        self.gates = tuple(gates)
+        for gate in self.gates:
+            gate.attach(self)
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._sequences)
+        """How many sequences are unfinished; 1 if only a gate has work left."""
+        return len(self._sequences) or int(any(gate.has_work for gate in self.gates))
 
     @property
     def num_waiting(self) -> int:
@@ -73,23 +90,39 @@ class Scheduler:
         longest = seq.num_prompt_tokens + seq.params.max_tokens
         seq.max_num_tokens = min(longest, self.max_model_len)
         self._sequences[seq.seq_id] = seq
-        self._prompts.push(seq)
+        self._enqueue(seq)
 
     def schedule(self) -> Schedule | None:
         """Return the next step, with blocks allocated for its rows; None if nothing can run now.
 
         May be called again before `update()` has taken the result of the previous step.
         """
+        for gate in self.gates:
+            gate.begin_step()
+        manager = self.block_manager
+        manager.begin_step()
         rows, new_blocks, admissions = self._schedule_rows()
-        if not (rows or admissions):
+        if not (rows or admissions or any(gate.needs_step() for gate in self.gates)):
             return None
         may_draft = False
         if rows and self.drafting is not None:
             rows, new_blocks, may_draft = self.drafting.extend(rows, new_blocks, self._sequences)
-        step_id, to_zero = next(self._step_ids), self._blocks_to_zero(rows)
+        width = manager.blocks_for(self.max_model_len)
+        pages = manager.fill_step(rows, admissions, self._sequences, width)
         seqs = (self._sequences[row.seq_id] for row in rows)
-        tokens = [seq.take_unsent() for seq in seqs if seq.num_unsent_tokens]
-        return Schedule(step_id, admissions, new_blocks, rows, to_zero, tokens, may_draft)
+        schedule = Schedule(
+            next(self._step_ids),
+            admissions,
+            new_blocks + pages.new_blocks,
+            rows,
+            pages.blocks_to_zero,
+            [seq.take_unsent() for seq in seqs if seq.num_unsent_tokens],
+            may_draft,
+            pages.copies,
+        )
+        for gate in self.gates:
+            schedule = gate.fill_step(schedule)
+        return schedule
 
     def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
         """Append a step's tokens; return the sequences that got any or failed, finished ones too.
@@ -129,10 +162,16 @@ class Scheduler:
                     self.block_manager.trim(seq, seq.num_computed_tokens)
             if seq.is_finished:
                 self._remove(seq)
+        if schedule.copies:
+            self.block_manager.end_copies(schedule.copies)
+        for gate in self.gates:
+            gate.update(schedule, result)
         return advanced
 
     def abandon(self, schedule: Schedule) -> None:
         """Undo a failed step: its sequences keep their tokens, lose their KV and wait again."""
+        for gate in self.gates:
+            gate.abandon(schedule)
         for row in schedule.rows:
             seq = self._sequences.get(row.seq_id)
             if seq is None:
@@ -141,49 +180,92 @@ class Scheduler:
             if row.samples:
                 seq.num_pending_tokens -= 1
             if seq.table_idx is not None:
-                self._preempt(seq)
+                self.preempt(seq)
+        self.block_manager.undo_copies(schedule.copies)
 
     def finish(self, seq: Sequence, finish_reason: str, stop_reason: str | None = None) -> None:
         """End a sequence and free what it owns. One that has ended only gets these reasons."""
-        seq.finish_reason, seq.stop_reason = finish_reason, stop_reason
+        seq.finish_reason = finish_reason
+        seq.stop_reason = stop_reason
         if seq.seq_id in self._sequences:
             self._remove(seq)
+
+    # For gates:
+
+    def set_aside(self, seq: Sequence) -> None:
+        """Let the policy hold a sequence no more, as if its prompt were computed.
+
+        It waits, or runs without rows, until it is brought back. Its user pays, and gets no earlier
+        turn meanwhile.
+        """
+        self.policy.advance(seq, 0)
+        self._move(seq, is_queued=False)
+
+    def bring_back(self, seq: Sequence) -> None:
+        """Let the policy hold a sequence again that was set aside. It has the turn that it had."""
+        self._move(seq, is_queued=True)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's table row and KV away. It waits again."""
+        self._release(seq)
+        seq.num_computed_tokens = 0
+        seq.num_draft_tokens = 0
+        if not seq.is_queued:
+            self._enqueue(seq)
+
+    def is_unfinished(self, seq: Sequence) -> bool:
+        """Return whether a sequence runs or waits."""
+        return seq.seq_id in self._sequences
+
+    def count_prompt(self, seq: Sequence) -> None:
+        """Count the prefix hit of a sequence's first admission."""
+        if seq.was_admitted:
+            return
+        seq.num_cached_tokens = seq.num_computed_tokens
+        queries = self.block_manager.enable_prefix_caching and seq.params.prompt_logprobs is None
+        self.stats.count_prompt(seq.num_prompt_tokens, seq.num_cached_tokens, queries=queries)
 
     def _schedule_rows(self) -> tuple[list[Row], list[NewBlocks], list[Admission]]:
         """Return rows for sequences in order, the blocks added to block tables, and the admissions.
 
-        Merges two lists, both sorted by `Sequence.order`: `self.running` and the queue.
+        Merges two lists, both sorted by `Policy.order`: `self.running` and what the policy holds.
         """
         rows: list[Row] = []
         new_blocks: list[NewBlocks] = []
         admissions: list[Admission] = []
-        # The step is done with running[:index]; nobody behind has a row yet.
-        budget, index = self.max_num_batched_tokens, 0
-        # The first of the queue. If it runs already, it is in running[index:], which is sorted.
-        head = self._prompts.first()  # None: no more admissions in this step
+        paused: list[Sequence] = []  # prompts that end their rows early, so that others get theirs
+        order = self.policy.order
+        budget = self.max_num_batched_tokens
+        index = 0  # the step is done with running[:index]; nobody after it has a row yet
+        # The first prompt. If it runs already, it is in running[index:], which is sorted.
+        head = self._first_prompt()  # None: no more admissions in this step
         while budget > 0:
             seq = self.running[index] if index < len(self.running) else None
-            if head is not None and (seq is None or head.order < seq.order):  # `head` waits
-                admission = self._admit(head)
+            if head is not None and (seq is None or head[0] < order(seq)):  # it waits
+                seq = head[1]
+                admission = self._admit(seq)
                 if admission is None:
                     head = None
                     continue
-                admissions.append(admission)
-                seq, head = head, self._prompts.first()  # now it is running[index]
+                admissions.append(admission)  # now `seq` is running[index]
+                head = self._first_prompt()
             elif seq is None:
                 break
             index += 1
             num_missing = self._num_missing_tokens(seq)
             if num_missing <= 0:
                 continue
-            num_scheduled = self._row_length(seq, min(num_missing, budget))
-            start, end = len(seq.block_table), seq.num_computed_tokens + num_scheduled
+            num_scheduled = num_missing
+            if num_missing > 1:
+                num_scheduled = self._row_length(seq, num_missing, budget)
+            start = len(seq.block_table)
+            end = seq.num_computed_tokens + num_scheduled
             appended = self.block_manager.allocate_blocks(seq, end)
             if appended is None:
-                if seq.num_draft_tokens:  # behind drafts in flight: no row now, no preemption
+                if seq.num_draft_tokens:  # after drafts in flight: no row now, no preemption
                     continue
                 head = None
-                appended = self._allocate_by_preemption(seq, end)
+                appended = self._allocate_by_preemption(seq, end, index - 1)
                 if appended is None:
                     continue
             row = seq.next_row(num_scheduled, samples=num_scheduled == num_missing)
@@ -192,24 +274,45 @@ class Scheduler:
             rows.append(row)
             budget -= num_scheduled
             if seq.is_queued:
-                # With its whole prompt it leaves the queue and comes earlier in order: that is
-                # before `index`, too, and `head` is another.
-                self.running.remove(seq)
-                self._prompts.advance(seq, num_missing - num_scheduled)
-                insort(self.running, seq, key=lambda s: s.order)
-                head = head and self._prompts.first()
+                # Without a prompt to compute it comes earlier in order: that is before `index`,
+                # too, and `head` is another.
+                self.policy.advance(seq, num_missing - num_scheduled)
+                if num_scheduled == num_missing or budget > 0:
+                    self._move(seq, is_queued=False)
+                if num_scheduled < num_missing and budget > 0:
+                    paused.append(seq)
+                head = head and self._first_prompt()
+        for seq in paused:
+            self._move(seq, is_queued=True)
         return rows, new_blocks, admissions
 
-    def _allocate_by_preemption(self, seq: Sequence, end: int) -> list[int] | None:
-        """Preempt the last running sequences until `seq` has blocks for its first `end` tokens.
+    def _first_prompt(self) -> tuple[Any, Sequence] | None:
+        """Return the first prompt that runs already or that no gate holds, and its order."""
+        while (seq := self.policy.first()) is not None:
+            if seq.table_idx is not None or not any(gate.holds(seq) for gate in self.gates):
+                return self.policy.order(seq), seq
+        return None
 
-        Return the blocks appended; None if `seq` was the last itself, and is preempted now. No
-        victim has a row in this step: each is `seq` or comes after it in order.
+    def _row_length(self, seq: Sequence, num_missing: int, budget: int) -> int:
+        """Return how many of a sequence's missing tokens its next row computes."""
+        share = self.policy.share(seq, num_missing, budget)
+        assert 0 < share <= min(num_missing, budget), "the policy gives a wrong share of the step"
+        return self.block_manager.row_length(seq, share) if seq.is_queued else share
+
+    def _allocate_by_preemption(self, seq: Sequence, end: int, index: int) -> list[int] | None:
+        """Preempt running sequences until `seq` has blocks for its first `end` tokens.
+
+        Args:
+            index: of `seq` among the running ones. Nobody from it on has a row in this step.
+
+        Returns:
+            The blocks appended; None if `seq` was a victim itself, and is preempted now.
         """
         appended = None
         while appended is None:
-            victim = self.running[-1]
-            self._preempt(victim)
+            victim = self.policy.victim(self.running[index:])
+            assert victim in self.running[index:], "the policy preempts another than a candidate"
+            self.preempt(victim)
             self.stats.num_preemptions += 1
             if victim is seq:
                 break
@@ -221,58 +324,65 @@ class Scheduler:
         # A preempted sequence resumes only when the tokens of its steps in flight are known.
         if not self._free_table_indices or seq.num_in_flight_steps:
             return None
-        # Prompt log-probabilities need every prompt token's hidden state, so no prefix hits.
-        needs_all = seq.params.prompt_logprobs is not None
-        cached = [] if needs_all else self.block_manager.match_prefix(seq)
-        blocks = self.block_manager.allocate_blocks(seq, seq.num_tokens, cached)
+        hit = self.block_manager.match_prefix(seq)
+        for gate in self.gates:
+            hit = gate.prepare(seq, hit)
+        blocks = self.block_manager.allocate_blocks(seq, seq.num_tokens, hit)
         if blocks is None:
+            for gate in self.gates:
+                gate.cancel(seq)
             return None
-        seq.num_computed_tokens = self.block_manager.hit_position(cached)
-        if not seq.was_admitted:
-            seq.num_cached_tokens = seq.num_computed_tokens
-            queries = self.block_manager.enable_prefix_caching and not needs_all
-            self.stats.count_prompt(seq.num_prompt_tokens, seq.num_cached_tokens, queries=queries)
         seq.table_idx = self._free_table_indices.pop()
-        insort(self.running, seq, key=lambda s: s.order)
-        return seq.admission(blocks)
+        insort(self.running, seq, key=self.policy.order)
+        admission = seq.admission(blocks)
+        for gate in self.gates:
+            gate.admitted(seq, hit)
+        if not seq.is_held:
+            self.count_prompt(seq)
+        return admission
 
     def _num_missing_tokens(self, seq: Sequence) -> int:
         """Return how many of the sequence's tokens the next step can compute.
 
-        0 if steps in flight sample its last token, or if it must wait for their results.
+        0 if steps in flight sample its last token, if it must wait for their results, or if a gate
+        holds it.
         """
+        if seq.is_held:
+            return 0
         drafts = seq.num_draft_tokens
         # How many of them are right is not known here, so neither is the next position.
         if drafts and (self.drafting is None or not self.drafting.may_follow(seq)):
             return 0
         in_flight = seq.num_pending_tokens + drafts
         num_tokens = len(seq.token_ids) + in_flight  # `Sequence.num_tokens`, without a call
-        # A grammar may force tokens behind the sampled one: see `Sequence.force`.
+        # A grammar may force tokens after the sampled one: see `Sequence.force`.
         if in_flight and (num_tokens >= seq.max_num_tokens or seq.params.forces_tokens):
             return 0
         return num_tokens - seq.num_computed_tokens
 
-    def _row_length(self, seq: Sequence, most: int) -> int:
-        """Return how many tokens the sequence's next row computes: `most`, at least 1."""
-        return most
+    def _enqueue(self, seq: Sequence) -> None:
+        """Let the policy hold a waiting sequence."""
+        self.policy.push(seq)
+        seq.is_queued = True
 
-    def _blocks_to_zero(self, rows: list[Row]) -> list[int]:
-        """Return the blocks that `rows` begin and may not fill: some drafts may be missing."""
-        found: list[int] = []
-        size = self.block_manager.block_size
-        for row in rows:
-            if -row.num_computed_tokens % size < row.num_scheduled_tokens:  # it begins a block
-                begun = self.block_manager.blocks_for(row.num_computed_tokens)
-                first, end = max(begun, row.sample_position // size), -(-row.end // size)
-                found += self._sequences[row.seq_id].block_table[first:end]
-        return found
+    def _dequeue(self, seq: Sequence) -> None:
+        self.policy.remove(seq)
+        seq.is_queued = False
 
-    def _preempt(self, seq: Sequence) -> None:
-        self._release(seq)
-        seq.num_computed_tokens = seq.num_draft_tokens = 0
-        self._prompts.push(seq)
+    def _move(self, seq: Sequence, *, is_queued: bool) -> None:
+        """Let the policy hold a sequence, or no more. A running one changes its place in order."""
+        if seq.table_idx is not None:
+            self.running.remove(seq)
+        if is_queued:
+            self._enqueue(seq)
+        else:
+            self._dequeue(seq)
+        if seq.table_idx is not None:
+            insort(self.running, seq, key=self.policy.order)
 
     def _release(self, seq: Sequence) -> None:
+        for gate in self.gates:
+            gate.release(seq)
         # Launched steps may still write to its blocks and table row. Their next owner's steps are
         # launched after them, and steps run in that order.
         self.running.remove(seq)
@@ -286,4 +396,6 @@ class Scheduler:
         if seq.table_idx is not None:
             self._release(seq)
         if seq.is_queued:
-            self._prompts.remove(seq)
+            self._dequeue(seq)
+        for gate in self.gates:
+            gate.remove(seq)

@@ -44,9 +44,12 @@ class Sequence:
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()  # these and its own
     max_num_tokens: int = 0
+    # Set by the scheduler, of its policy and its gates:
+    is_queued: bool = False  # the policy holds it: it waits, or its prompt is not computed
+    is_held: bool = False  # a gate holds it while it runs: it gets no rows
     # Set by `PromptQueue`:
-    turn: int = 0  # for good when the sequence is admitted
-    is_queued: bool = False  # waiting, or its prompt is not computed
+    turn: int = 0
+    has_turn: bool = False  # for good: it has advanced
 
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0  # tokens with KV written, or being written by a launched step
@@ -99,15 +102,6 @@ class Sequence:
         """Parent of the first block: each (adapter, salt) is the root of a trie of its own."""
         digest = "" if self.adapter is None else self.adapter.digest
         return f"{digest}{self.cache_salt!r}"  # a digest has no quote, and no N of None
-
-    @property
-    def order(self) -> tuple[int, bool, int, int]:
-        """Sort key: priority, those whose prompt is computed, then the user's turn, then arrival.
-
-        Arrival alone would make a user who came late the victim of each preemption, until all that
-        another user sent before is done.
-        """
-        return (self.priority, self.is_queued, self.turn, self.seq_id)
 
     def admission(self, block_ids: list[int]) -> Admission:
         """Return how the sequence enters its table row, with the blocks of its block table."""

@@ -8,8 +8,8 @@ import dataclasses
 import time
 from collections.abc import Mapping
 
+from nanovllm.kv.block_manager import BlockManager
 from nanovllm.outputs import DraftCounts
-from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.extensions import MAX_SAMPLES
 from nanovllm.scheduler.messages import NewBlocks, Row, RowDetails, Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence

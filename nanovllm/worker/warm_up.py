@@ -71,7 +71,7 @@ def measure(runner: ModelRunner) -> WorkerInfo:
     )
     blocks_of_one = num_tables(info.windows) * -(-runner.max_model_len // block_size)
     if info.state_pages:
-        from nanovllm.scheduler.stateful import SNAPSHOT_INTERVAL
+        from nanovllm.kv.groups.state import SNAPSHOT_INTERVAL
 
         # Its own, and snapshots: on the way, of the last full block, and behind the last token.
         num_states = 3 + runner.max_model_len // SNAPSHOT_INTERVAL

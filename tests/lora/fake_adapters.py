@@ -6,17 +6,13 @@ torch.
 
 import random
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from nanovllm.lora.scheduling import AdapterScheduling, with_adapters
-from nanovllm.lora.waiting_room import key_of
+from nanovllm.lora.scheduling import AdapterGate
 from nanovllm.scheduler.messages import AdapterSlot, Schedule, StepResult
-from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 from tests.scheduler.fake_engine import Engine, FakeWorker
-from tests.scheduler.fake_tiers import TieredEngine, TieredWorker
+from tests.tiers.fake_tiers import TieredEngine, TieredWorker
 
 DIGEST_LENGTH = 64
 
@@ -25,35 +21,36 @@ def adapter(number: int) -> AdapterSlot:
     return AdapterSlot(-1, f"/adapters/{number}", f"{number:0{DIGEST_LENGTH}x}")
 
 
-def check_adapters(scheduler: AdapterScheduling) -> None:
+def check_adapters(gate: AdapterGate) -> None:
     """Verify every invariant of slots, pins, claims and the waiting room.
 
     Raises:
         AssertionError: a slot or a pin is lost, or too many adapters run.
     """
-    table = scheduler.slots
+    table, scheduler = gate.slots, gate.scheduler
     assert sorted([*table.slots.values(), *table._free]) == list(range(table.num_slots))
     running = [seq.adapter for seq in scheduler.running if seq.adapter is not None]
     assert table._pins == Counter(used.digest for used in running)
     assert table._unpinned.keys() == table.slots.keys() - table._pins.keys()
     assert all(table.slots[used.digest] == used.slot for used in running)
-    for seq in scheduler._room:
-        assert seq.seq_id in scheduler._sequences, "a finished sequence waits"
+    for seq in gate._room:
+        assert scheduler.is_unfinished(seq), "a finished sequence waits"
         assert seq.table_idx is None
         assert not seq.is_queued
-    for digest, seq in scheduler._recalled.items():
+    for digest, seq in gate._recalled.items():
         assert seq.adapter is not None
         assert seq.adapter.digest == digest
         assert seq.table_idx is None
-        assert seq.seq_id in scheduler._sequences
-    for holder, claimant in scheduler._claims.items():
+        assert scheduler.is_unfinished(seq)
+    for holder, claimant in gate._claims.items():
         assert holder in table.slots
         assert claimant.adapter is not None
         assert claimant.adapter.digest not in table.slots
-        assert claimant in scheduler._room or claimant in scheduler._recalled.values()
-    claimants = [seq.adapter for seq in scheduler._claims.values()]
+        assert claimant in gate._room or claimant in gate._recalled.values()
+    claimants = [seq.adapter for seq in gate._claims.values()]
     assert len({*claimants}) == len(claimants), "an adapter claims two slots"
-    assert all(seq.table_idx is None for seq in scheduler._new)
+    assert all(seq.table_idx is None for seq in gate._keys)
+    assert {*gate._room, *gate._recalled.values()} <= gate._keys.keys()
 
 
 class AdapterWorker(FakeWorker):
@@ -92,17 +89,13 @@ class AdapterEngine(Engine):
 
     is_strict = False  # a sequence that waited for a slot comes when others, later in order, run
     is_fifo = False
-    scheduler: AdapterScheduling
     worker: AdapterWorker
 
     def __init__(self, *, max_loras: int = 2, num_adapters: int = 0, **options: Any) -> None:
-        self.max_loras = max_loras
+        self.adapters = AdapterGate(max_loras)
         self.num_adapters = num_adapters
         self.rng = random.Random(num_adapters)
-        super().__init__(**options)
-
-    def scheduler_class(self, make: type[Scheduler]) -> Callable[..., Scheduler]:
-        return partial(with_adapters(make), max_loras=self.max_loras)
+        super().__init__(gates=[self.adapters], **options)
 
     def make_worker(self, *args: Any) -> FakeWorker:
         return AdapterWorker(*args)
@@ -119,22 +112,23 @@ class AdapterEngine(Engine):
 
     def launch(self, *, fails_to_launch: bool = False) -> Schedule | None:
         schedule = super().launch(fails_to_launch=fails_to_launch)
-        check_adapters(self.scheduler)
+        check_adapters(self.adapters)
         for new in [] if schedule is None else schedule.admissions:
             seq = self.sequences[new.seq_id]
+            key = (seq.priority, True, seq.turn, seq.seq_id)
             claimant = (
-                None if new.adapter is None else self.scheduler._claims.get(new.adapter.digest)
+                None if new.adapter is None else self.adapters._claims.get(new.adapter.digest)
             )
-            assert claimant is None or key_of(seq) < key_of(claimant), "a claimant was passed over"
+            assert claimant is None or key < self.adapters._keys[claimant], "it was passed over"
         return schedule
 
     def run(self) -> None:
         super().run()
-        check_adapters(self.scheduler)
-        assert not [*self.scheduler._room]
-        assert not self.scheduler._recalled
-        assert not self.scheduler._claims
-        assert not self.scheduler._new
+        check_adapters(self.adapters)
+        assert not [*self.adapters._room]
+        assert not self.adapters._recalled
+        assert not self.adapters._claims
+        assert not self.adapters._keys
 
     def _check_turns(self, admitted: list[Sequence], waiting: list[Sequence]) -> None:
         """Sequences that waited for a slot may be passed by others of their user."""

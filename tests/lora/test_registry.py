@@ -85,6 +85,6 @@ def test_a_thousand_adapters_in_eight_slots(tmp_path: Path) -> None:
         engine.add([1, 2, 3], max_tokens=2, adapter=adapter)
     engine.run()
     assert engine.worker.num_loaded == 1000
-    assert len(engine.scheduler.slots.slots) == 8
-    assert len({*engine.scheduler.slots.slots.values()}) == 8
+    assert len(engine.adapters.slots.slots) == 8
+    assert len({*engine.adapters.slots.slots.values()}) == 8
     assert len(registry) == 1000

@@ -24,7 +24,7 @@ def test_the_model_alone_and_adapters_with_a_slot_pass_one_that_waits() -> None:
     engine.step()
     assert plain.is_finished
     assert waits.table_idx is None
-    assert engine.scheduler.waiting_adapters == 1
+    assert engine.adapters.waiting_adapters == 1
     engine.run()
 
 
@@ -45,4 +45,4 @@ def test_the_least_recently_used_adapter_leaves_its_slot() -> None:
         engine.add([1, 2], max_tokens=1, adapter=adapter(number))
         engine.run()
     assert engine.worker.num_loaded == 3
-    assert [*engine.scheduler.slots.slots] == [adapter(2).digest, adapter(0).digest]
+    assert [*engine.adapters.slots.slots] == [adapter(2).digest, adapter(0).digest]

@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize, invariant
 from nanovllm.scheduler.windows import WindowGroup
 from tests.lora.fake_adapters import AdapterEngine, TieredAdapterEngine, check_adapters
 from tests.scheduler.test_random_runs import UsersMachine, clock
-from tests.scheduler.test_tiered_runs import (
+from tests.tiers.test_load_runs import (
     OPTIONS,
     TieredStatesMachine,
     TieredWindowsMachine,
@@ -49,7 +49,7 @@ class AdaptersMachine(UsersMachine):
 
     @invariant()
     def check_slots(self) -> None:
-        check_adapters(self.engine.scheduler)
+        check_adapters(self.engine.adapters)
 
 
 class TieredAdaptersMachine(TiersMachine):

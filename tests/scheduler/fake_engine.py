@@ -9,14 +9,21 @@ import pickle
 import random
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence as Seq
 from itertools import chain, count, islice, takewhile
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.kv.block_manager import BlockManager
+from nanovllm.kv.eviction import EvictionOrder
+from nanovllm.kv.groups.group import Group
+from nanovllm.kv.groups.state import StateGroup
+from nanovllm.kv.groups.window import WindowedGroup
+from nanovllm.kv.lower_tiers import LowerTiers
+from nanovllm.kv.trie import Node
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
-from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.extensions import MAX_SAMPLES
+from nanovllm.scheduler.gates import Gate
 from nanovllm.scheduler.messages import (
     AdapterSlot,
     Ending,
@@ -26,12 +33,9 @@ from nanovllm.scheduler.messages import (
     Schedule,
     StepResult,
 )
+from nanovllm.scheduler.policy import Policy
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.scheduler.stateful import StatefulBlockManager, StatefulScheduler
-from nanovllm.scheduler.tier_traffic import TierTraffic
-from nanovllm.scheduler.tiered import with_tiers
-from nanovllm.scheduler.windowed import WindowedBlockManager, WindowedScheduler
 from nanovllm.scheduler.windows import WindowGroup, num_tables
 from tests.scheduler.invariants import check_blocks, check_scheduler
 
@@ -313,11 +317,10 @@ class FakeWorker:
 class Engine:
     """The engine's loop with a fake worker. It checks each schedule and each output.
 
-    With `traffic` it has tiers: see fake_tiers.py.
-
     Args:
-        windows: None: a model without window groups, with the block manager for these.
-        state_pages: 0: a model without states. One with states has no window groups.
+        windows: of the model's window groups.
+        state_pages: 0: a model without states.
+        tiers: see fake_tiers.py.
     """
 
     steps_per_token = 2
@@ -339,28 +342,37 @@ class Engine:
         propose: Proposer | None = None,
         controller: "DraftController | None" = None,
         follows_drafts: bool = False,
-        windows: tuple[WindowGroup, ...] | None = None,
+        windows: tuple[WindowGroup, ...] = (),
         state_pages: int = 0,
         snapshot_interval: int = 8,
         cell_tokens: int = 1,
-        traffic: TierTraffic | None = None,
+        tiers: LowerTiers | None = None,
+        gates: Seq[Gate] = (),
+        policy: Policy | None = None,
+        order: EvictionOrder | None = None,
     ) -> None:
-        self.windows = windows or ()
-        self.state_pages, self.cell_tokens = state_pages, cell_tokens
+        self.windows = windows
+        self.state_pages = state_pages
+        self.cell_tokens = cell_tokens
         self.max_num_batched_tokens = max_num_batched_tokens
-        make_scheduler, make_manager = Scheduler, BlockManager
-        pool: dict[str, Any] = {"enable_prefix_caching": prefix_caching}
-        if state_pages:
-            make_scheduler, make_manager = StatefulScheduler, StatefulBlockManager
-            pool |= {"state_pages": state_pages, "snapshot_interval": snapshot_interval}
-            pool["cell_tokens"] = cell_tokens
-        elif windows is not None:
-            make_scheduler, make_manager = WindowedScheduler, WindowedBlockManager
-            pool |= {"windows": windows, "max_num_batched_tokens": max_num_batched_tokens}
-        if traffic is not None:
-            make_scheduler, make_manager = with_tiers(make_scheduler)
-            pool["traffic"] = traffic
-        self.manager = make_manager(num_blocks, block_size, **pool)
+        self.window_groups = [
+            WindowedGroup(window, number, max_num_batched_tokens)
+            for number, window in enumerate(windows)
+        ]
+        self.states = (
+            StateGroup(state_pages, snapshot_interval=snapshot_interval, cell_tokens=cell_tokens)
+            if state_pages
+            else None
+        )
+        groups: list[Group] = [*self.window_groups, *([self.states] if self.states else [])]
+        self.manager = BlockManager(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=prefix_caching,
+            groups=groups,
+            order=order,
+            tiers=tiers,
+        )
         self.drafting: AdaptiveDrafting | None = None
         if propose is not None or controller is not None:
             from nanovllm.speculation import drafting
@@ -372,13 +384,15 @@ class Engine:
                 max_num_batched_tokens,
                 follows_drafts=follows_drafts,
             )
-        self.scheduler = self.scheduler_class(make_scheduler)(
+        self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             drafting=self.drafting,
+            policy=policy,
+            gates=gates,
         )
         self.worker = self.make_worker(
             max_num_seqs,
@@ -398,9 +412,6 @@ class Engine:
         self.preempted: list[int] = []  # ids, in order of preemption
         self.num_drafts_accepted = 0
         self.num_followers = 0  # rows behind drafts in flight
-
-    def scheduler_class(self, make: type[Scheduler]) -> Callable[..., Scheduler]:
-        return make
 
     def make_worker(self, *args: Any) -> FakeWorker:
         return FakeWorker(*args)
@@ -467,8 +478,8 @@ class Engine:
         if result is not None:
             for row in self.worker.rows:
                 self._check_row(row)
-            if isinstance(self.manager, StatefulBlockManager):
-                self._check_snapshots(self.manager)
+            if self.states is not None:
+                self._check_snapshots(self.states)
         self.num_followers += sum(row.num_unverified_tokens > 0 for row in schedule.rows)
         self.in_flight.append((schedule, result))
         return schedule
@@ -606,8 +617,8 @@ class Engine:
         assert all(order(seq) < order(victim) for seq in kept for victim in victims)
         assert all(victim.num_computed_tokens == 0 for victim in victims)
         self.preempted += [seq.seq_id for seq in victims]
-        if isinstance(self.manager, StatefulBlockManager) and self.is_strict:
-            assert not (victims and self.manager._held), "preempted for a snapshot"
+        if self.states is not None and self.is_strict:
+            assert not (victims and self.states._held), "preempted for a snapshot"
         if schedule is None:
             return
         rows = [self.sequences[row.seq_id] for row in schedule.rows]
@@ -619,8 +630,9 @@ class Engine:
         if self.is_strict:
             assert all(seq.priority < least for seq in admitted), "admission after a preemption"
         self._check_turns(admitted, waiting)
-        head = self.scheduler._prompts.first()
-        if head is not None and any(head.order < order(seq) for seq in rows) and not victims:
+        head = self.scheduler.policy.first()
+        head_order = None if head is None else self.scheduler.policy.order(head)
+        if head is not None and any(head_order < order(seq) for seq in rows) and not victims:
             is_free = len(self.scheduler.running) < self.max_num_seqs
             num_needed = self.num_pages_needed(head)
             fits = is_free and num_needed <= self.num_pages_unused()
@@ -637,7 +649,7 @@ class Engine:
 
     def num_pages_unused(self) -> int:
         """Return how many pages no running sequence needs."""
-        if not isinstance(self.manager, StatefulBlockManager):
+        if self.states is None:
             return self.manager.num_free_blocks
         tables = [seq.block_table for seq in self.scheduler.running]
         needed = {page for table in tables for page in table}
@@ -713,28 +725,28 @@ class Engine:
             assert block_id == seq.block_table[position // self.manager.block_size]
             block = self.manager.blocks[block_id]
             assert block.ref_count == 1, "a shared block is written"
-            assert block.uid is None, "a published block is written"
+            assert block.entry is None, "a published block is written"
             for table in range(1, num_tables(self.windows)):
                 page, _ = self.worker.location(row, position, table)
-                assert self.manager.blocks[page].ref_count == 1, "a free page is written"
-                assert page not in self.manager._cached_pages, "a published block is written"
-        if isinstance(self.manager, StatefulBlockManager):
+                block = self.manager.blocks[page]
+                assert block.ref_count == 1, "a free page is written"
+                assert block.entry is None, "a published block is written"
+        if self.states is not None:
             pages = self.worker.state_pages(row)
-            assert pages == self.manager._states[seq].pages
+            assert pages == self.states._states[seq].pages
             assert all(self.manager.blocks[page].ref_count == 1 for page in pages)
-            assert self.manager._snapshot_pages.keys().isdisjoint(pages), "a snapshot is written"
+            assert all(self.manager.blocks[page].entry is None for page in pages)
 
-    def _check_snapshots(self, manager: StatefulBlockManager) -> None:
-        """Check that each cached snapshot that has its copy holds the state behind its prefix."""
-        blocks = {block.uid: block for block in manager.blocks}
-        for uid, snapshot in manager._snapshots.items():
+    def _check_snapshots(self, group: StateGroup) -> None:
+        """Check that each cached snapshot that has its copy holds the state after its prefix."""
+        nodes = {node.uid: node for node in self.manager.trie.nodes.values()}
+        for uid, snapshot in group._snapshots.items():
             tokens: list[int] = []
-            parent: int | str | None = uid
-            while parent in blocks:
-                block = blocks[parent]
-                assert block.key is not None
-                tokens[:0] = array("I", block.tokens)
-                parent = block.key[0]
+            parent: int | str = uid
+            while parent in nodes:
+                node: Node = nodes[parent]
+                tokens[:0] = array("I", node.tokens)
+                parent = node.key[0]
             if len(tokens) == snapshot.position and snapshot.pages:  # no block before it is evicted
                 assert isinstance(parent, str)
                 behind = prefix_hashes(tokens, self.start_of(parent))[-1]

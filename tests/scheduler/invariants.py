@@ -5,16 +5,13 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
 
-from nanovllm.scheduler.block_manager import BlockManager
+from nanovllm.kv.block_manager import BlockManager
+from nanovllm.kv.groups.state import Snapshot, StateGroup
+from nanovllm.kv.groups.window import WindowBlock, WindowedGroup
+from nanovllm.kv.trie import Node
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.scheduler.snapshots import Snapshot
-from nanovllm.scheduler.stateful import StatefulBlockManager
-from nanovllm.scheduler.tier import HostSlots
-from nanovllm.scheduler.tiered import TieredScheduling
-from nanovllm.scheduler.transfers import HOST
-from nanovllm.scheduler.windowed import WindowBlock, WindowedBlockManager
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
@@ -25,18 +22,17 @@ def check_scheduler(scheduler: Scheduler) -> None:
             wrong.
     """
     check_blocks(scheduler.block_manager, scheduler.running)
-    if isinstance(scheduler, TieredScheduling):
-        check_tiers(scheduler)
     owned = [seq.table_idx for seq in scheduler.running if seq.table_idx is not None]
     assert len(owned) == len(scheduler.running), "a running sequence has no table row"
     table_indices = sorted(owned + scheduler._free_table_indices)
     assert table_indices == list(range(len(table_indices))), "a table row is lost or owned twice"
-    assert scheduler.running == sorted(scheduler.running, key=lambda s: s.order)
-    queued = sequences_of(scheduler._prompts)
-    assert {*queued} == {seq for seq in scheduler._sequences.values() if seq.is_queued}
-    if isinstance(scheduler, TieredScheduling):
-        queued += [seq for seq in scheduler._parked if not seq.is_finished]
-    queued += getattr(scheduler, "_room", ())  # of a scheduler with adapters
+    assert scheduler.running == sorted(scheduler.running, key=scheduler.policy.order)
+    queued = [seq for seq in scheduler._sequences.values() if seq.is_queued]
+    if isinstance(scheduler.policy, PromptQueue):
+        assert {*sequences_of(scheduler.policy)} == {*queued}
+    for gate in scheduler.gates:
+        queued += getattr(gate, "_room", ())  # of adapters
+        queued += [seq for seq in getattr(gate, "_parked", ()) if not seq.is_finished]  # of loads
     waiting = [seq for seq in queued if seq.table_idx is None]
     ids = [seq.seq_id for seq in scheduler.running + waiting]
     assert sorted(ids) == sorted(scheduler._sequences), "a sequence is lost or queued twice"
@@ -45,8 +41,10 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert 0 <= seq.num_computed_tokens <= seq.num_tokens <= scheduler.max_model_len
         assert len(seq.block_table) >= scheduler.block_manager.blocks_for(seq.num_computed_tokens)
         assert 0 <= seq.num_pending_tokens <= seq.num_in_flight_steps
-        if isinstance(scheduler.block_manager, WindowedBlockManager):
-            check_window_tables(scheduler.block_manager, seq)
+        assert not seq.is_held or any(seq in getattr(g, "_loading", ()) for g in scheduler.gates)
+        for group in scheduler.block_manager.groups:
+            if isinstance(group, WindowedGroup):
+                check_window_table(group, seq)
 
 
 def sequences_of(queue: PromptQueue) -> list[Sequence]:
@@ -55,74 +53,23 @@ def sequences_of(queue: PromptQueue) -> list[Sequence]:
     return list(chain.from_iterable(user.sequences for user in users))
 
 
-def check_tiers(scheduler: TieredScheduling) -> None:
-    """Verify every invariant of loads, of host slots, and of what moves next.
-
-    Raises:
-        AssertionError: a slot, a pin or a loading sequence is lost, or an unwritten page is kept.
-    """
-    manager, traffic = scheduler.block_manager, scheduler.traffic
-    cached = {block.uid: block.key[1] for block in manager.blocks if block.uid and block.key}
-    assert manager._digests == cached
-    assert manager._kept <= cached.keys()
-    assert manager._admitted is None
-    assert not manager._is_evicting
-    assert {x.load_id: x for x in scheduler._loading.values()} == scheduler._loads
-    assert len({x.load_id for x in scheduler._loading.values()}) == len(scheduler._loading)
-    assert bool(scheduler._loads) or not (scheduler._loading_keys or scheduler._parked)
-    loaded: list[int] = []
-    for seq, plan in scheduler._loading.items():
-        assert plan.seq is seq
-        assert seq in scheduler.running
-        assert not seq.is_queued
-        assert seq.num_in_flight_steps == 0
-        assert seq.num_computed_tokens == plan.num_blocks * manager.block_size
-        loaded += [page for part in plan.parts for page in part.pages]
-    assert len({*loaded}) == len(loaded), "two loads fill the same page"
-    for page in loaded:
-        assert manager.blocks[page].ref_count == 1, "a page is loaded and has no owner"
-        assert manager.blocks[page].uid is None, "a page is hit before it is loaded"
-    for key, part in traffic._unsent_parts.items():
-        assert all(traffic._unsent_keys[page] == key for page in part.pages)
-    assert sum(len(p.pages) for p in traffic._unsent_parts.values()) == len(traffic._unsent_keys)
-    if traffic.host is not None:
-        check_host_slots(traffic.host, scheduler)
-
-
-def check_host_slots(host: HostSlots, scheduler: TieredScheduling) -> None:
-    """Verify that each slot has one use, and that the loads in flight pin what they read.
-
-    Raises:
-        AssertionError: a slot is leaked, or a pin is.
-    """
-    pins: Counter[int] = Counter()
-    for plan in scheduler._loads.values():
-        pins.update(part.slots[0] for part in plan.parts if part.tier == HOST)
-    assert {slot: entry.num_pins for slot, entry in host._pinned.items()} == pins
-    entries = {*host._entries.values(), *host._pinned.values()}
-    slots = [slot for entry in entries for slot in entry.slots] + host._free
-    assert sorted(slots) == list(range(host.num_slots)), "a slot is lost or has two uses"
-    unpinned = {key for key, entry in host._entries.items() if entry.num_pins == 0}
-    assert host._unpinned.keys() == unpinned
-
-
-def check_window_tables(manager: WindowedBlockManager, seq: Sequence) -> None:
+def check_window_table(group: WindowedGroup, seq: Sequence) -> None:
     """Verify that a running sequence holds the window blocks that its next token reads.
 
     Raises:
         AssertionError: one is missing, or, without steps in flight, one is held for nothing.
     """
-    for table, group in zip(manager._tables[seq], manager.windows, strict=True):
-        assert table.end >= manager.blocks_for(seq.num_computed_tokens)
-        position = seq.num_computed_tokens - seq.num_draft_tokens  # or a later one
-        first = max(0, position + 1 - group.window) // manager.block_size
-        assert table.start <= first
-        assert table.start == first or seq.num_in_flight_steps, "a block left the window, and stays"
-        assert table.num_sent <= table.end
+    table = group._tables[seq]
+    assert table.end >= -(-seq.num_computed_tokens // group.block_size)
+    position = seq.num_computed_tokens - seq.num_draft_tokens  # or a later one
+    first = max(0, position + 1 - group.window.window) // group.block_size
+    assert table.start <= first
+    assert table.start == first or seq.num_in_flight_steps, "a block left the window, and stays"
+    assert table.num_sent <= table.end
 
 
 def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
-    """Verify every invariant of the pool.
+    """Verify every invariant of the pool and of all groups.
 
     Args:
         sequences: all sequences that own blocks.
@@ -130,113 +77,127 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     Raises:
         AssertionError: a block is leaked, has a wrong `ref_count`, or is wrongly cached.
     """
+    owners = check_full_blocks(manager, sequences)
+    for group in manager.groups:
+        if isinstance(group, WindowedGroup):
+            owners.update(check_window_blocks(group, sequences))
+        if isinstance(group, StateGroup):
+            owners.update(check_states(group, sequences))
+    free = list(manager.pool.free)
+    assert len(free) == len({*free}) == manager.pool.num_free
+    for page, block in enumerate(manager.blocks):
+        assert block.ref_count == owners[page], f"page {page}: wrong ref_count"
+        assert (block.ref_count == 0) == (page in manager.pool.free), f"page {page}: leaked"
+        assert block.ref_count <= 1 or block.entry is not None, f"page {page}: not cached"
+        if isinstance(block.entry, Node):
+            assert block.entry.page == page
+        elif isinstance(block.entry, WindowBlock | Snapshot):
+            assert page in block.entry.pages
+    is_cached = [manager.blocks[page].entry is not None for page in free]
+    assert is_cached == sorted(is_cached), "a cached page is reused before one that is not"
+
+
+def check_full_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> Counter[int]:
+    """Verify every invariant of block tables and of the trie; return the owners of each page.
+
+    Raises:
+        AssertionError: a table holds a wrong block, or a node is not what its key leads to.
+    """
     owners: Counter[int] = Counter()
     for seq in sequences:
         assert len(set(seq.block_table)) == len(seq.block_table), "a table holds a block twice"
         assert seq.num_published_blocks <= len(seq.block_table)
         parent_uid: int | str | None = seq.root_uid
         for block in map(manager.blocks.__getitem__, seq.block_table):
-            if block.key is not None and parent_uid is not None:
-                assert block.key[0] == parent_uid, "a table holds a block of another prefix"
-            parent_uid = block.uid
+            assert block.entry is None or isinstance(block.entry, Node), "a page has two uses"
+            if block.entry is not None and parent_uid is not None:
+                assert block.entry.key[0] == parent_uid, "a table holds a block of another prefix"
+            parent_uid = None if block.entry is None else block.entry.uid
         owners.update(seq.block_table)
-    if isinstance(manager, WindowedBlockManager):
-        owners.update(check_window_blocks(manager, sequences))
-    if isinstance(manager, StatefulBlockManager):
-        owners.update(check_states(manager, sequences))
-    for block_id, block in enumerate(manager.blocks):
-        assert block.ref_count == owners[block_id], f"block {block_id}: wrong ref_count"
-        assert (block.ref_count == 0) == (block_id in manager._free), f"block {block_id}: leaked"
-        assert block.ref_count <= 1 or block.uid is not None, f"block {block_id}: not cached"
-        assert (block.uid is None) == (block.key is None)
-        if block.key is not None:
-            assert manager._cached[block.key] == block_id
-            assert len(block.tokens) == manager.block_size * array("I").itemsize
-    assert all(manager.blocks[b].key == key for key, b in manager._cached.items())
+    cached = {block.entry for block in manager.blocks if isinstance(block.entry, Node)}
+    assert cached == {*manager.trie.nodes.values()}
+    assert len(cached) == len({node.uid for node in cached})
+    for key, node in manager.trie.nodes.items():
+        assert node.key == key
+        assert manager.blocks[node.page].entry is node
+        assert len(node.tokens) == manager.block_size * array("I").itemsize
+    return owners
 
 
-def check_window_blocks(manager: WindowedBlockManager, sequences: Iterable[Sequence]) -> set[int]:
-    """Verify every invariant of the window blocks; return the pages of those that are held.
+def check_window_blocks(group: WindowedGroup, sequences: Iterable[Sequence]) -> Counter[int]:
+    """Verify every invariant of the window blocks; return the owners of each page.
 
     Raises:
-        AssertionError: a window block has a wrong `ref_count`, or is wrongly cached.
+        AssertionError: a window block has wrong pages, or is wrongly cached.
     """
-    assert manager._tables.keys() == {seq for seq in sequences if seq.table_idx is not None}
-    owners: Counter[WindowBlock] = Counter()
-    for tables in manager._tables.values():
-        assert len({table.end for table in tables}) <= 1
-        for table, group in zip(tables, manager.windows, strict=True):
-            owners.update(table.blocks)
-            assert all(len(block.pages) == group.pages for block in table.blocks)
-    pages = [page for block in owners for page in block.pages]
+    assert group._tables.keys() == {seq for seq in sequences if seq.table_idx is not None}
+    tables = group._tables.values()
+    held = {block for table in tables for block in table.blocks}
+    assert not any(table.unfilled for table in tables)
+    known = {*held, *group._cached.values()}
+    pages = [page for block in known for page in block.pages]
     assert len(set(pages)) == len(pages), "two blocks have the same page"
-    uids = {block.uid for block in manager.blocks}
-    for block in {*owners, *manager._cached_windows.values()}:
-        assert block.ref_count == owners[block]
-        assert block.ref_count <= 1 or block.key is not None, "a shared block is not cached"
-        for page in block.pages:
-            assert (page in manager._free) == (block.ref_count == 0)
-            assert manager.blocks[page].uid is None, "a page has two uses"
-            assert manager._cached_pages.get(page) is (None if block.key is None else block)
-        if block.key is not None:
-            assert manager._cached_windows[block.key] is block
-            assert block.key[1] in uids, "a window block is cached without its block"
-    assert all(manager._cached_windows[b.key] is b for b in manager._cached_pages.values())
-    is_cached = [
-        manager.blocks[p].uid is not None or p in manager._cached_pages for p in manager._free
-    ]
-    assert is_cached == sorted(is_cached), "a cached page is reused before one that is not"
-    return {*pages}
+    blocks = group.pool.blocks
+    for block in known:
+        assert len(block.pages) == group.num_tables
+        entry = None if block.node is None else block
+        assert all(blocks[page].entry is entry for page in block.pages)
+        assert len({blocks[page].ref_count for page in block.pages}) == 1
+    for uid, block in group._cached.items():
+        assert block.node is not None
+        assert block.node.uid == uid
+        assert group.trie.nodes.get(block.node.key) is block.node, "a window block outlives"
+    entries = {b.entry for b in blocks if isinstance(b.entry, WindowBlock)}
+    assert {entry for entry in entries if entry.group is group} == {*group._cached.values()}
+    return Counter(page for t in tables for block in t.blocks for page in block.pages)
 
 
-def check_states(manager: StatefulBlockManager, sequences: Iterable[Sequence]) -> list[int]:
+def check_states(group: StateGroup, sequences: Iterable[Sequence]) -> list[int]:
     """Verify every invariant of states and snapshots; return the pages that these hold.
 
     Raises:
         AssertionError: a page has two uses or none, or a snapshot is held or cached for nothing.
     """
-    assert manager._states.keys() == {seq for seq in sequences if seq.table_idx is not None}
-    states = list(manager._states.values())
+    assert group._states.keys() == {seq for seq in sequences if seq.table_idx is not None}
+    states = list(group._states.values())
     waiting = [snapshot for state in states for snapshot in state.unpublished]
     begun = [state.begun for state in states if state.begun is not None]
     rolling = [state.rolling for state in states if state.rolling is not None]
     for state in states:
-        assert len(state.pages) == manager.state_pages
-        assert state.begun is None or state in manager._begun, "a snapshot is never copied"
+        assert len(state.pages) == group.num_pages
+        assert all(group.pool.blocks[page].entry is None for page in state.pages)
+        assert state.hit is None, "a snapshot stays pinned"
+        assert state.begun is None or state in group._begun, "a snapshot is never copied"
         positions = [snapshot.position for snapshot in state.unpublished]
         assert positions == sorted({*positions})
-    snapshots = {*manager._snapshots.values(), *waiting}
+    snapshots = {*group._snapshots.values(), *waiting}
     copied = {s for s in snapshots if s.pages and not s.is_dropped}
-    assert {*manager._snapshot_pages.values()} == copied
-    assert sum(len(s.pages) for s in copied) == len(manager._snapshot_pages)
+    entries = {b.entry for b in group.pool.blocks if isinstance(b.entry, Snapshot)}
+    assert entries == copied
     held = {s for s in (*waiting, *rolling) if s in copied}
-    assert manager._held.keys() == held, "no sequence needs a snapshot that is held"
-    assert manager.enable_prefix_caching or not snapshots
-    uids = {block.uid for block in manager.blocks}
+    assert group._held.keys() == held, "no sequence needs a snapshot that is held"
+    assert group.trie.is_enabled or not snapshots
     for snapshot in snapshots:
-        check_snapshot(manager, snapshot, is_held=snapshot in held)
+        check_snapshot(group, snapshot, is_held=snapshot in held)
         assert snapshot.pages or snapshot.is_dropped or snapshot in begun, "it is never copied"
-        assert snapshot.uid is None or snapshot.is_dropped or snapshot.uid in uids, "it outlives"
-    is_cached = [
-        manager.blocks[p].uid is not None or p in manager._snapshot_pages for p in manager._free
-    ]
-    assert is_cached == sorted(is_cached), "a cached page is reused before one that is not"
     pages = [page for state in states for page in state.pages]
     return pages + [page for snapshot in held for page in snapshot.pages]
 
 
-def check_snapshot(manager: StatefulBlockManager, snapshot: Snapshot, *, is_held: bool) -> None:
+def check_snapshot(group: StateGroup, snapshot: Snapshot, *, is_held: bool) -> None:
     """Verify the invariants of one snapshot.
 
     Raises:
-        AssertionError: its pages are wrong, or it is not what its `uid` leads to.
+        AssertionError: its pages are wrong, or it is not what its node leads to.
     """
     if snapshot.is_dropped:
         return
-    assert len(snapshot.pages) in (0, manager.state_pages)
-    assert snapshot.position % manager.block_size == 0
-    assert snapshot.uid is None or manager._snapshots[snapshot.uid] is snapshot
+    assert len(snapshot.pages) in (0, group.num_pages)
+    assert snapshot.position % group.block_size == 0
+    node = snapshot.node
+    if node is not None:
+        assert group._snapshots[node.uid] is snapshot
+        assert group.trie.nodes.get(node.key) is node, "a snapshot outlives its block"
     for page in snapshot.pages:
-        assert manager._snapshot_pages[page] is snapshot
-        assert manager.blocks[page].uid is None, "a page has two uses"
-        assert (page in manager._free) == (not is_held)
+        assert group.pool.blocks[page].entry is snapshot, "a page has two uses"
+        assert (page in group.pool.free) == (not is_held)

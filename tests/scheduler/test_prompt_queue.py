@@ -36,8 +36,8 @@ def pop(queue: PromptQueue) -> Sequence:
     """Admit the first sequence and compute its prompt, as the scheduler does."""
     seq = queue.first()
     assert seq is not None
-    seq.num_cached_tokens = seq.num_cached_tokens or 0
     queue.advance(seq, 0)
+    queue.remove(seq)
     return seq
 
 
@@ -100,6 +100,7 @@ class QueueMachine(RuleBasedStateMachine):
             rounds.now = begin
         rounds.push(seq)
         self.queue.push(seq)
+        seq.is_queued = True
         if seq not in self.queued:
             self.queued.append(seq)
 
@@ -136,16 +137,17 @@ class QueueMachine(RuleBasedStateMachine):
             priority = min(seq.priority for seq in self.queued)
             seq = self.rounds[priority].first()
             assert self.queue.first() is seq
-            is_new = not seq.was_admitted
-            seq.num_cached_tokens = 0
+            is_new = not seq.has_turn
             num_left = min(num_left, seq.max_num_tokens - 1)
             for queue in (self.queue, self.rounds[priority]):
                 queue.advance(seq, num_left)
-            assert seq.is_queued == (num_left > 0)
+            assert seq.has_turn
             self.served[seq] = max(self.served.get(seq, 0), seq.max_num_tokens - num_left)
             if seq not in self.running:
                 self.running.append(seq)
             if num_left == 0:
+                self.queue.remove(seq)
+                seq.is_queued = False
                 self.queued.remove(seq)
             if is_new:
                 self.check_bound(seq)
@@ -320,10 +322,10 @@ def test_waiting_sequence_before_a_running_prompt_is_in_the_next_step(
     for length, priority, user in new:
         engine.add([2] * length, max_tokens=4, priority=priority, user=user)
     while engine.step():
-        first = engine.scheduler._prompts.first()
+        first, order = engine.scheduler.policy.first(), engine.scheduler.policy.order
         seqs = [engine.sequences[row.seq_id] for row in engine.launched[-1][0].rows]
         prompts = [seq for seq in seqs if seq.is_queued]  # at most the last one
-        assert first is None or all(seq is first or seq.order < first.order for seq in prompts)
+        assert first is None or all(seq is first or order(seq) < order(first) for seq in prompts)
     engine.run()
 
 

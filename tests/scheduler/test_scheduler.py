@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import nanovllm
+from nanovllm.kv.block_manager import BlockManager
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
-from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.messages import StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, rule
 
+from nanovllm.kv.groups.state import State, StateGroup
+from nanovllm.kv.trie import Node
 from nanovllm.scheduler.messages import Schedule
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.scheduler.stateful import State, StatefulBlockManager
 from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses
 from tests.scheduler.invariants import check_scheduler
 from tests.scheduler.test_random_runs import (
@@ -85,9 +86,8 @@ class StatesMachine(SchedulerMachine):
     @rule()
     def reset(self) -> None:
         manager = self.engine.manager
-        assert isinstance(manager, StatefulBlockManager)
         if manager.reset_prefix_cache():
-            assert manager._cached == manager._snapshots == {}
+            assert manager.trie.nodes == states_of(self.engine)._snapshots == {}
 
 
 StatesMachine.TestCase.settings = settings(
@@ -103,13 +103,19 @@ def make_engine(**options: Any) -> Engine:
     return Engine(**{**sizes, "state_pages": 5, **options})
 
 
-def manager_of(engine: Engine) -> StatefulBlockManager:
-    assert isinstance(engine.manager, StatefulBlockManager)
-    return engine.manager
+def states_of(engine: Engine) -> StateGroup:
+    assert engine.states is not None
+    return engine.states
+
+
+def uids_of(engine: Engine, pages: list[int]) -> list[int]:
+    """Return the uids of the nodes whose blocks are in `pages`."""
+    nodes = [engine.manager.blocks[page].entry for page in pages]
+    return [node.uid for node in nodes if isinstance(node, Node)]
 
 
 def state_of(engine: Engine, seq: Sequence) -> State:
-    return manager_of(engine).state_of(seq)
+    return states_of(engine)._states[seq]
 
 
 def random_prompt(seed: int, length: int) -> list[int]:
@@ -231,7 +237,7 @@ def test_a_near_branch_gets_no_snapshot() -> None:
         seq = engine.add([*prefix, i, *random_prompt(10 + i, 21)], max_tokens=1)
         engine.run()
         assert seq.num_cached_tokens == 0
-    assert len(manager_of(engine)._snapshots) == 3
+    assert len(states_of(engine)._snapshots) == 3
 
 
 @pytest.mark.parametrize("queue_depth", [0, 1])
@@ -256,12 +262,12 @@ def test_a_step_that_is_not_launched_has_written_no_snapshot() -> None:
     prompt = random_prompt(1, 22)
     engine.add(prompt, max_tokens=1)
     engine.step()
-    manager = manager_of(engine)
-    assert [s.position for s in manager._snapshots.values()] == [20]
+    states = states_of(engine)
+    assert [s.position for s in states._snapshots.values()] == [20]
     engine.step(fails_to_launch=True)
-    assert not manager._snapshots
+    assert not states._snapshots
     engine.run()
-    assert [s.position for s in manager._snapshots.values()] == [20]
+    assert [s.position for s in states._snapshots.values()] == [20]
 
 
 def test_a_long_generation_holds_one_snapshot() -> None:
@@ -270,8 +276,8 @@ def test_a_long_generation_holds_one_snapshot() -> None:
     while not seq.is_finished:
         engine.step()
         check_scheduler(engine.scheduler)
-        assert len(manager_of(engine)._held) <= 1
-    positions = sorted(s.position for s in manager_of(engine)._snapshots.values())
+        assert len(states_of(engine)._held) <= 1
+    positions = sorted(s.position for s in states_of(engine)._snapshots.values())
     assert positions == [20, 168]
     engine.run()
 
@@ -283,7 +289,7 @@ def test_the_state_of_an_ended_sequence_becomes_a_snapshot() -> None:
     engine.step()
     pages = state_of(engine, seq).pages
     engine.run()
-    snapshots = {s.position: s for s in manager_of(engine)._snapshots.values()}
+    snapshots = {s.position: s for s in states_of(engine)._snapshots.values()}
     assert snapshots.keys() == {20, 28}
     assert snapshots[28].pages == pages
     assert num_copies(engine) == 2  # of 20 and of 24
@@ -316,12 +322,12 @@ def test_no_sequence_waits_for_a_rolling_snapshot(num_blocks_of_prompt: int) -> 
     engine = make_engine(num_blocks=64)
     first = engine.add(random_prompt(0, 21), max_tokens=24, ignore_eos=True)
     engine.step_until(lambda: len(first.token_ids) == 42)
-    manager = manager_of(engine)
-    assert (len(first.block_table), len(manager._held), len(manager._free)) == (11, 1, 43)
+    states = states_of(engine)
+    assert (len(first.block_table), len(states._held), len(engine.manager.pool.free)) == (11, 1, 43)
     second = engine.add(random_prompt(1, num_blocks_of_prompt * 4 - 1), max_tokens=4)
     engine.step()
     assert second.table_idx is not None
-    assert len(manager._held) == (num_blocks_of_prompt == 37)
+    assert len(states._held) == (num_blocks_of_prompt == 37)
     engine.run()
     assert engine.preempted == []
 
@@ -330,7 +336,7 @@ def test_a_hit_takes_its_snapshot_where_pages_are_short() -> None:
     engine = make_engine(num_blocks=12 + 5, max_model_len=48, max_num_seqs=1)
     first = engine.add(random_prompt(0, 21), max_tokens=8, ignore_eos=True)
     engine.run()
-    (pages,) = [s.pages for s in manager_of(engine)._snapshots.values() if s.position == 28]
+    (pages,) = [s.pages for s in states_of(engine)._snapshots.values() if s.position == 28]
     second = engine.add([*first.token_ids, *random_prompt(1, 17)], max_tokens=2)
     engine.step()
     assert second.num_cached_tokens == 28
@@ -346,7 +352,7 @@ def test_a_hit_is_right_however_few_pages_are_free() -> None:
         engine = make_engine(num_blocks=12 + 5 + num_spare, max_model_len=48)
         first = engine.add(random_prompt(0, 22), max_tokens=1)
         engine.run()
-        (snapshot,) = manager_of(engine)._snapshots.values()
+        (snapshot,) = states_of(engine)._snapshots.values()
         engine.add(random_prompt(7, 4 + num_spare), max_tokens=1)
         engine.run()
         is_gone, num_before = snapshot.is_dropped, len(engine.launched)
@@ -362,22 +368,22 @@ def test_a_hit_is_right_however_few_pages_are_free() -> None:
 def test_what_an_error_ends_leaves_the_cache(queue_depth: int) -> None:
     """Also snapshots that are cached behind another sequence's blocks."""
     engine = make_engine(queue_depth=queue_depth, snapshot_interval=16)
-    manager = manager_of(engine)
+    states = states_of(engine)
     prompt = random_prompt(5, 38)
     holder = engine.add(prompt, max_tokens=100, ignore_eos=True)
     engine.step_until(lambda: holder.num_output_tokens > 4)
-    uids = [manager.blocks[block_id].uid for block_id in holder.block_table[:9]]
+    uids = uids_of(engine, holder.block_table[:9])
     for uid in uids:
-        if uid in manager._snapshots:
-            manager._drop(manager._snapshots[uid])
+        if uid in states._snapshots:
+            states.drop(states._snapshots[uid], evicted=False)
     seq = engine.add(prompt, max_tokens=50, ignore_eos=True)
     engine.worker.fails_from[seq.seq_id] = 48
-    engine.step_until(lambda: uids[8] in manager._snapshots)
+    engine.step_until(lambda: uids[8] in states._snapshots)
     assert seq.num_cached_tokens == 0
     engine.step_until(lambda: seq.is_finished)
     assert seq.finish_reason == "error"
-    assert not any(uid in manager._snapshots for uid in uids)
-    assert [manager.blocks[block_id].uid for block_id in holder.block_table[:9]] == uids
+    assert not any(uid in states._snapshots for uid in uids)
+    assert uids_of(engine, holder.block_table[:9]) == uids
     engine.run()
 
 

@@ -12,9 +12,9 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize
 
 from nanovllm.engine.engine_metrics import kv_cache_tokens
-from nanovllm.scheduler.messages import Schedule
+from nanovllm.kv.groups.window import WindowTable
+from nanovllm.kv.trie import Node
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.scheduler.windowed import WindowedBlockManager, WindowTable
 from nanovllm.scheduler.windows import WindowGroup, num_tables, pages_for
 from nanovllm.scheduler.worker_info import WorkerInfo
 from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses
@@ -88,8 +88,7 @@ def make_engine(*windows: WindowGroup, **options: Any) -> Engine:
 
 
 def window_tables(engine: Engine, seq: Sequence) -> list[WindowTable]:
-    assert isinstance(engine.manager, WindowedBlockManager)
-    return engine.manager._tables[seq]
+    return [group._tables[seq] for group in engine.window_groups]
 
 
 def random_prompt(seed: int, length: int) -> list[int]:
@@ -167,21 +166,18 @@ def test_a_hit_is_as_long_as_its_window_is_cached() -> None:
     """Only the window before its end counts: blocks further left may be gone."""
     engine = make_engine(WindowGroup(6, 2), WindowGroup(3, 1))
     manager = engine.manager
-    assert isinstance(manager, WindowedBlockManager)
     tokens = random_prompt(4, 41)
     engine.add(tokens, max_tokens=1)
     engine.run()
-    uids = [manager.blocks[b].uid for b in manager.match_prefix(engine.sequences[0])]
-    assert len(uids) == 10
+    nodes = manager.match_prefix(engine.sequences[0]).nodes
+    assert len(nodes) == 10
 
     def hit() -> int:
         check_scheduler(engine.scheduler)
-        return len(manager.match_prefix(engine.sequences[0]))
+        return manager.match_prefix(engine.sequences[0]).num_blocks
 
     def forget(group: int, index: int) -> int:
-        uid = uids[index]
-        assert uid is not None
-        manager._forget(manager._cached_windows[group, uid])
+        engine.window_groups[group].forget(nodes[index], evicted=False)
         return hit()
 
     assert forget(0, 7) == 10, "token 40 reads 35 and later ones"
@@ -199,40 +195,23 @@ def test_what_an_error_ends_leaves_the_cache() -> None:
     """Also window blocks that are cached below another sequence's blocks."""
     engine = make_engine(WindowGroup(5, 2), max_num_batched_tokens=16)
     manager = engine.manager
-    assert isinstance(manager, WindowedBlockManager)
     prompt = random_prompt(5, 30)
     holder = engine.add(prompt, max_tokens=100, ignore_eos=True)
     engine.step_until(lambda: holder.num_output_tokens > 10)
-    uids = [manager.blocks[block_id].uid for block_id in holder.block_table[3:7]]
-    for uid in uids:
-        assert uid is not None
-        manager._forget(manager._cached_windows[0, uid])
+    (group,) = engine.window_groups
+    nodes = [manager.blocks[page].entry for page in holder.block_table[3:7]]
+    for node in nodes:
+        assert isinstance(node, Node)
+        group.forget(node, evicted=False)
     seq = engine.add(prompt, max_tokens=50, ignore_eos=True)
     engine.worker.fails_from[seq.seq_id] = 45
-    engine.step_until(lambda: (0, uids[-1]) in manager._cached_windows)
+    engine.step_until(lambda: group.has(nodes[-1]))
     assert seq.num_cached_tokens == 12
     engine.step_until(lambda: seq.is_finished)
     assert seq.finish_reason == "error"
-    assert not any((0, uid) in manager._cached_windows for uid in uids)
-    assert [manager.blocks[block_id].uid for block_id in holder.block_table[3:7]] == uids
+    assert not any(group.has(node) for node in nodes)
+    assert [manager.blocks[page].entry for page in holder.block_table[3:7]] == nodes
     engine.run()
-
-
-def messages(windows: tuple[WindowGroup, ...] | None, seed: int) -> list[Schedule]:
-    """Return the steps of a random run in a small pool."""
-    rng = random.Random(seed)
-    engine = Engine(num_blocks=14, max_num_batched_tokens=9, windows=windows, queue_depth=1)
-    for _ in range(60):
-        if rng.random() < 0.3:
-            engine.add(random_prompt(rng.randrange(3), rng.randrange(1, 14)), max_tokens=8)
-        engine.step()
-    engine.run()
-    return [schedule for schedule, _ in engine.launched]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_one_group_schedules_as_without_groups(seed: int) -> None:
-    assert messages((), seed) == messages(None, seed)
 
 
 @pytest.mark.parametrize("queue_depth", [0, 1, 3])

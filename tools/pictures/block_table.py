@@ -3,8 +3,8 @@
 The example is that of docs/paged_attention.md.
 """
 
+from nanovllm.kv.block_manager import BlockManager
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.sequence import Sequence
 from tools.svg import Drawing
 
@@ -54,7 +54,7 @@ def draw() -> str:
     drawing.text(18, POOL_TOP + 35, f"{NUM_BLOCKS} blocks of", "muted", size=12)
     drawing.text(18, POOL_TOP + 50, f"{BLOCK_SIZE} tokens", "muted", size=12)
     for block_id, block in enumerate(pool.blocks):
-        cached = block.uid is not None
+        cached = block.entry is not None
         found = tokens.get(block_id, [])
         _draw_block(drawing, block_id, owners[block_id], found, block.ref_count, cached)
     _draw_slot(drawing, sequences["B"])

@@ -5,8 +5,8 @@ The example is that of docs/scheduler.md.
 
 import dataclasses
 
+from nanovllm.kv.block_manager import BlockManager
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.messages import Row, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence

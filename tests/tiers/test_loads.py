@@ -9,18 +9,12 @@ from typing import Any
 
 import pytest
 
-from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.messages import Schedule, StepResult
-from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.scheduler.stateful import StatefulScheduler
-from nanovllm.scheduler.tiered import TieredStatefulScheduler, TieredWindowedScheduler, with_tiers
-from nanovllm.scheduler.tiered_blocks import TieredBlocks
 from nanovllm.scheduler.transfers import Loaded, Transfers
-from nanovllm.scheduler.windowed import WindowedScheduler
 from nanovllm.scheduler.windows import WindowGroup
 from tests.scheduler.fake_engine import VOCAB_SIZE
-from tests.scheduler.fake_tiers import FakeStore, TieredEngine
+from tests.tiers.fake_tiers import FakeStore, TieredEngine
 
 KINDS: dict[str, dict[str, Any]] = {
     "blocks": {},
@@ -103,7 +97,7 @@ def test_others_go_on_while_one_loads(kind: str) -> None:
     assert later.is_finished
     assert other.num_output_tokens > 5
     assert seq.num_output_tokens == 0
-    assert len(engine.scheduler._loading) == 1
+    assert len(engine.loads._loading) == 1
     end_loads(engine)
     engine.run()
     assert num_computed(engine, seq) == 4 + 1
@@ -197,7 +191,7 @@ def test_prompts_that_begin_alike_load_once() -> None:
     other = engine.add(text(1, 40), max_tokens=1, user="ann")
     slow_loads(engine)
     engine.step()
-    assert len(engine.scheduler._loading) == 1
+    assert len(engine.loads._loading) == 1
     assert num_computed(engine, other) == 40
     engine.run()
     assert engine.traffic.stats.num_loads == 1
@@ -249,8 +243,8 @@ def test_a_load_for_nobody_ends_before_its_pages_are_reused(kind: str) -> None:
     engine.step()
     (load,) = engine.worker.loads
     engine.abort(seq)
-    assert seq.num_cached_tokens == 0
-    assert len(engine.scheduler._loading) == 0
+    assert not seq.num_cached_tokens
+    assert len(engine.loads._loading) == 0
     _, transfers = moved(engine.launch())
     pages = {page for part in load.load.parts for page in part.pages}
     assert pages <= {*transfers.released}
@@ -277,10 +271,10 @@ def test_a_failed_step_ends_all_loads(kind: str) -> None:
     engine.step()
     seq = engine.add(text(0, 40), max_tokens=1)
     engine.step()
-    assert len(engine.scheduler._loading) == 1
+    assert len(engine.loads._loading) == 1
     engine.worker.is_broken = True
     engine.step()
-    assert len(engine.scheduler._loading) == 0
+    assert len(engine.loads._loading) == 0
     engine.run()
     assert seq.num_cached_tokens == 36
 
@@ -345,18 +339,9 @@ def test_a_slow_tier_is_not_used() -> None:
 
 
 def test_keys_are_the_same_in_each_process() -> None:
-    manager = TieredBlocks(4, 2, traffic=make_engine().traffic)
+    manager = make_engine(block_size=2).manager
     seq = Sequence(0, [1, 2, 3, 4], params=make_engine().add([0]).params)
     root = sha256(b"None").digest()
     first = sha256(root + bytes([1, 0, 0, 0, 2, 0, 0, 0])).digest()
     second = sha256(first + bytes([3, 0, 0, 0, 4, 0, 0, 0])).digest()
-    assert [key for key, _ in manager._block_keys(seq, 2)] == [first, second]
-
-
-def test_with_tiers_keeps_the_kind() -> None:
-    assert with_tiers(WindowedScheduler)[0] is TieredWindowedScheduler
-    assert with_tiers(StatefulScheduler)[0] is TieredStatefulScheduler
-    for make in (Scheduler, WindowedScheduler, StatefulScheduler):
-        scheduler, manager = with_tiers(make)
-        assert issubclass(scheduler, make)
-        assert issubclass(manager, BlockManager)
+    assert [key for key, _ in manager.trie.keys(seq, 2)] == [first, second]

@@ -56,7 +56,7 @@ class HostSlots:
 
     The workers have as many slots, each for one page, and copy what its parts say.
 
-    Invariants, verified by tests/scheduler/invariants.py:
+    Invariants, verified by tests/tiers/invariants.py:
     - A slot is free, or belongs to one entry.
     - An entry that is being loaded is pinned: its slots are not reused.
 
@@ -126,7 +126,7 @@ class HostSlots:
 
 
 class StoreTier:
-    """A byte store, see nanovllm/tiers. It evicts what it likes, so a load from it may fail.
+    """A byte store, see store.py. It evicts what it likes, so a load from it may fail.
 
     Args:
         has: whether the store has an entry. Cheap: it is called for each block of a prompt.

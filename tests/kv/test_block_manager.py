@@ -20,8 +20,9 @@ from hypothesis.stateful import (
 )
 from xxhash import xxh3_128_digest
 
+from nanovllm.kv.block_manager import BlockManager
+from nanovllm.kv.hit import Hit
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.block_manager import BlockManager
 from nanovllm.scheduler.sequence import Sequence
 from tests.scheduler.invariants import check_blocks
 
@@ -58,6 +59,11 @@ def admit(manager: BlockManager, seq: Sequence) -> list[int] | None:
     return manager.allocate_blocks(seq, len(seq.token_ids), manager.match_prefix(seq))
 
 
+def pages_of(hit: Hit) -> list[int]:
+    """Return the pages that a sequence which begins with `hit` shares."""
+    return [node.page for node in hit.nodes]
+
+
 def publish_all(manager: BlockManager, token_ids: list[int], salt: str | None = None) -> Sequence:
     """Admit a sequence and publish all its full blocks, as after a step that computed it."""
     seq = make_seq(token_ids, salt)
@@ -67,12 +73,12 @@ def publish_all(manager: BlockManager, token_ids: list[int], salt: str | None = 
 
 
 def num_hits(manager: BlockManager, token_ids: list[int], salt: str | None = None) -> int:
-    return len(manager.match_prefix(make_seq(token_ids, salt)))
+    return manager.match_prefix(make_seq(token_ids, salt)).num_blocks
 
 
 def snapshot(manager: BlockManager, seq: Sequence) -> list[object]:
     """Return everything that an allocation may change."""
-    blocks = [(block.ref_count, block.uid, block.key, block.tokens) for block in manager.blocks]
+    blocks = [(block.ref_count, block.entry) for block in manager.blocks]
     table = list(seq.block_table)
     return [manager.num_free_blocks, blocks, table, seq.num_published_blocks, seq.parent_uid]
 
@@ -107,7 +113,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.caching = caching
         self.collides = num_hashes is not None
         if num_hashes is not None:
-            self.manager.digest = few_hashes(num_hashes)
+            self.manager.trie.digest = few_hashes(num_hashes)
         self.owners: list[Owner] = []
         self.waiting: list[Sequence] = []
         self.kv: dict[int, Prefix] = {}
@@ -130,13 +136,14 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(index=INDEX)
     def admit(self, index: int) -> None:
         seq = self.waiting[index % len(self.waiting)]
-        hits = self.manager.match_prefix(seq)
+        hit = self.manager.match_prefix(seq)
+        hits = pages_of(hit)
         parent = self.check_hits(seq, hits)
         before = snapshot(self.manager, seq)
         num_revived = sum(self.manager.blocks[block_id].ref_count == 0 for block_id in hits)
         num_new = self.manager.blocks_for(len(seq.token_ids)) - len(hits)
         fits = num_new + num_revived <= self.manager.num_free_blocks
-        appended = self.manager.allocate_blocks(seq, len(seq.token_ids), hits)
+        appended = self.manager.allocate_blocks(seq, len(seq.token_ids), hit)
         assert (appended is not None) == fits
         if appended is None:
             assert snapshot(self.manager, seq) == before
@@ -273,13 +280,13 @@ TestBlockManager = BlockManagerMachine.TestCase
 @pytest.mark.parametrize("num_hashes", [1, 2])
 def test_hash_collision_is_never_a_hit(monkeypatch: pytest.MonkeyPatch, num_hashes: int) -> None:
     """Symptom: a crafted prompt reads the KV of someone else's prefix."""
-    monkeypatch.setattr("nanovllm.scheduler.block_manager.xxh3_128_digest", few_hashes(num_hashes))
+    monkeypatch.setattr("nanovllm.kv.trie.xxh3_128_digest", few_hashes(num_hashes))
     manager = BlockManager(64, 2)
     kv: dict[int, list[int]] = {}
     prompts = [[a, b, c, d, 9] for a in (1, 2) for b in (1, 2) for c in (1, 2) for d in (1, 2)]
     for prompt in prompts:
         num_found = 0
-        for i, block_id in enumerate(manager.match_prefix(make_seq(prompt))):
+        for i, block_id in enumerate(pages_of(manager.match_prefix(make_seq(prompt)))):
             assert kv[block_id] == prompt[: 2 * i + 2]
             num_found += 1
         seq = publish_all(manager, prompt)
@@ -292,7 +299,7 @@ def test_hash_collision_is_never_a_hit(monkeypatch: pytest.MonkeyPatch, num_hash
 
 def test_collision_breaks_the_chain_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: the second block of a prompt is found under the first block of another."""
-    monkeypatch.setattr("nanovllm.scheduler.block_manager.xxh3_128_digest", few_hashes(1))
+    monkeypatch.setattr("nanovllm.kv.trie.xxh3_128_digest", few_hashes(1))
     manager = BlockManager(16, 2)
     publish_all(manager, [1, 2, 3])
     publish_all(manager, [4, 5, 6, 7, 8])  # its first block collides, so its second has no parent
@@ -316,7 +323,7 @@ def test_salts_share_no_blocks() -> None:
         assert num_hits(manager, [1, 2, 3, 4, 5], salt) == 0
         manager.free(publish_all(manager, [1, 2, 3, 4, 5], salt))
         assert num_hits(manager, [1, 2, 3, 4, 5], salt) == 2
-        assert len(manager._cached) == 2 * num_cached + 2
+        assert len(manager.trie.nodes) == 2 * num_cached + 2
     check_blocks(manager, [])
     assert manager.reset_prefix_cache()
     assert num_hits(manager, [1, 2, 3, 4, 5], "a") == 0
@@ -327,7 +334,7 @@ def test_salts_without_cached_blocks_are_forgotten() -> None:
     manager = BlockManager(8, 2)
     for index in range(100):
         manager.free(publish_all(manager, [1, 2, 3, 4, 5], f"salt {index}"))
-    roots = {parent for parent, _ in manager._cached if isinstance(parent, str)}
+    roots = {parent for parent, _ in manager.trie.nodes if isinstance(parent, str)}
     assert roots == {"'salt 96'", "'salt 97'", "'salt 98'", "'salt 99'"}
     check_blocks(manager, [])
 
@@ -363,7 +370,7 @@ def test_two_writers_of_one_prefix_share_what_comes_after() -> None:
     assert not set(twins[0].block_table) & set(twins[1].block_table)
     manager.publish(twins[0], 2)
     manager.publish(twins[1], 4)  # its second block becomes a child of the first twin's block
-    assert manager.match_prefix(make_seq([1, 2, 3, 4, 5])) == [
+    assert pages_of(manager.match_prefix(make_seq([1, 2, 3, 4, 5]))) == [
         twins[0].block_table[0],
         twins[1].block_table[1],
     ]
@@ -471,13 +478,13 @@ def test_allocation_is_all_or_nothing() -> None:
     manager.free(publish_all(manager, [1, 2]))
     resident = publish_all(manager, [8])
     big = make_seq([1, 2, 3, 4, 5])
-    hits = manager.match_prefix(big)
-    assert len(hits) == 2
+    hit = manager.match_prefix(big)
+    assert hit.num_blocks == 2
     before = snapshot(manager, big)
-    assert manager.allocate_blocks(big, 5, hits) is None
+    assert manager.allocate_blocks(big, 5, hit) is None
     assert manager.allocate_blocks(resident, 5) is None
     assert snapshot(manager, big) == before
-    assert manager.match_prefix(big) == hits
+    assert manager.match_prefix(big) == hit
     assert len(resident.block_table) == 1
     check_blocks(manager, [resident])
 
@@ -501,7 +508,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         inputs.append(data)
         return xxh3_128_digest(data)
 
-    monkeypatch.setattr("nanovllm.scheduler.block_manager.xxh3_128_digest", counting)
+    monkeypatch.setattr("nanovllm.kv.trie.xxh3_128_digest", counting)
     return inputs
 
 
@@ -532,7 +539,7 @@ def test_without_prefix_caching_nothing_is_hashed_or_hit(hashed: list[bytes]) ->
     manager = BlockManager(4, 1, enable_prefix_caching=False)
     seq = publish_all(manager, [1, 2, 3])
     assert num_hits(manager, [1, 2, 3]) == 0
-    assert all(block.uid is None for block in manager.blocks)
+    assert all(block.entry is None for block in manager.blocks)
     check_blocks(manager, [seq])
     manager.free(seq)
     assert num_hits(manager, [1, 2, 3]) == 0

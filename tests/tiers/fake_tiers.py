@@ -12,12 +12,13 @@ from typing import Any
 
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.scheduler.tier import HostSlots, StoreTier
-from nanovllm.scheduler.tier_traffic import TierTraffic
-from nanovllm.scheduler.tiered import TieredScheduling
 from nanovllm.scheduler.transfers import HOST, STORE, Load, Loaded, Part
+from nanovllm.tiers.cache import TierCache
+from nanovllm.tiers.loads import LoadGate
+from nanovllm.tiers.tier import HostSlots, StoreTier
+from nanovllm.tiers.traffic import TierTraffic
 from tests.scheduler.fake_engine import UNWRITTEN, Engine, FakeWorker
-from tests.scheduler.invariants import check_tiers
+from tests.tiers.invariants import check_tiers
 
 Content = tuple[int, ...]
 """Of a page: its state, then its KV by offset."""
@@ -174,7 +175,6 @@ class TieredEngine(Engine):
     # A sequence comes back from its load when others, later in order, are running. It may then be
     # admitted, and one of these preempt itself. A window block may be freed behind an admission.
     is_strict = False
-    scheduler: TieredScheduling
     worker: TieredWorker
 
     def __init__(
@@ -189,7 +189,10 @@ class TieredEngine(Engine):
         host = HostSlots(num_host_slots) if num_host_slots else None
         tier = None if store is None else StoreTier(store.has)
         self.traffic = TierTraffic(host, tier, token_seconds=token_seconds)
-        super().__init__(traffic=self.traffic, **options)
+        tiers = TierCache(self.traffic)
+        self.loads = LoadGate(tiers)
+        gates = [*options.pop("gates", ()), self.loads]
+        super().__init__(tiers=tiers, gates=gates, **options)
         self.worker.store = store or FakeStore()
         self.worker.rng = random.Random(seed)
 
@@ -198,20 +201,20 @@ class TieredEngine(Engine):
 
     def launch(self, *, fails_to_launch: bool = False) -> Schedule | None:
         schedule = super().launch(fails_to_launch=fails_to_launch)
-        check_tiers(self.scheduler)
+        check_tiers(self.loads)
         return schedule
 
     def run(self) -> None:
         super().run()
-        assert not self.scheduler._loads
-        assert not self.scheduler._parked
+        assert not self.loads._loads
+        assert not self.loads._parked
         assert not self.traffic.has_unsent
 
     def _check_turns(self, admitted: list[Sequence], waiting: list[Sequence]) -> None:
         """Sequences that waited for a load may be passed by others of their user."""
 
     def _check_rows_of(self, admitted: list[Sequence], rows: list[Sequence]) -> None:
-        loading = [seq for seq in admitted if seq in self.scheduler._loading]
+        loading = [seq for seq in admitted if seq in self.loads._loading]
         assert all(seq not in rows for seq in loading), "a sequence is computed while it loads"
         super()._check_rows_of([seq for seq in admitted if seq not in loading], rows)
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from hypothesis import settings, strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from nanovllm.scheduler.windows import WindowGroup
 from tests.scheduler.fake_engine import VOCAB_SIZE, random_guesses
-from tests.scheduler.fake_tiers import FakeStore, TieredEngine
 from tests.scheduler.test_random_runs import (
     INDEX,
     PROMPT,
@@ -21,6 +20,8 @@ from tests.scheduler.test_random_runs import (
     clock,
     make_controller,
 )
+from tests.tiers.fake_tiers import FakeStore, TieredEngine
+from tests.tiers.invariants import check_tiers
 
 __all__ = ["clock"]
 
@@ -117,6 +118,10 @@ class TiersMachine(SchedulerMachine):
         self.engine.worker.finish_writes()
         self.engine = self.tiered_class(**{**self.options, "seed": seed})
 
+    @invariant()
+    def check_loads(self) -> None:
+        check_tiers(self.engine.loads)
+
     @rule(prompt=PROMPT, index=INDEX)
     def add_one_without_hits(self, prompt: list[int], index: int) -> None:
         self.engine.add(
@@ -129,7 +134,7 @@ class TiersMachine(SchedulerMachine):
     def reset(self) -> None:
         manager = self.engine.manager
         if manager.reset_prefix_cache():
-            assert manager._cached == {}
+            assert manager.trie.nodes == {}
 
     @precondition(lambda self: self.store.entries)
     @rule(index=INDEX, is_damaged=st.booleans())

@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 
-from nanovllm.scheduler.tier import HostSlots, StoreTier
-from nanovllm.scheduler.tier_traffic import TierTraffic
 from nanovllm.scheduler.transfers import HOST, STORE, Loaded, Part, Transfers
-from tests.scheduler.fake_tiers import FakeStore
+from nanovllm.tiers.tier import HostSlots, StoreTier
+from nanovllm.tiers.traffic import TierTraffic
+from tests.tiers.fake_tiers import FakeStore
 
 
 def make_traffic(

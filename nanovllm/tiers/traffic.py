@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 
 from nanovllm.scheduler.stats import TierStats
-from nanovllm.scheduler.tier import HostSlots, StoreTier, Tier
 from nanovllm.scheduler.transfers import HOST, Load, Loaded, Part, Transfers
+from nanovllm.tiers.tier import HostSlots, StoreTier, Tier
 
 SMOOTHING = 0.25
 """Weight of the newest measurement of a tier's seconds per page."""
@@ -20,7 +20,7 @@ DECAY = 0.9
 class TierTraffic:
     """Finds entries in the tiers, and collects what the next step moves.
 
-    Invariants, verified by tests/scheduler/invariants.py:
+    Invariants, verified by tests/tiers/invariants.py:
     - Each part that waits to be stored lies in pages that keep its contents until the next step.
     - A host entry is pinned once for each load in flight that reads it.
 

@@ -1,0 +1,264 @@
+"""Which sequences own which pages of the KV pool, and what the prefix cache finds again.
+
+The pool has the pages, the trie the keys of the prefix cache, and each group what layers of one
+kind keep. `BlockManager` asks them all.
+"""
+
+from collections.abc import Callable, Mapping, Sequence as Seq
+from functools import partial
+
+from nanovllm.kv.eviction import EvictionOrder
+from nanovllm.kv.groups.full import FullGroup
+from nanovllm.kv.groups.group import Group, StepPages
+from nanovllm.kv.hit import Hit
+from nanovllm.kv.lower_tiers import LowerTiers
+from nanovllm.kv.pool import BlockPool
+from nanovllm.kv.trie import Node, PrefixTrie
+from nanovllm.scheduler.messages import Admission, PageCopy, Row
+from nanovllm.scheduler.sequence import Sequence
+
+
+class BlockManager:
+    """Allocates pages to sequences and caches full blocks for other sequences.
+
+    A model has the group of full attention, and may have further ones: any mixture works. A prefix
+    hits as far as every group can serve it. An allocation is all or nothing, over all groups.
+
+    A block may be cached only once its KV is written: `publish` relies on its caller for this.
+    Every operation costs O(blocks that it touches), whatever the size of the pool.
+
+    Args:
+        num_blocks: number of pages, of all groups together.
+        block_size: tokens of a block.
+        groups: further ones. Their block tables lie after table 0, in this order.
+        order: of the free pages, for `num_blocks` pages; None: least recently used first.
+        tiers: None: there is no tier below the pool.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        groups: Seq[Group] = (),
+        order: EvictionOrder | None = None,
+        tiers: LowerTiers | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(num_blocks, order=order, tiers=tiers)
+        self.blocks = self.pool.blocks
+        self.trie = PrefixTrie(block_size, is_enabled=enable_prefix_caching)
+        self.full = FullGroup()
+        self.groups: tuple[Group, ...] = (self.full, *groups)
+        self._others = self.groups[1:]
+        self._growing = tuple(group for group in self._others if group.grows)
+        first_table = 0
+        for group in self.groups:
+            group.attach(self.pool, self.trie, first_table)
+            first_table += group.num_tables
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Pages that sequences can have: the free ones, and those that groups would give up."""
+        num_free = self.pool.num_free
+        for group in self._others:
+            num_free += group.num_spare
+        return num_free
+
+    @property
+    def overshoot(self) -> int:
+        """How many tokens more than it was given `row_length` may return."""
+        return max(group.overshoot for group in self.groups)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return the number of blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def match_prefix(self, seq: Sequence) -> Hit:
+        """Return the longest prefix of `seq` that all groups have cached.
+
+        It never covers the last token: its hidden state is needed to sample the next one. With
+        prompt_logprobs it is empty: they need every prompt token's hidden state.
+        """
+        matched = self.trie.match(seq)
+        if seq.params.prompt_logprobs is not None:
+            return Hit(matched)
+        num_blocks = len(matched)
+        if self._others:
+            num_blocks = self.longest_hit(num_blocks, lambda group, i: group.has(matched[i]))
+        return Hit(matched, num_blocks)
+
+    def longest_hit(self, num_blocks: int, has: Callable[[Group, int], bool]) -> int:
+        """Return the longest prefix that all groups can serve.
+
+        Args:
+            num_blocks: of the longest prefix whose KV with full attention can be had.
+            has: whether another group's entry at a block index can be had.
+        """
+        last = -1
+        while num_blocks != last:
+            last = num_blocks
+            for group in self._others:
+                num_blocks = group.longest_hit(num_blocks, partial(has, group))
+        return num_blocks
+
+    def allocate_blocks(
+        self, seq: Sequence, num_tokens: int, hit: Hit | None = None
+    ) -> list[int] | None:
+        """Extend what a sequence holds to its first `num_tokens` tokens, all or nothing.
+
+        Args:
+            hit: of an admission, as `match_prefix` returned it. The sequence then begins after it.
+
+        Returns:
+            The ids of the blocks appended to `Sequence.block_table`; None, with nothing taken, if
+            too few pages are free.
+        """
+        if hit is not None:
+            return self._admit(seq, num_tokens, hit)
+        if num_tokens <= len(seq.block_table) * self.block_size and not self._growing:
+            return []
+        if not seq.block_table:
+            return self._admit(seq, num_tokens, Hit([]))
+        num_missing = self.full.num_missing(seq, num_tokens)
+        for group in self._growing:
+            num_missing += group.num_missing(seq, num_tokens)
+        if not num_missing:
+            return []
+        if num_missing > self.pool.num_free and not self._make_room(seq, num_missing):
+            return None
+        num_owned = len(seq.block_table)
+        self.full.extend(seq, num_tokens)
+        for group in self._growing:
+            group.extend(seq, num_tokens)
+        return seq.block_table[num_owned:]
+
+    def publish(self, seq: Sequence, num_written: int) -> None:
+        """Cache the full blocks of a sequence's first `num_written` tokens, whose KV is written.
+
+        What no later token reads is freed.
+        """
+        first = seq.num_published_blocks
+        num_full = min(num_written, len(seq.token_ids)) // self.block_size
+        nodes: Seq[Node] = ()
+        if num_full > first and self.enable_prefix_caching:
+            nodes = self.full.publish_blocks(seq, num_full)
+        for group in self._others:
+            group.publish(seq, first, nodes, num_written)
+        if nodes and self.pool.tiers is not None:
+            self.pool.tiers.publish(seq, first, nodes)
+
+    def publish_loaded(
+        self, seq: Sequence, num_blocks: int, places: Seq[tuple[int, bytes]]
+    ) -> None:
+        """Cache what a load has filled of a sequence's first `num_blocks` blocks.
+
+        Args:
+            places: (block index, `Group.suffix`) of the entries that were loaded. Those at blocks
+                that the pool had are cached, too.
+        """
+        nodes = list(self.trie.chain(seq))
+        groups = {group.suffix: group for group in self.groups}
+        for index, suffix in places:
+            if index < len(nodes):
+                groups[suffix].publish_loaded(seq, index, nodes[index])
+        self.publish(seq, num_blocks * self.block_size)
+
+    def trim(self, seq: Sequence, num_tokens: int) -> None:
+        """Free the blocks after a sequence's first `num_tokens` tokens. None of them is cached."""
+        num_blocks = self.blocks_for(num_tokens)
+        if num_blocks < len(seq.block_table):
+            self.full.trim(seq, num_blocks)
+        for group in self._growing:
+            group.trim(seq, num_blocks)
+
+    def free(self, seq: Sequence, *, keep_cached: bool = True) -> None:
+        """Free all that a sequence holds. What is cached stays cached until its pages are reused.
+
+        Args:
+            keep_cached: False: the sequence's KV may be wrong. What no other sequence holds of it
+                leaves the prefix cache.
+        """
+        nodes = None if keep_cached else list(self.trie.chain(seq))
+        for group in self.groups:
+            group.free(seq, nodes)
+        if nodes and self.pool.tiers is not None:
+            gone = [node for node in nodes if self.trie.nodes.get(node.key) is not node]
+            self.pool.tiers.distrust(gone)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all that is cached; return False, and forget none, while a sequence owns pages."""
+        if self.pool.num_free < len(self.blocks):
+            return False
+        for node in list(self.trie.nodes.values()):
+            self.trie.remove(node, evicted=False)
+        if self.pool.tiers is not None:
+            self.pool.tiers.clear()
+        return True
+
+    def begin_step(self) -> None:
+        """Do what groups do between two steps. The scheduler calls it before it takes pages."""
+        for group in self._others:
+            group.begin_step()
+
+    def row_length(self, seq: Sequence, most: int) -> int:
+        """Return how many of a prompt's next `most` tokens a row computes: all, or up to a place
+        where a group wants the row to end. It may be up to `overshoot` more than `most`.
+        """
+        for group in self._others:
+            most = group.row_length(seq, most)
+        return most
+
+    def fill_step(
+        self,
+        rows: Seq[Row],
+        admissions: Seq[Admission],
+        sequences: Mapping[int, Sequence],
+        width: int,
+    ) -> StepPages:
+        """Return what the message of a step with these rows says of pages.
+
+        Args:
+            sequences: by id.
+            width: of a block table in the workers' tables.
+        """
+        step = StepPages()
+        for group in self.groups:
+            group.fill_step(step, rows, admissions, sequences, width)
+        return step
+
+    def end_copies(self, copies: Seq[PageCopy]) -> None:
+        """Learn that a step with these copies has succeeded."""
+        for group in self._others:
+            group.end_copies(copies)
+
+    def undo_copies(self, copies: Seq[PageCopy]) -> None:
+        """Learn that a step with these copies has failed, and may not have made them."""
+        for group in self._others:
+            group.undo_copies(copies)
+
+    def _admit(self, seq: Sequence, num_tokens: int, hit: Hit) -> list[int] | None:
+        """Give a sequence without pages all that it needs to begin after a hit."""
+        assert not seq.block_table
+        seq.num_computed_tokens = hit.num_blocks * self.block_size
+        num_missing = sum(group.num_missing(seq, num_tokens, hit) for group in self.groups)
+        if num_missing > self.num_free_blocks:
+            seq.num_computed_tokens = 0
+            return None
+        for group in self.groups:
+            num_missing -= group.begin(seq, hit, num_missing)
+        if num_missing > self.pool.num_free:
+            self._make_room(seq, num_missing)
+        for group in self.groups:
+            group.extend(seq, num_tokens)
+        if hit.nodes and self.pool.tiers is not None:
+            self.pool.tiers.publish(seq, 0, hit.nodes)
+        return list(seq.block_table)
+
+    def _make_room(self, seq: Sequence, num_pages: int) -> bool:
+        """Let groups give up pages for a sequence; return whether `num_pages` are free then."""
+        for group in self._others:
+            group.make_room(seq, num_pages)
+        return num_pages <= self.pool.num_free

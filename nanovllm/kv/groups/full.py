@@ -1,0 +1,129 @@
+"""Layers that attend to all tokens: a page for each block, in table 0."""
+
+from collections.abc import Mapping, Sequence as Seq
+
+from nanovllm.kv.groups.group import Group, StepPages
+from nanovllm.kv.hit import Hit
+from nanovllm.kv.trie import Node
+from nanovllm.scheduler.messages import Admission, Row
+from nanovllm.scheduler.sequence import Sequence
+
+
+class FullGroup(Group):
+    """Holds `Sequence.block_table`: a page for each block of a sequence, from its first on.
+
+    Each model has this group. A node of the trie is its entry: the block is cached as long as the
+    node's page is not reused. Other groups cache theirs at its nodes.
+
+    Invariants, verified by tests/scheduler/invariants.py:
+    - A page's `ref_count` is the number of block tables that hold it. Only a cached one has more
+      than 1.
+    - A cached block is full, its key leads to its node, and the node to its page.
+    """
+
+    suffix = b""
+    num_tables = 1
+
+    def needed(self, num_blocks: int) -> range:
+        return range(num_blocks)
+
+    def has(self, node: Node) -> bool:
+        return True
+
+    def num_missing(self, seq: Sequence, num_tokens: int, hit: Hit | None = None) -> int:
+        num_blocks = -(-num_tokens // self.block_size) - len(seq.block_table)
+        if hit is None:
+            return max(0, num_blocks)
+        blocks, nodes = self.pool.blocks, hit.nodes
+        num_revived = sum(blocks[node.page].ref_count == 0 for node in nodes)
+        return max(0, num_blocks - len(nodes)) + num_revived
+
+    def begin(self, seq: Sequence, hit: Hit, num_missing: int) -> int:
+        pages = [node.page for node in hit.nodes]
+        if not pages:
+            return 0
+        num_free = self.pool.num_free
+        self.pool.hold(pages)
+        seq.block_table += pages
+        seq.num_published_blocks = len(pages)
+        seq.parent_uid = hit.nodes[-1].uid
+        return num_free - self.pool.num_free
+
+    def extend(self, seq: Sequence, num_tokens: int) -> None:
+        num_new = -(-num_tokens // self.block_size) - len(seq.block_table)
+        seq.block_table += [self.pool.take() for _ in range(num_new)]
+
+    def publish_blocks(self, seq: Sequence, num_full: int) -> list[Node]:
+        """Cache a sequence's first `num_full` blocks, which are full and written.
+
+        If a block with the same contents is cached already, it stays cached, and the sequence's
+        next blocks are cached as children of that one.
+
+        Returns:
+            The nodes of those that were not published before.
+        """
+        keys = self.trie.keys(seq, num_full)
+        found: list[Node] = []
+        while seq.parent_uid is not None and seq.num_published_blocks < num_full:
+            key_hash, tokens = keys[seq.num_published_blocks]
+            key = (seq.parent_uid, key_hash)
+            node = self.trie.nodes.get(key)
+            if node is None:
+                page = seq.block_table[seq.num_published_blocks]
+                node = self.trie.add(key, tokens, page)
+                self.pool.blocks[page].entry = node
+            elif node.tokens != tokens:  # a hash collision: later blocks have no cached parent
+                seq.parent_uid = None
+                break
+            found.append(node)
+            seq.parent_uid = node.uid
+            seq.num_published_blocks += 1
+        return found
+
+    def publish(self, seq: Sequence, first: int, nodes: Seq[Node], num_written: int) -> None:
+        """Do nothing more: `publish_blocks` has made the nodes."""
+
+    def trim(self, seq: Sequence, num_blocks: int) -> None:
+        """Free the pages after the first `num_blocks`. None of them is cached."""
+        for page in reversed(seq.block_table[num_blocks:]):
+            self.pool.release(page)
+        del seq.block_table[num_blocks:]
+
+    def free(self, seq: Sequence, distrusted: Seq[Node] | None) -> None:
+        """Free a sequence's pages. Its tail is evicted before its prefix."""
+        for page in reversed(seq.block_table):
+            block = self.pool.blocks[page]
+            if distrusted is not None and block.ref_count == 1 and isinstance(block.entry, Node):
+                self.trie.remove(block.entry, evicted=False)
+            self.pool.release(page)
+        seq.block_table = []
+        seq.num_published_blocks = 0
+        seq.parent_uid = seq.root_uid
+
+    def forget(self, node: Node, *, evicted: bool) -> None:
+        if evicted and self.pool.tiers is not None:
+            self.pool.tiers.evict(node, self.suffix, [node.page])
+        self.pool.clear(node.page)
+
+    def pages_of(self, seq: Sequence, index: int) -> list[int]:
+        return [seq.block_table[index]]
+
+    def kept_pages(self, node: Node) -> Seq[int]:
+        return [node.page]
+
+    def fill_step(
+        self,
+        step: StepPages,
+        rows: Seq[Row],
+        admissions: Seq[Admission],
+        sequences: Mapping[int, Sequence],
+        width: int,
+    ) -> None:
+        """Add the blocks that `rows` begin and may not fill: some drafts may be missing."""
+        size = self.block_size
+        for row in rows:
+            begun = -(-row.num_computed_tokens // size)
+            if begun * size - row.num_computed_tokens < row.num_scheduled_tokens:
+                first = max(begun, row.sample_position // size)
+                end = -(-row.end // size)
+                step.blocks_to_zero += sequences[row.seq_id].block_table[first:end]

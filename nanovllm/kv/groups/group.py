@@ -1,0 +1,181 @@
+"""`Group`: layers with equal caches, and the questions that the block manager asks each group."""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence as Seq
+
+from nanovllm.kv.hit import Hit
+from nanovllm.kv.pool import BlockPool
+from nanovllm.kv.trie import Node, PrefixTrie
+from nanovllm.scheduler.messages import Admission, NewBlocks, PageCopy, Row
+from nanovllm.scheduler.sequence import Sequence
+
+
+@dataclasses.dataclass(slots=True)
+class StepPages:
+    """What a step's message says of pages. Each group adds its part."""
+
+    new_blocks: list[NewBlocks] = dataclasses.field(default_factory=list)
+    blocks_to_zero: list[int] = dataclasses.field(default_factory=list)
+    copies: list[PageCopy] = dataclasses.field(default_factory=list)
+
+
+class Group(ABC):
+    """What layers with equal caches keep of each sequence, in pages of the pool.
+
+    A group knows the pool and the trie, and no other group. An admission first asks every group
+    what it lacks, then lets every group `begin` and `extend`. What a method here does by default is
+    right for a group that has nothing to do then.
+    """
+
+    suffix: bytes
+    """Ends the keys of the group's entries in lower tiers; groups differ in it."""
+    num_tables: int
+    """Block tables in a row of the workers' tables."""
+    grows = True
+    """Whether a longer sequence needs more pages of the group."""
+    overshoot = 0
+    """How many tokens more than it was given `row_length` may return."""
+
+    pool: BlockPool
+    trie: PrefixTrie
+    block_size: int
+    first_table: int
+    """The group's first block table, which begins at first_table * width in a table row."""
+
+    def attach(self, pool: BlockPool, trie: PrefixTrie, first_table: int) -> None:
+        """Get the pool and the trie. The block manager calls it once, before all else."""
+        self.pool = pool
+        self.trie = trie
+        self.block_size = trie.block_size
+        self.first_table = first_table
+        trie.followers.append(self)
+
+    # What the prefix cache has:
+
+    @abstractmethod
+    def needed(self, num_blocks: int) -> range:
+        """Return the indices of the blocks of a prefix at which a hit needs entries of the group.
+
+        A block that is needed for a prefix is needed for each shorter one that has it.
+        """
+
+    @abstractmethod
+    def has(self, node: Node) -> bool:
+        """Return whether an entry at `node` can be hit."""
+
+    def longest_hit(self, num_blocks: int, has: Callable[[int], bool]) -> int:
+        """Return the longest prefix of up to `num_blocks` blocks that the group can serve.
+
+        Args:
+            has: whether there is an entry at a block index.
+        """
+        while num_blocks:
+            missing = (index for index in reversed(self.needed(num_blocks)) if not has(index))
+            index = next(missing, None)
+            if index is None:
+                return num_blocks
+            num_blocks = index
+        return 0
+
+    # An admission, and each longer row:
+
+    @abstractmethod
+    def num_missing(self, seq: Sequence, num_tokens: int, hit: Hit | None = None) -> int:
+        """Return how many free pages the first `num_tokens` tokens of a sequence take.
+
+        Args:
+            hit: of an admission, whose free pages count, too; None: the sequence runs.
+        """
+
+    @abstractmethod
+    def begin(self, seq: Sequence, hit: Hit, num_missing: int) -> int:
+        """Admit a sequence: hold the pages that it hits.
+
+        Args:
+            num_missing: free pages that all groups together still take.
+
+        Returns:
+            How many of these it has taken, or does not need after all.
+        """
+
+    @abstractmethod
+    def extend(self, seq: Sequence, num_tokens: int) -> None:
+        """Take the pages that `num_missing` counted and `begin` left. They are free."""
+
+    def make_room(self, seq: Sequence, num_pages: int) -> None:  # noqa: B027
+        """Free pages that nobody needs, until `num_pages` are free for `seq`."""
+
+    @property
+    def num_spare(self) -> int:
+        """Pages in use that the group gives up as soon as a sequence needs pages."""
+        return 0
+
+    # A sequence's life:
+
+    @abstractmethod
+    def publish(self, seq: Sequence, first: int, nodes: Seq[Node], num_written: int) -> None:
+        """Cache what the first `num_written` tokens have filled, and free what is read no more.
+
+        Args:
+            first: block index of the first of `nodes`.
+            nodes: of the blocks that have just been published.
+        """
+
+    def publish_loaded(self, seq: Sequence, index: int, node: Node) -> None:  # noqa: B027
+        """Cache an entry that a load has filled, at a node that was cached before."""
+
+    def trim(self, seq: Sequence, num_blocks: int) -> None:  # noqa: B027
+        """Free the pages of the blocks after a sequence's first `num_blocks`."""
+
+    @abstractmethod
+    def free(self, seq: Sequence, distrusted: Seq[Node] | None) -> None:
+        """Free all pages of a sequence. What is cached stays in the cache until it is evicted.
+
+        Args:
+            distrusted: the nodes of its published blocks, if its KV may be wrong: what no other
+                sequence uses there leaves the cache, too.
+        """
+
+    @abstractmethod
+    def forget(self, node: Node, *, evicted: bool) -> None:
+        """Forget the group's entry at a node that leaves the trie. See `trie.Follower`."""
+
+    @abstractmethod
+    def pages_of(self, seq: Sequence, index: int) -> list[int]:
+        """Return the pages that hold a sequence's entry at a block index."""
+
+    def kept_pages(self, node: Node) -> Seq[int]:
+        """Return the pages of the entry that comes with a cached block; none: there is none."""
+        return ()
+
+    # A step:
+
+    def begin_step(self) -> None:  # noqa: B027
+        """Do what is to be done between two steps, before pages are taken."""
+
+    def row_length(self, seq: Sequence, most: int) -> int:
+        """Return how many of a prompt's next `most` tokens a row computes, at least 1."""
+        return most
+
+    @abstractmethod
+    def fill_step(
+        self,
+        step: StepPages,
+        rows: Seq[Row],
+        admissions: Seq[Admission],
+        sequences: Mapping[int, Sequence],
+        width: int,
+    ) -> None:
+        """Add the group's part of a step's message.
+
+        Args:
+            sequences: by id.
+            width: of a block table in a table row.
+        """
+
+    def end_copies(self, copies: Seq[PageCopy]) -> None:  # noqa: B027
+        """Learn that a step with these copies has succeeded."""
+
+    def undo_copies(self, copies: Seq[PageCopy]) -> None:  # noqa: B027
+        """Learn that a step with these copies has failed, and may not have made them."""

@@ -1,0 +1,104 @@
+"""The pages of a KV pool: who uses them, and in which order the free ones are reused."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from nanovllm.kv.eviction import EvictionOrder, LeastRecentlyUsed
+from nanovllm.kv.lower_tiers import LowerTiers
+
+
+class Entry(Protocol):
+    """What the prefix cache holds in one or more pages."""
+
+    def evict(self) -> None:
+        """Leave the prefix cache, because one of the pages is reused."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A page of the pool.
+
+    `ref_count` is the number of its users; at 0 the page is free. A free page may still hold an
+    `entry` of the prefix cache, which a hit can revive until the page is reused.
+    """
+
+    ref_count: int = 0
+    entry: Entry | None = None
+
+
+class BlockPool:
+    """Equal pages, for all groups of layers together.
+
+    Invariants, verified by tests/scheduler/invariants.py:
+    - A page is free, and in the eviction order, if and only if its `ref_count` is 0.
+    - A page has one use: it is in the block table of one group, or holds one entry.
+    - Free pages without an entry are reused before those with one.
+
+    Every operation costs O(1), or what the eviction order takes.
+
+    Args:
+        order: of the free pages, for `num_blocks` pages; None: least recently used first.
+        tiers: None: there is no tier below the pool.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        order: EvictionOrder | None = None,
+        tiers: LowerTiers | None = None,
+    ) -> None:
+        self.blocks = [Block() for _ in range(num_blocks)]
+        self.free: EvictionOrder = LeastRecentlyUsed(num_blocks) if order is None else order
+        self.tiers = tiers
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free)
+
+    def take(self) -> int:
+        """Return a free page for new contents; there must be one. Its entry leaves the cache."""
+        page = self.free.take()
+        block = self.blocks[page]
+        block.ref_count = 1
+        if block.entry is not None:
+            block.entry.evict()
+        if self.tiers is not None:
+            self.tiers.reuse(page)
+        return page
+
+    def hold(self, pages: Seq[int]) -> None:
+        """Count one user more of pages whose entry is hit."""
+        for page in pages:
+            block = self.blocks[page]
+            if block.ref_count == 0:
+                self.free.remove(page)
+            block.ref_count += 1
+            self.free.touch(page)
+
+    def release(self, page: int) -> None:
+        """Count one user less of a page. At 0 it is free, and reused last if it has an entry."""
+        block = self.blocks[page]
+        block.ref_count -= 1
+        if block.ref_count:
+            return
+        if block.entry is None:
+            self.free.put_first(page)
+        else:
+            self.free.put_last(page)
+
+    def clear(self, page: int) -> None:
+        """Remove a page's entry. If the page is free it is reused first."""
+        block = self.blocks[page]
+        block.entry = None
+        if block.ref_count == 0:
+            self.free.put_first(page)
+
+    def rewrite(self, pages: Seq[int]) -> None:
+        """Give pages in use other contents in the next step; their entry has left the cache."""
+        for page in pages:
+            self.clear(page)
+            if self.tiers is not None:
+                self.tiers.reuse(page)

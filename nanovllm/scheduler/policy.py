@@ -1,0 +1,69 @@
+"""Which sequences go first: the seam of scheduling policies."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from nanovllm.scheduler.sequence import Sequence
+
+
+class Policy(ABC):
+    """Orders sequences: who waits before whom, who loses its KV, who gets how much of a step.
+
+    The scheduler calls it; nothing else does. It holds the prompts to compute: the sequences that
+    wait, and the running ones whose prompt is not computed. Each operation should cost O(log n).
+    It reads sequences and changes none of them, except fields that it owns.
+
+    A step goes through the running sequences and those that wait in one order, that of `order`.
+    Of those that wait it looks at the first only: admissions end at the first that does not fit.
+    """
+
+    @abstractmethod
+    def order(self, seq: Sequence) -> Any:
+        """Return the sort key of a sequence; lower ones go first, and no two are equal.
+
+        It is asked of running sequences, and of the one that is `first`. From then on it must not
+        change, except when the sequence is pushed or removed: `Sequence.is_queued` says whether
+        the policy holds it.
+        """
+
+    @abstractmethod
+    def push(self, seq: Sequence) -> None:
+        """Hold a sequence: a new one, one that was preempted, or one that was removed before."""
+
+    @abstractmethod
+    def remove(self, seq: Sequence) -> None:
+        """Hold a sequence no more: its prompt is computed, it has ended, or it must wait elsewhere
+        until it is pushed again. Any sequence that is held may be removed.
+        """
+
+    @abstractmethod
+    def first(self) -> Sequence | None:
+        """Return the first sequence that is held, None if there is none."""
+
+    def advance(self, seq: Sequence, num_left: int) -> None:  # noqa: B027
+        """Note that all but `num_left` tokens of a held sequence's prompt are computed.
+
+        At 0 it is removed next. A sequence that must wait elsewhere advances as if all were.
+        """
+
+    def victim(self, candidates: Seq[Sequence]) -> Sequence:
+        """Return the sequence that loses its KV, because the first candidate needs a page.
+
+        Args:
+            candidates: the running sequences without a row in this step, in order. The first may
+                be the victim itself: then it has no row in this step.
+        """
+        return candidates[-1]
+
+    def share(self, seq: Sequence, num_missing: int, budget: int) -> int:
+        """Return how many tokens of a sequence the step computes.
+
+        Args:
+            num_missing: tokens that it could compute; at least 2: a single one is always computed.
+            budget: tokens that the step has left, at least 1.
+
+        Returns:
+            At least 1, and at most `num_missing` and `budget`.
+        """
+        return min(num_missing, budget)
