@@ -20,7 +20,7 @@ from nanovllm.assembly import make_engine
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.attention.states import StatePart
-from nanovllm.errors import ConfigError, OutOfMemoryError, UnsupportedModelError
+from nanovllm.errors import ConfigError, OutOfMemoryError
 from nanovllm.kernels.torch_states import read_parts, write_parts
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.state_layer import StateLayer
@@ -96,8 +96,17 @@ class Mean(nn.Module):
         return self.o_proj(self.in_proj(hidden_states).cumsum(1) / counts), None
 
 
-def reference() -> Qwen3ForCausalLM:
-    model = Qwen3ForCausalLM(Qwen3Config(**SMALL)).eval()
+MIXTURE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "use_sliding_window": True,
+    "sliding_window": 8,
+    "layer_types": ["full_attention", "full_attention", "full_attention", "sliding_attention"],
+}
+"""What transformers is told of a model that also has a layer with a window."""
+
+
+def reference(**changes: Any) -> Qwen3ForCausalLM:
+    model = Qwen3ForCausalLM(Qwen3Config(**{**SMALL, **changes})).eval()
     for layer in model.model.layers[::2]:
         layer.self_attn = Mean(SMALL["hidden_size"])
     generator = torch.Generator().manual_seed(3)
@@ -116,13 +125,24 @@ def registered() -> Iterator[None]:
         yield
 
 
+def save(path: Path, **changes: Any) -> str:
+    reference(**changes).save_pretrained(path)
+    config = read_json(path / "config.json")
+    config |= {"architectures": [NAME], "layer_types": None}
+    config.pop("use_sliding_window")
+    write_json(path / "config.json", config)
+    return str(path)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("running_mean")
-    reference().save_pretrained(path)
-    config = read_json(path / "config.json")
-    write_json(path / "config.json", {**config, "architectures": [NAME]})
-    return str(path)
+    return save(tmp_path_factory.mktemp("running_mean"))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of layers with a state, full attention and a window."""
+    return save(tmp_path_factory.mktemp("mixture"), **MIXTURE)
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +155,15 @@ def expected(model: str, registered: None) -> list[RequestOutput]:
 
 
 @torch.inference_mode()
-def test_tokens_are_those_of_transformers(model: str, make_llm: Any) -> None:
+@pytest.mark.parametrize("changes", [{}, MIXTURE], ids=["states", "mixture"])
+def test_tokens_are_those_of_transformers(
+    changes: dict[str, Any], make_llm: Any, tmp_path: Path
+) -> None:
     prompts = [prompt for prompt, _ in REQUESTS[:8]]
-    llm = make_llm(model, **OPTIONS)
+    llm = make_llm(save(tmp_path, **changes), **OPTIONS)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     found = llm.generate(prompts, params, use_tqdm=False)
-    compared = reference()
+    compared = reference(**changes)
     for prompt, output in zip(prompts, found, strict=True):
         tokens = list(prompt)
         for _ in range(12):
@@ -209,6 +232,41 @@ def test_outputs_do_not_depend_on_arrival(
     assert preempted
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 7},
+        {"enable_prefix_caching": False, "max_num_seqs": 3},
+        {"num_kvcache_blocks": 36, "max_num_batched_tokens": 20},
+        {"num_kvcache_blocks": 40, "kv_offload_gib": 0.01},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ],
+    ids=str,
+)
+def test_a_mixture_gives_what_a_request_gets_alone(
+    mixture: str, make_llm: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Full attention, a window and states in one model: hits, chunks, preemption, tiers, drafts."""
+    allow_all(monkeypatch)
+    alone = make_llm(mixture, **OPTIONS, enable_prefix_caching=False)
+    expected = [output for request in REQUESTS for output in generate_all(alone, [request])]
+    llm = make_llm(mixture, **OPTIONS, **options)
+    info = llm.engine.worker_info
+    assert info.state_pages
+    assert [group.window for group in info.windows] == [8]
+    assert_same(generate_all(llm, REQUESTS), expected)
+    warm = generate_all(llm, REQUESTS)
+    assert_same(warm, expected)
+    if not options:
+        assert sum(output.num_cached_tokens for output in warm) > 60
+    if "kv_offload_gib" in options:
+        assert llm.engine.scheduler.stats.tiers.num_host_tokens
+    if "speculative_config" in options:
+        assert llm.engine.scheduler.drafting.counts.num_accepted_tokens
+    assert_idle(llm)
+
+
 def test_memory_of_states(model: str, make_llm: Any) -> None:
     """Three parts take 64 * 4 and 8 bytes in each of two layers."""
     llm = make_llm(model, **OPTIONS, num_kvcache_blocks=40)
@@ -226,12 +284,7 @@ def test_memory_of_states(model: str, make_llm: Any) -> None:
     assert found["memory"]["state_bytes"] == 2 * (64 * 4 + 8)
 
 
-def test_what_states_are_not_for(model: str, make_llm: Any, tmp_path: Path) -> None:
-    config = read_json(Path(model) / "config.json")
-    changes = {"sliding_window": 8, "num_hidden_layers": 4, "layer_types": None}
-    write_json(tmp_path / "config.json", {**config, **changes})
-    with pytest.raises(UnsupportedModelError, match=r"keep a state and layers with a window"):
-        make_llm(tmp_path, **OPTIONS, load_format="dummy")
+def test_what_states_are_not_for(model: str, make_llm: Any) -> None:
     spec = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
     with pytest.raises(ConfigError, match=r"the draft model has layers that keep a state"):
         make_llm(model, **OPTIONS, speculative_config=spec)
