@@ -34,8 +34,8 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
 
     Args:
         queue_depth: how many more steps to launch before the oldest step's tokens are known; 0
-            waits for each step. None is 1 on CUDA, where a step runs beside the host, and 0 on a
-            CPU.
+            waits for each step. None means 1 on CUDA, where a step runs in parallel with the host,
+            and 0 on a CPU.
 
     Raises:
         CheckpointError, ConfigError, OutOfMemoryError: the model cannot run with these options.
@@ -43,7 +43,7 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
     if config.kv_cache_dir is not None:
         from nanovllm.tiers.directory import find_directory
 
-        find_directory(config.kv_cache_dir)  # a wrong one is refused before anything is loaded
+        find_directory(config.kv_cache_dir)  # refuse a wrong one before anything is loaded
     checkpoint, draft = configured_checkpoint(config), draft_checkpoint(config)
     if draft is not None and config.speculation is not None:
         spec = config.speculation.for_network(draft.config)
@@ -61,7 +61,7 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
         eos_token_ids = checkpoint.eos_token_ids
         ends_turns = None if tokenizer is None else tokenizer.eos_token_id
         if ends_turns is not None and ends_turns < info.vocab_size:
-            eos_token_ids |= {ends_turns}  # config.json may name only what ends documents
+            eos_token_ids |= {ends_turns}  # config.json may name only the end-of-document token
         engine = LLMEngine(
             config,
             info,
@@ -69,8 +69,7 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
             _scheduler(config, info, eos_token_ids),
             _input_processor(config, info, checkpoint, tokenizer, eos_token_ids, executor),
             OutputProcessor(tokenizer),
-            # "vllm" means no recommended parameters; the end-of-sequence tokens stay the
-            # checkpoint's.
+            # "vllm" means no recommended parameters; the checkpoint's end-of-sequence tokens stay.
             generation_config={}
             if config.generation_config == "vllm"
             else checkpoint.generation_config,

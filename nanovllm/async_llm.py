@@ -1,7 +1,7 @@
 """`AsyncLLM`: the methods of `LLM` for asyncio, for many tasks at once.
 
 One thread runs the engine. Another makes requests, so that neither the engine nor an event loop
-waits while a long prompt is tokenized. Knows no tensors and no scheduling.
+waits while a long prompt is tokenized.
 """
 
 import asyncio
@@ -61,13 +61,13 @@ class AsyncLLM(AsyncWeightMethods):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for one prompt and yield the delta of each step, as `LLM.stream` does.
 
-        Deltas that come while the task does not read are joined into one.
+        Deltas that arrive while the task is not reading are joined into one.
 
         Arguments are as for `generate`.
 
         Args:
             on_finished: called in the event loop when the engine has ended the request, though its
-                last deltas may not be read yet.
+                last deltas may still be unread.
             take: as for `Reader`; it is called in the event loop.
 
         Cancelling the task, or closing the iterator, aborts the request and frees its blocks.
@@ -101,11 +101,11 @@ class AsyncLLM(AsyncWeightMethods):
         """Generate for one prompt and return the whole output; `stream` gives deltas.
 
         Args:
-            request_id: the caller's own id, for `abort` and the output; None gives it a number.
+            request_id: the caller's id, for `abort` and the output; None assigns a number.
             priority: lower values go first.
             user: whose request it is. Waiting requests of one priority are admitted so that all
-                users get as many tokens; those without a user count as one user's.
-            lora_request: the LoRA adapter to use; None is the model alone.
+                users get equally many tokens; those without a user count as one user's.
+            lora_request: the LoRA adapter to use; None means the base model.
 
         Cancelling the task aborts the request and frees its blocks.
 
@@ -180,7 +180,7 @@ class AsyncLLM(AsyncWeightMethods):
         return await self._between_steps(self.engine.get_metrics)
 
     def shutdown(self) -> None:
-        """End the engine; running requests raise EngineDeadError. May be called again."""
+        """End the engine; running requests raise EngineDeadError. May be called more than once."""
         self._finalizer()
 
     async def _between_steps(
@@ -189,7 +189,7 @@ class AsyncLLM(AsyncWeightMethods):
         """Run a command on the engine's thread and return its result, once its outputs are sent.
 
         Args:
-            after_input_of: a user, behind whose requests that are being made it runs.
+            after_input_of: a user; the command waits for this user's requests being made.
         """
         self.engine.owner.check()
         thread, done = self._thread, Future[Result]()
@@ -208,7 +208,7 @@ class AsyncLLM(AsyncWeightMethods):
         return await asyncio.wrap_future(done)
 
     def _submit_input(self, user: str, command: Callable[[], None]) -> None:
-        """Run a command on the thread that makes requests; after its end, run it here."""
+        """Run a command on the thread that makes requests, or here if that thread has ended."""
         try:
             self._input.submit(user, command)
         except RuntimeError:
@@ -249,7 +249,7 @@ class AsyncLLM(AsyncWeightMethods):
                     user=user,
                     lora_request=lora_request,
                 )
-            except BaseException as error:  # a panic of tokenizers is no Exception
+            except BaseException as error:  # a panic in tokenizers is not an Exception
                 send([(reader, error)])
             else:
                 thread.submit(lambda: thread.start_request(reader, request))

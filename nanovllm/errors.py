@@ -1,7 +1,7 @@
 """The exceptions that nanovllm raises for its users, all subclasses of `NanoVLLMError`.
 
-Each message gives the value, the rule that it broke and the remedy. A broken invariant inside
-nanovllm is an AssertionError instead.
+Each message gives the value, the rule that it broke and the remedy. A broken internal invariant
+is an AssertionError instead.
 """
 
 
@@ -26,10 +26,10 @@ class UnsupportedModelError(CheckpointError):
 
 
 class OutOfMemoryError(NanoVLLMError, RuntimeError):
-    """The system refuses the memory that the engine needs at its start or a CPU kernel needs in a
-    step, or the KV pool cannot hold even one sequence of `max_model_len` tokens.
+    """The system refuses memory that the engine needs at its start or a CPU kernel needs in a step,
+    or the KV pool cannot hold even one sequence of `max_model_len` tokens.
 
-    After a step, the engine goes on: free memory and try again.
+    After a step's error the engine continues to work: free memory and try again.
     """
 
 

@@ -1,6 +1,6 @@
 """`LLM`: the methods `generate`, `chat` and `stream`, for any number of threads.
 
-Knows no scheduling and no text: it waits for outputs, while `SharedEngine` runs the steps.
+They only wait for outputs: `SharedEngine` runs the steps.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LLM(WeightMethods):
-    """A model that is loaded and ready to generate.
+    """A loaded model, ready to generate.
 
     Several threads may call its methods at once; their requests share the engine's batches.
 
@@ -56,13 +56,13 @@ class LLM(WeightMethods):
         Args:
             prompts: a string, token ids, a dictionary, or a list of these. Token ids are a list, a
                 numpy array or a torch tensor; two dimensions are a list of prompts.
-            sampling_params: one for all prompts, or a list with one for each prompt; None is
+            sampling_params: one for all prompts, or a list with one for each prompt; None means
                 `SamplingParams()`.
             use_tqdm: show a progress bar with tokens per second.
             priority: one for all prompts, or a list with one for each; lower values go first.
-                None is 0.
+                None means 0.
             lora_request: the LoRA adapter of all prompts, or a list with one or None for each; None
-                is the model alone.
+                means the base model.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is invalid or unsupported; no request was
@@ -173,11 +173,11 @@ class LLM(WeightMethods):
         return request.request_id
 
     def step(self) -> tuple[list[tuple[int | str, list[int]]], int]:
-        """Run one step and return what it finished of `add_request`, as in nano-vllm.
+        """Run one step and return the requests of `add_request` that it finished, as in nano-vllm.
 
         Returns:
-            (request id, output tokens) of each request that is finished; and the number of prompt
-            tokens that the step computed or, if it computed none, minus that of its output tokens.
+            (request id, output tokens) of each finished request; and the number of prompt tokens
+            that the step computed or, if it computed none, minus the number of its output tokens.
 
         Raises:
             EngineDeadError: the engine is down.
@@ -194,26 +194,26 @@ class LLM(WeightMethods):
         return self._shared.call(step)
 
     def is_finished(self) -> bool:
-        """Whether no request is unfinished, and `step` has returned every output."""
+        """Return whether every request is finished and `step` has returned every output."""
         return self._shared.call(self.engine.is_finished)
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
-        """End a request and return its output that was not sent yet; None if it is not running."""
+        """End a request and return its output not yet delivered; None if it is not running."""
         return self._shared.call(lambda: self.engine.abort(request_id))
 
     def get_metrics(self) -> list[Metric | Vector | Histogram]:
-        """Return the engine's counts and rates; those that vLLM has too have vLLM's names."""
+        """Return the engine's counts and rates, under vLLM's names where vLLM has them."""
         return self._shared.call(self.engine.get_metrics)
 
     def shutdown(self) -> None:
-        """End the workers and free the model. `del llm` and the exit of Python do the same.
+        """End the workers and free the model. `del llm` and Python's exit do the same.
 
         If another thread is running a step, that step ends first.
         """
         self._shared.submit(self.engine.shutdown)
 
     exit = shutdown
-    """nano-vllm's name of it."""
+    """nano-vllm's name for it."""
 
 
 def _with_progress(
@@ -221,7 +221,7 @@ def _with_progress(
 ) -> Iterator[RequestOutput]:
     """Pass on outputs; show how many there are, and the rates since the last of them.
 
-    With speculation it shows the mean acceptance length of all outputs so far, too.
+    With speculation it also shows the mean acceptance length of all outputs so far.
     """
     from tqdm.auto import tqdm
 
@@ -239,7 +239,7 @@ def _with_progress(
             shown = {name: f"{rate:.0f}tok/s" for name, rate in rates.items() if rate}
             if shown and drafts.num_drafts:
                 shown["Acceptance length"] = f"{drafts.mean_acceptance_length:.2f}"
-            if shown:  # nothing is new if this output is of the same step as the last one
+            if shown:  # empty if this output is from the same step as the last one
                 bar.set_postfix(shown, refresh=False)
                 start += seconds
                 prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens

@@ -1,7 +1,4 @@
-"""The outputs of a request, readable as nano-vllm's dictionaries and as vLLM's objects.
-
-Knows nothing of how they are made.
-"""
+"""The outputs of a request, readable as nano-vllm's dictionaries and as vLLM's objects."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -25,17 +22,18 @@ class DraftCounts:
     """Counts of speculation; all 0 without it."""
 
     num_drafts: int = 0
-    """Steps of a sequence in which at least one token was proposed."""
+    """Number of steps of a sequence in which at least one token was proposed."""
     num_draft_tokens: int = 0
-    """Proposed tokens."""
+    """Number of proposed tokens."""
     num_accepted_tokens: int = 0
-    """Proposed tokens that were right, without those behind a stop token or the last token."""
+    """Number of proposed tokens that were right, except those after a stop token or the last token.
+    """
     num_accepted_tokens_per_pos: list[int] = dataclasses.field(default_factory=list)
-    """By position in the draft, from the first: how many were accepted."""
+    """For each position in the draft, from the first: how many were accepted."""
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Mean tokens of a step with a draft: the accepted ones and one more; 1 without drafts."""
+        """Mean tokens from a step with a draft: the accepted ones plus one; 1 without drafts."""
         return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
 
     def __add__(self, other: "DraftCounts") -> "DraftCounts":
@@ -48,7 +46,7 @@ class DraftCounts:
         )
 
     def add(self, num_proposed: int, num_accepted: int) -> None:
-        """Count one draft of `num_proposed` tokens; a draft of none is not counted."""
+        """Count one draft of `num_proposed` tokens; an empty draft is not counted."""
         if num_proposed == 0:
             return
         self.num_drafts += 1
@@ -62,7 +60,7 @@ class DraftCounts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of a request's events, in seconds of time.monotonic(), None before the event; and
+    """Times of a request's events, in seconds of time.monotonic() (None before the event), and
     counts over all its continuations.
     """
 
@@ -72,7 +70,7 @@ class RequestMetrics:
     last_token_time: float | None = None
     num_output_tokens: int = 0
     drafts: DraftCounts = dataclasses.field(default_factory=DraftCounts)
-    """How speculation fared."""
+    """Counts of speculation over all continuations."""
 
     @property
     def queue_time(self) -> float | None:
@@ -127,7 +125,7 @@ class Histogram:
     count: int
     sum: float
     buckets: dict[str, int]
-    """By upper bound, and "+Inf": how many values are not above it."""
+    """For each upper bound, and "+Inf": how many values are not above it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,8 +137,8 @@ class CompletionOutput:
     index: int
     """Index of the continuation, from 0 to n - 1."""
     text: str
-    """The decoded output, in a stream the new text. Without the stop string or stop token unless
-    include_stop_str_in_output is set.
+    """The decoded output, in a stream the new text. The stop string or stop token is left out
+    unless include_stop_str_in_output is set.
     """
     token_ids: list[int]
     """The output tokens, in a stream the new ones; a stop token is included."""
@@ -149,7 +147,7 @@ class CompletionOutput:
     max_model_len), "abort" or "error"; None while the continuation is running.
     """
     stop_reason: int | str | None = None
-    """The stop token id or stop string that ended the output, or what the error was; None for an
+    """The stop token id or stop string that ended the output, or the error's message; None for an
     end-of-sequence token and for other finish reasons.
     """
     cumulative_logprob: float | None = None
@@ -183,9 +181,9 @@ class RequestOutput:
     prediction. None unless prompt_logprobs was set. A stream has them in its first output only.
     """
     weight_version: int | str = 0
-    """Of the weights that made it: 0 as loaded, then as `LLM.update_weights` says."""
+    """Version of the weights that made it: 0 as loaded, then as `LLM.update_weights` says."""
     lora_request: Any = None
-    """The `LoRARequest` of the request; None is the model alone."""
+    """The `LoRARequest` of the request; None means the base model."""
 
     @property
     def text(self) -> str:

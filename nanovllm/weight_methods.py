@@ -1,6 +1,6 @@
 """What `LLM` and `AsyncLLM` have in common, and their methods for weights that change.
 
-Knows no weight: `nanovllm.training` does, which is imported when one of these methods is called.
+`nanovllm.training` does the work, and is imported when one of these methods is called.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
@@ -20,11 +20,11 @@ Result = TypeVar("Result")
 
 
 class ModelMethods:
-    """What both say of the model, without a step."""
+    """Model queries shared by `LLM` and `AsyncLLM`; none runs a step."""
 
     engine: LLMEngine
 
-    if not TYPE_CHECKING:  # a type checker finds misspelled names only without it
+    if not TYPE_CHECKING:  # with __getattr__, a type checker would not find misspelled names
 
         def __getattr__(self, name: str) -> NoReturn:
             """Say what to use instead of another engine's method."""
@@ -47,9 +47,9 @@ class ModelMethods:
         return processor.encode(processor.chat.render(messages, options), rendered=True)
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        """Return a transformers tokenizer of the checkpoint, None if it has none.
+        """Return the checkpoint's transformers tokenizer, None if it has none.
 
-        The engine has its own: it does not see changes of this one.
+        The engine uses a separate one and does not see changes to this one.
         """
         return self.engine.load_tokenizer()
 
@@ -68,8 +68,8 @@ class WeightMethods(ModelMethods):
     """Base of `LLM`.
 
     While the engine sleeps, or an update runs, a request raises InvalidRequestError. Requests in
-    flight end first, as `mode` says: "abort" ends them now, with finish_reason "abort"; "wait" lets
-    them finish. The cached prefixes of the old weights are forgotten.
+    flight end first, according to `mode`: "abort" ends them immediately, with finish_reason
+    "abort"; "wait" lets them finish. The cached prefixes of the old weights are forgotten.
     """
 
     _shared: SharedEngine
@@ -79,11 +79,11 @@ class WeightMethods(ModelMethods):
         return self._shared.call(self.engine.reset_prefix_cache)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Give the memory of the weights and of the KV pool back to the system, on a CPU.
+        """Release the memory of the weights and of the KV pool, on a CPU.
 
         Args:
-            level: 1 keeps the weights, in a temporary file; 2 forgets them, so that all must come
-                by `update_weights` behind `wake_up`.
+            level: 1 keeps the weights in a temporary file; 2 forgets them, so after `wake_up` all
+                must be passed to `update_weights`.
             mode: see the class.
 
         Raises:
@@ -94,10 +94,10 @@ class WeightMethods(ModelMethods):
         self._shared.call(lambda: self._control.sleep(level, mode))
 
     def wake_up(self, tags: Seq[str] | None = None) -> bool:
-        """Take back what sleeps; return whether all of it is awake.
+        """Restore what `sleep` released; return whether everything is awake.
 
         Args:
-            tags: "weights", "kv_cache" or both; None: both.
+            tags: "weights", "kv_cache" or both; None means both.
 
         Raises:
             InvalidRequestError: a tag is unknown.
@@ -124,21 +124,21 @@ class WeightMethods(ModelMethods):
     ) -> None:
         """Give the model new weights, rounded and packed as when it was loaded.
 
-        Tensors that do not come stay as they are. Between `start_weight_update` and
-        `finish_weight_update` this is a part of that update, else an update of its own.
+        Tensors that are not passed keep their values. Between `start_weight_update` and
+        `finish_weight_update` this is part of that update, otherwise a separate one.
 
         Args:
             weights: pairs of a checkpoint's name and a torch tensor of any float dtype. A list or a
-                mapping is checked before anything is written; of an iterator, each tensor is. If an
-                iterator fails after a layer was written, all weights must come again before the
-                next request.
+                mapping is checked as a whole before anything is written, an iterator tensor by
+                tensor. If an iterator fails after a layer was written, all weights must be passed
+                again before the next request.
             weight_version: for `RequestOutput.weight_version`.
             mode: see the class.
 
         Raises:
             InvalidRequestError: a tensor's name, shape, dtype or number is wrong, or a part of a
                 rounded layer is missing; or the weights sleep.
-            UnsupportedModelError: the checkpoint stores its weights in a form of its own.
+            UnsupportedModelError: the checkpoint stores its weights in a special form.
         """
         from nanovllm.training.updates import Update
 
@@ -151,10 +151,10 @@ class WeightMethods(ModelMethods):
             raise
 
     def start_weight_update(self, mode: str = "abort") -> None:
-        """Begin an update of several calls of `update_weights`; requests are refused until its end.
+        """Begin an update of several `update_weights` calls; requests are refused until it ends.
 
         Raises:
-            InvalidRequestError: one has begun already, or the weights sleep.
+            InvalidRequestError: an update has already begun, or the weights sleep.
         """
         self._shared.call(lambda: self._control.start(mode))
 
@@ -162,13 +162,13 @@ class WeightMethods(ModelMethods):
         """End the update that `start_weight_update` began.
 
         Raises:
-            InvalidRequestError: none has begun, or a part of a rounded layer is missing.
+            InvalidRequestError: no update has begun, or a part of a rounded layer is missing.
         """
         self._shared.call(lambda: self._control.end(weight_version))
 
 
 class AsyncWeightMethods(ModelMethods):
-    """Base of `AsyncLLM`: the methods of `WeightMethods`, which says what they do."""
+    """Base of `AsyncLLM`: the methods of `WeightMethods`, which documents them."""
 
     async def _between_steps(self, command: Callable[[], Result]) -> Result:
         raise NotImplementedError

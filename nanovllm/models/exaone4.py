@@ -1,4 +1,4 @@
-"""The EXAONE 4 family: norms behind attention and MLP only; full attention does not rotate."""
+"""The EXAONE 4 family: norms only after attention and MLP; no RoPE in full attention."""
 
 import re
 from typing import Any, ClassVar
@@ -12,8 +12,8 @@ from nanovllm.options.validation import shown
 
 
 class Exaone4ForCausalLM(DecoderForCausalLM):
-    """EXAONE 4 1.2B and 32B: norms behind attention and MLP only; in the 32B three of four layers
-    have a window, the fourth does not rotate.
+    """EXAONE 4 1.2B and 32B: norms only after attention and MLP; in the 32B three of four layers
+    have a window, the fourth has no RoPE.
     """
 
     names: ClassVar[dict[str, str]] = SANDWICH

@@ -1,4 +1,4 @@
-"""Parts of families with experts in Qwen's style, read from their config.json. Knows no family."""
+"""Mixture-of-experts parts in Qwen's style, built from a config.json."""
 
 import dataclasses
 from collections.abc import Collection
@@ -27,7 +27,7 @@ _TOGETHER = StoredExperts(linears=None)
 def is_dense(config: ModelConfig, index: int) -> bool:
     """Return whether layer `index` has an MLP in place of experts.
 
-    Layers in `mlp_only_layers` have one, and so have those whose number, counted from 1, is no
+    Layers in `mlp_only_layers` have one, and so have those whose number, counted from 1, is not a
     multiple of `decoder_sparse_step`.
     """
     dense = config.fields.get("mlp_only_layers") or []
@@ -50,8 +50,8 @@ def sparse_mlp(
     """Return a router and its experts.
 
     Args:
-        size: of an expert.
-        bias: whether the linears of both have one.
+        size: intermediate size of an expert.
+        bias: whether the linears of router and experts have one.
         activation, stored: see `Experts`.
         choice: see `Router`.
     """
@@ -67,7 +67,7 @@ def sparse_mlp(
 
 
 def shared_expert_mlp(config: ModelConfig, *, renormalize: bool) -> SharedExpertMLP:
-    """Return the same beside an expert that all tokens share."""
+    """Return a router and its experts, plus one expert that all tokens share."""
     sparse = sparse_mlp(config, config.size("moe_intermediate_size"), renormalize=renormalize)
     size = config.size("shared_expert_intermediate_size")
     shared = GatedMLP(dataclasses.replace(config, intermediate_size=size))
@@ -75,8 +75,8 @@ def shared_expert_mlp(config: ModelConfig, *, renormalize: bool) -> SharedExpert
 
 
 def expect_stored(model: nn.Module, known: Collection[str]) -> None:
-    """Have the experts of `model` load the form in which a checkpoint has them: each expert's
-    linears, or tensors of all experts.
+    """Make the experts of `model` load the checkpoint's form: separate linears for each expert, or
+    tensors of all experts.
 
     Args:
         known: the names of the checkpoint's tensors.

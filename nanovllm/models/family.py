@@ -1,4 +1,4 @@
-"""What a model family says of itself beside its layers: fields of config.json, names of tensors."""
+"""What a model family declares besides its layers: fields of config.json, names of tensors."""
 
 import re
 from collections.abc import Collection
@@ -20,15 +20,15 @@ class Family(nn.Module):
     defaults: ClassVar[dict[str, Any]] = {}
     """The family's values of fields that a config.json may lack."""
     aliases: ClassVar[dict[str, str]] = {}
-    """The family's own names of some common fields: see `ModelConfig.from_hf`."""
+    """The family's names for some common fields: see `ModelConfig.from_hf`."""
     reads: ClassVar[frozenset[str]] = frozenset()
     """The fields of `model_config.ONLY_SOME_READ` that the family honours."""
     ignores: ClassVar[frozenset[str]] = frozenset()
-    """Fields that a config.json may have, and that neither transformers nor the family applies."""
+    """Fields that a config.json may have and that neither transformers nor the family applies."""
     names: ClassVar[dict[str, str]] = {}
-    """The checkpoint's names of modules that have other names here."""
+    """The checkpoint's names for modules that have other names here."""
     left_out: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of the names of tensors that are not loaded, as the network needs none of them."""
+    """Prefixes of the names of tensors that the network does not need and does not load."""
     norm: ClassVar[dict[str, Any]] = {}
     """Options of the norms, see `RMSNorm`."""
 
@@ -38,7 +38,7 @@ class Family(nn.Module):
         self.rotary: dict[tuple[RopeConfig | None, int], RotaryEmbedding] = {}
 
     def rotary_emb(self, rope: RopeConfig | None, head_dim: int) -> RotaryEmbedding:
-        """Return the rotation of heads by `rope`; None: no rotation. Equal ones are one object."""
+        """Return the rotary embedding for `rope` (None: no rotation). Equal ones are shared."""
         key = rope, head_dim
         if key not in self.rotary:
             frequencies = torch.zeros(head_dim // 2, device="cpu"), 1.0
@@ -48,7 +48,7 @@ class Family(nn.Module):
         return self.rotary[key]
 
     def checkpoint_name(self, name: str, known: Collection[str]) -> str:
-        """Return the checkpoint's name of tensor `name`. See `Renamed` in checkpoint/shards.py."""
+        """Return the checkpoint's name for tensor `name`. See `Renamed` in checkpoint/shards.py."""
         if self.names:
             pattern = "|".join(map(re.escape, self.names))
             name = re.sub(pattern, lambda found: self.names[found[0]], name)
@@ -56,8 +56,8 @@ class Family(nn.Module):
 
 
 def placed_names(name: str) -> tuple[str, ...]:
-    """Return the names that a checkpoint's tensor `name` may have: a model that also takes pictures
-    has its text model in a part of its own.
+    """Return the names that a checkpoint's tensor `name` may have: a model that also takes images
+    nests its text model.
     """
     nested = name.replace("model.", "model.language_model.", 1)
     return name, nested, f"language_model.{name}"

@@ -22,9 +22,9 @@ class Gemma2ForCausalLM(SandwichForCausalLM):
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_CENTRED}
     qk_norm = False
     interval = 2
-    """Each layer whose number is a multiple of it has full attention."""
+    """Every layer whose number is a multiple of this has full attention."""
     local_theta: ClassVar[float | None] = None
-    """Of the rotation in layers with a window; None: as in the others."""
+    """RoPE theta of layers with a window; None: the same as in the others."""
     defaults: ClassVar[dict[str, Any]] = {
         "head_dim": 256,
         "tie_word_embeddings": True,

@@ -1,4 +1,4 @@
-"""The Gemma 3 family, its text model alone: Gemma 2 with norms of queries and keys, and no caps."""
+"""The Gemma 3 family, text model only: Gemma 2 with norms of queries and keys, and no caps."""
 
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ from nanovllm.models.parts import OTHER_MODALITIES
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
     """Gemma 3 270M and 1B: norms on both sides, and of queries and keys; five of six layers have a
-    window, and angles of their own.
+    window and separate rotary angles.
     """
 
     qk_norm = True
@@ -34,6 +34,6 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    """Gemma 3 4B, 12B and 27B, without pictures."""
+    """Gemma 3 4B, 12B and 27B, without images."""
 
     ignores = Gemma3ForCausalLM.ignores | {"final_logit_softcapping"}

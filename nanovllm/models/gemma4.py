@@ -1,4 +1,4 @@
-"""The Gemma 4 family, its text model alone. gemma4_parts.py has what only its layers have."""
+"""The Gemma 4 family, text model only. gemma4_parts.py has the parts that only Gemma 4 has."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from nanovllm.models.parts import OTHER_MODALITIES, SandwichForCausalLM, gelu_ta
 
 
 class Gemma4ForCausalLM(SandwichForCausalLM):
-    """Gemma 4, text alone: norms on both sides, and of queries, keys and values; five of six layers
+    """Gemma 4, text only: norms on both sides, and of queries, keys and values; five of six layers
     have a window; E2B and E4B have embeddings for each layer, the 26B-A4B has experts.
     """
 
@@ -47,14 +47,14 @@ class Gemma4ForCausalLM(SandwichForCausalLM):
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
-    """Gemma 4 E2B, E4B, 31B and 26B-A4B, without pictures and sound."""
+    """Gemma 4 E2B, E4B, 31B and 26B-A4B, without images and audio."""
 
 
 class Gemma4UnifiedForCausalLM(Gemma4ForCausalLM):
-    """Gemma 4 12B, text alone."""
+    """Gemma 4 12B, text only."""
 
     defaults: ClassVar[dict[str, Any]] = UNIFIED
 
 
 class Gemma4UnifiedForConditionalGeneration(Gemma4UnifiedForCausalLM):
-    """Gemma 4 12B, without pictures and sound."""
+    """Gemma 4 12B, without images and audio."""

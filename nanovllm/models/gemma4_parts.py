@@ -1,4 +1,4 @@
-"""What only the layers of Gemma 4 have: embeddings for each layer, and a factor on its sum."""
+"""Parts that only Gemma 4 has: embeddings for each layer, and a factor on the layer's sum."""
 
 import dataclasses
 from collections.abc import Callable
@@ -53,7 +53,7 @@ DEFAULTS: dict[str, Any] = {
     },
 }
 UNIFIED = {**DEFAULTS, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
-"""Of Gemma 4 12B, whose layers have no embeddings of their own."""
+"""Defaults of Gemma 4 12B, whose layers do not have separate embeddings."""
 
 
 def full_attention_sizes(config: ModelConfig, index: int) -> ModelConfig:
@@ -78,11 +78,11 @@ def full_attention_sizes(config: ModelConfig, index: int) -> ModelConfig:
 
 
 class Gemma4Attention(SelfAttention):
-    """Attention that normalises values, too.
+    """Attention that also normalises values.
 
     Args:
-        index: of the layer. The last `num_kv_shared_layers` layers have no keys and values.
-        sources: the last layer so far of each type that has keys and values.
+        index: the layer's. The last `num_kv_shared_layers` layers have no keys and values.
+        sources: for each layer type, the last layer so far that has keys and values.
         rotary_emb: see `Family.rotary_emb`.
     """
 
@@ -122,7 +122,7 @@ class Gemma4Attention(SelfAttention):
 
 
 class Gemma4Layer(SandwichLayer):
-    """A layer that adds an embedding of its own behind the MLP, and multiplies its sum."""
+    """A layer that adds a per-layer embedding after the MLP and multiplies the sum by a scalar."""
 
     kernels: Kernels = TORCH
 
@@ -144,10 +144,10 @@ class Gemma4Layer(SandwichLayer):
     def finish(
         self, hidden: torch.Tensor, residual: torch.Tensor, own_input: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the layer's sum [O, hidden_size] of what `forward` returns.
+        """Return the layer's output [O, hidden_size] from what `forward` returned.
 
         Args:
-            own_input: [O, hidden_size_per_layer_input], of this layer.
+            own_input: this layer's embeddings [O, hidden_size_per_layer_input].
         """
         total, _ = self._add.add_norm(hidden, residual)
         if own_input is not None:
@@ -159,7 +159,7 @@ class Gemma4Layer(SandwichLayer):
 
 
 class Gemma4ExpertsLayer(Gemma4Layer):
-    """A layer with experts beside its MLP, which read the residual through norms of their own."""
+    """A layer with experts parallel to its MLP, which read the residual through separate norms."""
 
     def __init__(
         self, config: ModelConfig, self_attn: SelfAttention, mlp: nn.Module, **norm: Any
@@ -189,7 +189,7 @@ class Gemma4ExpertsLayer(Gemma4Layer):
 
 
 class Gemma4Decoder(ScaledDecoder):
-    """The decoder with a second embedding, a part of which enters each layer."""
+    """The decoder with a second embedding, one slice of which enters each layer."""
 
     kernels: Kernels = TORCH
 
@@ -220,9 +220,9 @@ class Gemma4Decoder(ScaledDecoder):
         return hidden
 
     def _layer_inputs(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """Return what enters the layers, side by side: [T, layers * hidden_size_per_layer_input].
+        """Return the inputs of all layers, concatenated: [T, layers * hidden_size_per_layer_input].
 
-        It is the mean of an embedding and a projection of the first one, times sqrt(2).
+        They are the mean of an embedding and a projection of the first one, times sqrt(2).
         """
         norm = self.per_layer_projection_norm
         projected = self.per_layer_model_projection(embedded)

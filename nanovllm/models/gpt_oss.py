@@ -13,8 +13,8 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import SinkAttention, attention_biases
 
 _MERGED = StoredExperts(linears=None, transposed=True, interleaved=True)
-"""As the published checkpoints have it. A config with "split_experts", which is nanovllm's own, is
-of a GGUF file: that has gates and ups apart."""
+"""The form of the published checkpoints. A config with "split_experts", a field of nanovllm's,
+comes from a GGUF file, which stores gates and ups separately."""
 
 
 class GptOssForCausalLM(DecoderForCausalLM):

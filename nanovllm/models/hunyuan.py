@@ -1,4 +1,4 @@
-"""The HunYuan dense family: Llama with norms of queries and keys behind the rotation."""
+"""The HunYuan dense family: Llama with norms of queries and keys after RoPE."""
 
 from typing import ClassVar
 
@@ -8,9 +8,9 @@ from nanovllm.models.parts import RotatedNormAttention, attention_biases
 
 
 class HunYuanDenseV1ForCausalLM(DecoderForCausalLM):
-    """HunYuan dense 0.5B to 7B: Llama with norms of queries and keys behind the rotation.
+    """HunYuan dense 0.5B to 7B: Llama with norms of queries and keys after RoPE.
 
-    Its "dynamic" rope scaling with an alpha has the same angles always.
+    Its "dynamic" rope scaling with an alpha always has the same angles.
     """
 
     names: ClassVar[dict[str, str]] = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}

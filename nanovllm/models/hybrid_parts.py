@@ -1,7 +1,4 @@
-"""Parts of families that mix layers with full attention and layers with a state.
-
-Knows no family.
-"""
+"""Parts of families that mix layers with full attention and layers with a state."""
 
 from typing import Any
 
@@ -26,7 +23,7 @@ DELTA_NAMES = {
     f"self_attn.{part}": f"linear_attn.{part}"
     for part in ("in_proj_", "conv1d.", "A_log", "dt_bias", "norm.", "out_proj.")
 }
-"""What checkpoints call the modules of a `GatedDeltaNet` in a `MixerLayer`."""
+"""Checkpoint names for the modules of a `GatedDeltaNet` in a `MixerLayer`."""
 DELTA_DEFAULTS: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
@@ -38,9 +35,9 @@ DELTA_DEFAULTS: dict[str, Any] = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
-"""Of families with gated DeltaNets."""
+"""Field defaults of families with gated DeltaNets."""
 MAX_TAPS = 64
-"""Tokens that a convolution takes: more than any model has, like the next one."""
+"""Most tokens of a convolution: like `_MAX_DIM`, above every known model."""
 _MAX_DIM = 2**10
 
 
@@ -52,7 +49,7 @@ class MixerLayer(DecoderLayer):
 
 
 class HeadGatedAttention(GatedAttention):
-    """Gated attention whose checkpoint has the gate of each head behind its query, in q_proj.
+    """Gated attention whose checkpoint stores the gate of each head after its query, in q_proj.
 
     An RMSNorm times (1 + weight) is applied to each query head and each key head.
     """
@@ -72,7 +69,7 @@ class HeadGatedAttention(GatedAttention):
         return PiecedLinear(config.hidden_size, self._halves(config, config.head_dim), bias=bias)
 
     def _halves(self, config: ModelConfig, offset: int) -> list[Piece]:
-        """Return `head_dim` rows of q_proj for each head of this rank, from `offset` in its two."""
+        """Return `head_dim` rows of q_proj for each head of this rank, starting at its `offset`."""
         size = config.head_dim
         heads = self.attn.sizes[0]
         first = heads * tensor_parallel().rank
@@ -82,10 +79,10 @@ class HeadGatedAttention(GatedAttention):
 
 
 class SharedExpertMLP(SparseMLP):
-    """Experts, and an MLP for all tokens that has a gate of its own for each.
+    """Experts, and an MLP for all tokens whose output is gated for each token.
 
     Args:
-        shared_expert: computes [T, hidden_size] of [T, hidden_size].
+        shared_expert: maps [T, hidden_size] to [T, hidden_size].
     """
 
     kernels: Kernels = TORCH
@@ -127,7 +124,7 @@ def delta_net(config: ModelConfig, *, grouped: bool = False) -> GatedDeltaNet:
 
 
 def check_mixed(types: list[str]) -> list[str]:
-    """Return the `types` of a model's layers, checked.
+    """Check and return the `types` of a model's layers.
 
     Raises:
         UnsupportedModelError: no layer has full attention.

@@ -65,7 +65,7 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
 
 
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
-    """LFM2-8B-A1B: LFM2 with experts in place of the MLP behind the first layers."""
+    """LFM2-8B-A1B: LFM2 with experts in place of the MLP after the first layers."""
 
     aliases: ClassVar[dict[str, str]] = {
         "rms_norm_eps": "norm_eps",

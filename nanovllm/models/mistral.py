@@ -1,4 +1,4 @@
-"""The Mistral families, Mistral 3 and Ministral 3 among them: Llama without biases."""
+"""The Mistral families, including Mistral 3 and Ministral 3: Llama without biases."""
 
 import torch
 
@@ -27,7 +27,7 @@ class MistralForCausalLM(DecoderForCausalLM):
 
 
 class Ministral3ForCausalLM(MistralForCausalLM):
-    """Ministral 3, text alone: as Mistral; queries grow with the logarithm of their position."""
+    """Ministral 3, text only: Mistral, but queries grow with the logarithm of their position."""
 
     reads = frozenset({"llama_4_scaling_beta"})
 
@@ -47,4 +47,4 @@ class Ministral3ForCausalLM(MistralForCausalLM):
 
 
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
-    """Mistral Small 3.1 and Ministral 3, without pictures: the text model is either of the two."""
+    """Mistral Small 3.1 and Ministral 3, without images: the text model is either of the two."""

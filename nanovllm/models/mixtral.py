@@ -12,7 +12,7 @@ from nanovllm.models.model_config import ModelConfig
 class MixtralForCausalLM(DecoderForCausalLM):
     """Mixtral 8x7B and 8x22B: Mistral with experts in place of the MLP.
 
-    The weights of a token's experts are a softmax over the logits of these.
+    The weights of a token's experts are a softmax over the logits of these experts.
     """
 
     names: ClassVar[dict[str, str]] = {".mlp.": ".block_sparse_moe."}

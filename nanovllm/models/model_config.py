@@ -40,7 +40,7 @@ ONLY_SOME_READ: dict[str, tuple[Any, ...]] = {
     "output_multiplier": (1, None),
     "qk_scale_factor": (1, None),
     "query_pre_attn_scalar": (None,),
-    "use_bidirectional_attention": (False, None, "vision"),  # "vision": of pictures alone
+    "use_bidirectional_attention": (False, None, "vision"),  # "vision": for images only
     "is_causal": (True, None),
     "clip_qkv": (None,),
     "no_rope_layers": (None,),
@@ -53,18 +53,18 @@ ONLY_SOME_READ: dict[str, tuple[Any, ...]] = {
     "rope_local_base_freq": (None,),
 }
 """Fields that change the arithmetic and that only some families read, with the values that ask for
-nothing special. What adds weights is not here: a tensor that nobody expects is an error."""
+nothing special. Fields that add weights are not listed: an unexpected tensor is an error."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The sizes and settings that all decoder-only transformers have.
 
-    What only one family has, its own file reads from `fields`.
+    A family's file reads anything else from `fields`.
     """
 
     module: ClassVar[str | None] = None
-    """Where the class `architecture` is; None: it is a family of this folder."""
+    """Module of the class `architecture`; None: it is a family of this folder."""
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -75,15 +75,15 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     rope: RopeConfig
-    """Of the layers with full attention, if the types of layers differ."""
+    """If the types of layers differ, that of the layers with full attention."""
     max_position: int
     """Positions that the model supports, rope scaling included."""
     tie_word_embeddings: bool
     dtype: torch.dtype
     quantization_config: Any = None
-    """What config.json says of the form of the weights: `formats.registry` reads it."""
+    """What config.json says about the form of the weights: `formats.registry` reads it."""
     fields: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    """What config.json says of the text model, with the family's defaults."""
+    """The fields of the text model in config.json, with the family's defaults."""
 
     @classmethod
     def from_hf(
@@ -101,8 +101,8 @@ class ModelConfig:
             dtype: name of a torch dtype that overrides the checkpoint's, or "auto".
             defaults: the family's values of fields that are absent.
             reads: fields beyond the common ones that the family honours.
-            aliases: the family's own names of intermediate_size, rms_norm_eps and
-                tie_word_embeddings, which come first.
+            aliases: the family's names for intermediate_size, rms_norm_eps and
+                tie_word_embeddings, which take precedence.
             ignores: fields that count as absent.
 
         Raises:
@@ -123,7 +123,7 @@ class ModelConfig:
         check_rope(fields, reads)
         rope = read_rope(fields, max_position, head_dim)
         if rope.rope_type == "yarn":
-            # Users who add YaRN as Qwen3's model card says leave max_position_embeddings unscaled.
+            # Qwen3's model card tells users to add YaRN but leaves max_position_embeddings as is.
             max_position = max(max_position, int(rope.original_max_position * rope.factor))
         return cls(
             architecture=architecture,
@@ -175,15 +175,15 @@ class ModelConfig:
         return [check_float(CheckpointError, name, value, 0.0, 1e12) for value in values]
 
     def window(self) -> int | None:
-        """Return the window of every layer in tokens; None: the config has none."""
+        """Return the window of every layer in tokens; None if the config has none."""
         return None if self.fields.get("sliding_window") is None else self.size("sliding_window")
 
     def layer_types(self, interval: int, other: str = "sliding_attention") -> list[str]:
         """Return each layer's type, "full_attention" or `other`.
 
         Args:
-            interval: without a list in the config, each layer whose number is a multiple of it,
-                counted from 1, has full attention; 0: all have.
+            interval: without a list in the config, every layer whose number, counted from 1, is a
+                multiple of this has full attention; 0: all have.
         """
         names = (other, "full_attention")
         types = self.fields.get("layer_types")
@@ -208,7 +208,7 @@ class ModelConfig:
         """Return the rotary settings of layers of `layer_type`.
 
         Args:
-            theta: the family's, where the config has none for such layers.
+            theta: the family's default for such layers.
         """
         return read_rope(self.fields, self.max_position, self.head_dim, layer_type, theta)
 

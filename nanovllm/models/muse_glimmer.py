@@ -1,4 +1,4 @@
-"""The Muse Glimmer family, its text model alone."""
+"""The Muse Glimmer family, text model only."""
 
 from typing import Any, ClassVar
 
@@ -18,8 +18,8 @@ from nanovllm.models.parts import (
 
 
 class MuseGlimmerForConditionalGeneration(SandwichForCausalLM):
-    """Muse Glimmer, without pictures: norms on both sides, gated attention; three of four layers
-    have a window, the fourth does not rotate.
+    """Muse Glimmer, without images: norms on both sides, gated attention; three of four layers
+    have a window, the fourth has no RoPE.
     """
 
     left_out = OTHER_MODALITIES

@@ -1,4 +1,4 @@
-"""The Olmo families: norms behind attention and MLP only, and over all heads together."""
+"""The Olmo families: norms only after attention and MLP, and over all heads together."""
 
 from typing import Any, ClassVar
 
@@ -10,7 +10,7 @@ from nanovllm.models.parts import SANDWICH, SandwichLayer, WideNormAttention, at
 
 
 class Olmo2ForCausalLM(DecoderForCausalLM):
-    """Olmo 2: norms behind attention and MLP only, and over all query heads and all key heads."""
+    """Olmo 2: norms only after attention and MLP, and over all query heads and all key heads."""
 
     names: ClassVar[dict[str, str]] = SANDWICH
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}

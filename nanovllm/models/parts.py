@@ -1,7 +1,4 @@
-"""Parts that some families have in place of those in decoder.py: attention, layers, and a base.
-
-Knows no family.
-"""
+"""Parts that some families use in place of those in decoder.py: attention, layers, and a base."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -39,27 +36,27 @@ OTHER_MODALITIES = (
     *(f"{prefix}{tower}." for tower in _TOWERS for prefix in ("", "model.", "language_model.")),
     "mtp.",
 )
-"""Beginnings of the names of tensors for pictures and sound, and for drafts."""
+"""Prefixes of the names of tensors for images and audio, and for drafts."""
 SANDWICH = {
     "after_attention_norm": "post_attention_layernorm",
     "post_attention_layernorm": "pre_feedforward_layernorm",
     "after_mlp_norm": "post_feedforward_layernorm",
 }
-"""What checkpoints call the norms of a `SandwichLayer`; also those of a `PostNormLayer`."""
+"""Checkpoint names for the norms of a `SandwichLayer`."""
 
 
 def attention_biases(config: ModelConfig, *, default: bool = False) -> dict[str, Any]:
-    """Return the options of `SelfAttention` where attention_bias is about all four linears.
+    """Return the options of `SelfAttention` where attention_bias applies to all four linears.
 
     Args:
-        default: of a config that lacks it.
+        default: used if the config lacks the field.
     """
     bias = config.flag("attention_bias", default=default)
     return {"bias": bias, "output_bias": bias}
 
 
 class RotatedNormAttention(SelfAttention):
-    """Attention whose queries and keys are rotated first and normalised then."""
+    """Attention whose queries and keys are normalised after RoPE."""
 
     def head_norm(self) -> QKNorm:
         return super().head_norm()._replace(after_rotation=True)
@@ -85,9 +82,9 @@ class WideNormAttention(SelfAttention):
 
 
 class WideNorm(RMSNorm):
-    """An RMSNorm over all heads of queries, or of keys, in place.
+    """An in-place RMSNorm over all query heads, or over all key heads.
 
-    With several ranks each normalises its own heads, by the mean square of all.
+    Each rank normalises its own heads by the mean square of all.
     """
 
     def __init__(self, config: ModelConfig, num_heads: int, num_own: int) -> None:
@@ -98,7 +95,7 @@ class WideNorm(RMSNorm):
         self._start = ranks.rank // self._copies * num_own * config.head_dim
 
     def normalise(self, x: torch.Tensor) -> None:
-        """Normalise the rows of x [T, own heads * head_dim], which may lie apart."""
+        """Normalise the rows of x [T, own heads * head_dim], which need not be contiguous."""
         if tensor_parallel().size == 1:
             self.kernels.rms_norm(x, self.weight, self.eps, self.kind, out=x)
             return
@@ -122,7 +119,7 @@ class GatedAttention(SelfAttention):
         self.gate = self.make_gate(config)
 
     def make_gate(self, config: ModelConfig) -> LinearBase:
-        """Return the projection: [T, hidden_size] to a gate for each number of the heads."""
+        """Return the projection of [T, hidden_size] to a gate for each number of the heads."""
         outputs = {"gate_proj": config.num_heads * config.head_dim}
         return MergedColumnParallelLinear(config.hidden_size, outputs, bias=False)
 
@@ -160,8 +157,8 @@ class SandwichLayer(DecoderLayer):
     """A layer that also normalises what attention and MLP return.
 
     Args:
-        before: whether it normalises what they read, too.
-        eps_after: of the norms behind them; None: the config's.
+        before: whether it also normalises what they read.
+        eps_after: epsilon of the norms after them; None: the config's.
         norm: options of the norms, see `RMSNorm`.
     """
 
@@ -199,13 +196,13 @@ class SandwichLayer(DecoderLayer):
         return self.after_mlp_norm(self.feed_forward(hidden, residual)), residual
 
     def feed_forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Return what the MLP makes of `hidden`, the norm of `residual`: [O, hidden_size] each."""
+        """Return the MLP's output for `hidden`, the norm of `residual`: [O, hidden_size] each."""
         found: torch.Tensor = self.mlp(hidden)
         return found
 
 
 class AddOnly(nn.Module):
-    """Takes the place of an RMSNorm: adds to the residual and does not normalise."""
+    """Replaces an RMSNorm: adds to the residual without normalising."""
 
     kernels: Kernels = TORCH
 
@@ -253,7 +250,7 @@ class ScaledDecoder(Decoder):
 class SandwichForCausalLM(DecoderForCausalLM):
     """The base of families with a `SandwichLayer`, and with a factor and a soft cap on logits.
 
-    The cap is in float32: cap * tanh(logits / cap). A factor of 1 and a cap of 0 leave the logits.
+    The cap is in float32: cap * tanh(logits / cap). A factor of 1 and a cap of 0 change nothing.
     """
 
     names: ClassVar[dict[str, str]] = SANDWICH
@@ -289,7 +286,7 @@ def gelu_tanh(config: ModelConfig) -> str:
 
 
 class UnweightedNorm(RMSNorm):
-    """An RMSNorm without a weight: one of ones, which no checkpoint has."""
+    """An RMSNorm without a learned weight: a weight of ones, which no checkpoint has."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps, NORM_WIDE)
@@ -298,7 +295,7 @@ class UnweightedNorm(RMSNorm):
 
 
 class NormedEmbedding(VocabParallelEmbedding):
-    """A token embedding, then an RMSNorm without a weight."""
+    """A token embedding followed by an RMSNorm without a weight."""
 
     is_gathered: ClassVar[bool] = False  # as in `ScaledEmbedding`
 

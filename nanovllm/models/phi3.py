@@ -1,4 +1,4 @@
-"""The Phi-3 family, Phi-4 and Phi-4-mini among it: Llama from fused projections."""
+"""The Phi-3 family, including Phi-4 and Phi-4-mini: Llama with fused projections."""
 
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
@@ -6,8 +6,8 @@ from nanovllm.models.model_config import ModelConfig
 
 
 class Phi3ForCausalLM(DecoderForCausalLM):
-    """Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama from fused projections; a window if the config
-    has one; part of a head may rotate.
+    """Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama with fused projections; a window if the config
+    has one; RoPE may cover only part of a head.
     """
 
     reads = frozenset({"partial_rotary_factor"})

@@ -1,11 +1,11 @@
-"""The Qwen2 family: what its layers have. The decoder itself is in decoder.py."""
+"""The Qwen2 family's layers. The decoder itself is in decoder.py."""
 
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 
 
 class Qwen2ForCausalLM(DecoderForCausalLM):
-    """Qwen2 and Qwen2.5: q, k and v always have a bias, no other linear has one."""
+    """Qwen2 and Qwen2.5: q, k and v always have a bias, other linears never do."""
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)

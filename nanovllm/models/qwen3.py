@@ -1,4 +1,4 @@
-"""The Qwen3 family: what its layers have. The decoder itself is in decoder.py."""
+"""The Qwen3 family's layers. The decoder itself is in decoder.py."""
 
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig

@@ -1,4 +1,4 @@
-"""The Qwen3.5 family, its text model alone: Qwen3-Next with other projections, dense or not."""
+"""The Qwen3.5 family, text model only: Qwen3-Next with other projections, dense or MoE."""
 
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ _READS = frozenset(
 
 
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
-    """Qwen3.5, Qwen3.6 and Qwen3.8 (dense), text alone: three of four layers are gated DeltaNets,
+    """Qwen3.5, Qwen3.6 and Qwen3.8 (dense), text only: three of four layers are gated DeltaNets,
     which keep a state; the fourth has gated attention.
     """
 
@@ -35,11 +35,11 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """Qwen3.5 0.8B to 27B, Qwen3.6-27B and Qwen3.8-27B, without pictures."""
+    """Qwen3.5 0.8B to 27B, Qwen3.6-27B and Qwen3.8-27B, without images."""
 
 
 class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):
-    """Qwen3.5-MoE, text alone: Qwen3.5 with experts, and one that all tokens share."""
+    """Qwen3.5-MoE, text only: Qwen3.5 with experts, and one that all tokens share."""
 
     grouped = False
     defaults: ClassVar[dict[str, Any]] = {
@@ -55,4 +55,4 @@ class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):
 
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
-    """Qwen3.5-35B-A3B, 122B-A10B and 397B-A17B, Qwen3.6-35B-A3B, without pictures."""
+    """Qwen3.5-35B-A3B, 122B-A10B and 397B-A17B, Qwen3.6-35B-A3B, without images."""

@@ -9,7 +9,7 @@ from nanovllm.models.parts import attention_biases
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
     """Qwen3-30B-A3B and 235B-A22B: Qwen3 with experts in place of the MLP.
 
-    The router has no bias; its weights are a softmax over all experts or the chosen.
+    The router has no bias; its weights are a softmax over all experts or over the chosen ones.
     """
 
     reads = frozenset({"num_experts", "num_local_experts"})

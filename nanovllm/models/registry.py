@@ -48,25 +48,25 @@ MODULES = {
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
 }
-"""By architecture: the file, which has a class of this name. The docstring of the class
-begins with "MODELS: LAYERS."; without ": " its layers are those of the class it inherits from."""
+"""The file of each architecture, which has a class of this name. The class's docstring begins with
+"MODELS: LAYERS."; without ": " its layers are those of the class that it inherits from."""
 _EAGLE3 = "LlamaForCausalLMEagle3"
 
 
 class Supported(NamedTuple):
-    """What the docstring of a family's class says."""
+    """What the docstring of a family's class declares."""
 
     architecture: str
     family: str
     """The file in this folder, without ".py"."""
     models: str
-    """The models that it is known for."""
+    """The best-known models."""
     layers: str
     """What its layers have, in a phrase."""
 
 
 def supported(architecture: str) -> Supported:
-    """Return what is known of an architecture in `MODULES`."""
+    """Return what is declared of an architecture in `MODULES`."""
     family = MODULES[architecture]
     models = ""
     for cls in family_class(architecture).__mro__:
@@ -87,10 +87,10 @@ def family_class(architecture: str) -> type[DecoderForCausalLM]:
 
 
 def check_architecture(name: str) -> None:
-    """Check that there is a model of this architecture.
+    """Check that this architecture is implemented.
 
     Raises:
-        UnsupportedModelError: no model file implements it, or it is a draft head alone.
+        UnsupportedModelError: no model file implements it, or it is only a draft head.
     """
     if name == _EAGLE3:
         raise UnsupportedModelError(

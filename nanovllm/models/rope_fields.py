@@ -1,4 +1,4 @@
-"""The rotary settings of a config.json: read in all their forms, checked, refused by name."""
+"""Reads the rotary settings of a config.json in all their forms; refuses unknown ones by name."""
 
 from collections.abc import Collection
 from typing import Any
@@ -18,10 +18,10 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "alpha": ("alpha",),
     "factors": ("factors",),
 }
-"""By rope type: the settings that it needs. "factors" is nanovllm's own, for GGUF files; "alpha" is
+"""The settings that each rope type needs. "factors" is nanovllm's, for GGUF files; "alpha" is
 HunYuan's, whose files call it "dynamic"."""
 _ROPE_NAMES = {"su": "longrope"}
-"""Other names of rope types."""
+"""Other names for rope types."""
 _YARN_FLOATS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 _COMMON_ROPE_KEYS = (
     "rope_theta",
@@ -39,7 +39,7 @@ FAMILY_KEYS = (
 )
 """Settings that a family reads, or that change nothing for text."""
 _ROPE_RANGE = (1e-3, 1e6)
-"""Of every factor of a rope scaling. Outside it, angles are not finite."""
+"""Range of every factor of a rope scaling. Outside it, angles are not finite."""
 
 
 def rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
 
     rope_scaling overrides rope_parameters, as in transformers 5: model cards tell users to add it
     to config.json. original_max_position_embeddings of config.json itself overrides both. null
-    means absent. rope_parameters may have one object for each type of layers.
+    means absent. rope_parameters may have one object for each layer type.
     """
     keys = ("rope_parameters", "rope_scaling")
     parameters, scaling = ({} if fields.get(key) is None else fields[key] for key in keys)
@@ -55,7 +55,7 @@ def rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
     if by_type:
         parameters = parameters[layer_type]
     if layer_type != "full_attention":
-        scaling = {}  # of Gemma 3 and Olmo 3: it is for the layers with full attention
+        scaling = {}  # in Gemma 3 and Olmo 3 it is only for layers with full attention
     given = scaling or parameters
     for found in (scaling, parameters):
         if not isinstance(found, dict):
@@ -66,8 +66,8 @@ def rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
     local = (
         {"rope_theta": fields.get("rope_local_base_freq")} if layer_type != "full_attention" else {}
     )
-    # As transformers: beside rope_scaling, config.json's own fields come before rope_parameters,
-    # but behind those of the layer type.
+    # As in transformers: next to rope_scaling, config.json's own fields come before
+    # rope_parameters, but after those of the layer type.
     for fallback in (parameters, local, fields) if by_type else (local, fields, parameters):
         for key in ("rope_theta", "partial_rotary_factor"):
             if fallback.get(key) is not None:
@@ -103,7 +103,7 @@ def _rope_type(settings: dict[str, Any]) -> str:
     if rope_type == "dynamic" and settings.get("alpha") is not None:
         rope_type = "alpha"
         for key in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
-            settings.pop(key, None)  # transformers ignores them, too
+            settings.pop(key, None)  # transformers also ignores them
     if isinstance(rope_type, str):
         rope_type = _ROPE_NAMES.get(rope_type, rope_type)
     if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:
@@ -130,7 +130,7 @@ def read_rope(
     """Return the checked rotary settings of layers of `layer_type`.
 
     Args:
-        default_theta: the family's, where the config has none.
+        default_theta: the family's, used if the config has none.
     """
     settings = rope_settings(fields, layer_type)
     rope_type = _rope_type(settings)

@@ -1,4 +1,4 @@
-"""The Seed-OSS family: Llama, with a switch of its own for the bias of o_proj."""
+"""The Seed-OSS family: Llama, with a separate switch for the bias of o_proj."""
 
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig

@@ -1,4 +1,4 @@
-"""The SmolLM3 family: Llama, some of whose layers do not rotate."""
+"""The SmolLM3 family: Llama, some of whose layers have no RoPE."""
 
 from typing import Any, ClassVar
 
@@ -9,14 +9,14 @@ from nanovllm.models.parts import attention_biases
 
 
 class SmolLM3ForCausalLM(DecoderForCausalLM):
-    """SmolLM3: Llama; every fourth layer does not rotate; windows if the config says so."""
+    """SmolLM3: Llama; every fourth layer has no RoPE; windows if the config says so."""
 
     defaults: ClassVar[dict[str, Any]] = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True}
     reads = frozenset({"no_rope_layers", "layer_types", "use_sliding_window"})
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         rotates = _rotating_layers(config)
-        if config.fields.get("layer_types") is not None:  # the flag does not count then
+        if config.fields.get("layer_types") is not None:  # then the flag is ignored
             window = config.windows(0)[index]
         else:
             has_window = config.flag("use_sliding_window") and not rotates[index]
@@ -32,7 +32,7 @@ class SmolLM3ForCausalLM(DecoderForCausalLM):
 
 
 def _rotating_layers(config: ModelConfig) -> list[bool]:
-    """Return for each layer whether it rotates: 1 in the config's list, despite its name."""
+    """Return for each layer whether it uses RoPE: 1 in the config's list, despite its name."""
     listed = config.per_layer("no_rope_layers")
     if listed is None:
         interval = config.size("no_rope_layer_interval", 4)
