@@ -86,7 +86,7 @@ def denies(sentence: str, feature: str) -> bool:
     return any(re.search(form, sentence) for form in (*forms, rf"{ABSENT}\b.*\b{feature}\b"))
 
 
-PAGES = [path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md"]
+PAGES = [*(ROOT / "docs").glob("*.md")]
 
 
 def sentences(text: str) -> list[str]:
