@@ -1,8 +1,8 @@
 """Kill the workers, a node and the driver of a batch, and check each byte of its output.
 
 A job of the shipped model runs in one process, then on 1, 2 and 4 workers of a Ray cluster of four
-nodes in this machine. At random points of its progress a worker or a node is killed, and the driver
-once; the same command then goes on. Each output must be the first one's, byte for byte.
+nodes on this machine. At random points of its progress a worker or a node is killed, and the driver
+once; the same command is then run again. Each output must equal the first one, byte for byte.
 """
 
 import argparse
@@ -28,14 +28,14 @@ NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 NUM_NODES = 4
 NUM_WORKER_KILLS = 4
 SECONDS = 500
-"""After so long, a job has failed."""
+"""Seconds after which a job counts as failed."""
 FLAGS = ["--max-tokens", "16", "--temperature", "2", "--max-num-seqs", "16"]
 FLAGS += ["--max-model-len", "256", "--num-kvcache-blocks", "512", "--device", "cpu"]
 BAD = ["{bad", '{"prompt": 5}', '{"id": "x"}', '{"prompt": "x", "sampling_params": {"top_p": 7}}']
 
 
 def write_rows(path: Path, number: int) -> int:
-    """Write rows, one in a hundred of them bad; return how many are."""
+    """Write rows, one in a hundred of them bad; return the number of bad ones."""
     questions = [question for question, _ in demo_model.entries()]
     rng, num_bad = random.Random(0), 0
     with path.open("w", encoding="utf-8") as file:
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def num_done(self) -> int:
-        """How many rows its journal has."""
+        """Return the number of rows in its journal."""
         path = self._output.with_name(self._output.name + ".parts") / "rows.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -87,7 +87,7 @@ def kill_worker(rng: random.Random) -> bool:
 
 
 def kill_node(rng: random.Random, cluster: Cluster) -> bool:
-    """Kill a node that has such an actor, and add another; return whether there was one."""
+    """Kill a node that has such an actor, and add a new node; return whether there was one."""
     parents = {process.ppid() for process in engines()}
     nodes = [
         node

@@ -1,7 +1,7 @@
-"""What a batch costs beside `LLM.generate`, and whether its driver grows with its rows.
+"""What a batch costs compared with `LLM.generate`, and whether its driver grows with its rows.
 
-`speed`: the same requests by LLM.generate, by a batch in one process, and by one worker of Ray, in
-turns. Seconds of the processors tell more than those of the clock, where other programs run.
+`speed`: the same requests by LLM.generate, by a batch in one process, and by one Ray worker, in
+turns. If other programs are running, processor seconds say more than wall-clock seconds.
 `memory`: the driver's resident memory over rows of one token, read as they are needed.
 """
 
@@ -40,11 +40,11 @@ class Kept:
 
     @property
     def capacity(self) -> int:
-        """That of the pool."""
+        """The pool's."""
         return self._pool.capacity
 
     async def start(self) -> None:
-        """Make the engines, at the first time."""
+        """Make the engines, on the first call."""
         if not self._is_started:
             await self._pool.start()
         self._is_started = True
@@ -87,11 +87,11 @@ class Times(NamedTuple):
 
     clock: float
     cpu: float
-    """Of this process and all that it started, Ray's own included."""
+    """Processor seconds of this process and all that it started, including Ray's own."""
 
 
 class Timer:
-    """Measures from when it is made."""
+    """Measures from its creation on."""
 
     def __init__(self) -> None:
         self._clock, self._cpu = time.perf_counter(), self._cpu_now()

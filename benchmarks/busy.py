@@ -1,10 +1,10 @@
-"""Measure engines on a busy machine: each case alone, beside busy processes, on one core, and with
+"""Measure engines on a busy machine: each case alone, next to busy processes, on one core, and with
 a limit of 1.5 cores. Print each median time, its ratio to the time alone, and its ratio to the
 first engine's time in the same condition (medians over rounds).
 
-A busy process has a session of its own, as another user's work has: Linux then divides a core
-between the sessions. `1 core` leaves the engine as many threads as it started with. `1.5 cores`
-needs the right to make a control group. Engines are named as for benchmarks.versus.
+A busy process runs in its own session, like another user's work: Linux then divides a core between
+the sessions. `1 core` leaves the engine as many threads as it started with. `1.5 cores` needs the
+right to create a control group. Engines are named as for benchmarks.versus.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def alone(_pids: list[int]) -> Iterator[None]:
 
 
 def beside(count: int) -> Callable[[list[int]], contextlib.AbstractContextManager[None]]:
-    """Return a condition: beside `count` busy processes."""
+    """Return a condition: next to `count` busy processes."""
 
     @contextlib.contextmanager
     def condition(_pids: list[int]) -> Iterator[None]:

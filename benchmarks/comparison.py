@@ -1,6 +1,6 @@
 """What `versus --json` writes and `plot` reads: the times of engines on the same cases.
 
-Needs the standard library only. Knows no engine.
+Needs only the standard library.
 """
 
 import dataclasses
@@ -46,9 +46,9 @@ class Comparison:
     processor: str
     model: str
     startup: dict[str, float]
-    """By engine: seconds from the start of its process until it is ready."""
+    """For each engine: seconds from the start of its process until it is ready."""
     cases: dict[str, str]
-    """By case: what it is, in words."""
+    """For each case: its description in words."""
     rows: list[Row]
 
     @classmethod

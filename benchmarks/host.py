@@ -1,7 +1,7 @@
 """The host's share of a decode step on a GPU, without a GPU: graphs whose replays do nothing.
 
-Scheduling, the launch, the tokens' way into outputs are the real ones; no model runs. On a GPU this
-time is hidden while it is shorter than the step. The calls of the CUDA runtime are missing.
+Scheduling, the launch, and turning tokens into outputs are real; no model runs. On a GPU this time
+is hidden while it is shorter than the step. Calls of the CUDA runtime are not included.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def _select(spec: AttentionSpec, kernels: object) -> Any:
 def make_engine(batch: int, output_len: int) -> LLMEngine:
     """Return an engine that launches a step before it handles the last one's tokens.
 
-    Its decode steps are graphs, as on a GPU. Its prompts are not.
+    As on a GPU, its decode steps are graphs and its prompts are not.
     """
     config = Config(
         demo_model.MODEL,

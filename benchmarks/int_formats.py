@@ -1,4 +1,4 @@
-"""What each form of weights of 8 and 4 bits costs on a CPU, in a model's linears, beside our int4.
+"""What each form of 8-bit and 4-bit weights costs in a model's linears on a CPU, against our int4.
 
 All linears of the layers run as one recorded call, in the shape of Qwen3-0.6B, with random weights.
 The forms run in turn. The ratio in the last column is the median over rounds of a form's time
@@ -71,7 +71,7 @@ def random_weight(form: tuple[int, int | None, set[str]], n: int, k: int) -> Int
 def make_layers(
     form: tuple[int, int | None, set[str]], shapes: list[tuple[int, int]], num_layers: int
 ) -> list[WeightMethod]:
-    """Return the linears of all layers. Layers have equal weights, each in memory of its own."""
+    """Return the linears of all layers. Layers have equal weights, each in separate memory."""
     weights = [random_weight(form, n, k) for n, k in shapes]
     layers = []
     for weight in weights * num_layers:
@@ -82,7 +82,7 @@ def make_layers(
 
 
 def megabytes(linears: list[WeightMethod]) -> float:
-    """Return what the weights and their scales take."""
+    """Return the bytes of the weights and their scales."""
     panels = [linear.panels for linear in linears]  # type: ignore[attr-defined]
     tensors = [t for p in panels for t in (p.packed, p.scales, p.factors, p.inputs)]
     total: int = sum(tensor.nbytes for tensor in tensors if tensor is not None)

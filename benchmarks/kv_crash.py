@@ -33,7 +33,7 @@ from nanovllm.tiers.traffic import TierTraffic
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "kvcache_block_size": 32}
 LIMIT_GIB = 1 / 64
-"""So little that entries are evicted, too."""
+"""Little enough that entries are evicted."""
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 OTHER_MODEL = {"hf_overrides": {"rope_theta": 77_777.0}}
 """Makes another model of the shipped one, whose entries have the same keys and sizes."""
@@ -43,7 +43,7 @@ Tokens = list[list[int]]
 
 @dataclasses.dataclass
 class Tally:
-    """What was seen in all rounds of a part."""
+    """What was observed in all rounds of a part."""
 
     rounds: int = 0
     wrong: int = 0
@@ -52,7 +52,7 @@ class Tally:
     """Rounds in which a user got an exception."""
     warnings: int = 0
     store_tokens: int = 0
-    """Tokens whose KV came from the directory: without any, a part shows nothing."""
+    """Tokens whose KV came from the directory: if there are none, the part shows nothing."""
     failed_loads: int = 0
     torn: int = 0
     """Files that a killed process left half written."""
@@ -60,12 +60,12 @@ class Tally:
 
     @property
     def passed(self) -> bool:
-        """Whether nobody noticed."""
+        """Whether users noticed nothing."""
         return self.wrong == self.errors == 0 and self.store_tokens > 0
 
 
 def make_prompts(seed: int, count: int = 5) -> Tokens:
-    """Return prompts of 40 to 200 tokens; many begin alike, also with those of other seeds."""
+    """Return prompts of 40 to 200 tokens; many share their beginning, even across seeds."""
     rng, common = random.Random(seed), random.Random(0)
     shared = [common.randint(100, 900) for _ in range(120)]
     starts = [shared[: rng.choice([0, 48, 120])] for _ in range(count)]
@@ -75,7 +75,7 @@ def make_prompts(seed: int, count: int = 5) -> Tokens:
 
 
 def answers(llm: LLM, prompts: Tokens) -> Tokens:
-    """Return the tokens behind each prompt."""
+    """Return the tokens after each prompt."""
     outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
     return [list(output.token_ids) for output in outputs]
 
@@ -85,7 +85,7 @@ class Checker:
 
     def __init__(self) -> None:
         self._reference = LLM(demo_model.MODEL, **OPTIONS)
-        # The shipped model computes a token faster than a file is read: load all the same.
+        # The shipped model computes a token faster than a file is read: load anyway.
         TierTraffic.pays = lambda self, *_: True  # type: ignore[method-assign]
 
     def check(self, tally: Tally, directory: Path, prompts: Tokens) -> None:
@@ -125,8 +125,8 @@ def counted_warnings(tally: Tally) -> Iterator[None]:
 
 
 def write_on(directory: str, seed: int, num_rounds: int, begun: Connection) -> None:
-    """Answer new prompts for ever, or `num_rounds` times; send a word before the first."""
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which outlives a killed process
+    """Answer new prompts forever, or `num_rounds` times; send a message before the first."""
+    tqdm.set_lock(threading.RLock())  # tqdm's own is a semaphore, which outlives a killed process
     llm = LLM(demo_model.MODEL, kv_cache_dir=directory, kv_cache_dir_gib=LIMIT_GIB, **OPTIONS)
     begun.send("begun")
     number = 0
@@ -138,7 +138,7 @@ def write_on(directory: str, seed: int, num_rounds: int, begun: Connection) -> N
 
 @functools.cache
 def processes() -> Any:
-    """Return what starts processes that have torch imported already."""
+    """Return a context whose processes start with torch already imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["nanovllm.llm", "nanovllm.tiers.rank"])
     return context
@@ -160,14 +160,14 @@ def temporary(directory: Path) -> list[Path]:
 
 
 def crashes(checker: Checker, rounds: int, work: Path) -> Tally:
-    """Kill an engine that writes, and let a fresh one answer; each on what the others left."""
+    """Kill an engine that writes, and let a fresh one answer; all rounds share a directory."""
     tally, rng, directory = Tally(), random.Random(1), work / "crashes"
     for seed in tqdm(range(rounds), desc="crashes", disable=rounds < 10):
         process = start_writer(directory, seed)
         time.sleep(rng.uniform(0.0, 0.15))
         deadline = time.monotonic() + 0.5
         while seed % 4 and not temporary(directory) and time.monotonic() < deadline:
-            pass  # three of four: within a write
+            pass  # three times in four: during a write
         process.kill()
         process.join()
         tally.torn += len(temporary(directory))
@@ -177,7 +177,7 @@ def crashes(checker: Checker, rounds: int, work: Path) -> Tally:
 
 
 def flip(file: Path, rng: random.Random, others: Seq[Path]) -> None:
-    """Flip a bit; more often in the header than a random place would be."""
+    """Flip a bit; more often in the header than a random position would be."""
     content = bytearray(file.read_bytes())
     offset = rng.randrange(rng.choice([160, len(content)]))
     content[offset] ^= 1 << rng.randrange(8)
@@ -196,7 +196,7 @@ def append(file: Path, rng: random.Random, others: Seq[Path]) -> None:
 
 
 def hole(file: Path, rng: random.Random, others: Seq[Path]) -> None:
-    """Zero a part, as a power failure does to what had not reached the disk."""
+    """Zero a part, as a power failure does to data that had not reached the disk."""
     size = file.stat().st_size
     start = rng.randrange(size)
     with file.open("r+b") as opened:
@@ -213,7 +213,7 @@ def swap(file: Path, rng: random.Random, others: Seq[Path]) -> None:
 
 
 def foreign(file: Path, rng: random.Random, others: Seq[Path]) -> None:
-    """Put another model's file in the place of this one: of the same tokens and size."""
+    """Replace this file with another model's of the same tokens and size."""
     other = file.parents[4] / "other"
     (found,) = other.glob(f"*/rank0/*/{file.name}")
     shutil.copy(found, file)
@@ -276,7 +276,7 @@ def together(checker: Checker, rounds: int, work: Path) -> Tally:
 
 @contextlib.contextmanager
 def small_disk(path: Path) -> Iterator[bool]:
-    """Mount a file system of 1 MiB at `path`; give False if this process may not."""
+    """Mount a file system of 1 MiB at `path`; return False if this process may not."""
     path.mkdir(mode=0o700)
     command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", str(path)]
     is_mounted = subprocess.run(command, capture_output=True).returncode == 0
@@ -299,7 +299,7 @@ def full_disk(checker: Checker, rounds: int, work: Path) -> Tally | None:
 
 
 def read_only_disk(checker: Checker, rounds: int, work: Path) -> Tally:
-    """Find some prompts in a directory that cannot be written, and not others."""
+    """Look for prompts in a directory that cannot be written: some are there, others are not."""
     tally, path = Tally(), work / "read_only"
     with small_disk(path) as is_mounted:
         checker.check(Tally(), path, make_prompts(0))
@@ -324,11 +324,11 @@ PARTS: dict[str, tuple[Callable[[Checker, int, Path], Tally | None], int]] = {
     "full disk": (full_disk, 5),
     "read-only disk": (read_only_disk, 5),
 }
-"""Each part, and its rounds. A part gives None where it cannot run."""
+"""Each part, and its rounds. A part returns None where it cannot run."""
 
 
 def main() -> None:
-    """Run the parts and print a row of each."""
+    """Run the parts and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, help="rounds of each part; default: its own")

@@ -1,9 +1,9 @@
 """What do the tiers below the KV pool gain, and what do they cost?
 
-`restart`: the time to the first token of a prompt that an earlier process has seen, beside
-computing it; each in a fresh process. `swap`: of a prompt whose KV went to host memory and comes
-back, beside computing it. `writing`: the nano case of benchmarks.versus with and without a
-kv_cache_dir, in turns, with new prompts each time.
+`restart`: the time to the first token of a prompt that an earlier process has seen, against
+computing it; each in a fresh process. `swap`: the same for a prompt whose KV went to host memory
+and comes back. `writing`: the nano case of benchmarks.versus with and without a kv_cache_dir, in
+turns, with new prompts each time.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def child(model: str, load_format: str, directory: str, prompts: Seq[int]) -> di
 
 
 def in_new_process(*args: object) -> dict[str, Any]:
-    """Return what `child` returns in a process of its own."""
+    """Return what `child` returns in a separate process."""
     command = [sys.executable, "-m", "benchmarks.kv_tiers", "child", json.dumps(args)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
@@ -73,7 +73,7 @@ def in_new_process(*args: object) -> dict[str, Any]:
 
 
 def leave_page_cache(directory: str) -> None:
-    """Let the system forget the files, so that they are read from the disk."""
+    """Drop the files from the page cache, so that they are read from the disk."""
     os.sync()
     for path in Path(directory).rglob("*"):
         if path.is_file():
@@ -172,7 +172,7 @@ def directory_bytes(directory: str) -> int:
 
 
 def settle(directory: str) -> None:
-    """Wait until nothing is written any more, so that the next run has the disk to itself."""
+    """Wait until writing has stopped, so that the next run has the disk to itself."""
     before = -1
     while before != (before := directory_bytes(directory)):
         time.sleep(0.5)

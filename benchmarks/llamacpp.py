@@ -1,7 +1,7 @@
-"""llama.cpp as an engine of bench.py, by its C API from the package llama-cpp-python.
+"""llama.cpp as an engine of bench.py, through its C API in the package llama-cpp-python.
 
 All prompts are computed first, in batches of 2048 tokens, then one token of each sequence a step.
-Runs in an environment that has llama-cpp-python and need not have nanovllm.
+Runs in an environment that has llama-cpp-python; nanovllm is not needed there.
 """
 
 import os
@@ -50,7 +50,7 @@ class LlamaCpp:
     def run(
         self, prompts: list[list[int]], output_lens: list[int], sampling: Mapping[str, Any]
     ) -> None:
-        """Compute `output_lens[i]` tokens behind `prompts[i]`; they are thrown away."""
+        """Compute `output_lens[i]` tokens after `prompts[i]`; they are discarded."""
         self._prepare(prompts, output_lens)
         sampler = make_sampler(sampling) if sampling["temperature"] > 0 else None
         tokens = [
@@ -74,7 +74,7 @@ class LlamaCpp:
             lib.llama_sampler_free(sampler)
 
     def _prepare(self, prompts: list[list[int]], output_lens: list[int]) -> None:
-        """Empty the context of these sizes; make it if the last one had others."""
+        """Empty the context of these sizes; create one if the last one had other sizes."""
         lengths = [len(prompt) + count for prompt, count in zip(prompts, output_lens, strict=True)]
         sizes = len(prompts), -(-max(lengths) // 256) * 256
         if sizes != self._sizes:

@@ -1,7 +1,7 @@
 """Write a task for lm-eval from the shipped model's glossary: which answer belongs to a question?
 
-It checks that a server gives log-probabilities of prompts as evaluation harnesses need them.
-Prints the command that runs the task against a server.
+The task checks that a server returns log-probabilities of prompts in the way that evaluation
+harnesses need. Prints the command that runs it against a server.
 """
 
 import argparse

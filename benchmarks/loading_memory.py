@@ -1,9 +1,9 @@
-"""Peak resident memory while a checkpoint is loaded on a CPU, beside what its weights take in the
-end. Linux only.
+"""Peak resident memory while a checkpoint is loaded on a CPU, against what its weights finally
+take. Linux only.
 
-A fresh process loads the shipped model, then the one that is measured. Its peak is counted from
-what it holds between them: the interpreter and the libraries. So the ratio has the chunks that are
-read, the rounding, and pages of mapped files.
+A fresh process loads the shipped model, then the measured one. Its peak is counted from what it
+holds in between: the interpreter and the libraries. So the ratio covers the chunks that are read,
+the rounding, and pages of mapped files.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def resident(field: str) -> int:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors that an object of one of our classes, or a list of them, holds."""
+    """Return the tensors held by an object of one of our classes, or by a list of them."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, list | tuple):
@@ -79,7 +79,7 @@ def load(model: str, quantization: str | None) -> dict[str, int]:
 
 
 def measure(model: str, quantization: str | None) -> dict[str, int]:
-    """Return what `load` finds in a fresh process."""
+    """Return what `load` returns in a fresh process."""
     command = [sys.executable, "-m", "benchmarks.loading_memory", "--child", "--model", model]
     if quantization is not None:
         command += ["--quantization", quantization]

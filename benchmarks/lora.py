@@ -1,7 +1,7 @@
-"""The cost of adapters: a batch of requests over several adapters and none, beside the base model.
+"""The cost of adapters: a batch of requests over several adapters and none, against the base model.
 
-Rounds are interleaved: base, adapters, base, ... It prints the median of the rounds' ratios, of
-output tokens a second, and takes two minutes on two cores. The weights are random, in the shape of
+Rounds are interleaved: base, adapters, base, ... It prints the median of the rounds' ratios of
+output tokens a second, and takes two minutes on two cores. The weights are random, in a shape from
 `benchmarks.shapes`; each adapter changes all linears of the layers.
 """
 

@@ -1,7 +1,7 @@
-"""Peak resident memory of a process that runs versus.py's cases on a CPU, beside the memory that it
-must keep: the weights at their number of bits, and the KV pool. Linux only.
+"""Peak resident memory of a process that runs versus.py's cases on a CPU, against the memory that
+it must keep: the weights at their number of bits, and the KV pool. Linux only.
 
-Without --model: random weights in the shape of Qwen3-0.6B. Loading is not part of any case.
+Without --model: random weights in the shape of Qwen3-0.6B. No case includes loading.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Draw a comparison that `python -m benchmarks.versus --json FILE` wrote, as a bar chart in SVG.
 
-The bars are times relative to the first engine's. Knows no engine and measures nothing.
+The bars are times relative to the first engine's.
 """
 
 import argparse

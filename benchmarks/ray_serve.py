@@ -1,10 +1,10 @@
 """What Ray Serve adds to a request, and what the frontend adds to Ray Serve.
 
 The shipped model answers in three ways, in turns: `nanovllm serve`; Ray Serve with the server's app
-in the replica that the proxy calls; and `nanovllm.ray.deployment`, where a frontend lies between.
-The model is so small that most of the time is HTTP's. Prints a table with the milliseconds of a
-request for one token, and of each token of a stream of 128, and the milliseconds of processor time
-that the proxy, the frontend and the replica spend on them.
+in the replica that the proxy calls; and `nanovllm.ray.deployment`, which puts a frontend in
+between. The model is so small that HTTP takes most of the time. Prints a table with the
+milliseconds of a request for one token, and of each token of a stream of 128, and the milliseconds
+of processor time that the proxy, the frontend and the replica spend on them.
 """
 
 import argparse
@@ -57,7 +57,7 @@ class Way(NamedTuple):
 
 
 def free_port() -> int:
-    """Return a port that nobody has now."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,7 +1,7 @@
 """How much of `LLM.generate`'s speed does a server keep, while its client shares the cores?
 
-Rounds are in turns: `generate`, then each server with a client that reads streams. All
-have the same options and the same prompts, which are new in each round. Who is not measured is
+Each round measures `generate`, then each server with a client that reads streams. All have the same
+options and the same prompts, which are new in each round. Processes that are not being measured are
 stopped. A server is NAME or NAME=PYTHON: an interpreter that has nanovllm.
 """
 
@@ -46,7 +46,7 @@ class Process:
 
 
 class Generate(Process):
-    """A process that answers by `LLM.generate`."""
+    """A process that answers with `LLM.generate`."""
 
     def __init__(self, args: argparse.Namespace, model: str) -> None:
         command = [sys.executable, "-m", "benchmarks.saturation", "--model", model, "--generate"]

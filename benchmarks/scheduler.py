@@ -1,5 +1,5 @@
 """Time the scheduler alone: schedule() and update() with 64 sequences decoding, while more and more
-requests wait for the KV blocks or the table rows that these hold.
+requests wait for the KV blocks or table rows that these hold.
 
 The cost of a step depends on the running sequences, not on the waiting ones: the ratios in the last
 column stay near 1.

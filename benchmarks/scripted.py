@@ -1,6 +1,6 @@
-"""A proposer that knows what each sequence will say, and is right as often as it is told to be.
+"""A proposer that knows each sequence's output and is right with a given probability.
 
-Benchmarks and tests let it stand for a real proposer. It works in this process only.
+Benchmarks and tests use it in place of a real proposer. It works only in this process.
 """
 
 import random

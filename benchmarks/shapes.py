@@ -1,6 +1,6 @@
 """The model shapes that the benchmarks measure, and the bytes that a decode step reads of them.
 
-Knows no engine and imports no torch.
+Does not import torch.
 """
 
 import json

@@ -17,7 +17,7 @@ from nanovllm.training.memory import HeldWeights
 
 _MIB = 2**20
 _LEAST = 0.9
-"""Of weights and used pages, that sleep must give back."""
+"""Share of weights and used pages that sleep must release."""
 _CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -42,16 +42,16 @@ class Measured(NamedTuple):
 
     weights: int
     pages: int
-    """Of the KV pool, that requests have used."""
+    """Bytes of the KV pool that requests have used."""
     awake: int
     asleep: int
     same_tokens: bool
-    """Whether the engine gave the same tokens when it was awake again; True behind level 2, where
-    nobody has the weights."""
+    """Whether the engine gave the same tokens when it was awake again; True after level 2, which
+    forgets the weights."""
 
     @property
     def share(self) -> float:
-        """Return how much of weights and used pages was given back."""
+        """Return the share of weights and used pages that was released."""
         return (self.awake - self.asleep) / (self.weights + self.pages)
 
 

@@ -1,10 +1,10 @@
 """Put a server under mixed load, and check every answer.
 
-A server of its own answers the shipped model's questions. Its clients stream or wait, read slowly,
-go away in mid-answer, or send nonsense. Each whole answer must be the one that this process
-computes for the same request. Afterwards no request may be left, no KV block may be in use, and the
-memory may not have grown. Then SIGTERM comes in mid-load; with --kill-rank, SIGKILL for one of two
-ranks.
+A separate server answers the shipped model's questions. Its clients stream or wait, read slowly,
+disconnect in mid-answer, or send nonsense. Each complete answer must be the one that this process
+computes for the same request. Afterwards no request may be left, no KV block may be in use, and
+memory must not have grown. Then SIGTERM arrives under load; with --kill-rank, SIGKILL for one of
+two ranks.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Case:
 
 
 def make_cases(number: int) -> list[Case]:
-    """Return requests of many lengths and temperatures, and what an engine alone says to them."""
+    """Return requests of many lengths and temperatures, with an engine's answer to each alone."""
     llm, rng, bodies, prompts, params = LLM(demo_model.MODEL), random.Random(0), [], [], []
     questions = [question for question, _ in demo_model.entries()]
     for index in range(number):
@@ -139,7 +139,7 @@ class Load:
         self.check(case, text)
 
     async def streamed(self, case: Case, seconds: float = 0.0, most: float = float("inf")) -> None:
-        """Read a stream, with a pause of `seconds` behind each of its lines; leave after `most`."""
+        """Read a stream, pausing `seconds` after each of its lines; leave after `most`."""
         body = {**case.body, "stream": True}
         text = ""
         async with self._client.stream("POST", PATH, json=body) as answer:
@@ -162,7 +162,7 @@ class Load:
         await self.streamed(case, seconds=0.05)
 
     async def leaves(self, case: Case) -> None:
-        """Go away: before the answer, or after a few pieces of it."""
+        """Disconnect: before the answer, or after a few pieces of it."""
         if self._rng.random() < 0.5:
             await self.streamed(case, most=self._rng.randint(0, 5))
             return
@@ -237,7 +237,7 @@ async def mixed_load(
 
 
 async def ended_by(server: Server, client: httpx.AsyncClient, cases: list[Case], kill: str) -> None:
-    """End the server in mid-load; print how it went."""
+    """End the server under load; print how it went."""
     load = Load(client, cases, 1)
 
     async def request(case: Case) -> str:

@@ -1,10 +1,10 @@
-"""What speculation gains, by batch size and acceptance, beside what is possible on this processor.
+"""What speculation gains, by batch size and acceptance, against what this processor allows.
 
-A scripted proposer stands for a real one: it knows the output and proposes each next token rightly
-with probability p. Engines with and without speculation take turns. The ideal is that of the best
-fixed number of drafts, by the cost of steps measured in the same run. Without --model: random
-weights in the shape of Qwen3-0.6B. With --method, a real proposer whose drafts are useless: the
-output is random.
+A scripted proposer stands in for a real one: it knows the output and proposes each next token
+correctly with probability p. Engines with and without speculation take turns. The ideal is that of
+the best fixed number of drafts, by the cost of steps measured in the same run. Without --model:
+random weights in the shape of Qwen3-0.6B. With --method, a real proposer whose drafts are useless,
+because the output is random.
 """
 
 import argparse
@@ -45,7 +45,7 @@ SLICE = 0.1
 CONTEXT = 100
 """Tokens of each sequence in these steps."""
 DRAFT_SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2}
-"""What a draft model has in place of the target's shape."""
+"""Fields in which a draft model's shape differs from the target's."""
 
 
 class Work(NamedTuple):
@@ -58,7 +58,7 @@ class Work(NamedTuple):
 
 
 def begin(llm: LLM, work: Work) -> list[Sequence]:
-    """Compute the prompts; return the sequences, which run on."""
+    """Compute the prompts; return the sequences, which keep running."""
     for seed, prompt in enumerate(work.prompts):
         llm.engine.add_request(prompt, dataclasses.replace(work.params, seed=seed))
     llm.engine.step()
@@ -83,7 +83,7 @@ def run_for(llm: LLM, seconds: float, num_rows: int = 1) -> float:
 def race(plain: LLM, drafting: LLM, work: Work) -> float:
     """Return the tokens per second of `drafting` over those of `plain`, while all sequences run.
 
-    They take turns of SLICE seconds, so that a slow moment of the machine meets both.
+    They take turns of SLICE seconds, so that a slow moment of the machine affects both.
     """
     batch = len(work.prompts)
     engines = plain, drafting
@@ -108,7 +108,7 @@ def race(plain: LLM, drafting: LLM, work: Work) -> float:
 
 
 def forget(llm: LLM) -> None:
-    """Let the controller and the counts of `llm` begin again."""
+    """Reset the controller and the counts of `llm`."""
     engine, scheduler = llm.engine, llm.engine.scheduler
     manager = scheduler.block_manager
     scheduler.drafting = make_drafting(engine.config, engine.worker_info, manager)
@@ -120,7 +120,7 @@ def runner_of(llm: LLM) -> ModelRunner:
 
 @contextlib.contextmanager
 def without_speculation(llm: LLM) -> Iterator[None]:
-    """Let `llm` be an engine without speculation inside: the same weights at the same addresses."""
+    """Run `llm` without speculation inside `with`: the same weights at the same addresses."""
     runner, scheduler = runner_of(llm), llm.engine.scheduler
     kept = runner.drafter, scheduler.drafting
     runner.drafter = scheduler.drafting = None
@@ -135,7 +135,7 @@ def step_costs(llm: LLM, batch: int) -> dict[int, float]:
     tables = runner.tables
     per_row = -(-(CONTEXT + 1 + DRAFTS[-1]) // tables.block_size)
     blocks = torch.arange(batch * per_row, dtype=torch.int32).view(batch, per_row)
-    tables.block_tables[:batch, :per_row] = blocks  # nobody owns them now
+    tables.block_tables[:batch, :per_row] = blocks  # these have no owner now
 
     def run(size: int) -> None:
         drafts = size // batch - 1

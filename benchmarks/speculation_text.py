@@ -1,8 +1,8 @@
 """What speculation gains on real text: SmolLM2-135M-Instruct and the shipped model.
 
-SmolLM2, with n-gram drafts, edits, quotes and summarises passages of this repository's docs, and
-answers open questions. The shipped model answers questions of its glossary with each method. Every
-request runs alone, in turn without and with speculation; the tokens must be the same.
+SmolLM2, with n-gram drafts, edits, quotes and summarises passages from this repository's docs, and
+answers open questions. The shipped model answers questions from its glossary with each method.
+Every request runs alone, without and with speculation in turn; the tokens must be the same.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def passages(number: int) -> list[str]:
 
 
 def tasks() -> Iterator[tuple[str, list[str]]]:
-    """Yield SmolLM2's tasks: a name and the messages of the user."""
+    """Yield SmolLM2's tasks: a name and the user's messages."""
     texts = passages(8)
     assert texts, "the docs have no passages of the right length"
     yield (

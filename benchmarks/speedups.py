@@ -1,6 +1,6 @@
 """What `speculation --json` writes and tools/pictures/speculation.py draws: speed-ups.
 
-Needs the standard library only. Knows no engine.
+Needs only the standard library.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ class Speedup:
     ideal: float
     """The best fixed number of drafts, by the measured cost of steps."""
     num_drafts: int
-    """The number of drafts that the ideal takes."""
+    """The ideal's number of drafts."""
     acceptance_length: float
-    """Mean tokens of a step with a draft, as measured."""
+    """Measured mean tokens of a step with a draft."""
     rounds: list[float]
 
     @property

@@ -1,4 +1,4 @@
-"""Compare how long engines take from the start of their process to the first token.
+"""Compare how long engines take from the start of the process to the first token.
 
 Each round starts each engine once, one after the other. An engine prints a line after each stage,
 and this process notes when it arrives. Without --gguf only nanovllm is measured. Both engines must
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
                 forget(args.model, *filter(None, [args.gguf]))
             with contextlib.ExitStack() as stack:
                 env = dict(os.environ)
-                env.pop("PYTHONDONTWRITEBYTECODE", None)  # else all is compiled at each start
+                env.pop("PYTHONDONTWRITEBYTECODE", None)  # or everything is compiled at each start
                 if args.first:
                     env["XDG_CACHE_HOME"] = stack.enter_context(tempfile.TemporaryDirectory())
                 for stage, seconds in stages(command, names, env).items():

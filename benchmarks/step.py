@@ -58,7 +58,7 @@ VECTOR_SETS = {"avx512f": "AVX-512", "avx2": "AVX2"}
 class Clock:
     """Adds up the time spent in watched functions, by part.
 
-    A watched function that another one calls counts for the caller.
+    The time of a watched function called by another one counts towards the caller.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ def product_rate() -> float:
 def medians(llm: LLM, clock: Clock, batch: int, context: int, num_steps: int) -> dict[str, float]:
     """Return the median milliseconds of a step of `batch` sequences, by part.
 
-    "step" is the whole step, and "rest" the time in no watched function.
+    "step" is the whole step, and "rest" the time outside watched functions.
     """
     params = SamplingParams(temperature=0, max_tokens=num_steps + 8, ignore_eos=True)
     for index in range(batch):
@@ -170,7 +170,7 @@ def measure(args: argparse.Namespace) -> StepTimes:
         config = read_config(model)
         limits = [(read_bandwidth(), product_rate())]
         found: list[list[dict[str, float]]] = []
-        for enforce_eager in (True, False):  # each kernel a call of its own, then the recorded step
+        for enforce_eager in (True, False):  # each kernel as a separate call, then recorded
             clock = Clock()
             with clock.watch_engine():
                 llm = LLM(
@@ -188,7 +188,7 @@ def measure(args: argparse.Namespace) -> StepTimes:
         command=f"python -m benchmarks.step {shlex.join(sys.argv[1:])}",
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         model=described(args.model),
-        dtype="bfloat16",  # the C kernels support no other
+        dtype="bfloat16",  # the only dtype of the C kernels
         quantization=args.quantization,
         context=args.context,
         processor=processor_name(),

@@ -1,6 +1,6 @@
 """What `step --json` writes and tools/pictures/roofline.py draws: the times of decode steps.
 
-Needs the standard library only. Knows no engine.
+Needs only the standard library.
 """
 
 import dataclasses

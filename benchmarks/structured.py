@@ -2,7 +2,7 @@
 
     python -m benchmarks.structured [--model DIRECTORY] [--schemas 500] [--batch 16]
 
-First it generates an output for each schema and counts those that are finished and valid. Then it
+It first generates an output for each schema and counts those that are finished and valid. Then it
 times steps of a batch with and without grammars, and counts steps with and without forced tokens.
 """
 
@@ -102,7 +102,7 @@ def check_schemas(llm: LLM, num_schemas: int, seed: int = 0) -> tuple[int, list[
     """Generate an output for each of `num_schemas` random schemas.
 
     Returns:
-        How many outputs are finished, and what is wrong with those that are and break their schema.
+        The number of finished outputs, and the errors of finished outputs that break their schema.
     """
     rng = random.Random(seed)
     schemas = [random_schema(rng) for _ in range(num_schemas)]
@@ -131,7 +131,7 @@ def check_schemas(llm: LLM, num_schemas: int, seed: int = 0) -> tuple[int, list[
 
 @contextmanager
 def counted_steps(llm: LLM) -> Iterator[list[int]]:
-    """Count the engine's steps inside, in the list's only number."""
+    """Count the engine's steps inside `with`, in the list's only number."""
     executor, count = llm.engine.executor, [0]
     execute = executor.execute
 
@@ -147,7 +147,7 @@ def counted_steps(llm: LLM) -> Iterator[list[int]]:
 
 
 def time_steps(llm: LLM, batch: int, **options: Any) -> tuple[float, float]:
-    """Return (seconds of a step, tokens of a sequence and step) of a batch of long answers."""
+    """Return (seconds per step, tokens per sequence and step) for a batch of long answers."""
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, **options)
     with counted_steps(llm) as count:
         start = time.perf_counter()

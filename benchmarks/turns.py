@@ -1,8 +1,8 @@
-"""How much of a chat does an engine compute again, turn by turn?
+"""How much of a chat does an engine recompute, turn by turn?
 
-A conversation has a system prompt and turns; each prompt is all that came before and a new
-question. An engine is NAME or NAME=PYTHON, of nanovllm and vllm, in a process of its own. Weights
-are random, so no answer ends early. Both engines cache prefixes.
+A conversation has a system prompt and turns; each prompt is everything so far plus a new question.
+An engine is NAME or NAME=PYTHON, of nanovllm and vllm, in a separate process. Weights are random,
+so no answer ends early. Both engines cache prefixes.
 """
 
 import argparse
@@ -23,7 +23,7 @@ of cached prompt tokens, step by step."""
 
 
 def nanovllm(model: str, load_format: str) -> Turn:
-    """Return how nanovllm takes a turn."""
+    """Return the function that takes a turn with nanovllm."""
     from nanovllm import LLM, SamplingParams
 
     llm = LLM(model, load_format=load_format, max_model_len=8192)
@@ -37,7 +37,7 @@ def nanovllm(model: str, load_format: str) -> Turn:
 
 
 def vllm(model: str, load_format: str) -> Turn:
-    """Return how vLLM takes a turn."""
+    """Return the function that takes a turn with vLLM."""
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -124,7 +124,7 @@ def main() -> None:
                 command += [option, str(size)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             printed = [line for line in done.stdout.splitlines() if line.startswith('[{"turn"')]
-            for row in json.loads(printed[-1]):  # an engine prints other lines, too
+            for row in json.loads(printed[-1]):  # an engine also prints other lines
                 cells = f"{row['turn']} | {row['prompt']} | {row['computed']}"
                 print(f"| {name} | {cells} | {row['first']:.2f} | {row['seconds']:.2f} |")
 

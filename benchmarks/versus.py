@@ -2,7 +2,7 @@
 its ratio to the first engine's time (the median over rounds).
 
 An engine is NAME or NAME=PYTHON: one of bench.py's engines, and an interpreter that has it
-installed. Each engine is a process of its own. It is stopped while another engine runs, because an
+installed. Each engine is a separate process. It is stopped while another engine runs, because an
 idle engine may spin. Prefix caching is off, because `nano` and `sampled` have the same prompts.
 Without --model: random weights in the shape of Qwen3-0.6B; with --gguf, in a GGUF file, which
 llamacpp needs.
@@ -28,7 +28,7 @@ from benchmarks.shapes import CONFIGS, SMALL, checkpoint, described
 GREEDY = {"temperature": 0.0}
 DRAWN = {"temperature": 0.6}
 READY = "ready to be measured "
-"""Prefix of the line that an engine prints when it is done. The seconds that it took follow."""
+"""Prefix of the line that an engine prints when it is done, followed by its seconds."""
 
 
 class Case(NamedTuple):
@@ -84,7 +84,7 @@ class Engine:
         )
         try:
             self._read()
-        except BaseException:  # the caller has no engine yet that it could stop
+        except BaseException:  # the caller does not have an engine to stop yet
             self.stop()
             raise
         self.startup = time.perf_counter() - start

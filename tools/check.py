@@ -2,8 +2,9 @@
 
     python -m tools.check [arguments of pytest]
 
-`make check` runs it after lint and types. A file's tests are those of its name, in the folder of
-its name below tests/; without such, the test files that import it, or else the whole folder.
+`make check` runs it after lint and types. A file's tests are those with its name, in the folder
+with its folder's name below tests/; without such, the test files that import it, otherwise the
+whole folder.
 """
 
 import subprocess
@@ -15,11 +16,12 @@ ROOT = Path(__file__).parents[1]
 CORE = ["tests/scheduler", "tests/engine", "tests/test_generation.py", "tests/test_layering.py"]
 """A change anywhere may break these: the scheduler against its oracle, and plain generation."""
 OF_ALL = {"conftest.py", "helpers.py", "checkpoints.py", "glossary.py"}
-"""Files in tests/ that hundreds of tests use: a change of theirs is for `make test`."""
+"""Files in tests/ that hundreds of tests use: changing them calls for `make test`."""
 
 
 def changed_files() -> list[str]:
-    """Return what differs from the commit at which this branch left main, the untracked included.
+    """Return the files that differ from the commit at which this branch left main, untracked ones
+    included.
 
     On main, that is the commit before the last one.
     """
@@ -60,7 +62,7 @@ def _tests_of(path: Path, root: Path) -> Iterator[str]:
         if users:
             yield from (str(test.relative_to(root)) for test in users)
             return
-    while not folder.is_dir():  # csrc and the like: the nearest folder that has tests
+    while not folder.is_dir():  # for csrc and the like, the nearest folder that has tests
         folder = folder.parent
     if folder != tests and path.parts[0] in ("nanovllm", "tests"):
         yield str(folder.relative_to(root))

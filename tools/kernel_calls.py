@@ -1,4 +1,5 @@
-"""Writes what calls the C kernels from their definitions: prototypes, a switch, and Python's table.
+"""Writes the code that calls the C kernels, from their definitions: prototypes, a switch, and
+Python's table.
 
     python -m tools.kernel_calls
 
@@ -14,7 +15,7 @@ from typing import NamedTuple
 PACKAGE = Path(__file__).parents[1] / "nanovllm" / "kernels" / "cpu"
 _DEFINITION = re.compile(r"^void (nv_\w+)\(team \*\w+, ([^)]+)\) \{", re.MULTILINE)
 _KINDS = {"ptrdiff_t": "N", "float": "F", "token_count": "T", "row_count": "R"}
-"""The letters of signatures.py by C type; a pointer is P."""
+"""The letter of each C type in signatures.py; a pointer is P."""
 _WORDS = {
     "P": "a[{}].p",
     "N": "a[{}].n",
@@ -99,7 +100,7 @@ def _case(number: int, kernel: Kernel) -> str:
 
 
 def _wrapped(start: str, arguments: str) -> str:
-    """Return the line as .clang-format wants it: the arguments stand under each other."""
+    """Return the line as .clang-format wants it: arguments aligned under each other."""
     pieces = textwrap.wrap(arguments.replace(" ", "\0").replace(",\0", ", "), _COLUMNS - len(start))
     return (start + f"\n{' ' * len(start)}".join(pieces)).replace("\0", " ")
 

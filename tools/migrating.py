@@ -66,7 +66,7 @@ def others(names: Mapping[str, OtherName]) -> str:
 
 
 def other_values() -> str:
-    """Return a table of the values of vLLM's that fields do not take."""
+    """Return a table of vLLM's values that fields do not take."""
     rows: dict[tuple[str, str], list[str]] = {}
     tables = {f"`{field}`": advices for field, advices in CONFIG_VALUES.items()}
     tables["`speculative_config`'s `method`"] = SPECULATIVE_METHODS
@@ -123,7 +123,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "other routes": lambda: advices(ABSENT_ROUTES),
     "nano-vllm's names": nano_vllm,
 }
-"""What stands in the page after each mark `<!-- made: ... -->`."""
+"""The text to put after each mark `<!-- made: ... -->` in the page."""
 
 if __name__ == "__main__":
     PAGE.write_text(page(), "utf-8")

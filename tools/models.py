@@ -37,7 +37,7 @@ def architectures() -> str:
 
 
 def fields() -> str:
-    """Return a table of the fields that only some families honour."""
+    """Return a table of the fields that only some families support."""
     accepted = {**ONLY_SOME_READ, "layer_types": ("full_attention in all",), **_ROPE}
     rows = []
     for field, neutral in accepted.items():
@@ -48,7 +48,7 @@ def fields() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {"architectures": architectures, "fields": fields}
-"""What stands in the page after each mark `<!-- made: ... -->`."""
+"""The text to put after each mark `<!-- made: ... -->` in the page."""
 
 if __name__ == "__main__":
     PAGE.write_text(page(), "utf-8")

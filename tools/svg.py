@@ -1,7 +1,7 @@
-"""SVG drawings that are readable in light and dark mode. Knows no picture.
+"""SVG drawings that are readable in light and dark mode.
 
 Every colour has a name and two values, one for each mode; the reader's browser chooses. A drawing
-has a background of its own, so that the text is readable on a page of any colour.
+has its own background, so that the text is readable on a page of any colour.
 """
 
 from collections.abc import Sequence

@@ -21,8 +21,7 @@ The model:
 and most of the time is saved.
 
 The draft model and the EAGLE-3 head learn from the shipped model, on the same examples. At the end
-the mean acceptance length on other questions is logged. Both are to be trained again after the
-model.
+the mean acceptance length on other questions is logged. Retrain both after the model.
 
 The seed fixes the result for the same machine, thread count and library versions.
 """

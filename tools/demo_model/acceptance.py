@@ -1,7 +1,7 @@
-"""How many drafted tokens the demo model accepts, on questions that nothing was trained on.
+"""How many drafted tokens the demo model accepts, on questions that no model was trained on.
 
-Decoding is greedy. All drafts are made at once from the known answers: a draft matters only as
-long as those before it are right, so the right tokens can stand in for the drafted ones.
+Decoding is greedy. All drafts are made at once from the known answers: a draft matters only if all
+drafts before it are right, so the right tokens can stand in for the drafted ones.
 """
 
 import logging
@@ -35,7 +35,7 @@ Hits = Callable[[torch.Tensor], torch.Tensor]
 
 
 def held_out_cases(tokenizer: PreTrainedTokenizerFast) -> dict[str, list[Case]]:
-    """Return questions that are not in training, and the right replies, by the kind of question."""
+    """Return, for each kind of question, questions outside the training set and their replies."""
     rng = random.Random("held out")
     asked = [(sentence(rng, topic.terms[0], HELD_OUT), topic.answer) for topic in topics()[ABOUT:]]
     outside = Outside(rng)
@@ -49,7 +49,7 @@ def held_out_cases(tokenizer: PreTrainedTokenizerFast) -> dict[str, list[Case]]:
 
 
 def draft_hits(draft: Qwen3ForCausalLM) -> Hits:
-    """Return how a draft model fares."""
+    """Return how well a draft model does."""
 
     def hits(tokens: torch.Tensor) -> torch.Tensor:
         guesses = draft(input_ids=tokens[None]).logits.argmax(dim=-1)
@@ -61,7 +61,7 @@ def draft_hits(draft: Qwen3ForCausalLM) -> Hits:
 
 
 def eagle3_hits(head: Eagle3Head, target: Qwen3ForCausalLM) -> Hits:
-    """Return how an EAGLE-3 head fares."""
+    """Return how well an EAGLE-3 head does."""
 
     def hits(tokens: torch.Tensor) -> torch.Tensor:
         inputs = tokens[None]

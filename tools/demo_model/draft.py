@@ -1,7 +1,7 @@
-"""The draft model: a smaller Qwen3 that is taught to say what the demo model would say next.
+"""The draft model: a smaller Qwen3 that is trained to predict what the demo model would say next.
 
-Its checkpoint has no tokenizer of its own: the demo model's is the same. What the draft model
-learns is the demo model's whole distribution, since drafts are accepted where the two agree.
+Its checkpoint has no tokenizer: the demo model's is the same. The draft model learns the demo
+model's whole distribution, since drafts are accepted where the two agree.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ DRAFT_CONFIG: dict[str, Any] = MODEL_CONFIG | {
 }
 
 TEMPERATURES = (1.0, 2.0)
-"""At the second, the unlikely tokens count as well: sampling may ask for them."""
+"""At the second, unlikely tokens count too: sampling may draw them."""
 
 
 def train_draft(

@@ -1,7 +1,7 @@
 """The EAGLE-3 head of the demo model (arXiv 2503.01840): its modules and its training.
 
 Its checkpoint has the layout of published heads: one decoder layer, `midlayer`, whose attention
-reads the embedding of a token beside a hidden state, and a head over the most frequent tokens.
+reads the embedding of a token next to a hidden state, and a head over the most frequent tokens.
 The head shares the target's embedding.
 """
 
@@ -34,7 +34,7 @@ FEATURE_LAYERS = (1, 2, 3)
 STEPS = 5
 """Tokens drafted in a row in training: from the second on, the head reads its own output."""
 DECAY = 0.8
-"""Weight of a step's loss relative to the step before: a token is of use only after the others."""
+"""Weight of a step's loss relative to the step before: a token is useful only after the others."""
 COUNTED_BATCHES = 1000
 
 Cache = list[tuple[torch.Tensor, torch.Tensor]]

@@ -52,7 +52,7 @@ class Outside:
         return sentence(self.rng, term, SENTENCES + BEGINNING)
 
     def _about_nonsense(self) -> str:
-        """Ask about a word that does not exist, so that no word must be known to be outside."""
+        """Ask about a made-up word, so that the model need not know which words are outside."""
         words = " ".join(self._word() for _ in range(self.rng.choice([1, 1, 1, 2, 2, 3])))
         term = Term(words, countable=self.rng.random() < 0.5)
         return sentence(self.rng, term, SENTENCES + BEGINNING)

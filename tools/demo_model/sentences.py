@@ -92,7 +92,7 @@ SENTENCES = (
     *("{x}?", "{x}") * 9,
 )
 BEGINNING = ("{x} {is}",)
-"""Plain texts go on after this; in a chat it is a question."""
+"""A plain text continues after this; in a chat it is a question."""
 
 OPENINGS = (
     "Hi,",
@@ -145,7 +145,7 @@ class Term:
         return cls(name.removesuffix("*"), plural=name.endswith("*"))
 
     def forms(self) -> dict[str, str]:
-        """Return what stands in a sentence for its placeholders except {x}."""
+        """Return the values of a sentence's placeholders except {x}."""
         words = "are do work mean" if self.plural else "is does works means"
         return dict(zip(("is", "do", "work", "mean"), words.split(), strict=True))
 
@@ -173,7 +173,7 @@ def sentence(rng: random.Random, term: Term, sentences: tuple[str, ...] = SENTEN
 
 
 def typed(rng: random.Random, text: str) -> str:
-    """Return the text as somebody may type it: its case, its punctuation, and typing errors."""
+    """Return the text as someone might type it: case, punctuation and typing errors vary."""
     case = rng.random()
     if case < 0.3:
         text = text.lower()

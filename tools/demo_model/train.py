@@ -45,7 +45,7 @@ POOL = 8
 """Batches of one format that are drawn at once and sorted by length, so that little is padding."""
 
 Piece = tuple[str, bool]
-"""A piece of a text, and whether the model has to learn it: questions are only read."""
+"""A piece of a text, and whether the model must learn it: questions are only read."""
 Rows = list[tuple[list[int], list[int]]]
 """The input ids and labels of texts."""
 
@@ -182,10 +182,10 @@ def optimize(
     batch_loss: Callable[[], torch.Tensor],
     schedule: Schedule,
 ) -> None:
-    """Make `batch_loss` small.
+    """Minimise `batch_loss`.
 
     Args:
-        model: What is trained, in place.
+        model: Trained in place.
         layers: The part of `model` whose weight matrices Muon trains.
         batch_loss: Returns the mean loss of `model` on the next batch.
         schedule: How long and how fast.

@@ -28,7 +28,7 @@ BATCH = 64
 class Case(NamedTuple):
     prompt: str
     reply: str
-    """With the token that ends it."""
+    """Including the token that ends it."""
 
 
 def exact_cases(glossary: list[Entry], tokenizer: PreTrainedTokenizerFast) -> dict[str, list[Case]]:

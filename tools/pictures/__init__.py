@@ -1,1 +1,1 @@
-"""The pictures in docs/pictures. `python -m tools.pictures` draws them again."""
+"""The pictures in docs/pictures. `python -m tools.pictures` redraws them."""

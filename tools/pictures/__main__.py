@@ -1,4 +1,4 @@
-"""Draw the pictures in docs/pictures again.
+"""Redraw the pictures in docs/pictures.
 
 With --check: write nothing, and exit with 1 if a picture is out of date.
 """

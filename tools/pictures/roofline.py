@@ -13,12 +13,12 @@ DATA = Path(__file__).parent.parent.parent / "docs" / "pictures" / "roofline.jso
 WIDTH, HEIGHT = 880, 484
 LEFT, RIGHT, TOP, BOTTOM = 58, 580, 110, 422
 NOTES = 612
-"""Left edge of what is written beside the plot."""
+"""Left edge of the text next to the plot."""
 SERIES = (
     ("step", "whole step", "orange"),
     ("products", "linear layers and head, call by call", "blue"),
 )
-"""Of each series: its part of the step, its name and its colour."""
+"""Each series: its part of the step, its name and its colour."""
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
@@ -36,11 +36,11 @@ class Axes:
         self.ticks = [ms for ms in TICKS if self.low < log2(ms) < self.high]
 
     def x(self, sequences: float) -> float:
-        """Return where a number of sequences lies."""
+        """Return the x coordinate of a number of sequences."""
         return LEFT + (RIGHT - LEFT) * log2(sequences) / self.doublings
 
     def y(self, ms: float) -> float:
-        """Return where milliseconds per token lie."""
+        """Return the y coordinate of milliseconds per token."""
         return BOTTOM - (BOTTOM - TOP) * (log2(ms) - self.low) / (self.high - self.low)
 
 
@@ -94,7 +94,7 @@ def _draw_limits(drawing: Drawing, axes: Axes, times: StepTimes) -> None:
 
 
 def _draw_notes(drawing: Drawing, times: StepTimes) -> None:
-    """Write what the limits are, beside the plot."""
+    """Write the limits next to the plot."""
     reading, arithmetic = times.reading_limit, times.arithmetic_limit
     drawing.line([(NOTES, 180 - 4), (NOTES + 20, 180 - 4)], "line", stroke_width=6)
     drawing.text(NOTES + 28, 180, "limits, measured in the same run", size=12)

@@ -14,7 +14,7 @@ from tools.svg import Drawing
 
 NUM_BLOCKS, BLOCK_SIZE, TOKEN_LIMIT, MAX_NUM_SEQS = 8, 4, 8, 3
 ARRIVALS = {0: "AB", 2: "C"}
-"""The sequences that arrive before a step, by its number."""
+"""For each step's number, the sequences that arrive before it."""
 NUM_STEPS = 8
 WIDTH, HEIGHT = 1016, 494
 LEFT, TOP, COLUMN, LANE, TOKEN = 158, 130, 106, 82, 9
@@ -30,7 +30,7 @@ class Step:
 
     rows: dict[str, Row]
     hits: dict[str, int]
-    """Tokens found in the prefix cache, of the sequences that were admitted."""
+    """For each admitted sequence, its tokens found in the prefix cache."""
     preempted: set[str]
     waiting: set[str]
     resumed: set[str]
@@ -144,7 +144,7 @@ def _draw_legend(drawing: Drawing) -> None:
 
 
 def _draw_row(drawing: Drawing, x: float, y: float, name: str, seq: Sequence, step: Step) -> None:
-    """Draw what a step computes of a sequence, or why it computes nothing."""
+    """Draw what a step computes for a sequence, or why it computes nothing."""
     if name in step.preempted:
         drawing.text(x, y + 10, "preempted", size=12, bold=True)
         drawing.text(x, y + 28, "loses its blocks,", "muted", size=11)

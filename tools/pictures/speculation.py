@@ -1,4 +1,4 @@
-"""speculation.svg: how much faster speculation is, by acceptance and batch size, beside the ideal.
+"""speculation.svg: the speed-up of speculation by acceptance and batch size, against the ideal.
 
 `python -m benchmarks.speculation --json docs/pictures/speculation.json` measures what it shows.
 """
@@ -19,7 +19,7 @@ TICKS = (0.5, 1, 2, 4, 8, 16)
 
 
 class Panel:
-    """The axes of one batch size: acceptance to the right, the logarithm of the speed-up upwards.
+    """The axes for one batch size: acceptance to the right, the logarithm of the speed-up upwards.
 
     Args:
         highest: the largest speed-up of the picture.
@@ -32,11 +32,11 @@ class Panel:
         self.low, self.high = log2(0.8), log2(1.15 * highest)
 
     def x(self, acceptance: float) -> float:
-        """Return where an acceptance lies."""
+        """Return the x coordinate of an acceptance."""
         return self.left + (self.right - self.left) * acceptance
 
     def y(self, speedup: float) -> float:
-        """Return where a speed-up lies."""
+        """Return the y coordinate of a speed-up."""
         return BOTTOM - (BOTTOM - TOP) * (log2(speedup) - self.low) / (self.high - self.low)
 
 
