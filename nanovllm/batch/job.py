@@ -1,6 +1,6 @@
 """A job: gives the rows of a file to engines, keeps what is finished, and writes the output.
 
-The only writer of the job's files. Knows no engine: a pool of them answers rows.
+The only writer of the job's files.
 """
 
 import asyncio

@@ -1,14 +1,12 @@
 """The files of a batch: what is done, so that a killed job goes on where it was.
 
-Beside OUTPUT lies the directory OUTPUT.parts while the job is not done:
+Next to OUTPUT is the directory OUTPUT.parts while the job is not done:
 
 - `manifest.json`: the input, the model and the options. Another job is refused. When OUTPUT is
   written, it also says which file that is.
 - `rows.jsonl`: a line for each finished row, its number, a tab, and its output. Appended in the
   order in which rows are finished; a torn line at the end is dropped.
 - `lock`: locked by the driver. The lock ends with its process.
-
-Knows no engine and no form of rows.
 """
 
 import contextlib
@@ -166,7 +164,7 @@ class JobFiles:
         _sync_directory(self.output.parent)
 
     def remove(self) -> None:
-        """Remove the directory: the job is done. Its manifest, which says so, goes at last."""
+        """Remove the directory: the job is done. Its manifest, which says so, goes last."""
         for path in self.directory.iterdir():
             if path.name not in ("manifest.json", "lock"):
                 path.unlink()
@@ -180,7 +178,7 @@ class JobFiles:
 
 
 def _stamp(path: Path) -> list[int]:
-    """Return what tells a file from any that others write: it stays when the file is renamed."""
+    """Return what tells a file from any that others write: renaming the file keeps it."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns]
 
@@ -241,7 +239,7 @@ def _check_manifest(path: Path, identity: Mapping[str, Any]) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file, of which nobody ever sees a part."""
+    """Write a file whole: nobody ever sees a part of it."""
     new = path.with_name(path.name + ".new")
     with new.open("wb") as file:
         file.write(data)

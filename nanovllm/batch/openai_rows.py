@@ -1,7 +1,7 @@
 """Rows of OpenAI's batch files: each body goes to the server's own app, without a socket.
 
-Knows no route: the app has them. What changes from run to run, such as ids and times, is replaced,
-so that the same row has the same output.
+What changes from run to run, such as ids and times, is replaced, so that the same row has the same
+output.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from nanovllm.server.options import ServerOptions
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _FIELDS = ("custom_id", "method", "url", "body")
 _LATER = (429, 503)
-"""Statuses that ask to come again: how busy an engine is must not decide a row."""
+"""Statuses that ask the client to retry: how busy an engine is must not decide a row."""
 _ATTEMPTS = 5
 _RANDOM_ID = re.compile(r"\A([a-z]+(?:-tool)?[-_])[0-9a-f]{24,32}\Z")
 _ID_KEYS = ("id", "call_id", "item_id")

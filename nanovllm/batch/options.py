@@ -197,17 +197,17 @@ def sampling_of(params: SamplingParams) -> dict[str, Any]:
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _END_BYTES = 2**20
-"""So much of both ends of a large file is read, and its size."""
+"""Bytes that are read at each end of a large file, besides its size."""
 
 
 def job_identity(options: RowOptions, **more: Any) -> dict[str, Any]:
     """Return what decides the outputs of a job, for its manifest.
 
     Args:
-        more: what it is beside its options, such as the digest of its input.
+        more: what it is apart from its options, such as the digest of its input.
 
     Raises:
-        CheckpointError: an adapter's file is outside its directory, or no regular file.
+        CheckpointError: an adapter's file is outside its directory, or not a regular file.
     """
     named = named_adapters(options.batch.lora_modules, ())
     adapters = {name: adapter.lora_path for name, adapter in named.items()}

@@ -1,7 +1,4 @@
-"""Rows with a prompt: each gets the columns of its output, or an error.
-
-Knows no file.
-"""
+"""Rows with a prompt: each gets the columns of its output, or an error."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -84,7 +81,7 @@ class PlainRows:
         )
 
     def _adapter(self, row: Row) -> LoRARequest | None:
-        """Return the adapter that a row names as its model. Without adapters the column is any."""
+        """Return the adapter that a row names as its model; without adapters any name will do."""
         name = row.fields.get("model") if self._adapters else None
         if name in self._base_names:
             return None

@@ -1,6 +1,6 @@
 """The output of a job: what each row was, and what became of it, in the order of the input.
 
-Knows no engine. Holds a part of the rows in memory.
+Holds a part of the rows in memory.
 """
 
 import io
@@ -24,7 +24,7 @@ Outputs = Callable[[], Iterable[bytes]]
 def check_output(source: Source, output: Path, options: RowOptions) -> None:
     """Raise ConfigError if a file cannot hold the output: before any row is computed.
 
-    JSON that was read can be written; what is Parquet is read, and written to nowhere.
+    JSON that was read can be written; Parquet is read, and written to a file that keeps nothing.
     """
     if is_parquet(output) and source.form == OPENAI:
         raise ConfigError(f"OpenAI's batch format is JSON lines: {output} must end in .jsonl")

@@ -1,7 +1,4 @@
-"""An engine that answers rows: one that dies is made new, and its rows are computed again.
-
-Knows no file and no Ray.
-"""
+"""An engine that answers rows: one that dies is made new, and its rows are computed again."""
 
 import asyncio
 import importlib.util
@@ -41,7 +38,7 @@ class RowEngine:
         """How many rows to give it at once: as many wait as run."""
 
     async def start(self) -> None:
-        """Get ready. The engine is, when this object is made."""
+        """Do nothing: the engine is ready once this object is made."""
 
     async def answer(self, row: Row) -> bytes:
         """Return the output of a row as a line of JSON.

@@ -29,14 +29,14 @@ class Row(NamedTuple):
 
 
 class BadRowError(ValueError):
-    """A text is no row."""
+    """A text is not a row."""
 
 
 def row_id(row: Row, column: str) -> str | int:
     """Return the row's id: the field `column`, else its index, else a digest of what it holds.
 
     Raises:
-        InvalidRequestError: the field is no string and no integer.
+        InvalidRequestError: the field is neither a string nor an integer.
     """
     given = row.fields.get(column)
     if given is None:
@@ -125,7 +125,7 @@ OUTPUT_COLUMNS = (
 
 
 def failed_columns(error: str) -> dict[str, Any]:
-    """Return the columns of a row with an error; what is no character in it is escaped."""
+    """Return the columns of a row with an error; what is not a character in it is escaped."""
     text = error.encode(errors="backslashreplace").decode()
     return {**dict.fromkeys(OUTPUT_COLUMNS), "error": text}
 

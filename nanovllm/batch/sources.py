@@ -1,6 +1,6 @@
 """The rows of an input file, one after another: JSON lines, or Parquet.
 
-Holds a part of the file in memory. Knows no engine.
+Holds a part of the file in memory.
 """
 
 import hashlib
@@ -40,13 +40,13 @@ def open_source(path: Path, form: str = ROWS) -> "Source":
         form: what its rows are, if it has none that can be read and would show it.
 
     Raises:
-        ConfigError: it is missing, cannot be read, or is no such file.
+        ConfigError: it is missing, cannot be read, or is not such a file.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise ConfigError(
-                f"the input {shown(str(path))} is no regular file, and it is read several times: "
-                "write its rows to a file"
+                f"the input {shown(str(path))} is not a regular file, and it is read several "
+                "times: write its rows to a file"
             )
         return ParquetRows(path) if is_parquet(path) else JSONLines(path, form)
     except OSError as error:
@@ -152,7 +152,7 @@ class ParquetRows:
                 self.num_rows = opened.metadata.num_rows
                 self.schema = opened.schema_arrow
         except pyarrow.ArrowInvalid as error:
-            raise ConfigError(f"the input {path} is no Parquet file: {error}") from None
+            raise ConfigError(f"the input {path} is not a Parquet file: {error}") from None
         for name, count in Counter(self.schema.names).items():
             if count > 1:
                 raise ConfigError(f"the input {path} has {count} columns {shown(name)}: rename one")

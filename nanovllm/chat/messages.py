@@ -1,7 +1,5 @@
 """Messages in OpenAI's format, as chat templates read them: every way into the engine prepares its
 conversations here.
-
-Knows no template and no requests.
 """
 
 import json
@@ -62,12 +60,12 @@ def prepared(messages: Any) -> list[dict[str, Any]]:
     """Return the messages of a conversation as templates read them.
 
     Each has a `content` that is a string. What is empty is left out. Arguments of calls are
-    dictionaries, unless their text is no JSON object: then it stays a text. Of a call only what
+    dictionaries, unless their text is not a JSON object: then it stays a text. Of a call only what
     OpenAI's API defines is kept: client libraries add fields of their own. Reasoning has both its
     names, and the role "developer" is "system".
 
     Raises:
-        InvalidRequestError: this is no conversation, or a message is invalid.
+        InvalidRequestError: this is not a conversation, or a message is invalid.
     """
     if not isinstance(messages, Seq) or not messages or not all(map(is_message, messages)):
         raise InvalidRequestError(
@@ -177,7 +175,7 @@ def _call(place: str, given: Any) -> dict[str, Any]:
 
 
 def _arguments(given: Any) -> Any:
-    """Return arguments as a dictionary; a text that is no JSON object stays a text, and so does one
+    """Return arguments as a dictionary; text that is not a JSON object stays text, and so does one
     of which a dictionary would lose some: a key twice, a number that no float holds.
     """
     if not isinstance(given, str):

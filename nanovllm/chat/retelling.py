@@ -1,6 +1,6 @@
 """Other forms of a conversation, for chat templates that refuse it or leave some of it out.
 
-Knows no template: `templates` tries the forms. Messages are prepared ones.
+Messages are prepared ones.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 def retold(conversation: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yield a conversation, then its other forms. Each has the same text, at other places.
 
-    Arguments that are no JSON object become the value of one argument; then all system messages
+    Arguments that are not a JSON object become the value of one argument; then all system messages
     become the first.
     """
     yield conversation
@@ -35,7 +35,7 @@ def without_system(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def is_told(conversation: Seq[Mapping[str, Any]], text: str) -> bool:
     """Whether a rendered text has what templates tend to lose: further system messages, and
-    arguments that are no JSON object.
+    arguments that are not a JSON object.
     """
     expected = list(_odd_arguments(conversation))
     if _has_odd_systems(conversation):
@@ -47,7 +47,7 @@ def is_told(conversation: Seq[Mapping[str, Any]], text: str) -> bool:
 
 
 def _has_odd_systems(conversation: Seq[Mapping[str, Any]]) -> bool:
-    """Whether there is a system message beside one at the start."""
+    """Whether there is a system message other than one at the start."""
     return any(message["role"] == "system" for message in conversation[1:])
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_SECONDS = 1.0
 """Processor time of one rendering. Time of other processes does not count."""
 MAX_BYTES = 256 * 2**20
-"""Memory of the process, beside what Python and Jinja take."""
+"""Memory of the process, in addition to what Python and Jinja take."""
 MAX_CHARS = 2**24
 """Length of the rendered text."""
 
@@ -73,7 +73,7 @@ class TemplateProcess:
         Raises:
             TemplateError: the template is invalid, raised an error, or reached a limit; or this
                 process was forked from the one that made this object.
-            TypeError, ValueError, RecursionError: the variables are no JSON values.
+            TypeError, ValueError, RecursionError: the variables are not JSON values.
         """
         if os.getpid() != self._owner:
             raise TemplateError("this process was forked after the model was loaded")

@@ -1,7 +1,7 @@
 """How a chat template takes tools, calls and their results: found out by rendering.
 
 The words of a template do not say it: SmolLM3's takes tools by another name, that of DeepSeek's
-distillates calls without tools. Knows no requests and no token ids.
+distillates calls without tools.
 """
 
 import json
@@ -32,7 +32,7 @@ _FUNCTION = {
 _TOOLS = [{"type": "function", "function": _FUNCTION}]
 _USER = {"role": "user", "content": "Hello"}
 _CALLS_IN = [("", False), ("", True), (None, False), (None, True)]
-"""Content beside calls, and whether arguments are a text, in the order in which they are tried."""
+"""Content next to calls, and whether arguments are a text, in the order in which they are tried."""
 _RESULT_ROLES = ("tool", "tool_response", "tool_results", "observation", "environment")
 
 
@@ -53,7 +53,7 @@ class TemplateShape(NamedTuple):
     wants_turns: bool = False
     """Whether it refuses two messages of the user in a row."""
     splits_text: bool = False
-    """Whether text beside calls must be a message before them, or it is lost."""
+    """Whether text next to calls must be a message before them, or it is lost."""
     splits_calls: bool = False
     """Whether each call must be a message."""
     written: str = ""

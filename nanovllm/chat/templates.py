@@ -1,7 +1,4 @@
-"""Conversations to text: checks messages in OpenAI's format and renders them by a chat template.
-
-Knows no requests and no token ids.
-"""
+"""Conversations to text: checks messages in OpenAI's format and renders them by a chat template."""
 
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any

@@ -1,7 +1,4 @@
-"""Tools in conversations: as chat templates take them, and as text for templates that show none.
-
-Knows no requests and no token ids.
-"""
+"""Tools in conversations: as chat templates take them, and as text for templates that show none."""
 
 import itertools
 import json
@@ -29,7 +26,7 @@ For each call, write a JSON object with the function's name and arguments within
 
 
 def knows_tools(template: str) -> bool:
-    """Whether the words of a chat template let expect that it shows tools, or calls of them."""
+    """Whether the words of a chat template suggest that it shows tools, or calls of them."""
     return re.search(r"\b(tools|tool_calls)\b", template) is not None
 
 
@@ -162,7 +159,7 @@ def _with_results(
     """Return a conversation with results of calls in messages of a role that the template knows.
 
     Without one they are messages of the user, in the words of the Hermes models: one for results
-    that belong together, and with what the user says behind them if the template wants turns.
+    that belong together, and with what the user says after them if the template wants turns.
     """
     role = shape.result_role
     plain: list[dict[str, Any]] = []
@@ -215,7 +212,7 @@ def for_harmony(
 ) -> tuple[list[dict[str, Any]], Seq[Any] | None]:
     """Return a conversation and its tools for gpt-oss's template.
 
-    The template reads reasoning under the name "thinking"; beside calls it takes either reasoning
+    The template reads reasoning under the name "thinking"; next to calls it takes either reasoning
     or text, so here the text joins the reasoning. Of several calls in a message it takes one, so
     each gets its own. Functions need a description.
     """

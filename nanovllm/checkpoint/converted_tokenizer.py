@@ -1,7 +1,7 @@
 """A tokenizer that transformers makes, of a GGUF file or of files older than tokenizer.json.
 
 Importing transformers and making a tokenizer with it takes 0.8 s at each start, so what it made is
-kept on disk; reading that takes a few milliseconds. Knows no prompts and no requests.
+kept on disk; reading that takes a few milliseconds.
 """
 
 import contextlib
@@ -69,10 +69,10 @@ def converted_tokenizer(checkpoint: Checkpoint) -> TextTokenizer:
             settings = read_json(path / "tokenizer_config.json")
             fields["chat_template"] = read_chat_templates(path, settings)
         tokenizer = _from_fields(fields)
-        tokenizer.decode(tokenizer.encode("a b"))  # raises for an id that is no token
+        tokenizer.decode(tokenizer.encode("a b"))  # raises for an id that is not a token
     except (KeyboardInterrupt, SystemExit, CheckpointError):
         raise
-    except BaseException as error:  # many kinds; a panic of tokenizers is no Exception
+    except BaseException as error:  # many kinds; a panic of tokenizers is not an Exception
         which = "its metadata" if is_gguf(path) else "one of its files"
         raise CheckpointError(
             f"cannot load the tokenizer in {path}: {which} is invalid: {error!s:.300}"
@@ -96,7 +96,7 @@ def _check_directory(path: Path) -> None:
     """Check the files of a tokenizer without tokenizer.json before transformers reads them.
 
     Raises:
-        CheckpointError: a file is no JSON object or a Git LFS pointer, names a file outside the
+        CheckpointError: a file is not a JSON object or a Git LFS pointer, names a file outside the
             directory, or asks for a class whose constructor may do anything; or the files do not
             say all of a tokenizer.
     """

@@ -1,6 +1,6 @@
 """Fetches files of a repository of the Hugging Face hub, or finds them in its cache.
 
-Knows no file by name. Imports no torch.
+Imports no torch.
 """
 
 import functools
@@ -13,7 +13,7 @@ from nanovllm.options.model_names import other_form
 
 
 def check_name(model: str) -> None:
-    """Check that `model`, if it is nothing here, is not a name of another program's.
+    """Check that `model`, if it is not a file here, is not another program's name of a model.
 
     Raises:
         CheckpointError: it is, with what to write in its place.
@@ -62,7 +62,7 @@ def download(
         raise CheckpointError(f"hub model {model!r} has no revision {revision!r}") from error
     except RepositoryNotFoundError as error:
         raise CheckpointError(
-            f"model {model!r} is no directory here and no model on the hub "
+            f"model {model!r} is neither a directory here nor a model on the hub "
             "(or a private one: log in)"
         ) from error
     except Exception as error:  # offline, a full disk, ...: huggingface_hub raises many types
@@ -73,7 +73,7 @@ def download(
 
 
 def way_online() -> str:
-    """Return what lets the hub be asked: the variable that forbids it, if one does."""
+    """Return how to reach the hub: which variable forbids it, if one does."""
     import huggingface_hub
 
     names = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)]

@@ -11,8 +11,8 @@ from nanovllm.options.validation import shown
 from nanovllm.utils import strict_json
 
 MAX_JSON_BYTES = 4 * 2**20
-"""Of one JSON text. Python's objects take up to 24 times as much memory. A header or an index of
-1,000 tensors has 0.1 MB."""
+"""Limit of one JSON text. Python's objects take up to 24 times as much memory. A header or an
+index of 1,000 tensors has 0.1 MB."""
 _MAX_DEPTH = 32
 _POINTER = b"version https://git-lfs"
 """How a Git LFS pointer begins."""
@@ -80,7 +80,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return the JSON object in `file`, {} if there is no such file.
 
     Raises:
-        CheckpointError: the file cannot be read, is a Git LFS pointer, or holds no valid JSON
+        CheckpointError: the file cannot be read, is a Git LFS pointer, or is not a valid JSON
             object.
     """
     try:

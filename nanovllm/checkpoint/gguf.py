@@ -1,7 +1,7 @@
 """A model in one GGUF file: its settings as a config.json has them, and its weights under the names
 and in the row order of transformers.
 
-Reads tensors one by one. Knows no module and no rank. Imports no torch.
+Reads tensors one by one. Imports no torch.
 """
 
 import functools
@@ -43,7 +43,7 @@ _WHOLE_MODEL = {
 
 _IN_CONFIG = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 _MAX_WEIGHTS = 2**17
-"""Of a model, each expert's counted. One of 94 layers and 128 experts has 36,500."""
+"""Weights of a model, each expert's counted. One of 94 layers and 128 experts has 36,500."""
 
 
 class GgufWeight(NamedTuple):

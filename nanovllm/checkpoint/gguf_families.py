@@ -104,7 +104,7 @@ def _qwen3moe(metadata: Metadata, config: Fields) -> Fields:
 
 
 def _gpt_oss(metadata: Metadata, config: Fields) -> Fields:
-    """The bounds of yarn's ramp are not rounded, as in the published config.json."""
+    """The bounds of YaRN's ramp are not rounded, as in the published config.json."""
     return {
         **_windows(metadata, config, 2),
         "rope_parameters": {**config["rope_parameters"], "truncate": False},

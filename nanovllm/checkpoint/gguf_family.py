@@ -102,7 +102,7 @@ class GgufFamily(NamedTuple):
     """transformers' name."""
     modules: Mapping[str, str] = _NO_NAMES
     """A layer's modules beyond `gguf.MODULES`, by llama.cpp's name. {} stands for the number of an
-    expert: such a tensor has the weights of all experts, one behind the other."""
+    expert: such a tensor has the weights of all experts, one after the other."""
     tensors: Mapping[str, str] = _NO_NAMES
     """Tensors with names of their own: those of a layer without blk.N. and model.layers.N."""
     draft_tensors: Mapping[str, str] = _NO_NAMES
@@ -134,7 +134,7 @@ SANDWICH = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""Modules of a layer that has norms behind attention and MLP, too."""
+"""Modules of a layer that has norms after attention and MLP, too."""
 EXPERTS = {
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",

@@ -16,11 +16,11 @@ from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.options.validation import check_float, check_int, shown
 
 MAX_HEADER_BYTES = 32 * 2**20
-"""Of metadata and tensor table. A vocabulary of 150,000 tokens takes 6 MB."""
+"""Limit of metadata and tensor table. A vocabulary of 150,000 tokens takes 6 MB."""
 _MAX_FIELDS = 4096
 _MAX_TENSORS = 2**16
 _MAX_ARRAY_ELEMENTS = 2**21
-"""Of all arrays together."""
+"""Limit of all arrays together."""
 _MAX_NAME_BYTES = 1024
 """Of a key, a tensor's name, and a string in an array."""
 _MAX_STRING_BYTES = 2**20
@@ -284,7 +284,7 @@ def _type_name(type_id: int) -> str:
 
 
 MAX_SIZE = 2**24
-"""Of each size: far above every known model."""
+"""Limit of each size: far above every known model."""
 
 
 class Metadata:

@@ -1,6 +1,6 @@
 """Qwen3.5 in a GGUF file: names, settings, and what llama.cpp's converter has changed.
 
-The changes beside names, which reading undoes:
+What reading undoes, apart from names:
 
 1. Norms are stored as 1 + w, but for the one in a layer with state (ssm_norm).
 2. ssm_a is -exp(A_log), and ssm_dt's bias is dt_bias.
@@ -12,7 +12,7 @@ The changes beside names, which reading undoes:
    (see formats/gguf.py) the blocks of ssm_out change places. K-quants have blocks of 256, two
    heads, but are converted to numbers anyway.
 
-The layer that drafts (MTP) is the block behind the others.
+The layer that drafts (MTP) is the block after the others.
 
 Reads metadata, no weight. Imports no torch.
 """

@@ -46,7 +46,7 @@ def tokenizer_settings(metadata: Metadata) -> dict[str, Any]:
 
     Raises:
         CheckpointError: what transformers reads of the tokenizer has wrong types, or is so much
-            that its work would take minutes.
+            that reading it would take minutes.
     """
     tokens = metadata.values.get("tokenizer.ggml.tokens")
     if tokens is None:
@@ -55,7 +55,7 @@ def tokenizer_settings(metadata: Metadata) -> dict[str, Any]:
         values = metadata.values.get(f"tokenizer.ggml.{key}", [])
         if not isinstance(values, list) or any(type(value) is not kind for value in values):
             raise CheckpointError(
-                f"{metadata.file}: tokenizer.ggml.{key} is no list of {kind.__name__}"
+                f"{metadata.file}: tokenizer.ggml.{key} is not a list of {kind.__name__}"
             )
         if key in ("token_type", "scores") and values and len(values) != len(tokens):
             raise CheckpointError(
@@ -83,7 +83,7 @@ def tokenizer_settings(metadata: Metadata) -> dict[str, Any]:
 
 
 def eos_token_ids(metadata: Metadata, vocab_size: int) -> list[int]:
-    """Return the tokens that end a text: those the file names, and known ends of a turn."""
+    """Return the tokens that end a text: those that the file names, and known ends of a turn."""
     found = set()
     for key in ("eos_token_id", "eot_token_id", "eom_token_id"):
         key = f"tokenizer.ggml.{key}"

@@ -30,7 +30,7 @@ OPENED_PATTERNS = [
 ]
 """Files of a directory that may be opened to read its settings and its tokenizer."""
 MAX_FILE_BYTES = 64 * 2**20
-"""Of each of them. The largest known are tokenizer.json files of 33 MB."""
+"""Limit of each of them. The largest known are tokenizer.json files of 33 MB."""
 _MAX_LISTED = 5
 """Files that one error names."""
 
@@ -198,7 +198,7 @@ def weight_files(
             )
         if gguf := [name for name in others if name.endswith(".gguf")]:
             raise CheckpointError(
-                f"{path} has no .safetensors weights beside config.json; give the path of "
+                f"{path} has no .safetensors weights next to config.json; give the path of "
                 f"{shown(gguf[0])} itself"
             )
         found = f" (found {', '.join(others)}, which is not read)" if others else ""

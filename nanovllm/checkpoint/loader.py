@@ -259,7 +259,7 @@ def _chunks(shard: Shard, owner: nn.Module) -> Iterator[_Chunk]:
 def _in_order(chunks: Iterable[_Chunk], header: dict[str, TensorInfo]) -> deque[_Chunk]:
     """Return `chunks` by modules, in the order of the file's bytes.
 
-    A file may have all scales behind all weights. So all tensors of a module are read when its
+    A file may have all scales after all weights. So all tensors of a module are read when its
     largest is: it gets its final form before the next one takes memory.
     """
     largest: dict[nn.Module, tuple[int, int]] = {}

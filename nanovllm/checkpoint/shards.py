@@ -1,7 +1,4 @@
-"""`Shard`: which part of which checkpoint tensor goes where. Each module lists its own.
-
-Knows no file and no architecture.
-"""
+"""`Shard`: which part of which checkpoint tensor goes where. Each module lists its own."""
 
 import dataclasses
 from collections.abc import Collection, Iterator

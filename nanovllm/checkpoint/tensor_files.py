@@ -1,7 +1,5 @@
 """The files of weights: what their headers say, and parts of their tensors. Nothing is mapped for
 longer than a call: pages of a mapped file count as this process's memory.
-
-Knows no module.
 """
 
 import contextlib

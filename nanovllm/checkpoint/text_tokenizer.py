@@ -1,7 +1,6 @@
 """`TextTokenizer`: what text becomes which tokens, special tokens and chat templates.
 
-Knows no file, no prompts and no requests. Imports transformers only for a user who asks for its
-tokenizer.
+Imports transformers only for a user who asks for its tokenizer.
 """
 
 from collections.abc import Mapping, Sequence as Seq

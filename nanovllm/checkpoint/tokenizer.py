@@ -1,7 +1,4 @@
-"""The checkpoint's tokenizer: how it is loaded, and what text one of its tokens holds.
-
-Knows no prompts and no requests.
-"""
+"""The checkpoint's tokenizer: how it is loaded, and what text one of its tokens holds."""
 
 import itertools
 import json
@@ -100,7 +97,7 @@ class TokenBound(NamedTuple):
 
 
 def token_bound(tokenizer: TextTokenizer) -> TokenBound | None:
-    """Return the bound of a tokenizer; None if there is no sure one.
+    """Return the bound of a tokenizer; None if there is none that is certain.
 
     Byte-level BPE has one: each byte of the normalised text that the vocabulary has is in one
     token, and no token is longer than the longest entry of the vocabulary. NFC makes at least 2
@@ -156,7 +153,7 @@ def token_bytes(tokenizer: TextTokenizer) -> Callable[[int], bytes]:
             return bytes(byte_of[char] for char in entry) if known else entry.encode()
         if "ByteFallback" in kinds and (byte := re.fullmatch("<0x([0-9A-F]{2})>", entry)):
             return bytes.fromhex(byte[1])
-        # What the decoder adds for it behind another token.
+        # What the decoder adds for it after another token.
         once, twice = (backend.decode([token_id] * count) for count in (1, 2))
         text: str = twice[len(once) :]
         return text.encode()

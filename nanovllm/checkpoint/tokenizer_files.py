@@ -1,7 +1,7 @@
 """Reads a directory's tokenizer: tokenizer.json is what splits text.
 
 No class of transformers is asked, because some build a tokenizer of their own. The other files say
-which tokens are special, and hold the chat templates. Nothing in them is trusted. Knows no prompts.
+which tokens are special, and hold the chat templates. Nothing in them is trusted.
 """
 
 import json
@@ -49,7 +49,7 @@ def read_tokenizer(path: Path) -> TextTokenizer:
     tokenizer.longest_entry = longest_entry
     if "eos_token" in named and tokenizer.eos_token_id is None:
         logger.warning(
-            "%s: eos_token %s is no token of %s, so it ends no answer",
+            "%s: eos_token %s is not a token of %s, so it does not end an answer",
             path / _CONFIG,
             shown(named["eos_token"]),
             TOKENIZER_JSON,
@@ -119,7 +119,7 @@ def _read_backend(file: Path) -> tuple[Tokenizer, int]:
         longest_entry = _check_ids(backend, content.decode())
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic of tokenizers is no Exception
+    except BaseException as error:  # a panic of tokenizers is not an Exception
         raise CheckpointError(
             f"cannot load the tokenizer in {file.parent}: {file.name} is invalid: {error!s:.300}"
         ) from error
@@ -273,9 +273,7 @@ def _mark_special(backend: Tokenizer, special: set[str]) -> None:
 def _compare_template(
     backend: Tokenizer, path: Path, settings: dict[str, Any], name: str, text: str | None
 ) -> None:
-    """Log it if tokenizer_config.json wants a token around each text, and tokenizer.json does not,
-    or the reverse.
-    """
+    """Log a warning if tokenizer_config.json and tokenizer.json disagree on the ends of texts."""
     wanted = settings.get(f"add_{name}_token")
     adds = text is not None and text in backend.encode("").tokens
     if isinstance(wanted, bool) and text is not None and wanted != adds:

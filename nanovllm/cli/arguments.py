@@ -28,7 +28,7 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
         commands: `generate`, `chat` and `serve`, which take a MODEL.
 
     Raises:
-        ConfigError: a command, a flag or a word is none.
+        ConfigError: a command, a flag or a word is not known.
         SystemExit: --help or --version has been answered.
     """
     parser = Parser(prog="nanovllm", description="Run a language model.")
@@ -79,7 +79,7 @@ def _is_model(word: str) -> bool:
     .gguf at its end.
 
     Raises:
-        ConfigError: it reads like a model's name, and is none that can be found.
+        ConfigError: it reads like a model's name, but no such model can be found.
     """
     if looks_like_model(word) and not Path(word).exists():
         raise ConfigError(no_model(word, f" (a prompt? nanovllm generate --model MODEL {word})"))

@@ -24,7 +24,7 @@ from nanovllm.options.validation import shown
 from nanovllm.utils.terminal import complain
 
 _QUIET_SECONDS = 30
-"""Between two lines of progress, where nobody watches a terminal."""
+"""Between two lines of progress, where standard error is not a terminal."""
 _SOME_FAILED = 1
 """The exit status where rows have errors."""
 _ABOUT = "Generate for each row of a file; a job that was killed goes on where it was."

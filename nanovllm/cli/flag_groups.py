@@ -9,7 +9,7 @@ from nanovllm.options.sampling_params import SamplingParams
 MAX_TOKENS = 512
 """max_tokens if neither a flag nor the checkpoint sets it."""
 CHAT_SAMPLING: Mapping[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-"""What chats sample with if neither a flag nor the checkpoint has a say in it. At temperature 1
+"""What chats sample with if neither a flag nor the checkpoint decides. At temperature 1
 from all tokens SmolLM2-135M-Instruct answers two thirds as many easy questions right."""
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
 """The fields of SamplingParams that a checkpoint may set."""
@@ -22,7 +22,7 @@ def add_engine_flags(parser: Parser, defaults: Mapping[str, str] | None = None) 
 
 
 def add_sampling_flags(parser: Parser, *, is_chat: bool | None = False) -> None:
-    """Add a flag for each field of SamplingParams that is none of Config.
+    """Add a flag for each field of SamplingParams that Config does not have.
 
     Args:
         is_chat: whether the defaults that the help names are those of chats; None if a flag

@@ -212,7 +212,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def shown_model(model: str) -> str:
-    """Return how messages call a model."""
+    """Return a model's name for messages."""
     if model == demo_model.MODEL:
         return "the glossary model that ships with nanovllm"
     return model_name(model)
@@ -250,7 +250,7 @@ def load(
 
 
 def _chat_sampling(recommended: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a chat samples with, where the checkpoint has no say in it; say so in a line."""
+    """Return what a chat samples with where the checkpoint does not decide; say so in a line."""
     decides = recommended.get("do_sample") is False
     if decides or any(recommended.get(name) is not None for name in CHAT_SAMPLING):
         return {}

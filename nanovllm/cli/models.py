@@ -91,7 +91,7 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if memory[f"{form}_bytes"] is not None:
             yield f"as {form}", _size(memory[f"{form}_bytes"])
         elif not found["quantization"]:
-            yield f"as {form}", "not possible: a layer's inputs are no multiple of 32"
+            yield f"as {form}", "not possible: a layer's inputs are not a multiple of 32"
     window = ""
     if memory["kv_window_bytes"]:
         window = f", and {_size(memory['kv_window_bytes'])} a sequence for windows"

@@ -1,7 +1,6 @@
 """`nanovllm chat`: a conversation of lines read and answers written, and its commands.
 
-The answers are a model's or a server's. Knows no flags and no terminal: `cli` loads the model,
-`terminal` reads and writes.
+The answers are a model's or a server's.
 """
 
 import json
@@ -29,7 +28,7 @@ _FIXED = (
     *("n", "output_kind", "detokenize", "kept_token_ids", "marks_kept_tokens"),
     *("logits_processors", "logprobs", "prompt_logprobs"),
 )
-"""What an answer in a chat cannot have otherwise."""
+"""Parameters that a chat decides itself."""
 NAMES = tuple(name for name in fields_of(SamplingParams) if name not in _FIXED)
 """The parameters that can be set."""
 
@@ -47,7 +46,7 @@ class Settings:
         """By name, the values that were set."""
 
     def set(self, argument: str) -> str:
-        """Obey "NAME VALUE", or "NAME" for the first value; return what is so now.
+        """Obey "NAME VALUE", or "NAME" for the first value; return the new state in words.
 
         A value is JSON, or else text.
 
@@ -72,7 +71,7 @@ class Settings:
         return f"{name} is {_text(value)}"
 
     def shown(self) -> dict[str, str]:
-        """Return what the next answer is made with, by name."""
+        """Return the parameters of the next answer, by name."""
         return {name: _text(value) for name, value in {**self._first, **self.changed}.items()}
 
 
@@ -100,11 +99,11 @@ HELP = {
     '"""': "begins a message of several lines, and ends it; or end lines with \\",
     "Ctrl-C": "stops an answer, or clears the line",
 }
-"""What can be typed beside messages."""
+"""What can be typed besides messages."""
 
 
 _LEAST_SECONDS = 0.01
-"""Of which a speed is told; what came at once says none."""
+"""The shortest time for which a speed is shown."""
 
 
 class Chat:

@@ -1,4 +1,4 @@
-"""Who answers a chat: a model here or a server. Knows no commands and no terminal."""
+"""Who answers a chat: a model here or a server."""
 
 import dataclasses
 import itertools

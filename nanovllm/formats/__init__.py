@@ -1,1 +1,1 @@
-"""How weights are stored and multiplied, beside plain ones: FP8, int8 and int4, GGUF."""
+"""How weights are stored and multiplied, apart from plain ones: FP8, int8 and int4, GGUF."""

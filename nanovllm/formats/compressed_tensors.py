@@ -33,7 +33,7 @@ _STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block", "token")
 _GROUP_ORDERS = (True, "group", "dynamic")
 """What `actorder` may be for `Scheme.actorder` "group"."""
 _OTHER_ORDERS = (None, False, "weight", "static")
-"""What it may be without a trace in the tensors."""
+"""What it may be without an effect on the tensors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Rounded:
     strategy: str
     """"tensor", "channel", "group", "tensor_group", "block" or "token"."""
     dynamic: bool
-    """Whether the scale is found while it runs. With "local" in the file, that of groups is."""
+    """Whether the scale is computed at run time. With "local" in the file, that of groups is."""
     symmetric: bool
     group_size: int | None
     """Inputs that share a scale; None without groups."""
@@ -228,7 +228,7 @@ def _stored_fp4(scheme: Scheme, matrix: Matrix, names: list[str]) -> StoredFp4:
     Inputs are not rounded as `scheme.inputs` says: all kernels round less.
 
     Raises:
-        UnsupportedModelError: no such layout is published.
+        UnsupportedModelError: no published checkpoint has this layout.
     """
     layout, strategy = _FP4_LAYOUTS[scheme.format]
     found = (scheme.bits, scheme.type, scheme.strategy, scheme.group_size, scheme.symmetric)

@@ -1,7 +1,7 @@
 """Linears in FP4: numbers of 4 bits (E2M1), of which 16 (NVFP4) or 32 (MXFP4) share a scale of 8
 bits, as compressed-tensors and ModelOpt store them. A linear in NVFP4 has one more scale.
 
-They stay in their bits. Knows no config.json: an `Fp4Layout` says what is stored.
+They stay in their bits. An `Fp4Layout` says what is stored.
 """
 
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ class StoredFp4(StoredNumbers):
     """Loads the FP4 weights of the checkpoint linears that one matrix merges.
 
     Raises:
-        UnsupportedModelError: the linears' inputs are no whole groups.
+        UnsupportedModelError: the linears' inputs are not whole groups.
     """
 
     def __init__(self, layout: Fp4Layout, matrix: Matrix) -> None:

@@ -1,4 +1,4 @@
-"""Weights in FP8: rounding to it, and products with it. Knows no checkpoint and no layer."""
+"""Weights in FP8: rounding to it, and products with it."""
 
 from typing import Any
 

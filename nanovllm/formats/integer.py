@@ -1,4 +1,4 @@
-"""Weights of 8 or 4 bits: integers, of which a few neighbours share a scale. Knows no layer."""
+"""Weights of 8 or 4 bits: integers, of which a few neighbours share a scale."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -131,7 +131,7 @@ def _fits(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _equal(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return where both are the same number, or both are none."""
+    """Return where both are the same number, or both are NaN."""
     return (found == expected) | (found.isnan() & expected.isnan())
 
 
@@ -219,7 +219,7 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> IntTensor:
 
     The scale maps the largest magnitude of a group to 127 in 8 bits, and to -8 in 4 bits, whose
     range is -8 to 7 (llama.cpp's Q8_0 and Q4_0 do the same). A larger scale than float16 can hold
-    becomes its largest number, but a weight that is no number makes its scale infinite or NaN.
+    becomes its largest number, but a weight that is not a number makes its scale infinite or NaN.
     """
     n, k = weight.shape
     groups = weight.float().view(n, k // group_size, group_size)

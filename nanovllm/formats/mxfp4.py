@@ -35,7 +35,7 @@ class Mxfp4Format:
         if inputs % _BLOCK:
             raise ConfigError(
                 f"tensor_parallel_size {tensor_parallel().size} leaves {inputs} inputs of an "
-                f"expert to a rank, which are no whole MXFP4 blocks of {_BLOCK}; use a smaller size"
+                f"expert to a rank, not whole MXFP4 blocks of {_BLOCK}; use a smaller size"
             )
         return StoredMxfp4(matrix.weight)
 

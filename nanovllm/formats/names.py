@@ -1,7 +1,5 @@
 """Which linears a checkpoint's configuration means: lists of names, of regular expressions, and of
 patterns in which "*" stands for any characters.
-
-Knows no tensors and no format.
 """
 
 import fnmatch
@@ -26,7 +24,7 @@ def read_names(config: dict[str, Any], key: str, where: str = "quantization_conf
     """Return the list of names `config[key]`; an empty one if there is none.
 
     Raises:
-        CheckpointError: it is no list of names, or has too many.
+        CheckpointError: it is not a list of names, or has too many.
     """
     names = config.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -111,7 +109,7 @@ class ModuleList:
     which `fnmatch` matches without backtracking. `settings` have the list under `key`.
 
     Raises:
-        CheckpointError: it is no list of strings, or has too many or too long ones.
+        CheckpointError: it is not a list of strings, or has too many or too long ones.
         UnsupportedModelError: an entry is a regular expression that is not read.
     """
 

@@ -35,7 +35,7 @@ UNREAD_SCALES = frozenset(
     }
 )
 """Ends of the names of tensors that a checkpoint may have for keys, values and inputs of linears:
-the scales of a calibration. Here the scales of inputs are found while it runs."""
+the scales of a calibration. Here the scales of inputs are computed at run time."""
 _ALGORITHMS = ("FP8", "INT8", "NVFP4")
 
 
@@ -72,7 +72,7 @@ def read_group_size(value: Any, where: str = WHERE) -> int | None:
     """Return how many inputs share a scale; None: the whole row does, which files write as -1.
 
     Raises:
-        CheckpointError: it is no such number.
+        CheckpointError: it is not such a number.
     """
     if type(value) is not int or value == 0 or not -1 <= value <= MAX_GROUP:
         raise CheckpointError(

@@ -3,7 +3,7 @@
 A `Field` says how one tensor that stands in place of a weight [n, k] is laid out in a file; a
 `LoadedField` has its rows for a matrix; `StoredNumbers` loads them and makes the method.
 Integers of 4 or 8 bits are in words of 32, the lowest bits first. They are numbers from 0 up, and
-become less by half of their range, so that they fit int8.
+lose half of their range, so that they fit int8.
 """
 
 from collections.abc import Iterator
@@ -136,7 +136,7 @@ class LoadedField:
             )
 
     def check_finite(self) -> None:
-        """Raise CheckpointError if a number is none."""
+        """Raise CheckpointError if a number is not finite."""
         for part in self.parts:
             if not part.tensor.isfinite().all():
                 raise CheckpointError(f"{part.name} has a number that is not finite")
@@ -212,7 +212,7 @@ def first_row(weight: Shard) -> int:
 
 
 def row_ranges(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
-    """Yield the first row of each part of rows [start, stop), and the row behind the part.
+    """Yield the first row of each part of rows [start, stop), and the row after the part.
 
     Parts bound the memory of temporary copies. They have a multiple of 32 rows, but for the last.
     """
@@ -286,7 +286,7 @@ class StoredNumbers:
         """Return what multiplies.
 
         Raises:
-            CheckpointError: a scale is no finite number, or another tensor is out of its range.
+            CheckpointError: a scale is not a finite number, or another tensor is out of its range.
             ConfigError: experts on a GPU.
         """
         if self._is_experts and kernels.name == "triton":

@@ -76,7 +76,7 @@ class Fp8Format:
 class StoredFp8(StoredNumbers):
     """Loads the FP8 weights and the scales of the checkpoint linears that one layer merges.
 
-    They are kept on GPUs. CPUs have no products in FP8, and to convert a weight for each of them
+    They are kept on GPUs. CPUs have no products in FP8, and converting a weight for each of them
     takes several times as long as the product, so there it is widened, or rounded to integers.
     """
 

@@ -1,7 +1,7 @@
 """Weights of integers that a checkpoint stores: loaded in its layout, kept in their bits if exact.
 
 What the kernels do not hold exactly is widened to the model's dtype, and so is every weight of a
-model in float32. Knows no format: an `IntegerForm` says which tensors there are.
+model in float32.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.linear import Matrix
 
 _NO_GROUP = -1
-"""In the place of an input's group: all are in the order of their places."""
+"""Stands in place of an input's group where all inputs are in the order of their places."""
 
 
 class IntegerForm(NamedTuple):
@@ -129,7 +129,7 @@ class StoredIntegers(StoredNumbers):
         if any(not torch.equal(other, groups[0]) for other in groups):
             return None, "linears that are computed as one order their inputs differently"
         if size % 32:
-            return None, f"groups of {size} are no multiple of 32"
+            return None, f"groups of {size} are not a multiple of 32"
         used, counts = torch.unique(groups[0], return_counts=True)
         if (counts != size).any():
             return None, f"groups do not all have {size} inputs"

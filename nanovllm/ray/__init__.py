@@ -1,8 +1,8 @@
 """Many machines, by Ray. Nothing else in nanovllm imports this folder, nor this folder Ray, before
 it is used.
 
-Knows nothing itself: a name is imported when it is asked for. So a submodule must not have the name
-of what it exports, which it would replace here.
+A name is imported when it is first asked for. So a submodule must not have the name of what it
+exports, which it would replace here.
 """
 
 import importlib

@@ -38,7 +38,7 @@ def conversation_key(path: str, headers: Iterable[tuple[bytes, bytes]], body: by
     Args:
         path: of the URL; other paths than those that generate have no conversation.
         headers: names in lower case, and values.
-        body: JSON. What is no JSON, or has other types than the API, has no conversation: the
+        body: JSON. What is not JSON, or has other types than the API, has no conversation: the
             server refuses it.
     """
     if path not in _PATHS:

@@ -1,7 +1,6 @@
 """The frontend: takes HTTP requests from Ray Serve's proxies and passes each on to a replica.
 
-It reads the body, because Ray Serve's proxies choose a replica before they have read it. Knows no
-route and no engine: the answers are those of the server's app in the replica.
+It reads the body, because Ray Serve's proxies choose a replica before they have read it.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ from nanovllm.server.options import ServerOptions
 logger = logging.getLogger(__name__)
 
 _MANY_BODIES = 64
-"""So many bodies of max_body_bytes are in memory at most."""
+"""At most this many bodies of max_body_bytes are in memory."""
 _ATTEMPTS = 2
 """Replicas that may die of one request, so that a request that kills its replica does not kill
 all."""
@@ -223,7 +222,7 @@ class _Answer:
         is cut, which every client notices.
 
         Raises:
-            ConnectionError: the answer is no stream, or one whose events are numbered.
+            ConnectionError: the answer is not a stream, or one whose events are numbered.
         """
         if not self._is_stream or path == "/v1/responses":
             raise ConnectionError(error.body["error"]["message"])

@@ -1,7 +1,7 @@
 """A directory of parts: the finished rows of a dataset, in files that are written once.
 
 `manifest.json` says whose rows they are, `lock` keeps a second process out, and a part is there
-whole or not at all. Knows no engine and no Ray.
+whole or not at all.
 """
 
 import contextlib
@@ -113,7 +113,7 @@ def _digests(ids: Seq[Any]) -> "np.ndarray[Any, Any]":
 
 
 def is_done(done: "np.ndarray[Any, Any]", ids: Seq[Any]) -> list[bool]:
-    """Return of each id whether its digest is among the sorted ones of `done_ids`."""
+    """Return for each id whether its digest is among the sorted ones of `done_ids`."""
     wanted = _digests(ids)
     places = np.minimum(np.searchsorted(done, wanted), len(done) - 1)
     return [bool(found) for found in done[places] == wanted]

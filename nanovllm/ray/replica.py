@@ -1,6 +1,6 @@
 """A replica: one engine with the server's app on it, called by the frontends.
 
-Owns the engine's life in a Ray actor. Knows no other replica, and nothing of HTTP but ASGI.
+Owns the engine's life in a Ray actor.
 """
 
 import asyncio

@@ -274,7 +274,7 @@ class RayPool:
 
 
 def actor_resources(options: RowOptions, num_workers: int | None = None) -> dict[str, Any]:
-    """Return the resources of an actor with one engine: its GPUs, or without these its CPUs.
+    """Return the resources of an actor with one engine: its GPUs, or its CPUs if it has none.
 
     Args:
         num_workers: how many actors share the CPUs of the nodes; None is one CPU each.

@@ -1,7 +1,7 @@
 """`nanovllm.ray.deployment`: a model as a Ray Serve application.
 
 Checks the options and joins the two deployments: frontends that take HTTP requests, and replicas
-with an engine each. Starts nothing; knows no request.
+with an engine each. Starts nothing.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def deployment(model: str, *, num_frontends: int = 1, **options: Any) -> serve.A
     """Return a Ray Serve application that answers OpenAI's API with replicas of one model.
 
     `serve.run(deployment("Qwen/Qwen3-0.6B"))` starts it. Turns of one conversation go to one
-    replica, whose prefix cache has the turns before: see `conversation.conversation_key`.
+    replica, whose prefix cache has the turns before: see `affinity.conversation_key`.
 
     Args:
         model: a hub id, or a path that every node has.

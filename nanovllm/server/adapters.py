@@ -1,7 +1,5 @@
 """The adapters that a server offers as models, by name: those of its option, and those that are
 loaded while it runs.
-
-Knows no routes and no queue; the engine reads the files.
 """
 
 import dataclasses
@@ -49,7 +47,7 @@ class Adapters:
         self._find = find
         self._home = None if directory is None else Path(directory).resolve()
         if self._home is not None and not self._home.is_dir():
-            raise ConfigError(f"lora_directory {shown(directory)} is no directory")
+            raise ConfigError(f"lora_directory {shown(directory)} is not a directory")
         self.by_name = named_adapters(modules, self._base_names)
         """Replaced when an adapter comes or goes, and never changed."""
         for adapter in self.by_name.values():
@@ -174,7 +172,7 @@ class Adapters:
         if not exists:
             raise APIError(
                 404,
-                f"lora_path {shown(path)} is no directory in the server's lora_directory",
+                f"lora_path {shown(path)} is not a directory in the server's lora_directory",
                 param="lora_path",
             )
         return found

@@ -1,7 +1,5 @@
 """The bounded queue: counts sequences, answers that clients have not read and the bytes of large
 bodies, and refuses what is too much.
-
-Knows no engine and no HTTP connection: it is told how many sequences run.
 """
 
 import math
@@ -46,7 +44,7 @@ class Admission:
     slowly; beyond that, those that have waited for long are cut off.
 
     Args:
-        max_waiting: most sequences beside those that run.
+        max_waiting: most sequences in addition to those that run.
         num_running: returns how many sequences run in the engine now.
         read_seconds: how long an answer may wait for its client, whatever others wait.
     """
@@ -84,7 +82,7 @@ class Admission:
         """Count a request's sequences: as active until `engine_ended`, then as unread.
 
         Args:
-            user: whose request it is; None is nobody's, and has no share.
+            user: whose request it is; None: nobody's; it has no share.
 
         Raises:
             APIError: status 503, the server is shutting down or its queue is full; status 429, the
@@ -175,7 +173,7 @@ class Admission:
             request.end(error)
 
     def _retry_after(self) -> dict[str, str]:
-        """Return after how many whole seconds half of the queue will have ended, as of late."""
+        """Return in how many whole seconds half of the queue ends at the recent rate."""
         self._forget_old()
         if not self._ended:
             return {"Retry-After": "1"}

@@ -1,4 +1,4 @@
-"""The app: routes, error handlers and middleware put together. Knows no sockets and no signals."""
+"""The app: routes, error handlers and middleware put together."""
 
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""POST /v1/chat/completions: answers a conversation, with tool calls and reasoning split off.
-
-Knows no queue and no connection: `generation` does. Knows no format of tool calls: `answers` does.
-"""
+"""POST /v1/chat/completions: answers a conversation, with tool calls and reasoning split off."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence as Seq
@@ -81,7 +78,7 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
 
 
 def _prepare(server: ServerState, body: ChatRequest) -> tuple[str, SamplingParams]:
-    """Return the prompt and the parameters. To make them takes a while: call it in a thread."""
+    """Return the prompt and the parameters. Making them takes a while: call it in a thread."""
     params = chat_params(  # first, for its checks cost little
         server,
         body,

@@ -1,7 +1,4 @@
-"""POST /v1/completions: continues texts or token ids, with echo and log-probabilities.
-
-Knows no queue and no connection: `generation` does.
-"""
+"""POST /v1/completions: continues texts or token ids, with echo and log-probabilities."""
 
 import asyncio
 import dataclasses
@@ -103,7 +100,7 @@ class _Answer:
         self._n = body.n or 1
         self._num_unfinished = num_prompts
         self.may_be_large = body.logprobs is not None or body.prompt_logprobs is not None
-        """Whether to make the whole answer takes so long that a thread does it."""
+        """Whether making the whole answer takes so long that a thread does it."""
         self._keeps_output = not (body.echo and body.max_tokens == 0)
         self._head: dict[str, Any] = {
             "object": "text_completion",
@@ -118,7 +115,7 @@ class _Answer:
         self._is_plain = self._keeps_output and not (
             self.may_be_large or body.return_token_ids or options.with_each_chunk
         )
-        """Whether the text alone is new in a frame behind a continuation's first one."""
+        """Whether the text alone is new in a frame after a continuation's first one."""
         # What a stream sends with the first chunk of each continuation, by prompt.
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         # For text_offset, by choice: where the output begins in the text, and what reads it.

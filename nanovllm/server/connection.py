@@ -1,7 +1,5 @@
 """uvicorn's HTTP/1.1 connection with limits: of their number, and of time, for requests that
 trickle in and for answers that are not read. Errors of the protocol leave as OpenAI's JSON, too.
-
-Knows no app.
 """
 
 import asyncio
@@ -82,7 +80,7 @@ class _Connection(H11Protocol):
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def pause_writing(self) -> None:
-        """Give a client that reads nothing a while."""
+        """Give a client that reads nothing some time."""
         super().pause_writing()
         self._watch_reader()
 

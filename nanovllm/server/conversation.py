@@ -119,7 +119,7 @@ class AnswerReader:
         return parts
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:
-        """Return why the answer ended; a stop string inside a call ends no call."""
+        """Return why the answer ended; a stop string inside a call does not end a call."""
         if completion.finish_reason != "stop" or self._arguments is None:
             return completion.finish_reason
         is_cut = isinstance(completion.stop_reason, str) and self._is_in_call()

@@ -1,7 +1,4 @@
-"""Errors as answers: every error leaves the server with a status and OpenAI's JSON body.
-
-Knows no routes.
-"""
+"""Errors as answers: every error leaves the server with a status and OpenAI's JSON body."""
 
 import json
 import re
@@ -79,7 +76,7 @@ class APIError(HTTPException):
 
 
 def as_api_error(error: BaseException) -> APIError:
-    """Return what a client is told of an error; nothing of an unexpected error's inside."""
+    """Return what a client is told of an error; nothing from inside an unexpected error."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, RequestValidationError):

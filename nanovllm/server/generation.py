@@ -1,7 +1,4 @@
-"""The one way from a checked request to the engine: admission, deadline, disconnect.
-
-Knows no JSON and no route: it takes prompts and yields the engine's outputs.
-"""
+"""The one way from a checked request to the engine: admission, deadline, disconnect."""
 
 import asyncio
 import dataclasses
@@ -58,7 +55,7 @@ class _Guard(Admitted):
         self._task.cancel()
 
     def ends_quietly(self, kind: type[BaseException] | None, *_: object) -> bool:
-        """Whether an exception is the end of a request that was cut: nobody need know of it."""
+        """Whether an exception is the end of a request that was cut: it needs no report."""
         if not self._is_cut or kind is not asyncio.CancelledError:
             return False
         assert self._task is not None

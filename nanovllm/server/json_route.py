@@ -1,7 +1,4 @@
-"""Routes of requests with a body: JSON that is read strictly, and answers that are sent in pieces.
-
-Knows no fields: pydantic checks those.
-"""
+"""Routes of requests with a body: JSON is read strictly, answers are sent in pieces."""
 
 import asyncio
 import json
@@ -20,7 +17,7 @@ from nanovllm.utils import strict_json
 from nanovllm.utils.strict_json import MAX_DEPTH, RepeatedKeyError, TooDeepError
 
 MAX_COMMAS = 2**18
-"""In a body. It bounds the number of values, which take longer to read than text."""
+"""Commas in a body. The limit bounds the number of values, which take longer to read than text."""
 _LARGE_BYTES = 2**16
 
 
@@ -66,7 +63,7 @@ class _JSONRequest(Request):
         return (await super().body())[:1]
 
     async def json(self) -> Any:
-        """Return the parsed body, once; a large one is parsed beside the event loop."""
+        """Return the parsed body, once; a large one is parsed outside the event loop."""
         body = await super().body()
         self._body = b""
         return await asyncio.to_thread(parse, body) if len(body) > _LARGE_BYTES else parse(body)
@@ -76,7 +73,7 @@ def parse(body: bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        APIError: status 400, the text is no JSON of UTF-8, too deep, has too many values, a key
+        APIError: status 400, the text is not JSON in UTF-8, too deep, has too many values, a key
             twice, or a number or character that JSON or Unicode does not have.
     """
     if body.count(b",") > MAX_COMMAS:
@@ -95,7 +92,9 @@ def parse(body: bytes) -> Any:
             400, f"the body is not UTF-8: {error.reason} at byte {error.start}"
         ) from None
     except UnicodeEncodeError:
-        raise APIError(400, "the body has half a surrogate pair, which is no character") from None
+        raise APIError(
+            400, "the body has half a surrogate pair, which is not a character"
+        ) from None
     except json.JSONDecodeError as error:
         message = f"the body is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         raise APIError(400, message) from None

@@ -1,7 +1,4 @@
-"""Sets up what the server writes to standard error: its log, and what it tells whoever starts it.
-
-Knows no request and no engine.
-"""
+"""Sets up the server's standard error: its log, and what it tells whoever starts it."""
 
 import json
 import logging

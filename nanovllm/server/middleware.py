@@ -1,6 +1,6 @@
 """What a request must pass before a route sees it: headers, host, API key, size of the body.
 
-Pure ASGI. Knows no routes but those that are open to everyone.
+Pure ASGI.
 """
 
 import hashlib
@@ -141,5 +141,5 @@ def _content_length(headers: Headers) -> int | None:
     if not lengths:
         return None
     if not re.fullmatch(r"[0-9]{1,18}", lengths[0]):
-        raise APIError(400, "the header Content-Length is no number")
+        raise APIError(400, "the header Content-Length is not a number")
     return int(lengths[0])

@@ -1,7 +1,4 @@
-"""Options of the server: validated when made, never changed afterwards.
-
-Knows no engine option: those are `Config`'s.
-"""
+"""Options of the server: validated when made, never changed afterwards."""
 
 import argparse
 import dataclasses
@@ -43,7 +40,7 @@ def template_text(error: Error, name: str, value: Any) -> str:
         raise error(f"{name} {shown(value)} cannot be read: {reason}") from cause
     if "{{" in text or "{%" in text:
         return text
-    raise error(f"{name} {shown(value)} is no template: it has neither {{{{ nor {{%")
+    raise error(f"{name} {shown(value)} is not a template: it has neither {{{{ nor {{%")
 
 
 def _path(error: Error, name: str, value: Any) -> str:
@@ -67,7 +64,7 @@ class ServerOptions:
     port: Annotated[int, check_int, 0, 65535] = 8000
     """Port to listen on; 0 takes a free one."""
     uds: Annotated[str | None, check_text] = None
-    """Path of a Unix socket to listen on instead of host and port. None is no such socket."""
+    """Path of a Unix socket to listen on instead of host and port. None: no such socket."""
     api_keys: Annotated[tuple[str, ...], check_texts, True] = dataclasses.field(
         default=(), repr=False
     )
@@ -82,8 +79,8 @@ class ServerOptions:
     """Directory below which LoRA adapters lie that clients may load with /v1/load_lora_adapter, and
     unload, while the server runs. It needs enable_lora. None is that they may not."""
     max_waiting: Annotated[int, check_int, 1] = 2048
-    """Maximum number of sequences that wait for the engine beside those that run; further requests
-    get status 503."""
+    """Maximum number of sequences that wait for the engine, not counting those that run; further
+    requests get status 503."""
     max_connections: Annotated[int, check_int, 1, _MAX_FILES] = 4096
     """Maximum number of open connections; further ones get status 503 and are closed."""
     min_priority: Annotated[int, check_int, -(2**31), 0] = 0
@@ -96,14 +93,14 @@ class ServerOptions:
     """Seconds in which a request must have arrived, and in which a client must read on when it has
     stopped reading its answer."""
     request_timeout: Annotated[float | None, check_float, 0.001] = None
-    """Seconds after which a request is ended with an error; None is no limit."""
+    """Seconds after which a request is ended with an error; None: no limit."""
     drain_seconds: Annotated[float, check_float, 0] = 30.0
     """Seconds that running requests have to finish after SIGTERM."""
     cors_origins: Annotated[tuple[str, ...], check_texts] = ()
     """Origins of web pages that may use the server; "*" is every page."""
     root_path: Annotated[str | None, _path] = None
     """Path under which a proxy has the server, such as "/llm"; requests may come with it or
-    without. None is no path."""
+    without. None: no path."""
     chat_template: Annotated[str | None, template_text] = None
     """File with a Jinja template, or the template itself. None is the checkpoint's template."""
     tool_call_parser: Annotated[str, check_text] = "auto"

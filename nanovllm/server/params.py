@@ -1,4 +1,4 @@
-"""Requests of the protocol to `SamplingParams`. Knows of prompts their lengths, and no answers."""
+"""Requests of the protocol to `SamplingParams`."""
 
 import dataclasses
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
 """GET /metrics for Prometheus: names, labels and buckets are vLLM's, so its dashboards work.
 
 What belongs to requests is counted here, from their outputs; what belongs to the engine is asked of
-it at each scrape. Knows no HTTP request but its own.
+it at each scrape.
 """
 
 import asyncio

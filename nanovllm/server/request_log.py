@@ -1,6 +1,6 @@
 """Request ids, trace contexts, and one line a request in the log: a pure ASGI middleware.
 
-Of a request only its id, method and path get there: no prompt, no answer, no key. Knows no routes.
+Of a request only its id, method and path get there: no prompt, no answer, no key.
 """
 
 import contextlib

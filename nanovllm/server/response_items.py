@@ -1,7 +1,4 @@
-"""Items of /v1/responses: a request's items to messages, an answer's parts to items and events.
-
-Knows no queue, no connection and no format of tool calls.
-"""
+"""Items of /v1/responses: a request's items to messages, an answer's parts to items and events."""
 
 import uuid
 from collections.abc import Iterator, Sequence as Seq

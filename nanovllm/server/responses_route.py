@@ -1,7 +1,4 @@
-"""POST /v1/responses: OpenAI's newer form of a chat. Nothing is stored between requests.
-
-Knows no queue and no connection: `generation` does. Knows no format of tool calls: `answers` does.
-"""
+"""POST /v1/responses: OpenAI's newer form of a chat. Nothing is stored between requests."""
 
 import logging
 import time
@@ -66,7 +63,7 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
 
 
 def _prepare(server: ServerState, body: ResponsesRequest) -> tuple[str, SamplingParams]:
-    """Return the prompt and the parameters. To make them takes a while: call it in a thread."""
+    """Return the prompt and the parameters. Making them takes a while: call it in a thread."""
     changes: dict[str, Any] = {}
     if body.truncation == "auto":
         room = _room(server.max_model_len, body.max_output_tokens)

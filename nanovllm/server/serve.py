@@ -1,6 +1,6 @@
 """`nanovllm serve`: loads a model and serves it until a signal comes or the engine dies.
 
-Owns the socket, the signals and the exit status. Knows no routes.
+Owns the socket, the signals and the exit status.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _allow_files(number: int) -> None:
-    """Let the process open so many files, as far as the system lets it."""
+    """Let the process open this many files, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < number:
         most = number if hard == resource.RLIM_INFINITY else min(number, hard)
@@ -124,7 +124,7 @@ class Server(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen, and to watch the engine."""
+        """Start listening, and watching the engine."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._tasks.append(asyncio.create_task(self._watch_engine()))
@@ -132,7 +132,7 @@ class Server(uvicorn.Server):
         self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop to listen, and close the connections."""
+        """Stop listening, and close the connections."""
         _remove(self._listener)  # while it is open: its path may be another server's afterwards
         await super().shutdown(sockets)
 

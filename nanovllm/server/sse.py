@@ -1,4 +1,4 @@
-"""Writes answers: whole ones, and streams as server-sent events. Knows no answer's contents."""
+"""Writes answers: whole ones, and streams as server-sent events."""
 
 import json
 import logging
@@ -41,7 +41,7 @@ def sse(frames: AsyncGenerator[str, None], *, done: str = DONE) -> _EventStream:
 
     Args:
         frames: each is one event or several, or none; `done` is at their end.
-        done: what to send behind an error.
+        done: what to send after an error.
     """
     return _EventStream(_encoded(frames, done), headers=_HEADERS, media_type="text/event-stream")
 

@@ -1,4 +1,4 @@
-"""What the routes of one app share. Knows no routes."""
+"""What the routes of one app share."""
 
 import hashlib
 import time
@@ -25,11 +25,11 @@ from nanovllm.server.prometheus import ServerMetrics
 _MOST_NAMES = 8
 """Adapters that an error lists."""
 _MANY_BODIES = 64
-"""So many bodies of max_body_bytes are in memory at most."""
+"""At most this many bodies of max_body_bytes are in memory."""
 
 
 class ServerState:
-    """The engine and what the server knows beside it."""
+    """The engine and what the server knows besides it."""
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
         engine = llm.engine

@@ -1,5 +1,6 @@
-"""What the server tells of itself: GET /health, /ready and /version, which wait for no engine step;
-and GET /, a page for people with live load and a chat box, whose numbers are in /status.json.
+"""GET /health, /ready and /version, which wait for no engine step; and GET /, a page for people.
+
+The page has live load and a chat box; its numbers are in /status.json.
 
 The page is one file without data: it asks the other routes, with the API key that its user types.
 It loads nothing from elsewhere, and the browser is told to refuse anything else.

@@ -1,7 +1,7 @@
 """W3C trace contexts, and spans of OpenTelemetry where it is installed and set up.
 
 OpenTelemetry's own environment variables (OTEL_*) say whether and where spans are sent; without
-them nothing leaves the process. Knows no routes and no log.
+them nothing leaves the process.
 """
 
 import logging

@@ -134,7 +134,7 @@ def test_columns_of_an_earlier_output_are_replaced(tmp_path: Path) -> None:
     ("name", "data", "message"),
     [
         ("in.csv", b"", "a batch's file is .jsonl or .parquet, got '.*in.csv'"),
-        ("in.parquet", b"no", "is no Parquet file"),
+        ("in.parquet", b"no", "is not a Parquet file"),
         ("none.jsonl", None, "cannot be read: No such file"),
     ],
 )

@@ -125,7 +125,7 @@ def test_another_tokenizer_than_the_files(make_llm, tmp_path):
             {"ggml.model": "bert"},
             r"tokenizer\.ggml\.model 'bert' is not supported \(gpt2, llama, gemma4\)",
         ),
-        ({"ggml.merges": [1, 2]}, r"tokenizer\.ggml\.merges is no list of str"),
+        ({"ggml.merges": [1, 2]}, r"tokenizer\.ggml\.merges is not a list of str"),
         ({"ggml.merges": ["x"]}, "cannot load the tokenizer in .*its metadata is invalid"),
         ({"ggml.merges": ["no such"]}, "cannot load the tokenizer in .*its metadata is invalid"),
         ({"ggml.token_type": [1, 2]}, r"token_type has 2 elements for 263 tokens"),

@@ -719,7 +719,7 @@ def test_an_unknown_revision(client):
 
 @pytest.mark.parametrize("model", ["org/unknown", "unknown"])
 def test_an_unknown_model(client, model):
-    assert f"{model!r} is no directory here and no model on the hub" in client(model)["error"]
+    assert f"{model!r} is neither a directory here nor a model on the hub" in client(model)["error"]
 
 
 def test_a_model_without_safetensors_is_refused_and_its_pickles_are_not_fetched(hub, client):

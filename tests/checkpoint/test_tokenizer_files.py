@@ -237,7 +237,7 @@ def test_tokens_that_only_another_file_lists(
         (LLAMA_2, {"add_eos_token": True, "eos_token": "</s>"}, "add_eos_token=true; tokenizer.js"),
         (LLAMA_2, {"add_bos_token": False, "bos_token": "<s>"}, "which counts, adds '<s>'"),
         (LLAMA_3, {"add_bos_token": True, "bos_token": None}, None),
-        (LLAMA_3, {"eos_token": "<|no|>"}, r"'<\|no\|>' is no token of tokenizer.json"),
+        (LLAMA_3, {"eos_token": "<|no|>"}, r"'<\|no\|>' is not a token of tokenizer.json"),
     ],
 )
 def test_tokenizer_json_says_what_is_put_around_a_text(

@@ -38,7 +38,7 @@ MAX_CPU_SECONDS = 2.0
 
 
 def values():
-    """Return a strategy for parsed values; what is no JSON for Python is left out."""
+    """Return a strategy for parsed values; what is not JSON for Python is left out."""
     found = []
     for text in VALUES:
         try:

@@ -19,7 +19,7 @@ from nanovllm.server.answers.literal_calls import CLOSING, QUOTE
 from nanovllm.server.answers.parts import Part
 from nanovllm.structured.grammar import GrammarCompiler
 from tests.checkpoints import copy_checkpoint, read_json, write_json
-from tests.server.answers.test_harmony import Answer, joined
+from tests.server.answers.helpers import Split, split
 from tests.server.conftest import running
 
 GEMMA_TAGS = ("<|tool_call>", CLOSING, QUOTE, "<|channel>", "<channel|>", "<|tool_response>")
@@ -94,7 +94,7 @@ def saying(ids: list[int]) -> Callable[[list[int], Any], Any]:
     return force
 
 
-def answers(llm: LLM, found: AnswerFormat, ids: list[int]) -> Iterator[tuple[Answer, Any]]:
+def answers(llm: LLM, found: AnswerFormat, ids: list[int]) -> Iterator[tuple[Split, Any]]:
     """Yield the answer that these tokens make, and how it ended: whole, then streamed."""
     given = SamplingParams(
         temperature=0, max_tokens=len(ids), logits_processors=[saying([*ids, 0])]
@@ -107,7 +107,7 @@ def answers(llm: LLM, found: AnswerFormat, ids: list[int]) -> Iterator[tuple[Ans
         for output in outputs:
             parts += parser.feed(output.outputs[0].text)
         end = outputs[-1].outputs[0].finish_reason
-        yield joined(parts + parser.finish(cut=end != "stop")), end
+        yield split(parts + parser.finish(cut=end != "stop")), end
 
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = harmony.TAGS
@@ -170,7 +170,7 @@ THOUGHT = (CHANNEL, "analysis", MESSAGE, "Hm <|end|> é", END, START, "assistant
     ],
 )
 def test_from_tokens_to_answers(
-    llm: LLM, template: str, texts: tuple[str, ...], answer: Answer, end: str
+    llm: LLM, template: str, texts: tuple[str, ...], answer: Split, end: str
 ) -> None:
     for found in answers(llm, format_of(llm, template), encode(llm, *texts)):
         assert found == (answer, end)

@@ -1,7 +1,4 @@
-"""From a model's text to the parts of an answer: text, reasoning and tool calls.
-
-Pure text: knows no requests, no tokens but the ids of tags, and no server.
-"""
+"""From a model's text to the parts of an answer: text, reasoning and tool calls."""
 
 import json
 import re
@@ -144,7 +141,7 @@ class AnswerFormat:
 
         What the answer must be, calls or a form of the text, comes after the reasoning. Where the
         text must be JSON and the model may call tools, the answer is either of them. Tags that are
-        special tokens stay in the text, marked for the parser. Tokens behind calls end the answer.
+        special tokens stay in the text, marked for the parser. Tokens after calls end the answer.
 
         Args:
             prompt: the rendered conversation.
@@ -164,7 +161,7 @@ class AnswerFormat:
                 calls = self._tools.grammar(
                     tools, several=parallel_tool_calls, tag_ids=self._tag_ids
                 )
-            form = self._behind_reasoning(given, prompt, calls)
+            form = self._after_reasoning(given, prompt, calls)
         if form is not None:
             changes["structured_outputs"] = form
         kept = self._marked_tags(has_tools=bool(tools) and tool_choice != "none")
@@ -213,7 +210,7 @@ class AnswerFormat:
         rules = self._tools.grammar(tools, several=parallel_tool_calls, tag_ids=self._tag_ids)
         return made_grammar(f"{self._start(prompt)}answer: calls\n{rules}", "tools")
 
-    def _behind_reasoning(
+    def _after_reasoning(
         self, form: StructuredOutputsParams, prompt: str, calls: str
     ) -> StructuredOutputsParams:
         """Return a form whose text may follow reasoning, or must if the prompt opens it.
@@ -247,7 +244,7 @@ class AnswerFormat:
         if self._channels is not None:
             rule = f"{self._channels.text_opening(self._literal)} body\nbody: {rule}"
         either = f"answer: form | calls\n{calls}" if calls else "answer: form\n"
-        source = f"{form.source} beside tools" if calls else form.source
+        source = f"{form.source} next to tools" if calls else form.source
         return made_grammar(f"{start}{either}form: {rule}\n", source)
 
     def _start(self, prompt: str) -> str:

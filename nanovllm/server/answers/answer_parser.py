@@ -1,7 +1,4 @@
-"""Splits one answer into its parts: reasoning, text and tool calls.
-
-Pure text: knows no requests, no tokens and no server.
-"""
+"""Splits one answer into its parts: reasoning, text and tool calls."""
 
 import dataclasses
 
@@ -69,7 +66,7 @@ class AnswerParser:
                 is_open = isinstance(self._reasoning, ReasoningParser) and self._reasoning.is_open
                 has_answer = not is_open and (cut or not self._thought.ends_with_calls)
                 parts += self._thought.close() if has_answer else self._thought.finish(cut=cut)
-                parts += self._tools.feed(self._thought.behind)
+                parts += self._tools.feed(self._thought.after)
             parts += self._tools.finish(cut=cut)
         return self._sent(parts)
 
@@ -94,7 +91,7 @@ class AnswerParser:
     def _sent(self, parts: list[Part]) -> list[Part]:
         """Return the parts to send, with pieces of the same text joined.
 
-        A tag where no tag belongs is text: without its mark, which is no character.
+        A tag where no tag belongs is text: without its mark, which is not a character.
         """
         joined: list[Part] = []
         for part in parts:
@@ -127,12 +124,12 @@ class _Thought:
         """Whether it has a call: from there on it is held back."""
         self._goes_on = False  # text follows the call
         self._held: list[str] = []  # what was read, and may be a call
-        self.behind = ""
+        self.after = ""
         """What follows the reasoning, once it is finished."""
 
     @property
     def ends_with_calls(self) -> bool:
-        """Whether there are calls, and nothing behind them."""
+        """Whether there are calls, and nothing after them."""
         return self.has_call and not self._goes_on
 
     def feed(self, text: str) -> list[Part]:
@@ -153,7 +150,7 @@ class _Thought:
             return parts
         if cut and self._goes_on:
             return self.close()
-        self.behind = "".join(self._held)
+        self.after = "".join(self._held)
         return parts
 
     def _take(self, parts: list[Part]) -> list[Part]:

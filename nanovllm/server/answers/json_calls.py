@@ -1,7 +1,4 @@
-"""Reads tool calls that are JSON objects: in the formats of Hermes, Llama 3 and Mistral.
-
-Pure text: knows no requests and no tokens.
-"""
+"""Reads tool calls that are JSON objects: in the formats of Hermes, Llama 3 and Mistral."""
 
 import re
 import secrets
@@ -93,7 +90,7 @@ class MistralParser(ToolCallParser):
 class GraniteParser(HermesParser):
     """<|tool_call|>[{"name": "f", "arguments": {...}}]; Granite 3.
 
-    Version 3.1 also writes <tool_call> behind the tag, or in its place.
+    Version 3.1 also writes <tool_call> after the tag, or in its place.
     """
 
     tag = "<|tool_call|>"
@@ -151,7 +148,7 @@ class HunYuanParser(HermesParser):
             is_tagged = yield from self._accept(self._call_tag)
 
     def _tagged_call(self) -> Steps[None]:
-        """Read a call behind its tag, up to the tag that closes it."""
+        """Read a call after its tag, up to the tag that closes it."""
         yield from self._skip_space()
         if (yield from self._peek()) == "{":
             yield from self._call()

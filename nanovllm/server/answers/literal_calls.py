@@ -1,8 +1,6 @@
-"""Reads tool calls whose arguments are no JSON, such as Gemma 4's.
+"""Reads tool calls whose arguments are not JSON, such as Gemma 4's.
 
-    <|tool_call>call:f{city:<|"|>Rome<|"|>,days:[1,2]}<tool_call|>
-
-Pure text: knows no requests and no tokens.
+<|tool_call>call:f{city:<|"|>Rome<|"|>,days:[1,2]}<tool_call|>
 """
 
 import dataclasses
@@ -44,7 +42,7 @@ class _Bracket:
 
 
 class LiteralParser(ToolCallParser):
-    """Passes arguments on as JSON that are written in another way.
+    """Reads arguments that are not JSON, and passes them on as JSON.
 
     A bare word is a string. A quote that cannot end its string stands for itself. What the model
     forgot to close is closed; what stands between two values is left out.
@@ -59,7 +57,7 @@ class LiteralParser(ToolCallParser):
     quotes: tuple[str, ...]
     """What a string may begin with, and then ends with."""
     breaks: tuple[str, ...]
-    """What means something in a string beside its quotes: a backslash, or a tag that ends it."""
+    """What has a meaning in a string besides its quotes: a backslash, or a tag that ends it."""
 
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
         super().__init__(marked, functions)
@@ -72,10 +70,10 @@ class LiteralParser(ToolCallParser):
         """Return a value that has no quotes and no brackets as JSON."""
 
     def _read_call(self, name: str, closing: str, separator: str) -> Steps[None]:
-        """Read the arguments behind their bracket, and pass the call on meanwhile.
+        """Read the arguments after their bracket, and pass the call on meanwhile.
 
         Args:
-            closing: the bracket behind them.
+            closing: the bracket after them.
             separator: what stands between a name and its value.
         """
         self._start(name)
@@ -203,7 +201,7 @@ class LiteralParser(ToolCallParser):
         return bracket.closing
 
     def _member(self, separator: str) -> Steps[None]:
-        """Read a key and the character behind it, and pass them on."""
+        """Read a key and the character after it, and pass them on."""
         yield from self._skip_space()
         if not (yield from self._is_quoted(separator)):
             key = yield from self._bare(separator + self._ends.replace("]", ""))
@@ -287,7 +285,7 @@ class LiteralParser(ToolCallParser):
         return found
 
     def _following(self) -> Steps[str]:
-        """Return the next character behind white space; "" at the end of the answer.
+        """Return the next character after white space; "" at the end of the answer.
 
         Raises:
             NotACall: the answer was cut off before it.
@@ -300,7 +298,7 @@ class LiteralParser(ToolCallParser):
 
 
 class Gemma4Parser(LiteralParser):
-    """<|tool_call>call:f{key:<|"|>value<|"|>}<tool_call|>, one behind the other; Gemma 4.
+    """<|tool_call>call:f{key:<|"|>value<|"|>}<tool_call|>, one after the other; Gemma 4.
 
     Keys may be quoted, and strings be JSON's or have single quotes. Calls may be JSON.
     """

@@ -1,7 +1,7 @@
 """What JSON types the parameters of a function may have, by the schema of the function.
 
 For formats of calls that write values without their types. Reads any schema: what it does not
-understand says nothing. Knows no formats and no values.
+understand says nothing.
 """
 
 import functools
@@ -22,7 +22,7 @@ _OTHER_NAMES = {
     "dict map struct": "object",
     "list tuple set arr": "array",
 }
-"""Names of types that programming languages have, and clients write."""
+"""Names of types in programming languages, which clients write."""
 _BY_NAME = {
     **{name: name for name in TYPES},
     **{name: kind for names, kind in _OTHER_NAMES.items() for name in names.split()},
@@ -43,12 +43,12 @@ _IMPLIED = {
     "minLength maxLength pattern": "string",
     "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf": "number",
 }
-"""Keywords that say something of one type only."""
+"""Keywords that apply to one type only."""
 _BRANCHES = ("allOf", "anyOf", "oneOf")
 _MAX_DEPTH = 64
-"""Of schemas within schemas, and of references."""
+"""Depth of schemas within schemas, and of references."""
 _MAX_PATTERNS = 8
-"""Of names, that are compared; a further one counts as the name's."""
+"""Patterns of names that are compared; any further one counts as a match."""
 _CHEAP_PATTERN = re.compile(r"(?:[^\\{]|\\.){0,64}", re.DOTALL)
 """What takes a few milliseconds to compile, if it has few classes of letters, such as \\w."""
 _MAX_CLASSES = 4
@@ -167,7 +167,7 @@ class TypedFunction(NamedTuple):
 def typed(functions: Iterable[Function]) -> list[TypedFunction]:
     """Return functions with the types of their parameters; those that have them stay as they are.
 
-    To share the result between answers saves time.
+    Sharing the result between answers saves time.
     """
     return [
         each

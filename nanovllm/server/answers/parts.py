@@ -79,5 +79,5 @@ class PartsReader(ABC):
 
 
 def new_call_id() -> str:
-    """Return an id as OpenAI's look."""
+    """Return an id in OpenAI's form."""
     return f"call_{uuid.uuid4().hex[:24]}"

@@ -1,8 +1,6 @@
 """Reads tool calls that are a list of Python's calls, as LFM2 writes them.
 
-    <|tool_call_start|>[f(city='Rome', days=[1, 2])]<|tool_call_end|>
-
-Pure text: knows no requests and no tokens.
+<|tool_call_start|>[f(city='Rome', days=[1, 2])]<|tool_call_end|>
 """
 
 import json
@@ -26,7 +24,7 @@ _MAX_NUMBER = 64
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
 _ESCAPES |= {character: character for character in "\\'\""}
 _CODES = {"x": 2, "u": 4, "U": 8}
-"""Hexadecimal digits behind a backslash and this letter."""
+"""Hexadecimal digits after a backslash and this letter."""
 _BEGINS_CALL = re.compile(r"[\w{]")
 _PREFIX = re.compile(r"[rbfuRBFU]")
 
@@ -127,11 +125,11 @@ class PythonicParser(LiteralParser):
         if "," not in ends:  # it is a key
             return (yield from super()._is_end_of_string(ends, num_inner))
         start = self._pos
-        found = yield from self._is_behind_value(ends, is_sure=num_inner % 2 == 0)
+        found = yield from self._is_after_value(ends, is_sure=num_inner % 2 == 0)
         self._pos = start
         return found
 
-    def _is_behind_value(self, ends: str, *, is_sure: bool) -> Steps[bool]:
+    def _is_after_value(self, ends: str, *, is_sure: bool) -> Steps[bool]:
         """Whether what comes next may follow a value: brackets that close, or another value.
 
         Args:
@@ -158,7 +156,7 @@ class PythonicParser(LiteralParser):
             depth -= 1
 
     def _is_next_value(self, depth: int, *, is_sure: bool) -> Steps[bool]:
-        """Whether a value or call comes next, behind a comma in so many brackets."""
+        """Whether a value or call comes next, after a comma in so many brackets."""
         character = yield from self._following()
         if not character or character in ")]}":
             return True

@@ -1,7 +1,4 @@
-"""Splits a model's reasoning from its answer, while the text arrives.
-
-Pure text: knows no requests, no tokens and no server.
-"""
+"""Splits a model's reasoning from its answer, while the text arrives."""
 
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
@@ -11,16 +8,16 @@ from nanovllm.server.answers.text_reader import marked_tag, prefix_at_end
 
 
 class ReasoningFormat(NamedTuple):
-    """The tags around a model's reasoning. Line ends inside and behind them belong to the tags."""
+    """The tags around a model's reasoning. Line ends inside and after them belong to the tags."""
 
     opening: str
     closing: str
     label: str = ""
-    """A line that follows the opening tag, and is no reasoning; models forget it."""
+    """A line that follows the opening tag, and is not reasoning; models forget it."""
     anywhere: bool = False
     """Whether reasoning may follow text, too. Then no tag is text."""
     answer: tuple[str, str] = ("", "")
-    """Tags around the text behind the reasoning, or without any."""
+    """Tags around the text after the reasoning, or without any."""
 
     @property
     def begin(self) -> str:
@@ -97,7 +94,7 @@ class ReasoningParser(PartsReader):
                 yield
 
     def _reasoning(self) -> Iterator[None]:
-        """Read reasoning from its opening tag on, its closing tag, and the line ends behind it."""
+        """Read reasoning from its opening tag on, its closing tag, and the line ends after it."""
         self.is_open = True
         yield from self._skip_openings()
         tags = (self._closing, self._opening) if self._anywhere else (self._closing,)
@@ -118,7 +115,7 @@ class ReasoningParser(PartsReader):
         yield from self._skip_line_ends()
 
     def _tagged_answer(self) -> Iterator[None]:
-        """Read text up to the tag behind it, if it begins with the tag before it."""
+        """Read text up to the tag after it, if it begins with the tag before it."""
         opening, closing = self._answer_tags
         while not self._ended and opening.startswith(self._text.lstrip()):
             yield
@@ -160,7 +157,7 @@ class ReasoningParser(PartsReader):
         return text, ""
 
     def _skip_openings(self) -> Iterator[None]:
-        """Skip opening tags with their labels, and the line ends behind them."""
+        """Skip opening tags with their labels, and the line ends after them."""
         while True:
             while not self._ended and self._opening.startswith(self._text.lstrip()):
                 yield

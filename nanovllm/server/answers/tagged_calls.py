@@ -1,14 +1,12 @@
 """Reads tool calls whose parameters are in tags: the format of Qwen 3 Coder and Qwen 3.5.
 
-    <tool_call>
-    <function=f>
-    <parameter=city>
-    Rome
-    </parameter>
-    </function>
-    </tool_call>
-
-Pure text: knows no requests and no tokens.
+<tool_call>
+<function=f>
+<parameter=city>
+Rome
+</parameter>
+</function>
+</tool_call>
 """
 
 import contextlib
@@ -22,7 +20,7 @@ from nanovllm.server.answers.parameter_types import Function, ParameterTypes
 from nanovllm.server.answers.text_reader import NotACall, Steps, decoded, escaped
 
 _HELD = re.compile(r"\n?(?:<[/a-z:=\" ]{0,24})?\Z")
-"""At the end of the text: with what a value's end may begin."""
+"""At the end of the text: what may begin the end of a value."""
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 _WORDS = {"true": "boolean", "false": "boolean", "null": "null", "none": "null"}
 
@@ -41,7 +39,7 @@ class TaggedParser(HermesParser):
     parameter: ClassVar[tuple[str, str]] = ("<parameter=", "</parameter>")
     """The tags around a value, likewise."""
     name_end: ClassVar[str] = ">"
-    """What stands behind a name, and is in none."""
+    """What follows a name; no name contains it."""
     trims_values: ClassVar[bool] = True
     """Whether a line end on each side of a value belongs to the tags."""
 
@@ -95,7 +93,7 @@ class TaggedParser(HermesParser):
         self._drop_read()
 
     def _name(self) -> Steps[str]:
-        """Read a name and what stands behind it."""
+        """Read a name and what stands after it."""
         name = (yield from self._word(self._name_character)).strip(" \t\"'")
         if not name or not (yield from self._accept(self.name_end)):
             raise NotACall
@@ -104,7 +102,7 @@ class TaggedParser(HermesParser):
     def _has_parameter(self) -> Steps[bool]:
         """Read up to the next parameter or the end of the call; return whether there is one.
 
-        What else stands there means nothing.
+        Anything else there is ignored.
 
         Raises:
             NotACall: the answer was cut off.
@@ -125,14 +123,14 @@ class TaggedParser(HermesParser):
             self._pos += 1
 
     def _parameter(self, types: Set[str]) -> Steps[None]:
-        """Read a value and the tag behind it, and pass it on.
+        """Read a value and the tag after it, and pass it on.
 
         Raises:
             NotACall: the answer was cut off.
         """
         if self.trims_values:
             yield from self._accept("\n")
-        pieces: list[str] = []  # of a value that is no plain string
+        pieces: list[str] = []  # of a value that is not a plain string
         is_string = types == {"string"}
         self._send_arguments('"' if is_string else "")
         while True:
@@ -213,7 +211,7 @@ def as_json(text: str, types: Set[str]) -> str:
 
 def _is_json(text: str) -> bool:
     def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON")
+        raise ValueError(f"{constant} is not JSON")
 
     try:
         json.loads(text, parse_constant=refuse)

@@ -96,7 +96,7 @@ def find_tool_format(
 
 
 def _by_words(template: str) -> ToolFormat | None:
-    """Return the format that words let expect that others have, too."""
+    """Return the format that words suggest which other formats use, too."""
     is_tagged = "<tool_call>" in template and "<function=" in template
     is_other = not is_tagged and any(mark in template for mark in _OTHER)
     has_header = "<|start_header_id|>" in template and '"parameters"' in template

@@ -20,11 +20,11 @@ _SCALAR = re.compile(r"[-+.\w]")
 
 
 class NotACall(Exception):
-    """What began like a call is none: it is text."""
+    """What began like a call is not one: it is text."""
 
 
 class TextReader(PartsReader):
-    """Reads on from where it has read. What is not there yet is waited for."""
+    """Reads on from where it stopped, and waits for text that has not arrived yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class TextReader(PartsReader):
         return key
 
     def _string(self) -> Steps[str]:
-        """Read a JSON string and return what it stands for; "" is no key and no name."""
+        """Read a JSON string and return what it stands for; "" is neither a key nor a name."""
         if (yield from self._peek()) != '"':
             raise NotACall
         value = decoded((yield from self._value()))
@@ -98,7 +98,7 @@ class TextReader(PartsReader):
             self._pos += 1
 
     def _skip_tags(self, tag: str) -> Steps[None]:
-        """Read white space, and a tag as often as it comes next."""
+        """Read white space, and a tag as often as it is repeated."""
         yield from self._skip_space()
         while tag and (yield from self._accept(tag)):
             yield from self._skip_space()
@@ -197,7 +197,7 @@ def prefix_at_end(text: str, tag: str) -> str:
 
 
 def decoded(source: str) -> str | None:
-    """Return the string that a JSON value is, without marks of tags; None if it cannot be sent."""
+    """Return the string of a JSON value, without marks of tags; None if it cannot be sent."""
     try:
         value = json.loads(source.replace(TOKEN_MARK, ""), strict=False)
         return value if isinstance(value, str) and value.encode() is not None else None
@@ -211,7 +211,7 @@ def plain_object(source: str) -> str:
     Some models write the object as a string, and null or "" for no arguments.
 
     Raises:
-        NotACall: it is no JSON value.
+        NotACall: it is not a JSON value.
     """
     if source in ("null", '""'):
         return "{}"

@@ -1,6 +1,6 @@
 """Reads tool calls out of a model's text, while it arrives.
 
-Pure text: knows no requests and no tokens. `tool_formats` says how each model writes calls.
+`tool_formats` says how each model writes calls.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from nanovllm.server.answers.text_reader import (
 _ARGUMENTS = ("arguments", "parameters")
 _MOST_READ = 4096
 MAX_CALLS = 128
-"""In an answer: a message of a request may have as many."""
+"""Calls in an answer; a message of a request may have as many."""
 
 
 class ToolCallParser(TextReader):
@@ -31,7 +31,7 @@ class ToolCallParser(TextReader):
     A call is certain, and begins, once its name and the first character of its arguments are known.
     From then on the arguments are passed on as they arrive. A call that goes wrong before is text,
     with its tags, and so is one after `MAX_CALLS` others; one that is cut off before is dropped.
-    White space around calls is theirs.
+    White space around calls belongs to them.
 
     Args:
         marked: tags that have TOKEN_MARK before them.
@@ -41,9 +41,9 @@ class ToolCallParser(TextReader):
     tag: ClassVar[str]
     """What a call begins with."""
     closing: ClassVar[str] = ""
-    """The tag behind a call, or behind all; models forget it."""
+    """The tag after a call, or after all; models forget it."""
     only_known_keys: ClassVar[bool] = False
-    """Whether an object with further keys is no call."""
+    """Whether an object with further keys is not a call."""
 
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ToolCallParser(TextReader):
         self._openings: tuple[str, ...] = (self._opening,)  # what calls may begin with
         self._num_calls = 0
         self._is_streaming = False  # the text read is arguments of the last call
-        self._is_behind_call = False  # no text since the last call
+        self._is_after_call = False  # no text since the last call
         self._has_sent_text = False  # since the answer began, or since the last call
 
     def fresh(self) -> Self:
@@ -98,7 +98,7 @@ class ToolCallParser(TextReader):
                 except NotACall:
                     if self._cut and (has_tag or self._num_calls > num_calls):
                         return  # of a call that nobody can make
-                    if self._is_behind_call and self._text.strip() == self._opening:
+                    if self._is_after_call and self._text.strip() == self._opening:
                         return  # it stands for the closing tag, and the answer has ended
                     self._send_text(self._pos)
                 else:
@@ -114,15 +114,15 @@ class ToolCallParser(TextReader):
             yield
 
     def _send_text(self, end: int) -> None:
-        """Return the text up to `end`, without the white space behind a call."""
+        """Return the text up to `end`, without the white space after a call."""
         text = self._text[:end]
         self._text = self._text[end:]
         self._pos = 0
-        if self._is_behind_call:
+        if self._is_after_call:
             text = text.lstrip()
         if text:
             self._parts.append(TextDelta(text))
-            self._is_behind_call = False
+            self._is_after_call = False
             self._has_sent_text = True
 
     def _send_arguments(self, text: str) -> None:
@@ -130,7 +130,7 @@ class ToolCallParser(TextReader):
             self._parts.append(ToolCallArguments(self._num_calls - 1, text))
 
     def _write(self, json_text: str) -> None:
-        """Pass on arguments, and forget the text that was read for them: seldom, it takes long."""
+        """Pass on arguments, and seldom, because it is slow, drop the text that was read."""
         self._send_arguments(json_text)
         if self._pos >= _MOST_READ:
             self._drop_read()
@@ -138,9 +138,9 @@ class ToolCallParser(TextReader):
     # What a call consists of. Each of these reads on from where the last one ended.
 
     def _json_calls(self) -> Steps[None]:
-        """Read calls that are JSON objects or lists of them, one behind the other.
+        """Read calls that are JSON objects or lists of them, one after the other.
 
-        There may be a comma or a semicolon between them, and brackets too many behind one.
+        There may be a comma or a semicolon between them, and brackets too many after one.
         """
         is_call = True
         while is_call:
@@ -250,7 +250,7 @@ class ToolCallParser(TextReader):
             raise NotACall
         self._parts.append(ToolCallStart(self._num_calls, call_id or self._new_call_id(), name))
         self._num_calls += 1
-        self._is_behind_call = True
+        self._is_after_call = True
         self._has_sent_text = False
 
     def _more(self) -> Steps[None]:

@@ -1,7 +1,4 @@
-"""How models write tool calls: what to look for, and the grammars that enforce it.
-
-Pure text: knows no requests, no tokens but the ids of tags, and no server.
-"""
+"""How models write tool calls: what to look for, and the grammars that enforce it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -49,7 +46,7 @@ class ToolFormat:
     tags: ClassVar[tuple[str, ...]]
     """Strings of the format that are tokens in some vocabularies."""
     ends: ClassVar[tuple[str, ...]] = ()
-    """Tokens behind calls that end the answer, also where the checkpoint does not list them."""
+    """Tokens after calls that end the answer, also where the checkpoint does not list them."""
     arguments_key: ClassVar[str] = "arguments"
     calls: ClassVar[tuple[str, str]] = ("", "")
     """What stands before all calls and after them in a grammar; {0} is the first of the tags."""
@@ -96,7 +93,7 @@ class ToolFormat:
         return f"calls: {before} {block} {more} {after}"
 
     def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
-        """Return what stands before and behind the arguments in a call of `name`."""
+        """Return what stands before and after the arguments in a call of `name`."""
         opening = f'{{"name": {json.dumps(name)}, "{self.arguments_key}": '
         return quoted(opening), quoted("}")
 

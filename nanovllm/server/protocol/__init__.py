@@ -1,1 +1,1 @@
-"""The JSON of requests and answers, as pydantic models: OpenAI's names, and vLLM's beside them."""
+"""The JSON of requests and answers, as pydantic models: OpenAI's names, and vLLM's too."""

@@ -98,9 +98,9 @@ class ConversationRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_one_form(self) -> Self:
-        """Refuse a form of the answer beside a tool that must be called.
+        """Refuse a form of the answer next to a tool that must be called.
 
-        That of a text does not matter: such an answer has none.
+        That of a text does not matter: such an answer has no text.
         """
         for field in self.forms().keys() - {"response_format", "text.format"}:
             if self.choice not in ("none", "auto"):

@@ -14,7 +14,7 @@ from nanovllm.options.other_names import SAMPLING_NAMES, OtherName, other_names
 from nanovllm.options.validation import did_you_mean, shown
 
 STRING_OR_LIST = "should be a valid string or a valid list"
-"""What is said of a value that is neither."""
+"""The error for a value that is neither."""
 
 _HINT = "it changes nothing here; leave it out"
 INERT = other_names(
@@ -36,7 +36,7 @@ IGNORED = frozenset(
         *("prompt_cache_key", "prompt_cache_retention", "prediction"),
     )
 )
-"""Fields of OpenAI's and vLLM's that are accepted with any value: they change no answer."""
+"""Fields of OpenAI's and vLLM's that are accepted with any value: they do not change the answer."""
 
 
 class RequestModel(BaseModel):
@@ -57,7 +57,7 @@ class RequestModel(BaseModel):
     @classmethod
     def _check_names(cls, given: Any) -> Any:
         """Drop the fields of `others` and `ignored`, and those that are null; refuse one that
-        nobody knows.
+        is unknown.
         """
         if not isinstance(given, dict):
             return given
@@ -138,7 +138,7 @@ ShortText = Annotated[str, Field(max_length=1024)]
 BadWords = Annotated[
     list[Annotated[str, Field(max_length=64)]], Field(max_length=256, fail_fast=True)
 ]
-"""Bounded more, because each sequence keeps them as a table on the device."""
+"""Has a lower bound, because each sequence keeps them as a table on the device."""
 Objects = Annotated[list[dict[str, Any]], Field(max_length=4096, fail_fast=True)]
 """Parts of a content, documents, and the like."""
 

@@ -69,7 +69,7 @@ class CompletionLogprobs(BaseModel):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    """Where each token begins in the text: that of a hidden stop string begins at its end or behind
+    """Where each token begins in the text: that of a hidden stop string begins at its end or after
     it."""
 
 

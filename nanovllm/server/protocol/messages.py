@@ -30,7 +30,7 @@ class EarlierFunction(SentBack):
 
     name: str
     arguments: str | dict[str, Any] | None = None
-    """A JSON text; one that is no object is passed on as it is."""
+    """A JSON text; one that is not an object is passed on as it is."""
 
 
 class EarlierCall(SentBack):
@@ -67,7 +67,7 @@ class Message(RequestModel):
 
 
 def _few_calls(messages: Any) -> Any:
-    """Refuse messages with very many calls in all: to check each of them takes its time."""
+    """Refuse messages with very many calls in all: checking each of them takes time."""
     if isinstance(messages, list):
         calls = [m.get("tool_calls") for m in messages if isinstance(m, dict)]
         if sum(len(given) for given in calls if isinstance(given, list)) > _MAX_ITEMS:

@@ -48,7 +48,7 @@ class InputMessage(InputItem):
 
 
 class InputReasoning(SentBack):
-    """What the model thought before it said something. Of an encrypted item nothing is read."""
+    """What the model thought before it answered. Of an encrypted item nothing is read."""
 
     type: Literal["reasoning"]
     content: Objects | None = None

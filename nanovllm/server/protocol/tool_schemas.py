@@ -1,6 +1,6 @@
 """Checks the schemas of tools: their size, and the form of the keywords that are read.
 
-Knows no types of values: unknown ones pass, since models are shown the schema as it is.
+Unknown types of values pass, since models are shown the schema as it is.
 """
 
 from collections.abc import Iterable, Mapping

@@ -230,7 +230,7 @@ def test_errors_of_tools_name_them() -> None:
     bad = [SimpleNamespace(name="f", parameters={"properties": {"a": {"not": {}}}})]
     with pytest.raises(InvalidRequestError, match=r'^tools cannot be used: .*"f": .*"not"'):
         Grammar(found.params(SamplingParams(), "", bad, "required"))
-    with pytest.raises(InvalidRequestError, match=r"^structured_outputs.json '{.*}' beside tools"):
+    with pytest.raises(InvalidRequestError, match=r"^structured_outputs.json '{.*}' next to tools"):
         Grammar(found.params(given, "", bad, "auto"))
     wrong = SamplingParams(structured_outputs={"regex": "("})
     with pytest.raises(InvalidRequestError, match=r"^structured_outputs.regex '\(' cannot be used"):

@@ -1,7 +1,6 @@
 """An answer is split into reasoning, text and calls, however its text is cut."""
 
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 
@@ -10,21 +9,12 @@ from nanovllm.server.answers.answer_parser import AnswerParser
 from nanovllm.server.answers.parts import (
     ReasoningDelta,
     TextDelta,
-    ToolCallArguments,
-    ToolCallStart,
 )
 from nanovllm.server.answers.reasoning import REASONING_FORMATS, ReasoningParser
 from nanovllm.server.answers.tool_formats import TOOL_FORMATS
+from tests.server.answers.helpers import Split, split
 
 FUNCTIONS = [SimpleNamespace(name=name, parameters=None) for name in ("f", "g")]
-
-
-class Found(NamedTuple):
-    """The parts of an answer, joined."""
-
-    reasoning: str
-    text: str
-    calls: list[tuple[str, str]]
 
 
 def make(tools: str, reasoning: str, *, started: bool, marked: frozenset[str]) -> AnswerParser:
@@ -44,7 +34,7 @@ def parse(
     started: bool = True,
     cut: bool = False,
     marked: tuple[str, ...] = (),
-) -> Found:
+) -> Split:
     """Return the parts of an answer that comes `size` characters at a time."""
     for tag in marked:
         text = text.replace(tag, TOKEN_MARK + tag)
@@ -53,20 +43,7 @@ def parse(
     for start in range(0, len(text), size):
         parts += parser.feed(text[start : start + size])
     parts += parser.finish(cut=cut)
-    thoughts, said, calls = "", "", []
-    for part in parts:
-        match part:
-            case ReasoningDelta():
-                thoughts += part.text
-            case TextDelta():
-                said += part.text
-            case ToolCallStart():
-                assert part.index == len(calls)
-                calls.append((part.name, ""))
-            case ToolCallArguments():
-                name, arguments = calls[part.index]
-                calls[part.index] = (name, arguments + part.text)
-    return Found(thoughts, said, calls)
+    return split(parts)
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -79,20 +56,20 @@ G = ("g", "{}")
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        (f"I look.\n\n{CALL}", Found("I look.", "", [F])),
-        (f"I look.\n{CALL}\n{OTHER_CALL}", Found("I look.", "", [F, G])),
-        (CALL, Found("", "", [F])),
-        (f"I look.{CALL}\nDone.", Found("I look.", "Done.", [F])),
-        ("I look. <tool_call> is a tag", Found("I look. <tool_call> is a tag", "", [])),
-        (f"<tool_call> a {CALL}", Found("<tool_call> a", "", [F])),
+        (f"I look.\n\n{CALL}", Split("I look.", "", [F])),
+        (f"I look.\n{CALL}\n{OTHER_CALL}", Split("I look.", "", [F, G])),
+        (CALL, Split("", "", [F])),
+        (f"I look.{CALL}\nDone.", Split("I look.", "Done.", [F])),
+        ("I look. <tool_call> is a tag", Split("I look. <tool_call> is a tag", "", [])),
+        (f"<tool_call> a {CALL}", Split("<tool_call> a", "", [F])),
         # Reasoning that is closed keeps its calls, and those behind it are calls.
-        (f"as {CALL} maybe</think>\n\nHi", Found(f"as {CALL} maybe", "Hi", [])),
-        (f"as {CALL}\nmaybe</think>", Found(f"as {CALL}\nmaybe", "", [])),
-        (f"I look. {CALL}\n{OTHER_CALL}\n</think>\n", Found("I look.", "", [F, G])),
-        (f"as {CALL}</think>\n\n{OTHER_CALL}", Found(f"as {CALL}", "", [G])),
+        (f"as {CALL} maybe</think>\n\nHi", Split(f"as {CALL} maybe", "Hi", [])),
+        (f"as {CALL}\nmaybe</think>", Split(f"as {CALL}\nmaybe", "", [])),
+        (f"I look. {CALL}\n{OTHER_CALL}\n</think>\n", Split("I look.", "", [F, G])),
+        (f"as {CALL}</think>\n\n{OTHER_CALL}", Split(f"as {CALL}", "", [G])),
     ],
 )
-def test_a_call_ends_reasoning_that_nothing_closes(text: str, found: Found, size: int) -> None:
+def test_a_call_ends_reasoning_that_nothing_closes(text: str, found: Split, size: int) -> None:
     """Symptom: no call, finish_reason "stop", and all of the answer is reasoning."""
     assert parse(text, size) == found
     assert parse(f"<think>\n{text}", size, started=False) == found
@@ -133,7 +110,7 @@ def test_a_call_ends_reasoning_that_nothing_closes(text: str, found: Found, size
 def test_in_each_format(
     tools: str, reasoning: str, text: str, tags: tuple[str, ...], size: int
 ) -> None:
-    found = Found("I look.", "", [("f", '{"a": "1"}')])
+    found = Split("I look.", "", [("f", '{"a": "1"}')])
     for marked in {(), tags}:
         given = {"tools": tools, "reasoning": reasoning, "marked": marked}
         assert parse(text, size, started=False, **given) == found  # type: ignore[arg-type]
@@ -143,18 +120,18 @@ def test_in_each_format(
 @pytest.mark.parametrize(
     ("end", "found"),
     [
-        ("<tool_c", Found("I look.", "", [])),
-        ('<tool_call>\n{"name": "f"', Found("I look.", "", [])),
+        ("<tool_c", Split("I look.", "", [])),
+        ('<tool_call>\n{"name": "f"', Split("I look.", "", [])),
         (
             '<tool_call>\n{"name": "f", "arguments": {"a": 1',
-            Found("I look.", "", [("f", '{"a": 1')]),
+            Split("I look.", "", [("f", '{"a": 1')]),
         ),
-        (f"{CALL}\n</think>", Found(f"I look. {CALL}", "", [])),
-        (f"{CALL}\n<tool_c", Found("I look.", "", [F])),
-        (f"{CALL}\nSo </thi", Found(f"I look. {CALL}\nSo ", "", [])),
+        (f"{CALL}\n</think>", Split(f"I look. {CALL}", "", [])),
+        (f"{CALL}\n<tool_c", Split("I look.", "", [F])),
+        (f"{CALL}\nSo </thi", Split(f"I look. {CALL}\nSo ", "", [])),
     ],
 )
-def test_an_answer_that_is_cut_off(end: str, found: Found, size: int) -> None:
+def test_an_answer_that_is_cut_off(end: str, found: Split, size: int) -> None:
     assert parse(f"I look. {end}", size, cut=True) == found
 
 
@@ -164,7 +141,7 @@ def test_a_later_thought_may_hold_a_call() -> None:
     for size in (1, 3, 1000):
         text = f"{thought}<channel|>Hm. {call}{thought}{call}"
         found = parse(text, size, tools="gemma4", reasoning="gemma4", started=False)
-        assert found == Found("rr", "Hm.", [("f", "{}"), ("f", "{}")])
+        assert found == Split("rr", "Hm.", [("f", "{}"), ("f", "{}")])
 
 
 def test_reasoning_arrives_as_soon_as_it_can_be_no_call() -> None:

@@ -10,8 +10,7 @@ from nanovllm.options.sampling_params import TOKEN_MARK
 from nanovllm.server.answers.literal_calls import CLOSING, QUOTE, Gemma4Parser
 from nanovllm.server.answers.parts import TextDelta, ToolCallStart
 from nanovllm.server.answers.tool_calls import ToolCallParser
-from tests.server.answers.strategies import json_values
-from tests.server.answers.test_tool_formats import Answer, cut, joined
+from tests.server.answers.helpers import Answer, cut, joined, json_values
 
 TAGS = (Gemma4Parser.tag, CLOSING, QUOTE)
 

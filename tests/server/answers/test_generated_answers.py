@@ -1,6 +1,7 @@
 """Answers that were generated mean what was meant, however they arrive.
 
-`FUZZ_EXAMPLES=2000 pytest tests/chat/test_generated_answers.py` makes that many for each family.
+`FUZZ_EXAMPLES=2000 pytest tests/server/answers/test_generated_answers.py` makes that many for each
+family.
 """
 
 import json
@@ -16,25 +17,19 @@ from nanovllm.server.answers.harmony import HarmonyParser
 from nanovllm.server.answers.muse import MuseParser
 from nanovllm.server.answers.parts import (
     PartsReader,
-    ReasoningDelta,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallStart,
 )
 from nanovllm.server.answers.reasoning import HARMONY, MUSE, ReasoningParser
 from nanovllm.server.answers.tool_formats import TOOL_FORMATS
 from tests.server.answers.generated_answers import FAMILIES, Answer, Family, answer
+from tests.server.answers.helpers import Split, split
 
 NUM_ANSWERS = int(os.environ.get("FUZZ_EXAMPLES", 4))
 EVERY_CUT = 100
 """So many answers of a family are cut at every place; the others at some, as that takes hours."""
 SEED = time.time_ns() if "FUZZ_EXAMPLES" in os.environ else 0
 
-Found = tuple[str, str, list[tuple[str, str]]]
-"""Reasoning, text, and calls as (name, arguments)."""
 
-
-def parse(family: Family, given: Answer, pieces: list[str], *, cut: bool = False) -> Found:
+def parse(family: Family, given: Answer, pieces: list[str], *, cut: bool = False) -> Split:
     reasoning: PartsReader | None = None
     tools = None
     if family.thought is HARMONY:
@@ -49,21 +44,7 @@ def parse(family: Family, given: Answer, pieces: list[str], *, cut: bool = False
             reasoning = ReasoningParser(family.thought, started=given.started, marked=given.marked)
     parser = AnswerParser(reasoning, tools, several=True)
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish(cut=cut)
-    thoughts = said = ""
-    calls: list[tuple[str, str]] = []
-    for part in parts:
-        match part:
-            case ReasoningDelta():
-                thoughts += part.text
-            case TextDelta():
-                said += part.text
-            case ToolCallStart():
-                assert part.index == len(calls)
-                calls.append((part.name, ""))
-            case ToolCallArguments():
-                name, arguments = calls[part.index]
-                calls[part.index] = (name, arguments + part.text)
-    return thoughts, said, calls
+    return split(parts)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -9,15 +9,13 @@ from nanovllm.chat.tool_messages import for_harmony
 from nanovllm.options.sampling_params import TOKEN_MARK
 from nanovllm.server.answers.harmony import TAGS, HarmonyParser
 from nanovllm.server.answers.parts import (
-    Part,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
 )
+from tests.server.answers.helpers import Split, split
 
-Answer = tuple[str, str, list[tuple[str, str]]]
-"""Reasoning, text, and calls as (name, arguments)."""
 START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = TAGS
 THOUGHT = f"{CHANNEL}analysis{MESSAGE}Hm. é{END}{START}assistant"
 FINAL = f"{CHANNEL}final{MESSAGE}"
@@ -25,38 +23,20 @@ WEATHER = f"{CHANNEL}commentary to=functions.weather {CONSTRAIN}json{MESSAGE}"
 ARGUMENTS = '{"city": {"name": "Ro\\"}me 🌧"}, "tag": "<|call|>"}'
 
 
-def joined(parts: list[Part]) -> Answer:
-    reasoning = text = ""
-    calls: list[tuple[str, str]] = []
-    for part in parts:
-        match part:
-            case ReasoningDelta():
-                reasoning += part.text
-            case TextDelta():
-                text += part.text
-            case ToolCallStart():
-                assert part.index == len(calls)
-                calls.append((part.name, ""))
-            case ToolCallArguments():
-                assert part.index == len(calls) - 1
-                calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
-    return reasoning, text, calls
-
-
-def parse(pieces: list[str], *, cut: bool = False, **options: bool) -> Answer:
+def parse(pieces: list[str], *, cut: bool = False, **options: bool) -> Split:
     """Return the answer that comes in pieces of a text in which no tag is a token."""
     parser = HarmonyParser(**options)
     parts = [part for piece in pieces for part in parser.feed(piece)]
-    return joined(parts + parser.finish(cut=cut))
+    return split(parts + parser.finish(cut=cut))
 
 
-def parse_tokens(tokens: list[str], *, cut: bool = False, by_characters: bool = False) -> Answer:
+def parse_tokens(tokens: list[str], *, cut: bool = False, by_characters: bool = False) -> Split:
     """Return the answer of tokens: those that are tags are special tokens."""
     parser = HarmonyParser(marked=TAGS)
     marked = [TOKEN_MARK + token if token in TAGS else token for token in tokens]
     pieces = "".join(marked) if by_characters else marked
     parts = [part for piece in pieces for part in parser.feed(piece)]
-    return joined(parts + parser.finish(cut=cut))
+    return split(parts + parser.finish(cut=cut))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from nanovllm.server.answers.muse import MuseParser
-from tests.server.answers.test_harmony import Answer, joined
-from tests.server.answers.test_tool_formats import cut
+from tests.server.answers.helpers import Split, cut, split
 
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "more": {"type": "object"}}
 FUNCTIONS = [SimpleNamespace(name="weather", parameters={"properties": PROPERTIES})]
@@ -26,16 +25,16 @@ def called(name: str, *parameters: str) -> str:
 
 def parse(
     text: str, sizes: list[int] | None = None, *, is_cut: bool = False, **options: bool
-) -> Answer:
+) -> Split:
     parser = MuseParser(functions=FUNCTIONS, **options)
     pieces = [text] if sizes is None else cut(text, sizes)
     parts = [part for piece in pieces for part in parser.feed(piece)]
-    return joined(parts + parser.finish(cut=is_cut))
+    return split(parts + parser.finish(cut=is_cut))
 
 
 VALUES = {"city": ' 5\n"Rome" </b>\n', "days": 3, "more": {"a": [1]}, "else": "7"}
 NEXT = "<|eom|><|start|>assistant"
-CASES: list[tuple[str, Answer]] = [
+CASES: list[tuple[str, tuple[str, str, list[tuple[str, str]]]]] = [
     (" to=user<|message|>Hello\n", ("", "Hello\n", [])),
     (
         f" to=self<|message|>Hm. 1 < 2{NEXT} to=user<|message|>Two.<|eot|>",
@@ -85,7 +84,7 @@ CASES: list[tuple[str, Answer]] = [
 
 
 @pytest.mark.parametrize(("text", "answer"), CASES)
-def test_answers(text: str, answer: Answer) -> None:
+def test_answers(text: str, answer: Split) -> None:
     for size in (1, 2, 3, 7, 1000):
         assert parse(text, [size] * (len(text) // size)) == answer
 

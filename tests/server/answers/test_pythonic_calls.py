@@ -10,8 +10,7 @@ from hypothesis import given, settings, strategies as st
 from nanovllm.options.sampling_params import TOKEN_MARK
 from nanovllm.server.answers.parts import ToolCallStart
 from nanovllm.server.answers.pythonic_calls import CALLS_END, CALLS_START, PythonicParser, as_json
-from tests.server.answers.strategies import json_values
-from tests.server.answers.test_tool_formats import Answer, cut, joined
+from tests.server.answers.helpers import Answer, cut, joined, json_values
 
 
 def parse(text: str, sizes: list[int] | None = None, *, is_cut: bool = False) -> Answer:

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from nanovllm.server.answers.parts import ToolCallArguments, ToolCallStart
 from nanovllm.server.answers.tagged_calls import TaggedParser, as_json
-from tests.server.answers.test_tool_formats import Answer, cut, joined
+from tests.server.answers.helpers import Answer, cut, joined
 
 SCHEMA: dict[str, Any] = {
     "$defs": {

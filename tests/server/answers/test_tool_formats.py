@@ -1,52 +1,31 @@
-"""Tool calls in the formats of Hermes, Llama 3 and Mistral, however the text is cut."""
+"""Tool calls in the formats of Hermes, Llama, Mistral, Granite, Phi-4-mini, HunYuan, Seed-OSS,
+FunctionGemma and Olmo 3, however the text is cut.
+"""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.server.answers.json_calls import HermesParser, LlamaParser, MistralParser
-from nanovllm.server.answers.parts import Part, TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.server.answers.json_calls import (
+    GraniteParser,
+    HermesParser,
+    HunYuanParser,
+    LlamaParser,
+    MistralParser,
+    Phi4Parser,
+)
+from nanovllm.server.answers.literal_calls import FunctionGemmaParser
+from nanovllm.server.answers.parts import TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.server.answers.pythonic_calls import LlamaPythonicParser, OlmoParser
+from nanovllm.server.answers.tagged_calls import SeedParser
 from nanovllm.server.answers.template_marks import find_tool_format
 from nanovllm.server.answers.tool_calls import ToolCallParser
+from tests.server.answers.helpers import Answer, cut, joined, parse
 
-Answer = list[str | tuple[str, str]]
-"""Pieces of text, and calls as (name, arguments), in order."""
-
-
-def joined(parts: list[Part]) -> Answer:
-    """Return an answer with its pieces joined."""
-    answer: Answer = []
-    for part in parts:
-        last = answer[-1] if answer else None
-        if isinstance(part, ToolCallStart):
-            assert part.index == sum(isinstance(item, tuple) for item in answer)
-            answer.append((part.name, ""))
-        elif isinstance(part, ToolCallArguments):
-            assert isinstance(last, tuple)
-            answer[-1] = (last[0], last[1] + part.text)
-        elif isinstance(last, str):
-            answer[-1] = last + part.text
-        else:
-            answer.append(part.text)
-    return answer
-
-
-def parse(kind: type[ToolCallParser], pieces: list[str], *, cut: bool = False) -> Answer:
-    """Return the answer that comes in `pieces`."""
-    parser = kind()
-    parts = [part for piece in pieces for part in parser.feed(piece)]
-    return joined(parts + parser.finish(cut=cut))
-
-
-def cut(text: str, sizes: list[int]) -> list[str]:
-    """Return a text in pieces of these sizes, and the rest in one."""
-    pieces = []
-    for size in sizes:
-        pieces.append(text[:size])
-        text = text[size:]
-    return [*pieces, text]
-
+F, G = '{"name": "f", "arguments": {"a": [1, "]"]}}', '{"name": "g", "arguments": {}}'
+CALLS: Answer = [("f", '{"a": [1, "]"]}'), ("g", "{}")]
 
 CASES: list[tuple[type[ToolCallParser], str, Answer | None]] = [
     (
@@ -198,12 +177,68 @@ CASES: list[tuple[type[ToolCallParser], str, Answer | None]] = [
     (MistralParser, "[TOOL_CALLS] [1, 2]", None),
     (MistralParser, "[TOOL_CALLS]f(1)", None),
     (MistralParser, "a [TOOL_CAL", None),
+    (GraniteParser, f"<|tool_call|>[{F}, {G}]", CALLS),
+    (GraniteParser, f"Let me see.\n<|tool_call|><tool_call>[{F}]", ["Let me see.", CALLS[0]]),
+    (GraniteParser, f"<tool_call>[{F}]</tool_call>", CALLS[:1]),
+    (GraniteParser, "<|tool_call|> no", None),
+    (Phi4Parser, f"functools[{F}, {G}]", CALLS),
+    (Phi4Parser, f"<|tool_call|>[{F}]<|/tool_call|>", CALLS[:1]),
+    (Phi4Parser, f"<|tool_call|>{F}<|/tool_call|><|tool_call|>{G}<|/tool_call|>", CALLS),
+    (Phi4Parser, "from functools import cache\nfunctools[1]", None),
+    (HunYuanParser, f"<tool_calls>[{F}, {G}]</tool_calls>", CALLS),
+    (
+        HunYuanParser,
+        '<tool_calls>\n<tool_call>f\n```json\n{"a": [1, "]"]}\n```</tool_call>\n'
+        "<tool_call>g\n```json\n{}\n```</tool_call>\n</tool_calls>So.",
+        [*CALLS, "So."],
+    ),
+    (HunYuanParser, "<tool_call>g\n{}</tool_call>", CALLS[1:]),
+    (HunYuanParser, f"<tool_calls><tool_call>{F}</tool_call></tool_calls>", CALLS[:1]),
+    (HunYuanParser, "<tool_calls> none", None),
+    (
+        SeedParser,
+        "<seed:tool_call>\n<function=f>\n<parameter=a>Rome\nItaly</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        [("f", '{"a": "Rome\\nItaly"}')],
+    ),
+    (SeedParser, f"<seed:tool_call>{F}</seed:tool_call>", CALLS[:1]),
+    (
+        FunctionGemmaParser,
+        "<start_function_call>call:f{a:<escape>x, {y}<escape>,b:[1,true]}<end_function_call>"
+        "<start_function_call>call:g{}<end_function_call>",
+        [("f", '{"a": "x, {y}", "b": [1, true]}'), ("g", "{}")],
+    ),
+    (
+        LlamaPythonicParser,
+        " [f(a='x', b=[1, None], c={'d': True}), g()]",
+        [("f", '{"a": "x", "b": [1, null], "c": {"d": true}}'), ("g", "{}")],
+    ),
+    (LlamaPythonicParser, f"[{F}, {G}]", CALLS),
+    (
+        OlmoParser,
+        "<function_calls>\nf(a='it's')\nf(a='print('x')\nprint('y')')\ng()\n</function_calls>",
+        [("f", '{"a": "it\'s"}'), ("f", "{\"a\": \"print('x')\\nprint('y')\"}"), ("g", "{}")],
+    ),
+    (LlamaPythonicParser, "<|python_tag|>[g()]", CALLS[1:]),
+    (LlamaPythonicParser, "[1, 2]", None),
+    (LlamaPythonicParser, "[a link](http://a)", None),
+    (LlamaPythonicParser, '[{"name": "Ann", "age": 3}]', None),
+    (LlamaPythonicParser, "See [g()]", None),
+    (
+        OlmoParser,
+        "<function_calls>\nf(a='x', b=null)\ng()\n</function_calls>",
+        [("f", '{"a": "x", "b": null}'), ("g", "{}")],
+    ),
+    (OlmoParser, f"So:<function_calls>\n{F}\n{G}\n</function_calls>", ["So:", *CALLS]),
+    (OlmoParser, "<function_calls> none", None),
 ]
+WITHOUT_TAGS = (LlamaParser, LlamaPythonicParser)
+"""Formats in which a call may begin with a bracket alone, which may be text."""
 
 
 @pytest.mark.parametrize(("kind", "text", "answer"), CASES)
 def test_formats(kind: type[ToolCallParser], text: str, answer: Answer | None) -> None:
-    """None stands for text that is no call and comes out unchanged."""
+    """None stands for text that is not a call and comes out unchanged."""
     expected = [text] if answer is None else answer
     for size in (1, 2, 3, 7, len(text)):
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
@@ -215,7 +250,9 @@ def test_formats(kind: type[ToolCallParser], text: str, answer: Answer | None) -
     [
         (kind, text, answer)
         for kind, text, answer in CASES
-        if answer and any(isinstance(item, tuple) for item in answer) and kind.tag in text
+        if answer
+        and any(isinstance(item, tuple) for item in answer)
+        and (kind.tag in text or kind not in WITHOUT_TAGS)
     ],
 )
 def test_nothing_of_a_call_that_is_cut_off_is_text(
@@ -239,12 +276,34 @@ FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]x"),
     *('{"name": "f", "arguments": {', '{"name": "g", "parameters": "', '"name": "h"', "}", '"'),
     *("{", "[", "]", ",", ":", ";", "\\", "\n", " ", "null", "1", "a", "é", "<", "<tool", "[TOOL"),
+    *(
+        "<|tool_call|>",
+        "<|/tool_call|>",
+        "<tool_calls>",
+        "functools[",
+        "</tool_calls>",
+        "<seed:tool_call>",
+        "<function=f>",
+        "<parameter=a>",
+        "</function>",
+        "```json",
+        "<start_function_call>",
+        "call:f{",
+        "<escape>",
+        "<end_function_call>",
+        "<function_calls>",
+        "f(a=",
+        "g()",
+        ")",
+        "'",
+        "x",
+    ),
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(
-    st.sampled_from([HermesParser, LlamaParser, MistralParser]),
+    st.sampled_from(sorted({case[0] for case in CASES}, key=lambda kind: kind.__name__)),
     st.lists(st.sampled_from(FRAGMENTS), max_size=30).map("".join),
     st.lists(st.integers(1, 9), max_size=40),
     st.booleans(),
@@ -311,6 +370,14 @@ def test_pieces_arrive_as_soon_as_they_are_certain() -> None:
     assert parser.feed(' c"') == [ToolCallArguments(0, ' c"')]
     assert parser.feed("}}\n</tool") == [ToolCallArguments(0, "}")]
     assert parser.feed("_call>") == parser.finish(cut=False) == []
+
+
+def test_types_of_seed_oss_come_from_the_schema() -> None:
+    parameters = {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+    parser = SeedParser((), [SimpleNamespace(name="f", parameters=parameters)])
+    text = "<seed:tool_call><function=f><parameter=a>5</parameter><parameter=b>5</parameter>"
+    parts = parser.feed(f"{text}</function></seed:tool_call>") + parser.finish(cut=False)
+    assert joined(parts) == [("f", '{"a": 5, "b": "5"}')]
 
 
 def test_call_ids() -> None:
