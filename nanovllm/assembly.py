@@ -44,7 +44,8 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
         from nanovllm.tiers.directory import find_directory
 
         find_directory(config.kv_cache_dir)  # refuse a wrong one before anything is loaded
-    checkpoint, draft = configured_checkpoint(config), draft_checkpoint(config)
+    checkpoint = configured_checkpoint(config)
+    draft = draft_checkpoint(config)
     if draft is not None and config.speculation is not None:
         spec = config.speculation.for_network(draft.config)
         config = dataclasses.replace(config, speculative_config=spec)

@@ -192,7 +192,8 @@ class AsyncLLM(AsyncWeightMethods):
             after_input_of: a user; the command waits for this user's requests being made.
         """
         self.engine.owner.check()
-        thread, done = self._thread, Future[Result]()
+        thread = self._thread
+        done = Future[Result]()
 
         def run() -> Result:
             try:
@@ -230,10 +231,12 @@ class AsyncLLM(AsyncWeightMethods):
         self.engine.owner.check()
         if not self._finalizer.alive:
             raise EngineDeadError("the engine was shut down; make a new AsyncLLM")
-        thread, processor = self._thread, self.engine.input_processor
+        thread = self._thread
+        processor = self.engine.input_processor
         reader = Reader(on_finished, take)
         turns_of = user if isinstance(user, str) else ""  # make_request() refuses other types
-        making, own_id = self._making, request_id if isinstance(request_id, str) else None
+        making = self._making
+        own_id = request_id if isinstance(request_id, str) else None
         making[own_id] = turns_of
 
         def make_request() -> None:

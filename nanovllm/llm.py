@@ -227,7 +227,8 @@ def _with_progress(
 
     drafts = DraftCounts()
     start = time.perf_counter()
-    prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens
+    prefill = stats.num_prefill_tokens
+    decode = stats.num_decode_tokens
     with tqdm(total=total, desc="Generating") as bar:
         for output in outputs:
             drafts += output.metrics.drafts
@@ -242,6 +243,7 @@ def _with_progress(
             if shown:  # empty if this output is from the same step as the last one
                 bar.set_postfix(shown, refresh=False)
                 start += seconds
-                prefill, decode = stats.num_prefill_tokens, stats.num_decode_tokens
+                prefill = stats.num_prefill_tokens
+                decode = stats.num_decode_tokens
             bar.update()
             yield output

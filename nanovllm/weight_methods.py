@@ -6,7 +6,6 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from nanovllm.chat.templates import Message
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.shared_engine import SharedEngine
 from nanovllm.options.sampling_params import SamplingParams, default_sampling_params
@@ -14,6 +13,7 @@ from nanovllm.options.sampling_params import SamplingParams, default_sampling_pa
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from nanovllm.chat.templates import Message
     from nanovllm.training.control import WeightControl
 
 Result = TypeVar("Result")
@@ -33,7 +33,7 @@ class ModelMethods:
             message = missing_attribute(type(self).__name__, name)
             raise AttributeError(message, name=name, obj=self)
 
-    def render(self, messages: Seq[Message], **options: Any) -> list[int]:
+    def render(self, messages: "Seq[Message]", **options: Any) -> list[int]:
         """Return the token ids of a conversation, rendered by the checkpoint's chat template.
 
         Args:

@@ -28,7 +28,8 @@ class FlashAttnBackend(PagedBackend):
         super().__init__(spec)
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-        self._varlen, self._with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
+        self._varlen = flash_attn_varlen_func
+        self._with_kvcache = flash_attn_with_kvcache
         self._options = _options(spec)
 
     @classmethod

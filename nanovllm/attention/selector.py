@@ -50,9 +50,11 @@ def select_backend(spec: AttentionSpec, kernels: Kernels) -> Backend:
             return backend(spec)
         reasons.append(f"{backend.name}: {reason}")
     if spec.quantized_kv:
-        asked, needed = "fp8", "a GPU of compute capability 8.9 and the Triton kernels"
+        asked = "fp8"
+        needed = "a GPU of compute capability 8.9 and the Triton kernels"
         if spec.kv_dtype == torch.int8:
-            asked, needed = "int8", "bfloat16 on a CPU and the C kernels"
+            asked = "int8"
+            needed = "bfloat16 on a CPU and the C kernels"
         raise ConfigError(
             f'kv_cache_dtype "{asked}" needs {needed}; use "auto" ({", ".join(reasons)})'
         )

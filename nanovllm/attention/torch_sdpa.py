@@ -137,12 +137,14 @@ class TorchBackend(Backend):
         return Chunk(start, start + query_len, blocks, seq_len, mask)
 
     def _singles(self, q: torch.Tensor, kv_cache: torch.Tensor, plan: _Singles) -> torch.Tensor:
-        num_rows, num_kv_heads = plan.blocks.shape[0], self.spec.num_kv_heads
+        num_rows = plan.blocks.shape[0]
+        num_kv_heads = self.spec.num_kv_heads
         # [2, R, width, block_size, kv_heads, head_dim] -> k and v [R, kv_heads, keys, head_dim]
         k, v = kv_cache[:, plan.blocks].flatten(2, 3).transpose(2, 3).unbind()
         # The query heads that share a KV head become the rows of one query matrix.
         grouped = q.view(num_rows, num_kv_heads, -1, self.spec.head_dim)
-        mask, scale = plan.mask, self.spec.scale
+        mask = plan.mask
+        scale = self.spec.scale
         return scaled_dot_product_attention(grouped, k, v, mask, scale=scale).reshape(q.shape)
 
     def _chunk(
@@ -170,10 +172,12 @@ class TorchExplicitBackend(TorchBackend):
 
     def plan(self, batch: Batch) -> list[Chunk]:  # type: ignore[override]
         chunks: list[Chunk] = []
-        start, device = 0, batch.block_tables.device
+        start = 0
+        device = batch.block_tables.device
         assert batch.lengths is not None, "graphs are not supported"
         for row, (query_len, seq_len) in enumerate(zip(*batch.lengths, strict=True)):
-            position, window = seq_len - query_len, self.spec.window or seq_len
+            position = seq_len - query_len
+            window = self.spec.window or seq_len
             first = max(0, position - window + 1) // self.block_size
             last = -(-seq_len // self.block_size)
             keys = torch.arange(first * self.block_size, seq_len, device=device)
@@ -212,7 +216,8 @@ def explicit_attention(
         softcap, sinks: see `AttentionSpec`.
     """
     group = q.shape[-3] // k.shape[-3]
-    k, v = k.repeat_interleave(group, -3), v.repeat_interleave(group, -3)
+    k = k.repeat_interleave(group, -3)
+    v = v.repeat_interleave(group, -3)
     scores = (q.float() @ k.float().mT) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)

@@ -60,7 +60,8 @@ class TritonBackend(PagedBackend):
         from nanovllm.kernels.triton import decode_attention, prefill_attention
         from nanovllm.kernels.triton.online_softmax import Scores
 
-        self._decode, self._prefill = decode_attention, prefill_attention
+        self._decode = decode_attention
+        self._prefill = prefill_attention
         self._scores = Scores(spec.scale, spec.window, spec.softcap)
 
     @classmethod

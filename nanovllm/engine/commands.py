@@ -71,7 +71,8 @@ class DelayedInterrupt:
             self._delays = True
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        self._came, self._frame = True, frame
+        self._came = True
+        self._frame = frame
         if not self._delays:
             # A second Ctrl-C waits while the exception of the first one leaves the function.
             self._delays = True

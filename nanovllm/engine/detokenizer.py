@@ -100,7 +100,8 @@ class Detokenizer:
             for token_id in token_ids:
                 self.add(token_id, search=False)
         else:
-            self._token_ids, self._num_read = list(token_ids), len(token_ids)
+            self._token_ids = list(token_ids)
+            self._num_read = len(token_ids)
             self._write(whole)
 
     def finish(self, *, search: bool = True) -> bool:
@@ -161,7 +162,8 @@ class Detokenizer:
 
         The stream would decode all of them again with each token.
         """
-        start, whole = self._num_read, self._decode(self._num_read)
+        start = self._num_read
+        whole = self._decode(self._num_read)
         # A character has 4 bytes at most: one of 4 neighbouring places is between two characters.
         for end in range(len(self._token_ids) - 3, len(self._token_ids) - 7, -1):
             piece = self._decode(start, end)

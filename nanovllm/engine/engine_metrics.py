@@ -23,7 +23,8 @@ def kv_cache_tokens(info: WorkerInfo) -> int:
 
 def read_metrics(scheduler: Scheduler) -> list[Metric | Vector | Histogram]:
     """Return what `LLMEngine.get_metrics` returns."""
-    stats, pool = scheduler.stats, scheduler.block_manager
+    stats = scheduler.stats
+    pool = scheduler.block_manager
     found: list[Metric | Vector | Histogram] = [
         Gauge("vllm:num_requests_running", len(scheduler.running)),
         Gauge("vllm:num_requests_waiting", scheduler.num_waiting),
@@ -46,7 +47,8 @@ def read_metrics(scheduler: Scheduler) -> list[Metric | Vector | Histogram]:
             Counter("nanovllm:failed_kv_loads", stats.tiers.num_failed_loads),
         ]
     if scheduler.drafting is not None:
-        drafts, prefix = scheduler.drafting.counts, "vllm:spec_decode_num"
+        drafts = scheduler.drafting.counts
+        prefix = "vllm:spec_decode_num"
         found += [
             Counter(f"{prefix}_drafts", drafts.num_drafts),
             Counter(f"{prefix}_draft_tokens", drafts.num_draft_tokens),

@@ -181,7 +181,8 @@ class PromptLimit:
         """
         if not token_ids:
             raise InvalidRequestError("the prompt is empty: give at least one token")
-        limit, last = self.max_model_len, self.last
+        limit = self.max_model_len
+        last = self.last
         if kept is not None:
             token_ids = token_ids[-(limit - 1 if kept == -1 else kept) :]
         if len(token_ids) >= limit:

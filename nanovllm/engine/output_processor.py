@@ -51,7 +51,8 @@ class OutputProcessor:
             does not.
         """
         completion = self._completions[seq.seq_id]
-        request, detokenizer = completion.request, completion.detokenizer
+        request = completion.request
+        detokenizer = completion.detokenizer
         num_output_tokens = seq.num_output_tokens
         if completion.num_tokens < num_output_tokens:  # an error brings no token
             request.first_token_time = request.first_token_time or now
@@ -64,7 +65,8 @@ class OutputProcessor:
         except BaseException as error:  # a panic of the tokenizer's library is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            completion.detokenizer, completion.num_tokens = None, num_output_tokens
+            completion.detokenizer = None
+            completion.num_tokens = num_output_tokens
             return request, Ending("error", f"the tokens could not be decoded: {error!r}")
         return request, None if stop_string is None else Ending("stop", stop_string)
 
@@ -104,7 +106,9 @@ class OutputProcessor:
 
     def _make_completion_output(self, completion: Completion) -> CompletionOutput:
         """Return what was read of a completion and not sent yet, and mark it as sent."""
-        seq, detokenizer, request = completion.seq, completion.detokenizer, completion.request
+        seq = completion.seq
+        detokenizer = completion.detokenizer
+        request = completion.request
         num_sent = 0 if request.sends_all else completion.num_sent_tokens
         first = seq.num_prompt_tokens
         tokens = seq.token_ids[first + num_sent : first + completion.num_tokens]
@@ -114,7 +118,8 @@ class OutputProcessor:
             start = 0 if request.sends_all else completion.num_sent_chars
             text = detokenizer.read(start, end)
             completion.num_sent_chars = max(end, completion.num_sent_chars)
-        logprobs, cumulative = None, None
+        logprobs = None
+        cumulative = None
         if request.params.logprobs is not None:
             for found in seq.logprobs[completion.num_sent_tokens : completion.num_tokens]:
                 completion.cumulative_logprob += found.logprobs[0]
@@ -162,7 +167,8 @@ class OutputProcessor:
         if request.params.prompt_logprobs is None or sent:
             return None
         request.sent_prompt_logprobs = True
-        first, with_text = request.sequences[0], request.params.detokenize
+        first = request.sequences[0]
+        with_text = request.params.detokenize
         found = map(first.prompt_logprobs.get, range(first.num_prompt_tokens))
         return [
             None if logprobs is None else self._logprobs(logprobs, with_text=with_text)
@@ -189,7 +195,8 @@ class OutputProcessor:
 
 def _decode(completion: Completion, detokenizer: Detokenizer, num_output_tokens: int) -> str | None:
     """Decode what was not read of a sequence; return the stop string that it completes, if any."""
-    seq, params = completion.seq, completion.request.params
+    seq = completion.seq
+    params = completion.request.params
     if not completion.request.decodes_each_step:  # it has ended: all at once
         completion.num_tokens = num_output_tokens
         tokens = seq.token_ids[seq.num_prompt_tokens :]

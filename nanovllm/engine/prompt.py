@@ -51,7 +51,8 @@ def make_prompt(given: PromptInput) -> Prompt:
             f'a prompt dictionary has the key "prompt" (text) or "prompt_token_ids", {found}; '
             "the model reads nothing else"
         )
-    text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
+    text = fields.get("prompt")
+    token_ids = fields.get("prompt_token_ids")
     if not (text is None or isinstance(text, str)):
         raise InvalidRequestError(
             f'the "prompt" of a prompt dictionary must be a string, got {shown(text)}'

@@ -127,7 +127,8 @@ class SharedEngine:
         """Make the caller the leader if there is none, else let it wait for its turn."""
         with self._lock:
             if self._leader is None:
-                self._leader, self._leading_thread = mailbox, threading.get_ident()
+                self._leader = mailbox
+                self._leading_thread = threading.get_ident()
                 self._waiting.pop(mailbox, None)
             elif self._leader is not mailbox:
                 self._waiting[mailbox] = None

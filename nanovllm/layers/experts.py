@@ -126,7 +126,9 @@ class StackedLinear(Matrix):
     ) -> None:
         super().__init__(num_experts * output_size, input_size)
         self.bias = nn.Parameter(torch.empty(num_experts * output_size)) if bias else None
-        self.num_experts, self.num_outputs, self.stored_as = num_experts, output_size, stored
+        self.num_experts = num_experts
+        self.num_outputs = output_size
+        self.stored_as = stored
 
     def parts(self) -> ExpertLinear:
         """Return the weights for the kernels."""
@@ -147,7 +149,8 @@ class StackedLinear(Matrix):
         """
         assert self.weight is not None
         linear, stacked = names
-        parent, transposed = prefix.rpartition(".")[0], self.stored_as.transposed
+        parent = prefix.rpartition(".")[0]
+        transposed = self.stored_as.transposed
         weights = self.weight.data.view(self.num_experts, self.num_outputs, -1)[:, rows]
         shape: tuple[int, ...] = (size, weights.shape[2]) if dim == 0 else (weights.shape[1], size)
         stored_shape = shape[::-1] if transposed else shape
@@ -157,7 +160,8 @@ class StackedLinear(Matrix):
         suffix, bias_suffix = ("", "_bias") if together else (".weight", ".bias")
         for expert in range(self.num_experts):
             path = f"{parent}.{stacked}" if together else f"{parent}.{expert}.{linear}"
-            index, found = expert if together else None, (*experts, *stored_shape)
+            index = expert if together else None
+            found = (*experts, *stored_shape)
             weight = Shard(path + suffix, found, weights[expert], dim, start, index, transposed)
             yield from self.weight_shards(weight)
             if self.bias is not None:
@@ -169,17 +173,20 @@ class GateUp(StackedLinear):
     """The gates and the ups of E experts. Each rank has some of both."""
 
     def shards(self, prefix: str) -> Iterator[Shard]:
-        own, total = self.num_outputs // 2, self.num_outputs // 2 * tensor_parallel().size
+        own = self.num_outputs // 2
+        total = self.num_outputs // 2 * tensor_parallel().size
         start = tensor_parallel().rank * own
         if self.stored_as.interleaved:
-            rows, names = slice(2 * own), ("", "gate_up_proj")
+            rows = slice(2 * own)
+            names = ("", "gate_up_proj")
             yield from self.part_shards(prefix, names, rows, 2 * total, 2 * start, 0)
             return
         together = self.stored_as.linears is None
         for i, name in enumerate((self.stored_as.linears or ("", ""))[:2]):
             first = start + i * total if together else start
             size = 2 * total if together else total
-            rows, names = slice(i * own, (i + 1) * own), (name, "gate_up_proj")
+            rows = slice(i * own, (i + 1) * own)
+            names = (name, "gate_up_proj")
             yield from self.part_shards(prefix, names, rows, size, first, 0)
 
 
@@ -189,7 +196,8 @@ class Down(StackedLinear):
     def shards(self, prefix: str) -> Iterator[Shard]:
         assert self.weight is not None
         own = self.weight.shape[1]
-        size, start = own * tensor_parallel().size, own * tensor_parallel().rank
+        size = own * tensor_parallel().size
+        start = own * tensor_parallel().rank
         name = (self.stored_as.linears or ("", "", ""))[2]
         yield from self.part_shards(prefix, (name, "down_proj"), slice(None), size, start, 1)
 

@@ -77,13 +77,16 @@ class GatedDeltaNet(StateLayer):
     ) -> torch.Tensor:
         """Change the rows' states; return [O, hidden_size] for `hidden` [T, hidden_size]."""
         assert batch.state is not None
-        rows, kernels, states = batch.state, self.kernels, self.states
+        rows = batch.state
+        kernels = self.kernels
+        states = self.states
         mixed, a, b = self._inputs(hidden, rows)
         qkv = kernels.causal_conv(mixed, self.conv1d.taps, None, True, states, rows)
         heads = kernels.gated_delta(qkv, a, b, self.A_log, self.dt_bias, states, rows)
         heads = self.own(heads, rows)
         if output_indices is not None:
-            heads, hidden = heads[output_indices], hidden[output_indices]
+            heads = heads[output_indices]
+            hidden = hidden[output_indices]
         z = self.in_proj_z(hidden).view(heads.shape)
         out = kernels.gated_rms_norm(heads, z, self.norm.weight, self.norm.eps)
         return self.out_proj(out.flatten(1))
@@ -93,26 +96,33 @@ class GatedDeltaNet(StateLayer):
 
         They are [E, n]: those of drafts that are computed again are among them.
         """
-        mixed, ab = self.in_proj_qkv(hidden), self.in_proj_ab(hidden)
+        mixed = self.in_proj_qkv(hidden)
+        ab = self.in_proj_ab(hidden)
         if rows.replay is not None:
             width = mixed.shape[1]
             found = self.extended(self.kernels.join_columns([mixed, ab]), rows)
-            mixed, ab = found[:, :width].contiguous(), found[:, width:]
+            mixed = found[:, :width].contiguous()
+            ab = found[:, width:]
         return mixed, ab[:, : self.num_heads], ab[:, self.num_heads :]
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         """Yield this rank's A_log and dt_bias."""
-        ranks, size = tensor_parallel(), self.num_heads
-        shape, start = (size * ranks.size,), size * ranks.rank
+        ranks = tensor_parallel()
+        size = self.num_heads
+        shape = (size * ranks.size,)
+        start = size * ranks.rank
         for name, parameter in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):
             yield Shard(f"{prefix}.{name}", shape, parameter.data, start=start)
 
 
 def plain_parts(sizes: DeltaSizes) -> dict[str, list[Piece]]:
     """Return this rank's pieces of q, k, v, z, a and b: a kind's heads are side by side."""
-    keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
-    total, heads = 2 * keys + values, sizes.value_heads
-    rank, ranks = tensor_parallel().rank, tensor_parallel().size
+    keys = sizes.key_heads * sizes.key_dim
+    values = sizes.value_heads * sizes.value_dim
+    total = 2 * keys + values
+    heads = sizes.value_heads
+    rank = tensor_parallel().rank
+    ranks = tensor_parallel().size
 
     def own(name: str, total: int, before: int, size: int) -> list[Piece]:
         return [Piece(name, total, before + rank * size // ranks, size // ranks)]
@@ -130,12 +140,14 @@ def plain_parts(sizes: DeltaSizes) -> dict[str, list[Piece]]:
 def grouped_parts(sizes: DeltaSizes) -> dict[str, list[Piece]]:
     """Return the same of a checkpoint that has a key head's q, k, v and z side by side."""
     own = sizes.key_heads // tensor_parallel().size
-    share, first = sizes.value_heads // sizes.key_heads, own * tensor_parallel().rank
+    share = sizes.value_heads // sizes.key_heads
+    first = own * tensor_parallel().rank
     lengths = {"q": sizes.key_dim, "k": sizes.key_dim}
     lengths |= {"v": share * sizes.value_dim, "z": share * sizes.value_dim}
     found: dict[str, list[Piece]] = {}
     for name, parts in (("in_proj_qkvz", lengths), ("in_proj_ba", {"b": share, "a": share})):
-        group, before = sum(parts.values()), 0
+        group = sum(parts.values())
+        before = 0
         for part, size in parts.items():
             starts = range(first * group + before, (first + own) * group, group)
             total = sizes.key_heads * group

@@ -22,7 +22,9 @@ class RMSNorm(nn.Module):
         self, hidden_size: int, eps: float, kind: int = NORM_ROUNDED, multiplier: float = 1.0
     ) -> None:
         super().__init__()
-        self.eps, self.kind, self.multiplier = eps, kind, multiplier
+        self.eps = eps
+        self.kind = kind
+        self.multiplier = multiplier
         self.weight = nn.Parameter(torch.empty(hidden_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -33,5 +35,6 @@ class RMSNorm(nn.Module):
         self, x: torch.Tensor | None, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add `x` to `residual` in place (None: add nothing); return (normalised sum, sum)."""
-        add_rms_norm, weight = self.kernels.add_rms_norm, self.weight
+        add_rms_norm = self.kernels.add_rms_norm
+        weight = self.weight
         return add_rms_norm(x, residual, weight, self.eps, self.kind, self.multiplier), residual

@@ -149,7 +149,8 @@ class Matrix(nn.Module):
 
     def replace_weight(self, method: WeightMethod) -> None:
         """Use `method`, which was made from the weight, and release the weight."""
-        self.method, self.weight = method, None
+        self.method = method
+        self.weight = None
 
 
 class LinearBase(Matrix):
@@ -182,13 +183,19 @@ class ColumnParallelLinear(LinearBase):
     def shards(self, prefix: str) -> Iterator[Shard]:
         assert self.weight is not None
         parent = prefix.rpartition(".")[0]
-        total, row, before = sum(outputs.output_size for outputs in self.slices.values()), 0, 0
+        total = sum(outputs.output_size for outputs in self.slices.values())
+        row = 0
+        before = 0
         for name, outputs in self.slices.items():
             rows = slice(row, row + outputs.size)
             row += outputs.size
-            path, size, start = f"{parent}.{name}", outputs.output_size, outputs.start
+            path = f"{parent}.{name}"
+            size = outputs.output_size
+            start = outputs.start
             if self.fused:
-                path, size, start = prefix, total, before + outputs.start
+                path = prefix
+                size = total
+                start = before + outputs.start
             before += outputs.output_size
             weight = self.weight.data[rows]
             shape = size, weight.shape[1]
@@ -232,7 +239,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         parts: str = "qkv",
         **options: bool,
     ) -> None:
-        rank, size = tensor_parallel().rank, tensor_parallel().size
+        rank = tensor_parallel().rank
+        size = tensor_parallel().size
         self.num_heads = divide(num_heads, "num_attention_heads")
         if size > num_kv_heads:
             if size % num_kv_heads:
@@ -240,11 +248,13 @@ class QKVParallelLinear(ColumnParallelLinear):
                     f"tensor_parallel_size {size} is no multiple of this model's "
                     f"num_key_value_heads ({num_kv_heads})"
                 )
-            self.num_kv_heads, kv_start = 1, rank * num_kv_heads // size
+            self.num_kv_heads = 1
+            kv_start = rank * num_kv_heads // size
         else:
             self.num_kv_heads = divide(num_kv_heads, "num_key_value_heads")
             kv_start = rank * self.num_kv_heads
-        q_size, kv_size = self.num_heads * head_dim, self.num_kv_heads * head_dim
+        q_size = self.num_heads * head_dim
+        kv_size = self.num_kv_heads * head_dim
         kv = OutputSlice(num_kv_heads * head_dim, kv_start * head_dim, kv_size)
         q = OutputSlice(num_heads * head_dim, rank * q_size, q_size)
         slices = {f"{part}_proj": q if part == "q" else kv for part in parts}

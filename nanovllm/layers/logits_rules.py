@@ -14,10 +14,10 @@ from nanovllm.kernels.cpu.library import torch_on_one_thread
 from nanovllm.options.sampling_params import SamplingParams, takes_prompt
 from nanovllm.options.validation import shown
 
-_ANY, _NONE = -1, -2
-"""In place of a token: matches every token, and none."""
-RULED_OUT = -2
-"""Stands for the token of a row whose logits were a distribution before the rules."""
+_ANY = -1
+"""In place of a token: matches every token."""
+_NONE = -2
+"""In place of a token: matches none."""
 
 
 class LogitsRules:
@@ -90,7 +90,8 @@ class LogitsRules:
         Args:
             tokens: [n] int64, the request's prompt and its output so far.
         """
-        params, output = self._params, tokens[self._num_prompt_tokens :]
+        params = self._params
+        output = tokens[self._num_prompt_tokens :]
         kept = None
         if self._allowed is not None:
             kept = logits[self._allowed]
@@ -111,7 +112,8 @@ class LogitsRules:
         # A token that occurs twice is written twice, with the same number. Writing each token once
         # would need the number of distinct tokens, and the host would wait for it.
         if params.repetition_penalty != 1.0:
-            scores, penalty = logits[tokens], params.repetition_penalty
+            scores = logits[tokens]
+            penalty = params.repetition_penalty
             logits[tokens] = torch.where(scores > 0, scores / penalty, scores * penalty)
         if params.frequency_penalty or params.presence_penalty:
             ones = torch.ones_like(output, dtype=logits.dtype)
@@ -162,12 +164,3 @@ def apply_rules(logits: torch.Tensor, rows: list[Ruled]) -> None:
     with torch_on_one_thread():  # a row takes microseconds
         for index, rules, tokens in rows:
             rules.apply(logits[index], tokens)
-
-
-def told_apart(tokens: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
-    """Return `tokens` [S], but RULED_OUT for NO_TOKEN where the rules are the reason.
-
-    Args:
-        likeliest: [S], what `Kernels.greedy` returns of the logits before the rules.
-    """
-    return torch.where((tokens < 0) & (likeliest >= 0), RULED_OUT, tokens)

@@ -82,7 +82,8 @@ class ChannelConv(nn.Module):
 
 def _shards(module: nn.Module, pieces: list[Piece], prefix: str) -> Iterator[Shard]:
     """Yield each piece's rows of the weight, and of the bias if there is one."""
-    parent, row = prefix.rpartition(".")[0], 0
+    parent = prefix.rpartition(".")[0]
+    row = 0
     for piece in pieces:
         rows = slice(row, row + piece.size)
         row += piece.size

@@ -126,7 +126,8 @@ def _longrope_scale(rope: RopeConfig) -> float:
 def _llama3(inv_freq: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     """Return `inv_freq` with the scaling of Llama 3.1 (transformers' modeling_rope_utils.py)."""
     rotations = rope.original_max_position * inv_freq / (2 * math.pi)
-    low, high = rope.low_freq_factor, rope.high_freq_factor
+    low = rope.low_freq_factor
+    high = rope.high_freq_factor
     kept = ((rotations - low) / (high - low)).clamp(0, 1)
     return inv_freq / rope.factor * (1 - kept) + inv_freq * kept
 
@@ -143,10 +144,13 @@ def _yarn(inv_freq: torch.Tensor, head_dim: int, rope: RopeConfig) -> tuple[torc
         positions = rope.original_max_position / (rotations * 2 * math.pi)
         return head_dim * math.log(positions) / (2 * math.log(rope.theta))
 
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    low = dimension(rope.beta_fast)
+    high = dimension(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     steps = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
     ramp = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
     scaled = inv_freq / rope.factor * ramp + inv_freq * (1 - ramp)

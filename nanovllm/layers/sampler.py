@@ -24,6 +24,8 @@ CHUNK = 128
 NO_TOKEN = -1
 """Stands for the token of a row whose logits are no distribution: some are NaN or +inf, or all are
 -inf. Then the largest logit is not finite, where NaN counts as the largest."""
+RULED_OUT = -2
+"""Stands for the token of a row whose logits were a distribution before the rules."""
 _SPARE = 8
 """Candidates in addition to top_k, so that logits equal to the k-th are candidates too."""
 _TOP_P_CANDIDATES = 256
@@ -152,6 +154,15 @@ def _checked(tokens: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     return torch.where(largest.isfinite(), tokens, NO_TOKEN)
 
 
+def told_apart(tokens: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
+    """Return `tokens` [S], but RULED_OUT for NO_TOKEN where the rules are the reason.
+
+    Args:
+        likeliest: [S], what `Kernels.greedy` returns of the logits before the rules.
+    """
+    return torch.where((tokens < 0) & (likeliest >= 0), RULED_OUT, tokens)
+
+
 def _invert(
     chunks: torch.Tensor,
     sums: torch.Tensor,
@@ -193,7 +204,8 @@ def thresholds_of(
         total: [R], the weight of the whole vocabulary, for rows without top_k.
     """
     last = (sampling.top_ks - 1).clamp(max=values.shape[-1] - 1)
-    kth, smallest = values.gather(1, last[:, None]), values[:, -1]
+    kth = values.gather(1, last[:, None])
+    smallest = values[:, -1]
     in_top_k = values >= kth
     weights = weights_of(values, largest, sampling).double() * in_top_k
     mass = weights.cumsum(-1)

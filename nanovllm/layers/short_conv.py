@@ -23,7 +23,8 @@ class ShortConv(StateLayer):
     def __init__(self, hidden_size: int, taps: int, *, bias: bool) -> None:
         self.size = size = divide(hidden_size, "hidden_size")
         super().__init__((StatePart((taps - 1, size), torch.get_default_dtype()),))
-        start, total = tensor_parallel().rank * size, 3 * hidden_size
+        start = tensor_parallel().rank * size
+        total = 3 * hidden_size
         parts = [Piece("in_proj", total, i * hidden_size + start, size) for i in range(3)]
         self.in_proj = PiecedLinear(hidden_size, parts, bias=bias)
         self.conv = ChannelConv([Piece("conv", hidden_size, start, size)], taps, bias=bias)
@@ -34,12 +35,15 @@ class ShortConv(StateLayer):
     ) -> torch.Tensor:
         """Change the rows' states; return [O, hidden_size] for `hidden` [T, hidden_size]."""
         assert batch.state is not None
-        rows, kernels = batch.state, self.kernels
+        rows = batch.state
+        kernels = self.kernels
         before, after, x = self.in_proj(hidden).split_with_sizes([self.size] * 3, dim=1)
         inputs = self.extended(kernels.mul_act(before, x, "identity"), rows)
-        weight, bias = self.conv.taps, self.conv.bias
+        weight = self.conv.taps
+        bias = self.conv.bias
         mixed = kernels.causal_conv(inputs, weight, bias, False, self.states, rows)
         mixed = self.own(mixed, rows)
         if output_indices is not None:
-            mixed, after = mixed[output_indices], after[output_indices]
+            mixed = mixed[output_indices]
+            after = after[output_indices]
         return self.out_proj(kernels.mul_act(after, mixed, "identity"))

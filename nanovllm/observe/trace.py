@@ -295,7 +295,8 @@ class Trace:
 
     def _add(self, kind: str, place: tuple[int, int], now: float, **fields: Any) -> None:
         if self._file is not None:
-            (pid, tid), time_since = place, _micros(now - self._start)
+            pid, tid = place
+            time_since = _micros(now - self._start)
             event = {"ph": kind, "pid": pid, "tid": tid, "ts": time_since, **fields}
             self._file.pending.append(event)
 

@@ -35,7 +35,8 @@ MAX_THREADS = 1024
 not get the threads or their memory."""
 _INT32 = 2**31 - 1
 """The largest number in a block table."""
-_LEAST_GIB, _MAX_GIB = 2.0**-20, 2.0**30
+_LEAST_GIB = 2.0**-20
+_MAX_GIB = 2.0**30
 _NEEDS = {
     "kv_cache_dir_gib": ("kv_cache_dir", "limits what is in kv_cache_dir"),
     "max_loras": ("enable_lora", "is for adapters that requests name"),
@@ -258,7 +259,8 @@ class Config:
     def _check_needs(self) -> None:
         """Raise ConfigError for an option that is given without another one."""
         for name, (needed, what) in _NEEDS.items():
-            value, given = getattr(self, name), getattr(self, needed)
+            value = getattr(self, name)
+            given = getattr(self, needed)
             if not given and value != type(self).__dataclass_fields__[name].default:
                 raise ConfigError(
                     f"{name} {value:g} {what}, but {needed} is {given}: give {needed} too, or "

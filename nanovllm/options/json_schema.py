@@ -167,7 +167,8 @@ def _convert(schema: Any, place: _Place, shared: set[_Place]) -> None:
 
 def _declares_all(schema: dict[str, Any]) -> bool:
     """Whether a schema names all properties of its objects, as far as it says."""
-    declared, required = schema.get("properties"), schema.get("required", [])
+    declared = schema.get("properties")
+    required = schema.get("required", [])
     if not isinstance(declared, dict) or not isinstance(required, list):
         return False
     return not (schema.keys() & _SAYS_MORE) and all(name in declared for name in required)

@@ -60,7 +60,8 @@ def strict_keywords(error: Error) -> Callable[[type[T]], type[T]]:
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        init, known = cls.__init__, inspect.signature(cls).parameters
+        init = cls.__init__
+        known = inspect.signature(cls).parameters
         copy = "x = x.clone(" if hasattr(cls, "clone") else "x = dataclasses.replace(x, "
 
         @functools.wraps(init)
@@ -248,7 +249,8 @@ def _same_words(name: str, other: str, *, num_left_out: int = 0) -> bool:
     Args:
         num_left_out: how many words of `other` are not in `name`.
     """
-    words, others = name.lower().split("_"), other.lower().split("_")
+    words = name.lower().split("_")
+    others = other.lower().split("_")
     rest = iter(others)
     return len(words) + num_left_out == len(others) and all(
         any(_same_word(word, wanted) for wanted in rest) for word in words

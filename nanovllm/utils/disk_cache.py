@@ -166,7 +166,8 @@ def _is_private(gid: int) -> bool:
     import pwd
 
     try:
-        user, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(gid)
+        user = pwd.getpwuid(os.geteuid()).pw_name
+        group = grp.getgrgid(gid)
     except KeyError:
         return False
     return group.gr_name == user and set(group.gr_mem) <= {user}

@@ -168,7 +168,8 @@ def make_symmetric_all_reduce(device: torch.device) -> SymmetricAllReduce | None
 
     The ranks vote: a rank that used NCCL while the others do not would deadlock.
     """
-    made, reason = None, "another rank cannot"
+    made = None
+    reason = "another rank cannot"
     try:
         made = SymmetricAllReduce(device)
     except Exception as error:  # torch and the driver raise many types; NCCL is the fallback

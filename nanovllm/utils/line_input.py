@@ -53,7 +53,8 @@ class _Joiner:
     def end(self) -> str:
         """Return the text so far, and begin anew."""
         text = "\n".join(self._lines)
-        self._lines, self._quoted = [], False
+        self._lines = []
+        self._quoted = False
         return text
 
 

@@ -90,7 +90,8 @@ def return_pages(memory: torch.Tensor) -> None:
     The addresses stay. The memory must be this process's own, not a file's: all that torch and this
     module allocate is.
     """
-    start, size = memory.data_ptr(), memory.nbytes
+    start = memory.data_ptr()
+    size = memory.nbytes
     first = min(-(-start // mmap.PAGESIZE) * mmap.PAGESIZE, start + size)
     last = max(first, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE)
     memory[: first - start].zero_()

@@ -22,7 +22,8 @@ _TOKEN = re.compile(
     r"|(?P<brace>[{}])|\[|\\.|.",
     re.DOTALL,
 )
-_DIGITS, _CLASS = re.compile(r"\d+"), re.compile(r"\\[dDwWsS]")
+_DIGITS = re.compile(r"\d+")
+_CLASS = re.compile(r"\\[dDwWsS]")
 _SET_OPERATION = re.compile("&&|--|~~")
 
 

@@ -76,7 +76,8 @@ def write_stream(pieces: Iterable[str]) -> str:
 
     Writes nothing if an error comes before any text.
     """
-    text, is_refused = "", False
+    text = ""
+    is_refused = False
     try:
         for piece in pieces:
             write(piece)

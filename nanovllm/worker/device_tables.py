@@ -13,7 +13,6 @@ import torch
 
 from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.kernels.torch_kernels import Kernels
-from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.layers.sampling_tensors import SamplingTensors, pack
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, Row, Schedule
@@ -23,6 +22,7 @@ from nanovllm.utils.transfer import upload
 from nanovllm.worker.kv_cache import zeros
 
 if TYPE_CHECKING:
+    from nanovllm.layers.logits_rules import LogitsRules
     from nanovllm.worker.state_table import StateTable
 
 
@@ -145,6 +145,8 @@ class DeviceTables:
             self.rules[new.table_idx] = None
             self.plain[new.table_idx] = new.params.is_plain
             if new.params.has_rules:
+                from nanovllm.layers.logits_rules import LogitsRules
+
                 words = new.bad_words, new.stop_token_ids, self.device
                 self.rules[new.table_idx] = LogitsRules(new.params, new.num_prompt_tokens, *words)
 

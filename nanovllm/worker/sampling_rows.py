@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.layers.logits_rules import apply_rules, run_processors, told_apart
-from nanovllm.layers.sampler import Sampling, draw_by_group
+from nanovllm.layers.sampler import Sampling, draw_by_group, told_apart
 from nanovllm.scheduler.messages import Ending, Row
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
@@ -106,6 +105,8 @@ class SamplingRows:
         ]
         if not ruled and self._masks is None:
             return logits
+        from nanovllm.layers.logits_rules import apply_rules, run_processors
+
         changed = tables.kernels.to_float(logits)
         for sample, reason in run_processors(changed, ruled).items():
             self.endings[sample] = Ending("error", reason)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.layers.logits_rules import RULED_OUT
-from nanovllm.layers.sampler import NO_TOKEN
+from nanovllm.layers.sampler import NO_TOKEN, RULED_OUT
 from nanovllm.options.sampling_params import REQUESTS_FAULT
 from nanovllm.scheduler.messages import Ending, Row, RowDetails, StepResult
 from nanovllm.scheduler.transfers import Loaded

@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 
-from nanovllm.layers.logits_rules import LogitsRules
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.extensions import MAX_SAMPLES
 from nanovllm.scheduler.messages import Admission, Row, Schedule
@@ -156,6 +155,8 @@ def _largest_steps(
     ruled = SamplingParams(temperature=1.0, logit_bias=((0, 1.0),))
     tables.params = [ruled] * num_seqs
     # With rules in one row, all rows' logits are copied to float32.
+    from nanovllm.layers.logits_rules import LogitsRules
+
     tables.rules[0] = LogitsRules(ruled, 0, (), frozenset(), tables.device)
     count = max(1, min(max_tokens // length, num_seqs))
     prompts = [Row(i, i, 0, length, samples=True) for i in range(count)]

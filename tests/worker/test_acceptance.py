@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.layers.logits_rules import RULED_OUT
-from nanovllm.layers.sampler import NO_TOKEN
+from nanovllm.layers.sampler import NO_TOKEN, RULED_OUT
 from nanovllm.scheduler.messages import Ending, Row, RowDetails, StepResult
 from nanovllm.worker.step_output import NO_CHOICE, NO_DISTRIBUTION, PendingResult, StepOutput
 
