@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check lint format docs-check pictures bench clean
+.PHONY: help demo test check lint format docs-check pictures bench release clean
 
 # Python compiles a module when it first imports it, and most are never imported.
 INSTALL = $(BIN)/python -m pip install --no-compile -c constraints.txt
@@ -44,6 +44,9 @@ pictures: $(VENV)/.core  ## draw the pictures in docs/pictures again
 
 bench: $(VENV)/.core  ## measure throughput on a small workload
 	$(BIN)/python bench.py --num-seqs 32 --min-input-len 32 --max-input-len 256 --min-output-len 32 --max-output-len 128
+
+release: $(VENV)/.dev  ## build sdist and wheel in dist/, and try them in a fresh environment outside the tree
+	$(BIN)/python -m tools.release
 
 clean:  ## remove the environment
 	rm -rf $(VENV)

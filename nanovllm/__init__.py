@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = "0.4.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
