@@ -28,16 +28,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import `LLM` and `AsyncLLM` on first use, because both import torch."""
-    if name == "LLM":
-        from nanovllm.llm import LLM
+if not TYPE_CHECKING:  # a type checker finds misspelled names only without it
 
-        return LLM
-    if name == "AsyncLLM":
-        from nanovllm.async_llm import AsyncLLM
+    def __getattr__(name: str) -> Any:
+        """Import `LLM` and `AsyncLLM` on first use, because both import torch."""
+        if name == "LLM":
+            from nanovllm.llm import LLM
 
-        return AsyncLLM
-    from nanovllm.advice import missing_name
+            return LLM
+        if name == "AsyncLLM":
+            from nanovllm.async_llm import AsyncLLM
 
-    raise missing_name("nanovllm", name)
+            return AsyncLLM
+        from nanovllm.advice import missing_name
+
+        raise missing_name("nanovllm", name)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import gc
 from collections.abc import AsyncGenerator, Callable, Iterable
-from typing import Any, NotRequired, ParamSpec, Self, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, NotRequired, ParamSpec, Self, TypedDict, TypeVar
 
 from nanovllm import async_llm, demo_model, llm
 from nanovllm.advice import missing_attribute, missing_name
@@ -90,8 +90,11 @@ _WITHOUT_EFFECT = (
 """Keywords that are about vLLM's own processes and logs: any value is fine."""
 
 
-def __getattr__(name: str) -> Any:
-    raise missing_name(__name__, name)
+if not TYPE_CHECKING:  # a type checker finds misspelled names only without it
+
+    def __getattr__(name: str) -> NoReturn:
+        """Say what to use instead of a name of vLLM's that is not here."""
+        raise missing_name(__name__, name)
 
 
 def takes_other_keywords(method: Callable[Parameters, Result]) -> Callable[..., Result]:
@@ -255,8 +258,11 @@ class LLMEngine:
     def __init__(self, engine: llm_engine.LLMEngine) -> None:
         self.engine = engine
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(missing_attribute("LLMEngine", name), name=name, obj=self)
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say what to use instead of a method of vLLM's that is not here."""
+            raise AttributeError(missing_attribute("LLMEngine", name), name=name, obj=self)
 
     @classmethod
     @takes_other_keywords

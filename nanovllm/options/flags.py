@@ -1,6 +1,6 @@
 """Command-line flags made from the fields of a dataclass: name, type, default and help.
 
-The help is the docstring below the field. Knows no particular field.
+The help of a flag is the docstring below the field.
 """
 
 import argparse

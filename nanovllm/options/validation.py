@@ -1,6 +1,6 @@
 """Checks shared by the value types: keyword names, types and ranges.
 
-Knows nothing of what the values mean; the caller gives the error class to raise.
+The caller gives the error class to raise.
 """
 
 import dataclasses
