@@ -52,7 +52,7 @@ class Job:
 
     def __init__(self, source: Path, output: Path, *flags: str) -> None:
         self._output = output
-        self._command = [sys.executable, "-m", "nanovllm.cli.main", "batch"]
+        self._command = [sys.executable, "-m", "nanovllm.apps.cli.main", "batch"]
         self._command += [str(source), str(output), "--model", demo_model.MODEL, *FLAGS, *flags]
         self.driver = self.start()
 

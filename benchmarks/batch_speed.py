@@ -21,12 +21,12 @@ import psutil  # type: ignore[import-untyped]
 import ray
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.batch.job import Finished, Pool, Progress, answer_rows, run_job
-from nanovllm.batch.job_files import Journal
-from nanovllm.batch.options import RowOptions
-from nanovllm.batch.row_engine import RowEngine
-from nanovllm.batch.sources import open_source
-from nanovllm.ray.row_pool import RayPool
+from nanovllm.apps.batch.job import Finished, Pool, Progress, answer_rows, run_job
+from nanovllm.apps.batch.job_files import Journal
+from nanovllm.apps.batch.options import RowOptions
+from nanovllm.apps.batch.row_engine import RowEngine
+from nanovllm.apps.batch.sources import open_source
+from nanovllm.apps.ray.row_pool import RayPool
 
 MB = 10**6
 

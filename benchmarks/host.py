@@ -18,9 +18,9 @@ from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.features.fast_steps import cuda_capture, piecewise_graphs, registry
+from nanovllm.features.fast_steps.cuda_capture import Step
 from nanovllm.options.config import Config
-from nanovllm.steps import cuda_capture, piecewise_graphs, registry
-from nanovllm.steps.cuda_capture import Step
 from nanovllm.worker import attention_groups
 
 

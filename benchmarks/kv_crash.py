@@ -29,7 +29,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.tiers.traffic import TierTraffic
+from nanovllm.features.tiers.traffic import TierTraffic
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "kvcache_block_size": 32}
 LIMIT_GIB = 1 / 64
@@ -140,7 +140,7 @@ def write_on(directory: str, seed: int, num_rounds: int, begun: Connection) -> N
 def processes() -> Any:
     """Return a context whose processes start with torch already imported."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nanovllm.llm", "nanovllm.tiers.rank"])
+    context.set_forkserver_preload(["nanovllm.llm", "nanovllm.features.tiers.rank"])
     return context
 
 

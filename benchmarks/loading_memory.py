@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from nanovllm import demo_model
-from nanovllm.checkpoint.hub import open_checkpoint
-from nanovllm.executors import executor
-from nanovllm.executors.worker import check_networks
 from nanovllm.layers.linear import Matrix
+from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
+from nanovllm.parallel import executor
+from nanovllm.parallel.worker import check_networks
 from nanovllm.worker.network import Network
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from benchmarks.shapes import CONFIGS, SMALL
 from nanovllm import LLM, LoRARequest, SamplingParams
-from nanovllm.lora.targets import adapter_linears
+from nanovllm.features.lora.targets import adapter_linears
 from nanovllm.models.registry import read_config
 
 

@@ -1,7 +1,7 @@
 """What Ray Serve adds to a request, and what the frontend adds to Ray Serve.
 
 The shipped model answers in three ways, in turns: `nanovllm serve`; Ray Serve with the server's app
-in the replica that the proxy calls; and `nanovllm.ray.deployment`, which puts a frontend in
+in the replica that the proxy calls; and `nanovllm.apps.ray.deployment`, which puts a frontend in
 between. The model is so small that HTTP takes most of the time. Prints a table with the
 milliseconds of a request for one token, and of each token of a stream of 128, and the milliseconds
 of processor time that the proxy, the frontend and the replica spend on them.
@@ -27,9 +27,9 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from nanovllm import demo_model
-from nanovllm.ray import deployment
-from nanovllm.ray.replica import Engine
-from nanovllm.server.options import ServerOptions
+from nanovllm.apps.ray import deployment
+from nanovllm.apps.ray.replica import Engine
+from nanovllm.apps.server.options import ServerOptions
 
 OPTIONS: dict[str, Any] = {"max_model_len": 1024, "num_kvcache_blocks": 512, "num_threads": 1}
 NUM_TOKENS = 128
@@ -69,7 +69,7 @@ def ways() -> Iterator[list[Way]]:
     """Start the three ways and return them."""
     found = [Way("nanovllm serve", free_port(), "")]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
-    command = [sys.executable, "-m", "nanovllm.cli.main", "serve", demo_model.MODEL, *flags]
+    command = [sys.executable, "-m", "nanovllm.apps.cli.main", "serve", demo_model.MODEL, *flags]
     with subprocess.Popen(
         [*command, f"--port={found[0].port}"], stderr=subprocess.DEVNULL
     ) as process:
@@ -84,7 +84,7 @@ def ways() -> Iterator[list[Way]]:
             route_prefix="/direct",
         )
         serve.run(deployment(demo_model.MODEL, **OPTIONS), name="full", route_prefix="/full")
-        yield [*found, Way("Ray Serve", port, "/direct"), Way("nanovllm.ray", port, "/full")]
+        yield [*found, Way("Ray Serve", port, "/direct"), Way("nanovllm.apps.ray", port, "/full")]
         serve.shutdown()
         ray.shutdown()
         process.terminate()

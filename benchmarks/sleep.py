@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.training.memory import HeldWeights
+from nanovllm.features.training.memory import HeldWeights
 
 _MIB = 2**20
 _LEAST = 0.9

@@ -80,7 +80,7 @@ class Server:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "nanovllm.cli.main", "serve", demo_model.MODEL]
+        command = [sys.executable, "-m", "nanovllm.apps.cli.main", "serve", demo_model.MODEL]
         command += ["--port", str(port), "--api-key", KEY, "--served-model-name", MODEL]
         command += ["--drain-seconds", str(DRAIN_SECONDS), *flags]
         self.process = psutil.Popen(command, stderr=subprocess.DEVNULL)

@@ -31,10 +31,10 @@ from benchmarks.shapes import checkpoint, described, read_config
 from benchmarks.speedups import Speedup, Speedups, ideal_speedup, rising
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import make_drafting
+from nanovllm.features.speculation.proposers import registry
 from nanovllm.scheduler.extensions import MAX_SAMPLES
 from nanovllm.scheduler.messages import Row
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.speculation.proposers import registry
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.timing import measure_seconds
 

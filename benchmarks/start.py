@@ -79,7 +79,7 @@ def commands(args: argparse.Namespace) -> dict[str, tuple[list[str], tuple[str, 
     found: dict[str, tuple[list[str], tuple[str, ...]]]
     found = {"nanovllm": ([sys.executable, "-c", NANOVLLM, args.model], STAGES)}
     if args.command_line:
-        line = [sys.executable, "-m", "nanovllm.cli.main", "generate", args.model, "The sky is"]
+        line = [sys.executable, "-m", "nanovllm", "generate", args.model, "The sky is"]
         found["command line"] = ([*line, "--max-tokens", "1", "--temperature", "0"], COMMAND)
     if args.gguf:
         found["llama.cpp"] = ([args.llamacpp, "-c", LLAMACPP, args.gguf], STAGES)

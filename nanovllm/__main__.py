@@ -2,7 +2,7 @@
 
 import sys
 
-from nanovllm.cli.main import main
+from nanovllm.apps.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

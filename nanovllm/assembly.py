@@ -8,25 +8,25 @@ import dataclasses
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.checkpoint.hub import Checkpoint, configured_checkpoint, draft_checkpoint
-from nanovllm.checkpoint.text_tokenizer import TextTokenizer
-from nanovllm.checkpoint.tokenizer import check_same_vocabulary, load_tokenizer, serving_tokenizer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.executors.executor import Executor, make_executor
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.groups.group import Group
+from nanovllm.loading.hub import Checkpoint, configured_checkpoint, draft_checkpoint
+from nanovllm.loading.text_tokenizer import TextTokenizer
+from nanovllm.loading.tokenizer import check_same_vocabulary, load_tokenizer, serving_tokenizer
 from nanovllm.options.config import Config
+from nanovllm.parallel.executor import Executor, make_executor
 from nanovllm.scheduler.extensions import Drafting
 from nanovllm.scheduler.gates import Gate
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
-    from nanovllm.observe.trace import Trace
-    from nanovllm.structured.grammar import GrammarCompiler
-    from nanovllm.tiers.cache import TierCache
+    from nanovllm.features.observe.trace import Trace
+    from nanovllm.features.structured.grammar import GrammarCompiler
+    from nanovllm.features.tiers.cache import TierCache
 
 
 def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
@@ -41,7 +41,7 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
         CheckpointError, ConfigError, OutOfMemoryError: the model cannot run with these options.
     """
     if config.kv_cache_dir is not None:
-        from nanovllm.tiers.directory import find_directory
+        from nanovllm.features.tiers.directory import find_directory
 
         find_directory(config.kv_cache_dir)  # refuse a wrong one before anything is loaded
     checkpoint = configured_checkpoint(config)
@@ -85,7 +85,7 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
 def _trace(config: Config) -> "Trace | None":
     if config.trace is None:
         return None
-    from nanovllm.observe.trace import Trace
+    from nanovllm.features.observe.trace import Trace
 
     return Trace(config.trace)
 
@@ -101,11 +101,11 @@ def _scheduler(config: Config, info: WorkerInfo, eos_token_ids: frozenset[int]) 
     )
     gates: list[Gate] = []
     if config.enable_lora:
-        from nanovllm.lora.scheduling import AdapterGate
+        from nanovllm.features.lora.scheduling import AdapterGate
 
         gates.append(AdapterGate(config.max_loras))
     if tiers is not None:
-        from nanovllm.tiers.loads import LoadGate
+        from nanovllm.features.tiers.loads import LoadGate
 
         gates.append(LoadGate(tiers))
     return Scheduler(
@@ -138,10 +138,10 @@ def _tiers(config: Config, info: WorkerInfo) -> "TierCache | None":
     """Return what keeps KV below the pool; None without."""
     if not config.has_tiers:
         return None
-    from nanovllm.tiers.cache import TierCache
-    from nanovllm.tiers.directory import DirectoryStore
-    from nanovllm.tiers.tier import HostSlots, StoreTier
-    from nanovllm.tiers.traffic import TierTraffic
+    from nanovllm.features.tiers.cache import TierCache
+    from nanovllm.features.tiers.directory import DirectoryStore
+    from nanovllm.features.tiers.tier import HostSlots, StoreTier
+    from nanovllm.features.tiers.traffic import TierTraffic
 
     host = HostSlots(info.num_host_slots, info.page_seconds) if info.num_host_slots else None
     store = None
@@ -155,8 +155,8 @@ def make_drafting(config: Config, info: WorkerInfo, block_manager: BlockManager)
     """Return what adds drafts to steps; None without speculation."""
     if config.speculation is None:
         return None
-    from nanovllm.speculation.draft_controller import DraftController
-    from nanovllm.speculation.drafting import AdaptiveDrafting
+    from nanovllm.features.speculation.draft_controller import DraftController
+    from nanovllm.features.speculation.drafting import AdaptiveDrafting
 
     controller = DraftController(
         config.speculation.max_draft_tokens, info.step_seconds, info.draft_seconds
@@ -178,7 +178,7 @@ def _input_processor(
     executor: Executor,
 ) -> InputProcessor:
     def make_grammars() -> "GrammarCompiler":
-        from nanovllm.structured.grammar import grammar_compiler
+        from nanovllm.features.structured.grammar import grammar_compiler
 
         assert tokenizer is not None
         executor.check_health()
@@ -188,7 +188,7 @@ def _input_processor(
 
     more: dict[str, Any] = {}
     if config.enable_lora:
-        from nanovllm.lora.registry import make_registry
+        from nanovllm.features.lora.registry import make_registry
 
         more["find_adapter"] = make_registry(config, checkpoint).find
     return InputProcessor(

@@ -1,6 +1,6 @@
 """What `LLM` and `AsyncLLM` have in common, and their methods for weights that change.
 
-`nanovllm.training` does the work, and is imported when one of these methods is called.
+`nanovllm.features.training` does the work, and is imported when one of these methods is called.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nanovllm.chat.templates import Message
-    from nanovllm.training.control import WeightControl
+    from nanovllm.features.training.control import WeightControl
 
 Result = TypeVar("Result")
 
@@ -59,7 +59,7 @@ class ModelMethods:
 
     @property
     def _control(self) -> "WeightControl":
-        from nanovllm.training.control import control_of
+        from nanovllm.features.training.control import control_of
 
         return control_of(self.engine)
 
@@ -140,7 +140,7 @@ class WeightMethods(ModelMethods):
                 rounded layer is missing; or the weights sleep.
             UnsupportedModelError: the checkpoint stores its weights in a special form.
         """
-        from nanovllm.training.updates import Update
+        from nanovllm.features.training.updates import Update
 
         update = Update(self._control, weights, weight_version, mode)
         try:
@@ -197,7 +197,7 @@ class AsyncWeightMethods(ModelMethods):
         mode: str = "abort",
     ) -> None:
         """See `WeightMethods.update_weights`. The iterator runs in the event loop."""
-        from nanovllm.training.updates import Update
+        from nanovllm.features.training.updates import Update
 
         update = Update(self._control, weights, weight_version, mode)
         try:

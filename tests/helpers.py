@@ -41,7 +41,7 @@ PERSON: dict[str, Any] = {
     "additionalProperties": False,
 }
 COMPACT = {"json": PERSON, "disable_any_whitespace": True}
-HAS_GRAMMARS = all(map(importlib.util.find_spec, ("llguidance", "nanovllm.structured")))
+HAS_GRAMMARS = all(map(importlib.util.find_spec, ("llguidance", "nanovllm.features.structured")))
 """Without both, workloads leave out their structured outputs."""
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from nanovllm import assembly
-from nanovllm.executors.in_process import InProcessExecutor
-from nanovllm.observe.trace import Trace
+from nanovllm.features.observe.trace import Trace
 from nanovllm.options.config import Config
+from nanovllm.parallel.in_process import InProcessExecutor
 
 
 def test_a_failed_start_ends_its_parts(

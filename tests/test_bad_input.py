@@ -17,7 +17,7 @@ from nanovllm.errors import (
     OutOfMemoryError,
     UnsupportedModelError,
 )
-from nanovllm.executors.in_process import InProcessExecutor
+from nanovllm.parallel.in_process import InProcessExecutor
 from tests.checkpoints import copy_checkpoint
 from tests.helpers import assert_idle
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.floors import APPS, FEATURES
 from tests.helpers import ROOT, environment
 
 TRUNK = (
@@ -14,21 +15,6 @@ TRUNK = (
     "tests/test_generation.py",
 )
 """The way from prompt to text, with the checks of what users set."""
-
-BRANCHES = [
-    "structured",
-    "speculation",
-    "formats",
-    "lora",
-    "steps",
-    "observe",
-    "server",
-    "tiers",
-    "batch",
-    "ray",
-    "training",
-    "cli",
-]
 
 NO_CHECKOUT = """
 import sys
@@ -41,9 +27,9 @@ sys.meta_path[:] = [f for f in sys.meta_path if not f.__module__.startswith("__e
 def test_the_trunk_works_without_its_branches(tmp_path: Path) -> None:
     """In a copy of the tree without the branches and their tests.
 
-    The one branch that no option asks for by default, `steps`, is one that an option turns off.
+    The one that an engine has by default, `fast_steps`, is turned off by an option.
     """
-    unwanted = shutil.ignore_patterns("__pycache__", *BRANCHES)
+    unwanted = shutil.ignore_patterns("__pycache__", *FEATURES, *APPS)
     for folder in ("nanovllm", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=unwanted)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.cli import main as cli
-from nanovllm.server import serve
-from nanovllm.server.middleware import OPEN_PATHS
-from nanovllm.server.options import API_KEY_VARIABLE, ServerOptions
+from nanovllm.apps.cli import main as cli
+from nanovllm.apps.server import serve
+from nanovllm.apps.server.middleware import OPEN_PATHS
+from nanovllm.apps.server.options import API_KEY_VARIABLE, ServerOptions
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

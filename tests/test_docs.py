@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from nanovllm import LLM, AsyncLLM, demo_model, errors, outputs
-from nanovllm.cli import main as cli
+from nanovllm.apps.cli import main as cli
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.scheduler.messages import Admission
+from tests.floors import APPS, FEATURES
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nanovllm"
@@ -159,8 +160,9 @@ def test_every_error_is_explained(error: str) -> None:
 
 def test_every_folder_is_in_the_table() -> None:
     listed = " ".join(rows("architecture.md", "| Folder | What is in it |"))
-    folders = {path.parent.relative_to(PACKAGE).parts[:1] for path in PACKAGE.rglob("*.py")}
-    assert {f"{folder[0]}/" for folder in folders if folder} == set(re.findall(r"\w+/", listed))
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    named = set(re.findall(r"(\w+)/", listed)) - {"answers"}
+    assert named == {*folders, *FEATURES, *APPS}
 
 
 def test_nobody_is_told_to_install_another_package() -> None:

@@ -184,7 +184,7 @@ def test_tokens_do_not_depend_on_preemption(
 def test_tokens_do_not_depend_on_tiers_below_the_pool(
     generate: Any, expected: Tokens, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("nanovllm.tiers.traffic.TierTraffic.pays", lambda self, *_: True)
+    monkeypatch.setattr("nanovllm.features.tiers.traffic.TierTraffic.pays", lambda self, *_: True)
     tiers = {"kv_offload_gib": 0.02, "kv_cache_dir": tmp_path}
     options = {**PREEMPTING, "max_model_len": 256, **tiers}
     assert generate(warm=True, **options) == expected

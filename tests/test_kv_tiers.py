@@ -19,10 +19,10 @@ import pytest
 
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.errors import ConfigError
+from nanovllm.features.tiers.directory import DirectoryStore
+from nanovllm.features.tiers.traffic import TierTraffic
 from nanovllm.kernels.cpu.library import library
 from nanovllm.scheduler.stats import TierStats
-from nanovllm.tiers.directory import DirectoryStore
-from nanovllm.tiers.traffic import TierTraffic
 from tests.glossary import QUESTIONS
 from tests.helpers import (
     Request,
@@ -168,7 +168,7 @@ def test_the_next_engine_finds_prompts_in_the_directory(
 CHILD = """
 import json, sys
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.tiers.traffic import TierTraffic
+from nanovllm.features.tiers.traffic import TierTraffic
 
 TierTraffic.pays = lambda self, *_: True
 llm = LLM(demo_model.MODEL, max_model_len=256, kvcache_block_size=32, kv_cache_dir=sys.argv[1])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "nanovllm"
+from tests.floors import APPS, FEATURES, PACKAGE
 
 
 class Folder(NamedTuple):
@@ -27,65 +27,64 @@ NANO_VLLM = (
 """nano-vllm's modules, for whose imports they stand: each has names of another module."""
 FRONT = ("llm", "async_llm", "weight_methods")
 FOLDERS = {
+    "features": Folder("", torch=False),
+    "apps": Folder("", torch=False),
     "values": Folder("", torch=False),
     "demo_model": Folder("", torch=False),
     "utils": Folder("", torch=True),
     "attention": Folder("kernels", torch=True),
     "options": Folder("", torch=False),
-    "chat": Folder("checkpoint options utils.forked", torch=False),
-    "checkpoint": Folder("options utils", torch=True),
+    "chat": Folder("loading options utils.forked", torch=False),
+    "loading": Folder("options utils", torch=True),
     "kernels": Folder("attention.states options utils", torch=True),
     "kv": Folder("scheduler.messages scheduler.sequence scheduler.windows", torch=False),
     "scheduler": Folder("kv options", torch=False),
     "observe": Folder("engine options scheduler", torch=False),
-    "tiers": Folder(
-        "checkpoint kernels kv layers models options scheduler utils worker", torch=True
-    ),
+    "tiers": Folder("loading kernels kv layers models options scheduler utils worker", torch=True),
     "assembly": Folder(
-        "checkpoint engine executors kv lora observe options scheduler speculation structured "
-        "tiers",
+        "loading engine parallel kv lora observe options scheduler speculation structured tiers",
         torch=False,
     ),
     "vllm": Folder("assembly demo_model engine llm async_llm options", torch=False),
     "nano_vllm": Folder("kv options scheduler worker.model_runner", torch=False),
-    "formats": Folder("checkpoint kernels layers options utils", torch=True),
+    "formats": Folder("loading kernels layers options utils", torch=True),
     "front": Folder("assembly chat engine options training", torch=False),
-    "structured": Folder("checkpoint options scheduler utils worker", torch=True),
+    "structured": Folder("loading options scheduler utils worker", torch=True),
     "lora": Folder(
-        "attention checkpoint kernels kv layers models options scheduler utils worker", torch=True
+        "attention loading kernels kv layers models options scheduler utils worker", torch=True
     ),
-    "models": Folder("attention checkpoint kernels layers options utils", torch=True),
-    "layers": Folder("attention checkpoint kernels options utils", torch=True),
-    "server": Folder("chat checkpoint engine llm async_llm options utils", torch=False),
-    "batch": Folder("async_llm checkpoint.files options server utils.strict_json", torch=False),
+    "models": Folder("attention loading kernels layers options utils", torch=True),
+    "layers": Folder("attention loading kernels options utils", torch=True),
+    "server": Folder("chat loading engine llm async_llm options utils", torch=False),
+    "batch": Folder("async_llm loading.files options server utils.strict_json", torch=False),
     "cli": Folder(
         "batch demo_model llm async_llm options ray.row_pool server utils worker.model_report",
         torch=False,
     ),
     "__main__": Folder("cli", torch=False),
-    "executors": Folder(
-        "checkpoint formats lora models options scheduler speculation steps structured tiers utils "
-        "worker",
+    "parallel": Folder(
+        "loading formats lora models options scheduler speculation fast_steps structured tiers "
+        "utils worker",
         torch=True,
     ),
     "ray": Folder(
-        "batch llm async_llm chat checkpoint demo_model executors.ray_cluster options server utils",
+        "batch llm async_llm chat loading demo_model parallel.ray_cluster options server utils",
         torch=False,
     ),
-    "steps": Folder("attention kernels layers models scheduler utils worker", torch=True),
+    "fast_steps": Folder("attention kernels layers models scheduler utils worker", torch=True),
     "engine": Folder(
-        "chat checkpoint executors options scheduler",
+        "chat loading parallel options scheduler",
         torch=False,
     ),
     "speculation": Folder(
-        "attention checkpoint kernels kv layers models options scheduler steps utils worker",
+        "attention loading kernels kv layers models options scheduler fast_steps utils worker",
         torch=True,
     ),
     "training": Folder(
-        "checkpoint engine formats kernels layers models options utils worker", torch=True
+        "loading engine formats kernels layers models options utils worker", torch=True
     ),
     "worker": Folder(
-        "attention checkpoint formats kernels kv layers lora models options scheduler utils",
+        "attention loading formats kernels kv layers lora models options scheduler utils",
         torch=True,
     ),
 }
@@ -124,16 +123,8 @@ CORE = (
 What the trunk offers to branches is beside it, in the files `extensions.py`, and so are the checks
 of what callers give.
 """
-BRANCHES = (
-    *("speculation", "structured", "formats", "steps", "observe", "tiers", "server"),
-    "lora",
-    "batch",
-    "ray",
-    "training",
-)
-"""What the trunk knows through its own seams alone."""
-STILL_IMPORTED = ("steps",)
-"""Branches that an engine imports although no option asks for them: shorter only, too."""
+STILL_IMPORTED = ("fast_steps",)
+"""Features that an engine imports although no option asks for them: shorter only, too."""
 MAX_PYTHON_LINES = 60
 MAX_C_LINES = 80
 
@@ -143,10 +134,15 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def without_floor(module: str) -> str:
+    """Return a module's name as FOLDERS has it: that of a feature or an application alone."""
+    return module.removeprefix("features.").removeprefix("apps.")
+
+
 def folder_of(module: str) -> str:
     if module in NANO_VLLM:
         return "nano_vllm"
-    top = module.partition(".")[0]
+    top = without_floor(module).partition(".")[0]
     return "values" if top in VALUES else "front" if top in FRONT else top
 
 
@@ -190,7 +186,8 @@ def test_imports_go_down(name: str) -> None:
         root, _, inner = module.partition(".")
         if root == "nanovllm" and inner and folder_of(inner) not in ("values", folder_of(name)):
             allowed = any(
-                f"{inner}.".startswith(f"{prefix}.") for prefix in rule.may_import.split()
+                f"{without_floor(inner)}.".startswith(f"{prefix}.")
+                for prefix in rule.may_import.split()
             )
             assert allowed, f"{name} imports {module}"
         assert rule.torch or root not in ("torch", "safetensors", "triton"), (
@@ -250,7 +247,7 @@ def c_functions(lines: list[str]) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize(
     "module",
-    ["nanovllm", "nanovllm.demo_model", "nanovllm.scheduler.scheduler", "nanovllm.checkpoint.hub"],
+    ["nanovllm", "nanovllm.demo_model", "nanovllm.scheduler.scheduler", "nanovllm.loading.hub"],
 )
 def test_imports_without_torch(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
@@ -263,16 +260,17 @@ def test_an_engine_without_options_has_no_branch() -> None:
         "import sys; from nanovllm import LLM, SamplingParams, demo_model\n"
         "llm = LLM(demo_model.MODEL, max_model_len=64)\n"
         "llm.generate('A cache', SamplingParams(max_tokens=2), use_tqdm=False)\n"
-        "print(*{name.split('.')[1] for name in sys.modules if name.startswith('nanovllm.')})"
+        "print(*(name for name in sys.modules if '.features.' in name or '.apps.' in name))"
     )
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
     )
-    assert set(found.stdout.split()).isdisjoint({*BRANCHES} - {*STILL_IMPORTED})
+    found = {folder_of(name.removeprefix("nanovllm.")) for name in done.stdout.split()}
+    assert found <= {*STILL_IMPORTED}
 
 
 @pytest.mark.parametrize("name", CORE)
 def test_the_trunk_imports_no_branch(name: str) -> None:
     """Imports inside functions count too."""
-    found = {module.removeprefix("nanovllm.").partition(".")[0] for module in IMPORTS[name]}
-    assert found.isdisjoint(BRANCHES)
+    found = {folder_of(module.removeprefix("nanovllm.")) for module in IMPORTS[name]}
+    assert found.isdisjoint((*FEATURES, *APPS))

@@ -13,9 +13,9 @@ from nanovllm import (
     SamplingParams,
     demo_model,
 )
-from nanovllm.checkpoint.hub import configured_checkpoint
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.errors import CheckpointError, InvalidRequestError
+from nanovllm.loading.hub import configured_checkpoint
 from tests.checkpoints import copy_checkpoint
 
 

@@ -17,12 +17,12 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import make_engine
-from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.errors import InvalidRequestError, UnsupportedModelError
-from nanovllm.executors.pipes import PipeRanks
-from nanovllm.executors.rank_executor import RankExecutor
-from nanovllm.executors.worker import check_networks
+from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
+from nanovllm.parallel.pipes import PipeRanks
+from nanovllm.parallel.rank_executor import RankExecutor
+from nanovllm.parallel.worker import check_networks
 from tests.checkpoints import copy_checkpoint
 from tests.helpers import environment, token_ids
 from tests.scheduler.invariants import check_scheduler

@@ -16,12 +16,12 @@ import torch
 from benchmarks.scripted import Scripted
 from nanovllm import LLM, RequestOutput, SamplingParams, demo_model
 from nanovllm.assembly import make_engine
+from nanovllm.features.speculation.draft_controller import DraftController
+from nanovllm.features.speculation.proposers import registry
 from nanovllm.kernels.cpu.library import library
 from nanovllm.options.config import Config
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.speculation.draft_controller import DraftController
-from nanovllm.speculation.proposers import registry
 from tests.glossary import QUESTIONS
 from tests.helpers import (
     COMPACT,

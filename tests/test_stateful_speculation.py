@@ -15,10 +15,10 @@ from benchmarks.scripted import Scripted
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.assembly import make_engine
 from nanovllm.errors import ConfigError
+from nanovllm.features.speculation.proposers import registry
 from nanovllm.options.config import Config
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.speculation.proposers import registry
 from tests.checkpoints import make_checkpoint
 from tests.eagle3_checkpoints import make_eagle3_checkpoint
 from tests.helpers import (

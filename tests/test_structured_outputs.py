@@ -463,7 +463,7 @@ def test_outputs_do_not_depend_on_load(
 @pytest.fixture
 def all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask for drafts in every step."""
-    from nanovllm.speculation.draft_controller import DraftController
+    from nanovllm.features.speculation.draft_controller import DraftController
 
     def choose(self: DraftController, candidates: Any, num_tokens: int) -> list[int]:
         return [max(0, min(limit, self.max_draft_tokens)) for _, limit in candidates]

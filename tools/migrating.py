@@ -8,6 +8,7 @@ from typing import Any
 
 from nanovllm import LLM, AsyncLLM, outputs, vllm
 from nanovllm.advice import IMPORTS, METHODS
+from nanovllm.apps.server.absent_routes import ABSENT_ROUTES
 from nanovllm.options.config import Config
 from nanovllm.options.other_names import (
     CONFIG_NAMES,
@@ -19,7 +20,6 @@ from nanovllm.options.other_names import (
     OtherName,
 )
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.server.absent_routes import ABSENT_ROUTES
 
 PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
 PART = re.compile(r"(<!-- made: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)

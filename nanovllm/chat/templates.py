@@ -15,8 +15,8 @@ from nanovllm.chat.tool_messages import (
     shows_pythonic_calls,
     with_thinking,
 )
-from nanovllm.checkpoint.text_tokenizer import TextTokenizer
 from nanovllm.errors import InvalidRequestError
+from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.options.validation import shown
 
 Message = Mapping[str, Any]

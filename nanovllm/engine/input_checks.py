@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence as Seq
 from functools import cached_property
 from typing import Any
 
-from nanovllm.checkpoint.text_tokenizer import TextTokenizer
-from nanovllm.checkpoint.tokenizer import TokenBound, token_bound
 from nanovllm.errors import InvalidRequestError
+from nanovllm.loading.text_tokenizer import TextTokenizer
+from nanovllm.loading.tokenizer import TokenBound, token_bound
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import as_class, check_int, shown
 

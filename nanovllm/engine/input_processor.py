@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.checkpoint.text_tokenizer import TextTokenizer
 from nanovllm.engine.input_checks import (
     ParamsCheck,
     PromptLimit,
@@ -21,6 +20,7 @@ from nanovllm.engine.input_checks import (
 from nanovllm.engine.prompt import Prompt, PromptInput, as_list, make_prompt, one_for_each
 from nanovllm.engine.request import Request
 from nanovllm.errors import InvalidRequestError
+from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.scheduler.messages import AdapterSlot
@@ -28,7 +28,7 @@ from nanovllm.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
     from nanovllm.chat.templates import ChatTemplates
-    from nanovllm.structured.grammar import GrammarCompiler
+    from nanovllm.features.structured.grammar import GrammarCompiler
 
 
 class InputProcessor:

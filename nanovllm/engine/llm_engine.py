@@ -19,18 +19,18 @@ from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.prompt import PromptInput
 from nanovllm.engine.request import Request
 from nanovllm.errors import EngineDeadError, InvalidRequestError
-from nanovllm.executors.executor import Executor, Future
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
+from nanovllm.parallel.executor import Executor, Future
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
-    from nanovllm.observe.trace import Trace
-    from nanovllm.training.control import WeightControl
+    from nanovllm.features.observe.trace import Trace
+    from nanovllm.features.training.control import WeightControl
 
 logger = logging.getLogger(__name__)
 

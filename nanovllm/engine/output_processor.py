@@ -5,9 +5,9 @@ Knows no prompts and no scheduling.
 
 from functools import cached_property
 
-from nanovllm.checkpoint.text_tokenizer import TextTokenizer
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Completion, Request
+from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, DraftCounts, Logprob, RequestMetrics, RequestOutput
 from nanovllm.scheduler.messages import Ending, TokenLogprobs

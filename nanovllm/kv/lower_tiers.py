@@ -1,4 +1,4 @@
-"""What a pool tells the tiers below it: the seam of `nanovllm/tiers`. It works without."""
+"""What a pool tells the tiers below it: the seam of `nanovllm/features/tiers`. It works without."""
 
 from collections.abc import Sequence as Seq
 from typing import Protocol

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.checkpoint.shards import Shard
 from nanovllm.layers.linear import Matrix
+from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import all_reduce, gather_to_first, tensor_parallel
 
 

@@ -10,10 +10,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.checkpoint.shards import Shard
 from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP, Routing
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers.linear import Matrix, divide
+from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
 
 MAX_EXPERTS = 2**12

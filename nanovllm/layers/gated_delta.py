@@ -11,11 +11,11 @@ from torch import nn
 
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.states import StatePart, StateRows
-from nanovllm.checkpoint.shards import Shard
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear, divide
 from nanovllm.layers.pieces import ChannelConv, Piece, PiecedLinear, SmallLinear
 from nanovllm.layers.state_layer import StateLayer
+from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import tensor_parallel
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
 
 

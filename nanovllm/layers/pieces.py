@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.checkpoint.shards import Shard
 from nanovllm.layers.linear import LinearBase
+from nanovllm.loading.shards import Shard
 
 
 class Piece(NamedTuple):

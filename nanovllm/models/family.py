@@ -48,7 +48,7 @@ class Family(nn.Module):
         return self.rotary[key]
 
     def checkpoint_name(self, name: str, known: Collection[str]) -> str:
-        """Return the checkpoint's name for tensor `name`. See `Renamed` in checkpoint/shards.py."""
+        """Return the checkpoint's name for tensor `name`. See `Renamed` in loading/shards.py."""
         if self.names:
             pattern = "|".join(map(re.escape, self.names))
             name = re.sub(pattern, lambda found: self.names[found[0]], name)

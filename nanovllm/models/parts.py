@@ -8,13 +8,13 @@ from torch import nn
 
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import QKNorm
-from nanovllm.checkpoint.shards import Shard
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.kernels.torch_math import NORM_WIDE
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear
+from nanovllm.loading.shards import Shard
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown

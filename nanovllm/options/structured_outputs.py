@@ -1,6 +1,6 @@
 """What form a request's output must have: a JSON schema, a regular expression, a choice, a grammar.
 
-A value, checked for its types when made. Knows no tokenizer: structured/grammar.py compiles it.
+A value, checked for its types when made. features/structured/grammar.py compiles it.
 """
 
 import dataclasses

@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.checkpoint.files import is_gguf
-from nanovllm.checkpoint.loader import (
+from nanovllm.errors import CheckpointError
+from nanovllm.kernels.torch_kernels import Kernels
+from nanovllm.layers.linear import Matrix
+from nanovllm.loading.files import is_gguf
+from nanovllm.loading.loader import (
     Store,
     check_tensors,
     init_dummy_shards,
     init_dummy_weights,
     load_weights,
 )
-from nanovllm.checkpoint.tensor_files import TensorInfo, equal_tensors, read_header
-from nanovllm.errors import CheckpointError
-from nanovllm.kernels.torch_kernels import Kernels
-from nanovllm.layers.linear import Matrix
+from nanovllm.loading.tensor_files import TensorInfo, equal_tensors, read_header
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
@@ -138,7 +138,7 @@ def build_model(
     try:
         model = _build(model_config, max_model_len, first)
         if has_format:
-            from nanovllm.formats.registry import expect_weights
+            from nanovllm.features.formats.registry import expect_weights
 
             expect_weights(model, config, stored, files, device, kernels)
         for tensor in (*model.parameters(), *model.buffers()):
@@ -168,7 +168,7 @@ def make_modules(
     """
     model = _build(model_config, max_model_len, device)
     if model_config.quantization_config is not None:
-        from nanovllm.formats.registry import expect_format
+        from nanovllm.features.formats.registry import expect_format
 
         expect_format(model, model_config.quantization_config, known)
     return model
@@ -212,7 +212,7 @@ def _with_lora(store: Store, model: nn.Module, config: Config) -> Store:
     """Return `store`, which merges the adapter of the option `lora`, if there is one."""
     if config.lora is None:
         return store
-    from nanovllm.lora.merge import merging
+    from nanovllm.features.lora.merge import merging
 
     return merging(store, model, config)
 

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.checkpoint.files import is_gguf
-from nanovllm.checkpoint.hub import Checkpoint, open_checkpoint, weight_files
-from nanovllm.checkpoint.shards import model_shards
-from nanovllm.checkpoint.tensor_files import TensorInfo, read_header
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.experts import Experts, Router
 from nanovllm.layers.linear import Matrix
 from nanovllm.layers.state_layer import StateLayer
+from nanovllm.loading.files import is_gguf
+from nanovllm.loading.hub import Checkpoint, open_checkpoint, weight_files
+from nanovllm.loading.shards import model_shards
+from nanovllm.loading.tensor_files import TensorInfo, read_header
 from nanovllm.models.config_fields import architecture_of, text_fields
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.hybrid_parts import SharedExpertMLP
@@ -71,7 +71,7 @@ def report(model: str) -> dict[str, Any]:
     try:
         config = read_config(checkpoint.config)
         if config.quantization_config is not None:
-            from nanovllm.formats.registry import checkpoint_format
+            from nanovllm.features.formats.registry import checkpoint_format
 
             checkpoint_format(config.quantization_config)
         files = _local_files(checkpoint, model)
@@ -264,8 +264,8 @@ def _rounded_bytes(network: nn.Module, form: str) -> int | None:
     What is no matrix keeps its dtype, and so do routers and other small matrices. What the
     checkpoint has in few bits keeps them, except FP8, which a CPU has no products for.
     """
-    from nanovllm.formats.integer import choose_group_size
-    from nanovllm.formats.rounding import EXACT
+    from nanovllm.features.formats.integer import choose_group_size
+    from nanovllm.features.formats.rounding import EXACT
 
     matrices = [
         module

@@ -30,10 +30,10 @@ from nanovllm.worker.step_output import PendingResult, StepOutput
 from nanovllm.worker.timing import StepTimer
 
 if TYPE_CHECKING:
-    from nanovllm.speculation.proposers.proposer import Proposer
-    from nanovllm.steps.registry import StepRunners
-    from nanovllm.structured.grammar_masks import GrammarMasks
-    from nanovllm.training.rank import RankWeights
+    from nanovllm.features.fast_steps.registry import StepRunners
+    from nanovllm.features.speculation.proposers.proposer import Proposer
+    from nanovllm.features.structured.grammar_masks import GrammarMasks
+    from nanovllm.features.training.rank import RankWeights
 
 
 class ModelRunner:

@@ -18,7 +18,7 @@ from nanovllm.worker.kv_pool import KVPool
 from nanovllm.worker.model_loader import NetworkSpec, build_model, load_model
 
 if TYPE_CHECKING:
-    from nanovllm.lora.methods import StepAdapters
+    from nanovllm.features.lora.methods import StepAdapters
 
 
 class Network:

@@ -11,7 +11,7 @@ from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
 
 if TYPE_CHECKING:
-    from nanovllm.structured.grammar_masks import GrammarStep
+    from nanovllm.features.structured.grammar_masks import GrammarStep
 
 
 class SamplingRows:

@@ -16,7 +16,7 @@ from nanovllm.worker.logprobs import Logprobs, by_sequence
 from nanovllm.worker.timing import StepTimer
 
 if TYPE_CHECKING:
-    from nanovllm.structured.grammar_masks import GrammarRow
+    from nanovllm.features.structured.grammar_masks import GrammarRow
 
 NO_DISTRIBUTION = Ending(
     "error",

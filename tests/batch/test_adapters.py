@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from nanovllm import demo_model
-from nanovllm.batch.job import run_job
-from nanovllm.batch.options import adapter_digest
-from nanovllm.batch.row_engine import RowEngine
-from nanovllm.batch.sources import open_source
+from nanovllm.apps.batch.job import run_job
+from nanovllm.apps.batch.options import adapter_digest
+from nanovllm.apps.batch.row_engine import RowEngine
+from nanovllm.apps.batch.sources import open_source
 from nanovllm.errors import CheckpointError, ConfigError
 from tests.batch.helpers import ENGINE, read_rows, row_options, run, write_rows
 from tests.batch.test_job import FlakyPool, Killed

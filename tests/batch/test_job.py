@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from nanovllm import demo_model
-from nanovllm.batch.job import Progress, run_job
-from nanovllm.batch.job_files import JobFiles
-from nanovllm.batch.row_engine import RowEngine
-from nanovllm.batch.rows import Row
-from nanovllm.batch.sources import open_source
+from nanovllm.apps.batch.job import Progress, run_job
+from nanovllm.apps.batch.job_files import JobFiles
+from nanovllm.apps.batch.row_engine import RowEngine
+from nanovllm.apps.batch.rows import Row
+from nanovllm.apps.batch.sources import open_source
 from nanovllm.errors import ConfigError, EngineDeadError
 from tests.batch.helpers import (
     FLAGS,
@@ -162,7 +162,7 @@ def test_a_job_killed_in_the_middle_and_resumed(tmp_path: Path) -> None:
     """kill -9 of the process; what it leaves is text."""
     source = write_rows(tmp_path / "in.jsonl", questions(120))
     output, journal = tmp_path / "out.jsonl", tmp_path / "out.jsonl.parts" / "rows.jsonl"
-    command = [sys.executable, "-m", "nanovllm.cli.main", "batch", str(source), str(output)]
+    command = [sys.executable, "-m", "nanovllm.apps.cli.main", "batch", str(source), str(output)]
     command += [*FLAGS, "--max-tokens", "6"]
     job = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
     while job.poll() is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.batch.job_files import JobFiles, Journal
+from nanovllm.apps.batch.job_files import JobFiles, Journal
 from nanovllm.errors import ConfigError
 
 
@@ -56,7 +56,7 @@ def test_two_drivers(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     files = JobFiles(output, {"model": "a"})
     other = (
-        "from pathlib import Path\nfrom nanovllm.batch.job_files import JobFiles\n"
+        "from pathlib import Path\nfrom nanovllm.apps.batch.job_files import JobFiles\n"
         f"JobFiles(Path({str(output)!r}), {{'model': 'a'}})"
     )
     found = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)

@@ -12,8 +12,8 @@ from tests.glossary import QUESTION
 
 pytest.importorskip("fastapi")
 
-from nanovllm.batch.openai_rows import _problem
-from nanovllm.server.protocol.chat import ChatRequest
+from nanovllm.apps.batch.openai_rows import _problem
+from nanovllm.apps.server.protocol.chat import ChatRequest
 
 CHAT = "/v1/chat/completions"
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from nanovllm.batch.results import check_output, write_output
-from nanovllm.batch.rows import OUTPUT_COLUMNS, BadRowError, dumps, parse_object
-from nanovllm.batch.sources import open_source
+from nanovllm.apps.batch.results import check_output, write_output
+from nanovllm.apps.batch.rows import OUTPUT_COLUMNS, BadRowError, dumps, parse_object
+from nanovllm.apps.batch.sources import open_source
 from nanovllm.errors import ConfigError
 from tests.batch.helpers import read_rows, row_options, run
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm.batch.rows import OUTPUT_COLUMNS
-from nanovllm.batch.sources import open_source
+from nanovllm.apps.batch.rows import OUTPUT_COLUMNS
+from nanovllm.apps.batch.sources import open_source
 from nanovllm.errors import ConfigError
 from tests.batch.helpers import questions, read_rows, row_options, run, write_rows
 

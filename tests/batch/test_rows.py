@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nanovllm.batch.rows import BadRowError, Row, dumps, parse_object, row_id, row_seed
+from nanovllm.apps.batch.rows import BadRowError, Row, dumps, parse_object, row_id, row_seed
 from nanovllm.errors import InvalidRequestError
 
 

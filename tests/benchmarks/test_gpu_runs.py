@@ -196,9 +196,9 @@ def test_files_that_run_and_files_that_cannot(
         "@pytest.mark.skip\ndef test_c(): pass\n"
         "def test_d(no_such_fixture): pass\n"
     )
-    tests.run_files(record(tmp_path), ["tests/checkpoint/test_fuzz_gguf.py", str(test)])
+    tests.run_files(record(tmp_path), ["tests/loading/test_fuzz_gguf.py", str(test)])
     files = json.loads((tmp_path / "part.json").read_text())["files"]
-    left_out = files.pop("tests/checkpoint/test_fuzz_gguf.py")
+    left_out = files.pop("tests/loading/test_fuzz_gguf.py")
     ((name, found),) = files.items()
     assert name.endswith("test_it.py")
     assert (left_out["ended"], left_out["failures"]) == ("left out", ["needs gguf"])
@@ -239,13 +239,13 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 @pytest.mark.parametrize(
     ("name", "missing"),
     [
-        ("tests/checkpoint/test_fuzz_gguf.py", {"gguf"}),  # at its top
-        ("tests/checkpoint/test_gguf.py", {"gguf"}),  # through tests/gguf_files.py
+        ("tests/loading/test_fuzz_gguf.py", {"gguf"}),  # at its top
+        ("tests/loading/test_gguf.py", {"gguf"}),  # through tests/gguf_files.py
         ("tests/server/test_prometheus.py", {"fastapi", "openai"}),  # through conftest.py
         ("tests/options/test_config.py", set()),
         ("tests/test_invariance.py", set()),
         ("tests/test_speculation.py", set()),
-        ("tests/steps/test_cuda_graph.py", set()),
+        ("tests/fast_steps/test_cuda_graph.py", set()),
     ],
 )
 def test_imports_that_are_missing(
@@ -278,7 +278,7 @@ def test_every_test_file_has_a_part() -> None:
 
 
 def test_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.steps import registry
+    from nanovllm.features.fast_steps import registry
 
     monkeypatch.setattr(registry, "can_capture", registry.can_capture)  # restored afterwards
     assert registry.can_capture(torch.device("cuda"))

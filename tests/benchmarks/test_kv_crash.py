@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.kv_crash import DAMAGES, PARTS, Checker
-from nanovllm.tiers.traffic import TierTraffic
+from nanovllm.features.tiers.traffic import TierTraffic
 
 ROUNDS = {"crashes": 2, "corruptions": len(DAMAGES), "together": 1}
 WARNED = ("full disk", "read-only disk")

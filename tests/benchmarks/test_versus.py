@@ -13,7 +13,7 @@ from benchmarks import versus
 from benchmarks.comparison import Comparison, Row
 from benchmarks.random_gguf import write_random_gguf
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoint.gguf import read_gguf
+from nanovllm.loading.gguf import read_gguf
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.cli import main as cli
+from nanovllm.apps.cli import main as cli
 from tests.batch.helpers import FLAGS, questions, write_rows
 
 

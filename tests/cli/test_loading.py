@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanovllm import SamplingParams, demo_model
-from nanovllm.cli import main as cli
+from nanovllm.apps.cli import main as cli
 from nanovllm.llm import LLM
 from tests.checkpoints import copy_checkpoint
 

@@ -19,7 +19,7 @@ import pytest
 
 import nanovllm
 from nanovllm import SamplingParams, StructuredOutputsParams, demo_model
-from nanovllm.cli import flag_groups, main as cli
+from nanovllm.apps.cli import flag_groups, main as cli
 from nanovllm.errors import InvalidRequestError
 from nanovllm.llm import LLM
 from nanovllm.options.config import Config
@@ -984,7 +984,7 @@ def test_output_without_unicode_is_escaped(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_closed_output_pipe_ends_without_a_traceback() -> None:
     """Symptom: `nanovllm generate ... | head` ends with a traceback."""
-    command = [sys.executable, "-m", "nanovllm.cli.main", "generate", demo_model.MODEL, *FAST]
+    command = [sys.executable, "-m", "nanovllm.apps.cli.main", "generate", demo_model.MODEL, *FAST]
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as out:
@@ -1036,7 +1036,7 @@ def test_text_is_utf8_in_an_ascii_locale() -> None:
 
 def test_command_runs_as_a_process() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "nanovllm.cli.main", "generate", demo_model.MODEL, "--chat", *FAST],
+        [sys.executable, "-m", "nanovllm", "generate", demo_model.MODEL, "--chat", *FAST],
         input="\n".join(QUESTIONS[:2]),
         capture_output=True,
         text=True,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import demo_model
-from nanovllm.cli import main as cli
+from nanovllm.apps.cli import main as cli
 from nanovllm.models.registry import MODULES
 from tests.checkpoints import write_json
 from tests.models.family_configs import config_of

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.cli import main as cli
+from nanovllm.apps.cli import main as cli
 from tests.helpers import environment
 from tests.wire_server import Asked, Script, Step, WireServer, chat_event, streamed, whole
 
@@ -95,7 +95,7 @@ def test_a_terminal_gets_the_speed(chat: Chat, monkeypatch: pytest.MonkeyPatch) 
         return streamed(*events, (0, chat_event("stop")), (0, usage))
 
     for module in ("repl", "sources"):
-        monkeypatch.setattr(f"nanovllm.cli.{module}.is_interactive", lambda: True)
+        monkeypatch.setattr(f"nanovllm.apps.cli.{module}.is_interactive", lambda: True)
     with WireServer(script) as wire:
         _, shown, err = chat(wire, lines=["hi", "/set temperature 0.5", "/regen"])
         bodies = [asked.body for asked in wire.asked if asked.method == "POST"]
@@ -226,7 +226,7 @@ def test_bad_usage_is_one_line(
 def test_it_starts_without_torch() -> None:
     code = """if True:
         import sys
-        from nanovllm.cli import main as cli
+        from nanovllm.apps.cli import main as cli
         status = cli.main(sys.argv[1:])
         sys.exit(status or "torch" in sys.modules or "numpy" in sys.modules)
     """

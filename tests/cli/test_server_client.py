@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from nanovllm.cli import server_client
-from nanovllm.cli.server_client import EventParser, choice_of, find_server
+from nanovllm.apps.cli import server_client
+from nanovllm.apps.cli.server_client import EventParser, choice_of, find_server
 from nanovllm.errors import ConfigError, InvalidRequestError, ServerError
 from tests.wire_server import (
     CLOSE,

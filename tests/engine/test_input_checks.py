@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from nanovllm import demo_model
-from nanovllm.checkpoint.hub import open_checkpoint
-from nanovllm.checkpoint.tokenizer import serving_tokenizer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import InvalidRequestError
+from nanovllm.loading.hub import open_checkpoint
+from nanovllm.loading.tokenizer import serving_tokenizer
 
 LIMIT = 512
 

@@ -4,9 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nanovllm import demo_model
-from nanovllm.checkpoint.hub import open_checkpoint
-from nanovllm.checkpoint.tokenizer import serving_tokenizer
 from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.loading.hub import open_checkpoint
+from nanovllm.loading.tokenizer import serving_tokenizer
 
 
 class Compiler:

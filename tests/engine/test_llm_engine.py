@@ -13,9 +13,9 @@ import torch
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.assembly import make_engine
 from nanovllm.errors import EngineDeadError
-from nanovllm.executors.in_process import InProcessExecutor
-from nanovllm.executors.worker import num_cores
 from nanovllm.options.config import Config
+from nanovllm.parallel.in_process import InProcessExecutor
+from nanovllm.parallel.worker import num_cores
 from tests.helpers import generate
 from tests.scheduler.invariants import check_scheduler
 

@@ -4,15 +4,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nanovllm.checkpoint.loader import load_weights
 from nanovllm.errors import ConfigError, UnsupportedModelError
-from nanovllm.formats.fp4 import MXFP4, NVFP4, StoredFp4, powers_of_two, unpack_fp4
-from nanovllm.formats.registry import store_as
+from nanovllm.features.formats.fp4 import MXFP4, NVFP4, StoredFp4, powers_of_two, unpack_fp4
+from nanovllm.features.formats.registry import store_as
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.pieces import Piece, SmallLinear
+from nanovllm.loading.loader import load_weights
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from tests.formats.float_checkpoints import compress, scheme_of

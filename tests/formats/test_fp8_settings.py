@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.formats.names import Names
-from nanovllm.formats.registry import checkpoint_format
-from nanovllm.formats.stored import Field
-from nanovllm.formats.stored_fp8 import Fp8Format
+from nanovllm.features.formats.names import Names
+from nanovllm.features.formats.registry import checkpoint_format
+from nanovllm.features.formats.stored import Field
+from nanovllm.features.formats.stored_fp8 import Fp8Format
 
 BLOCKS = {
     "quant_method": "fp8",

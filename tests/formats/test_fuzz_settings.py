@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from nanovllm.errors import NanoVLLMError
-from tests.checkpoint.test_fuzz_checkpoint import (
+from tests.checkpoints import make_checkpoint, read_json, write_json
+from tests.formats import quantised
+from tests.formats.float_checkpoints import make_compressed, make_modelopt, scheme_of
+from tests.formats.integer_cases import CASES
+from tests.loading.test_fuzz_checkpoint import (
     MAX_GROWTH,
     SPECIAL,
     fuzz_settings,
     memory,
 )
-from tests.checkpoints import make_checkpoint, read_json, write_json
-from tests.formats import quantised
-from tests.formats.float_checkpoints import make_compressed, make_modelopt, scheme_of
-from tests.formats.integer_cases import CASES
 from tests.models.comparison import run_in_chunks
 
 INTEGERS = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.formats.integer import IntRows, IntWeight, int_tensor
+from nanovllm.features.formats.integer import IntRows, IntWeight, int_tensor
 from nanovllm.kernels.torch_kernels import TORCH
 from tests.kernels.cpu.helpers import make_int_method
 from tests.kernels.cpu.int_weights import dequantised, forms, random_weight

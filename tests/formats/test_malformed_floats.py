@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanovllm.checkpoint.hub import open_checkpoint
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.executors.worker import check_network
+from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
+from nanovllm.parallel.worker import check_network
 from tests.checkpoints import copy_checkpoint, read_json, write_json
 from tests.formats.float_checkpoints import make_compressed, make_modelopt, scheme_of
 from tests.models.comparison import Steps

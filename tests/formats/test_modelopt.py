@@ -5,10 +5,10 @@ import time
 import pytest
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.formats.modelopt import ModelOpt
-from nanovllm.formats.names import ModuleList
-from nanovllm.formats.registry import checkpoint_format
-from nanovllm.formats.settings import kv_scheme
+from nanovllm.features.formats.modelopt import ModelOpt
+from nanovllm.features.formats.names import ModuleList
+from nanovllm.features.formats.registry import checkpoint_format
+from nanovllm.features.formats.settings import kv_scheme
 
 LINEAR = "model.layers.1.mlp.up_proj"
 NESTED = "model.language_model.layers.1.mlp.up_proj"

@@ -5,13 +5,13 @@ import torch
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from nanovllm.checkpoint.loader import load_weights
 from nanovllm.errors import ConfigError, UnsupportedModelError
-from nanovllm.formats.mxfp4 import Mxfp4Format
-from nanovllm.formats.registry import checkpoint_format, expect_format
+from nanovllm.features.formats.mxfp4 import Mxfp4Format
+from nanovllm.features.formats.registry import checkpoint_format, expect_format
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers import linear as linear_module
 from nanovllm.layers.experts import Experts, StackedLinear, StoredExperts
+from nanovllm.loading.loader import load_weights
 from nanovllm.utils.distributed import TensorParallel
 
 NUM_EXPERTS, HIDDEN_SIZE, SIZE = 3, 64, 128

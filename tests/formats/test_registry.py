@@ -5,14 +5,14 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.errors import ConfigError
-from nanovllm.formats.fp8 import Fp8Weight, quantize_fp8
-from nanovllm.formats.integer import (
+from nanovllm.features.formats.fp8 import Fp8Weight, quantize_fp8
+from nanovllm.features.formats.integer import (
     IntTensor,
     IntWeight,
     choose_group_size,
     quantize,
 )
-from nanovllm.formats.rounding import rounded_rows
+from nanovllm.features.formats.rounding import rounded_rows
 from nanovllm.kernels.cpu import packed as packed_weights
 from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.cpu.packed import (

@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.formats.compressed_tensors import CompressedTensors, Rounded, Scheme
+from nanovllm.features.formats.compressed_tensors import CompressedTensors, Rounded, Scheme
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}

@@ -8,13 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams
-from nanovllm.checkpoint.loader import load_weights
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
-from nanovllm.formats.integer import IntWeight
-from nanovllm.formats.names import Names
-from nanovllm.formats.registry import store_as
-from nanovllm.formats.stored import Field
-from nanovllm.formats.stored_fp8 import Fp8Format
+from nanovllm.features.formats.integer import IntWeight
+from nanovllm.features.formats.names import Names
+from nanovllm.features.formats.registry import store_as
+from nanovllm.features.formats.stored import Field
+from nanovllm.features.formats.stored_fp8 import Fp8Format
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import (
     LinearBase,
@@ -22,6 +21,7 @@ from nanovllm.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from nanovllm.loading.loader import load_weights
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from tests.checkpoints import copy_checkpoint, make_fp8_checkpoint, to_fp8

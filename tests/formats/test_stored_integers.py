@@ -4,15 +4,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nanovllm.checkpoint.loader import load_weights
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.formats.registry import expect_format
+from nanovllm.features.formats.registry import expect_format
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
+from nanovllm.loading.loader import load_weights
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from tests.formats.integer_cases import CASES, awq, case, gptq

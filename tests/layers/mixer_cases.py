@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from nanovllm.attention.batch import Batch
-from nanovllm.checkpoint.loader import load_weights
+from nanovllm.loading.loader import load_weights
 from nanovllm.utils.distributed import TensorParallel
 from tests.closeness import assert_close
 from tests.kernels.state_cases import make_rows, make_states

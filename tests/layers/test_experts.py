@@ -10,11 +10,11 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from nanovllm.checkpoint.loader import load_weights
 from nanovllm.kernels import torch_experts
 from nanovllm.kernels.torch_experts import Choice
 from nanovllm.layers import linear as linear_module
 from nanovllm.layers.experts import Experts, NormedRouter, Router, SparseMLP, StoredExperts
+from nanovllm.loading.loader import load_weights
 from nanovllm.utils import distributed
 from tests.closeness import assert_close
 

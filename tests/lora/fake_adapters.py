@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from typing import Any
 
-from nanovllm.lora.scheduling import AdapterGate
+from nanovllm.features.lora.scheduling import AdapterGate
 from nanovllm.scheduler.messages import AdapterSlot, Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
 from tests.scheduler.fake_engine import Engine, FakeWorker

@@ -1,6 +1,6 @@
 """Mutations of an adapter's files: each ends in our error or in tokens, and the engine goes on.
 
-As tests/checkpoint/test_fuzz_checkpoint.py, with the same limits. `FUZZ_EXAMPLES=2000 pytest
+As tests/loading/test_fuzz_checkpoint.py, with the same limits. `FUZZ_EXAMPLES=2000 pytest
 tests/lora/test_fuzz_adapters.py` runs that many new mutations of each file.
 """
 
@@ -16,7 +16,7 @@ from hypothesis import assume, given, strategies as st
 from nanovllm import LLM, NanoVLLMError, demo_model
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.lora_request import LoRARequest
-from tests.checkpoint.test_fuzz_checkpoint import (  # noqa: F401 - a fixture
+from tests.loading.test_fuzz_checkpoint import (  # noqa: F401 - a fixture
     GREEDY,
     OPTIONS,
     TOKENS,

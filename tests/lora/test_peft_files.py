@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
-from nanovllm.lora.peft_config import read_peft_config
-from nanovllm.lora.peft_files import check_fits, read_adapter
+from nanovllm.features.lora.peft_config import read_peft_config
+from nanovllm.features.lora.peft_files import check_fits, read_adapter
 from tests.checkpoints import read_json, write_json
 from tests.lora.adapters import PEFT_CONFIG, write_adapter
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from nanovllm.features.lora.layer_parts import layer_targets
+from nanovllm.features.lora.peft_files import Factors, read_adapter
+from nanovllm.features.lora.slots import AdapterSlots
+from nanovllm.features.lora.targets import adapter_linears
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import LinearBase, RowParallelLinear
-from nanovllm.lora.layer_parts import layer_targets
-from nanovllm.lora.peft_files import Factors, read_adapter
-from nanovllm.lora.slots import AdapterSlots
-from nanovllm.lora.targets import adapter_linears
 from nanovllm.models.registry import read_config
 from nanovllm.scheduler.messages import AdapterSlot
 from nanovllm.utils import distributed

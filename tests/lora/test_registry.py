@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from nanovllm import LoRARequest
 from nanovllm.errors import InvalidRequestError
-from nanovllm.lora.registry import AdapterRegistry
+from nanovllm.features.lora.registry import AdapterRegistry
 from tests.lora.fake_adapters import AdapterEngine
 
 LINEARS = {"model.layers.0.self_attn.q_proj": (6, 4)}

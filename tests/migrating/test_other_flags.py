@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanovllm.cli import main as cli
+from nanovllm.apps.cli import main as cli
 from nanovllm.vllm import EngineArgs, FlexibleArgumentParser
 
 

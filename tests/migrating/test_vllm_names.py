@@ -9,10 +9,10 @@ import pytest
 
 from nanovllm import SamplingParams, StructuredOutputsParams, demo_model
 from nanovllm.advice import LACKS, METHODS
+from nanovllm.features.structured.grammar import GrammarCompiler
 from nanovllm.models.registry import MODULES
 from nanovllm.options.config import EXECUTOR_BACKENDS, Config
 from nanovllm.options.other_names import CONFIG_NAMES, SAMPLING_NAMES, STRUCTURED_NAMES
-from nanovllm.structured.grammar import GrammarCompiler
 from nanovllm.vllm import LLM, AsyncLLM, LLMEngine
 from tests.migrating import vllm_names
 
@@ -49,7 +49,7 @@ def test_every_method_of_vllms_is_here_or_says_what_to_use(owner: Any, names: st
 def test_every_route_of_vllms_is_here_or_says_what_to_use() -> None:
     """A path is one of the app's, or its 404 names a remedy; and no remedy hides a route."""
     pytest.importorskip("fastapi")
-    from nanovllm.server import (
+    from nanovllm.apps.server import (
         absent_routes,
         chat_route,
         completions_route,
@@ -71,7 +71,7 @@ IS_HERE = {
     "LoRA": "enable_lora" in vars(Config),
     "Ray": "ray" in EXECUTOR_BACKENDS,
     "experts": any("Moe" in name for name in MODULES),
-    "GGUF": (ROOT / "nanovllm/checkpoint/gguf.py").exists(),
+    "GGUF": (ROOT / "nanovllm/loading/gguf.py").exists(),
     "speculation": hasattr(Config, "speculative_config"),
     "beam search": hasattr(LLM, "beam_search"),
     "embeddings": hasattr(LLM, "embed"),
@@ -100,7 +100,7 @@ def test_no_page_and_no_message_denies_what_is_here() -> None:
     texts["README.md"] = (ROOT / "README.md").read_text("utf-8")
     for path in [
         *(ROOT / "nanovllm" / name for name in ("advice.py", "vllm.py", "options/other_names.py")),
-        *(ROOT / "nanovllm/server").rglob("*.py"),
+        *(ROOT / "nanovllm/apps/server").rglob("*.py"),
     ]:
         strings = re.findall(r'"((?:[^"\\\n]|\\.)*)"', path.read_text("utf-8"))
         texts[path.name] = "\n\n".join(strings)

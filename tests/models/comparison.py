@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.checkpoint.hub import open_checkpoint
-from nanovllm.executors.worker import check_network
 from nanovllm.kernels.torch_kernels import TORCH
+from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
+from nanovllm.parallel.worker import check_network
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule
 from nanovllm.scheduler.windows import num_tables, pages_for
 from nanovllm.scheduler.worker_info import WorkerInfo
@@ -166,7 +166,7 @@ def saved_models(make_model, cases):
 def test_logits_of_all_positions(saved, caplog):
     """What is for pictures is left out, with a line in the log."""
     case, theirs, path = saved
-    with caplog.at_level("INFO", logger="nanovllm.checkpoint.loader"):
+    with caplog.at_level("INFO", logger="nanovllm.loading.loader"):
         assert_logits_agree(theirs, path, case)
     takes_pictures = theirs.config is not theirs.config.get_text_config()
     assert ("left out, because" in caplog.text) == takes_pictures

@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from nanovllm import SamplingParams
-from nanovllm.checkpoint.hub import open_checkpoint, weight_files
-from nanovllm.formats.integer import IntWeight
+from nanovllm.features.formats.integer import IntWeight
 from nanovllm.kernels.cpu.library import library
 from nanovllm.layers.linear import Matrix
+from nanovllm.loading.hub import open_checkpoint, weight_files
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
 from nanovllm.worker.model_loader import NetworkSpec
@@ -263,7 +263,7 @@ def test_published_form(tmp_path, caplog):
     tensors = {name.replace("model.", "model.language_model."): tensors[name] for name in tensors}
     tensors |= {"mtp.fc.weight": torch.ones(3, 6), "model.visual.patch.weight": torch.ones(2)}
     save_file(tensors, tmp_path / "model.safetensors")
-    with caplog.at_level("INFO", logger="nanovllm.checkpoint.loader"):
+    with caplog.at_level("INFO", logger="nanovllm.loading.loader"):
         assert_logits_agree(theirs, tmp_path, case)
     assert "model.visual.* (1 tensors), mtp.* (1 tensors)" in caplog.text
 

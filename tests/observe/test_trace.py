@@ -14,7 +14,7 @@ from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.assembly import make_engine
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError
-from nanovllm.observe import trace as trace_module
+from nanovllm.features.observe import trace as trace_module
 from nanovllm.options.config import Config
 from tests.helpers import generate, generate_in_random_order, random_prompt
 from tests.speculation.fake_controller import FakeController

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from nanovllm.ray.affinity import FREE_REQUESTS, order
+from nanovllm.apps.ray.affinity import FREE_REQUESTS, order
 
 KEYS = [f"conversation {number}" for number in range(600)]
 IDLE = dict.fromkeys("abcdef", 0)

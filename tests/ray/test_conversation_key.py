@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.ray.affinity import conversation_key
+from nanovllm.apps.ray.affinity import conversation_key
 
 CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "You are brief."}

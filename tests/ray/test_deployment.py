@@ -27,7 +27,7 @@ from openai import OpenAI
 from ray import serve
 
 from nanovllm import demo_model
-from nanovllm.ray import deployment
+from nanovllm.apps.ray import deployment
 
 KEY = "a-key"
 LONG: dict[str, Any] = {"max_tokens": 900, "extra_body": {"ignore_eos": True}}

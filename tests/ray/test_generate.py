@@ -1,4 +1,4 @@
-"""`nanovllm.ray.generate`: a Dataset in and out, with parts that are computed once."""
+"""`nanovllm.apps.ray.generate`: a Dataset in and out, with parts that are computed once."""
 
 import asyncio
 import contextlib
@@ -11,17 +11,17 @@ import psutil
 import pytest
 
 from nanovllm import demo_model
-from nanovllm.batch.options import BatchOptions, job_identity
-from nanovllm.batch.rows import OUTPUT_COLUMNS
+from nanovllm.apps.batch.options import BatchOptions, job_identity
+from nanovllm.apps.batch.rows import OUTPUT_COLUMNS
+from nanovllm.apps.ray.part_files import Parts
 from nanovllm.errors import ConfigError
-from nanovllm.ray.part_files import Parts
 from tests.batch.helpers import ENGINE, SAMPLING, questions, read_rows, run, write_rows
 
 ray = pytest.importorskip("ray")
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
-from nanovllm.ray.datasets import RowsStage, _row_options, generate  # noqa: E402 (it needs Ray)
+from nanovllm.apps.ray.datasets import RowsStage, _row_options, generate  # noqa: E402 (it needs Ray)
 
 ROWS: list[dict[str, Any]] = [{**row, "id": i} for i, row in enumerate(questions(24))]
 OPTIONS: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """The metrics of several replicas on one page."""
 
-from nanovllm.ray.frontend import merge
+from nanovllm.apps.ray.frontend import merge
 
 PAGE = b"""# HELP tokens_total Tokens.
 # TYPE tokens_total counter

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from nanovllm.apps.ray.part_files import Parts, is_done
 from nanovllm.errors import ConfigError
-from nanovllm.ray.part_files import Parts, is_done
 
 pa = pytest.importorskip("pyarrow")
 
@@ -52,7 +52,7 @@ def test_no_part_is_written_over(tmp_path: Path) -> None:
 
 
 def test_many_ids() -> None:
-    from nanovllm.ray.part_files import _digests
+    from nanovllm.apps.ray.part_files import _digests
 
     done = sorted(_digests([f"row-{i}" for i in range(0, 5000, 2)]))
     import numpy as np

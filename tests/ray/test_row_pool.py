@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from nanovllm import errors
-from nanovllm.batch.job import run_job
-from nanovllm.batch.options import BatchOptions
-from nanovllm.batch.rows import Row
-from nanovllm.batch.sources import open_source
-from nanovllm.cli import main as cli
+from nanovllm.apps.batch.job import run_job
+from nanovllm.apps.batch.options import BatchOptions
+from nanovllm.apps.batch.rows import Row
+from nanovllm.apps.batch.sources import open_source
+from nanovllm.apps.cli import main as cli
 from nanovllm.errors import ConfigError, EngineDeadError
 from tests.batch.helpers import FLAGS, questions, read_rows, row_options, run, write_rows
 
@@ -21,8 +21,8 @@ ray = pytest.importorskip("ray")
 
 from ray.exceptions import OutOfMemoryError  # noqa: E402
 
-from nanovllm.ray import frontend, row_pool  # noqa: E402 (it needs Ray)
-from nanovllm.ray.row_pool import RayPool, RowActor, _share  # noqa: E402
+from nanovllm.apps.ray import frontend, row_pool  # noqa: E402 (it needs Ray)
+from nanovllm.apps.ray.row_pool import RayPool, RowActor, _share  # noqa: E402
 
 ONE_CPU = {"num_cpus": 1}
 

@@ -9,12 +9,12 @@ pytest.importorskip("fastapi")
 
 from ray import serve
 
-import nanovllm.ray
+import nanovllm.apps.ray
 from nanovllm import demo_model
+from nanovllm.apps.ray import app, deployment
+from nanovllm.apps.ray.replica import check_gpus
+from nanovllm.apps.server.options import ServerOptions
 from nanovllm.errors import ConfigError
-from nanovllm.ray import app, deployment
-from nanovllm.ray.replica import check_gpus
-from nanovllm.server.options import ServerOptions
 
 
 def engine_of(application: serve.Application) -> Any:
@@ -103,4 +103,4 @@ def test_the_builder_for_yaml_files() -> None:
     with pytest.raises(ConfigError, match="args must name a model"):
         app({})
     with pytest.raises(AttributeError, match="no attribute 'deploy'"):
-        _ = nanovllm.ray.deploy
+        _ = nanovllm.apps.ray.deploy

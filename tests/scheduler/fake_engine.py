@@ -40,8 +40,8 @@ from nanovllm.scheduler.windows import WindowGroup, num_tables
 from tests.scheduler.invariants import check_blocks, check_scheduler
 
 if TYPE_CHECKING:
-    from nanovllm.speculation.draft_controller import DraftController
-    from nanovllm.speculation.drafting import AdaptiveDrafting
+    from nanovllm.features.speculation.draft_controller import DraftController
+    from nanovllm.features.speculation.drafting import AdaptiveDrafting
 
 VOCAB_SIZE = 5
 
@@ -375,7 +375,7 @@ class Engine:
         )
         self.drafting: AdaptiveDrafting | None = None
         if propose is not None or controller is not None:
-            from nanovllm.speculation import drafting
+            from nanovllm.features.speculation import drafting
             from tests.speculation.fake_controller import FakeController
 
             self.drafting = drafting.AdaptiveDrafting(

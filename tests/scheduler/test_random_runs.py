@@ -21,8 +21,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from nanovllm.speculation import drafting
-from nanovllm.speculation.draft_controller import DraftController
+from nanovllm.features.speculation import drafting
+from nanovllm.features.speculation.draft_controller import DraftController
 from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses
 from tests.scheduler.invariants import check_scheduler
 from tests.speculation.fake_controller import random_limits

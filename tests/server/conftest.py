@@ -18,10 +18,10 @@ from fastapi import FastAPI
 from openai import OpenAI
 
 from nanovllm import AsyncLLM, demo_model
-from nanovllm.server.app import make_app
-from nanovllm.server.options import ServerOptions
-from nanovllm.server.serve import Server, bound_socket
-from nanovllm.server.state import ServerState
+from nanovllm.apps.server.app import make_app
+from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.serve import Server, bound_socket
+from nanovllm.apps.server.state import ServerState
 
 
 class Reply(NamedTuple):

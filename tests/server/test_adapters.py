@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, AsyncLLM, LoRARequest, SamplingParams, demo_model
+from nanovllm.apps.server.app import make_app
+from nanovllm.apps.server.options import ServerOptions
 from nanovllm.errors import ConfigError
-from nanovllm.lora.registry import AdapterRegistry
-from nanovllm.server.app import make_app
-from nanovllm.server.options import ServerOptions
+from nanovllm.features.lora.registry import AdapterRegistry
 from tests.glossary import QUESTION
 from tests.lora.adapters import linears_of, write_adapter
 from tests.server.conftest import Running, running

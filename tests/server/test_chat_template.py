@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from nanovllm import AsyncLLM
+from nanovllm.apps.server.options import ServerOptions
 from nanovllm.errors import ConfigError
-from nanovllm.server.options import ServerOptions
 
 pytest.importorskip("fastapi")
 
-from nanovllm.server.answers.tool_formats import Mistral
+from nanovllm.apps.server.answers.tool_formats import Mistral
 from tests.chat.family_templates import TEMPLATES
 from tests.server.conftest import running
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nanovllm.cli import main as cli
+from nanovllm.apps.cli import main as cli
 from tests.glossary import ANSWERS, QUESTIONS
 from tests.server.conftest import Running
 

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi")
 
 import uvicorn
 
-from nanovllm.server.connection import connection_class
+from nanovllm.apps.server.connection import connection_class
 
 LIMIT = 0.5
 MOST = 4

@@ -15,11 +15,11 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from nanovllm import AsyncLLM
-from nanovllm.server.admission import Admission, BodyBudget
-from nanovllm.server.app import make_app
-from nanovllm.server.json_route import JSONRoute
-from nanovllm.server.options import ServerOptions
-from nanovllm.server.state import ServerState
+from nanovllm.apps.server.admission import Admission, BodyBudget
+from nanovllm.apps.server.app import make_app
+from nanovllm.apps.server.json_route import JSONRoute
+from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.state import ServerState
 from tests.server.test_load import Ended
 
 pytestmark = pytest.mark.usefixtures("idle_afterwards")

@@ -12,12 +12,12 @@ from openai import OpenAI
 pytest.importorskip("fastapi")
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
+from nanovllm.apps.server.answers import harmony, muse
+from nanovllm.apps.server.answers.answer_format import AnswerFormat, find_answer_format
+from nanovllm.apps.server.answers.literal_calls import CLOSING, QUOTE
+from nanovllm.apps.server.answers.parts import Part
+from nanovllm.features.structured.grammar import GrammarCompiler
 from nanovllm.options.structured_outputs import structured_outputs
-from nanovllm.server.answers import harmony, muse
-from nanovllm.server.answers.answer_format import AnswerFormat, find_answer_format
-from nanovllm.server.answers.literal_calls import CLOSING, QUOTE
-from nanovllm.server.answers.parts import Part
-from nanovllm.structured.grammar import GrammarCompiler
 from tests.checkpoints import copy_checkpoint, read_json, write_json
 from tests.server.answers.helpers import Split, split
 from tests.server.conftest import running

@@ -4,9 +4,9 @@ import pytest
 from tests.server.test_answers import CITY, Grammar, answer_format, calls, parse
 
 from nanovllm import SamplingParams
-from nanovllm.server.answers.answer_format import find_answer_format
-from nanovllm.server.answers.parts import ReasoningDelta, TextDelta, ToolCallStart
-from nanovllm.server.protocol.chat import FunctionName
+from nanovllm.apps.server.answers.answer_format import find_answer_format
+from nanovllm.apps.server.answers.parts import ReasoningDelta, TextDelta, ToolCallStart
+from nanovllm.apps.server.protocol.chat import FunctionName
 
 JSON_CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
 JSON_CALLS = f'{JSON_CALL}, {{"name": "now", "arguments": {{}}}}'

@@ -14,9 +14,9 @@ import openai
 import pytest
 
 from nanovllm import AsyncLLM
-from nanovllm.server import generation
-from nanovllm.server.admission import Admission, Admitted, BodyBudget
-from nanovllm.server.error_bodies import APIError
+from nanovllm.apps.server import generation
+from nanovllm.apps.server.admission import Admission, Admitted, BodyBudget
+from nanovllm.apps.server.error_bodies import APIError
 from tests.glossary import ANSWER_TO, QUESTIONS
 from tests.helpers import wait_until
 from tests.server.conftest import Running, running

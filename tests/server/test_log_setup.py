@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from nanovllm.apps.server.log_setup import JSONFormatter, Log
+from nanovllm.apps.server.options import ServerOptions
 from nanovllm.errors import ConfigError
-from nanovllm.server.log_setup import JSONFormatter, Log
-from nanovllm.server.options import ServerOptions
 
-NAMES = ("", "nanovllm", "nanovllm.server.log_setup")
+NAMES = ("", "nanovllm", "nanovllm.apps.server.log_setup")
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_the_line_of_a_request_has_its_fields() -> None:
 def test_a_file_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Loggers that it does not name go on."""
     config = {
-        "formatters": {"lines": {"()": "nanovllm.server.log_setup.JSONFormatter"}},
+        "formatters": {"lines": {"()": "nanovllm.apps.server.log_setup.JSONFormatter"}},
         "handlers": {"file": {"class": "logging.FileHandler", "filename": f"{tmp_path}/log",
                               "formatter": "lines"}},
         "loggers": {"nanovllm": {"level": "INFO", "handlers": ["file"]}},

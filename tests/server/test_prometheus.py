@@ -9,8 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm import AsyncLLM, RequestOutput, SamplingParams, demo_model
+from nanovllm.apps.server.prometheus import Histogram, Meter, ServerMetrics, bucket_bounds
 from nanovllm.errors import EngineDeadError, InvalidRequestError
-from nanovllm.server.prometheus import Histogram, Meter, ServerMetrics, bucket_bounds
 from tests.glossary import GREEDY, OPTIONS, QUESTION, QUESTIONS
 from tests.speculation.fake_controller import FakeController
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from nanovllm import AsyncLLM
-from nanovllm.server.conversation import render
-from nanovllm.server.protocol.responses import ResponsesRequest
-from nanovllm.server.response_items import messages_of
+from nanovllm.apps.server.conversation import render
+from nanovllm.apps.server.protocol.responses import ResponsesRequest
+from nanovllm.apps.server.response_items import messages_of
 from tests.chat.family_templates import TEMPLATES
 from tests.server.conftest import Reply, Running, running
 

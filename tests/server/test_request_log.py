@@ -16,10 +16,10 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.types import Message
 
-from nanovllm.server.request_log import RequestLog, RequestRecord, record_of
-from nanovllm.server.tracing import OpenTelemetry, _make_provider, child_traceparent
+from nanovllm.apps.server.request_log import RequestLog, RequestRecord, record_of
+from nanovllm.apps.server.tracing import OpenTelemetry, _make_provider, child_traceparent
 
-LOGGER = "nanovllm.server.request_log"
+LOGGER = "nanovllm.apps.server.request_log"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 

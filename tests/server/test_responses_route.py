@@ -9,15 +9,15 @@ from openai import OpenAI
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from nanovllm.server.answers.answer_format import find_answer_format
-from nanovllm.server.protocol.response_objects import (
+from nanovllm.apps.server.answers.answer_format import find_answer_format
+from nanovllm.apps.server.protocol.response_objects import (
     OutputCall,
     OutputMessage,
     OutputReasoning,
     ResponseObject,
 )
-from nanovllm.server.protocol.responses import ResponsesRequest
-from nanovllm.server.response_items import ResponseBuilder, messages_of
+from nanovllm.apps.server.protocol.responses import ResponsesRequest
+from nanovllm.apps.server.response_items import ResponseBuilder, messages_of
 from tests.glossary import ANSWERS, QUESTIONS
 from tests.server.conftest import Running
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from nanovllm import AsyncLLM
-from nanovllm.server.options import ServerOptions
+from nanovllm.apps.server.options import ServerOptions
 from tests.server.conftest import Reply, Running, running
 
 KEYS = ("first-key", "second-key")

@@ -19,15 +19,15 @@ import psutil
 import pytest
 
 from nanovllm import AsyncLLM, demo_model
-from nanovllm.cli import main as cli
+from nanovllm.apps.cli import main as cli
+from nanovllm.apps.server.options import ServerOptions
 from nanovllm.errors import ConfigError
-from nanovllm.server.options import ServerOptions
 from tests.helpers import ROOT, environment
 
 pytest.importorskip("fastapi")
 
-from nanovllm.server.app import make_app
-from nanovllm.server.serve import Server, bound_socket
+from nanovllm.apps.server.app import make_app
+from nanovllm.apps.server.serve import Server, bound_socket
 
 FLAGS = ["--num-kvcache-blocks", "64", "--max-model-len", "4096", "--enforce-eager"]
 ENDLESS = {"prompt": [1], "max_tokens": 4000, "ignore_eos": True}
@@ -40,7 +40,7 @@ class Process:
         command = [
             sys.executable,
             "-m",
-            "nanovllm.cli.main",
+            "nanovllm.apps.cli.main",
             "serve",
             demo_model.MODEL,
             "--port",
@@ -278,7 +278,7 @@ def test_says_what_to_install(
 
 def test_the_library_does_not_need_the_extras() -> None:
     code = (
-        "import nanovllm.cli.main, sys; nanovllm.LLM, nanovllm.AsyncLLM; "
+        "import nanovllm.apps.cli.main, sys; nanovllm.LLM, nanovllm.AsyncLLM; "
         "sys.exit(bool(sys.modules.keys() & {'fastapi', 'uvicorn', 'pydantic', 'llguidance'}))"
     )
     assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0

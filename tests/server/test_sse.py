@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from nanovllm.apps.server.protocol.completions import Completion, CompletionChoice
+from nanovllm.apps.server.sse import TextFrames, frame
 from nanovllm.engine.reader import Reader
 from nanovllm.outputs import RequestOutput
-from nanovllm.server.protocol.completions import Completion, CompletionChoice
-from nanovllm.server.sse import TextFrames, frame
 from tests.server.conftest import Running
 
 pytestmark = pytest.mark.usefixtures("idle_afterwards")

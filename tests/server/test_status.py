@@ -126,7 +126,7 @@ def test_the_page_needs_no_key_and_its_numbers_do(async_llm: AsyncLLM) -> None:
 
 def test_a_request_in_the_log(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     """With what the engine did for it, and nothing of what it said."""
-    with caplog.at_level("INFO", "nanovllm.server"):
+    with caplog.at_level("INFO", "nanovllm.apps.server"):
         answer = server.send("/v1/chat/completions", CHAT, X_Request_Id="my-id")
         other = server.send("/v1/completions", COMPLETIONS)
         stream = server.send("/v1/chat/completions", {**CHAT, "stream": True})

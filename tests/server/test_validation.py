@@ -7,7 +7,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from nanovllm.server import params
+from nanovllm.apps.server import params
 from tests.server.conftest import Running
 
 MESSAGES = [{"role": "user", "content": "What is paged attention?"}]

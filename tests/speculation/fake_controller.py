@@ -3,9 +3,9 @@
 import random
 from collections.abc import Callable, Sequence as Seq
 
+from nanovllm.features.speculation.acceptance import Acceptance
+from nanovllm.features.speculation.draft_controller import DraftController
 from nanovllm.outputs import DraftCounts
-from nanovllm.speculation.acceptance import Acceptance
-from nanovllm.speculation.draft_controller import DraftController
 
 
 class FakeController(DraftController):

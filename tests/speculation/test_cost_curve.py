@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanovllm.speculation.cost_curve import CostCurve
+from nanovllm.features.speculation.cost_curve import CostCurve
 
 MEASURED = ((1, 1.0), (8, 1.0), (16, 2.0), (32, 4.0))
 

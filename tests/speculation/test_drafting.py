@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from nanovllm.features.speculation import drafting
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
-from nanovllm.speculation import drafting
 from tests.scheduler.fake_engine import (
     VOCAB_SIZE,
     Engine,

@@ -12,8 +12,8 @@ import torch
 
 from nanovllm import StructuredOutputsParams, demo_model
 from nanovllm.errors import InvalidRequestError
-from nanovllm.structured import grammar
-from nanovllm.structured.grammar import GrammarCompiler
+from nanovllm.features.structured import grammar
+from nanovllm.features.structured.grammar import GrammarCompiler
 
 pytest.importorskip("llguidance")
 

@@ -9,7 +9,7 @@ import pytest
 
 from nanovllm import StructuredOutputsParams, demo_model
 from nanovllm.errors import InvalidRequestError
-from nanovllm.structured.grammar import GrammarCompiler
+from nanovllm.features.structured.grammar import GrammarCompiler
 
 pytest.importorskip("llguidance")
 

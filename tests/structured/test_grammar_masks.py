@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
+from nanovllm.features.structured.grammar import GrammarCompiler
+from nanovllm.features.structured.grammar_masks import GrammarMasks, GrammarRow, Masks
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.scheduler.messages import Admission, Ending, Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
-from nanovllm.structured.grammar import GrammarCompiler
-from nanovllm.structured.grammar_masks import GrammarMasks, GrammarRow, Masks
 from nanovllm.worker.device_tables import DeviceTables
 from tests.structured.test_grammar import EOS, TOKENIZER, VOCAB_SIZE
 
@@ -165,7 +165,7 @@ def test_a_row_whose_sequence_has_ended_keeps_no_matcher(max_tokens: int) -> Non
 
 def test_a_row_that_no_step_has_keeps_no_matcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sequence was aborted, or ended by a stop string: the worker is not told."""
-    monkeypatch.setattr("nanovllm.structured.grammar_masks._ABSENT_STEPS", 4)
+    monkeypatch.setattr("nanovllm.features.structured.grammar_masks._ABSENT_STEPS", 4)
     tables = DeviceTables(WorkerInfo(8, 4, 16, VOCAB_SIZE, 64), 2, torch.device("cpu"), KERNELS)
     masks = GrammarMasks(COMPILER)
     params = SamplingParams(structured_outputs=GRAMMARS["regex"])

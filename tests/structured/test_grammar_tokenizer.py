@@ -8,8 +8,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from nanovllm import StructuredOutputsParams, demo_model
-from nanovllm.structured.grammar import GrammarCompiler
-from nanovllm.structured.grammar_tokenizer import grammar_tokenizer
+from nanovllm.features.structured.grammar import GrammarCompiler
+from nanovllm.features.structured.grammar_tokenizer import grammar_tokenizer
 
 pytest.importorskip("llguidance")
 

@@ -11,7 +11,7 @@ import random
 import sys
 import time
 
-from nanovllm.tiers.directory import DirectoryStore
+from nanovllm.features.tiers.directory import DirectoryStore
 from tests.tiers.helpers import NAMESPACE, holds, write
 
 NUMBERS, SIZES = 40, (250_000, 750_000)

@@ -10,13 +10,13 @@ import random
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from nanovllm.features.tiers.cache import TierCache
+from nanovllm.features.tiers.loads import LoadGate
+from nanovllm.features.tiers.tier import HostSlots, StoreTier
+from nanovllm.features.tiers.traffic import TierTraffic
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.transfers import HOST, STORE, Load, Loaded, Part
-from nanovllm.tiers.cache import TierCache
-from nanovllm.tiers.loads import LoadGate
-from nanovllm.tiers.tier import HostSlots, StoreTier
-from nanovllm.tiers.traffic import TierTraffic
 from tests.scheduler.fake_engine import UNWRITTEN, Engine, FakeWorker
 from tests.tiers.invariants import check_tiers
 

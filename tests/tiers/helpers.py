@@ -1,4 +1,4 @@
-"""Entries and stores for the tests of nanovllm/tiers."""
+"""Entries and stores for the tests of nanovllm/features/tiers."""
 
 import contextlib
 import functools
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.tiers.directory import DirectoryStore
+from nanovllm.features.tiers.directory import DirectoryStore
 
 NAMESPACE, OTHER_NAMESPACE = "ab" * 32, "cd" * 32
 PAGE = 3000

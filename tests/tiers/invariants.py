@@ -2,10 +2,10 @@
 
 from collections import Counter
 
+from nanovllm.features.tiers.loads import LoadGate
+from nanovllm.features.tiers.tier import HostSlots
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.transfers import HOST
-from nanovllm.tiers.loads import LoadGate
-from nanovllm.tiers.tier import HostSlots
 
 
 def load_gate(scheduler: Scheduler) -> LoadGate:

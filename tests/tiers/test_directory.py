@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from nanovllm.errors import ConfigError
-from nanovllm.tiers import directory
-from nanovllm.tiers.directory import DirectoryStore
-from nanovllm.tiers.entry_file import MAX_KEY_BYTES, file_bytes
+from nanovllm.features.tiers import directory
+from nanovllm.features.tiers.directory import DirectoryStore
+from nanovllm.features.tiers.entry_file import MAX_KEY_BYTES, file_bytes
 from tests.tiers.helpers import (
     NAMESPACE,
     OTHER_NAMESPACE,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanovllm.tiers import host_pages
-from nanovllm.tiers.host_pages import Buffers, HostPages
+from nanovllm.features.tiers import host_pages
+from nanovllm.features.tiers.host_pages import Buffers, HostPages
 from nanovllm.worker.kv_pool import KVPool, page_layout
 
 SHAPE = (2, 6, 4, 2, 8)

@@ -2,8 +2,8 @@
 
 from hypothesis import given, settings, strategies as st
 
+from nanovllm.features.tiers.tier import HostSlots
 from nanovllm.scheduler.transfers import Part
-from nanovllm.tiers.tier import HostSlots
 
 
 def put(host: HostSlots, name: str, num_pages: int = 1) -> Part | None:

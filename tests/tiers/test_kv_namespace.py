@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from nanovllm import Config, SamplingParams, demo_model
-from nanovllm.checkpoint.hub import configured_checkpoint
-from nanovllm.executors.worker import check_networks
+from nanovllm.features.tiers import fingerprint
+from nanovllm.features.tiers.kv_namespace import kv_namespace
+from nanovllm.features.tiers.weight_files import WeightFiles
 from nanovllm.kernels.cpu.library import library
-from nanovllm.tiers import fingerprint
-from nanovllm.tiers.kv_namespace import kv_namespace
-from nanovllm.tiers.weight_files import WeightFiles
+from nanovllm.loading.hub import configured_checkpoint
+from nanovllm.parallel.worker import check_networks
 from nanovllm.worker.model_loader import num_positions
 from nanovllm.worker.network import Network
 from tests.helpers import random_prompt
@@ -191,7 +191,7 @@ def test_versions_source_and_processor_count(usual, monkeypatch, name, value):
 
 @native
 def test_the_kernels_compiler_and_flags_count(usual, monkeypatch):
-    monkeypatch.setattr("nanovllm.tiers.kv_namespace.library_name", lambda: "cpu-other.so")
+    monkeypatch.setattr("nanovllm.features.tiers.kv_namespace.library_name", lambda: "cpu-other.so")
     assert namespace_of() != usual
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.features.tiers.host_pages import Buffers, HostPages
+from nanovllm.features.tiers.page_transfers import PageTransfers
 from nanovllm.scheduler.transfers import HOST, STORE, Load, Part
-from nanovllm.tiers.host_pages import Buffers, HostPages
-from nanovllm.tiers.page_transfers import PageTransfers
 from nanovllm.worker.kv_pool import KVPool, page_layout
 from tests.helpers import wait_until
 
@@ -189,7 +189,7 @@ def test_closing_does_not_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("nanovllm.tiers.page_transfers._CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("nanovllm.features.tiers.page_transfers._CLOSE_SECONDS", 0.05)
     store.gate.clear()
     moves.write([stored(b"a", 5), stored(b"b", 6), stored(b"c", 7)])
     wait_until(lambda: store.begun == [b"a"], SECONDS)

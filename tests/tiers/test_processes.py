@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from nanovllm.tiers.directory import DirectoryStore
+from nanovllm.features.tiers.directory import DirectoryStore
 from tests.tiers import churn
 from tests.tiers.helpers import NAMESPACE, files, holds, key, place, write
 

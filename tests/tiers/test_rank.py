@@ -4,7 +4,7 @@ import pytest
 
 from nanovllm import LLM, demo_model
 from nanovllm.errors import OutOfMemoryError
-from nanovllm.tiers import rank
+from nanovllm.features.tiers import rank
 from nanovllm.utils.distributed import TensorParallel
 
 

@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
+from nanovllm.features.tiers.tier import HostSlots, StoreTier
+from nanovllm.features.tiers.traffic import TierTraffic
 from nanovllm.scheduler.transfers import HOST, STORE, Loaded, Part, Transfers
-from nanovllm.tiers.tier import HostSlots, StoreTier
-from nanovllm.tiers.traffic import TierTraffic
 from tests.tiers.fake_tiers import FakeStore
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.tiers import weight_files
-from nanovllm.tiers.weight_files import WeightFiles
+from nanovllm.features.tiers import weight_files
+from nanovllm.features.tiers.weight_files import WeightFiles
 
 BYTES = 100_000
 

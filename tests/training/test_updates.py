@@ -12,10 +12,10 @@ import torch
 
 from nanovllm import LLM, LoRARequest, SamplingParams
 from nanovllm.errors import ConfigError, InvalidRequestError, UnsupportedModelError
+from nanovllm.features.training import rank as rank_module, writing
+from nanovllm.features.training.packets import in_messages
+from nanovllm.features.training.targets import Weight
 from nanovllm.kernels.cpu.library import library
-from nanovllm.training import rank as rank_module, writing
-from nanovllm.training.packets import in_messages
-from nanovllm.training.targets import Weight
 from nanovllm.utils.distributed import tensor_parallel
 from tests.checkpoints import make_fp8_checkpoint
 from tests.helpers import random_prompt, token_ids

@@ -41,7 +41,7 @@ TIMEOUT = 60.0
 CHAT = """
 import sys, time, types
 from nanovllm.llm import LLM
-from nanovllm.cli import main as cli
+from nanovllm.apps.cli import main as cli
 
 stream = LLM.stream
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.checkpoint.hub import configured_checkpoint
-from nanovllm.executors.worker import check_networks, make_runner
 from nanovllm.kernels.cpu.library import library
+from nanovllm.loading.hub import configured_checkpoint
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.parallel.worker import check_networks, make_runner
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule
 from nanovllm.scheduler.windows import num_tables
 from nanovllm.worker.kv_cache import require_one_sequence

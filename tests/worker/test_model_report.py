@@ -11,7 +11,7 @@ from nanovllm import demo_model
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.torch_sdpa import TorchExplicitBackend
 from nanovllm.errors import CheckpointError
-from nanovllm.formats.integer import choose_group_size, quantize
+from nanovllm.features.formats.integer import choose_group_size, quantize
 from nanovllm.models.registry import MODULES
 from nanovllm.scheduler.windows import pages_for
 from nanovllm.worker.kv_pool import page_layout

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm.formats.integer import IntRows, IntTensor
+from nanovllm.features.formats.integer import IntRows, IntTensor
 from nanovllm.kernels.cpu import build
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.cpu.library import library

@@ -6,14 +6,14 @@ import os
 import pytest
 import torch
 
-from nanovllm.formats.fp4 import unpack_fp4
-from nanovllm.formats.integer import IntTensor, quantize
+from nanovllm.features.fast_steps.recording import Recording
+from nanovllm.features.formats.fp4 import unpack_fp4
+from nanovllm.features.formats.integer import IntTensor, quantize
 from nanovllm.kernels import torch_experts
 from nanovllm.kernels.cpu import expert_ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP
-from nanovllm.steps.recording import Recording
 from tests.closeness import assert_close
 from tests.kernels.cpu.helpers import make_int_method, native, randn
 from tests.kernels.cpu.int_weights import Form, dequantised, random_weight

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from nanovllm.formats.integer import IntRows, IntWeight
+from nanovllm.features.fast_steps.recording import Recording
+from nanovllm.features.formats.integer import IntRows, IntWeight
 from nanovllm.kernels.cpu.kernels import CKernels
-from nanovllm.steps.recording import Recording
 from nanovllm.utils.pages import PageReserve
 from tests.closeness import assert_close
 from tests.kernels.cpu.helpers import make_int_method, native, randn

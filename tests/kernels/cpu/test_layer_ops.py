@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.cpu import CPUBackend
 from nanovllm.attention.spec import AttentionSpec, QKNorm
+from nanovllm.features.fast_steps.recording import Recording
 from nanovllm.kernels.cpu import layer_ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_ROUNDED, NORM_WIDE
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
-from nanovllm.steps.recording import Recording
 from tests.closeness import assert_close
 from tests.kernels.cpu.helpers import native, randn
 

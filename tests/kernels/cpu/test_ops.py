@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm.formats.integer import IntTensor, quantize
+from nanovllm.features.formats.integer import IntTensor, quantize
 from nanovllm.kernels.cpu import layer_ops, ops as cpu_ops, table_ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.layers.sampler import Sampling, draw

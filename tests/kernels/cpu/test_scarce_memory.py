@@ -10,7 +10,7 @@ import torch
 
 from nanovllm import SamplingParams, demo_model
 from nanovllm.errors import OutOfMemoryError
-from nanovllm.formats.integer import quantize
+from nanovllm.features.formats.integer import quantize
 from nanovllm.kernels import torch_experts
 from nanovllm.kernels.cpu import build, expert_ops, layer_ops, library as library_module
 from nanovllm.kernels.cpu.calls import SOURCES

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from nanovllm.attention.states import StatePart
+from nanovllm.features.fast_steps.recording import Recording
 from nanovllm.kernels.cpu import layer_ops
 from nanovllm.kernels.torch_kernels import TORCH
-from nanovllm.steps.recording import Recording
 from tests.closeness import assert_close
 from tests.kernels.cpu.helpers import native, randn
 from tests.kernels.state_cases import make_rows, make_states, naive_conv, part_of

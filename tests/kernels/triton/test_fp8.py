@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.formats.fp8 import Fp8Weight, quantize_fp8
+from nanovllm.features.formats.fp8 import Fp8Weight, quantize_fp8
 from nanovllm.kernels.triton import fp8 as triton_fp8
 from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.kernels.triton.split_k import split_options

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nanovllm.features.speculation.proposers.ngram import Ngram, lookup
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.triton import ngram
 from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.scheduler.messages import Row
-from nanovllm.speculation.proposers.ngram import Ngram, lookup
 from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants, shapes
 from tests.kernels.triton.inputs import DEVICE
 from tests.kernels.triton.interpreter import patch_interpreter
@@ -82,7 +82,8 @@ def test_the_proposer_counts_all_drafts_of_a_gpu(monkeypatch):
         kernels=TritonKernels(),
         token_ids=table[:, :WIDTH],
     )
-    monkeypatch.setattr("nanovllm.speculation.proposers.ngram.upload", lambda x, _: upload(x))
+    name = "nanovllm.features.speculation.proposers.ngram.upload"
+    monkeypatch.setattr(name, lambda x, _: upload(x))
     rows = [Row(5, 1, 5, 4, True, 3), Row(6, 2, 9, 3, True, 2)]
     proposer = Ngram(2, 4)
     proposer.allocate(tables, 0)

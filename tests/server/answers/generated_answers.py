@@ -10,11 +10,10 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, NamedTuple
 
-from nanovllm.options.sampling_params import TOKEN_MARK
-from nanovllm.server.answers.harmony import TAGS as HARMONY_TAGS
-from nanovllm.server.answers.muse import TAGS as MUSE_TAGS
-from nanovllm.server.answers.parameter_types import ParameterTypes, TypedFunction
-from nanovllm.server.answers.reasoning import (
+from nanovllm.apps.server.answers.harmony import TAGS as HARMONY_TAGS
+from nanovllm.apps.server.answers.muse import TAGS as MUSE_TAGS
+from nanovllm.apps.server.answers.parameter_types import ParameterTypes, TypedFunction
+from nanovllm.apps.server.answers.reasoning import (
     GEMMA4,
     HARMONY,
     MISTRAL,
@@ -23,6 +22,7 @@ from nanovllm.server.answers.reasoning import (
     THINK,
     ReasoningFormat,
 )
+from nanovllm.options.sampling_params import TOKEN_MARK
 
 Call = tuple[str, dict[str, Any]]
 

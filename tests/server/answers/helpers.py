@@ -4,14 +4,14 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm.server.answers.parts import (
+from nanovllm.apps.server.answers.parts import (
     Part,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.server.answers.tool_calls import ToolCallParser
+from nanovllm.apps.server.answers.tool_calls import ToolCallParser
 
 Answer = list[str | tuple[str, str]]
 """Pieces of text, and calls as (name, arguments), in order."""

@@ -12,23 +12,23 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from nanovllm import SamplingParams, demo_model
-from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.errors import ConfigError, InvalidRequestError
-from nanovllm.options.sampling_params import TOKEN_MARK
-from nanovllm.options.structured_outputs import structured_outputs
-from nanovllm.outputs import CompletionOutput
-from nanovllm.server.answers.answer_format import AnswerFormat, ToolChoice, find_answer_format
-from nanovllm.server.answers.parameter_types import typed
-from nanovllm.server.answers.parts import (
+from nanovllm.apps.server.answers.answer_format import AnswerFormat, ToolChoice, find_answer_format
+from nanovllm.apps.server.answers.parameter_types import typed
+from nanovllm.apps.server.answers.parts import (
     Part,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.server.conversation import AnswerReader
-from nanovllm.server.protocol.chat import ChatRequest, FunctionName
-from nanovllm.structured.grammar import GrammarCompiler
+from nanovllm.apps.server.conversation import AnswerReader
+from nanovllm.apps.server.protocol.chat import ChatRequest, FunctionName
+from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.errors import ConfigError, InvalidRequestError
+from nanovllm.features.structured.grammar import GrammarCompiler
+from nanovllm.options.sampling_params import TOKEN_MARK
+from nanovllm.options.structured_outputs import structured_outputs
+from nanovllm.outputs import CompletionOutput
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [

@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanovllm.options.sampling_params import TOKEN_MARK
-from nanovllm.server.answers.answer_parser import AnswerParser
-from nanovllm.server.answers.parts import (
+from nanovllm.apps.server.answers.answer_parser import AnswerParser
+from nanovllm.apps.server.answers.parts import (
     ReasoningDelta,
     TextDelta,
 )
-from nanovllm.server.answers.reasoning import REASONING_FORMATS, ReasoningParser
-from nanovllm.server.answers.tool_formats import TOOL_FORMATS
+from nanovllm.apps.server.answers.reasoning import REASONING_FORMATS, ReasoningParser
+from nanovllm.apps.server.answers.tool_formats import TOOL_FORMATS
+from nanovllm.options.sampling_params import TOKEN_MARK
 from tests.server.answers.helpers import Split, split
 
 FUNCTIONS = [SimpleNamespace(name=name, parameters=None) for name in ("f", "g")]

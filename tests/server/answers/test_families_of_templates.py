@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from nanovllm.apps.server.answers.muse import MuseParser
+from nanovllm.apps.server.answers.parts import ToolCallArguments, ToolCallStart
+from nanovllm.apps.server.answers.pythonic_calls import LlamaPythonicParser
+from nanovllm.apps.server.answers.template_marks import find_tool_format
 from nanovllm.chat.templates import ChatTemplates
 from nanovllm.errors import InvalidRequestError
-from nanovllm.server.answers.muse import MuseParser
-from nanovllm.server.answers.parts import ToolCallArguments, ToolCallStart
-from nanovllm.server.answers.pythonic_calls import LlamaPythonicParser
-from nanovllm.server.answers.template_marks import find_tool_format
 from tests.chat.family_templates import TEMPLATES
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from nanovllm.apps.server.answers.literal_calls import CLOSING, QUOTE, Gemma4Parser
+from nanovllm.apps.server.answers.parts import TextDelta, ToolCallStart
+from nanovllm.apps.server.answers.tool_calls import ToolCallParser
 from nanovllm.options.sampling_params import TOKEN_MARK
-from nanovllm.server.answers.literal_calls import CLOSING, QUOTE, Gemma4Parser
-from nanovllm.server.answers.parts import TextDelta, ToolCallStart
-from nanovllm.server.answers.tool_calls import ToolCallParser
 from tests.server.answers.helpers import Answer, cut, joined, json_values
 
 TAGS = (Gemma4Parser.tag, CLOSING, QUOTE)

@@ -12,14 +12,14 @@ from random import Random
 
 import pytest
 
-from nanovllm.server.answers.answer_parser import AnswerParser
-from nanovllm.server.answers.harmony import HarmonyParser
-from nanovllm.server.answers.muse import MuseParser
-from nanovllm.server.answers.parts import (
+from nanovllm.apps.server.answers.answer_parser import AnswerParser
+from nanovllm.apps.server.answers.harmony import HarmonyParser
+from nanovllm.apps.server.answers.muse import MuseParser
+from nanovllm.apps.server.answers.parts import (
     PartsReader,
 )
-from nanovllm.server.answers.reasoning import HARMONY, MUSE, ReasoningParser
-from nanovllm.server.answers.tool_formats import TOOL_FORMATS
+from nanovllm.apps.server.answers.reasoning import HARMONY, MUSE, ReasoningParser
+from nanovllm.apps.server.answers.tool_formats import TOOL_FORMATS
 from tests.server.answers.generated_answers import FAMILIES, Answer, Family, answer
 from tests.server.answers.helpers import Split, split
 

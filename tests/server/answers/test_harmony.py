@@ -5,15 +5,15 @@ import json
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.chat.tool_messages import for_harmony
-from nanovllm.options.sampling_params import TOKEN_MARK
-from nanovllm.server.answers.harmony import TAGS, HarmonyParser
-from nanovllm.server.answers.parts import (
+from nanovllm.apps.server.answers.harmony import TAGS, HarmonyParser
+from nanovllm.apps.server.answers.parts import (
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
 )
+from nanovllm.chat.tool_messages import for_harmony
+from nanovllm.options.sampling_params import TOKEN_MARK
 from tests.server.answers.helpers import Split, split
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = TAGS

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.server.answers.muse import MuseParser
+from nanovllm.apps.server.answers.muse import MuseParser
 from tests.server.answers.helpers import Split, cut, split
 
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "more": {"type": "object"}}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.server.answers.parameter_types import ParameterTypes, typed
+from nanovllm.apps.server.answers.parameter_types import ParameterTypes, typed
 
 CITY: dict[str, Any] = {"properties": {"a": {"type": "integer"}}}
 STRING = {"string"}

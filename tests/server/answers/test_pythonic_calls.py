@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from nanovllm.apps.server.answers.parts import ToolCallStart
+from nanovllm.apps.server.answers.pythonic_calls import (
+    CALLS_END,
+    CALLS_START,
+    PythonicParser,
+    as_json,
+)
 from nanovllm.options.sampling_params import TOKEN_MARK
-from nanovllm.server.answers.parts import ToolCallStart
-from nanovllm.server.answers.pythonic_calls import CALLS_END, CALLS_START, PythonicParser, as_json
 from tests.server.answers.helpers import Answer, cut, joined, json_values
 
 

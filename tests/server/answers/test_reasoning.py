@@ -2,9 +2,8 @@
 
 import pytest
 
-from nanovllm.options.sampling_params import TOKEN_MARK
-from nanovllm.server.answers.parts import ReasoningDelta, TextDelta
-from nanovllm.server.answers.reasoning import (
+from nanovllm.apps.server.answers.parts import ReasoningDelta, TextDelta
+from nanovllm.apps.server.answers.reasoning import (
     GEMMA4,
     HARMONY,
     HUNYUAN,
@@ -13,7 +12,8 @@ from nanovllm.server.answers.reasoning import (
     ReasoningFormat,
     ReasoningParser,
 )
-from nanovllm.server.answers.template_marks import find_reasoning_format
+from nanovllm.apps.server.answers.template_marks import find_reasoning_format
+from nanovllm.options.sampling_params import TOKEN_MARK
 
 
 def split(text: str, size: int, *, started: bool, cut: bool = False) -> tuple[str, str]:

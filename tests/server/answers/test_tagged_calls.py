@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.server.answers.parts import ToolCallArguments, ToolCallStart
-from nanovllm.server.answers.tagged_calls import TaggedParser, as_json
+from nanovllm.apps.server.answers.parts import ToolCallArguments, ToolCallStart
+from nanovllm.apps.server.answers.tagged_calls import TaggedParser, as_json
 from tests.server.answers.helpers import Answer, cut, joined
 
 SCHEMA: dict[str, Any] = {

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.server.answers.json_calls import (
+from nanovllm.apps.server.answers.json_calls import (
     GraniteParser,
     HermesParser,
     HunYuanParser,
@@ -16,12 +16,12 @@ from nanovllm.server.answers.json_calls import (
     MistralParser,
     Phi4Parser,
 )
-from nanovllm.server.answers.literal_calls import FunctionGemmaParser
-from nanovllm.server.answers.parts import TextDelta, ToolCallArguments, ToolCallStart
-from nanovllm.server.answers.pythonic_calls import LlamaPythonicParser, OlmoParser
-from nanovllm.server.answers.tagged_calls import SeedParser
-from nanovllm.server.answers.template_marks import find_tool_format
-from nanovllm.server.answers.tool_calls import ToolCallParser
+from nanovllm.apps.server.answers.literal_calls import FunctionGemmaParser
+from nanovllm.apps.server.answers.parts import TextDelta, ToolCallArguments, ToolCallStart
+from nanovllm.apps.server.answers.pythonic_calls import LlamaPythonicParser, OlmoParser
+from nanovllm.apps.server.answers.tagged_calls import SeedParser
+from nanovllm.apps.server.answers.template_marks import find_tool_format
+from nanovllm.apps.server.answers.tool_calls import ToolCallParser
 from tests.server.answers.helpers import Answer, cut, joined, parse
 
 F, G = '{"name": "f", "arguments": {"a": [1, "]"]}}', '{"name": "g", "arguments": {}}'

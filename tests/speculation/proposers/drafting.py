@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.speculation.draft_controller import DraftController
-from nanovllm.speculation.proposers.draft_network import DraftNetwork
+from nanovllm.features.speculation.draft_controller import DraftController
+from nanovllm.features.speculation.proposers.draft_network import DraftNetwork
 from tests.helpers import Request, assert_idle, generate_all, random_prompt
 
 MAX_MODEL_LEN = 96

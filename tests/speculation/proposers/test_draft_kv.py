@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from nanovllm.features.speculation.proposers.draft_kv import DraftKV
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule
 from nanovllm.scheduler.transfers import Load, Part, Transfers
-from nanovllm.speculation.proposers.draft_kv import DraftKV
 
 SIZE = 4
 

@@ -13,16 +13,16 @@ from transformers import AutoConfig
 from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.selector import select_backend
 from nanovllm.attention.spec import AttentionSpec
-from nanovllm.checkpoint.hub import open_checkpoint, weight_files
 from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.features.fast_steps.recording import Recording
+from nanovllm.features.speculation.proposers.eagle3_config import check_eagle3
+from nanovllm.features.speculation.proposers.head import capture_features
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.layers.attention import Attention
+from nanovllm.loading.hub import open_checkpoint, weight_files
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.options.config import Config
-from nanovllm.speculation.proposers.eagle3_config import check_eagle3
-from nanovllm.speculation.proposers.head import capture_features
-from nanovllm.steps.recording import Recording
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.worker.model_loader import NetworkSpec, build_model, load_model

@@ -1,0 +1,1 @@
+"""What stands on `LLM` and `AsyncLLM`: each folder is one application, and can be deleted."""

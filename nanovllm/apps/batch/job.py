@@ -1,0 +1,183 @@
+"""A job: gives the rows of a file to engines, keeps what is finished, and writes the output.
+
+The only writer of the job's files.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from nanovllm.apps.batch.job_files import JobFiles, Journal
+from nanovllm.apps.batch.options import RowOptions, job_identity
+from nanovllm.apps.batch.results import check_output, write_output
+from nanovllm.apps.batch.rows import Row
+from nanovllm.apps.batch.sources import Source, check_unchanged
+
+_MIN_WINDOW = 1024
+"""Rows from the oldest unfinished one on that a job may have begun. It bounds the memory."""
+_WINDOW_CAPACITIES = 8
+"""The same, as a multiple of how many rows are computed at once."""
+
+
+class Pool(Protocol):
+    """Engines that answer rows, here or elsewhere."""
+
+    @property
+    def capacity(self) -> int:
+        """How many rows to have in it at once."""
+
+    async def start(self) -> None:
+        """Make the engines. Raises NanoVLLMError."""
+
+    async def answer(self, row: Row) -> bytes:
+        """Return the output of a row as a line of JSON. Raises NanoVLLMError."""
+
+    def close(self) -> None:
+        """End the engines."""
+
+
+class Progress(NamedTuple):
+    """How far a job is."""
+
+    num_rows: int
+    num_done: int
+    num_failed: int
+    """Rows with an error, of those that this process computed."""
+
+
+class Finished(NamedTuple):
+    """What became of a job."""
+
+    num_rows: int
+    num_failed: int
+    """Rows with an error, of all."""
+    num_before: int
+    """Rows that were done before this process began."""
+    seconds: float
+    """For computing the others, without the start of the engines."""
+
+
+def run_job(
+    source: Source,
+    output: Path,
+    options: RowOptions,
+    make_pool: Callable[[], Pool],
+    on_progress: Callable[[Progress], object] = lambda progress: None,
+) -> Finished:
+    """Do what is not done of a job, and write its output.
+
+    Args:
+        make_pool: called if a row is to be computed.
+
+    Raises:
+        ConfigError: an option is invalid, or `JobFiles` refuses.
+        NanoVLLMError: the engines cannot be made, or die again and again.
+    """
+    check_output(source, output, options)
+    identity = job_identity(options, input=source.digest)
+    files = JobFiles(output, identity)
+    try:
+        journal = files.journal
+        num_before = len(files.journal)
+        seconds = 0.0
+        num_failed = files.num_failed
+        if num_failed is None:
+            if num_before < source.num_rows:
+                seconds = asyncio.run(answer_rows(source, make_pool, journal, on_progress))
+            check_unchanged(source)
+            num_failed = sum(map(_is_failed, journal.in_order()))
+            with files.writing(num_failed) as file:
+                write_output(file, output, source, options, journal.in_order)
+        else:
+            num_before = source.num_rows
+        files.remove()
+        return Finished(source.num_rows, num_failed, num_before, seconds)
+    finally:
+        files.close()
+
+
+def _is_failed(output: bytes) -> bool:
+    """Whether a line of output has an error: its last field is null if not."""
+    return not output.endswith(b'"error": null}')
+
+
+async def answer_rows(
+    source: Source,
+    make_pool: Callable[[], Pool],
+    journal: Journal,
+    on_progress: Callable[[Progress], object],
+) -> float:
+    """Compute what is not done; return for how many seconds engines computed."""
+    pool = make_pool()
+    try:
+        await pool.start()
+        start = time.monotonic()
+        await _Dispatch(pool, journal).run(source, on_progress)
+        return time.monotonic() - start
+    finally:
+        pool.close()
+
+
+class _Dispatch:
+    """Keeps a pool full of rows, in the order of the input, until all are done."""
+
+    def __init__(self, pool: Pool, journal: Journal) -> None:
+        self._pool = pool
+        self._journal = journal
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._finished: asyncio.Queue[tuple[Row, bytes | BaseException]] = asyncio.Queue()
+        self._num_running = 0
+        self._num_failed = 0
+
+    async def run(self, source: Source, on_progress: Callable[[Progress], object]) -> None:
+        """Compute the rows that are not in the journal. Raises what the pool raises."""
+        rows = (row for row in source.rows() if _number(row) not in self._journal)
+        try:
+            row = self._begin(rows, next(rows, None))
+            while self._num_running:
+                self._keep(*await self._finished.get())
+                while not self._finished.empty():
+                    self._keep(*self._finished.get_nowait())
+                row = self._begin(rows, row)
+                done = len(self._journal)
+                on_progress(Progress(source.num_rows, done, self._num_failed))
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _begin(self, rows: Iterator[Row], row: Row | None) -> Row | None:
+        """Begin rows from `row` on while there is room; return the first that was not begun."""
+        capacity = self._pool.capacity
+        window = max(_MIN_WINDOW, _WINDOW_CAPACITIES * capacity)
+        while row is not None and self._num_running < capacity:
+            if _number(row) >= self._journal.num_leading + window:
+                break
+            task = asyncio.create_task(self._answer(row))
+            self._num_running += 1
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            row = next(rows, None)
+        return row
+
+    async def _answer(self, row: Row) -> None:
+        try:
+            output: bytes | BaseException = await self._pool.answer(row)
+        except Exception as error:
+            output = error
+        self._finished.put_nowait((row, output))
+
+    def _keep(self, row: Row, output: bytes | BaseException) -> None:
+        self._num_running -= 1
+        if isinstance(output, BaseException):
+            raise output
+        self._num_failed += _is_failed(output)
+        self._journal.append(_number(row), output)
+
+
+def _number(row: Row) -> int:
+    """Return the number of a row of a file."""
+    assert row.number is not None
+    return row.number

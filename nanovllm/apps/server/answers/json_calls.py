@@ -1,0 +1,166 @@
+"""Reads tool calls that are JSON objects: in the formats of Hermes, Llama 3 and Mistral."""
+
+import re
+import secrets
+import string
+from collections.abc import Collection, Sequence
+
+from nanovllm.apps.server.answers.parameter_types import Function
+from nanovllm.apps.server.answers.text_reader import NotACall, Steps
+from nanovllm.apps.server.answers.tool_calls import ToolCallParser
+
+FUNCTOOLS = "functools["
+_CALL = "<tool_call>"
+_CALL_END = "</tool_call>"
+_FENCE = "```"
+_NAME_CHARACTER = re.compile(r"[-.\w]")
+_UNTAGGED_NAME = re.compile(r"[^\s`{}<>\[\]]")
+
+
+class HermesParser(ToolCallParser):
+    """<tool_call>{"name": "f", "arguments": {...}}</tool_call>; Hermes, Qwen, SmolLM.
+
+    The tags may hold several calls.
+    """
+
+    tag = "<tool_call>"
+    closing = "</tool_call>"
+
+    def _calls(self) -> Steps[None]:
+        yield from self._json_calls()
+
+
+class LlamaParser(ToolCallParser):
+    """{"name": "f", "parameters": {...}}, several separated by ";" or in a list; Llama 3.
+
+    It begins a line, or follows <|python_tag|>.
+    """
+
+    tag = "<|python_tag|>"
+    only_known_keys = True
+
+    def _find(self) -> tuple[int, int] | None:
+        start = "" if self._has_sent_text else r"|\A\s*(?=[\[{])"
+        match = re.search(rf"{re.escape(self._opening)}{start}|\n[ \t]*(?=[\[{{])", self._text)
+        return None if match is None else match.span()
+
+    def _calls(self) -> Steps[None]:
+        yield from self._json_calls()
+
+
+class MistralParser(ToolCallParser):
+    """[TOOL_CALLS] with a JSON list of calls, or with name[ARGS]{...} for each call; Mistral."""
+
+    tag = "[TOOL_CALLS]"
+
+    def _new_call_id(self) -> str:
+        """Return an id as Mistral's chat templates demand it."""
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+    def _calls(self) -> Steps[None]:
+        yield from self._skip_space()
+        if (yield from self._peek()) in ("[", "{"):
+            yield from self._json_calls()
+            return
+        name = yield from self._known_word()
+        call_id = None
+        yield from self._skip_space()
+        if (yield from self._accept(self._tag("[CALL_ID]"))):
+            call_id = yield from self._known_word()
+        start = self._pos
+        yield from self._skip_tags(self._tag("[ARGS]"))
+        has_tag = self._pos > start
+        first = yield from self._peek()
+        if has_tag and not first and not self._cut:  # models leave out empty arguments
+            self._start(name, call_id)
+            self._send_arguments("{}")
+        elif first == "{":
+            yield from self._named_call(name, call_id)
+        else:
+            raise NotACall
+
+    def _known_word(self) -> Steps[str]:
+        """Read a name or an id."""
+        word = yield from self._word(_NAME_CHARACTER)
+        if not word:
+            raise NotACall
+        return word
+
+
+class GraniteParser(HermesParser):
+    """<|tool_call|>[{"name": "f", "arguments": {...}}]; Granite 3.
+
+    Version 3.1 also writes <tool_call> after the tag, or in its place.
+    """
+
+    tag = "<|tool_call|>"
+    closing = _CALL_END
+
+    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
+        super().__init__(marked, functions)
+        self._openings = (self._opening, self._tag(_CALL))
+
+    def _calls(self) -> Steps[None]:
+        yield from self._skip_tags(self._tag(_CALL))
+        yield from super()._calls()
+
+
+class Phi4Parser(HermesParser):
+    """functools[{"name": "f", "arguments": {...}}], or the list between tags; Phi-4-mini."""
+
+    tag = "<|tool_call|>"
+    closing = "<|/tool_call|>"
+
+    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
+        super().__init__(marked, functions)
+        self._openings = (self._opening, FUNCTOOLS)
+
+    def _calls(self) -> Steps[None]:
+        if self._text[: self._pos].endswith(FUNCTOOLS):
+            self._pos -= 1  # the bracket belongs to the list
+        yield from super()._calls()
+
+
+class HunYuanParser(HermesParser):
+    """Calls in <tool_calls>, as a JSON list or each in <tool_call>; HunYuan, Apriel.
+
+    A call is its name, and its arguments as a block of Markdown. Models forget the outer tags.
+    """
+
+    tag = "<tool_calls>"
+    closing = "</tool_calls>"
+
+    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
+        super().__init__(marked, functions)
+        self._call_tag, self._call_end = self._tag(_CALL), self._tag(_CALL_END)
+        self._openings = (self._opening, self._call_tag)
+
+    def _calls(self) -> Steps[None]:
+        is_tagged = self._text[: self._pos].endswith(self._call_tag)
+        if not is_tagged:
+            yield from self._skip_space()
+            is_tagged = yield from self._accept(self._call_tag)
+        if not is_tagged:
+            yield from super()._calls()
+            return
+        while is_tagged:
+            yield from self._tagged_call()
+            is_tagged = yield from self._accept(self._call_tag)
+
+    def _tagged_call(self) -> Steps[None]:
+        """Read a call after its tag, up to the tag that closes it."""
+        yield from self._skip_space()
+        if (yield from self._peek()) == "{":
+            yield from self._call()
+        else:
+            name = yield from self._word(_UNTAGGED_NAME)
+            yield from self._skip_space()
+            yield from self._accept(_FENCE)
+            yield from self._accept("json")
+            yield from self._skip_space()
+            if not name or (yield from self._peek()) != "{":
+                raise NotACall
+            yield from self._named_call(name)
+            yield from self._skip_space()
+            yield from self._accept(_FENCE)
+        yield from self._skip_tags(self._call_end)

@@ -1,0 +1,220 @@
+"""Reads tool calls whose parameters are in tags: the format of Qwen 3 Coder and Qwen 3.5.
+
+<tool_call>
+<function=f>
+<parameter=city>
+Rome
+</parameter>
+</function>
+</tool_call>
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Collection, Sequence, Set
+from typing import ClassVar
+
+from nanovllm.apps.server.answers.json_calls import HermesParser
+from nanovllm.apps.server.answers.parameter_types import Function, ParameterTypes
+from nanovllm.apps.server.answers.text_reader import NotACall, Steps, decoded, escaped
+
+_HELD = re.compile(r"\n?(?:<[/a-z:=\" ]{0,24})?\Z")
+"""At the end of the text: what may begin the end of a value."""
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
+_WORDS = {"true": "boolean", "false": "boolean", "null": "null", "none": "null"}
+
+
+class TaggedParser(HermesParser):
+    """<tool_call><function=f><parameter=key>value</parameter></function></tool_call>.
+
+    A value is a string, passed on as it arrives, unless the schema of the function has other types
+    for the parameter: then it is JSON of such a type, where it can be read so. A line end on each
+    side belongs to the tags. Models forget <tool_call>, and tags that close something. JSON in the
+    outer tags is read as in the Hermes format; a JSON object in the inner ones is the arguments.
+    """
+
+    function: ClassVar[tuple[str, str]] = ("<function=", "</function>")
+    """The tags around a call; the first ends before the name."""
+    parameter: ClassVar[tuple[str, str]] = ("<parameter=", "</parameter>")
+    """The tags around a value, likewise."""
+    name_end: ClassVar[str] = ">"
+    """What follows a name; no name contains it."""
+    trims_values: ClassVar[bool] = True
+    """Whether a line end on each side of a value belongs to the tags."""
+
+    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
+        super().__init__(marked, functions)
+        self._openings = (self._opening, self.function[0])
+        closing = ("\n?" if self.trims_values else "") + self.parameter[1]
+        following = f"{self.parameter[0]}|{self.function[1]}"
+        self._name_character = re.compile(rf"[^<>\n{self.name_end[0]}]")
+        self._value_end = re.compile(rf"{closing}|\n(?={following})")
+        self._types = {each.name: each.types for each in self._functions}
+
+    def _calls(self) -> Steps[None]:
+        if not self._text[: self._pos].endswith(self.function[0]):
+            yield from self._skip_space()
+            if (yield from self._peek()) in ("{", "["):
+                yield from super()._calls()
+                return
+            if not (yield from self._accept(self.function[0])):
+                raise NotACall
+        yield from self._function()
+        yield from self._skip_space()
+        while (yield from self._accept(self.function[0])):
+            yield from self._function()
+            yield from self._skip_space()
+        yield from self._accept(self._end)
+
+    def _function(self) -> Steps[None]:
+        """Read a call from its name on."""
+        name = yield from self._name()
+        yield from self._skip_space()
+        if (yield from self._peek()) == "{":
+            yield from self._named_call(name)
+            yield from self._skip_tags(self.function[1])
+            return
+        self._start(name)
+        self._drop_read()
+        types = self._types.get(name) or ParameterTypes(None)
+        separator = ""
+        self._send_arguments("{")
+        with contextlib.suppress(NotACall):  # it is cut off: what there is was passed on
+            while (yield from self._has_parameter()):
+                try:
+                    key = yield from self._name()
+                except NotACall:
+                    continue
+                self._send_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+                separator = ", "
+                yield from self._parameter(types.of(key))
+            self._send_arguments("}")
+        self._drop_read()
+
+    def _name(self) -> Steps[str]:
+        """Read a name and what stands after it."""
+        name = (yield from self._word(self._name_character)).strip(" \t\"'")
+        if not name or not (yield from self._accept(self.name_end)):
+            raise NotACall
+        return name
+
+    def _has_parameter(self) -> Steps[bool]:
+        """Read up to the next parameter or the end of the call; return whether there is one.
+
+        Anything else there is ignored.
+
+        Raises:
+            NotACall: the answer was cut off.
+        """
+        while True:
+            yield from self._skip_space()
+            if (yield from self._accept(self.parameter[0])):
+                return True
+            if (yield from self._accept(self.function[1])):
+                return False
+            if not (yield from self._peek()):
+                if self._cut:
+                    raise NotACall
+                return False
+            for tag in (self._end, *self._openings):
+                if (yield from self._is_next(tag)):
+                    return False
+            self._pos += 1
+
+    def _parameter(self, types: Set[str]) -> Steps[None]:
+        """Read a value and the tag after it, and pass it on.
+
+        Raises:
+            NotACall: the answer was cut off.
+        """
+        if self.trims_values:
+            yield from self._accept("\n")
+        pieces: list[str] = []  # of a value that is not a plain string
+        is_string = types == {"string"}
+        self._send_arguments('"' if is_string else "")
+        while True:
+            found = self._value_end.search(self._text, self._pos)
+            if found is None:
+                held = _HELD.search(self._text, self._pos)
+                assert held is not None
+                is_whole = self._ended and not self._cut
+                end = len(self._text.removesuffix("\n")) if is_whole else held.start()
+                self._take_value(end, None if is_string else pieces)
+                if self._ended:
+                    self._pos = len(self._text)
+                if is_whole:
+                    break
+                yield from self._more()
+                continue
+            self._take_value(found.start(), None if is_string else pieces)
+            start = self._pos
+            self._pos += len(found[0])
+            if (yield from self._is_end_of_value()):
+                break
+            end = self._pos
+            self._pos = start
+            self._take_value(end, None if is_string else pieces)
+        if is_string:
+            self._send_arguments('"')
+        else:
+            self._send_arguments(as_json("".join(pieces), types))
+
+    def _take_value(self, end: int, pieces: list[str] | None) -> None:
+        """Read the text up to `end`: pass it on as a part of a string, or add it to `pieces`."""
+        text = self._text[self._pos : end]
+        self._pos = end
+        if pieces is not None:
+            pieces.append(text)
+        self._write(escaped(text) if pieces is None else "")
+
+    def _is_end_of_value(self) -> Steps[bool]:
+        """Whether a tag that closes a value does: only the next tag, or nothing, may follow."""
+        start = self._pos
+        tags = (self.parameter[0], self.function[1], self._end, *self._openings)
+        yield from self._skip_space()
+        begin = self._pos
+        self._pos = start
+        while not (rest := self._text[begin:]).startswith(tags):
+            if not any(tag.startswith(rest) for tag in tags):
+                return False
+            if self._ended:
+                break
+            yield from self._more()
+        return True
+
+
+class SeedParser(TaggedParser):
+    """Qwen 3 Coder's format between tags of its own; Seed-OSS."""
+
+    tag = "<seed:tool_call>"
+    closing = "</seed:tool_call>"
+
+
+def as_json(text: str, types: Set[str]) -> str:
+    """Return a value as JSON of one of these types, or else as a string.
+
+    Words may be Python's, as the chat template writes them: True, None.
+    """
+    value = text.strip()
+    if _WORDS.get(value.lower()) in types:
+        return value.lower().replace("none", "null")
+    number = "integer" if value.lstrip("-").isdecimal() else "number"
+    if types & {number, "number"} and _NUMBER.fullmatch(value):
+        return value
+    kind = {"{": "object", "[": "array"}.get(value[:1])
+    if kind in types and _is_json(value):
+        return value
+    inner = decoded(value) if value.startswith('"') and "string" not in types else None
+    return json.dumps(text, ensure_ascii=False) if inner is None else as_json(inner, types)
+
+
+def _is_json(text: str) -> bool:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,68 @@
+"""The app: routes, error handlers and middleware put together."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from nanovllm import __version__
+from nanovllm.apps.server import (
+    chat_route as chat,
+    completions_route as completions,
+    models_route as models,
+    prometheus as metrics,
+    responses_route as responses,
+    status,
+    tokens,
+)
+from nanovllm.apps.server.error_bodies import Error, add_error_handlers
+from nanovllm.apps.server.middleware import GuardMiddleware
+from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.request_log import RequestLog
+from nanovllm.apps.server.state import ServerState
+from nanovllm.async_llm import AsyncLLM
+
+_ERROR: dict[str, Any] = {"model": Error, "description": "Error"}
+
+
+def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
+    """Return an app that answers with `llm`; `app.state.server` is its `ServerState`."""
+    # The pages at /docs load scripts from elsewhere, so there are none.
+    app = _App(
+        title="nanovllm",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses={"4XX": _ERROR, "5XX": _ERROR},
+    )
+    app.state.server = ServerState(llm, options)
+    routers = [m.router for m in (chat, completions, responses, models, tokens, metrics, status)]
+    for router in routers:
+        app.include_router(router)
+    routes = [route for router in routers for route in router.routes if isinstance(route, Route)]
+    add_error_handlers(app, [route.path for route in routes])
+    app.add_middleware(
+        GuardMiddleware,
+        api_keys=options.api_keys,
+        allowed_hosts=options.allowed_hosts,
+        max_body_bytes=options.max_body_bytes,
+    )
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(options.cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    app.add_middleware(RequestLog, count=app.state.server.metrics.answered)
+    return app
+
+
+class _App(FastAPI):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, whose path may begin with the proxy's."""
+        scope["root_path"] = self.state.server.options.root_path or ""
+        await super().__call__(scope, receive, send)

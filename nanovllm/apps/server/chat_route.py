@@ -1,0 +1,324 @@
+"""POST /v1/chat/completions: answers a conversation, with tool calls and reasoning split off."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence as Seq
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from nanovllm.apps.server import generation
+from nanovllm.apps.server.answers.parameter_types import TypedFunction, typed
+from nanovllm.apps.server.answers.parts import (
+    Part,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from nanovllm.apps.server.conversation import AnswerReader, params_in_form, render
+from nanovllm.apps.server.error_bodies import naming_params
+from nanovllm.apps.server.json_route import JSONRoute
+from nanovllm.apps.server.params import (
+    LEAST_LOGPROB,
+    chat_params,
+    structured_names,
+)
+from nanovllm.apps.server.protocol.chat import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatRequest,
+    ChoiceLogprobs,
+    ChunkChoice,
+    ContentLogprob,
+    Delta,
+    FunctionCall,
+    FunctionCallDelta,
+    TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
+)
+from nanovllm.apps.server.protocol.common import (
+    CompletionTokensDetails,
+    StreamOptions,
+    Usage,
+    usage,
+)
+from nanovllm.apps.server.sse import DONE, TextFrames, frame, json_response, sse
+from nanovllm.apps.server.state import ServerState, state_of
+from nanovllm.engine.prompt import Prompt
+from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+
+router = APIRouter(tags=["chat"], route_class=JSONRoute)
+
+
+@router.post("/v1/chat/completions", response_model=ChatCompletion)
+async def answer_chat(request: Request, body: ChatRequest) -> Response:
+    """Answer a conversation."""
+    server = state_of(request)
+    renamed = {**structured_names(body), "logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        renamed["max_tokens"] = "max_completion_tokens"
+    with naming_params(ChatRequest.model_fields, "messages", renamed):
+        place = generation.admit(request, body.n or 1, body)
+        prompt, params = await place.prepare(_prepare, server, body)
+        answer = _Answer(server, body, prompt)
+        if params.prompt_logprobs is None:
+            place.frames = answer.frames
+        outputs = await generation.run(
+            place,
+            Prompt(prompt, rendered=True, salt=body.cache_salt),
+            params,
+            stream=bool(body.stream),
+        )
+        if body.stream:
+            return sse(answer.streamed(outputs))
+        output = await anext(outputs)
+        if body.logprobs or body.prompt_logprobs is not None:  # the answer may be large
+            return await asyncio.to_thread(lambda: json_response(answer.whole(output)))
+        return json_response(answer.whole(output))
+
+
+def _prepare(server: ServerState, body: ChatRequest) -> tuple[str, SamplingParams]:
+    """Return the prompt and the parameters. Making them takes a while: call it in a thread."""
+    params = chat_params(  # first, for its checks cost little
+        server,
+        body,
+        max_tokens=body.max_completion_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    prompt = _render(server, body)
+    return prompt, params_in_form(server, body, prompt, params)
+
+
+def _render(server: ServerState, body: ChatRequest) -> str:
+    variables = dict(body.chat_template_kwargs or {})
+    if body.documents is not None:
+        variables["documents"] = body.documents
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    return render(
+        server,
+        body.messages,
+        tools=body.functions,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=variables,
+    )
+
+
+class _Choice:
+    """One of n answers: its parser, and its frames."""
+
+    def __init__(
+        self,
+        server: ServerState,
+        body: ChatRequest,
+        prompt: str,
+        functions: Seq[TypedFunction],
+    ) -> None:
+        self.reader = AnswerReader(server, body, prompt, functions)
+        self.text_frames: TextFrames | None = None
+        """Make the frames of mere text; set with the first chunk."""
+
+
+class _Answer:
+    """Puts the outputs of one request into the protocol's form."""
+
+    def __init__(self, server: ServerState, body: ChatRequest, prompt: str) -> None:
+        self._body = body.without_large_fields()
+        self._token_bytes = server.token_bytes
+        functions = typed(body.functions)
+        self._choices = [_Choice(server, body, prompt, functions) for _ in range(body.n or 1)]
+        self._head = server.answer_head("chatcmpl", body.request_id, body.model)
+        self._num_output = 0  # tokens that came
+        self._options = options = body.stream_options or StreamOptions()
+        self._is_plain = not (body.logprobs or body.return_token_ids or options.with_each_chunk)
+        """Whether the chunk of a text has nothing else that is new."""
+
+    def whole(self, output: RequestOutput) -> ChatCompletion:
+        self._num_output = sum(len(c.token_ids) for c in output.outputs)
+        choices = [self._choice(completion) for completion in output.outputs]
+        return ChatCompletion(
+            object="chat.completion",
+            **self._head,
+            service_tier="default",
+            choices=choices,
+            usage=self._usage(output),
+            prompt_token_ids=output.prompt_token_ids if self._body.return_token_ids else None,
+            prompt_logprobs=output.prompt_logprobs,
+        )
+
+    def _choice(self, completion: CompletionOutput) -> ChatChoice:
+        choice = self._choices[completion.index]
+        parts = choice.reader.parts(completion)
+        return ChatChoice(
+            index=completion.index,
+            message=_message(parts),
+            logprobs=self._logprobs(completion),
+            finish_reason=choice.reader.finish_reason(completion),
+            stop_reason=completion.stop_reason,
+            token_ids=completion.token_ids if self._body.return_token_ids else None,
+        )
+
+    async def streamed(self, outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[str, None]:
+        """Yield the frames of a stream, those that belong together at once."""
+        async for output in outputs:
+            if self._body.prompt_logprobs is None:
+                yield self.frames(output)
+            else:  # they may be large
+                yield await asyncio.to_thread(self.frames, output)
+
+    def frames(self, output: RequestOutput) -> str:
+        """Return the frames of chunks for what is new of the answers; at the end the usage if asked
+        for.
+        """
+        frames = []
+        for completion in output.outputs:
+            choice = self._choices[completion.index]
+            if choice.text_frames is None:
+                frames.append(frame(self._first_chunk(completion.index, output)))
+                text = self._chunk_choice(completion.index, Delta(content=TextFrames.TEXT))
+                choice.text_frames = TextFrames(self._chunk(text, output))
+            self._num_output += len(completion.token_ids)
+            match choice.reader.parts(completion):
+                case [TextDelta() as part] if self._is_plain and completion.finish_reason is None:
+                    frames.append(choice.text_frames.frame(part.text))
+                case parts:
+                    choices = self._chunk_choices(completion, parts)
+                    frames += [frame(self._chunk(each, output)) for each in choices]
+        if output.finished:
+            if self._options.include_usage:
+                last = ChatChunk(object="chat.completion.chunk", **self._head, choices=[])
+                last.usage = self._usage(output)
+                frames.append(frame(last))
+            frames.append(DONE)
+        return "".join(frames)
+
+    def _first_chunk(self, index: int, output: RequestOutput) -> ChatChunk:
+        """Return an answer's first chunk: its role, and what is asked for of the prompt."""
+        delta = Delta(role="assistant", content="")
+        choice = ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+        chunk = self._chunk(choice, output)
+        chunk.prompt_token_ids = output.prompt_token_ids if self._body.return_token_ids else None
+        if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            chunk.prompt_logprobs = output.prompt_logprobs
+        return chunk
+
+    def _chunk(self, choice: ChunkChoice, output: RequestOutput) -> ChatChunk:
+        chunk = ChatChunk(object="chat.completion.chunk", **self._head, choices=[choice])
+        if self._options.with_each_chunk:
+            chunk.usage = self._usage_so_far(output)
+        return chunk
+
+    def _usage_so_far(self, output: RequestOutput) -> Usage:
+        return usage(len(output.prompt_token_ids), self._num_output, output.num_cached_tokens)
+
+    def _usage(self, output: RequestOutput) -> Usage:
+        """Return the usage of the whole answer."""
+        found = self._usage_so_far(output)
+        found.completion_tokens_details = CompletionTokensDetails(
+            reasoning_tokens=sum(choice.reader.num_reasoning_tokens for choice in self._choices)
+        )
+        return found
+
+    def _chunk_choices(self, completion: CompletionOutput, parts: Seq[Part]) -> list[ChunkChoice]:
+        """Return what is new of an answer: the parts, then the end.
+
+        Ids and log-probabilities of tokens come with the first part. Where no part is certain yet,
+        they come alone.
+        """
+        body = self._body
+        choice = self._choices[completion.index]
+        deltas = [_delta(part) for part in parts]
+        has_data = bool(completion.token_ids and (body.logprobs or body.return_token_ids))
+        if completion.finish_reason is not None or (has_data and not deltas):
+            deltas.append(Delta())
+        choices = [self._chunk_choice(completion.index, delta) for delta in deltas]
+        if has_data:
+            choices[0].logprobs = self._logprobs(completion)
+            if body.return_token_ids:
+                choices[0].token_ids = completion.token_ids
+        if completion.finish_reason is not None:
+            choices[-1].finish_reason = choice.reader.finish_reason(completion)
+            choices[-1].stop_reason = completion.stop_reason
+        return choices
+
+    def _chunk_choice(self, index: int, delta: Delta) -> ChunkChoice:
+        token_ids: list[int] | None = [] if self._body.return_token_ids else None
+        return ChunkChoice(
+            index=index, delta=delta, logprobs=None, finish_reason=None, token_ids=token_ids
+        )
+
+    def _logprobs(self, completion: CompletionOutput) -> ChoiceLogprobs | None:
+        if not self._body.logprobs:
+            return None
+        found = zip(completion.token_ids, completion.logprobs or [], strict=True)
+        return ChoiceLogprobs(
+            content=[self._token_logprobs(token, entries) for token, entries in found]
+        )
+
+    def _token_logprobs(self, token: int, entries: Mapping[int, Logprob]) -> ContentLogprob:
+        count = self._body.top_logprobs or 0
+        top = sorted(entries.items(), key=lambda item: item[1].rank)
+        return ContentLogprob(
+            **self._token_logprob(token, entries[token]),
+            top_logprobs=[
+                TokenLogprob(**self._token_logprob(*item))
+                for item in (top if count == -1 else top[:count])
+            ],
+        )
+
+    def _token_logprob(self, token: int, entry: Logprob) -> dict[str, Any]:
+        text = entry.decoded_token or ""
+        if self._body.return_tokens_as_token_ids:
+            text = f"token_id:{token}"
+        logprob = max(entry.logprob, LEAST_LOGPROB)
+        return {"token": text, "logprob": logprob, "bytes": list(self._token_bytes(token))}
+
+
+def _message(parts: Seq[Part]) -> AnswerMessage:
+    """Return the message that the parts of a whole answer make."""
+    text = ""
+    reasoning = ""
+    calls: list[ToolCall] = []
+    for part in parts:
+        match part:
+            case TextDelta():
+                text += part.text
+            case ReasoningDelta():
+                reasoning += part.text
+            case ToolCallStart():
+                function = FunctionCall(name=part.name, arguments="")
+                calls.append(ToolCall(id=part.call_id, type="function", function=function))
+            case ToolCallArguments():
+                calls[part.index].function.arguments += part.text
+    message = AnswerMessage(
+        role="assistant",
+        content=text or (None if calls else ""),
+        refusal=None,
+        reasoning=reasoning or None,  # clients of vLLM's read it whether there is some or not
+        reasoning_content=reasoning or None,
+    )
+    if calls:
+        message.tool_calls = calls
+    return message
+
+
+def _delta(part: Part) -> Delta:
+    match part:
+        case TextDelta():
+            return Delta(content=part.text)
+        case ReasoningDelta():
+            return Delta(reasoning=part.text, reasoning_content=part.text)
+        case ToolCallStart():
+            start = FunctionCallDelta(name=part.name, arguments="")
+            call = ToolCallDelta(index=part.index, id=part.call_id, type="function", function=start)
+            return Delta(tool_calls=[call])
+        case ToolCallArguments():
+            piece = FunctionCallDelta(arguments=part.text)
+            return Delta(tool_calls=[ToolCallDelta(index=part.index, function=piece)])
+    raise AssertionError(part)

@@ -1,0 +1,239 @@
+"""Errors as answers: every error leaves the server with a status and OpenAI's JSON body."""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence as Seq
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from nanovllm.apps.server.absent_routes import ABSENT_ROUTES
+from nanovllm.errors import EngineDeadError, InvalidRequestError, NanoVLLMError
+from nanovllm.options.validation import did_you_mean, shown
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""OpenAI's kinds of errors by status; others are an "invalid_request_error"."""
+_OBJECT = ("dict_type", "model_type", "model_attributes_type")
+"""Pydantic's errors for what should be an object of JSON."""
+
+
+class ErrorFields(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """The body of every error, as the schema shows it."""
+
+    error: ErrorFields
+
+
+class APIError(HTTPException):
+    """An error that a client is told.
+
+    Args:
+        status: the HTTP status.
+        type: OpenAI's kind of error; None is that of the status.
+        param: the field of the request that the error is about.
+        code: OpenAI's name of the error.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        type = type or _TYPES.get(status, "invalid_request_error")
+        self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+    def response(self) -> Response:
+        """Return the answer that carries this error."""
+        text = json.dumps(self.body)
+        headers = dict(self.headers or {})
+        return Response(text, self.status_code, headers, media_type="application/json")
+
+
+def as_api_error(error: BaseException) -> APIError:
+    """Return what a client is told of an error; nothing from inside an unexpected error."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _validation_error(error)
+    if isinstance(error, InvalidRequestError):
+        return APIError(400, str(error))
+    if isinstance(error, NanoVLLMError):
+        code = "engine_dead" if isinstance(error, EngineDeadError) else None
+        return APIError(500, str(error), code=code)
+    if isinstance(error, HTTPException):
+        return APIError(error.status_code, str(error.detail), headers=error.headers)
+    return APIError(500, "the server failed; its log says why")
+
+
+@contextmanager
+def naming_params(
+    fields: Collection[str], prompt: str, renamed: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Turn an InvalidRequestError into status 400 with the field that its message names first.
+
+    Args:
+        fields: the fields of the request.
+        prompt: the field that holds the prompt, for messages that name no field.
+        renamed: by the engine's name of a parameter, the field that it came from.
+    """
+    try:
+        yield
+    except InvalidRequestError as error:
+        message = str(error)
+        raise APIError(400, message, param=_param(message, fields, prompt, renamed or {})) from None
+
+
+def _param(
+    message: str, fields: Collection[str], prompt: str, renamed: Mapping[str, str]
+) -> str | None:
+    if found := re.match(r"message (\d+)\b", message):
+        return f"{prompt}[{found[1]}]"
+    if re.match(r"(the )?prompt\b|the conversation\b", message):
+        return prompt
+    for word in re.findall(r"\w+", message):
+        if word in renamed:
+            return renamed[word]
+        if word in fields:
+            return str(word)
+    return prompt
+
+
+def _validation_error(error: RequestValidationError) -> APIError:
+    """Return one of pydantic's errors in plain words."""
+    first, place, others = _broken_rule(error)
+    context = first.get("ctx") or {}
+    if first["type"] == "refused":
+        return APIError(400, context["message"], param=_path([*place, context["field"]]))
+    param = _path(place)
+    if first["type"] == "missing":
+        what = f"{param} is missing" if param else "the request has no body: send JSON"
+    else:
+        rule = " or ".join([_rule(first), *(_rule(e).removeprefix("should be ") for e in others)])
+        what = f"{param or 'the body'} {rule}, got {shown(first.get('input'))}"
+    return APIError(400, what, param=param or None)
+
+
+def _broken_rule(
+    error: RequestValidationError,
+) -> tuple[dict[str, Any], list[Any], list[dict[str, Any]]]:
+    """Return the first error, its place, and further kinds that the value there may have.
+
+    Of a field that takes several kinds there is an error for each. One says more than that the
+    kind is wrong if the value has the kind: that is the one to tell.
+    """
+    found = [(_place_of(each, error.body), each) for each in error.errors()]
+    place, first = found[0]
+    found = [(at, each) for at, each in found if at[: len(place)] == place]
+    inside = [(at, each) for at, each in found if len(at) > len(place) or not _is_kind(each)]
+    if inside and _is_kind(first):
+        place, first = next((one for one in inside if not _is_kind(one[1])), inside[0])
+    elif _is_kind(first) and not (first["type"] == "literal_error" and type(first["input"]) is str):
+        return first, place, [each for _, each in found[1:] if _rule(each) != _rule(first)]
+    return first, place, []
+
+
+def _is_kind(error: Mapping[str, Any]) -> bool:
+    """Whether an error says only that a value is of another kind."""
+    kind: str = error["type"]
+    return kind.endswith("_type") or kind == "literal_error"
+
+
+def _rule(error: Mapping[str, Any]) -> str:
+    rule = "should be an object" if error["type"] in _OBJECT else error["msg"]
+    rule = rule.removeprefix("Input ").removeprefix("List ")
+    return rule[:1].lower() + rule[1:]
+
+
+def _place_of(error: Mapping[str, Any], body: Any) -> list[Any]:
+    return _place(error["loc"][1:], body, missing=error["type"] == "missing")
+
+
+def _place(parts: Seq[Any], value: Any, *, missing: bool) -> list[Any]:
+    """Return the keys and indices of the body `value` among `parts`: others name types.
+
+    Args:
+        missing: whether the last part is a key that the body lacks.
+    """
+    place = []
+    for index, part in enumerate(parts):
+        is_key = isinstance(value, dict) and part in value
+        if is_key or (isinstance(value, list) and isinstance(part, int)):
+            place.append(part)
+            value = value[part]
+        elif missing and index == len(parts) - 1:
+            place.append(part)
+    return place
+
+
+def _path(place: Seq[Any]) -> str:
+    """Return a place in the body, such as messages[0].content."""
+    text = ""
+    for part in place:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else str(part)
+    return text
+
+
+def add_error_handlers(app: FastAPI, paths: Collection[str]) -> None:
+    """Make every error of `app` leave with OpenAI's body.
+
+    Args:
+        paths: those of its routes.
+    """
+
+    async def handle(request: Request, error: Exception) -> Response:
+        found = as_api_error(error)
+        if found is not error and found.status_code == 404:  # the router's
+            found = _unknown_route(request.url.path, paths)
+        return found.response()
+
+    for kind in (RequestValidationError, HTTPException, NanoVLLMError, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+def _unknown_route(path: str, known: Collection[str]) -> APIError:
+    """Return the error for a path without a route: what to use if vLLM has it, or what was meant.
+
+    A client adds the end of a path to a base that may have too much of it, or too little.
+    """
+    given = f"/{path.strip('/')}"
+    ends = [each for each in known if given.endswith(each) or each.endswith(given)]
+    ends = [each for each in ends if given != "/" != each]
+    if given in ABSENT_ROUTES:
+        hint = f": {ABSENT_ROUTES[given]}"
+    elif ends:
+        nearest = min(ends, key=lambda each: abs(len(each) - len(given)))
+        hint = f"; did you mean {nearest!r}?"
+    else:
+        hint = did_you_mean(given, known)
+    if not hint.startswith((":", "; did")):
+        hint = "; /openapi.json lists all"
+    return APIError(404, f"there is no route {shown(path)}{hint}")

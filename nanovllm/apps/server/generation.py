@@ -1,0 +1,311 @@
+"""The one way from a checked request to the engine: admission, deadline, disconnect."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Callable, Sequence as Seq
+from contextlib import ExitStack, aclosing, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from nanovllm.apps.server.admission import Admitted
+from nanovllm.apps.server.error_bodies import APIError
+from nanovllm.apps.server.prometheus import Meter
+from nanovllm.apps.server.protocol.common import GenerationRequest
+from nanovllm.apps.server.request_log import record_of
+from nanovllm.apps.server.state import state_of
+from nanovllm.engine.fair_executor import FairExecutor
+from nanovllm.engine.prompt import Prompt
+from nanovllm.options.lora_request import LoRARequest
+from nanovllm.options.sampling_params import REQUESTS_FAULT, SamplingParams
+from nanovllm.options.structured_outputs import UNFINISHED, StructuredOutputsParams
+from nanovllm.outputs import RequestOutput
+
+T = TypeVar("T")
+
+_COMPILE_SECONDS = 10.0
+"""For a grammar, with its wait for a thread. Compiling takes some 100 ms at most."""
+
+
+class _Guard(Admitted):
+    """Ends an HTTP request when its client goes away or its time is over.
+
+    The tasks of the request wait for the engine within `with guard`. There, and only there, they
+    are interrupted; they raise the error that says why.
+    """
+
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self._waiting: set[asyncio.Task[object]] = set()
+        self._error: APIError | None = None
+        self._is_cut = False
+
+    def end(self, error: APIError) -> None:
+        """Make every task of the request raise `error`; the first error counts."""
+        if self._error is None:
+            self._error = error
+            for task in self._waiting:
+                task.cancel()
+
+    def cut(self) -> None:
+        """End the task that sends the answer; the client, which reads slowly, gets no more."""
+        assert self._task is not None
+        self._is_cut = True
+        self._task.cancel()
+
+    def ends_quietly(self, kind: type[BaseException] | None, *_: object) -> bool:
+        """Whether an exception is the end of a request that was cut: it needs no report."""
+        if not self._is_cut or kind is not asyncio.CancelledError:
+            return False
+        assert self._task is not None
+        self._task.uncancel()
+        return True
+
+    async def watch(self, request: Request) -> None:
+        """Wait until the client is gone, then end the request."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.end(APIError(499, "the client has closed the connection"))
+
+    def __enter__(self) -> None:
+        if self._error is not None:
+            raise self._error
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.add(task)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.discard(task)
+        if self._error is not None and kind is asyncio.CancelledError:
+            task.uncancel()
+            raise self._error from None
+
+
+@dataclasses.dataclass
+class Place:
+    """An admitted request's place in the server."""
+
+    request: Request
+    guard: _Guard
+    user: str | None
+    """The key of fairness."""
+    priority: int
+    """Lower values go first."""
+    lora_request: LoRARequest | None
+    frames: Callable[[RequestOutput], str] | None = None
+    """Makes what is sent for a delta of a stream of one prompt. While the stream waits, deltas go
+    through it to the client at once, but for the first one and the last."""
+
+    async def prepare(
+        self, function: Callable[..., T], *args: Any, pool: FairExecutor | None = None
+    ) -> T:
+        """Run what takes a while before the engine has the request, when it is the user's turn.
+
+        Args:
+            pool: its threads; None are those for conversations.
+
+        Raises:
+            APIError: the time is over, or the client is gone; or what the function raises.
+        """
+        pool = pool or state_of(self.request).preparing
+        with self.guard:
+            return await asyncio.wrap_future(pool.submit(self.user or "", function, *args))
+
+
+def admit(request: Request, num_sequences: int, body: GenerationRequest | None = None) -> Place:
+    """Admit a request before anything is done for it, and watch its client and its deadline.
+
+    Its place is free when the engine has ended its sequences, or else when its answer was sent.
+    The key of fairness is its user or, with several API keys, its key.
+
+    Raises:
+        APIError: there is no such model, the priority is not allowed, the queue is full, or it
+            holds too much of this user.
+    """
+    server = state_of(request)
+    guard = _Guard()
+    given = body or GenerationRequest()
+    adapter = server.check_model(given.model)
+    priority = server.check_priority(given.priority)
+    user = given.user
+    if len(server.options.api_keys) > 1:  # a client with a key of its own cannot be many users
+        user = str(request.state.key_digest)
+    held: ExitStack = request.state.held
+    held.push(guard.ends_quietly)
+    held.enter_context(server.adapters.used(adapter))
+    try:
+        held.enter_context(server.admission.admit(guard, num_sequences, user or None))
+    except APIError as error:
+        server.metrics.refused(error.body["error"]["code"] or "too_many_sequences")
+        raise
+    watch = asyncio.create_task(guard.watch(request))
+    held.callback(watch.cancel)
+    if server.options.request_timeout is not None:
+        seconds = server.options.request_timeout
+        late = APIError(
+            504,
+            f"the request took longer than request_timeout, {seconds:g} s: ask for fewer tokens, "
+            "or try again when the server is less busy",
+            code="request_timeout",
+            headers={"x-should-retry": "false"},
+        )
+        timer = watch.get_loop().call_later(seconds, guard.end, late)
+        held.callback(timer.cancel)
+    return Place(request, guard, user, priority, adapter)
+
+
+async def run(
+    place: Place, prompt: Prompt, params: SamplingParams, *, stream: bool
+) -> AsyncGenerator[RequestOutput, None]:
+    """Generate for one prompt; return its deltas, or one whole output if `stream` is False.
+
+    The first is waited for, so that its error is raised while the status can still be set. The
+    request is aborted when the client goes away, and when the iterator is closed.
+
+    Raises:
+        APIError: the time is over, or the client is gone.
+        InvalidRequestError: the prompt or a parameter is invalid or unsupported.
+        EngineDeadError: the engine is down.
+    """
+    await _compile_grammar(place, params)
+    return await _started(_outputs(place, prompt, params, stream))
+
+
+async def run_all(
+    place: Place, prompts: Seq[Prompt], params: SamplingParams, *, stream: bool
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Generate for many prompts as `run` does; return pairs of a prompt's index and an output."""
+    await _compile_grammar(place, params)
+    made = [_outputs(place, prompt, params, stream) for prompt in prompts]
+    return await _started(_merged(made))
+
+
+async def _merged(
+    streams: Seq[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    if len(streams) == 1:  # no task and no queue between
+        async with aclosing(streams[0]) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
+    # One output a prompt at most waits here, so the engine merges those of a slow reader.
+    ready: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(1)
+
+    async def pump(index: int) -> None:
+        end: BaseException | None = None
+        try:
+            async with aclosing(streams[index]) as outputs:
+                async for output in outputs:
+                    await ready.put((index, output))
+        except Exception as error:
+            end = error
+        await ready.put((index, end))
+
+    tasks = [asyncio.create_task(pump(index)) for index in range(len(streams))]
+    num_running = len(tasks)
+    try:
+        while num_running:
+            index, item = await ready.get()
+            if isinstance(item, RequestOutput):
+                yield index, item
+            elif item is not None:
+                raise item
+            else:
+                num_running -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _compile_grammar(place: Place, params: SamplingParams) -> None:
+    """Compile the request's grammar, so that the one thread that makes requests finds it compiled.
+
+    Raises:
+        APIError: it takes too long.
+        InvalidRequestError: the grammar cannot be used.
+    """
+    server = state_of(place.request)
+    form = params.structured_outputs
+    if not isinstance(form, StructuredOutputsParams):
+        return
+    grammars = server.llm.engine.input_processor.grammars
+    if grammars is None or grammars.is_compiled(form):
+        return
+    try:
+        async with asyncio.timeout(_COMPILE_SECONDS):
+            await place.prepare(grammars.compile, form, pool=server.compiling)
+    except TimeoutError:
+        raise APIError(
+            503,
+            f"{form.source} was not compiled within {_COMPILE_SECONDS:g} s: use a simpler one, "
+            "or try again when the server is less busy",
+            code="grammar_timeout",
+            headers={"x-should-retry": "false"},
+        ) from None
+
+
+async def _outputs(
+    place: Place, prompt: Prompt, params: SamplingParams, stream: bool
+) -> AsyncGenerator[RequestOutput, None]:
+    server = state_of(place.request)
+    guard = place.guard
+    fair: dict[str, Any] = {"priority": place.priority, "user": place.user}
+    fair["lora_request"] = place.lora_request
+    ended = partial(server.admission.engine_ended, guard, params.n)
+    with Meter(server.metrics, params, record_of(place.request.scope)) as meter:
+        if not stream:
+            with guard:
+                output = await server.llm.generate(prompt, params, **fair)
+            ended()
+            meter.observe(output)
+            yield _checked(output)
+            return
+        connection = place.request.scope["state"].get("connection")  # None behind other servers
+
+        def take(delta: RequestOutput) -> bool:
+            if not (place.frames and connection and connection.can_write) or delta.finished:
+                return False
+            meter.observe(delta)
+            if text := place.frames(_checked(delta)):
+                connection.write(text.encode())
+            return True
+
+        deltas = server.llm.stream(prompt, params, on_finished=ended, take=take, **fair)
+        async with aclosing(deltas):
+            finished = False
+            while not finished:
+                with guard:
+                    delta = await anext(deltas)
+                meter.observe(delta)
+                yield _checked(delta)
+                finished = delta.finished
+
+
+def _checked(output: RequestOutput) -> RequestOutput:
+    """Return an output; raise APIError if a continuation failed."""
+    for completion in output.outputs:
+        if completion.finish_reason == "error":
+            reason = str(completion.stop_reason)
+            if reason.startswith(UNFINISHED):
+                raise APIError(400, f"{reason}; use another form, or a simpler one")
+            status = 400 if reason.startswith(REQUESTS_FAULT) else 500
+            raise APIError(status, f"the answer failed: {reason}")
+    return output
+
+
+async def _started(outputs: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """Wait for the first of `outputs` and return an iterator of all of them."""
+    first = await anext(outputs)
+
+    async def all_outputs() -> AsyncGenerator[T, None]:
+        async with aclosing(outputs):
+            yield first
+            async for output in outputs:
+                yield output
+
+    return all_outputs()

@@ -1,0 +1,112 @@
+"""Routes of requests with a body: JSON is read strictly, answers are sent in pieces."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from typing import Any
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from nanovllm.apps.server.error_bodies import APIError
+from nanovllm.options.validation import shown
+from nanovllm.utils import strict_json
+from nanovllm.utils.strict_json import MAX_DEPTH, RepeatedKeyError, TooDeepError
+
+MAX_COMMAS = 2**18
+"""Commas in a body. The limit bounds the number of values, which take longer to read than text."""
+_LARGE_BYTES = 2**16
+
+
+class JSONRoute(APIRoute):
+    """A route whose body is read by `parse`.
+
+    `request.state.held` is a stack of what ends when the answer has been sent.
+    """
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request. A large answer waits here, not with the connection, for its client."""
+
+        async def send_pieces(message: Message) -> None:
+            body = message.get("body", b"")
+            for start in range(0, len(body) - _LARGE_BYTES, _LARGE_BYTES):
+                piece = body[start : start + _LARGE_BYTES]
+                await send({**message, "body": piece, "more_body": True})
+            rest = max(0, len(body) - 1) // _LARGE_BYTES * _LARGE_BYTES
+            await send({**message, "body": body[rest:]} if rest else message)
+
+        with ExitStack() as held:
+            scope.setdefault("state", {})["held"] = held
+            bodies = scope["app"].state.server.bodies
+            counted = held.enter_context(bodies.reading(receive))
+            await super().handle(scope, counted, send_pieces)
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        has_body = self.body_field is not None
+
+        async def handle_strictly(request: Request) -> Response:
+            if not has_body:
+                return await handle(request)
+            _check_content_type(request)
+            return await handle(_JSONRequest(request.scope, request.receive))
+
+        return handle_strictly
+
+
+class _JSONRequest(Request):
+    async def body(self) -> bytes:
+        """Return the first byte: FastAPI asks whether there is one, and keeps what it gets."""
+        return (await super().body())[:1]
+
+    async def json(self) -> Any:
+        """Return the parsed body, once; a large one is parsed outside the event loop."""
+        body = await super().body()
+        self._body = b""
+        return await asyncio.to_thread(parse, body) if len(body) > _LARGE_BYTES else parse(body)
+
+
+def parse(body: bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        APIError: status 400, the text is not JSON in UTF-8, too deep, has too many values, a key
+            twice, or a number or character that JSON or Unicode does not have.
+    """
+    if body.count(b",") > MAX_COMMAS:
+        raise APIError(400, f"the body has more than {MAX_COMMAS} values: send fewer at once")
+    try:
+        value = strict_json.parse(body.decode())
+        if b"\\u" in body:  # half a surrogate pair may be escaped; nothing can encode it again
+            json.dumps(value, ensure_ascii=False).encode()
+    except TooDeepError:
+        raise APIError(400, f"the body is nested more than {MAX_DEPTH} deep") from None
+    except RepeatedKeyError as error:
+        message = f"the body has the key {shown(error.key)} twice"
+        raise APIError(400, message, param=error.key) from None
+    except UnicodeDecodeError as error:
+        raise APIError(
+            400, f"the body is not UTF-8: {error.reason} at byte {error.start}"
+        ) from None
+    except UnicodeEncodeError:
+        raise APIError(
+            400, "the body has half a surrogate pair, which is not a character"
+        ) from None
+    except json.JSONDecodeError as error:
+        message = f"the body is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        raise APIError(400, message) from None
+    except ValueError as error:
+        raise APIError(400, f"the body is not JSON: {error}") from None
+    return value
+
+
+def _check_content_type(request: Request) -> None:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        given = shown(kind) if kind else "none"
+        raise APIError(
+            415, f"the header Content-Type must be application/json, got {given}", param=None
+        )

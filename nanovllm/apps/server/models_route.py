@@ -1,0 +1,121 @@
+"""GET /v1/models; POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's form; POST
+/v1/embeddings and its like, which a generating model refuses by name.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import ClassVar, Literal, NoReturn
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
+from pydantic import BaseModel, Field
+
+from nanovllm.apps.server import generation
+from nanovllm.apps.server.error_bodies import APIError, naming_params
+from nanovllm.apps.server.json_route import JSONRoute
+from nanovllm.apps.server.protocol.common import RequestModel
+from nanovllm.apps.server.state import ServerState, state_of
+from nanovllm.options.lora_request import LoRARequest
+from nanovllm.options.other_names import OtherName, other_names
+
+router = APIRouter(tags=["models"], route_class=JSONRoute)
+
+
+class ModelCard(BaseModel):
+    """A model that can be named in requests."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    """Unix time in seconds."""
+    owned_by: str = "nanovllm"
+    root: str
+    """What was loaded."""
+    parent: str | None = None
+    """The model that an adapter changes."""
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """All models of the server."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class LoadAdapterRequest(RequestModel):
+    """Which adapter requests may name from now on."""
+
+    others: ClassVar[Mapping[str, OtherName]] = other_names(
+        ("is_3d_lora_weight", (False,), "experts have no adapters; leave it out")
+    )
+
+    lora_name: str = Field(min_length=1)
+    lora_path: str = Field(min_length=1)
+    """A directory in the server's lora_directory; a relative path begins there."""
+    load_inplace: bool = False
+    """Whether the name may be an adapter's, which the new one then replaces."""
+
+
+class UnloadAdapterRequest(RequestModel):
+    """Which adapter requests may not name any more."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"lora_int_id"})
+
+    lora_name: str = Field(min_length=1)
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> ModelList:
+    """List the model and its adapters."""
+    server = state_of(request)
+    adapters = server.adapters.by_name.values()
+    return ModelList(data=[_card(server), *(_card(server, adapter) for adapter in adapters)])
+
+
+@router.get("/v1/models/{model:path}")
+async def get_model(request: Request, model: str) -> ModelCard:
+    """Describe the model."""
+    server = state_of(request)
+    return _card(server, server.check_model(model))
+
+
+@router.post("/v1/load_lora_adapter")
+async def load_adapter(request: Request, body: LoadAdapterRequest) -> PlainTextResponse:
+    """Read an adapter, and let requests name it as their model."""
+    server = state_of(request)
+    place = generation.admit(request, 1)
+    with naming_params(LoadAdapterRequest.model_fields, "lora_path"):
+        run = partial(place.prepare, pool=server.loading)
+        await server.adapters.load(body.lora_name, body.lora_path, run, in_place=body.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter")
+async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> PlainTextResponse:
+    """Let no request name an adapter any more; those that have it go on."""
+    server = state_of(request)
+    server.adapters.unload(body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+@router.post("/v1/embeddings", response_model=None)
+@router.post("/v1/rerank", response_model=None)
+async def refuse(request: Request) -> NoReturn:
+    """Refuse: the model generates text."""
+    what = "embeddings" if request.url.path.endswith("/embeddings") else "scores"
+    raise APIError(
+        501,
+        f"this model generates text and makes no {what}: use a server for {what}",
+        code="not_supported",
+    )
+
+
+def _card(server: ServerState, adapter: LoRARequest | None = None) -> ModelCard:
+    return ModelCard(
+        id=server.model_name if adapter is None else adapter.lora_name,
+        created=server.start_time,
+        root=server.llm.engine.config.model if adapter is None else adapter.lora_path,
+        parent=None if adapter is None else adapter.base_model_name or server.model_name,
+        max_model_len=server.max_model_len,
+    )

@@ -1,0 +1,268 @@
+"""`nanovllm serve`: loads a model and serves it until a signal comes or the engine dies.
+
+Owns the socket, the signals and the exit status.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import errno
+import gc
+import json
+import logging
+import os
+import resource
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from nanovllm.apps.server.adapters import check_adapter_options
+from nanovllm.apps.server.admission import shutting_down
+from nanovllm.apps.server.answers.answer_format import find_answer_format
+from nanovllm.apps.server.app import make_app
+from nanovllm.apps.server.connection import connection_class
+from nanovllm.apps.server.log_setup import Log
+from nanovllm.apps.server.middleware import MAX_HEAD_BYTES
+from nanovllm.apps.server.options import ServerOptions, keys_of_environment, model_name
+from nanovllm.apps.server.state import ServerState
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.engine.engine_metrics import kv_cache_tokens
+from nanovllm.errors import ConfigError
+from nanovllm.options.config import Config
+from nanovllm.options.flags import given_fields
+from nanovllm.utils.terminal import complain
+
+logger = logging.getLogger(__name__)
+
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep an idle connection, so that none is closed under a new request."""
+_FLUSH_SECONDS = 2
+"""For the answers of requests that were ended."""
+_EXIT_SECONDS = 10
+"""For the engine to end."""
+_WATCH_SECONDS = 0.5
+_OTHER_FILES = 256
+"""Files that the process opens besides its connections."""
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serve a model over HTTP with OpenAI's API."""
+    given = given_fields(ServerOptions, args)
+    given["api_keys"] = (*given.get("api_keys", ()), *keys_of_environment())
+    options = ServerOptions(**given)
+    engine_options: dict[str, Any] = {"model": args.model, **given_fields(Config, args)}
+    check_adapter_options(options, Config(**engine_options))
+    find_answer_format(None, options.tool_call_parser, options.reasoning_parser)  # checks them
+    log = Log(options.log_level, options.log_format, options.log_config)
+    _allow_files(options.max_connections + _OTHER_FILES)
+    with bound_socket(options) as listener:
+        start = time.monotonic()
+        log.tell(f"nanovllm: loading {model_name(args.model)}")
+        llm = AsyncLLM(**engine_options)
+        app = make_app(llm, options)
+        gc.collect()
+        gc.freeze()  # what is there stays: to look through it takes 0.1 s, in which nothing runs
+
+        def show_banner() -> None:
+            _show_banner(log, app.state.server, listener, time.monotonic() - start)
+
+        try:
+            Server(app, listener, show_banner, log.tell).run(sockets=[listener])
+        finally:
+            _exit_anyway(app.state.server)
+            llm.shutdown()
+    return 0 if app.state.server.failure is None else 1
+
+
+def _allow_files(number: int) -> None:
+    """Let the process open this many files, as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < number:
+        most = number if hard == resource.RLIM_INFINITY else min(number, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which drains at the first signal and ends at once at the second."""
+
+    def __init__(
+        self,
+        app: Any,
+        listener: socket.socket,
+        on_start: Callable[[], object] = lambda: None,
+        tell: Callable[[str, int], object] = lambda message, level: complain(message),
+    ) -> None:
+        self._server: ServerState = app.state.server
+        options = self._server.options
+        self._listener = listener
+        self._on_start = on_start
+        self._tell = tell
+        self._tasks: list[asyncio.Task[None]] = []
+        self._was_asked = False
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=connection_class(options.read_timeout, options.max_connections),
+                loop="asyncio",  # not uvloop, even where another package has brought it
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=_FLUSH_SECONDS,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start listening, and watching the engine."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        self._tasks.append(asyncio.create_task(self._watch_engine()))
+        self._tasks.append(asyncio.create_task(self._server.metrics.watch_event_loop()))
+        self._on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, and close the connections."""
+        _remove(self._listener)  # while it is open: its path may be another server's afterwards
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain; at the second signal, end the process."""
+        if self._was_asked or not self.started:
+            _remove(self._listener)
+            os._exit(128 + sig)
+        self._was_asked = True
+        asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
+
+    async def _drain(self) -> None:
+        """Refuse new requests, let the others finish for a while, then end the server."""
+        admission = self._server.admission
+        seconds = self._server.options.drain_seconds
+        admission.is_draining = True
+        running = f"finishing {admission.num_requests} requests, for {seconds:g} s at most"
+        self._tell(f"nanovllm: {running}", logging.INFO)
+        deadline = time.monotonic() + seconds
+        while admission.num_requests and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        admission.end_all(shutting_down())
+        self.should_exit = True
+
+    async def _watch_engine(self) -> None:
+        """End the server when the engine is dead."""
+        try:
+            while True:
+                await asyncio.sleep(_WATCH_SECONDS)
+                await self._server.llm.check_health()
+        except Exception as error:  # a watch that ended unnoticed would be none
+            self._server.failure = str(error)
+            dead = f"nanovllm: the engine is dead, so the server ends: {error}"
+            self._tell(dead, logging.CRITICAL)
+            self.should_exit = True
+
+
+@contextlib.contextmanager
+def bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
+    """Bind the socket to listen on; nobody can connect yet.
+
+    Raises:
+        ConfigError: the address is taken, or cannot be used.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            if options.uds:
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+                _bind_unix(listener, options.uds)
+            else:
+                family, kind, proto, _, address = socket.getaddrinfo(
+                    options.host, options.port, type=socket.SOCK_STREAM
+                )[0]
+                # asyncio sends small packets at once only on a socket that says it is TCP's.
+                listener = stack.enter_context(socket.socket(family, kind, proto))
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+        except OSError as error:
+            where = options.uds or f"{options.host}:{options.port}"
+            if options.uds:
+                advice = "name another --uds"
+            elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                advice = "name another --host"
+            else:
+                advice = "choose another --port, or 0 for any"
+            reason = error.strerror or error
+            raise ConfigError(f"cannot listen on {where}: {reason}; {advice}") from None
+        stack.callback(_remove, listener)
+        yield listener
+
+
+def _bind_unix(listener: socket.socket, path: str) -> None:
+    """Bind to `path`; a socket that a dead server left there is replaced."""
+    if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+            probe.connect(path)
+            raise OSError(0, "another server listens there")
+        os.unlink(path)
+    listener.bind(path)
+    os.chmod(path, 0o600)
+
+
+def _remove(listener: socket.socket) -> None:
+    """Remove the file of a Unix socket."""
+    with contextlib.suppress(OSError):
+        if listener.family == socket.AF_UNIX and listener.fileno() >= 0:
+            os.unlink(listener.getsockname())
+
+
+def _show_banner(log: Log, server: ServerState, listener: socket.socket, seconds: float) -> None:
+    """Tell at the start what is served, how much it holds and how to try it."""
+    options = server.options
+    info = server.llm.engine.worker_info
+    tokens = kv_cache_tokens(info)
+    if options.uds:
+        curl = f"curl --unix-socket {options.uds} http://localhost"
+        url = f"unix:{options.uds}"
+    else:
+        host, port, *_ = listener.getsockname()
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        curl = f"curl {url}"
+    log.tell(f"nanovllm: {server.model_name} is ready after {seconds:.1f} s at {url}")
+    log.tell(f"  dtype {server.llm.engine.config.dtype}, max_model_len {server.max_model_len}")
+    log.tell(
+        f"  KV cache of {tokens:,} tokens: {tokens / server.max_model_len:.1f} requests of "
+        "max_model_len at once"
+    )
+    if info.state_pages:
+        state_tokens = info.state_pages * info.block_size
+        log.tell(f"  the state of a request takes as much of it as {state_tokens:,} tokens")
+    if log.is_plain:
+        key = " -H 'Authorization: Bearer KEY'" if options.api_keys else ""
+        json_type = "-H 'Content-Type: application/json'"
+        log.tell(f"  try: {curl}/v1/chat/completions {json_type}{key} \\")
+        question = {"role": "user", "content": "What is paged attention?"}
+        log.tell(f"       -d '{json.dumps({'messages': [question]})}'")
+    if not (options.is_local or options.api_keys):
+        log.tell(
+            f"  WARNING: anyone who can reach {options.host} can use it: give --api-key, or leave "
+            "--host out",
+            logging.WARNING,
+        )
+
+
+def _exit_anyway(server: ServerState) -> None:
+    """End the process after a while, if the engine hangs."""
+
+    def end() -> None:
+        time.sleep(_EXIT_SECONDS)
+        sys.stderr.flush()
+        os._exit(1 if server.failure else 0)
+
+    threading.Thread(target=end, daemon=True).start()

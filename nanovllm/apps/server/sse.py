@@ -1,0 +1,91 @@
+"""Writes answers: whole ones, and streams as server-sent events."""
+
+import json
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from pydantic import BaseModel
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from nanovllm.apps.server.error_bodies import APIError, as_api_error
+
+logger = logging.getLogger(__name__)
+
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class _EventStream(StreamingResponse):
+    """Sends events as they come, in the task of the request: no task and no queue between.
+
+    That the client goes away is noticed by what makes the events; see `generation.run`.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        assert isinstance(self.body_iterator, AsyncGenerator)
+        async with aclosing(self.body_iterator) as chunks:
+            async for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+DONE = "data: [DONE]\n\n"
+"""The frame at the end of a stream."""
+
+
+def sse(frames: AsyncGenerator[str, None], *, done: str = DONE) -> _EventStream:
+    """Return a response that sends frames as they come, and an error among them as its event.
+
+    Args:
+        frames: each is one event or several, or none; `done` is at their end.
+        done: what to send after an error.
+    """
+    return _EventStream(_encoded(frames, done), headers=_HEADERS, media_type="text/event-stream")
+
+
+async def _encoded(frames: AsyncGenerator[str, None], done: str) -> AsyncGenerator[bytes, None]:
+    try:
+        async with aclosing(frames):
+            async for text in frames:
+                if text:
+                    yield text.encode()
+    except Exception as error:
+        if not isinstance(error, APIError):
+            logger.exception("a stream ended with an error")
+        yield f"data: {json.dumps(as_api_error(error).body)}\n\n{done}".encode()
+
+
+def frame(event: BaseModel, name: str | None = None) -> str:
+    """Return one event with the fields that were set.
+
+    Args:
+        name: its kind, for clients that listen to kinds.
+    """
+    data = f"data: {event.model_dump_json(exclude_unset=True)}\n\n"
+    return data if name is None else f"event: {name}\n{data}"
+
+
+class TextFrames:
+    """Frames that differ in one text only: the rest is made once.
+
+    Args:
+        event: its last text is TEXT.
+    """
+
+    TEXT = "\ufffdtext\ufffd"
+
+    def __init__(self, event: BaseModel) -> None:
+        self._head, _, self._tail = frame(event).rpartition(f'"{self.TEXT}"')
+
+    def frame(self, text: str) -> str:
+        return f"{self._head}{json.dumps(text, ensure_ascii=False)}{self._tail}"
+
+
+def json_response(answer: BaseModel) -> Response:
+    """Return a response with the fields of `answer` that were set."""
+    # As `model_dump_json`, but bytes at once: no text.
+    data = answer.__pydantic_serializer__.to_json(answer, exclude_unset=True)
+    return Response(data, media_type="application/json")

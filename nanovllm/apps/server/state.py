@@ -1,0 +1,135 @@
+"""What the routes of one app share."""
+
+import hashlib
+import time
+import uuid
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+from fastapi import Request
+
+from nanovllm import __version__
+from nanovllm.apps.server.adapters import Adapters, check_adapter_options
+from nanovllm.apps.server.admission import Admission, BodyBudget
+from nanovllm.apps.server.answers.answer_format import AnswerFormat, find_answer_format
+from nanovllm.apps.server.error_bodies import APIError
+from nanovllm.apps.server.options import ServerOptions, model_name
+from nanovllm.apps.server.prometheus import ServerMetrics
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.engine.fair_executor import FairExecutor
+from nanovllm.loading.tokenizer import token_bytes
+from nanovllm.options.lora_request import LoRARequest
+from nanovllm.options.validation import shown
+
+_MOST_NAMES = 8
+"""Adapters that an error lists."""
+_MANY_BODIES = 64
+"""At most this many bodies of max_body_bytes are in memory."""
+
+
+class ServerState:
+    """The engine and what the server knows besides it."""
+
+    def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
+        engine = llm.engine
+        _ = engine.input_processor.limit.bound  # computed now, so that no request waits for it
+        check_adapter_options(options, engine.config)
+        tokenizer = engine.input_processor.tokenizer
+        self.llm = llm
+        self.options = options
+        self.model_name = options.served_model_name or model_name(engine.config.model)
+        """Name of the model in answers."""
+        digest = hashlib.sha256(repr((engine.config, engine.worker_info.num_blocks)).encode())
+        self.fingerprint = f"nanovllm-{__version__}-{digest.hexdigest()[:8]}"
+        """Names what makes the answers: version and model."""
+        self.adapters = Adapters(
+            options.lora_modules,
+            (self.model_name, engine.config.model),
+            engine.input_processor.find_adapter,
+            options.lora_directory,
+        )
+        self.chat_template = options.chat_template
+        """Renders conversations; None is the checkpoint's."""
+        self.metrics = ServerMetrics(self.model_name, llm)
+        self.admission = Admission(
+            options.max_waiting, lambda: len(engine.scheduler.running), options.read_timeout
+        )
+        self.bodies = BodyBudget(_MANY_BODIES * options.max_body_bytes)
+        self.max_model_len = engine.worker_info.max_model_len
+        self.token_bytes = (lambda token: b"") if tokenizer is None else token_bytes(tokenizer)
+        """The bytes of a token; none without a tokenizer."""
+        self.failure: str | None = None
+        """Why the engine is dead; None while it lives."""
+        self.preparing = FairExecutor(2, "nanovllm-prepare")
+        """Renders conversations, and tokenizes for /tokenize."""
+        self.compiling = FairExecutor(2, "nanovllm-grammar")
+        """Compiles grammars, so that nothing but other grammars waits for a heavy one."""
+        self.loading = FairExecutor(1, "nanovllm-adapters")
+        """Reads adapters, one at a time."""
+        self.start_time = int(time.time())
+        """Unix time in seconds."""
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """How the model marks reasoning and tool calls. It may render the chat template."""
+        parsers = self.options.tool_call_parser, self.options.reasoning_parser
+        processor = self.llm.engine.input_processor
+        if (tokenizer := processor.tokenizer) is None:
+            return find_answer_format(None, *parsers)
+        template = tokenizer.chat_template if self.chat_template is None else self.chat_template
+        if isinstance(template, dict):  # several templates by name
+            template = template.get("tool_use", template.get("default"))
+        shape = None if template is None else processor.chat.shape(template)
+        added = tokenizer.added_tokens_decoder
+        return find_answer_format(template, *parsers, added, shape)
+
+    def answer_head(self, prefix: str, request_id: str | None, name: str | None) -> dict[str, Any]:
+        """Return what an answer to a request for the model `name`, or each chunk, begins with."""
+        return {
+            "id": f"{prefix}-{request_id or uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": self.name_in_answer(name),
+            "system_fingerprint": self.fingerprint,
+        }
+
+    def name_in_answer(self, name: str | None) -> str:
+        """Return how an answer calls the model that a request names, which `check_model` found."""
+        return self.model_name if name in (None, self.llm.engine.config.model) else str(name)
+
+    def check_model(self, name: str | None) -> LoRARequest | None:
+        """Return the adapter that a request names as its model; None is the model itself.
+
+        Raises:
+            APIError: status 404: there is no such model.
+        """
+        if name in (None, self.model_name, self.llm.engine.config.model):
+            return None
+        adapters = self.adapters.by_name
+        if name in adapters:
+            return adapters[name]
+        known = ", ".join(map(shown, [self.model_name, *islice(adapters, _MOST_NAMES)]))
+        if len(adapters) > _MOST_NAMES:
+            known += ", ..."
+        raise APIError(
+            404,
+            f"the model {shown(name)} does not exist; this server has {known}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def check_priority(self, priority: int | None) -> int:
+        """Return a request's priority; raise APIError, status 400, if it may not go so early."""
+        if priority is not None and priority < self.options.min_priority:
+            raise APIError(
+                400,
+                f"priority must be at least {self.options.min_priority}, this server's "
+                f"min_priority, got {priority}: lower values go first",
+                param="priority",
+            )
+        return priority or 0
+
+
+def state_of(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state

@@ -1,0 +1,165 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's form."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field, model_validator
+
+from nanovllm.apps.server import generation
+from nanovllm.apps.server.conversation import render
+from nanovllm.apps.server.error_bodies import APIError, naming_params
+from nanovllm.apps.server.json_route import JSONRoute
+from nanovllm.apps.server.protocol.chat import NO_TEMPLATE, ChatTools
+from nanovllm.apps.server.protocol.common import RequestModel, refused
+from nanovllm.apps.server.protocol.messages import Messages
+from nanovllm.apps.server.state import ServerState, state_of
+from nanovllm.options.other_names import OtherName, other_names
+
+router = APIRouter(tags=["tokens"], route_class=JSONRoute)
+
+
+class TokenizeRequest(RequestModel):
+    """A text, or a conversation."""
+
+    others: ClassVar[Mapping[str, OtherName]] = other_names(("chat_template", (), NO_TEMPLATE))
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: ChatTools | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer's own tokens, such as that of the beginning, are put around the text.
+    Without a value they are for a text, and the template writes them for a conversation."""
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise refused("prompt", "give either prompt or messages")
+        return self
+
+
+class TokenizeAnswer(BaseModel):
+    """The token ids of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(RequestModel):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], Field(fail_fast=True)]
+
+
+class DetokenizeAnswer(BaseModel):
+    """The text of token ids."""
+
+    prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    """The tokenizer, by the names of tokenizer_config.json."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+    added_tokens_decoder: dict[int, str]
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> TokenizerInfo:
+    """Describe the tokenizer, so that a client can use it through /tokenize."""
+    server = state_of(request)
+    tokenizer = _tokenizer(server)
+    tokens = tokenizer.special_tokens_map
+    template = tokenizer.chat_template if server.chat_template is None else server.chat_template
+    if isinstance(template, dict):  # several templates by name
+        template = template.get("default")
+    return TokenizerInfo(
+        tokenizer_class="PreTrainedTokenizerFast",  # the class that loads each tokenizer.json
+        bos_token=tokens.get("bos_token"),
+        eos_token=tokens.get("eos_token"),
+        unk_token=tokens.get("unk_token"),
+        pad_token=tokens.get("pad_token"),
+        chat_template=template,
+        added_tokens_decoder={
+            token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()
+        },
+    )
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeAnswer:
+    """Return the token ids of a text or a conversation."""
+    server = state_of(request)
+    server.check_model(body.model)
+    place = generation.admit(request, 1)
+    with naming_params(TokenizeRequest.model_fields, "messages" if body.messages else "prompt"):
+        tokens, texts = await place.prepare(_tokenize, server, body)
+    return TokenizeAnswer(
+        count=len(tokens), max_model_len=server.max_model_len, tokens=tokens, token_strs=texts
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeAnswer:
+    """Return the text of token ids."""
+    server = state_of(request)
+    server.check_model(body.model)
+    place = generation.admit(request, 1)
+    return DetokenizeAnswer(prompt=await place.prepare(_detokenize, server, body.tokens))
+
+
+def _tokenize(server: ServerState, body: TokenizeRequest) -> tuple[list[int], list[str] | None]:
+    """Return the token ids, and the text of each if asked for."""
+    processor = server.llm.engine.input_processor
+    if body.messages is None:
+        assert body.prompt is not None
+        processor.limit.check_text("the prompt", body.prompt)
+        prompt = body.prompt
+    else:
+        prompt = render(
+            server,
+            body.messages,
+            tools=[tool.function for tool in body.tools or ()],
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+    rendered = body.messages is not None
+    if body.add_special_tokens is not None:
+        rendered = not body.add_special_tokens
+    tokens = processor.encode(prompt, rendered=rendered)
+    if not body.return_token_strs:
+        return tokens, None
+    texts: list[str] = _tokenizer(server).convert_ids_to_tokens(tokens)
+    return tokens, texts
+
+
+def _detokenize(server: ServerState, tokens: list[int]) -> str:
+    tokenizer = _tokenizer(server)
+    size = server.llm.engine.worker_info.vocab_size
+    for index, token in enumerate(tokens):
+        if not 0 <= token < size:
+            message = f"tokens[{index}] is {token}; the vocabulary is 0 to {size - 1}"
+            raise APIError(400, message, param=f"tokens[{index}]")
+    text: str = tokenizer.decode(tokens)
+    return text
+
+
+def _tokenizer(server: ServerState) -> Any:
+    tokenizer = server.llm.engine.input_processor.tokenizer
+    if tokenizer is None:
+        raise APIError(400, "this model has no tokenizer: use token ids")
+    return tokenizer

@@ -1,4 +1,0 @@
-"""Offline batches: the rows of a file through a model, each exactly once, whatever is killed.
-
-The parts know no Ray: `nanovllm.ray` runs the same rows on other machines.
-"""

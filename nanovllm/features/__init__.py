@@ -1,0 +1,1 @@
+"""What an engine may have: each folder is one feature, whole, on one seam, and can be deleted."""

@@ -1,0 +1,234 @@
+"""The formats of weights: by what a checkpoint says of itself, and by what the user asks for."""
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from nanovllm.features.formats.awq import Awq
+from nanovllm.features.formats.compressed_tensors import CompressedTensors
+from nanovllm.features.formats.gguf import GgufFormat
+from nanovllm.features.formats.gptq import Gptq
+from nanovllm.features.formats.modelopt import ModelOpt
+from nanovllm.features.formats.mxfp4 import Mxfp4Format
+from nanovllm.features.formats.rounding import Rounding
+from nanovllm.features.formats.settings import UNREAD_SCALES, kv_scheme
+from nanovllm.features.formats.stored_fp8 import Fp8Format, StoredFp8
+from nanovllm.kernels.torch_kernels import Kernels
+from nanovllm.layers.experts import StackedLinear
+from nanovllm.layers.linear import LinearBase, Matrix, StoredWeight, shared_matrices
+from nanovllm.loading.files import is_gguf
+from nanovllm.loading.shards import Shard, model_shards
+from nanovllm.loading.tensor_files import TensorInfo, read_header
+from nanovllm.options.config import Config
+from nanovllm.options.validation import shown
+from nanovllm.utils.distributed import tensor_parallel
+
+logger = logging.getLogger(__name__)
+
+
+class WeightFormat(Protocol):
+    """How the weights of a checkpoint are stored.
+
+    A format that `quantization_config` names is made of that. It raises UnsupportedModelError for a
+    setting that is not implemented, and CheckpointError for a field of the wrong type.
+    """
+
+    name: str
+    """For errors: "FP8"."""
+
+    def stored(self, matrix: Matrix, names: list[str]) -> StoredWeight | None:
+        """Return how the weight of `matrix` is stored; None: as plain numbers.
+
+        The shape [n, k], dtype and device of `matrix.weight` are those of the weight on this rank;
+        it has no memory. The caller puts a weight on the meta device in its place.
+
+        Args:
+            names: dotted paths, as the checkpoint has them, of the linears that `matrix` merges.
+                Experts are a linear each, or one for all.
+
+        Raises:
+            UnsupportedModelError: only some of them are in this format, or not in the same form.
+            ConfigError: this rank's part begins or ends inside a group of numbers.
+        """
+        ...
+
+
+FORMATS: dict[str, Callable[[dict[str, Any]], WeightFormat]] = {
+    "fp8": Fp8Format.from_config,
+    "compressed-tensors": CompressedTensors,
+    "modelopt": ModelOpt,
+    "modelopt_fp4": ModelOpt,
+    "gptq": Gptq,
+    "awq": Awq,
+    "mxfp4": lambda _: Mxfp4Format(),  # it has no other settings
+}
+"""By `quant_method` of config.json: what reads the other settings."""
+_LINEARS = (LinearBase, StackedLinear)
+"""What a quantization_config is about."""
+_Header = dict[str, TensorInfo]
+
+
+def checkpoint_format(config: Any) -> WeightFormat | None:
+    """Read `quantization_config` of config.json; None: the weights are plain numbers.
+
+    Raises:
+        UnsupportedModelError: a setting is not implemented.
+        CheckpointError: a field has the wrong type.
+    """
+    if config is None:
+        return None
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            f"config.json: quantization_config must be an object, is {shown(config)}"
+        )
+    method = config.get("quant_method")
+    if method is None and {"bits", "group_size"} <= config.keys():
+        raise UnsupportedModelError(
+            f"these weights are quantised by MLX (bits {shown(config['bits'])}, group_size "
+            f"{shown(config['group_size'])}), whose form is not supported: take the original "
+            f"checkpoint, a GGUF file, or one in {', '.join(FORMATS)}"
+        )
+    if not isinstance(method, str) or method not in FORMATS:
+        raise UnsupportedModelError(
+            f"quantization_config quant_method {shown(method)} is not supported (only "
+            f"{', '.join(FORMATS)})"
+        )
+    kv_scheme(config)
+    return FORMATS[method](config)
+
+
+def check_quantization(stored: Any, config: Config) -> None:
+    """Check `stored`, the quantization_config of config.json, and what the user asks for.
+
+    Raises:
+        UnsupportedModelError, CheckpointError: as for `checkpoint_format`.
+        ConfigError: the weights cannot be converted to what the user asks for.
+    """
+    found = checkpoint_format(stored)
+    asked = config.quantization
+    if found is not None and (asked == "none" or (asked == "fp8" and not _is_fp8(stored))):
+        raise ConfigError(
+            f"quantization {asked!r}: {config.model} is in {found.name}, whose linears stay in "
+            'their form; leave it out, or use "int8" or "int4" to round the other weights'
+        )
+    if found is not None and (scheme := kv_scheme(stored)):
+        logger.info(
+            "%s asks for keys and values in %s: they are kept in %s, and its scales are not used",
+            config.model,
+            scheme,
+            "the model's dtype" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        )
+
+
+def _is_fp8(stored: dict[str, Any]) -> bool:
+    """Return whether a quantization_config says FP8 of all its linears."""
+    return (
+        stored["quant_method"] == "fp8"
+        or stored.get("format") == "float-quantized"
+        or str(stored.get("quant_algo")).startswith("FP8")
+    )
+
+
+def expect_format(
+    model: nn.Module,
+    config: Any,
+    known: Collection[str] = (),
+    device: torch.device | None = None,
+) -> None:
+    """Prepare the linears of `model` to load what `quantization_config` says.
+
+    Args:
+        known: the names of the checkpoint's tensors; empty: unknown.
+        device: where the weights will lie; None: where the model is.
+
+    Raises:
+        ConfigError, UnsupportedModelError, CheckpointError: as for `checkpoint_format` and
+            `WeightFormat.stored`.
+    """
+    found = checkpoint_format(config)
+    if found is not None:
+        ignored = getattr(model, "ignored_weights", frozenset[str]())
+        model.ignored_weights = ignored | UNREAD_SCALES  # type: ignore[assignment]
+        store_as(model, found, known, device)
+
+
+def expect_weights(
+    model: nn.Module,
+    config: Config,
+    stored: Any,
+    files: Iterable[Path],
+    device: torch.device,
+    kernels: Kernels,
+) -> None:
+    """Prepare the matrices of `model` for the form in which `files` have their weights, and the
+    others for the rounding that the user asks for.
+
+    Args:
+        stored: the quantization_config of config.json.
+
+    Raises:
+        ConfigError, UnsupportedModelError, CheckpointError: as for `expect_format`.
+    """
+    headers = {file: read_header(file) for file in files}
+    known = {name for header in headers.values() for name in header}
+    if stored is not None:
+        expect_format(model, stored, known, device)
+    for file in filter(is_gguf, headers):
+        blocks = GgufFormat(headers[file], config.quantization)
+        store_as(model, blocks, known, device, (Matrix,))
+        if tensor_parallel().rank == 0:
+            logger.info("%s: %s", file, blocks.summary())
+    asked = config.quantization
+    if asked in ("int8", "int4") or (asked == "fp8" and stored is None):
+        store_as(model, Rounding(asked, kernels), known, device, (Matrix,))
+    if asked in ("int8", "int4"):
+        for module in model.modules():
+            if isinstance(module, Matrix) and isinstance(module.stored, StoredFp8):
+                module.stored.round_to(asked, kernels)
+
+
+def store_as(
+    model: nn.Module,
+    weight_format: WeightFormat,
+    known: Collection[str] = (),
+    device: torch.device | None = None,
+    kinds: tuple[type[Matrix], ...] = _LINEARS,
+) -> None:
+    """Set `stored` of those matrices of `kinds` whose weights are in `weight_format`.
+
+    Args:
+        known, device: see `expect_format`.
+
+    Raises:
+        ConfigError, UnsupportedModelError: as for `WeightFormat.stored`.
+    """
+    # A stored weight may have no tensor of its linear's name, which decides on a prefix.
+    modules = {name.rpartition(".")[0] for name in known}
+    shards_of = dict(model_shards(model, {*known, *(f"{module}.weight" for module in modules)}))
+    for weight, matrices in shared_matrices(model).items():
+        prefix, matrix = next(iter(matrices.items()))
+        if not isinstance(matrix, kinds) or matrix.stored is not None:
+            continue
+        one = torch.empty(1, dtype=weight.dtype, device=device or weight.device)
+        matrix.weight = nn.Parameter(one.expand(weight.shape), requires_grad=False)
+        stored = weight_format.stored(matrix, list(_linear_names(shards_of[matrix])))
+        if stored is not None:
+            meta = torch.empty_like(weight, device="meta")
+            weight = nn.Parameter(meta, requires_grad=False)
+        for sharing in matrices.values():
+            sharing.stored = stored
+            sharing.weight = weight
+        for _ in matrix.shards(prefix):
+            pass  # their errors belong here, before anything is read
+
+
+def _linear_names(shards: list[Shard]) -> Iterator[str]:
+    """Yield the paths of the linears whose weights are in `shards`, each once."""
+    yield from dict.fromkeys(
+        shard.name.removesuffix(".weight") for shard in shards if shard.target.ndim == 2
+    )

@@ -1,0 +1,136 @@
+"""Weights that are rounded while they are loaded, because the user asks for it."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from nanovllm.errors import ConfigError
+from nanovllm.features.formats.fp8 import FP8, Fp8Weight, quantize_fp8
+from nanovllm.features.formats.integer import IntRows, choose_group_size, quantize
+from nanovllm.features.formats.stored import row_ranges
+from nanovllm.kernels.cpu.build import PANEL
+from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+from nanovllm.layers.experts import Router, StackedLinear
+from nanovllm.layers.linear import LinearBase, Matrix
+from nanovllm.layers.pieces import SmallLinear
+from nanovllm.loading.shards import Shard
+
+EXACT = (Router, SmallLinear)
+"""Matrices that are not rounded: small, and a rounded logit may choose another expert, or close a
+gate."""
+
+
+class Rounding:
+    """All weights in "int8" or "int4", or those of linears in "fp8"."""
+
+    def __init__(self, quantization: str, kernels: Kernels) -> None:
+        self.name = quantization
+        self._kernels = kernels
+
+    def stored(self, matrix: Matrix, names: list[str]) -> "StoredRounded | None":
+        assert matrix.weight is not None
+        is_fp8 = self.name == "fp8"  # which is for linears: embedding and head stay as they are
+        if isinstance(matrix, EXACT) or (is_fp8 and not isinstance(matrix, LinearBase)):
+            return None
+        if isinstance(matrix, StackedLinear) and self._kernels.name == "triton":
+            raise ConfigError(
+                f"quantization {self.name!r} is not for experts on a GPU; leave it out"
+            )
+        return StoredRounded(self.name, matrix.weight, self._kernels)
+
+
+class StoredRounded:
+    """Loads plain numbers, and rounds them as they come, a few rows at a time.
+
+    Rows that are not cut where the kernels' panels are wait for the rest of their weight.
+
+    Args:
+        like: has the shape, dtype and device of the weight.
+    """
+
+    def __init__(self, quantization: str, like: torch.Tensor, kernels: Kernels) -> None:
+        self.label = quantization
+        self.description = f"rounded to {quantization}"
+        self._like = like
+        self._rows = rounded_rows(quantization, like, kernels)
+        self._waiting: torch.Tensor | None = None
+        self._has_panels = True
+
+    def shards(self, weight: Shard) -> Iterator[Shard]:
+        if weight.target.storage_offset() // self._like.shape[1] % PANEL:
+            self._has_panels = False
+        yield weight
+
+    def store(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        first = target.storage_offset() // self._like.shape[1]
+        values = values.to(self._like.device, self._like.dtype).contiguous()
+        if self._has_panels:
+            _store(self._rows, first, values)
+            return
+        if self._waiting is None:
+            self._waiting = torch.zeros_like(self._like, memory_format=torch.contiguous_format)
+        self._waiting[first : first + len(values)] = values
+
+    def method(self, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
+        if self._waiting is not None:
+            _store(self._rows, 0, self._waiting)
+            self._waiting = None
+        return self._rows.method()
+
+
+class Rows(Protocol):
+    """Rounds the rows of a weight, which come in parts of whole panels."""
+
+    def store(self, start: int, values: torch.Tensor) -> None: ...
+
+    def method(self) -> WeightMethod: ...
+
+
+def rounded_rows(quantization: str, like: torch.Tensor, kernels: Kernels) -> Rows:
+    """Return what rounds the rows of a weight of `like`'s shape, dtype and device.
+
+    Raises:
+        ConfigError: no group size of `quantization` divides the inputs.
+    """
+    rows = _RowsInFp8 if quantization == "fp8" else _RowsInIntegers
+    return rows(quantization, like, kernels)
+
+
+class _RowsInIntegers:
+    def __init__(self, quantization: str, like: torch.Tensor, kernels: Kernels) -> None:
+        self._bits = int(quantization.removeprefix("int"))
+        self._group = choose_group_size(quantization, like.shape[1])
+        self._rows = IntRows(len(like), like.dtype, kernels)
+
+    def store(self, start: int, values: torch.Tensor) -> None:
+        self._rows.store(start, quantize(values, self._bits, self._group))
+
+    def method(self) -> WeightMethod:
+        return self._rows.method()
+
+
+class _RowsInFp8:
+    def __init__(self, quantization: str, like: torch.Tensor, kernels: Kernels) -> None:
+        self._like = like
+        self._kernels = kernels
+        self._values, self._scales = torch.empty(0), torch.empty(0)
+
+    def store(self, start: int, values: torch.Tensor) -> None:
+        if not len(self._values):
+            n, k = self._like.shape
+            self._values = torch.zeros(n, k, dtype=FP8, device=self._like.device)
+            self._scales = torch.ones(n, 1, device=self._like.device)
+        rows = slice(start, start + len(values))
+        self._values[rows], self._scales[rows] = quantize_fp8(values)
+
+    def method(self) -> WeightMethod:
+        width = self._like.shape[1]
+        dtype = self._like.dtype
+        return Fp8Weight(self._values, self._scales, width, dtype, self._kernels)
+
+
+def _store(rows: Rows, first: int, values: torch.Tensor) -> None:
+    """Store all rows of `values`, few at a time: rounding makes several copies in float32."""
+    for start, stop in row_ranges(0, *values.shape):
+        rows.store(first + start, values[start:stop])

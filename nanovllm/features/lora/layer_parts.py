@@ -1,0 +1,96 @@
+"""Which checkpoint linears a model's layers compute, and where their outputs lie in the layers.
+
+Read from the modules. Knows no adapter.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from nanovllm.layers.linear import LinearBase
+from nanovllm.loading.shards import Renamed, Shard
+
+WEIGHT = ".weight"
+
+
+class Piece(NamedTuple):
+    """Consecutive outputs of a layer: some outputs of a checkpoint linear."""
+
+    row: int
+    """The first in the layer."""
+    start: int
+    """The first in the checkpoint linear."""
+    size: int
+
+
+class Slice(NamedTuple):
+    """The outputs of a layer that one checkpoint linear computes, side by side."""
+
+    name: str
+    """The linear's path in the checkpoint, see `canonical`."""
+    shape: tuple[int, int]
+    """The linear's outputs and inputs, of all ranks together."""
+    pieces: list[Piece]
+
+    @property
+    def size(self) -> int:
+        return sum(piece.size for piece in self.pieces)
+
+
+class Target(NamedTuple):
+    """A layer that adapters may change: one or more checkpoint linears."""
+
+    inputs: int
+    """Of this rank."""
+    input_start: int
+    """The first of them in the checkpoint linears."""
+    slices: list[Slice]
+
+
+def layer_targets(model: nn.Module) -> dict[str, Target]:
+    """Return this rank's layers that adapters may change, by their module's path.
+
+    Args:
+        model: with plain weights, which may be on torch's meta device.
+    """
+    found = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, LinearBase):
+            shards = [shard for shard in module.shards(prefix) if shard.name.endswith(WEIGHT)]
+            if isinstance(model, Renamed):
+                names = [model.checkpoint_name(shard.name, ()) for shard in shards]
+            else:
+                names = [shard.name for shard in shards]
+            found[prefix] = _target(shards, [canonical(n.removesuffix(WEIGHT)) for n in names])
+    return found
+
+
+def canonical(path: str) -> str:
+    """Return a linear's path in a model without pictures: such a model has no language_model."""
+    for nested in ("model.language_model.", "language_model.model."):
+        if path.startswith(nested):
+            return f"model.{path.removeprefix(nested)}"
+    return path
+
+
+def own_outputs(b: torch.Tensor, part: Slice) -> torch.Tensor:
+    """Return this rank's rows of `b` [outputs, r], in the order of the layer's."""
+    return torch.cat([b[piece.start : piece.start + piece.size] for piece in part.pieces])
+
+
+def _target(shards: list[Shard], names: list[str]) -> Target:
+    slices: list[Slice] = []
+    inputs = shards[0].target.shape[1]
+    input_start = 0
+    for shard, name in zip(shards, names, strict=True):
+        start = shard.start
+        if shard.dim == 1:
+            input_start = shard.start
+            start = 0
+        piece = Piece(shard.target.storage_offset() // inputs, start, len(shard.target))
+        if slices and slices[-1].name == name:
+            slices[-1].pieces.append(piece)
+        else:
+            slices.append(Slice(name, (shard.shape[0], shard.shape[1]), [piece]))
+    return Target(inputs, input_start, slices)

@@ -1,0 +1,160 @@
+"""What adapters add to a scheduler: at most so many of them run at once, each in a slot."""
+
+from itertools import islice
+
+from nanovllm.features.lora.slot_table import Place, SlotTable
+from nanovllm.features.lora.waiting_room import Key, WaitingRoom, adapter_of
+from nanovllm.kv.hit import Hit
+from nanovllm.scheduler.gates import Gate
+from nanovllm.scheduler.sequence import Sequence
+
+
+class AdapterGate(Gate):
+    """Holds back sequences whose adapter can have no slot now.
+
+    Invariants, verified by tests/lora/fake_adapters.py:
+    - A running sequence's adapter has the slot that its `AdapterSlot` names, and is pinned there.
+    - A sequence in the waiting room waits: the policy does not hold it, and it has no table row.
+
+    **No head blocks the others.** A sequence whose turn has come while all slots are pinned goes to
+    the waiting room, and the queue goes on. It keeps its turn. When a slot can be had, the first
+    that waits comes back to the queue. Others of its adapter follow one by one, each when the one
+    before it is admitted, so a step's cost does not depend on how many wait.
+
+    **No adapter starves another.** The first sequence of each adapter that waits claims a slot: the
+    least recently used one that is pinned and not claimed. The adapter that has it gets only
+    sequences that come before the claimant in the policy's order. So its running ones end, and the
+    slot is free after at most the time that these take.
+
+    Args:
+        max_loras: number of slots.
+    """
+
+    def __init__(self, max_loras: int) -> None:
+        self.slots = SlotTable(max_loras)
+        self._room = WaitingRoom()
+        self._keys: dict[Sequence, Key] = {}  # of those that waited here and were not admitted yet
+        self._claims: dict[str, Sequence] = {}  # the claimant, by adapter that has the slot
+        self._recalled: dict[str, Sequence] = {}  # back in the queue, by adapter; one for each
+        self._place: Place | None = None  # of the adapter that is being admitted
+
+    @property
+    def waiting_adapters(self) -> int:
+        """Number of adapters that wait for a slot."""
+        return len(self._room)
+
+    def begin_step(self) -> None:
+        """Let those that can have a slot come back, and claim slots for others."""
+        if len(self._room):
+            self._recall()
+            self._claim()
+
+    def holds(self, seq: Sequence) -> bool:
+        """Let a sequence whose turn has come wait in the room, if it can have no slot."""
+        if seq.adapter is None or self._may_go(seq):
+            return False
+        key = self._keys[seq] = self._key_of(seq)
+        self.scheduler.set_aside(seq)
+        self._forget_recalled(seq)
+        self._room.add(seq, key)
+        return True
+
+    def prepare(self, seq: Sequence, hit: Hit) -> Hit:
+        if seq.adapter is not None:
+            self._place = self.slots.find(seq.adapter.digest)
+            assert self._place is not None  # `holds` saw to it
+            seq.adapter = seq.adapter._replace(slot=self._place.slot)
+        return hit
+
+    def admitted(self, seq: Sequence, hit: Hit) -> None:
+        if seq.adapter is None:
+            return
+        digest = seq.adapter.digest
+        place = self._place
+        assert place is not None
+        self._forget_recalled(seq)
+        self._keys.pop(seq, None)
+        if digest not in self.slots.slots:
+            self._claims = {
+                holder: claimant
+                for holder, claimant in self._claims.items()
+                if holder != place.evicted and adapter_of(claimant) != digest
+            }
+        self.slots.take(digest, place)
+        self._recall_next(digest)
+
+    def release(self, seq: Sequence) -> None:
+        if seq.adapter is not None:
+            self.slots.let_go(seq.adapter.digest)
+
+    def remove(self, seq: Sequence) -> None:
+        if seq.adapter is None:
+            return
+        if seq in self._room:
+            self._room.remove(seq)
+        self._forget_recalled(seq)
+        self._keys.pop(seq, None)
+        self._claims = {
+            holder: claimant for holder, claimant in self._claims.items() if claimant is not seq
+        }
+
+    def _key_of(self, seq: Sequence) -> Key:
+        """Return the place in the policy's order of a sequence whose turn has come once."""
+        key = self._keys.get(seq)
+        return self.scheduler.policy.order(seq) if key is None else key
+
+    def _may_go(self, seq: Sequence) -> bool:
+        """Return whether a sequence can have a slot now that is claimed by none before it."""
+        digest = adapter_of(seq)
+        claimant = self._claims.get(digest)
+        if digest in self.slots.slots:
+            return claimant is None or self._key_of(seq) < self._key_of(claimant)
+        return self.slots.find(digest) is not None
+
+    def _recall(self) -> None:
+        """Let those back into the queue that can have a slot: one of each adapter."""
+        for digest in list(self.slots.slots):
+            self._recall_next(digest)
+        num_taken = sum(digest not in self.slots.slots for digest in self._recalled)
+        num_left = self.slots.num_available - num_taken
+        for seq in self._without_slot(num_left):
+            self._bring_back(seq)
+
+    def _recall_next(self, digest: str) -> None:
+        """Let the next sequence of an adapter with a slot back into the queue, if it may go."""
+        seq = self._room.first_of(digest)
+        if seq is not None and digest not in self._recalled and self._may_go(seq):
+            self._bring_back(seq)
+
+    def _claim(self) -> None:
+        """Claim slots for those that wait."""
+        victims = [digest for digest in self.slots.pinned if digest not in self._claims]
+        claimants = [adapter_of(seq) for seq in self._claims.values()]
+        self._claims.update(
+            zip(victims, self._without_slot(len(victims), *claimants), strict=False)
+        )
+
+    def _without_slot(self, most: int, *but: str) -> list[Sequence]:
+        """Return the first sequences that wait of adapters without a slot, in order.
+
+        Args:
+            most: how many.
+            but: leave these adapters out, too.
+        """
+        firsts = (
+            seq
+            for seq in self._room.firsts()
+            if adapter_of(seq) not in self.slots.slots
+            and adapter_of(seq) not in self._recalled
+            and adapter_of(seq) not in but
+        )
+        return list(islice(firsts, max(0, most)))
+
+    def _bring_back(self, seq: Sequence) -> None:
+        self._room.remove(seq)
+        self._recalled[adapter_of(seq)] = seq
+        self.scheduler.bring_back(seq)
+
+    def _forget_recalled(self, seq: Sequence) -> None:
+        if self._recalled.get(adapter_of(seq)) is seq:
+            del self._recalled[adapter_of(seq)]

@@ -1,0 +1,132 @@
+"""The adapters in memory: a slot of each layer's table for each, loaded when a sequence needs it.
+
+Knows no step and no sequence.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from nanovllm.errors import CheckpointError
+from nanovllm.features.lora.layer_parts import Target, canonical, own_outputs
+from nanovllm.features.lora.methods import AdaptedWeight, StepAdapters
+from nanovllm.features.lora.peft_files import Adapter, Factors, check_fits, read_adapter
+from nanovllm.kernels.adapters import AdapterTable, empty_table
+from nanovllm.kernels.torch_kernels import Kernels, PlainWeight
+from nanovllm.layers.linear import LinearBase
+from nanovllm.scheduler.messages import AdapterSlot
+from nanovllm.utils.memory import return_pages
+
+
+class AdapterSlots:
+    """The tables of a network's layers, with the digest of what each slot holds.
+
+    Makes the layers of `model` use them: its weights must be loaded.
+
+    Args:
+        targets: of `model`, see `adapter_targets`.
+        max_tokens: of a step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: Mapping[str, Target],
+        kernels: Kernels,
+        dtype: torch.dtype,
+        *,
+        num_slots: int,
+        max_rank: int,
+        max_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self._targets = targets
+        self._max_rank = max_rank
+        self._dtype = dtype
+        self._digests: list[str | None] = [None] * num_slots
+        self._linears = {s.name: s.shape for target in targets.values() for s in target.slices}
+        self._tables: dict[str, AdapterTable] = {}
+        self.step = StepAdapters(max_tokens, num_slots, device)
+        most = max(len(target.slices) for target in targets.values())
+        scratch = torch.zeros(max_tokens, most * max_rank, device=device)
+        for path, target in targets.items():
+            widths = [part.size for part in target.slices]
+            table = empty_table(num_slots, max_rank, target.inputs, widths, scratch, dtype)
+            self._tables[path] = table
+            layer = model.get_submodule(path)
+            assert isinstance(layer, LinearBase)
+            base = layer.method
+            if base is None:  # whoever gives the layer new weights needs the parameter
+                assert layer.weight is not None
+                base = PlainWeight(layer.weight.data)
+            layer.method = AdaptedWeight(base, table, self.step, kernels)
+
+    def holds(self, adapter: AdapterSlot) -> bool:
+        """Return whether the adapter is in its slot already."""
+        return self._digests[adapter.slot] == adapter.digest
+
+    def drop(self, adapter: AdapterSlot) -> None:
+        """Forget what the adapter's slot holds."""
+        self._digests[adapter.slot] = None
+
+    def give_back(self) -> None:
+        """Empty all slots, and give their memory to the system. For CPUs."""
+        self._digests = [None] * len(self._digests)
+        for table in self._tables.values():
+            for factors in (table.a, table.b):
+                return_pages(factors.view(-1).view(torch.uint8))
+
+    def load(self, wanted: AdapterSlot) -> None:
+        """Read the adapter from its files into its slot.
+
+        Raises:
+            CheckpointError, InvalidRequestError: as for `read_adapter` and `check_fits`, or the
+                files are not those of `wanted.digest` any more. The slot is empty then.
+        """
+        self.drop(wanted)
+        adapter = read_adapter(wanted.path, self._max_rank)
+        if adapter.digest != wanted.digest:
+            raise CheckpointError(
+                f"adapter {wanted.path}: its files have changed since it was read; load it "
+                "again, under another name or with load_inplace=True"
+            )
+        check_fits(adapter, self._linears)
+        self._check_range(adapter)
+        linears = {canonical(module): factors for module, factors in adapter.linears.items()}
+        for path, target in self._targets.items():
+            self._store(wanted.slot, self._tables[path], target, linears)
+        self._digests[wanted.slot] = wanted.digest
+
+    def _check_range(self, adapter: Adapter) -> None:
+        """Check that no number becomes infinite in the model's dtype."""
+        largest = torch.finfo(self._dtype).max
+        for module, (a, b, _) in adapter.linears.items():
+            if max(float(a.abs().max()), float(b.abs().max())) > largest:
+                raise CheckpointError(
+                    f"adapter {adapter.path}: {module} has numbers above {largest:g}, the largest "
+                    f"of {self._dtype}: use another dtype"
+                )
+
+    def _store(
+        self, slot: int, table: AdapterTable, target: Target, linears: Mapping[str, Factors]
+    ) -> None:
+        """Write this rank's part of the factors of a layer's linears to its table."""
+        first_row = 0
+        column = 0
+        ranks = []
+        scales = []
+        for part in target.slices:
+            factors = linears.get(part.name)
+            ranks.append(0 if factors is None else factors.rank)
+            scales.append(0.0 if factors is None else factors.scale)
+            if factors is not None:
+                inputs = factors.a[:, target.input_start : target.input_start + target.inputs]
+                table.a[slot, first_row : first_row + factors.rank] = inputs.to(table.a.device)
+                columns = slice(column, column + part.size)
+                outputs = own_outputs(factors.b, part)
+                table.b[slot, : factors.rank, columns] = outputs.T.to(table.b.device)
+            first_row += table.max_rank
+            column += part.size
+        table.ranks[slot] = torch.tensor(ranks, dtype=torch.int32)
+        table.scales[slot] = torch.tensor(scales)

@@ -1,0 +1,30 @@
+"""Maps methods of speculation to proposers. A new method is one file here and a branch below."""
+
+from nanovllm.features.speculation.proposers.proposer import Proposer
+from nanovllm.options.speculative_config import SpeculativeConfig
+from nanovllm.worker.model_loader import NetworkSpec
+from nanovllm.worker.network import Network
+
+
+def make_proposer(
+    spec: SpeculativeConfig,
+    draft: NetworkSpec | None,
+    target: Network,
+    max_num_batched_tokens: int,
+) -> Proposer:
+    """Return the proposer of `spec.method`. A network loads its weights here.
+
+    Args:
+        draft: the draft network, for the methods that have one.
+    """
+    if draft is None:
+        from nanovllm.features.speculation.proposers.ngram import Ngram
+
+        return Ngram(spec.prompt_lookup_min, spec.prompt_lookup_max)
+    if spec.method in ("eagle3", "mtp"):
+        from nanovllm.features.speculation.proposers.draft_head import DraftHead
+
+        return DraftHead(target, draft, max_num_batched_tokens)
+    from nanovllm.features.speculation.proposers.draft_model import DraftModel
+
+    return DraftModel(target, draft, max_num_batched_tokens)

@@ -1,0 +1,334 @@
+"""Grammars: what structured_outputs says, compiled by llguidance for the model's tokenizer.
+
+The only module that knows llguidance. Compiling is bounded in time and memory, and what was
+compiled is kept. Knows no request and no batch.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.errors import InvalidRequestError
+from nanovllm.features.structured.grammar_errors import in_our_words, what_is_not_enforced
+from nanovllm.features.structured.grammar_tokenizer import GrammarTokenizer, grammar_tokenizer
+from nanovllm.loading.text_tokenizer import TextTokenizer
+from nanovllm.options.json_schema import X_GUIDANCE, grammar_schema_text
+from nanovllm.options.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+logger = logging.getLogger(__name__)
+
+_WHITE_SPACE = r" |\n[ \t]{0,20}"
+"""Between the parts of a JSON text. Bounded, because small models would write no end of it."""
+_MAX_CACHE_BYTES = 1 << 27
+"""Of all compiled grammars that are kept, as `_size` estimates them."""
+_MAX_REMAINDERS = 100_000
+"""Of the divisors in a schema: their least common multiple, times their number."""
+_MAX_PATTERNS = 64
+"""Keys of all patternProperties in a schema, of which each is compared with each."""
+_FUNCTION = re.compile(r"(?m)^arguments_\d+: (%json .*) // (\".*\")$")
+"""A rule of `ToolFormat.grammar`: the schema of a function, and its name."""
+_LENIENT = re.compile(r'"lenient"\s*:\s*true')
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 25_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+"""Fields of llguidance's LLParserLimits: some 100 ms of compiling, 20 ms for a mask, and
+50 MB for a request."""
+
+
+_Key = tuple[str, str, bool]
+"""A grammar's form, its text, and whether it disables any white space."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer, and keeps them, or why they are refused.
+
+    Several threads may use it at the same time.
+
+    A pickled copy has the tokenizer's text, an empty cache, and logs nothing.
+
+    Args:
+        tokenizer_text: returns a tokenizer.json's text; called once, before the first grammar.
+        vocab_size: the width of the model's logits.
+        eos_token_ids: tokens that may follow a complete output. Only the first of them follows one
+            that nothing else can follow.
+    """
+
+    def __init__(
+        self,
+        tokenizer_text: Callable[[], str],
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        *,
+        is_copy: bool = False,
+    ) -> None:
+        self.eos_token_ids = eos_token_ids
+        self._tokenizer_text = tokenizer_text
+        self._is_copy = is_copy
+        self._vocab_size = vocab_size
+        self._tokenizer: tuple[LLTokenizer, GrammarTokenizer] | None = None
+        self._compiled: OrderedDict[_Key, LLMatcher | str] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        text = functools.partial(str, self._tokenizer_text())
+        made = functools.partial(GrammarCompiler, is_copy=True)
+        return made, (text, self._vocab_size, self.eos_token_ids)
+
+    @property
+    def mask_bytes(self) -> int:
+        """Size of a mask: a bit for each token, from the lowest bit of the first byte."""
+        return -(-self._vocab_size // 32) * 4
+
+    def matcher(self, params: StructuredOutputsParams) -> "LLMatcher":
+        """Return a new matcher, which has consumed no token.
+
+        Raises:
+            InvalidRequestError: as for `compile`.
+        """
+        return self.compile(params).deep_copy()
+
+    def compile(self, params: StructuredOutputsParams) -> "LLMatcher":
+        """Compile a grammar, or find it compiled; return what `matcher` copies.
+
+        Raises:
+            InvalidRequestError: llguidance is not installed, or refuses the grammar.
+        """
+        key = _key(params)
+        with self._lock:
+            found = self._compiled.get(key)
+            if found is not None:
+                self._compiled.move_to_end(key)
+        if found is None:
+            found = self._compile(params)
+            with self._lock:
+                self._keep(key, found)
+        if isinstance(found, str):
+            raise InvalidRequestError(f"{params.source} cannot be used: {found}")
+        return found
+
+    def is_compiled(self, params: StructuredOutputsParams) -> bool:
+        """Return whether `compile` only has to find it. Never waits for another thread."""
+        return _key(params) in self._compiled
+
+    def _keep(self, key: _Key, found: "LLMatcher | str") -> None:
+        """Keep what was compiled, and drop what was not used for longest."""
+        if key not in self._compiled:  # else another thread was faster
+            self._num_bytes += _size(key, found)
+        self._compiled[key] = found
+        while self._num_bytes > _MAX_CACHE_BYTES and len(self._compiled) > 1:
+            self._num_bytes -= _size(*self._compiled.popitem(last=False))
+
+    def _compile(self, params: StructuredOutputsParams) -> "LLMatcher | str":
+        """Return the compiled grammar, or why it is refused, which may take as long."""
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError:
+            raise InvalidRequestError(
+                "structured_outputs needs llguidance: pip install '.[structured]'"
+            ) from None
+        tokenizer, described = self._make_tokenizer()
+        try:
+            _check_divisors(params.text)
+            _check_patterns(params)
+            grammar = _llguidance_grammar(params, described)
+        except ValueError as error:
+            return in_our_words(str(error), places=_has_places(params))
+        limits = LLParserLimits(**_LIMITS)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if described.drops_space and not matcher.is_error():
+            space = tokenizer.greedy_tokenize(" ")
+            if matcher.validate_tokens(space) == len(space):
+                # The text lacks the output's first space, so one stands before the form's own.
+                grammar = _behind_space(grammar)
+                matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if found := matcher.get_error() or self._first_error(matcher):
+            return f"{self._function(params.text)}{in_our_words(found, places=_has_places(params))}"
+        told, refused = what_is_not_enforced(matcher.get_grammar_warnings())
+        if refused and not _asks_for_leniency(params):
+            return f"{self._function(params.text)}{refused}"
+        for text in () if self._is_copy else told:
+            logger.warning("%s: %s", params.source, text)
+        return matcher
+
+    def _function(self, text: str) -> str:
+        """Return the name of the first function whose schema is refused, if there are functions."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        tokenizer, _ = self._make_tokenizer()
+        for rule in _FUNCTION.finditer(text):
+            grammar = LLMatcher.grammar_from_lark(f"start: {rule[1]}")
+            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+            if matcher.is_error() or what_is_not_enforced(matcher.get_grammar_warnings())[1]:
+                return f"the parameters of {rule[2]}: "
+        return ""
+
+    def _first_error(self, matcher: "LLMatcher") -> str:
+        """Compute the first mask, so that copies find done what it takes, and one behind it.
+
+        Returns:
+            Why that fails; "" if it does not. A large object fails only behind its brace.
+        """
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        for token in self.eos_token_ids:
+            mask &= ~(1 << token)
+        if mask and not matcher.is_error():
+            first = matcher.deep_copy()
+            first.try_consume_tokens([(mask & -mask).bit_length() - 1])
+            if not first.is_error():
+                first.compute_bitmask()
+            return first.get_error()
+        return matcher.get_error()
+
+    def _make_tokenizer(self) -> "tuple[LLTokenizer, GrammarTokenizer]":
+        from llguidance import LLTokenizer
+
+        with self._lock:
+            if self._tokenizer is None:
+                eos = list(self.eos_token_ids) or None
+                text = self._tokenizer_text()
+                size = self._vocab_size
+                try:
+                    described = grammar_tokenizer(text)
+                    made = LLTokenizer(described.text, n_vocab=size, eos_token=eos)
+                    self._tokenizer = made, described
+                except Exception as error:  # whatever it finds strange in a checkpoint
+                    raise InvalidRequestError(
+                        "structured_outputs cannot be used: llguidance cannot read the model's "
+                        f"tokenizer: {error!s:.200}"
+                    ) from error
+            return self._tokenizer
+
+
+def grammar_compiler(
+    tokenizer: TextTokenizer, eos_token_ids: frozenset[int], vocab_size: int
+) -> GrammarCompiler:
+    """Return what compiles structured_outputs for `tokenizer`."""
+    eos = sorted(eos_token_ids, key=lambda token: (token != tokenizer.eos_token_id, token))
+    return GrammarCompiler(tokenizer.backend_tokenizer.to_str, vocab_size, tuple(eos))
+
+
+def _key(params: StructuredOutputsParams) -> _Key:
+    return params.form, params.text, params.disable_any_whitespace
+
+
+def _size(key: _Key, compiled: "LLMatcher | str") -> int:
+    """Return an estimate of the bytes that a compiled grammar takes, or why there is none.
+
+    Measured: 420 bytes for each character of a schema of many short names, 110 to 240 of others,
+    and 0.8 MiB for an expression of a few characters with classes of Unicode.
+    """
+    num_chars = len(key[1])
+    return num_chars + 1024 if isinstance(compiled, str) else 512 * num_chars + (1 << 20)
+
+
+def _check_divisors(text: str) -> None:
+    """Refuse what llguidance's limits do not cover: a state for each remainder of `multipleOf`.
+
+    Raises:
+        ValueError: the divisors are too large, or the text is not valid Unicode.
+    """
+    text.encode()
+    plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), text)
+    divisors = []
+    for number in re.findall(r'"multipleOf"\s*:\s*([-+.0-9eE]+)', plain):
+        try:
+            _, digits, exponent = Decimal(number).normalize().as_tuple()
+        except InvalidOperation:
+            continue
+        whole = min(len(digits) + max(int(exponent), 0), 20)  # digits of a number before its point
+        divisors.append(int("".join(map(str, digits)).ljust(whole, "0")[:20]))
+    if len(divisors) * math.lcm(*divisors) > _MAX_REMAINDERS:
+        raise ValueError(
+            f"multipleOf: the divisors together have over {_MAX_REMAINDERS} remainders"
+        )
+
+
+def _check_patterns(params: StructuredOutputsParams) -> None:
+    """Refuse what takes minutes without reaching llguidance's limits: many patternProperties.
+
+    Raises:
+        ValueError: there are too many, in a schema or in the schemas of a grammar.
+    """
+    text = params.text
+    count = 0
+
+    def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal count
+        found = (value for key, value in pairs if key == "patternProperties")
+        count += sum(len(value) for value in found if isinstance(value, dict))
+        return dict(pairs)
+
+    starts = {text.find("{", match.end()) for match in re.finditer("%json", text)} - {-1}
+    decoder = json.JSONDecoder(object_pairs_hook=note)
+    for start in {text.find("{")} if params.form == "json" else starts:
+        with contextlib.suppress(ValueError, RecursionError):  # llguidance says what is wrong
+            decoder.raw_decode(text, start)
+    if count > _MAX_PATTERNS:
+        raise ValueError(f"patternProperties: {count} keys, the limit is {_MAX_PATTERNS}")
+
+
+def _llguidance_grammar(params: StructuredOutputsParams, tokenizer: GrammarTokenizer) -> str:
+    """Return the grammar in llguidance's own form.
+
+    Raises:
+        ValueError: a schema is no JSON, or a grammar is in no known notation.
+    """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if params.form in ("json", "json_object"):
+        any_object = '{"type": "object"}'
+        schema = any_object if params.form == "json_object" else grammar_schema_text(params.text)
+        options: Any = {"lenient": True, "whitespace_pattern": _WHITE_SPACE}
+        if params.disable_any_whitespace:
+            options = {"lenient": True, "whitespace_flexible": False}
+        return LLMatcher.grammar_from_json_schema(schema, defaults=options)
+    if params.form == "regex":
+        return LLMatcher.grammar_from_regex(params.text)
+    if params.form == "choice":
+        assert params.choice is not None
+        rules = " | ".join(json.dumps(item, ensure_ascii=False) for item in params.choice)
+        return LLMatcher.grammar_from_lark(f"start: {rules}")
+    if params.is_lark:
+        return LLMatcher.grammar_from_lark(tokenizer.with_mark_ids(params.text))
+    try:
+        return LLMatcher.grammar_from_lark(gbnf_to_lark(params.text))
+    except Exception as error:  # it raises Exception itself
+        raise ValueError(f"it has no rule `start` of Lark, and is no GBNF: {error}") from error
+
+
+def _behind_space(grammar: str) -> str:
+    """Return llguidance's grammar of a space and then what `grammar` allows."""
+    try:
+        (found,) = json.loads(grammar)["grammars"]
+    except ValueError:  # Lark
+        found = {"lark_grammar": grammar}
+    start = {"lark_grammar": 'start: " " @form'}
+    return json.dumps({"grammars": [start, {**found, "name": "form"}]})
+
+
+def _has_places(params: StructuredOutputsParams) -> bool:
+    """Whether lines and columns in errors are those of a text that a user has written."""
+    return params.is_lark and params.source.startswith("structured_outputs.grammar")
+
+
+def _asks_for_leniency(params: StructuredOutputsParams) -> bool:
+    """Whether a user's own x-guidance asks to leave out what cannot be enforced."""
+    return _LENIENT.search(params.text.replace(json.dumps(X_GUIDANCE), "")) is not None

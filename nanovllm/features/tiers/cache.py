@@ -1,0 +1,208 @@
+"""The prefix cache below the pool: what leaves the pool is kept, found, and comes back."""
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Collection, Sequence as Seq
+from hashlib import sha256
+from typing import NamedTuple
+
+from nanovllm.features.tiers.traffic import TierTraffic
+from nanovllm.kv.block_manager import BlockManager
+from nanovllm.kv.groups.group import Group
+from nanovllm.kv.hit import Hit
+from nanovllm.kv.trie import Node
+from nanovllm.scheduler.sequence import Sequence
+from nanovllm.scheduler.transfers import Part
+
+
+class Found(NamedTuple):
+    """An entry in a tier."""
+
+    tier: str
+    block_index: int
+    """Of the block to which it belongs, in the sequence."""
+    suffix: bytes
+    key: bytes
+    num_pages: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Plan:
+    """How a waiting sequence gets a prefix: from the pool, and by a load."""
+
+    seq: Sequence
+    num_blocks: int
+    """Blocks of the prefix."""
+    found: list[Found]
+    """What is loaded, in the order of the blocks."""
+    parts: list[Part] = dataclasses.field(default_factory=list)
+    """The same, pinned; with pages after the admission."""
+    load_id: int = -1
+    """Of the load in flight; -1 before."""
+    is_resumption: bool = False
+    """Whether the sequence had been preempted."""
+
+    @property
+    def places(self) -> list[tuple[int, bytes]]:
+        """(block_index, suffix) of what is loaded."""
+        return [(entry.block_index, entry.suffix) for entry in self.found]
+
+
+def digest(data: bytes) -> bytes:
+    """Return the hash that names a block wherever it is kept."""
+    return sha256(data).digest()
+
+
+class TierCache:
+    """The tiers below a block manager, which tells it what happens to entries: see `LowerTiers`.
+
+    An entry is what a group has cached at a node: a KV block, a window block or a snapshot.
+
+    **Keys.** An entry's key is the chained hash of the block at whose end it stands, and a suffix
+    for its kind. So it is the same in each process. After `clear` a random number goes into all
+    keys: what was kept before is not found again.
+
+    **Out.** An entry that is evicted is offered to host memory while its pages still hold it: the
+    workers copy it before anything else of the step. An entry within a prompt is offered to the
+    store when it is cached, or hit.
+
+    **In.** `plan` finds out whether the tiers have more of a prefix than the pool, and if loading
+    it pays. Each entry that a hit needs may be in the pool or in a tier, whatever lies next to it.
+    """
+
+    def __init__(self, traffic: TierTraffic) -> None:
+        self.traffic = traffic
+        self._kept: set[int] = set()  # uids of the nodes whose entries the store was offered
+        self._distrusted: set[bytes] = set()  # hashes of blocks of failed sequences
+        self._nonce = b""
+
+    def attach(self, manager: BlockManager) -> None:
+        """Get the block manager that was made with these tiers."""
+        assert manager.enable_prefix_caching
+        self._manager = manager
+        manager.trie.digest = digest
+        manager.trie.followers.append(self)
+
+    # What the block manager tells:
+
+    def evict(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
+        if node.key[1] not in self._distrusted:
+            self.traffic.evict(self._key(node.key[1], suffix), pages)
+
+    def reuse(self, page: int) -> None:
+        self.traffic.reuse(page)
+
+    def publish(self, seq: Sequence, first: int, nodes: Seq[Node]) -> None:
+        """Offer the store what is within the prompt.
+
+        Another sequence's answer may be this one's prompt. So blocks that are hit are offered, too.
+        """
+        if self.traffic.store is None:
+            return
+        num_prompt_blocks = seq.num_prompt_tokens // self._manager.block_size
+        for node in nodes[: max(0, num_prompt_blocks - first)]:
+            if node.uid not in self._kept:
+                self._kept.add(node.uid)
+                for group in self._manager.groups:
+                    pages = group.kept_pages(node)
+                    if pages:
+                        self.keep(node, group.suffix, pages)
+
+    def keep(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
+        if node.key[1] not in self._distrusted:
+            self.traffic.keep(self._key(node.key[1], suffix), pages)
+
+    def distrust(self, nodes: Seq[Node]) -> None:
+        for node in nodes:
+            self._distrusted.add(node.key[1])
+            for group in self._manager.groups:
+                self.traffic.forget(self._key(node.key[1], group.suffix))
+
+    def clear(self) -> None:
+        self._nonce = os.urandom(16)
+        self._distrusted.clear()
+        self.traffic.clear()
+
+    def forget(self, node: Node, *, evicted: bool) -> None:
+        """Forget that a node's entries were offered. See `trie.Follower`."""
+        self._kept.discard(node.uid)
+
+    # What loads ask:
+
+    def plan(self, seq: Sequence, hit: Hit) -> Plan | None:
+        """Return how to get a longer prefix than `hit`; None if there is none, or it is slow."""
+        manager, matched = self._manager, hit.matched
+        num_missing = manager.blocks_for(len(seq.token_ids)) - len(matched)
+        if num_missing > manager.num_free_blocks:  # it will not be admitted
+            return None
+        found = self._find_blocks(seq, len(matched))
+        known: dict[tuple[bytes, int], Found | None] = {}
+
+        def has(group: Group, index: int) -> bool:
+            if index < len(matched) and group.has(matched[index]):
+                return True
+            place = group.suffix, index
+            if place not in known:
+                known[place] = self._find(seq.block_keys[index][0], index, group)
+            return known[place] is not None
+
+        num_blocks = manager.longest_hit(len(matched) + len(found), has)
+        if num_blocks <= hit.num_blocks:
+            return None
+        del found[max(0, num_blocks - len(matched)) :]
+        for group in manager.groups[1:]:
+            for index in reversed(group.needed(num_blocks)):
+                entry = known.get((group.suffix, index))
+                if entry is not None:
+                    found.append(entry)
+        found.sort(key=lambda entry: entry.block_index)
+        num_pages: Counter[str] = Counter()
+        for entry in found:
+            num_pages[entry.tier] += entry.num_pages
+        num_tokens = (num_blocks - hit.num_blocks) * manager.block_size
+        return Plan(seq, num_blocks, found) if self.traffic.pays(num_pages, num_tokens) else None
+
+    def waits_for(self, seq: Sequence, loading: Collection[bytes]) -> bool:
+        """Return whether the next block that the pool lacks of a prefix is one of `loading`.
+
+        Args:
+            loading: keys of KV blocks.
+        """
+        if seq.params.prompt_logprobs is not None:  # it hits nothing
+            return False
+        index = len(self._manager.trie.match(seq))
+        num_blocks = (len(seq.token_ids) - 1) // self._manager.block_size
+        suffix = self._manager.full.suffix
+        return index < num_blocks and self._key(seq.block_keys[index][0], suffix) in loading
+
+    def _find_blocks(self, seq: Sequence, first: int) -> list[Found]:
+        """Return the KV blocks from index `first` on that the tiers have, up to a missing one.
+
+        The last token is never among them: its hidden state is needed to sample the next one.
+        """
+        found = []
+        size = self._manager.block_size
+        keys = self._manager.trie.keys(seq, (len(seq.token_ids) - 1) // size)
+        for index in range(first, len(keys)):
+            entry = self._find(keys[index][0], index, self._manager.full)
+            if entry is None:
+                break
+            found.append(entry)
+        return found
+
+    def _find(self, digest: bytes, index: int, group: Group) -> Found | None:
+        """Return a group's entry of a block, if a tier has it."""
+        if digest in self._distrusted:
+            return None
+        key = self._key(digest, group.suffix)
+        tier = self.traffic.find(key)
+        if tier is None:
+            return None
+        return Found(tier, index, group.suffix, key, group.num_tables)
+
+    def _key(self, digest: bytes, suffix: bytes) -> bytes:
+        """Return the key of an entry of the block with this hash."""
+        if self._nonce:
+            digest = sha256(self._nonce + digest).digest()
+        return digest + suffix

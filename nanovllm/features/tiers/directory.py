@@ -1,0 +1,258 @@
+"""`DirectoryStore`: entries of the prefix cache as files of a directory, PATH/<namespace>/rank<r>.
+
+A file counts only if this user alone could have written it. Several processes may share the
+directory. Knows neither what is in an entry nor which one goes first.
+"""
+
+import contextlib
+import errno
+import functools
+import hashlib
+import logging
+import os
+import stat
+import time
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+from nanovllm.errors import ConfigError
+from nanovllm.features.tiers.entry_file import MAX_KEY_BYTES, file_bytes, read_file, write_file
+from nanovllm.features.tiers.eviction import NAMESPACE, Evictor, new_temporary
+from nanovllm.options.validation import shown
+from nanovllm.utils.disk_cache import check_directory, check_ours, open_ours
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = 60.0
+"""For how long nothing is written after a failure."""
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+"""What the system may answer although the path is right."""
+_SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What the system answers when this process has too much of something: the file may be right."""
+
+
+class DirectoryStore:
+    """Keeps entries of the prefix cache as bytes, longer than a process lives.
+
+    One thread may write while others read. No method raises: an entry that cannot be had is a miss,
+    and one that cannot be written is left out.
+
+    Args:
+        path: a directory, which is made if only the last part is missing.
+        limit_bytes: for the entries of all namespaces and ranks together; those that were not used
+            for longest go first.
+        namespace: lower-case hexadecimal, 16 to 64 digits: see `fingerprint`. Entries of other
+            namespaces and ranks are never read.
+
+    Raises:
+        ConfigError: `path` is no directory, its parent is missing, or others could write to it.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], limit_bytes: int, namespace: str, rank: int = 0
+    ) -> None:
+        assert NAMESPACE.fullmatch(namespace), namespace
+        self._root = find_directory(path)
+        self._base = str(self._root / namespace / f"rank{rank}")
+        self._owner = hashlib.sha256(f"{namespace} {rank}".encode()).digest()
+        self._evictor = Evictor(self._root, limit_bytes)
+        self._checked: set[str] = set()
+        """Directories that this user alone can change."""
+        self._bad: set[bytes] = set()
+        """Keys in whose places something lies that is no entry and cannot be removed."""
+        self._resume = 0.0
+        self._warned = False
+
+    def has(self, key: bytes) -> bool:
+        """Return whether there is an entry, in microseconds; `read` may find it damaged."""
+        group, path = self._place(key)
+        try:
+            if not key or key in self._bad or not self._is_safe(group):
+                return False
+            return stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode)
+        except OSError:
+            return False
+
+    def read(self, key: bytes, buffers: Seq[memoryview]) -> bool:
+        """Fill `buffers` with the entry's bytes, in the order in which they were written.
+
+        A damaged file is removed.
+
+        Args:
+            buffers: writable and contiguous, of uint8; one a page.
+
+        Returns:
+            False if the entry is missing, damaged, another's or of another size. What is in
+            `buffers` then has no meaning.
+        """
+        group, path = self._place(key)
+        try:
+            if not key or key in self._bad or not self._is_safe(group):
+                return False
+            fd = open_ours(Path(path))
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if error.errno not in _SHORT_OF:
+                self._discard(key, path, error)
+            return False
+        try:
+            if not read_file(fd, self._owner, key, buffers):
+                self._discard(key, path, "damaged, or not of this key")
+                return False
+            now = time.time_ns()
+            with contextlib.suppress(OSError):  # a directory that cannot be written is as good
+                os.utime(fd, ns=(now, now))
+        except OSError as error:
+            self._discard(key, path, error)
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+    def write(self, key: bytes, buffers: Seq[memoryview]) -> None:
+        """Keep an entry, if there is room and it is not there. Others see all of it or nothing.
+
+        After a failure nothing is written for a minute.
+        """
+        fits = 0 < len(key) <= MAX_KEY_BYTES and key not in self._bad
+        if not fits or self.has(key) or time.monotonic() < self._resume:
+            return
+        num_bytes = file_bytes(sum(buffer.nbytes for buffer in buffers))
+        if not self._evictor.has_room(num_bytes):
+            return
+        group, path = self._place(key)
+        try:
+            self._make(group)
+            self._write(path, key, buffers)
+        except IsADirectoryError as error:
+            self._discard(key, path, error)
+            return
+        except OSError as error:
+            self._fail(error)
+            return
+        self._warned = False
+        self._evictor.added(num_bytes)
+
+    def settle(self) -> None:
+        """Wait until as many entries are removed as the limit asks for."""
+        self._evictor.settle()
+
+    def close(self) -> None:
+        """Let the store go. Entries stay."""
+        self._evictor.close()
+
+    def _place(self, key: bytes) -> tuple[str, str]:
+        """Return the directory of a key's file, and the file."""
+        name = key.hex()
+        group = f"{self._base}/{name[:2]}"
+        return group, f"{group}/{name}"
+
+    def _is_safe(self, group: str) -> bool:
+        """Return whether this user alone can write to `group` and the directories above it.
+
+        Raises:
+            OSError: it is missing.
+        """
+        if group in self._checked:
+            return True
+        for path in (os.path.dirname(self._base), self._base, group):
+            try:
+                status = os.lstat(path)
+                if not stat.S_ISDIR(status.st_mode):
+                    raise NotADirectoryError(f"{path} is no directory")
+                check_ours(Path(path), status)
+            except FileNotFoundError:
+                raise
+            except OSError as reason:
+                self._fail(reason)
+                return False
+        self._checked.add(group)
+        return True
+
+    def _make(self, group: str) -> None:
+        """Make `group` and the two directories above it, if they are missing.
+
+        Raises:
+            OSError: this cannot be, or others could write to one of them.
+        """
+        for path in (os.path.dirname(self._base), self._base, group):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, mode=0o700)
+        if not self._is_safe(group):
+            raise PermissionError(f"{group} is not safe")
+
+    def _write(self, path: str, key: bytes, buffers: Seq[memoryview]) -> None:
+        """Write a file beside the groups, and move it to `path`. Its bytes may reach the disk late:
+        what a power failure leaves of it does not fit its checksum.
+        """
+        fd, temporary = new_temporary(self._base)
+        try:
+            write_file(fd, self._owner, key, buffers)
+            now = time.time_ns()
+            os.utime(fd, ns=(now, now))
+            os.rename(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        finally:
+            os.close(fd)
+
+    def _discard(self, key: bytes, path: str, reason: object) -> None:
+        """Remove a file that cannot be used, so that it is found no more."""
+        logger.info("an entry of the KV cache is not used: %s: %s", path, reason)
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            self._bad.add(key)
+
+    def _fail(self, reason: OSError) -> None:
+        """Write nothing for a while; warn once, until a write succeeds."""
+        self._resume = time.monotonic() + _PAUSE_SECONDS
+        level = logging.DEBUG if self._warned else logging.WARNING
+        self._warned = True
+        logger.log(level, "kv_cache_dir %s: no KV is written for now: %s", self._root, reason)
+
+
+def find_directory(path: str | os.PathLike[str]) -> Path:
+    """Return directory `path` as an absolute path without symlinks; make it if its parent exists.
+
+    A directory that cannot be made, because the disk is full or read-only, counts as empty.
+
+    Raises:
+        ConfigError: it cannot be a directory of this user's alone.
+    """
+    name = f"kv_cache_dir {shown(os.fspath(path))}"
+    try:
+        directory = Path(path).expanduser().absolute()
+        directory.parent.resolve(strict=True)
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            _warn_not_made(directory, str(error))
+    except (OSError, RuntimeError, ValueError) as error:  # missing, no such user, a zero byte
+        raise ConfigError(
+            f"{name} must be a directory, or a new name in one: make that one first, or name "
+            f"another ({error!s:.200})"
+        ) from error
+    if not os.path.isdir(directory):
+        return directory
+    try:
+        directory = directory.resolve(strict=True)
+        check_directory(directory)
+    except OSError as error:
+        raise ConfigError(
+            f"{name} must be a directory that others can neither write to nor replace: {error}"
+        ) from error
+    return directory
+
+
+@functools.cache
+def _warn_not_made(directory: Path, reason: str) -> None:
+    """Warn once: an engine opens its directory several times."""
+    logger.warning("kv_cache_dir %s cannot be made, no KV is kept: %s", directory, reason)

@@ -1,0 +1,249 @@
+"""`WeightControl`: puts an engine to sleep, wakes it up, and changes its weights.
+
+All methods are called between two steps, by the thread that runs the engine. What happens on each
+rank is in features/training/rank.py.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence as Seq
+from typing import Any
+
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.features.training.packets import NamedTensor, Packet
+from nanovllm.features.training.rank import MAX_LISTED, RankWeights, TensorInfo, on_weights
+from nanovllm.options.validation import listed, shown
+
+TAGS = ("weights", "kv_cache")
+"""What sleeps, in vLLM's names."""
+MODES = ("abort", "wait")
+"""What happens to requests in flight."""
+
+
+class WeightControl:
+    """The state of an engine's weights, as its users see it."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = weakref.ref(engine)
+        self._asleep: set[str] = set()
+        self._level = 0
+        self.is_updating = False  # between start() and finish()
+        self._owner: object | None = None  # the call that updates; None: start_weight_update()
+        self._missing: list[str] = []  # tensors that must come before the next request
+
+    @property
+    def engine(self) -> LLMEngine:
+        engine = self._engine()
+        assert engine is not None
+        return engine
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether an update runs of which any call of `update_weights` is a part."""
+        return self.is_updating and self._owner is None
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._asleep)
+
+    def sleep(self, level: int, mode: str) -> None:
+        """Give back the memory of weights and KV pool; requests in flight end as `mode` says.
+
+        Raises:
+            InvalidRequestError: level or mode is unknown, or an update of the weights runs.
+            ConfigError: the weights cannot be kept.
+        """
+        if isinstance(level, bool) or level not in (1, 2):
+            raise InvalidRequestError(
+                f"sleep level {shown(level)} must be 1 (keep the weights in a file) or 2 (forget "
+                "them)"
+            )
+        self._require_no_update("sleep()")
+        if level == 2 and self._level == 1 and "weights" in self._asleep:
+            self.wake_up(["weights"])  # what was kept is forgotten now
+        if self._asleep == set(TAGS):
+            return
+        self._end_requests(mode)
+        self._call(
+            RankWeights.keep, level
+        )  # all ranks keep their weights before one gives them back
+        self._call(RankWeights.sleep)
+        self._asleep = set(TAGS)
+        self._level = level
+        if level == 2 and not self._missing:
+            self._missing = ["all weights"]
+        self._refuse()
+
+    def wake_up(self, tags: Seq[str] | None) -> bool:
+        """Take the memory back; return whether nothing sleeps any more.
+
+        Raises:
+            InvalidRequestError: a tag is unknown.
+        """
+        wanted = TAGS if tags is None else tags
+        if isinstance(wanted, str) or any(tag not in TAGS for tag in wanted):
+            raise InvalidRequestError(
+                f"wake_up tags {shown(tags)} must be a list of {' and '.join(map(shown, TAGS))}"
+            )
+        woken = [tag for tag in TAGS if tag in wanted and tag in self._asleep]
+        if woken:
+            self._call(RankWeights.wake_up, woken)
+            self._asleep -= set(woken)
+        self._refuse()
+        return not self._asleep
+
+    def start(self, mode: str, owner: object | None = None) -> None:
+        """Begin an update: no request runs until `finish`.
+
+        Args:
+            owner: what alone may load tensors, and finish; None: any call may.
+
+        Raises:
+            InvalidRequestError: one has begun already, or the weights sleep, or mode is unknown.
+        """
+        self._require_no_update("an update")
+        if "weights" in self._asleep:
+            raise InvalidRequestError(
+                'the weights sleep: call wake_up(["weights"]) before update_weights'
+            )
+        self._end_requests(mode)
+        self.is_updating = True
+        self._owner = owner
+        self._refuse()
+
+    def check(self, tensors: Seq[NamedTensor], whole: bool, owner: object | None = None) -> None:
+        """Check tensors of an update before any is written. See `RankWeights.check`."""
+        if self.is_updating:
+            self._require_update(owner)
+        infos = [TensorInfo(name, tuple(x.shape), x.dtype) for name, x in tensors]
+        self._call(RankWeights.check, infos, whole)
+
+    def load(self, tensors: Seq[NamedTensor | Packet], owner: object | None = None) -> None:
+        """Write tensors, or let ranks keep them until the rest of their layer comes.
+
+        Raises:
+            InvalidRequestError: no update of `owner` has begun, or a tensor is wrong.
+        """
+        self._require_update(owner)
+        self._call(RankWeights.load, tensors)
+
+    def finish(self, version: int | str | None, owner: object | None = None) -> None:
+        """End an update: requests run again, with the new version on their outputs.
+
+        Raises:
+            InvalidRequestError: no update of `owner` has begun, or a part of a rounded layer is
+                missing.
+        """
+        self._require_update(owner)
+        self._missing = _union(self._call(RankWeights.finish))
+        outputs = self.engine.output_processor
+        last = outputs.weight_version
+        following = last + 1 if isinstance(last, int) else f"{last}+1"
+        outputs.weight_version = following if version is None else version
+        self.is_updating = False
+        self._owner = None
+        self._refuse()
+
+    def end(self, version: int | str | None) -> None:
+        """Do `finish`; if that fails, `fail`.
+
+        Raises:
+            InvalidRequestError: as for `check_version`, which ends nothing, and for `finish`.
+        """
+        check_version(version)
+        try:
+            self.finish(version)
+        except BaseException:
+            self.fail()
+            raise
+
+    def fail(self, owner: object | None = None) -> None:
+        """End an update of `owner` that has failed. If it has changed weights, all must come again.
+
+        An update of another call goes on.
+        """
+        if not self.is_updating or self._owner is not owner:
+            return
+        self.is_updating = False
+        self._owner = None
+        try:
+            names = _union(self._call(RankWeights.give_up))
+        except NanoVLLMError:  # the engine is down, and says so
+            return
+        self._missing = names or self._missing
+        self._refuse()
+
+    def _end_requests(self, mode: str) -> None:
+        """End the requests in flight, and forget the KV of all prefixes.
+
+        Raises:
+            InvalidRequestError: `mode` is unknown.
+        """
+        if mode not in MODES:
+            raise InvalidRequestError(f"mode {shown(mode)} must be one of {', '.join(MODES)}")
+        engine = self.engine
+        engine.owner.check()
+        engine.executor.check_health()
+        while mode == "wait" and engine.scheduler.num_unfinished:
+            engine.run_step()
+        for request_id in list(engine.output_processor.requests):
+            engine.abort(request_id)
+        engine.run_last_steps()
+        reset = engine.reset_prefix_cache()
+        assert reset, "no sequence has blocks"
+
+    def _require_no_update(self, what: str) -> None:
+        if self.is_updating:
+            raise InvalidRequestError(
+                f"{what} cannot begin: an update of the weights runs; finish_weight_update() first"
+            )
+
+    def _require_update(self, owner: object | None) -> None:
+        if not self.is_updating:
+            raise InvalidRequestError("no update of the weights has begun: start_weight_update()")
+        if self._owner is not owner:
+            raise InvalidRequestError("another call of update_weights runs: wait for its end")
+
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call a method of `RankWeights` on each rank; return the results."""
+        self.engine.owner.check()
+        return self.engine.executor.call_all(on_weights, method, *arguments)
+
+    def _refuse(self) -> None:
+        """Have requests refused while weights or pool are away, or while weights are not whole."""
+        reason = None
+        if self._asleep:
+            asleep = " and ".join(sorted(self._asleep))
+            reason = f"the engine sleeps ({asleep}): call wake_up()"
+        elif self.is_updating:
+            reason = "an update of the weights runs: finish_weight_update() ends it"
+        elif self._missing:
+            reason = (
+                f"the weights are not whole: {listed(self._missing, MAX_LISTED)} must come by "
+                "update_weights, after sleep(level=2) or an update that failed"
+            )
+        refusal = None if reason is None else InvalidRequestError(reason)
+        self.engine.executor.refusal = refusal
+
+
+def _union(of_ranks: Iterable[list[str]]) -> list[str]:
+    """Return the names that one rank or more returned."""
+    return list(dict.fromkeys(name for names in of_ranks for name in names))
+
+
+def check_version(version: int | str | None) -> None:
+    """Raise InvalidRequestError if `version` is neither an int nor a str."""
+    if isinstance(version, bool) or not isinstance(version, int | str | None):
+        raise InvalidRequestError(f"weight_version {shown(version)} must be an int or a str")
+
+
+_MAKING = threading.Lock()
+
+
+def control_of(engine: LLMEngine) -> WeightControl:
+    """Return the one control of `engine`, which is made when it is first asked for."""
+    with _MAKING:
+        if engine.weights is None:
+            engine.weights = WeightControl(engine)
+        return engine.weights

@@ -1,0 +1,219 @@
+"""A model in one GGUF file: its settings as a config.json has them, and its weights under the names
+and in the row order of transformers.
+
+Reads tensors one by one. Imports no torch.
+"""
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.loading.gguf_config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, make_config
+from nanovllm.loading.gguf_families import family_of
+from nanovllm.loading.gguf_family import AS_STORED, GgufFamily, Reading, rotary_pairs
+from nanovllm.loading.gguf_header import GgufTensor, Metadata, read_gguf_header
+from nanovllm.loading.gguf_tokenizer import tokenizer_settings
+from nanovllm.options.validation import shown
+
+MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""A decoder layer's modules, by llama.cpp's name. gguf_families.py has those of single families."""
+_WHOLE_MODEL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+
+_IN_CONFIG = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
+_MAX_WEIGHTS = 2**17
+"""Weights of a model, each expert's counted. One of 94 layers and 128 experts has 36,500."""
+
+
+class GgufWeight(NamedTuple):
+    """A tensor of the model."""
+
+    tensor: GgufTensor
+    """Its shape is transformers'."""
+    reading: Reading = AS_STORED
+
+    @property
+    def blocks_shape(self) -> tuple[int, ...]:
+        """The shape as bytes: [outputs, bytes of a row]."""
+        *rows, columns = self.tensor.shape
+        return *rows, self.tensor.type.row_bytes(columns)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the bytes can be read, too, in transformers' order of rows and columns."""
+        return self.reading.moves_whole_blocks(self.tensor.type.block_size)
+
+
+class GgufModel(NamedTuple):
+    """What the header of a file says of its model."""
+
+    config: dict[str, Any]
+    """As in a config.json. `eos_token_id` lists all tokens that end a text."""
+    weights: Mapping[str, GgufWeight]
+    """By transformers' name; tensors that it does not have keep their own."""
+    tokenizer: Mapping[str, Any]
+    """As `tokenizer_settings` returns it; empty if there are no tokens."""
+
+
+def read_gguf(file: Path) -> GgufModel:
+    """Return the model in GGUF `file`, which must be a regular file.
+
+    Raises:
+        CheckpointError: the file is not sound, or a setting is missing or invalid.
+        UnsupportedModelError: the architecture, a setting or a tensor's type is not supported.
+    """
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error}") from error
+    return _read_gguf(file, status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_gguf(file: Path, size: int, mtime_ns: int) -> GgufModel:
+    header = read_gguf_header(file)
+    metadata = Metadata(file, header)
+    if metadata.values.get("split.count", 1) not in (0, 1):
+        raise UnsupportedModelError(
+            f"{file} is one part of a split model: merge the parts with llama.cpp's "
+            "llama-gguf-split --merge"
+        )
+    family = family_of(metadata)
+    tokenizer = tokenizer_settings(metadata)
+    config = make_config(metadata, family)
+    return GgufModel(config, _weights(metadata, family, config), tokenizer)
+
+
+def read_rows(file: Path, weight: GgufWeight, rows: slice, *, raw: bool) -> npt.NDArray[Any]:
+    """Return `rows` of a weight of `file`, in transformers' order.
+
+    Args:
+        raw: return the blocks as bytes, [rows, bytes of a row], for which the weight must have
+            blocks; else float32 of the tensor's shape.
+    """
+    import gguf
+
+    tensor, reading = weight
+    num_rows = tensor.shape[0]
+    stored = np.memmap(file, np.uint8, "r", tensor.offset, (num_rows, tensor.num_bytes // num_rows))
+    blocks = stored[rows] if reading.rows is None else stored[reading.rows.indices(num_rows)[rows]]
+    if raw:
+        return _ordered_blocks(blocks, weight)
+    with np.errstate(all="ignore"):  # a NaN in a weight is the model's matter
+        values = gguf.dequantize(blocks, gguf.GGMLQuantizationType[tensor.type.name])
+        return reading.values(np.array(values, np.float32).reshape(-1, *tensor.shape[1:]))
+
+
+def _ordered_blocks(blocks: npt.NDArray[np.uint8], weight: GgufWeight) -> npt.NDArray[np.uint8]:
+    """Return the bytes of some rows with their columns in transformers' order."""
+    block = weight.tensor.type
+    if (columns := weight.reading.columns) is None:
+        return np.array(blocks)
+    order = columns.of_blocks(block.block_size)
+    assert order is not None
+    by_block = blocks.reshape(len(blocks), -1, block.block_bytes)
+    return by_block[:, order.indices(by_block.shape[1])].reshape(len(blocks), -1)
+
+
+def _weights(
+    metadata: Metadata, family: GgufFamily, config: dict[str, Any]
+) -> dict[str, GgufWeight]:
+    readings = dict(family.readings(config))
+    if family.permuted:
+        readings["attn_q"] = Reading(rotary_pairs(config["num_attention_heads"]))
+        readings["attn_k"] = Reading(rotary_pairs(config["num_key_value_heads"]))
+    norm = Reading(offset=family.norm_offset)
+    weights: dict[str, GgufWeight] = {}
+    for name, tensor in metadata.tensors.items():
+        if name in _IN_CONFIG:
+            continue
+        named, module = _named(name, family, config["num_hidden_layers"])
+        reading = readings.get(module, norm if module.endswith("_norm") else AS_STORED)
+        _check_tensor(metadata, name, reading, experts="{}" in named)
+        if "{}" in named:
+            parts = _split(metadata, name)
+            found = {named.format(i): GgufWeight(part) for i, part in enumerate(parts)}
+        else:
+            found = {named: GgufWeight(reading.shaped(tensor), reading)}
+        if twice := found.keys() & weights.keys():
+            raise CheckpointError(
+                f"{metadata.file}: tensor {shown(name)} is the second tensor for "
+                f"{shown(min(twice))}"
+            )
+        weights |= found
+        if len(weights) > _MAX_WEIGHTS:
+            raise CheckpointError(
+                f"{metadata.file}: the model has more than {_MAX_WEIGHTS} weights, each expert's "
+                "counted"
+            )
+    return weights
+
+
+def _named(name: str, family: GgufFamily, num_layers: int) -> tuple[str, str]:
+    """Return transformers' name of tensor `name`, and llama.cpp's name of its module, if known."""
+    block, _, rest = name.partition(".")
+    layer, _, rest = rest.partition(".")
+    if block != "blk" or not rest:
+        named = {**_WHOLE_MODEL, **family.tensors}.get(name, name)
+        return named, block if named != name else ""
+    prefix = f"model.layers.{layer}"
+    if family.draft_tensors and layer.isdecimal() and int(layer) >= num_layers:
+        prefix = f"mtp.layers.{int(layer) - num_layers}"
+        if rest in family.draft_tensors:
+            return f"mtp.{family.draft_tensors[rest]}", rest.rpartition(".")[0]
+    module, _, kind = rest.rpartition(".")
+    if own := family.tensors.get(rest):
+        return f"{prefix}.{own}", module or rest
+    known = family.modules.get(module) or MODULES.get(module)
+    return (f"{prefix}.{known}.{kind}", module) if known else (name, "")
+
+
+def _check_tensor(metadata: Metadata, name: str, reading: Reading, *, experts: bool) -> None:
+    """Check what reading tensor `name`, of one linear or of all `experts`, relies on."""
+    tensor = metadata.tensors[name]
+    wrong = None
+    num_dimensions = len(tensor.shape) - experts
+    if experts and (num_dimensions < 1 or tensor.shape[0] != metadata.size("expert_count", 0)):
+        wrong = f"has shape {tensor.shape}, must have one part for each expert"
+    elif num_dimensions > 2:
+        wrong = f"has {len(tensor.shape)} dimensions; {1 + experts} and {2 + experts} are supported"
+    elif num_dimensions == 1 and tensor.type.block_size > 1:
+        wrong = f"has one dimension and type {tensor.type.name}, must be F32, F16 or BF16"
+    elif reading.rows is not None and (rule := reading.rows.misfit(tensor.shape[0])):
+        wrong = f"has {tensor.shape[0]} rows, {rule}"
+    elif reading.columns is not None and (rule := reading.columns.misfit(tensor.shape[-1])):
+        wrong = f"has {tensor.shape[-1]} columns, {rule}"
+    if wrong:
+        raise CheckpointError(f"{metadata.file}: tensor {shown(name)} {wrong}")
+
+
+def _split(metadata: Metadata, name: str) -> list[GgufTensor]:
+    """Return the part of each expert of tensor `name`."""
+    tensor = metadata.tensors[name]
+    num_experts, *shape = tensor.shape
+    size = tensor.num_bytes // num_experts
+    return [
+        tensor._replace(shape=tuple(shape), offset=tensor.offset + index * size)
+        for index in range(num_experts)
+    ]

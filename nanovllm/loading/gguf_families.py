@@ -1,0 +1,232 @@
+"""What the architectures of llama.cpp have of their own in a GGUF file: names of tensors, the order
+and the offset of their numbers, and settings. A new one is one entry of FAMILIES.
+
+Reads metadata, no weight. Imports no torch.
+"""
+
+from collections.abc import Callable
+
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.loading.gguf_family import EXPERTS, SANDWICH, SOFTCAP, Fields, GgufFamily
+from nanovllm.loading.gguf_gemma4 import GEMMA4
+from nanovllm.loading.gguf_header import MAX_SIZE, Metadata
+from nanovllm.loading.gguf_lfm2 import LFM2, LFM2_MOE
+from nanovllm.loading.gguf_qwen35 import QWEN35, QWEN35_MOE
+from nanovllm.options.validation import check_int, shown
+
+
+def _windows(metadata: Metadata, config: Fields, interval: int, default: int = 0) -> Fields:
+    """Return the window, null for none, and the type of each layer.
+
+    Args:
+        interval: without a pattern, every so many layers have full attention.
+        default: the window, if the file has none.
+    """
+    key = "attention.sliding_window"
+    num_layers = config["num_hidden_layers"]
+    window = metadata.setting(key, check_int, 0, MAX_SIZE, default=default)
+    has_window = metadata.listed(f"{key}_pattern", num_layers, bool)
+    if has_window is None:
+        interval = metadata.setting(f"{key}_pattern", check_int, 0, MAX_SIZE, default=interval)
+        layers = range(1, num_layers + 1)
+        has_window = [not interval or number % interval != 0 for number in layers]
+    types = [
+        "sliding_attention" if window and slides else "full_attention" for slides in has_window
+    ]
+    return {"sliding_window": window or None, "layer_types": types}
+
+
+def _theta_of_windows(metadata: Metadata, config: Fields, default: float) -> Fields:
+    """Return rotary settings by type of layer: those with a window have no scaling."""
+    theta = metadata.number("rope.freq_base_swa", default)
+    return {
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_theta": theta},
+        }
+    }
+
+
+def _gemma(num_layers: int) -> Callable[[Metadata, Fields], Fields]:
+    """Return the fields of Gemma 2 or 3. The largest model, of `num_layers`, scales differently:
+    no key says so.
+    """
+
+    def fields(metadata: Metadata, config: Fields) -> Fields:
+        scalar = config["head_dim"]
+        if config["num_hidden_layers"] == num_layers:
+            scalar = config["hidden_size"] // config["num_attention_heads"]
+        own = {"query_pre_attn_scalar": scalar}
+        if metadata.architecture == "gemma2":
+            return own | _windows(metadata, config, 2, default=4096)
+        own |= _windows(metadata, config, 6)
+        return own | _theta_of_windows(metadata, config, 10_000.0)
+
+    return fields
+
+
+def _mistral3(metadata: Metadata, config: Fields) -> Fields:
+    """The queries' factor: llama.cpp has it grow at multiples of the original context."""
+    length = metadata.size("attention.temperature_length", 0)
+    if metadata.own("attention.temperature_scale") is None:
+        return {}
+    rope: Fields = config["rope_parameters"]
+    original = metadata.size("rope.scaling.original_context_length")
+    length = length or original
+    if length != original or rope.get("rope_type") != "yarn":
+        rule = f"the original context of yarn scaling, {original}"
+        raise metadata.unsupported("attention.temperature_length", length, rule)
+    beta = metadata.number("attention.temperature_scale")
+    return {"rope_parameters": {**rope, "llama_4_scaling_beta": beta}}
+
+
+def _phi3(metadata: Metadata, config: Fields) -> Fields:
+    window = metadata.size("attention.sliding_window", 0)
+    return {"sliding_window": window or None}
+
+
+def _olmo2(metadata: Metadata, config: Fields) -> Fields:
+    """Olmo 3 is an Olmo 2 with windows."""
+    windows = _windows(metadata, config, 4)
+    windows |= _theta_of_windows(metadata, config, config["rope_parameters"]["rope_theta"])
+    if windows["sliding_window"] is None:
+        return {}
+    return {"architectures": ["Olmo3ForCausalLM"], **windows}
+
+
+def _qwen3moe(metadata: Metadata, config: Fields) -> Fields:
+    """llama.cpp always normalises the weights of a token's experts."""
+    size = max(1, config["intermediate_size"] // config["num_experts_per_tok"])
+    return {
+        "moe_intermediate_size": metadata.size("expert_feed_forward_length", size),
+        "norm_topk_prob": True,
+    }
+
+
+def _gpt_oss(metadata: Metadata, config: Fields) -> Fields:
+    """The bounds of YaRN's ramp are not rounded, as in the published config.json."""
+    return {
+        **_windows(metadata, config, 2),
+        "rope_parameters": {**config["rope_parameters"], "truncate": False},
+        "split_experts": True,
+    }
+
+
+FAMILIES: dict[str, GgufFamily] = {
+    "ernie4_5": GgufFamily(
+        "Ernie4_5ForCausalLM",
+        fields=lambda metadata, config: {"use_bias": config["attention_bias"]},
+    ),
+    "exaone4": GgufFamily(
+        "Exaone4ForCausalLM",
+        modules=SANDWICH,
+        fields=lambda metadata, config: _windows(metadata, config, 4),
+    ),
+    "gemma2": GgufFamily(
+        "Gemma2ForCausalLM",
+        modules=SANDWICH,
+        norm_offset=-1.0,
+        numbers={**SOFTCAP, "attn_logit_softcapping": "attn_logit_softcapping"},
+        fields=_gemma(46),
+    ),
+    "gemma3": GgufFamily(
+        "Gemma3ForCausalLM",
+        modules=SANDWICH,
+        norm_offset=-1.0,
+        numbers=SOFTCAP,
+        fields=_gemma(62),
+    ),
+    "gemma4": GEMMA4,
+    "gpt-oss": GgufFamily(
+        "GptOssForCausalLM",
+        modules={
+            **EXPERTS,
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+        },
+        tensors={"attn_sinks.weight": "self_attn.sinks"},
+        sizes={
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        fields=_gpt_oss,
+    ),
+    "granite": GgufFamily(
+        "GraniteForCausalLM",
+        permuted=True,
+        numbers={
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        fields=lambda metadata, config: {
+            "attention_multiplier": metadata.number("attention.scale", config["head_dim"] ** -0.5)
+        },
+        neutral={"rope.scaling.finetuned": (True,)},  # False: no layer rotates
+    ),
+    "hunyuan-dense": GgufFamily(
+        "HunYuanDenseV1ForCausalLM",
+        modules={
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+        },
+    ),
+    "lfm2": LFM2,
+    "lfm2moe": LFM2_MOE,
+    "llama": GgufFamily("LlamaForCausalLM", permuted=True),
+    "mistral3": GgufFamily(
+        "Ministral3ForCausalLM",
+        permuted=True,
+        fields=_mistral3,
+    ),
+    "olmo2": GgufFamily(
+        "Olmo2ForCausalLM",
+        modules=SANDWICH,
+        fields=_olmo2,
+    ),
+    "phi3": GgufFamily(
+        "Phi3ForCausalLM",
+        modules={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        partial_rotation=True,
+        fields=_phi3,
+    ),
+    "qwen2": GgufFamily("Qwen2ForCausalLM"),
+    "qwen3": GgufFamily("Qwen3ForCausalLM"),
+    "qwen35": QWEN35,
+    "qwen35moe": QWEN35_MOE,
+    "qwen3moe": GgufFamily(
+        "Qwen3MoeForCausalLM",
+        modules={**EXPERTS, "ffn_gate_inp": "mlp.gate"},
+        sizes={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+        },
+        fields=_qwen3moe,
+        neutral={"expert_gating_func": (1,)},  # a softmax
+    ),
+    "seed_oss": GgufFamily(
+        "SeedOssForCausalLM",
+        modules={"post_attention_norm": "post_attention_layernorm"},
+        fields=lambda metadata, config: {
+            "attention_out_bias": "blk.0.attn_output.bias" in metadata.tensors
+        },
+    ),
+    "smollm3": GgufFamily("SmolLM3ForCausalLM", permuted=True),
+}
+"""By `general.architecture`."""
+
+
+def family_of(metadata: Metadata) -> GgufFamily:
+    """Return the family of a file.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    family = FAMILIES.get(metadata.architecture)
+    if family is None:
+        raise UnsupportedModelError(
+            f"{metadata.file}: general.architecture {shown(metadata.architecture)} is not "
+            f"supported ({', '.join(FAMILIES)})"
+        )
+    return family

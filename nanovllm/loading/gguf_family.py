@@ -1,0 +1,148 @@
+"""What an architecture of llama.cpp can have of its own in a GGUF file: `GgufFamily`.
+
+llama.cpp's converter changes some tensors; a `Reading` undoes that. Imports no torch.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from nanovllm.loading.gguf_header import GgufTensor, Metadata
+
+
+class Order(NamedTuple):
+    """An order of a tensor's rows or columns in which the converter has swapped two levels.
+
+    Those from `start` on are [blocks, n, inner, size] in the file and [blocks, inner, n, size] in
+    transformers' tensor. n follows from how many there are.
+    """
+
+    inner: int
+    size: int = 1
+    """Neighbours that stay together."""
+    blocks: int = 1
+    start: int = 0
+
+    def misfit(self, count: int) -> str:
+        """Return how many rows or columns there must be; "" if there can be `count` of them."""
+        rest = count - self.start
+        unit = self.blocks * self.inner * self.size
+        fits = rest > 0 and rest % unit == 0
+        return "" if fits else f"must have {self.start} and a multiple of {unit}"
+
+    def indices(self, count: int) -> npt.NDArray[np.int64]:
+        """Return, for each of `count` rows or columns in transformers' order, its place in the
+        file. They must fit.
+        """
+        moved = np.arange(self.start, count).reshape(self.blocks, -1, self.inner, self.size)
+        return np.concatenate([np.arange(self.start), moved.swapaxes(1, 2).ravel()])
+
+    def of_blocks(self, block_size: int) -> "Order | None":
+        """Return the order of blocks of `block_size` neighbours; None if it cuts a block."""
+        if self.size % block_size or self.start % block_size:
+            return None
+        return self._replace(size=self.size // block_size, start=self.start // block_size)
+
+
+def rotary_pairs(num_heads: int) -> Order:
+    """Return the order of the rows of q or k in which the two rows of a rotary pair are neighbours:
+    llama.cpp's architecture llama, and those like it.
+    """
+    return Order(inner=2, blocks=num_heads)
+
+
+class Reading(NamedTuple):
+    """What reading does to the numbers of a tensor."""
+
+    rows: Order | None = None
+    columns: Order | None = None
+    offset: float = 0.0
+    """What is added to each number."""
+    is_decay: bool = False
+    """Whether the file has -exp(x) where transformers has x."""
+    axis: int | None = None
+    """Where a dimension of 1 is inserted, if the tensor has `axis` + 1 dimensions."""
+
+    def shaped(self, tensor: GgufTensor) -> GgufTensor:
+        """Return a tensor with transformers' shape. Its bytes are the same."""
+        if self.axis is None or len(tensor.shape) != self.axis + 1:
+            return tensor
+        return tensor._replace(shape=(*tensor.shape[: self.axis], 1, *tensor.shape[self.axis :]))
+
+    def moves_whole_blocks(self, block_size: int) -> bool:
+        """Return whether the blocks of a tensor are transformers' numbers, in another order."""
+        changed = self.offset or self.is_decay
+        order = self.columns
+        return not changed and (order is None or order.of_blocks(block_size) is not None)
+
+    def values(self, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the numbers of some rows, whose order is right, as transformers has them."""
+        if self.columns is not None:
+            stored = stored[..., self.columns.indices(stored.shape[-1])]
+        if self.is_decay:
+            stored = np.log(-stored)
+        return stored + np.float32(self.offset) if self.offset else stored
+
+
+AS_STORED = Reading()
+
+
+_NO_NAMES: Mapping[str, str] = MappingProxyType({})
+Fields = dict[str, Any]
+"""Of a config.json."""
+
+
+class GgufFamily(NamedTuple):
+    """An architecture of llama.cpp."""
+
+    architecture: str
+    """transformers' name."""
+    modules: Mapping[str, str] = _NO_NAMES
+    """A layer's modules beyond `gguf.MODULES`, by llama.cpp's name. {} stands for the number of an
+    expert: such a tensor has the weights of all experts, one after the other."""
+    tensors: Mapping[str, str] = _NO_NAMES
+    """Tensors with names of their own: those of a layer without blk.N. and model.layers.N."""
+    draft_tensors: Mapping[str, str] = _NO_NAMES
+    """Tensors of the layer that drafts (MTP), which follows the others in the file: the names
+    without blk.N. and mtp. No names: there is no such layer."""
+    permuted: bool = False
+    """Whether the rows of q and k are in llama.cpp's order: see `rotary_pairs`."""
+    norm_offset: float = 0.0
+    """What is added to the weights of norms."""
+    numbers: Mapping[str, str] = _NO_NAMES
+    """Fields of a config.json, by the key that has their number. Without it the family's default
+    holds."""
+    sizes: Mapping[str, str] = _NO_NAMES
+    """The same of sizes, which must be there."""
+    per_layer: frozenset[str] = frozenset()
+    """The sizes that may be lists, a number for each layer. The common fields have the largest."""
+    partial_rotation: bool = False
+    """Whether a part of a head may rotate."""
+    fields: Callable[[Metadata, Fields], Fields] = lambda metadata, config: {}
+    """Returns the family's own fields; gets the common ones."""
+    readings: Callable[[Fields], Mapping[str, Reading]] = lambda config: {}
+    """Returns how tensors are read, by llama.cpp's name of their module; gets all fields."""
+    neutral: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+    """Keys that are not read, with the values that are supported. Without the key one is meant."""
+
+
+SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Modules of a layer that has norms after attention and MLP, too."""
+EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+EXPERT_SIZES = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+SOFTCAP = {"final_logit_softcapping": "final_logit_softcapping"}

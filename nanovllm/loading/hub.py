@@ -1,0 +1,301 @@
+"""Finds the files of a checkpoint: a local directory, a GGUF file, or a hub id.
+
+Nothing in a checkpoint is trusted: every file is checked before it is opened. Reads the JSON files
+and no weights. Imports no torch.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from nanovllm.errors import CheckpointError
+from nanovllm.loading.download import check_name, download, hub_files, way_online
+from nanovllm.loading.files import check_file, is_gguf, local_path, read_json
+from nanovllm.options.config import Config
+from nanovllm.options.validation import check_int, listed, shown
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json")
+_CONFIG_PATTERNS = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
+OPENED_PATTERNS = [
+    "*config.json",
+    "*token*.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+    "chat_template.json",
+    "tekken.json",
+    "params.json",
+    "additional_chat_templates/*.jinja",
+]
+"""Files of a directory that may be opened to read its settings and its tokenizer."""
+MAX_FILE_BYTES = 64 * 2**20
+"""Limit of each of them. The largest known are tokenizer.json files of 33 MB."""
+_MAX_LISTED = 5
+"""Files that one error names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on this machine, and its parsed JSON files ({} if absent).
+
+    A GGUF file takes the place of the directory, of config.json and of the tokenizer.
+    """
+
+    path: Path
+    """The directory or the GGUF file."""
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tokenizer_path: Path | None = None
+    """Directory or GGUF file of the tokenizer; None if there is none, or none is wanted."""
+
+    def __post_init__(self) -> None:
+        self.eos_token_ids  # noqa: B018 - raises for invalid ids
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """All end-of-sequence ids: of generation_config.json if it has any, else of config.json.
+
+        Raises:
+            CheckpointError: an id is not a token of the vocabulary.
+        """
+        vocab_size = self.config.get("vocab_size")  # may be invalid: ModelConfig checks it
+        last = vocab_size - 1 if type(vocab_size) is int and vocab_size > 0 else None
+        found = []
+        files = {"generation_config.json": self.generation_config, "config.json": self.config}
+        for file, settings in files.items():  # also those that do not count
+            ids = settings.get("eos_token_id")
+            if ids is not None:
+                name = f"{file}: eos_token_id"
+                ids = ids if isinstance(ids, list) else [ids]
+                found.append(frozenset(check_int(CheckpointError, name, i, 0, last) for i in ids))
+        return found[0] if found else frozenset()
+
+
+def configured_checkpoint(config: Config) -> Checkpoint:
+    """Return the checkpoint of `config.model`, with what `config` replaces in it.
+
+    Raises:
+        CheckpointError: as for `open_checkpoint`, also for the tokenizer and generation_config.
+    """
+    checkpoint = open_checkpoint(config.model, config.revision, config.download_dir)
+    generation_config = checkpoint.generation_config
+    tokenizer_path = checkpoint.tokenizer_path
+    if config.generation_config not in ("auto", "vllm"):
+        directory = local_path(config.generation_config)
+        if not check_file(directory, "generation_config.json", MAX_FILE_BYTES):
+            raise CheckpointError(f"{directory} has no generation_config.json")
+        generation_config = read_json(directory / "generation_config.json")
+    if config.skip_tokenizer_init:
+        tokenizer_path = None
+    elif config.tokenizer is not None:
+        path = _find_directory(config.tokenizer, None, config.download_dir, "tokenizer")
+        if (tokenizer_path := _tokenizer_path(path)) is None:
+            raise CheckpointError(f"tokenizer {config.tokenizer!r}: {path} has no tokenizer.json")
+    return Checkpoint(
+        checkpoint.path,
+        {**checkpoint.config, **(config.hf_overrides or {})},
+        generation_config,
+        tokenizer_path,
+    )
+
+
+def draft_checkpoint(config: Config) -> Checkpoint | None:
+    """Return the checkpoint of the draft network that `config` names; None if it names none.
+
+    Raises:
+        CheckpointError: as for `open_checkpoint`.
+    """
+    spec = config.speculation
+    if spec is None or spec.model is None:
+        return None
+    checkpoint = open_checkpoint(spec.model, None, config.download_dir)
+    if config.skip_tokenizer_init:
+        return dataclasses.replace(checkpoint, tokenizer_path=None)
+    return checkpoint
+
+
+def open_checkpoint(
+    model: str, revision: str | None = None, download_dir: str | None = None
+) -> Checkpoint:
+    """Return the checkpoint of `model`; download its JSON and tokenizer files if needed.
+
+    Args:
+        model: a local directory or a hub id, a GGUF file, or a file in a hub repository, such as
+            "owner/repo/model.gguf". What is local goes first.
+        download_dir: where downloads go; None is huggingface_hub's cache.
+
+    Raises:
+        CheckpointError: there is no such directory or hub id, the hub cannot be reached, there is
+            no config.json, or a file is invalid or must not be opened.
+    """
+    check_name(model)
+    path = _find_gguf_file(model, revision, download_dir)
+    if path is None:
+        path = _find_directory(model, revision, download_dir, "model")
+        if not (path / "config.json").is_file():
+            path = _only_gguf(path, model, revision, download_dir)
+    if is_gguf(path):
+        from nanovllm.loading.gguf import read_gguf
+
+        found = read_gguf(path)
+        return Checkpoint(path, found.config, {}, path if found.tokenizer else None)
+    return Checkpoint(
+        path,
+        _read_config(path),
+        read_json(path / "generation_config.json"),
+        _tokenizer_path(path),
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return config.json. quantization_config lies in another file in old uploads of ModelOpt, and
+    has another name in those of MLX.
+    """
+    config = read_json(path / "config.json")
+    if isinstance(config.get("quantization"), dict):
+        config.setdefault("quantization_config", config["quantization"])
+    if config.get("quantization_config") is None and (path / "hf_quant_config.json").exists():
+        found = read_json(path / "hf_quant_config.json")
+        config["quantization_config"] = {"quant_method": "modelopt", **found}
+    return config
+
+
+def weight_files(
+    checkpoint: Checkpoint,
+    model: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+) -> list[Path]:
+    """Return the weight files of `checkpoint`; download them if `model` is a hub id.
+
+    Raises:
+        CheckpointError: there are none, the index names missing files, or a file is outside the
+            directory or not a regular one.
+    """
+    path = checkpoint.path
+    if is_gguf(path):
+        return [path]
+    from_hub = not local_path(model).is_dir()
+    if from_hub:
+        patterns = ["*.safetensors", "*.safetensors.index.json"]
+        path = download(model, revision, patterns, download_dir)
+    if named := _indexed_files(path / "model.safetensors.index.json"):
+        return named
+    if check_file(path, "model.safetensors"):
+        return [path / "model.safetensors"]
+    files = sorted(path.glob("*.safetensors"))
+    if missing := [file.name for file in files if not check_file(path, file.name)]:
+        raise CheckpointError(f"{path}: {shown(missing[0])} is a link to a missing file")
+    if not files:
+        others = sorted(
+            f.name for f in path.iterdir() if f.suffix in {".bin", ".pt", ".pth", ".gguf"}
+        )
+        if from_hub and not others:
+            raise CheckpointError(
+                f"no .safetensors weights of {model!r} in the local cache, and none came from the "
+                f"hub (offline, or it has none): {way_online()}, or give a local directory"
+            )
+        if gguf := [name for name in others if name.endswith(".gguf")]:
+            raise CheckpointError(
+                f"{path} has no .safetensors weights next to config.json; give the path of "
+                f"{shown(gguf[0])} itself"
+            )
+        found = f" (found {', '.join(others)}, which is not read)" if others else ""
+        raise CheckpointError(
+            f"{path} has no .safetensors weights{found}; convert the checkpoint to safetensors, "
+            'or use load_format="dummy" for random weights'
+        )
+    return files
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    """Return the files that `index` names; none if there is no such file."""
+    path = index.parent
+    if not check_file(path, index.name, MAX_FILE_BYTES):
+        return []
+    weight_map = read_json(index).get("weight_map")
+    if not (
+        isinstance(weight_map, dict)
+        and weight_map
+        and all(isinstance(name, str) for name in weight_map.values())
+    ):
+        raise CheckpointError(f"{index} has no weight_map of file names")
+    names = sorted(set(weight_map.values()))
+    if missing := [name for name in names if not check_file(path, name)]:
+        found = listed([name if len(name) < 100 else shown(name) for name in missing], _MAX_LISTED)
+        raise CheckpointError(f"{index} names files that are missing: {found}")
+    return [path / name for name in names]
+
+
+def _find_gguf_file(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """Return the GGUF file that `model` names, here or on the hub; None if it names none."""
+    local = local_path(model)
+    repo, _, name = model.rpartition("/")
+    if not is_gguf(local) or local.is_dir():
+        return None
+    if local.exists():
+        if not local.is_file():
+            raise CheckpointError(f"{model!r} is not a regular file")
+        return local.absolute()
+    if model.startswith(("/", ".", "~")) or repo.count("/") != 1:
+        raise CheckpointError(f"GGUF file {model!r} does not exist")
+    path = download(repo, revision, [name], download_dir)
+    if not check_file(path, name):
+        raise CheckpointError(f"hub model {repo!r} has no file {name!r}, or it is not cached here")
+    return path / name
+
+
+def _only_gguf(path: Path, model: str, revision: str | None, download_dir: str | None) -> Path:
+    """Return the one GGUF file of directory `path`; download it if `model` is a hub id.
+
+    Raises:
+        CheckpointError: there is none, or there are several.
+    """
+    names = sorted(file.name for file in path.glob("*.gguf"))
+    from_hub = not local_path(model).is_dir()
+    if from_hub:
+        names = [name for name in hub_files(model, revision) if is_gguf(Path(name))] or names
+    if not names:
+        raise CheckpointError(
+            f"{path} is not a model directory: it has no config.json and no GGUF file"
+        )
+    if len(names) > 1:
+        raise CheckpointError(
+            f"{model} holds {len(names)} GGUF files; name one of them, such as "
+            f"{model}/{names[0]}: {listed(names, _MAX_LISTED)}"
+        )
+    if from_hub and not (path / names[0]).exists():
+        path = download(model, revision, names, download_dir)
+    if not check_file(path, names[0]):
+        raise CheckpointError(f"{path}: {shown(names[0])} is a link to a missing file")
+    return path / names[0]
+
+
+def _find_directory(model: str, revision: str | None, download_dir: str | None, what: str) -> Path:
+    """Return the directory of `model`, or of its download without weights; check its files.
+
+    Args:
+        what: "model" or "tokenizer", for messages.
+    """
+    local = local_path(model)
+    if local.is_dir():
+        path = local.resolve()
+    elif local.exists():
+        raise CheckpointError(
+            f"{what} {model!r} is a file; give the directory that holds "
+            f"{'config.json' if what == 'model' else 'tokenizer.json'}"
+        )
+    elif model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise CheckpointError(f"{what} directory {model!r} does not exist")
+    else:
+        path = download(model, revision, _CONFIG_PATTERNS, download_dir)
+    for pattern in OPENED_PATTERNS:
+        for file in path.glob(pattern):
+            check_file(path, str(file.relative_to(path)), MAX_FILE_BYTES)
+    return path
+
+
+def _tokenizer_path(path: Path) -> Path | None:
+    """Return `path` if it has tokenizer files, else None."""
+    return path if any((path / name).is_file() for name in _TOKENIZER_FILES) else None

@@ -1,0 +1,151 @@
+"""The contract of executors, and the choice of one. The engine knows workers only through this
+module.
+
+Imports no torch before an executor is made. Knows no requests and no text.
+"""
+
+import contextlib
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nanovllm.errors import ConfigError, NanoVLLMError
+from nanovllm.loading.files import is_gguf
+from nanovllm.loading.hub import Checkpoint
+from nanovllm.options.config import Config
+from nanovllm.scheduler.messages import Schedule, StepResult
+from nanovllm.scheduler.worker_info import WorkerInfo
+from nanovllm.utils.pages import PageReserve, read_ahead
+
+if TYPE_CHECKING:
+    from nanovllm.features.structured.grammar import GrammarCompiler
+
+_MIN_RESERVE = 64 * 2**20
+"""Bytes of weights below which a thread of its own gains nothing."""
+
+
+class Future(Protocol):
+    """The result of a launched step."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and return its result.
+
+        Raises:
+            EngineDeadError: a worker died.
+        """
+        ...
+
+
+class Executor(Protocol):
+    """Runs steps on all ranks, in the order of the calls."""
+
+    def start(self) -> WorkerInfo:
+        """Load the model and allocate the KV pool. Every rank gets the smallest rank's blocks."""
+        ...
+
+    def set_grammars(self, compiler: "GrammarCompiler") -> None:
+        """Give the ranks what compiles the grammars of requests; before the first of those."""
+        ...
+
+    def execute(self, schedule: Schedule) -> Future:
+        """Launch a step."""
+        ...
+
+    def call_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call `function(runner, *arguments)` on each rank, between two steps; return the results.
+
+        Args:
+            function: a function of a module; it and the arguments may be sent to other processes.
+
+        Raises:
+            NanoVLLMError: a mistake of the user that a rank found: the ranks go on.
+            EngineDeadError: a worker died.
+        """
+        ...
+
+    refusal: NanoVLLMError | None
+    """Why no request can be taken now, such as that the weights are away; None: all can."""
+
+    def check_ready(self) -> None:
+        """Raise `refusal`, or what `check_health` raises."""
+        ...
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if a worker has died or the executor was shut down."""
+        ...
+
+    def shutdown(self) -> None:
+        """End the workers and release the model. Repeated calls do nothing."""
+        ...
+
+
+def make_executor(
+    config: Config, checkpoint: Checkpoint, draft: Checkpoint | None = None
+) -> Executor:
+    """Return the executor for `config`, not yet started: the checkpoints are checked, not loaded.
+
+    Args:
+        draft: of the draft network, if speculation has one.
+
+    Raises:
+        CheckpointError, ConfigError: the model, or its draft network, cannot run with `config`.
+        ConfigError: `config` asks for Ray, which is not installed.
+    """
+    by_ray = config.distributed_executor_backend == "ray"
+    if by_ray and find_spec("ray") is None:
+        raise ConfigError(
+            'distributed_executor_backend="ray" needs Ray, which is not installed: '
+            "pip install '.[ray]'"
+        )
+    if config.load_format != "dummy":
+        read_ahead(_files(checkpoint))  # before torch is imported, which takes a second
+    reserve = _reserve(config, checkpoint) if config.runs_in_process else None  # before it, too
+    from nanovllm.parallel.worker import check_networks
+
+    target, drafting = check_networks(config, checkpoint, draft)
+    if config.runs_in_process:
+        from nanovllm.parallel.in_process import InProcessExecutor
+
+        return InProcessExecutor(target._replace(reserve=reserve), drafting)
+    from nanovllm.parallel.rank_executor import RankExecutor
+
+    if by_ray:
+        from nanovllm.parallel.ray_ranks import RayRanks
+
+        return RankExecutor(RayRanks(target, drafting))
+    from nanovllm.parallel.pipes import PipeRanks
+
+    return RankExecutor(PipeRanks(target, drafting))
+
+
+def _files(checkpoint: Checkpoint) -> list[Path]:
+    """Return the files of weights that are there; a checkpoint of the hub may lack them."""
+    if is_gguf(checkpoint.path):
+        return [checkpoint.path]
+    whole = checkpoint.path / "model.safetensors"
+    return [whole] if whole.is_file() else sorted(checkpoint.path.glob("model-*.safetensors"))
+
+
+def _reserve(config: Config, checkpoint: Checkpoint) -> PageReserve | None:
+    """Return memory for weights that a CPU packs in 16 bits; None where others are expected."""
+    on_cpu = config.device == "cpu" or (
+        config.device == "auto" and not Path("/dev/nvidiactl").exists()
+    )
+    dtype = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype"))
+    is_packed = (
+        on_cpu
+        and dtype == "bfloat16"
+        and config.dtype in ("auto", "bfloat16")
+        and config.native_kernels
+        and config.load_format != "dummy"
+        and config.quantization in (None, "none")
+        and "quantization_config" not in checkpoint.config
+        and not is_gguf(checkpoint.path)
+    )
+    if not is_packed:
+        return None
+    size = sum(file.stat().st_size for file in _files(checkpoint))
+    with contextlib.suppress(OSError):  # not so much memory: loading finds what is missing
+        return PageReserve(size) if size >= _MIN_RESERVE else None
+    return None

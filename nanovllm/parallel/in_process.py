@@ -1,0 +1,71 @@
+"""Runs the only rank in this process. Knows no requests and no text."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanovllm.errors import EngineDeadError, NanoVLLMError
+from nanovllm.parallel.worker import make_runner, num_threads, on_device, rank_device
+from nanovllm.scheduler.messages import Schedule
+from nanovllm.scheduler.worker_info import WorkerInfo
+from nanovllm.worker.kv_cache import memory_errors, require_one_sequence
+from nanovllm.worker.model_loader import NetworkSpec
+from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.worker.step_output import PendingResult
+from nanovllm.worker.warm_up import allocate, measure
+
+if TYPE_CHECKING:
+    from nanovllm.features.structured.grammar import GrammarCompiler
+
+
+class InProcessExecutor:
+    """Runs the only rank in this process."""
+
+    def __init__(self, target: NetworkSpec, draft: NetworkSpec | None = None) -> None:
+        self._target = target
+        self._draft = draft
+        self._runner: ModelRunner | None = None
+        self._num_threads = num_threads(target.config)
+        self.refusal: NanoVLLMError | None = None
+
+    def start(self) -> WorkerInfo:
+        config = self._target.config
+        device = rank_device(config)
+        with on_device(device, self._num_threads), memory_errors(config):
+            runner = make_runner(self._target, device, self._draft)
+            info = measure(runner)
+            require_one_sequence(info)
+            info = allocate(runner, info)
+        self._runner = runner
+        return info
+
+    def set_grammars(self, compiler: "GrammarCompiler") -> None:
+        from nanovllm.features.structured.grammar_masks import GrammarMasks
+
+        assert self._runner is not None
+        self._runner.masks = GrammarMasks(compiler)
+
+    def execute(self, schedule: Schedule) -> PendingResult:
+        self.check_health()
+        assert self._runner is not None
+        with on_device(self._runner.device, self._num_threads):
+            return self._runner.execute(schedule)
+
+    def call_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        self.check_health()
+        assert self._runner is not None
+        with on_device(self._runner.device, self._num_threads), torch.inference_mode():
+            return [function(self._runner, *arguments)]
+
+    def check_ready(self) -> None:
+        self.check_health()
+        if self.refusal is not None:
+            raise self.refusal
+
+    def check_health(self) -> None:
+        if self._runner is None:
+            raise EngineDeadError("the engine was shut down; make a new LLM")
+
+    def shutdown(self) -> None:
+        self._runner = None

@@ -1,0 +1,84 @@
+"""Recorded steps of models with layers that keep a state."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.features.fast_steps.recording import RecordedModel
+from tests.helpers import random_prompt, token_ids
+from tests.kernels.cpu.helpers import native
+
+DELTA = {"linear_key_head_dim": 24, "linear_value_head_dim": 16, "linear_num_key_heads": 2}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
+MIXED = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+MODELS: dict[str, dict[str, Any]] = {
+    "gated delta": {"model_type": "qwen3_5_text", "linear_num_value_heads": 4, **DELTA, **MIXED},
+    "experts": {
+        "model_type": "qwen3_5_moe_text",
+        "linear_num_value_heads": 2,
+        **DELTA,
+        **MIXED,
+        **EXPERTS,
+    },
+    "short convolution": {
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,
+    },
+}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of rows of all recorded steps."""
+    found: list[int] = []
+    forward = RecordedModel.forward
+
+    def count(self: RecordedModel, rows: Any) -> Any:
+        found.append(len(rows))
+        return forward(self, rows)
+
+    monkeypatch.setattr(RecordedModel, "forward", count)
+    return found
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    """Return the tokens of prompts of many lengths, some greedy, some drawn."""
+    rng = random.Random(0)
+    prompts = [random_prompt(rng, length) for length in (1, 9, 40, 64, 100, 3)]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=5 + 4 * i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    return token_ids(llm.generate(prompts, params, use_tqdm=False))
+
+
+@native
+@pytest.mark.parametrize("model", MODELS)
+def test_recorded_steps_change_no_token(
+    model: str,
+    shared_checkpoint: Callable[..., str],
+    make_llm: Callable[..., LLM],
+    recorded: list[int],
+) -> None:
+    path = shared_checkpoint(**{**MODELS[model], "dtype": "bfloat16"})
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": 160, "max_num_seqs": 4}
+    expected = generate(make_llm(path, enforce_eager=True, **options))
+    assert not recorded
+    assert generate(make_llm(path, **options)) == expected
+    assert {1, 4} <= set(recorded)
+    num_steps = len(recorded)
+    found = generate(make_llm(path, speculative_config=NGRAM, **options))
+    assert (
+        found == expected
+    )  # drafts of rows, and steps that follow accepted ones, are not recorded
+    assert len(recorded) > num_steps

@@ -1,0 +1,238 @@
+"""Where there is no tokenizer.json: what transformers makes is kept, and what lacks is named."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers.pre_tokenizers import ByteLevel
+
+from nanovllm import demo_model
+from nanovllm.errors import CheckpointError
+from nanovllm.loading import converted_tokenizer
+from nanovllm.loading.hub import Checkpoint, open_checkpoint
+from nanovllm.loading.text_tokenizer import TextTokenizer
+from nanovllm.loading.tokenizer import serving_tokenizer
+from tests.gguf_files import make_gguf
+
+TEXTS = ["", "hello  wörld\n", "<|im_start|>user\nhe<|im_end|>", "né 🦊\u200d", " a  b\t\n"]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "nanovllm"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    return make_gguf(tmp_path / "gguf", "llama", metadata={}, tokens=SPECIAL)[0]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """The files that GPT-2's tokenizer had."""
+    path = tmp_path / "older"
+    path.mkdir()
+    tokens = [*SPECIAL, *sorted(ByteLevel.alphabet()), "he", "ll"]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    (path / "vocab.json").write_text(json.dumps(vocab))
+    (path / "merges.txt").write_text("#version: 0.2\nh e\nl l\n")
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|im_end|>", "chat_template": "c"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def read(path: Path | str) -> TextTokenizer:
+    checkpoint = open_checkpoint(path) if isinstance(path, str) else Checkpoint(path, {}, {}, path)
+    found = serving_tokenizer(checkpoint)
+    assert found is not None
+    return found
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_load", "convert_gguf_tokenizer"):
+        monkeypatch.setattr(converted_tokenizer, name, lambda _: pytest.fail("made again"))
+
+
+@pytest.mark.parametrize("form", ["file", "directory"])
+def test_what_was_kept_does_the_same(
+    form: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = request.getfixturevalue(form)
+    made = read(path)
+    forbid(monkeypatch)
+    kept = read(path)
+    assert kept.eos_token_id == made.eos_token_id is not None
+    assert kept.special_tokens_map == made.special_tokens_map
+    assert kept.chat_template == made.chat_template is not None
+    assert kept.get_vocab() == made.get_vocab()
+    assert kept.added_tokens_decoder.keys() == made.added_tokens_decoder.keys()
+    for text in TEXTS:
+        ids = kept.encode(text)
+        assert ids == made.encode(text)
+        assert kept.decode(ids) == made.decode(ids) == text
+        assert kept.decode(ids, skip_special_tokens=True) == made.decode(ids, True)
+
+
+def test_older_files_are_read_as_their_class_reads_them(directory: Path) -> None:
+    found = read(directory)
+    ids = found.encode("hello he<|im_end|>")
+    assert found.convert_ids_to_tokens(ids) == ["he", "ll", "o", "Ġ", "he", "<|im_end|>"]
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    (directory / "chat_template.json").write_text('{"chat_template": "p"}')
+    assert read(directory).chat_template == "p"
+
+
+def test_a_start_does_not_import_transformers(cache: Path) -> None:
+    """Symptom: 0.8 s of each start."""
+    code = f"""
+import sys
+from nanovllm import LLM, SamplingParams
+options = dict(max_model_len=64, kv_cache_memory_bytes=2**26)
+llm = LLM({str(demo_model.MODEL)!r}, native_kernels=False, **options)  # the cache has no kernels
+llm.generate("What is a KV cache?", SamplingParams(max_tokens=2), use_tqdm=False)
+print("transformers" in sys.modules)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout == "False\n", found.stderr
+    assert not [*cache.glob("tokenizer-*.json")]
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "merges.txt", "tokenizer_config.json"])
+def test_it_is_made_again_when_a_file_changes(directory: Path, cache: Path, name: str) -> None:
+    read(directory)
+    content = (directory / name).read_text()
+    changed = content.replace("0.2", "0.3") if name == "merges.txt" else content + "\n"
+    (directory / name).write_text(changed)
+    read(directory)
+    assert len([*cache.glob("tokenizer-*.json")]) == 2
+
+
+def test_another_version_makes_it_again(
+    file: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of transformers, or of this package: what is kept is not what it would make today."""
+    read(file)
+    with monkeypatch.context() as patch:
+        patch.setattr(converted_tokenizer, "version", lambda name: "0.0.0")
+        read(file)
+    monkeypatch.setattr(converted_tokenizer, "_FORMAT", 10**6)
+    read(file)
+    assert len([*cache.glob("tokenizer-*.json")]) == 3
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b'{"backend": 5}'])
+def test_a_damaged_file_is_made_again(file: str, cache: Path, damage: bytes) -> None:
+    expected = read(file).encode("hello")
+    (kept,) = cache.glob("tokenizer-*.json")
+    whole = kept.read_bytes()
+    kept.write_bytes(damage)
+    if damage:
+        converted_tokenizer.disk_cache.seal(kept)  # as if another program had written it
+    assert read(file).encode("hello") == expected
+    assert kept.read_bytes() == whole
+
+
+def test_it_works_without_a_place_to_keep_it(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    assert read(file).encode("he")
+
+
+def test_the_last_ones_used_are_kept(
+    directory: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(converted_tokenizer, "_MAX_KEPT", 2)
+    config = directory / "tokenizer_config.json"
+    files = {}
+    for age, end in enumerate(["", " ", "  "]):
+        config.write_text(config.read_text().strip() + end)
+        before = {*cache.glob("tokenizer-*.json")}
+        read(directory)
+        (files[end],) = {*cache.glob("tokenizer-*.json")} - before
+        os.utime(files[end], (age, age))
+        if end == " ":  # the first is used again
+            config.write_text(config.read_text().strip())
+            read(directory)
+    assert [end for end, kept in files.items() if kept.exists()] == ["", "  "]
+
+
+TAKE = "take the tokenizer.json and the tokenizer_config.json of another upload"
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"tekken.json": {}}, "tekken.json, which is Mistral's own format"),
+        (
+            {"tekken.json": {}, "tokenizer.model": "x", "tokenizer_config.json": {}},
+            "tekken.json, which is Mistral's own format",
+        ),
+        (
+            {"tokenizer.model": "x"},
+            "tokenizer.model: tokenizer_config.json with its tokenizer_class is missing, too",
+        ),
+        (
+            {"tokenizer.model": "x", "tokenizer_config.json": {"tokenizer_class": "T5Tokenizer"}},
+            "tokenizer.model, and tokenizer_class 'T5Tokenizer' is not LlamaTokenizer, GPT2",
+        ),
+        (
+            {"tokenizer.model": "x", "tokenizer_config.json": {"tokenizer_class": [1]}},
+            r"tokenizer_class \[1\] is not",
+        ),
+        (
+            {
+                "tokenizer.model": "x",
+                "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer"},
+            },
+            r"tokenizer.model, for which a `pip install x y` is missing",
+        ),
+        ({"tokenizer_config.json": {}}, "parts of a tokenizer, without a vocabulary and its merge"),
+        (
+            {"vocab.json": {}, "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer"}},
+            "parts of a tokenizer, without a vocabulary and its merge",
+        ),
+    ],
+)
+def test_what_is_missing_is_named(
+    tmp_path: Path, files: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: a lone tokenizer.model asked for tiktoken, and without a class it lost its spaces;
+    a lone tekken.json was no tokenizer.
+    """
+    monkeypatch.setattr(converted_tokenizer, "_SENTENCEPIECE", {"x": "no_such_module", "y": "a.b"})
+    forbid(monkeypatch)
+    (tmp_path / "config.json").write_text('{"vocab_size": 10}')
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(CheckpointError, match=f"has no tokenizer.json, only .*{said}") as raised:
+        read(str(tmp_path))
+    assert TAKE in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer_config.json", "{", "cannot read .*tokenizer_config.json"),
+        ("special_tokens_map.json", "[]", "special_tokens_map.json must hold a JSON object"),
+        ("added_tokens.json", '{"a": 1, "a": 2}', "added_tokens.json: it has the key 'a' twice"),
+        ("tokenizer_config.json", '{"vocab_file": "/dev/zero"}', "'/dev/zero' is outside"),
+        ("tokenizer_config.json", '{"x_files": ["../x"]}', "'../x' is outside"),
+        ("tokenizer_config.json", '{"tokenizer_file": "fifo"}', "'fifo' is not a regular file"),
+        ("tokenizer_config.json", '{"tokenizer_file": "gone"}', "tokenizer_file names 'gone'"),
+        ("vocab.json", "version https://git-lfs.github.com/spec/v1\noid", "`git lfs pull`"),
+    ],
+)
+def test_files_that_are_refused_before_transformers_reads_them(
+    directory: Path, name: str, content: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid(monkeypatch)
+    os.mkfifo(directory / "fifo")
+    (directory / name).write_text(content)
+    with pytest.raises(CheckpointError, match=said):
+        read(directory)

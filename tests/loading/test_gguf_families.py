@@ -1,0 +1,369 @@
+"""GGUF files of each architecture beside transformers' model with the same weights."""
+
+import functools
+import random
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from nanovllm import SamplingParams
+from nanovllm.errors import CheckpointError
+from nanovllm.features.formats.gguf import StoredBlocks
+from nanovllm.layers.experts import StackedLinear
+from nanovllm.loading import gguf
+from nanovllm.loading.gguf_families import FAMILIES
+from nanovllm.loading.hub import open_checkpoint
+from nanovllm.options.config import Config
+from nanovllm.parallel.worker import check_network
+from tests.checkpoints import random_model
+from tests.gguf_converter import convert
+from tests.models.comparison import assert_logits_agree
+
+SIZES = {
+    "vocab_size": 301,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [2.0, 2.1, 2.2, 2.3, 2.4, 2.5],
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+LINEAR, CONV = "linear_attention", "conv"
+TYPES = [SLIDING, SLIDING, SLIDING, FULL]
+DELTA = {
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 3,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}
+EXPERTS = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+CASES = {
+    "gemma2": {"sliding_window": 17, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,
+        "sliding_window": 17,
+        "query_pre_attn_scalar": 16,
+        "rope_parameters": {
+            FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+            SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 6,
+        "layer_types": [SLIDING, FULL] * 3,
+        "sliding_window": 17,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 301,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma4 with values from keys": {
+        "model_type": "gemma4_text",
+        "layer_types": [SLIDING, FULL] * 2,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+    },
+    "mistral3": {
+        "model_type": "ministral3",
+        "rope_parameters": {
+            **YARN,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "mistral3 without yarn": {"model_type": "mistral"},  # Mistral Small 3.1
+    "phi3": {"sliding_window": 40, "tie_word_embeddings": False},
+    "phi3 with short texts": {
+        "rope_parameters": {**LONG},
+        "original_max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+    "phi3 with long texts": {
+        "rope_parameters": {**LONG},
+        "original_max_position_embeddings": 2,
+        "max_position_embeddings": 128,
+        "num_hidden_layers": 1,  # the factor on its scores is so large that more would amplify
+        "tie_word_embeddings": True,
+    },
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "olmo2": {},
+    "olmo3": {
+        "sliding_window": 17,
+        "layer_types": TYPES,
+        "rope_parameters": {
+            FULL: {**YARN, "attention_factor": 1.3, "beta_fast": 20.0, "beta_slow": 2.0},
+            SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    },
+    "smollm3": {"tie_word_embeddings": True},
+    "qwen3moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 5,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        **EXPERTS,
+    },
+    "qwen35": {"model_type": "qwen3_5_text", "rms_norm_eps": 1e-5, **DELTA},
+    "qwen35 with two value heads a key head": {
+        "model_type": "qwen3_5_text",
+        **DELTA,
+        "linear_num_value_heads": 6,
+        "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
+        "tie_word_embeddings": True,
+    },
+    "qwen35moe": {
+        "model_type": "qwen3_5_moe_text",
+        **DELTA,
+        "linear_num_value_heads": 12,
+        "num_hidden_layers": 2,  # more would amplify float32's errors, also transformers' own
+        "layer_types": [LINEAR, FULL],
+        "num_experts": 5,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        **EXPERTS,
+    },
+    "lfm2": {"block_auto_adjust_ff_dim": False, "layer_types": [CONV, FULL, CONV, CONV]},
+    "lfm2moe": {
+        "model_type": "lfm2_moe",
+        "layer_types": [CONV, FULL, CONV, CONV],
+        "num_dense_layers": 1,
+        "num_experts": 5,
+        "moe_intermediate_size": 24,
+        **EXPERTS,
+        "tie_word_embeddings": True,
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 5,
+        "sliding_window": 17,
+        "layer_types": [SLIDING, FULL] * 2,
+        "rope_parameters": {**YARN, "truncate": False},
+        **EXPERTS,
+    },
+    "exaone4": {"sliding_window": None, "layer_types": [FULL] * 4, "rope_parameters": LLAMA3},
+    "exaone4 with windows": {
+        "model_type": "exaone4",
+        "sliding_window": 17,
+        "layer_types": TYPES,
+        "rope_parameters": LLAMA3,
+    },
+    "seed_oss": {"attention_bias": True},
+    "hunyuan-dense": {
+        "model_type": "hunyuan_v1_dense",
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 10_000.0,
+            "alpha": 50.0,
+            "factor": 1.0,
+        },
+    },
+    "ernie4_5": {},
+}
+
+
+def make_model(case):
+    """Return transformers' model of a case; all weights are random, those of norms included."""
+    changes = dict(CASES[case])
+    model_type = changes.pop("model_type", case.split()[0])
+    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
+    config._attn_implementation = "eager"  # the others leave out soft caps
+    model = random_model(config, seed=len(case))
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(random.Random(name).uniform(0.5, 1.5))
+    if "num_experts_per_tok" in changes:
+        model.set_experts_implementation("eager")
+    return model
+
+
+def architecture_of(case):
+    """Return llama.cpp's name: Olmo 3 is an Olmo 2 with windows."""
+    return case.split()[0].replace("olmo3", "olmo2")
+
+
+def test_all_architectures_are_here():
+    tested = {case.split()[0] for case in CASES}
+    assert {*FAMILIES} - {"llama", "qwen2", "qwen3"} == tested - {"olmo3"}
+
+
+models = functools.cache(make_model)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_transformers(case, tmp_path):
+    model = models(case)
+    file = convert(model, tmp_path / "model.gguf", architecture_of(case))
+    assert_logits_agree(model, file, case)
+
+
+@pytest.mark.parametrize(("kind", "stays"), [("Q8_0", True), ("Q4_0", True), ("MXFP4", False)])
+def test_experts_of_few_bits(make_llm, tmp_path, kind, stays):
+    """Each expert is a matrix of its own in the file; its numbers are exact in float32."""
+    sizes = {"num_hidden_layers": 1, "intermediate_size": 64, "num_local_experts": 3}
+    config = AutoConfig.for_model("gpt_oss", **{**SIZES, **sizes, **EXPERTS})
+    file = convert(random_model(config), tmp_path / "model.gguf", "gpt-oss", kind=kind)
+    options = {"max_model_len": 64, "num_kvcache_blocks": 32, "kvcache_block_size": 16}
+    llm = make_llm(file, **options)
+    model = llm.engine.executor._runner.network.model
+    found = {module.stored.block_type for _, module in experts_of(model) if module.stored}
+    assert found == ({kind} if stays else set())
+    prompt, params = [[5, 6, 7, 8]], SamplingParams(temperature=0, max_tokens=2, logprobs=20)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    (exact,) = make_llm(file, dtype="float32", **options).generate(prompt, params, use_tqdm=False)
+    first, second = (found.outputs[0].logprobs[0] for found in (output, exact))
+    common = first.keys() & second.keys()
+    assert len(common) > 10
+    assert all(abs(first[token].logprob - second[token].logprob) < 0.25 for token in common)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value_dim", "stays"), [("Q8_0", 32, True), ("Q4_0", 64, True), ("Q8_0", 16, False)]
+)
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_layers_with_state_of_few_bits(make_llm, tmp_path, kind, value_dim, stays, quantization):
+    """Value heads that are whole blocks leave the output's weight in its bits; the gates, which are
+    small and sensitive, are converted. The numbers are exact in float32.
+    """
+    sizes = {**SIZES, **DELTA, "linear_num_value_heads": 6, "linear_value_head_dim": value_dim}
+    sizes |= {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL], "tie_word_embeddings": False}
+    config = AutoConfig.for_model("qwen3_5_text", **sizes)
+    file = convert(random_model(config), tmp_path / "model.gguf", "qwen35", kind=kind)
+    options = {"max_model_len": 64, "num_kvcache_blocks": 64, "kvcache_block_size": 16}
+    llm = make_llm(file, quantization=quantization, **options)
+    mixer = llm.engine.executor._runner.network.model.model.layers[0].self_attn
+    assert mixer.in_proj_qkv.stored.block_type == kind
+    assert isinstance(mixer.out_proj.stored, StoredBlocks) == stays
+    assert mixer.in_proj_ab.stored is None
+    few_bits = {type(mixer.in_proj_qkv.method)}
+    if stays or quantization:
+        few_bits.add(type(mixer.out_proj.method))
+    assert len(few_bits) == 1
+    assert type(mixer.in_proj_ab.method) not in few_bits
+    prompt, params = [[5, 6, 7, 8]], SamplingParams(temperature=0, max_tokens=2, logprobs=20)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    (exact,) = make_llm(file, dtype="float32", **options).generate(prompt, params, use_tqdm=False)
+    first, second = (found.outputs[0].logprobs[0] for found in (output, exact))
+    common = first.keys() & second.keys()
+    assert len(common) > 10
+    assert all(abs(first[token].logprob - second[token].logprob) < 0.5 for token in common)
+
+
+def experts_of(model):
+    return [(p, m) for p, m in model.named_modules() if isinstance(m, StackedLinear)]
+
+
+@pytest.mark.parametrize(
+    ("case", "metadata", "shapes", "said"),
+    [
+        ("gemma3", {"attention.sliding_window_pattern": [True]}, {}, r"a list of 7 bool"),
+        ("gemma3", {"attention.sliding_window_pattern": [1] * 7}, {}, r"a list of 7 bool"),
+        (
+            "gemma3",
+            {"attention.sliding_window": 2**24 + 1},
+            {},
+            r"sliding_window must be an integer",
+        ),
+        ("gemma3", {"rope.freq_base_swa": float("nan")}, {}, r"rope\.freq_base_swa must be"),
+        ("gemma3", {"attention.key_length_swa": 8}, {}, r"gemma3\.attention\.key_length_swa 8 is"),
+        ("gemma3", {}, {"blk.1.post_ffw_norm.weight": (65,)}, r"misshapen .*post_feedforward"),
+        ("gemma4", {"attention.key_length_swa": None}, {}, r"key_length_swa must be an integer"),
+        ("gemma4", {"attention.sliding_window_pattern": None}, {}, r"pattern must be a list"),
+        ("gemma4", {"feed_forward_length": [96] * 5}, {}, r"feed_forward_length must be a list"),
+        ("gemma4", {"feed_forward_length": [96, 8] * 3}, {}, r"feed_forward_length .* not supp"),
+        ("gemma4", {"attention.head_count_kv": [1, 1, 2, 1, 1, 1]}, {}, r"equally many"),
+        ("gemma4", {"attention.shared_kv_layers": 7}, {}, r"shared_kv_layers must be an integer"),
+        ("gemma4", {"expert_count": 4}, {}, r"gemma4\.expert_count 4 is not supported"),
+        ("gemma4", {}, {"rope_freqs.weight": (16,)}, r"rope_freqs\.weight .* 16 factors"),
+        ("gemma4", {}, {"rope_freqs.weight": (2, 8)}, r"rope_freqs\.weight .* one dimension"),
+        ("granite", {"rope.scaling.finetuned": False}, {}, r"finetuned False is not supported"),
+        ("granite", {"logit_scale": 0.0}, {}, r"granite\.logit_scale must be"),
+        ("mistral3", {"attention.temperature_length": 64}, {}, r"temperature_length 64 is not"),
+        ("phi3", {"rope.dimension_count": 18}, {}, r"dimension_count 18 is not supported"),
+        ("phi3 with long texts", {}, {"rope_factors_long.weight": (5,)}, r"long_factor must be"),
+        ("qwen3moe", {"expert_count": None}, {}, r"expert_count must be an integer"),
+        ("qwen3moe", {"expert_count": 2**20}, {}, r"must have one part for each expert"),
+        ("qwen3moe", {"expert_used_count": 0}, {}, r"expert_used_count must be an integer"),
+        ("qwen3moe", {"expert_gating_func": 2}, {}, r"expert_gating_func 2 is not supported"),
+        ("qwen3moe", {}, {"blk.0.ffn_up_exps.weight": (5,)}, r"one part for each expert"),
+        ("qwen3moe", {}, {"blk.0.ffn_up_exps.weight": (5, 2, 3, 4)}, r"4 dimensions; 2 and 3"),
+        ("qwen3moe", {}, {"blk.0.ffn_up_exps.weight": (5, 24, 63)}, r"misshapen .*experts\.0"),
+        ("qwen3moe", {}, {"blk.0.attn_q.weight": (1, 64, 64)}, r"3 dimensions; 1 and 2"),
+        ("gpt-oss", {}, {"blk.0.attn_sinks.weight": (5,)}, r"misshapen .*sinks"),
+        ("gpt-oss", {}, {"blk.0.ffn_down_exps.bias": (5, 1, 64)}, r"misshapen .*down_proj\.bias"),
+        ("olmo2", {}, {"blk.0.attn_q_norm.weight": (16,)}, r"misshapen .*q_norm"),
+    ],
+)
+def test_what_is_refused(case, metadata, shapes, said, tmp_path):
+    """Wrong settings, ranks and shapes end in an error that names the file and them."""
+    file = convert(
+        models(case), tmp_path / "x.gguf", architecture_of(case), metadata=metadata, shapes=shapes
+    )
+    with pytest.raises(CheckpointError, match=said) as raised:
+        check_network(Config(file), open_checkpoint(file))
+    assert file in str(raised.value)
+
+
+def test_too_many_experts(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf, "_MAX_WEIGHTS", 40)
+    file = convert(models("qwen3moe"), tmp_path / "x.gguf", "qwen3moe")
+    with pytest.raises(CheckpointError, match=r"more than 40 weights, each expert's counted"):
+        open_checkpoint(file)
+
+
+@pytest.mark.parametrize("case", ["gemma4", "gpt-oss"])
+def test_files_that_end_early(case, tmp_path):
+    """Wherever it is cut, a file is refused as soon as it is opened."""
+    file = Path(convert(models(case), tmp_path / "x.gguf", case))
+    content = file.read_bytes()
+    for size in random.Random(case).sample(range(len(content) - 64), 40):
+        file.write_bytes(content[:size])
+        with pytest.raises(CheckpointError, match=r"x\.gguf"):
+            open_checkpoint(str(file))

@@ -1,0 +1,776 @@
+"""Finding a checkpoint's files in directories, the hub's cache, and a fake hub on localhost."""
+
+import hashlib
+import http.server
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from unittest.mock import Mock
+
+import huggingface_hub.constants
+import pytest
+
+import nanovllm
+from nanovllm.errors import CheckpointError
+from nanovllm.loading.hub import (
+    Checkpoint,
+    open_checkpoint,
+    weight_files,
+)
+from tests.gguf_files import make_gguf
+
+CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 10}
+COMMITS = ("a" * 40, "b" * 40)
+
+CLIENT = """
+import json, sys
+from nanovllm.errors import CheckpointError
+from nanovllm.loading.hub import open_checkpoint, weight_files
+
+model, revision = sys.argv[1], sys.argv[2] or None
+try:
+    checkpoint = open_checkpoint(model, revision)
+    files = weight_files(checkpoint, model, revision)
+    answer = {
+        "config": checkpoint.config,
+        "generation_config": checkpoint.generation_config,
+        "has_tokenizer": checkpoint.tokenizer_path is not None,
+        "weights": {file.name: file.read_text(errors="replace") for file in files},
+        "files": sorted(p.name for p in checkpoint.path.rglob("*") if p.is_file()),
+    }
+except CheckpointError as error:
+    answer = {"error": str(error)}
+json.dump(answer, sys.stdout)
+"""
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A checkpoint directory with a config."""
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    """Disable the network and use an empty cache; return its path."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def add_to_cache(cache, files, model="org/tiny", revision="main", commit=COMMITS[0]):
+    """Lay out `files` as huggingface_hub's cache does."""
+    repo = cache / ("models--" + model.replace("/", "--"))
+    (repo / "refs").mkdir(parents=True, exist_ok=True)
+    (repo / "refs" / revision).write_text(commit)
+    snapshot = repo / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for name, text in files.items():
+        (snapshot / name).write_text(text)
+    return snapshot
+
+
+# Directories.
+
+
+def test_a_directory(directory):
+    checkpoint = open_checkpoint(str(directory))
+    assert checkpoint.path == directory.resolve()
+    assert checkpoint.config == CONFIG
+    assert checkpoint.generation_config == {}
+
+
+def test_a_relative_directory_stays_found_after_chdir(directory, monkeypatch):
+    monkeypatch.chdir(directory.parent)
+    checkpoint = open_checkpoint("model")
+    assert checkpoint.path.is_absolute()
+    assert checkpoint.path == directory.resolve()
+
+
+def test_a_directory_below_home(directory, monkeypatch):
+    monkeypatch.setenv("HOME", str(directory.parent))
+    assert open_checkpoint("~/model").path == directory.resolve()
+
+
+@pytest.mark.parametrize("model", ["/no/such/model", "./none", "../none", "~/none/x", "a/b/c"])
+def test_a_directory_that_does_not_exist(model):
+    with pytest.raises(CheckpointError, match=rf"{re.escape(repr(model))} does not exist"):
+        open_checkpoint(model)
+
+
+def test_a_file_instead_of_a_directory(directory):
+    with pytest.raises(CheckpointError, match=r"is a file; give the directory that holds config"):
+        open_checkpoint(str(directory / "config.json"))
+
+
+def test_a_directory_without_config(tmp_path):
+    with pytest.raises(CheckpointError, match=r"not a model directory: it has no config\.json"):
+        open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b'{"a": 1,}'])
+def test_broken_json_is_named(directory, name, content):
+    (directory / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"cannot read .*{re.escape(name)}: "):
+        open_checkpoint(str(directory))
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", '"text"'])
+def test_json_that_is_no_object(directory, content):
+    (directory / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json must hold a JSON object"):
+        open_checkpoint(str(directory))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"a":' * 100_000, "nested more than 32 deep"),
+        (b'{"a":' * 40 + b"1" + b"}" * 40, "nested more than 32 deep"),
+        (b'{"vocab_size": 1, "vocab_size": 2}', "it has the key 'vocab_size' twice"),
+        (b'{"a": {"b": 1, "b": 1}}', "it has the key 'b' twice"),
+        (b"\xef\xbb\xbf{}", "BOM"),
+        (b'{"a": "\xff"}', "can't decode byte 0xff"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "4300 digits"),
+        (b'{"a": "' + b"x" * 5_000_000 + b'"}', "has more than 4194304 bytes"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_json_that_is_hostile(directory, name, content, said):
+    (directory / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=re.escape(said)) as raised:
+        open_checkpoint(str(directory))
+    assert str(directory / name) in str(raised.value)
+    assert len(str(raised.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ("x", r"got 'x' \(str\)"),
+        ([None], r"got None \(NoneType\)"),
+        (-5, "got -5"),
+        (True, r"got True \(bool\)"),
+        ([3, False], r"got False \(bool\)"),
+        (1.0, r"got 1.0 \(float\)"),
+        (float("nan"), "got nan"),
+        ([[1]], r"got \[1\] \(list\)"),
+        ({"a": 1}, r"got \{'a': 1\} \(dict\)"),
+        (10, "got 10"),
+        ([0, 10**400], r"got 10+\.\.\.0+"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_end_of_sequence_ids_that_are_no_tokens(directory, ids, said):
+    expected = f"eos_token_id must be an integer from 0 to 9, {said}"
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {expected}"):
+        open_checkpoint(str(directory))
+    (directory / "generation_config.json").unlink()
+    (directory / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": ids}))
+    with pytest.raises(CheckpointError, match=rf"config\.json: {expected}"):
+        open_checkpoint(str(directory))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
+    with pytest.raises(CheckpointError, match=rf"^config\.json: {expected}"):
+        open_checkpoint(str(directory))
+
+
+@pytest.mark.parametrize(
+    ("config", "generation_config", "expected"),
+    [
+        ({"eos_token_id": 5}, None, {5}),
+        ({"eos_token_id": [5, 6]}, None, {5, 6}),
+        ({"eos_token_id": 5}, {"eos_token_id": 7}, {7}),
+        ({"eos_token_id": 5}, {"eos_token_id": [7, 8, 7]}, {7, 8}),
+        ({"eos_token_id": 5}, {"temperature": 0.6}, {5}),
+        ({"eos_token_id": 5}, {"eos_token_id": None}, {5}),
+        ({"eos_token_id": 0}, {}, {0}),
+        ({"eos_token_id": 5}, {"eos_token_id": 0}, {0}),
+        ({"eos_token_id": None}, None, set()),
+        ({}, None, set()),
+    ],
+)
+def test_end_of_sequence_ids(directory, config, generation_config, expected):
+    (directory / "config.json").write_text(json.dumps(config))
+    if generation_config is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation_config))
+    assert open_checkpoint(str(directory)).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("tokenizer.json", True),
+        ("tokenizer_config.json", True),
+        ("tokenizer.model", True),
+        ("vocab.txt", False),
+    ],
+)
+def test_whether_there_is_a_tokenizer(directory, name, expected):
+    assert open_checkpoint(str(directory)).tokenizer_path is None
+    (directory / name).write_text("{}")
+    assert (open_checkpoint(str(directory)).tokenizer_path is not None) is expected
+
+
+# Files that must not be opened.
+
+JSON_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
+TOKENIZER_FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer.model", "merges.txt")
+OPENED = (*JSON_FILES, *TOKENIZER_FILES, "chat_template.jinja", "model.safetensors")
+
+
+@pytest.fixture
+def no_wait():
+    """Fail instead of waiting: to open a FIFO waits for a writer for ever."""
+
+    def stop(*_):
+        raise AssertionError("waits")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def open_all(directory):
+    return weight_files(open_checkpoint(str(directory)), str(directory))
+
+
+@pytest.mark.usefixtures("no_wait")
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["fifo", "directory"])
+@pytest.mark.parametrize("name", OPENED)
+def test_what_is_not_a_regular_file_is_refused(directory, name, make):
+    (directory / name).unlink(missing_ok=True)
+    make(directory / name)
+    expected = f"'{re.escape(name)}' is not a regular file"
+    with pytest.raises(CheckpointError, match=expected):
+        open_all(directory)
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_a_link_out_of_the_directory_is_refused(directory, name):
+    secret = directory.parent / "secret"
+    secret.write_text("{}")
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).symlink_to(secret)
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)}' is outside the directory"):
+        open_all(directory)
+
+
+def test_links_inside_the_directory_are_followed(directory):
+    (directory / "config.json").rename(directory / "other.json")
+    (directory / "config.json").symlink_to("other.json")
+    (directory / "weights").touch()
+    (directory / "model.safetensors").symlink_to("weights")
+    assert open_checkpoint(str(directory)).config == CONFIG
+    assert open_all(directory) == [directory / "model.safetensors"]
+
+
+def test_files_that_nothing_opens_are_not_checked(directory):
+    (directory / "model.safetensors").touch()
+    os.mkfifo(directory / "trainer_state.json")
+    (directory / "tokens").mkdir()
+    (directory / "log.txt").symlink_to("/dev/zero")
+    assert open_all(directory) == [directory / "model.safetensors"]
+
+
+def test_a_directory_that_is_itself_a_link(directory):
+    (directory / "model.safetensors").touch()
+    link = directory.parent / "link"
+    link.symlink_to(directory)
+    assert open_all(link) == [directory / "model.safetensors"]
+
+
+def test_a_loop_of_links(directory):
+    (directory / "config.json").unlink()
+    (directory / "config.json").symlink_to("config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        open_checkpoint(str(directory))
+
+
+def test_a_link_to_weights_that_are_gone(directory):
+    (directory / "part.safetensors").symlink_to("gone")
+    with pytest.raises(CheckpointError, match=r"'part.safetensors' is a link to a missing file"):
+        open_all(directory)
+
+
+def test_a_huge_file_is_not_read(directory):
+    with (directory / "tokenizer.json").open("wb") as file:
+        file.truncate(2**40)  # takes no space on the disk
+    with pytest.raises(CheckpointError, match=r"'tokenizer.json' has 1099511627776 bytes; at most"):
+        open_checkpoint(str(directory))
+
+
+@pytest.mark.usefixtures("no_wait")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("/etc/passwd", "'/etc/passwd' is outside the directory"),
+        ("/dev/zero", "'/dev/zero' is outside the directory"),
+        ("../secret.safetensors", "'../secret.safetensors' is outside the directory"),
+        ("x/../../secret.safetensors", "is outside the directory"),
+        ("link.safetensors", "'link.safetensors' is outside the directory"),
+        ("fifo.safetensors", "'fifo.safetensors' is not a regular file"),
+        (".", "'.' is not a regular file"),
+        ("a\0b", r"cannot open file 'a\x00b'"),
+        ("x" * 300, "xxx"),
+        ("", "'' is not a regular file"),
+    ],
+)
+def test_an_index_that_names_what_is_no_file_of_the_checkpoint(directory, name, said):
+    (directory.parent / "secret.safetensors").touch()
+    (directory / "link.safetensors").symlink_to("../secret.safetensors")
+    os.mkfifo(directory / "fifo.safetensors")
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"tensor": name}}))
+    with pytest.raises(CheckpointError, match=re.escape(said)) as raised:
+        local_weights(directory)
+    assert len(str(raised.value)) < 600
+
+
+def test_an_index_of_many_missing_files_names_some(directory):
+    weight_map = {str(i): f"{i:05}.safetensors" for i in range(10_000)}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"00004.safetensors, and 9995 more$"):
+        local_weights(directory)
+
+
+# Weights of a directory.
+
+
+def local_weights(directory):
+    return weight_files(Checkpoint(directory, {}, {}), str(directory))
+
+
+def test_a_single_file_of_weights(directory):
+    (directory / "model.safetensors").touch()
+    assert local_weights(directory) == [directory / "model.safetensors"]
+
+
+def test_a_single_file_goes_before_copies_under_other_names(directory):
+    for name in ("model.safetensors", "consolidated.safetensors"):
+        (directory / name).touch()
+    assert local_weights(directory) == [directory / "model.safetensors"]
+
+
+def test_files_without_an_index_are_all_read_in_order(directory):
+    for name in ("part-b.safetensors", "part-a.safetensors", "notes.txt"):
+        (directory / name).touch()
+    assert [file.name for file in local_weights(directory)] == [
+        "part-a.safetensors",
+        "part-b.safetensors",
+    ]
+
+
+def test_an_index_names_the_files(directory):
+    weight_map = {"x": "two.safetensors", "y": "one.safetensors", "z": "two.safetensors"}
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    for name in ("one.safetensors", "two.safetensors", "three.safetensors"):
+        (directory / name).touch()
+    assert [file.name for file in local_weights(directory)] == [
+        "one.safetensors",
+        "two.safetensors",
+    ]
+
+
+def test_an_index_that_names_missing_files(directory):
+    weight_map = {"x": "here.safetensors", "y": "gone.safetensors", "z": "lost.safetensors"}
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    (directory / "here.safetensors").touch()
+    with pytest.raises(CheckpointError, match="missing: gone.safetensors, lost.safetensors"):
+        local_weights(directory)
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}', '{"weight_map": {"x": 3}}'],
+)
+def test_an_index_that_makes_no_sense(directory, index):
+    (directory / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+        local_weights(directory)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth", "consolidated.pt"])
+def test_weights_of_another_kind_are_named_and_refused(directory, name):
+    (directory / name).touch()
+    with pytest.raises(CheckpointError, match=rf"no \.safetensors weights \(found {name}, which"):
+        local_weights(directory)
+
+
+def test_a_gguf_file_beside_a_config_must_be_named(directory):
+    (directory / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"give the path of 'model\.gguf' itself"):
+        local_weights(directory)
+
+
+def test_no_weights_at_all(directory):
+    with pytest.raises(CheckpointError, match=r'no \.safetensors weights; .*load_format="dummy"'):
+        local_weights(directory)
+
+
+# The hub's cache, without a network.
+
+
+@pytest.mark.parametrize("model", ["bad id", "org/na me", "-x", "a" * 97, "org/x..y", "model.git"])
+def test_an_invalid_hub_id(offline, model):
+    with pytest.raises(CheckpointError, match="neither a directory here nor a valid hub id"):
+        open_checkpoint(model)
+
+
+@pytest.mark.parametrize("model", ["x" * 300, "~nobody-of-that-name/model"])
+def test_names_that_the_file_system_refuses(offline, model):
+    with pytest.raises(CheckpointError, match=re.escape(model)):
+        open_checkpoint(model)
+
+
+def test_offline_with_nothing_cached(offline, monkeypatch):
+    with pytest.raises(CheckpointError, match=r"'org/tiny'.* cache; .* with HF_HUB_OFFLINE unset"):
+        open_checkpoint("org/tiny")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+    with pytest.raises(CheckpointError, match="with TRANSFORMERS_OFFLINE unset, or give a local"):
+        open_checkpoint("org/tiny")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=OSError("no route")))
+    with pytest.raises(CheckpointError, match="cache; connect once, or give a local directory"):
+        open_checkpoint("org/tiny")
+
+
+def test_offline_from_the_cache(offline):
+    snapshot = add_to_cache(
+        offline, {"config.json": json.dumps(CONFIG), "model.safetensors": "weights"}
+    )
+    checkpoint = open_checkpoint("org/tiny")
+    assert checkpoint.config == CONFIG
+    assert checkpoint.path == snapshot
+    assert weight_files(checkpoint, "org/tiny") == [snapshot / "model.safetensors"]
+
+
+def test_the_caches_links_to_its_blobs_are_followed(offline):
+    """huggingface_hub keeps files in ../../blobs; other links out of a snapshot are refused."""
+    snapshot = add_to_cache(offline, {})
+    blobs = snapshot.parent.parent / "blobs"
+    blobs.mkdir()
+    files = {"config.json": json.dumps(CONFIG), "model.safetensors": "weights"}
+    for name, text in files.items():
+        (blobs / f"sha-{name}").write_text(text)
+        (snapshot / name).symlink_to(f"../../blobs/sha-{name}")
+    for model in ("org/tiny", str(snapshot)):
+        checkpoint = open_checkpoint(model)
+        assert checkpoint.config == CONFIG
+        assert weight_files(checkpoint, model) == [snapshot / "model.safetensors"]
+    (snapshot / "tokenizer.json").symlink_to("../../refs/main")
+    with pytest.raises(CheckpointError, match=r"'tokenizer.json' is outside the directory"):
+        open_checkpoint("org/tiny")
+
+
+def test_offline_with_another_revision_cached(offline):
+    add_to_cache(offline, {"config.json": json.dumps(CONFIG)})
+    with pytest.raises(CheckpointError, match="in the local cache"):
+        open_checkpoint("org/tiny", "v2")
+
+
+def test_offline_with_two_revisions_cached(offline):
+    add_to_cache(offline, {"config.json": '{"vocab_size": 1}'})
+    add_to_cache(offline, {"config.json": '{"vocab_size": 2}'}, revision="v2", commit=COMMITS[1])
+    assert open_checkpoint("org/tiny").config == {"vocab_size": 1}
+    assert open_checkpoint("org/tiny", "v2").config == {"vocab_size": 2}
+    assert open_checkpoint("org/tiny", COMMITS[1]).config == {"vocab_size": 2}
+
+
+def test_offline_with_only_the_tokenizer_cached_does_not_ask_for_a_conversion(offline):
+    """The weights exist on the hub, but another program downloaded only the tokenizer."""
+    add_to_cache(offline, {"config.json": json.dumps(CONFIG), "tokenizer.json": "{}"})
+    checkpoint = open_checkpoint("org/tiny")
+    with pytest.raises(CheckpointError, match="in the local cache") as raised:
+        weight_files(checkpoint, "org/tiny")
+    assert "convert" not in str(raised.value)
+
+
+# A hub on localhost.
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """The parts of the hub that a download needs: model info, the list of files, and the files."""
+
+    daemon_threads = True
+
+    def __init__(self, repositories):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.repositories = repositories
+        self.fetched = []
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+def as_bytes(content):
+    return content if isinstance(content, bytes) else content.encode()
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_HEAD(self):
+        self.answer(with_body=False)
+
+    def do_GET(self):
+        self.answer(with_body=True)
+
+    def log_message(self, *args):
+        """Keep the test's output clean."""
+
+    def answer(self, with_body):
+        path = self.path.partition("?")[0]
+        api = re.fullmatch(r"/api/models/((?:\w+/)?\w+)(?:/(revision|tree)/(\w+))?", path)
+        resolve = re.fullmatch(r"/(\w+/\w+)/resolve/(\w+)/(.+)", path)
+        if api:
+            name, what, revision = api[1], api[2], api[3] or "main"
+        elif resolve:
+            name, what, revision = resolve[1], "resolve", resolve[2]
+        else:
+            return self.reply(404, b"")
+        repository = self.server.repositories.get(name)
+        if repository is None:
+            return self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
+        commit = repository["refs"].get(revision, revision)
+        files = repository["commits"].get(commit)
+        if files is None:
+            return self.reply(404, b"", {"X-Error-Code": "RevisionNotFound"})
+        if what != "resolve":
+            return self.reply(200, json.dumps(self.listing(name, what, commit, files)).encode())
+        if resolve[3] not in files:
+            return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
+        body = as_bytes(files[resolve[3]])
+        if with_body:
+            self.server.fetched.append((commit, resolve[3]))
+        headers = {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": commit}
+        return self.reply(200, body, headers, with_body)
+
+    def listing(self, name, what, commit, files):
+        if what == "tree":
+            return [
+                {
+                    "type": "file",
+                    "path": path,
+                    "size": len(as_bytes(content)),
+                    "oid": hashlib.sha1(as_bytes(content)).hexdigest(),
+                }
+                for path, content in files.items()
+            ]
+        siblings = [{"rfilename": path} for path in files]
+        return {"id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": []}
+
+    def reply(self, status, body, headers=None, with_body=True):
+        self.send_response(status)
+        for key, value in (headers or {}).items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def hub():
+    """A fake hub with a single-file model in two revisions, a sharded one and a pickled one."""
+    single = {
+        "config.json": json.dumps({"vocab_size": 1}),
+        "generation_config.json": json.dumps({"eos_token_id": [0]}),
+        "tokenizer.json": '{"model": {}}',
+        "tokenizer_config.json": "{}",
+        "chat_template.jinja": "template",
+        "model.safetensors": "weights of main",
+        "pytorch_model.bin": "pickled",
+        "README.md": "text",
+        "figure.png": "image",
+        ".gitattributes": "",
+    }
+    second = {
+        **single,
+        "config.json": json.dumps({"vocab_size": 2}),
+        "model.safetensors": "weights of v2",
+    }
+    weight_map = {"x": "model-1.safetensors", "y": "model-2.safetensors"}
+    sharded = {
+        "config.json": json.dumps({"vocab_size": 3}),
+        "model.safetensors.index.json": json.dumps({"weight_map": weight_map}),
+        "model-1.safetensors": "first shard",
+        "model-2.safetensors": "second shard",
+    }
+    server = Hub(
+        {
+            "org/tiny": {
+                "refs": {"main": COMMITS[0], "v2": COMMITS[1]},
+                "commits": {COMMITS[0]: single, COMMITS[1]: second},
+            },
+            "org/sharded": {"refs": {"main": "c" * 40}, "commits": {"c" * 40: sharded}},
+            "org/pickled": {
+                "refs": {"main": "d" * 40},
+                "commits": {"d" * 40: {"config.json": "{}", "pytorch_model.bin": "pickled"}},
+            },
+        }
+    )
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def client(hub, tmp_path):
+    """Open a model in a new process with the fake hub: huggingface_hub reads its URL at import."""
+
+    def run(model, revision="", **environment):
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+        env = {
+            **inherited,
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "NO_PROXY": "127.0.0.1",
+            "PYTHONPATH": str(Path(nanovllm.__file__).parents[1]),
+            **environment,
+        }
+        command = [sys.executable, "-c", CLIENT, model, revision]
+        done = subprocess.run(
+            command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_download_takes_only_what_is_needed(hub, client):
+    answer = client("org/tiny")
+    assert answer["config"] == {"vocab_size": 1}
+    assert answer["generation_config"] == {"eos_token_id": [0]}
+    assert answer["has_tokenizer"]
+    assert answer["weights"] == {"model.safetensors": "weights of main"}
+    needed = {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "model.safetensors",
+    }
+    assert set(answer["files"]) == needed
+    assert sorted(hub.fetched) == sorted((COMMITS[0], name) for name in needed)
+
+
+@pytest.mark.parametrize("revision", ["v2", COMMITS[1]])
+def test_download_honours_the_revision(hub, client, revision):
+    answer = client("org/tiny", revision)
+    assert answer["config"] == {"vocab_size": 2}
+    assert answer["weights"] == {"model.safetensors": "weights of v2"}
+    assert {commit for commit, _ in hub.fetched} == {COMMITS[1]}
+
+
+def test_download_of_shards(client):
+    answer = client("org/sharded")
+    assert answer["weights"] == {
+        "model-1.safetensors": "first shard",
+        "model-2.safetensors": "second shard",
+    }
+
+
+def test_nothing_is_downloaded_twice(hub, client):
+    first = client("org/tiny")
+    hub.fetched.clear()
+    assert client("org/tiny") == first
+    assert hub.fetched == []
+
+
+def test_downloaded_once_it_opens_offline_and_with_the_hub_down(hub, client):
+    answer = client("org/tiny")
+    hub.fetched.clear()
+    assert client("org/tiny", HF_HUB_OFFLINE="1") == answer
+    assert client("org/tiny", HF_ENDPOINT="http://127.0.0.1:9") == answer
+    assert hub.fetched == []
+
+
+def test_no_hub_and_nothing_cached(client):
+    error = client("org/tiny", HF_ENDPOINT="http://127.0.0.1:9")["error"]
+    assert error.startswith("cannot get 'org/tiny' from the hub: ")
+
+
+def test_an_unknown_revision(client):
+    assert client("org/tiny", "v3")["error"] == "hub model 'org/tiny' has no revision 'v3'"
+
+
+@pytest.mark.parametrize("model", ["org/unknown", "unknown"])
+def test_an_unknown_model(client, model):
+    assert f"{model!r} is neither a directory here nor a model on the hub" in client(model)["error"]
+
+
+def test_a_model_without_safetensors_is_refused_and_its_pickles_are_not_fetched(hub, client):
+    assert "no .safetensors weights" in client("org/pickled")["error"]
+    assert [name for _, name in hub.fetched] == ["config.json"]
+
+
+def test_a_shard_that_the_hub_lost(hub, client):
+    del hub.repositories["org/sharded"]["commits"]["c" * 40]["model-2.safetensors"]
+    assert "missing: model-2.safetensors" in client("org/sharded")["error"]
+
+
+def test_a_local_directory_goes_before_a_hub_id_of_the_same_name(hub, client, tmp_path):
+    local = tmp_path / "org" / "tiny"
+    local.mkdir(parents=True)
+    (local / "config.json").write_text('{"vocab_size": 99}')
+    (local / "model.safetensors").write_text("local weights")
+    answer = client("org/tiny")
+    assert answer["config"] == {"vocab_size": 99}
+    assert answer["weights"] == {"model.safetensors": "local weights"}
+    assert hub.fetched == []
+    shutil.rmtree(local)
+    assert client("org/tiny")["config"] == {"vocab_size": 1}
+
+
+@pytest.fixture
+def gguf_hub(hub, tmp_path):
+    """The fake hub with a repository of one GGUF file and one of two."""
+    content = Path(make_gguf(tmp_path / "made", "qwen3", "Q8_0", vocab_size=20)[0]).read_bytes()
+    for name, files in {"one": ["x.gguf"], "two": ["a.gguf", "b.gguf"]}.items():
+        commit = name[0] * 40
+        files = {"README.md": "text", **dict.fromkeys(files, content)}
+        hub.repositories[f"org/{name}"] = {"refs": {"main": commit}, "commits": {commit: files}}
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("org/one", "x.gguf"), ("org/one/x.gguf", "x.gguf"), ("org/two/b.gguf", "b.gguf")],
+)
+def test_a_gguf_file_of_the_hub(gguf_hub, client, model, name):
+    found = client(model)
+    assert found["config"]["architectures"] == ["Qwen3ForCausalLM"]
+    assert list(found["weights"]) == [name]
+    assert [file for _, file in gguf_hub.fetched] == [name]
+    if model == "org/one":
+        assert client(model, HF_HUB_OFFLINE="1") == found
+
+
+def test_gguf_files_of_the_hub_of_which_none_is_named(gguf_hub, client):
+    found = client("org/two")["error"]
+    assert "org/two holds 2 GGUF files; name one of them, such as org/two/a.gguf: a.g" in found
+    assert "has no file 'c.gguf'" in client("org/two/c.gguf")["error"]
+    assert gguf_hub.fetched == []
