@@ -111,7 +111,7 @@ def test_two_columns_of_one_name(tmp_path: Path) -> None:
 def test_a_pipe_is_no_input(tmp_path: Path) -> None:
     """Symptom: it is read once, and the second reading waits for ever."""
     os.mkfifo(tmp_path / "in.jsonl")
-    with pytest.raises(ConfigError, match="no regular file, and it is read several times"):
+    with pytest.raises(ConfigError, match="not a regular file, and it is read several times"):
         open_source(tmp_path / "in.jsonl")
 
 

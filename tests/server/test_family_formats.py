@@ -1,12 +1,12 @@
 """What a model of a family must write where it must call a tool, and what is read of it."""
 
 import pytest
-from tests.server.test_answers import CITY, Grammar, answer_format, calls, parse
 
 from nanovllm import SamplingParams
 from nanovllm.apps.server.answers.answer_format import find_answer_format
 from nanovllm.apps.server.answers.parts import ReasoningDelta, TextDelta, ToolCallStart
 from nanovllm.apps.server.protocol.chat import FunctionName
+from tests.server.answers.test_answer_format import CITY, Grammar, answer_format, calls, parse
 
 JSON_CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
 JSON_CALLS = f'{JSON_CALL}, {{"name": "now", "arguments": {{}}}}'

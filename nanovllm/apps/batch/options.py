@@ -248,7 +248,7 @@ def adapter_digest(path: str) -> str:
     """Return a digest of the whole files of an adapter; without files it is that of the path.
 
     Raises:
-        CheckpointError: a file is outside the directory, or no regular file.
+        CheckpointError: a file is outside the directory, or not a regular file.
     """
     directory = local_path(path, "adapter")
     digest = hashlib.sha256()
