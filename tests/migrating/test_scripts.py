@@ -1,12 +1,13 @@
 """Scripts written for vLLM and for nano-vllm run with no change but the import."""
 
-import subprocess
-import sys
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nanovllm import SamplingParams, demo_model
-from tests.helpers import environment
 
 VLLM_EXAMPLE = """
 from nanovllm import LLM, SamplingParams
@@ -80,20 +81,21 @@ if __name__ == "__main__":
 """
 
 
-def run_script(path: Path, text: str) -> str:
-    path.write_text(text.replace("MODEL", repr(demo_model.MODEL)))
-    done = subprocess.run(
-        [sys.executable, str(path)],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """Return a function that runs a script as a program and returns what it printed."""
+
+    def run_script(text: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(text.replace("MODEL", repr(demo_model.MODEL)))
+        capsys.readouterr()
+        runpy.run_path(str(path), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_script
 
 
-def test_script_written_for_vllm_runs(make_llm: Any, tmp_path: Path) -> None:
+def test_script_written_for_vllm_runs(make_llm: Any, run_script: Callable[[str], str]) -> None:
     """The default seed is fixed, so an engine here generates the same text as the script's."""
     prompts = ["Hello, my name is", "The president of the United States is"]
     prompts += ["The capital of France is", "The future of AI is"]
@@ -104,10 +106,10 @@ def test_script_written_for_vllm_runs(make_llm: Any, tmp_path: Path) -> None:
     expected = "\nGenerated Outputs:\n" + rule
     for prompt, output in zip(prompts, outputs, strict=True):
         expected += f"Prompt:    {prompt!r}\nOutput:    {output.text!r}\n" + rule
-    assert run_script(tmp_path / "basic.py", VLLM_EXAMPLE) == expected
+    assert run_script(VLLM_EXAMPLE) == expected
 
 
-def test_script_written_for_nano_vllm_runs(make_llm: Any, tmp_path: Path) -> None:
+def test_script_written_for_nano_vllm_runs(make_llm: Any, run_script: Callable[[str], str]) -> None:
     questions = ["introduce yourself", "list all prime numbers within 100"]
     params = SamplingParams(temperature=0.6, max_tokens=256)
     prompts = [f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n" for q in questions]
@@ -117,4 +119,4 @@ def test_script_written_for_nano_vllm_runs(make_llm: Any, tmp_path: Path) -> Non
         f"\n\nPrompt: {prompt!r}\nCompletion: {output.text!r}\n"
         for prompt, output in zip(prompts, outputs, strict=True)
     )
-    assert run_script(tmp_path / "example.py", NANO_VLLM_EXAMPLE) == expected
+    assert run_script(NANO_VLLM_EXAMPLE) == expected
