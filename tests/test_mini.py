@@ -1,0 +1,55 @@
+"""docs/mini.py, the engine in one file, runs and gives what `LLM` gives."""
+
+import importlib.util
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from nanovllm import SamplingParams, demo_model
+from tests.glossary import QUESTIONS
+from tests.helpers import ROOT, environment
+from tests.scheduler.invariants import check_scheduler
+
+PATH = ROOT / "docs" / "mini.py"
+
+
+@pytest.fixture(scope="module")
+def mini() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mini", PATH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_prints_what_the_walk_shows() -> None:
+    done = subprocess.run(
+        [sys.executable, str(PATH)],
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    assert f"```text\n{done.stdout}```" in (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_kvcache_blocks": 10, "max_model_len": 160, "kvcache_block_size": 32}]
+)
+def test_many_prompts_have_the_texts_of_llm(
+    mini: ModuleType, options: dict[str, int], make_llm: Any, preempted: list[tuple[int, int]]
+) -> None:
+    """With the small pool, sequences are preempted and computed again."""
+    params = SamplingParams(temperature=0, max_tokens=100)
+    llm = mini.MiniLLM(demo_model.MODEL, **options)
+    found = llm.generate(QUESTIONS[:12], params)
+    assert bool(preempted) == bool(options)
+    expected = make_llm(demo_model.MODEL, device="cpu").generate(QUESTIONS[:12], params)
+    assert found == [output.text for output in expected]
+    check_scheduler(llm.scheduler)
+    assert llm.block_manager.num_free_blocks == len(llm.block_manager.blocks)
