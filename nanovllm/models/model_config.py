@@ -81,7 +81,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: torch.dtype
     quantization_config: Any = None
-    """What config.json says about the form of the weights: `formats.registry` reads it."""
+    """What config.json says about the form of the weights: `formats.weight_formats` reads it."""
     fields: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     """The fields of the text model in config.json, with the family's defaults."""
 

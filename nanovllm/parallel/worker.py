@@ -43,7 +43,7 @@ def check_network(config: Config, checkpoint: Checkpoint) -> NetworkSpec:
     """
     model_config = _model_config(config, checkpoint)
     if model_config.quantization_config is not None:
-        from nanovllm.features.formats.registry import check_quantization
+        from nanovllm.features.formats.weight_formats import check_quantization
 
         check_quantization(model_config.quantization_config, config)
     if config.tensor_parallel_size > model_config.num_heads:  # else a process is spawned for each

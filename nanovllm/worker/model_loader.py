@@ -138,7 +138,7 @@ def build_model(
     try:
         model = _build(model_config, max_model_len, first)
         if has_format:
-            from nanovllm.features.formats.registry import expect_weights
+            from nanovllm.features.formats.weight_formats import expect_weights
 
             expect_weights(model, config, stored, files, device, kernels)
         for tensor in (*model.parameters(), *model.buffers()):
@@ -168,7 +168,7 @@ def make_modules(
     """
     model = _build(model_config, max_model_len, device)
     if model_config.quantization_config is not None:
-        from nanovllm.features.formats.registry import expect_format
+        from nanovllm.features.formats.weight_formats import expect_format
 
         expect_format(model, model_config.quantization_config, known)
     return model

@@ -71,7 +71,7 @@ def report(model: str) -> dict[str, Any]:
     try:
         config = read_config(checkpoint.config)
         if config.quantization_config is not None:
-            from nanovllm.features.formats.registry import checkpoint_format
+            from nanovllm.features.formats.weight_formats import checkpoint_format
 
             checkpoint_format(config.quantization_config)
         files = _local_files(checkpoint, model)

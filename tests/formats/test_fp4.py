@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.features.formats.fp4 import MXFP4, NVFP4, StoredFp4, powers_of_two, unpack_fp4
-from nanovllm.features.formats.registry import store_as
+from nanovllm.features.formats.weight_formats import store_as
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.torch_kernels import TORCH

@@ -5,9 +5,9 @@ import torch
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.features.formats.names import Names
-from nanovllm.features.formats.registry import checkpoint_format
 from nanovllm.features.formats.stored import Field
 from nanovllm.features.formats.stored_fp8 import Fp8Format
+from nanovllm.features.formats.weight_formats import checkpoint_format
 
 BLOCKS = {
     "quant_method": "fp8",

@@ -7,8 +7,8 @@ import pytest
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.features.formats.modelopt import ModelOpt
 from nanovllm.features.formats.names import ModuleList
-from nanovllm.features.formats.registry import checkpoint_format
 from nanovllm.features.formats.settings import kv_scheme
+from nanovllm.features.formats.weight_formats import checkpoint_format
 
 LINEAR = "model.layers.1.mlp.up_proj"
 NESTED = "model.language_model.layers.1.mlp.up_proj"

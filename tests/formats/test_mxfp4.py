@@ -7,7 +7,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.features.formats.mxfp4 import Mxfp4Format
-from nanovllm.features.formats.registry import checkpoint_format, expect_format
+from nanovllm.features.formats.weight_formats import checkpoint_format, expect_format
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers import linear as linear_module
 from nanovllm.layers.experts import Experts, StackedLinear, StoredExperts

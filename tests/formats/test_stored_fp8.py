@@ -11,9 +11,9 @@ from nanovllm import SamplingParams
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.features.formats.integer import IntWeight
 from nanovllm.features.formats.names import Names
-from nanovllm.features.formats.registry import store_as
 from nanovllm.features.formats.stored import Field
 from nanovllm.features.formats.stored_fp8 import Fp8Format
+from nanovllm.features.formats.weight_formats import store_as
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import (
     LinearBase,

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.features.formats.registry import expect_format
+from nanovllm.features.formats.weight_formats import expect_format
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,

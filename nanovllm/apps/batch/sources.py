@@ -74,7 +74,8 @@ class JSONLines:
     """A file with a row in each line. Empty lines do not count."""
 
     def __init__(self, path: Path, form: str) -> None:
-        self.path, self.stamp = path, _stamp(path)
+        self.path = path
+        self.stamp = _stamp(path)
         self.num_rows, self.digest = _count_lines(path)
         self.form = self._find_form(form)
         self._repeated = self._find_repeated() if self.form == OPENAI else set()
@@ -144,7 +145,8 @@ class ParquetRows:
         import pyarrow
         import pyarrow.parquet as parquet
 
-        self.path, self.stamp = path, _stamp(path)
+        self.path = path
+        self.stamp = _stamp(path)
         with path.open("rb") as file:
             self.digest = hashlib.file_digest(file, "sha256").hexdigest()
         try:

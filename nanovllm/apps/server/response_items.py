@@ -13,7 +13,7 @@ from nanovllm.apps.server.answers.parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.apps.server.protocol.messages import Message
+from nanovllm.apps.server.protocol.request_messages import Message
 from nanovllm.apps.server.protocol.response_objects import (
     Event,
     OutputCall,

@@ -12,7 +12,7 @@ from nanovllm.apps.server.error_bodies import APIError, naming_params
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.protocol.chat import NO_TEMPLATE, ChatTools
 from nanovllm.apps.server.protocol.common import RequestModel, refused
-from nanovllm.apps.server.protocol.messages import Messages
+from nanovllm.apps.server.protocol.request_messages import Messages
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.options.other_names import OtherName, other_names
 

@@ -64,7 +64,8 @@ class StoredMxfp4:
             rows = self._rows
             inputs = self._inputs
             pairs = torch.empty(rows, inputs // 2, dtype=torch.uint8, device=self._device)
-            self._pairs, self._scales = pairs, pairs.new_full((rows, inputs // _BLOCK), E8M0_BIAS)
+            self._pairs = pairs
+            self._scales = pairs.new_full((rows, inputs // _BLOCK), E8M0_BIAS)
         first = weight.target.storage_offset() // self._inputs
         part_rows = slice(first, first + len(weight.target))
         outputs, inputs = weight.part_shape

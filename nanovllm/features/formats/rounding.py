@@ -114,7 +114,8 @@ class _RowsInFp8:
     def __init__(self, quantization: str, like: torch.Tensor, kernels: Kernels) -> None:
         self._like = like
         self._kernels = kernels
-        self._values, self._scales = torch.empty(0), torch.empty(0)
+        self._values = torch.empty(0)
+        self._scales = torch.empty(0)
 
     def store(self, start: int, values: torch.Tensor) -> None:
         if not len(self._values):

@@ -132,7 +132,8 @@ class HunYuanParser(HermesParser):
 
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
         super().__init__(marked, functions)
-        self._call_tag, self._call_end = self._tag(_CALL), self._tag(_CALL_END)
+        self._call_tag = self._tag(_CALL)
+        self._call_end = self._tag(_CALL_END)
         self._openings = (self._opening, self._call_tag)
 
     def _calls(self) -> Steps[None]:

@@ -54,7 +54,8 @@ class ToolCallParser(TextReader):
         super().__init__()
         self._marked = marked
         self._functions = typed(functions)
-        self._opening, self._end = self._tag(self.tag), self._tag(self.closing)
+        self._opening = self._tag(self.tag)
+        self._end = self._tag(self.closing)
         self._openings: tuple[str, ...] = (self._opening,)  # what calls may begin with
         self._num_calls = 0
         self._is_streaming = False  # the text read is arguments of the last call

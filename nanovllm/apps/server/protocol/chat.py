@@ -13,7 +13,7 @@ from nanovllm.apps.server.protocol.common import (
     Usage,
     refused,
 )
-from nanovllm.apps.server.protocol.messages import Messages
+from nanovllm.apps.server.protocol.request_messages import Messages
 from nanovllm.apps.server.protocol.tool_schemas import check_keywords, check_size
 from nanovllm.options.other_names import OtherName, other_names
 

@@ -14,7 +14,7 @@ from nanovllm.apps.server.protocol.common import (
     RequestModel,
     refused,
 )
-from nanovllm.apps.server.protocol.messages import SentBack
+from nanovllm.apps.server.protocol.request_messages import SentBack
 from nanovllm.options.other_names import OtherName, other_names
 from nanovllm.options.validation import shown
 
