@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.floors import APPS, FEATURES, PACKAGE
+from tests.floors import PACKAGE
 
 
 class Folder(NamedTuple):
@@ -88,43 +88,16 @@ FOLDERS = {
         torch=True,
     ),
 }
-CORE = (
-    "scheduler.sequence",
-    "scheduler.messages",
-    "kv.block_manager",
-    "scheduler.scheduler",
-    "engine.llm_engine",
-    "engine.request",
-    "engine.input_processor",
-    "engine.output_processor",
-    "engine.detokenizer",
-    "llm",
-    "worker.device_tables",
-    "worker.network",
-    "worker.model_runner",
-    "worker.sampling_rows",
-    "worker.step_output",
-    "attention.batch",
-    "attention.backend",
-    "attention.torch_sdpa",
-    "layers.attention",
-    "layers.linear",
-    "layers.embed_head",
-    "layers.layernorm",
-    "layers.activation",
-    "layers.rotary_embedding",
-    "layers.sampler",
-    "kernels.torch_math",
-    "models.decoder",
-    "models.qwen3",
-)
-"""The trunk: the files on the way from prompt to text. docs/walk.md reads them in order.
-
-What the trunk offers to branches is beside it, in the files `extensions.py`, and so are the checks
-of what callers give.
-"""
 STILL_IMPORTED = ("fast_steps",)
 """Features that an engine imports although no option asks for them: shorter only, too."""
+SEAMS = {
+    "__main__",
+    "assembly",
+    *("parallel.in_process", "parallel.rank_process", "parallel.worker"),
+    "weight_methods",
+    *("worker.model_loader", "worker.model_report"),
+}
+"""The modules of the engine that import features, each where an option or a method asks for one."""
 MAX_PYTHON_LINES = 60
 MAX_C_LINES = 80
 
@@ -269,8 +242,12 @@ def test_an_engine_without_options_has_no_branch() -> None:
     assert found <= {*STILL_IMPORTED}
 
 
-@pytest.mark.parametrize("name", CORE)
-def test_the_trunk_imports_no_branch(name: str) -> None:
+def test_the_engine_imports_features_at_its_seams_alone() -> None:
     """Imports inside functions count too."""
-    found = {folder_of(module.removeprefix("nanovllm.")) for module in IMPORTS[name]}
-    assert found.isdisjoint((*FEATURES, *APPS))
+    found = {
+        name
+        for name, modules in IMPORTS.items()
+        if not name.startswith(("features", "apps"))
+        and any(module.startswith(("nanovllm.features", "nanovllm.apps")) for module in modules)
+    }
+    assert found == SEAMS
