@@ -23,7 +23,7 @@ class Heap(Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         return iter(self._keys)
 
-    def __contains__(self, item: Item) -> bool:
+    def __contains__(self, item: object) -> bool:
         return item in self._keys
 
     def in_order(self) -> Iterator[Item]:
@@ -38,7 +38,7 @@ class Heap(Generic[Item]):
             for child in (2 * index + 1, 2 * index + 2):
                 if child < len(self._entries):
                     heapq.heappush(frontier, (self._entries[child], child))
-            if self._keys.get(item) == key and item is not last:  # it may have equal entries
+            if self._keys.get(item) == key and item != last:  # it may have equal entries
                 last = item
                 yield item
 

@@ -116,6 +116,7 @@ class AdapterEngine(Engine):
         for new in [] if schedule is None else schedule.admissions:
             seq = self.sequences[new.seq_id]
             key = (seq.priority, True, seq.turn, seq.seq_id)
+            key = key if self.has_default_policy else self.scheduler.policy.order(seq)
             claimant = (
                 None if new.adapter is None else self.adapters._claims.get(new.adapter.digest)
             )

@@ -348,8 +348,8 @@ class Engine:
         cell_tokens: int = 1,
         tiers: LowerTiers | None = None,
         gates: Seq[Gate] = (),
-        policy: Policy | None = None,
-        order: EvictionOrder | None = None,
+        make_policy: Callable[[], Policy] | None = None,
+        make_order: Callable[[int], EvictionOrder] | None = None,
     ) -> None:
         self.windows = windows
         self.state_pages = state_pages
@@ -370,7 +370,7 @@ class Engine:
             block_size,
             enable_prefix_caching=prefix_caching,
             groups=groups,
-            order=order,
+            order=None if make_order is None else make_order(num_blocks),
             tiers=tiers,
         )
         self.drafting: AdaptiveDrafting | None = None
@@ -391,7 +391,7 @@ class Engine:
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             drafting=self.drafting,
-            policy=policy,
+            policy=None if make_policy is None else make_policy(),
             gates=gates,
         )
         self.worker = self.make_worker(
@@ -402,6 +402,8 @@ class Engine:
             self.windows,
             state_pages,
         )
+        self.has_default_policy = make_policy is None
+        self.is_fifo = self.is_fifo and self.has_default_policy
         self.max_num_seqs = max_num_seqs
         self.queue_depth = queue_depth
         self.in_flight: deque[tuple[Schedule, StepResult | None]] = deque()
@@ -609,8 +611,10 @@ class Engine:
             prompts: sequences whose prompt was not computed before the step.
         """
 
-        def order(seq: Sequence) -> tuple[int, bool, int, int]:
-            return (seq.priority, seq.seq_id in prompts, seq.turn, seq.seq_id)
+        def order(seq: Sequence) -> Any:
+            if self.has_default_policy:
+                return (seq.priority, seq.seq_id in prompts, seq.turn, seq.seq_id)
+            return self.scheduler.policy.order(seq)
 
         victims = [seq for seq in running if seq.table_idx is None]
         kept = [seq for seq in running if seq.table_idx is not None]
@@ -627,9 +631,10 @@ class Engine:
         assert all(seq in admitted for seq in rows if seq not in running)
         self._check_rows_of(admitted, rows)
         least = min((victim.priority for victim in victims), default=math.inf)
-        if self.is_strict:
+        if self.is_strict and self.has_default_policy:
             assert all(seq.priority < least for seq in admitted), "admission after a preemption"
-        self._check_turns(admitted, waiting)
+        if self.has_default_policy:
+            self._check_turns(admitted, waiting)
         head = self.scheduler.policy.first()
         head_order = None if head is None else self.scheduler.policy.order(head)
         if head is not None and any(head_order < order(seq) for seq in rows) and not victims:

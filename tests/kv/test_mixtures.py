@@ -1,0 +1,182 @@
+"""Any mixture of groups, with tiers, adapters and drafts or without: each request gets its tokens.
+
+So it is under another policy, and another order of eviction. Imports no torch.
+"""
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import initialize, invariant
+
+from nanovllm.scheduler.windows import WindowGroup, pages_for
+from tests.kv.least_frequently_used import LeastFrequentlyUsed
+from tests.lora.fake_adapters import AdapterEngine, TieredAdapterEngine, check_adapters
+from tests.scheduler.fake_engine import random_guesses
+from tests.scheduler.shortest_first import ShortestFirst
+from tests.scheduler.test_random_runs import clock, make_controller
+from tests.tiers.fake_tiers import FakeStore, TieredEngine
+from tests.tiers.invariants import check_tiers
+from tests.tiers.test_load_runs import TiersMachine, do_something
+
+__all__ = ["clock"]
+
+FEATURES = ("windows", "states", "tiers", "adapters", "drafts")
+WINDOWS = st.lists(
+    st.builds(WindowGroup, st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=2
+)
+
+
+class MixtureMachine(TiersMachine):
+    """Random runs of a model with some of `FEATURES`."""
+
+    @initialize(
+        features=st.sets(st.sampled_from(FEATURES)),
+        max_model_len=st.integers(2, 40),
+        block_size=st.integers(1, 5),
+        windows=WINDOWS,
+        state_pages=st.integers(1, 4),
+        snapshot_interval=st.sampled_from([1, 4, 8, 1000]),
+        cell_tokens=st.sampled_from([1, 1, 2, 3, 7]),
+        num_spare_blocks=st.sampled_from([0, 1, 3, 6, 12, 40]),
+        num_host_slots=st.sampled_from([0, 1, 4, 12, 40, 200]),
+        has_store=st.booleans(),
+        max_num_seqs=st.integers(1, 6),
+        max_num_batched_tokens=st.integers(1, 40),
+        eos_token_ids=st.sampled_from([(), (3,), (3, 4)]),
+        prefix_caching=st.sampled_from([True, True, True, False]),
+        queue_depth=st.sampled_from([0, 0, 1, 1, 2, 4]),
+        max_loras=st.integers(1, 3),
+        num_adapters=st.integers(1, 6),
+        seed=st.integers(0, 2**32),
+        follows_drafts=st.booleans(),
+        token_seconds=st.sampled_from([0.0, 0.0, 0.001]),
+        make_policy=st.sampled_from([None, ShortestFirst]),
+        make_order=st.sampled_from([None, LeastFrequentlyUsed]),
+    )
+    def start(self, **options: Any) -> None:  # type: ignore[override]
+        self.start_mixture(**options)
+
+    def start_mixture(
+        self,
+        features: set[str],
+        max_model_len: int,
+        block_size: int,
+        windows: list[WindowGroup],
+        state_pages: int,
+        snapshot_interval: int,
+        cell_tokens: int,
+        num_spare_blocks: int,
+        num_host_slots: int,
+        has_store: bool,
+        max_num_batched_tokens: int,
+        eos_token_ids: tuple[int, ...],
+        prefix_caching: bool,
+        max_loras: int,
+        num_adapters: int,
+        seed: int,
+        follows_drafts: bool,
+        token_seconds: float,
+        **options: Any,
+    ) -> None:
+        """Start an engine with `features`; options of others are ignored."""
+        self.features = features
+        self.store = FakeStore()
+        windows = windows if "windows" in features else []
+        state_pages = state_pages if "states" in features else 0
+        cell_tokens = cell_tokens if "states" in features else 1
+        budget = max(max_num_batched_tokens, cell_tokens)
+        num_pages = pages_for(max_model_len, block_size, windows, budget) + state_pages
+        self.options = dict(
+            num_blocks=num_pages + num_spare_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=budget,
+            windows=tuple(windows),
+            state_pages=state_pages,
+            snapshot_interval=snapshot_interval,
+            cell_tokens=cell_tokens,
+            eos_token_ids=frozenset(eos_token_ids),
+            max_loras=max_loras,
+            num_adapters=num_adapters if "adapters" in features else 0,
+            **options,
+        )
+        if "drafts" in features:
+            self.options |= {"propose": random_guesses(seed), "controller": make_controller(seed)}
+            self.options["follows_drafts"] = follows_drafts and not state_pages
+        if "tiers" in features:
+            self.tiered_class = TieredAdapterEngine
+            store = self.store if has_store or not num_host_slots else None
+            self.options |= {"store": store, "num_host_slots": num_host_slots, "seed": seed}
+            self.options["token_seconds"] = token_seconds
+        else:
+            self.tiered_class = OtherEngine  # type: ignore[assignment]
+            self.options["prefix_caching"] = prefix_caching
+        self.engine = self.tiered_class(**self.options)
+
+    @invariant()
+    def check_loads(self) -> None:
+        assert isinstance(self.engine, AdapterEngine)
+        check_adapters(self.engine.adapters)
+        if isinstance(self.engine, TieredEngine):
+            check_tiers(self.engine.loads)
+
+
+class OtherEngine(AdapterEngine):
+    """An engine without tiers, which has nothing to write at its end."""
+
+    def __init__(self, *, seed: int = 0, **options: Any) -> None:
+        super().__init__(**options)
+        self.worker.finish_writes = lambda: None  # type: ignore[attr-defined]
+
+
+MixtureMachine.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
+)
+
+TestMixtures = MixtureMachine.TestCase
+
+
+def random_options(features: set[str], rng: random.Random) -> dict[str, Any]:
+    return {
+        "features": features,
+        "max_model_len": rng.randint(8, 40),
+        "block_size": rng.randint(1, 5),
+        "windows": [WindowGroup(rng.randint(1, 12), rng.randint(1, 3)) for _ in "ab"][
+            : rng.randint(1, 2)
+        ],
+        "state_pages": rng.randint(1, 4),
+        "snapshot_interval": rng.choice([1, 4, 8, 1000]),
+        "cell_tokens": rng.choice([1, 1, 2, 3, 7]),
+        "num_spare_blocks": rng.choice([0, 1, 3, 6, 12, 40]),
+        "num_host_slots": rng.choice([0, 4, 12, 40, 200]),
+        "has_store": rng.random() < 0.5,
+        "max_num_seqs": rng.randint(1, 6),
+        "max_num_batched_tokens": rng.randint(1, 40),
+        "eos_token_ids": rng.choice([(), (3,), (3, 4)]),
+        "prefix_caching": rng.random() < 0.8,
+        "queue_depth": rng.choice([0, 0, 1, 1, 2, 4]),
+        "max_loras": rng.randint(1, 3),
+        "num_adapters": rng.randint(1, 6),
+        "seed": rng.randrange(2**32),
+        "follows_drafts": rng.random() < 0.5,
+        "token_seconds": rng.choice([0.0, 0.0, 0.001]),
+        "make_policy": rng.choice([None, ShortestFirst]),
+        "make_order": rng.choice([None, LeastFrequentlyUsed]),
+    }
+
+
+SUBSETS = [subset for size in range(6) for subset in itertools.combinations(FEATURES, size)]
+
+
+@pytest.mark.parametrize("features", SUBSETS, ids="-".join)
+def test_each_subset(features: tuple[str, ...]) -> None:
+    """Longer runs than those above have more loads, snapshots and windows in flight."""
+    for seed in range(4):
+        machine, rng = MixtureMachine(), random.Random(f"{features} {seed}")
+        machine.start_mixture(**random_options({*features}, rng))
+        for _ in range(100):
+            do_something(machine, rng)
+        machine.teardown()
