@@ -11,15 +11,20 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.output_processor import OutputProcessor
+from nanovllm.errors import ConfigError
 from nanovllm.kv.block_manager import BlockManager
+from nanovllm.kv.eviction import EvictionOrder, LeastRecentlyUsed
 from nanovllm.kv.groups.group import Group
 from nanovllm.loading.hub import Checkpoint, configured_checkpoint, draft_checkpoint
 from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.loading.tokenizer import check_same_vocabulary, load_tokenizer, serving_tokenizer
-from nanovllm.options.config import Config
+from nanovllm.options.config import EVICTION_POLICIES, SCHEDULING_POLICIES, Config
+from nanovllm.options.validation import load_class
 from nanovllm.parallel.executor import Executor, make_executor
 from nanovllm.scheduler.extensions import Drafting
 from nanovllm.scheduler.gates import Gate
+from nanovllm.scheduler.policy import Policy
+from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.worker_info import WorkerInfo
 
@@ -44,6 +49,8 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
         from nanovllm.features.tiers.directory import find_directory
 
         find_directory(config.kv_cache_dir)  # refuse a wrong one before anything is loaded
+    policy = _policy(config)
+    order = _eviction_order(config)
     checkpoint = configured_checkpoint(config)
     draft = draft_checkpoint(config)
     if draft is not None and config.speculation is not None:
@@ -67,7 +74,7 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
             config,
             info,
             executor,
-            _scheduler(config, info, eos_token_ids),
+            _scheduler(config, info, eos_token_ids, policy, order),
             _input_processor(config, info, checkpoint, tokenizer, eos_token_ids, executor),
             OutputProcessor(tokenizer),
             # "vllm" means no recommended parameters; the checkpoint's end-of-sequence tokens stay.
@@ -90,13 +97,36 @@ def _trace(config: Config) -> "Trace | None":
     return Trace(config.trace)
 
 
-def _scheduler(config: Config, info: WorkerInfo, eos_token_ids: frozenset[int]) -> Scheduler:
+def _policy(config: Config) -> Policy:
+    """Return the policy that the options ask for."""
+    if config.scheduling_policy in SCHEDULING_POLICIES:
+        return PromptQueue()
+    name = config.scheduling_policy
+    return load_class(ConfigError, "scheduling_policy", name, Policy)()  # type: ignore[type-abstract]
+
+
+def _eviction_order(config: Config) -> type[EvictionOrder]:
+    """Return the order of eviction that the options ask for."""
+    if config.eviction_policy in EVICTION_POLICIES:
+        return LeastRecentlyUsed
+    name = config.eviction_policy
+    return load_class(ConfigError, "eviction_policy", name, EvictionOrder)  # type: ignore[type-abstract]
+
+
+def _scheduler(
+    config: Config,
+    info: WorkerInfo,
+    eos_token_ids: frozenset[int],
+    policy: Policy,
+    order: type[EvictionOrder],
+) -> Scheduler:
     tiers = _tiers(config, info)
     block_manager = BlockManager(
         info.num_blocks,
         info.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         groups=_groups(info),
+        order=order(info.num_blocks),
         tiers=tiers,
     )
     gates: list[Gate] = []
@@ -115,6 +145,7 @@ def _scheduler(config: Config, info: WorkerInfo, eos_token_ids: frozenset[int]) 
         max_model_len=info.max_model_len,
         eos_token_ids=eos_token_ids,
         drafting=make_drafting(config, info, block_manager),
+        policy=policy,
         gates=gates,
     )
 

@@ -15,6 +15,7 @@ from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.options.validation import (
     Error,
     check_choice,
+    check_class,
     check_fields,
     check_float,
     check_int,
@@ -30,6 +31,8 @@ QUANTIZATIONS = ("int8", "int4", "fp8", "none")
 EXECUTOR_BACKENDS = ("mp", "uni", "ray")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8")
+SCHEDULING_POLICIES = ("priority", "fcfs")
+EVICTION_POLICIES = ("lru",)
 MAX_THREADS = 1024
 """Most CPU threads, as in kernels/cpu/csrc/threads.c. OpenMP's library ends the process if it does
 not get the threads or their memory."""
@@ -143,6 +146,9 @@ class Config:
     16384 on CUDA and 1024 on a CPU."""
     max_num_seqs: Annotated[int, check_int, 1, 2**20] = 512
     """Maximum number of sequences that run at once; each owns a table row and KV blocks."""
+    scheduling_policy: Annotated[str, check_class, SCHEDULING_POLICIES] = "priority"
+    """Which requests go first: "priority" goes by their priority, then lets users take turns, then
+    by arrival; "fcfs" is another name for it; "module:Class" names a `Policy` of yours."""
     max_model_len: Annotated[int, check_int, 1, _INT32] = 4096
     """Maximum length of a sequence, prompt and output together. A value above the model's number of
     positions is reduced to it."""
@@ -173,6 +179,9 @@ class Config:
     whichever is smaller."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of a prefix that prompts have in common."""
+    eviction_policy: Annotated[str, check_class, EVICTION_POLICIES] = "lru"
+    """Which cached KV makes room when the pool is full: "lru" is the least recently used, or
+    "module:Class" names an `EvictionOrder` of yours."""
     kv_offload_gib: Annotated[float | None, check_float, _LEAST_GIB, _MAX_GIB] = None
     """GiB of host memory, of all ranks together, for cached KV that leaves the pool: a prefix hit
     or a preempted sequence gets it back from there. None is no such memory."""

@@ -115,7 +115,6 @@ CONFIG_NAMES = other_names(
     ("enable_chunked_prefill", (True,), "use a max_num_batched_tokens of max_model_len or more"),
     ("num_scheduler_steps", (1,), "steps overlap on a GPU as it is; leave it out"),
     ("async_scheduling", (True, False), "steps overlap on a GPU as it is"),
-    ("scheduling_policy", ("fcfs", "priority"), "requests go by priority, then by arrival"),
     ("pipeline_parallel_size data_parallel_size", (1,), _ONE_COPY),
     ("disable_custom_all_reduce", (True, False), "ranks add up with NCCL or gloo"),
     ("enable_expert_parallel", (False,), "each rank has a part of every expert; leave it out"),

@@ -6,12 +6,14 @@ The caller gives the error class to raise.
 import dataclasses
 import difflib
 import functools
+import importlib
 import inspect
 import logging
 import math
 import numbers
 import operator
 import os
+import re
 import reprlib
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -226,6 +228,49 @@ def check_path(
     if not isinstance(path, str) or not path:
         raise error(f"{name} must be {rule}, got {shown(value)}")
     return plain_text(path)
+
+
+def check_class(error: Error, name: str, value: Any, known: Collection[str]) -> str:
+    """Return `value` if it is one of `known`, or "module:Class", else raise `error`.
+
+    `load_class` finds the class.
+    """
+    if isinstance(value, str) and (value in known or re.fullmatch(r"\w+(\.\w+)*:\w+", value)):
+        return plain_text(value)
+    names = ", ".join(f'"{word}"' for word in known)
+    meant = did_you_mean(shown(value).strip("'"), known)
+    hint = meant * meant.startswith("; did")
+    raise error(
+        f'{name} must be {names} or a class of yours as "module:Class", got {shown(value)}{hint}'
+    )
+
+
+def load_class(error: Error, name: str, value: str, base: type[T]) -> type[T]:
+    """Return the class that "module:Class" names, which must be derived from `base`.
+
+    Raises:
+        error: the module cannot be imported, or it has no such class.
+    """
+    module_name, _, class_name = value.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as reason:
+        raise error(
+            f'{name} is "{value}", but {module_name} cannot be imported: '
+            f"{type(reason).__name__}: {reason}; PYTHONPATH must have the folder that it is in"
+        ) from reason
+    found = vars(module).get(class_name)
+    rule = f"a class derived from {base.__module__}.{base.__qualname__}"
+    if found is None:
+        classes = [key for key, item in vars(module).items() if isinstance(item, type)]
+        hint = did_you_mean(class_name, classes)
+        raise error(f'{name} is "{value}", but {module_name} has no {class_name}{hint}')
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise error(f'{name} must name {rule}, but "{value}" is {shown(found)}')
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))  # type: ignore[attr-defined]
+        raise error(f'{name} must name {rule}, but "{value}" lacks the methods {missing}')
+    return found
 
 
 def check_names(error: Error, name: str, value: Any) -> dict[str, Any]:

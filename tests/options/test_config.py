@@ -65,6 +65,7 @@ def test_every_field_can_be_given():
         "load_format": "dummy",
         "max_num_batched_tokens": 100,
         "max_num_seqs": 7,
+        "scheduling_policy": "fcfs",
         "max_model_len": 99,
         "gpu_memory_utilization": 0.5,
         "tensor_parallel_size": 1,
@@ -78,6 +79,7 @@ def test_every_field_can_be_given():
         "num_kvcache_blocks": 12,
         "kv_cache_memory_bytes": None,
         "enable_prefix_caching": True,
+        "eviction_policy": "my.module:Class",
         "kv_offload_gib": 0.5,
         "kv_cache_dir": "/kv",
         "kv_cache_dir_gib": 2.0,
@@ -370,3 +372,16 @@ def test_hf_overrides_are_copied():
 def test_max_logprobs_must_be_a_count_or_minus_1(value):
     with pytest.raises(ConfigError, match="^max_logprobs must be an integer from -1 to .*, got"):
         Config("model", max_logprobs=value)
+
+
+@pytest.mark.parametrize("value", ["shortest", "module:", ":Class", "a b:C", "a.b", 3, "a:B:C"])
+def test_a_policy_is_known_or_a_class(value: object) -> None:
+    with pytest.raises(ConfigError, match=r'must be "priority", "fcfs" or a class of yours as "mo'):
+        Config("model", scheduling_policy=value)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r'must be "lru" or a class of yours as "module:Class", '):
+        Config("model", eviction_policy=value)  # type: ignore[arg-type]
+
+
+def test_a_misspelt_policy_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"got 'priorty'; did you mean 'priority'"):
+        Config("model", scheduling_policy="priorty")

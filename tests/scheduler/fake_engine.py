@@ -701,7 +701,7 @@ class Engine:
         whole = [
             row.samples or (self.state_pages > 0 and row.end % size == 0) for row in schedule.rows
         ]
-        if not all(whole):  # the budget may cut only the last row
+        if not all(whole) and self.has_default_policy:  # the budget may cut only the last row
             # Rows behind drafts in flight, of one token each, may have been taken back.
             waiting = sum(seq.num_draft_tokens > 0 for seq in self.scheduler.running)
             assert budget - waiting <= schedule.num_tokens <= most

@@ -65,7 +65,7 @@ def check_window_table(group: WindowedGroup, seq: Sequence) -> None:
     first = max(0, position + 1 - group.window.window) // group.block_size
     assert table.start <= first
     assert table.start == first or seq.num_in_flight_steps, "a block left the window, and stays"
-    assert table.num_sent <= table.end
+    assert table.num_sent <= table.end <= len(seq.block_table), "blocks are held for no token"
 
 
 def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:

@@ -1,0 +1,100 @@
+"""Policies: another order of the waiting, another victim, another share. Imports no torch."""
+
+from collections.abc import Sequence as Seq
+
+import pytest
+
+from nanovllm.scheduler.prompt_queue import PromptQueue
+from nanovllm.scheduler.sequence import Sequence
+from tests.scheduler.fake_engine import Engine
+from tests.scheduler.invariants import check_scheduler
+from tests.scheduler.shortest_first import AGEING, ShortestFirst
+
+
+def test_the_shortest_goes_first() -> None:
+    engine = Engine(max_num_seqs=1, max_model_len=200, num_blocks=200, make_policy=ShortestFirst)
+    for max_tokens in (150, 100, 2):
+        engine.add([1, 2], max_tokens=max_tokens, ignore_eos=True)
+    engine.run()
+    assert engine.admitted == [2, 1, 0]
+
+
+def test_a_long_one_does_not_starve() -> None:
+    """More short ones come than the engine can run, and each is shorter."""
+    engine = Engine(max_num_seqs=1, max_model_len=200, num_blocks=200, make_policy=ShortestFirst)
+    engine.add([1], max_tokens=2, ignore_eos=True)
+    long = engine.add([1, 2], max_tokens=100, ignore_eos=True)
+    for _ in range(40):
+        engine.add([1, 2], max_tokens=2, ignore_eos=True)
+        engine.step()
+    assert engine.admitted.index(long.seq_id) <= 100 // AGEING + 2
+    engine.run()
+
+
+def test_a_step_goes_in_the_order_of_the_policy() -> None:
+    """Also when the sequence that decodes has an earlier arrival, and the pool preempts."""
+    engine = Engine(
+        num_blocks=12, block_size=2, max_num_seqs=4, max_model_len=20, make_policy=ShortestFirst
+    )
+    for seed in range(12):
+        engine.add([seed % 5, 1, 2], max_tokens=2 + 5 * seed % 16, ignore_eos=True)
+        engine.step()
+        check_scheduler(engine.scheduler)
+    engine.run()
+    assert engine.preempted
+
+
+class LongestVictim(PromptQueue):
+    """Preempts the sequence that holds the most KV."""
+
+    def victim(self, candidates: Seq[Sequence]) -> Sequence:
+        return max(candidates, key=lambda seq: len(seq.block_table))
+
+
+def test_the_policy_chooses_the_victim() -> None:
+    victims = []
+    for make in (PromptQueue, LongestVictim):
+        engine = Engine(
+            num_blocks=9, block_size=2, max_num_seqs=3, max_model_len=18, make_policy=make
+        )
+        engine.add([1, 2], max_tokens=16, ignore_eos=True)
+        engine.add([1, 2, 3, 4, 0, 1, 2, 3], max_tokens=10, ignore_eos=True)
+        engine.add([2, 3], max_tokens=16, ignore_eos=True)
+        engine.step_until(lambda engine=engine: engine.scheduler.stats.num_preemptions)
+        (waiting,) = [s for s in engine.sequences if s.was_admitted and s.table_idx is None]
+        victims.append(waiting.seq_id)
+        while engine.step():
+            check_scheduler(engine.scheduler)
+    assert victims == [2, 1]
+
+
+class SmallShares(PromptQueue):
+    """Computes at most two tokens of a prompt in a step."""
+
+    def share(self, seq: Sequence, num_missing: int, budget: int) -> int:
+        return min(2, num_missing, budget)
+
+
+@pytest.mark.parametrize("state_pages", [0, 2])
+def test_the_policy_shares_a_step(state_pages: int) -> None:
+    """What a prompt leaves goes to the next ones."""
+    engine = Engine(make_policy=SmallShares, state_pages=state_pages, max_num_batched_tokens=7)
+    for _ in range(3):
+        engine.add([1, 2, 3, 4, 0], max_tokens=1)
+    engine.run()
+    rows = [[row.num_scheduled_tokens for row in s.rows] for s, _ in engine.launched]
+    assert rows == [[2, 2, 2], [2, 2, 2], [1, 1, 1]]
+
+
+class WrongShares(PromptQueue):
+    """Gives a sequence more than the step has."""
+
+    def share(self, seq: Sequence, num_missing: int, budget: int) -> int:
+        return budget + 1
+
+
+def test_a_wrong_share_is_noticed() -> None:
+    engine = Engine(make_policy=WrongShares)
+    engine.add([1, 2, 3], max_tokens=1)
+    with pytest.raises(AssertionError, match="wrong share"):
+        engine.scheduler.schedule()
