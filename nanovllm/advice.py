@@ -69,7 +69,7 @@ METHODS = {
     **dict.fromkeys(("do_log_stats", "do_log_stats_with_interval"), "get_metrics() counts"),
     "check_admission": "an engine takes all requests; the server has --max-waiting",
     "has_unfinished_requests_dp": "use has_unfinished_requests()",
-    "is_tracing_enabled": "it is so if the option trace is given",
+    "is_tracing_enabled": "it is on if the option trace is given",
     **dict.fromkeys(
         ("notify_kv_transfer_request_rejected", "get_kv_event_sources"),
         "KV has no transfers and no events",

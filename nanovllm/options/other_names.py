@@ -60,7 +60,7 @@ _GRAPHS = "CUDA graphs are captured for all sizes; leave it out, or use enforce_
 
 _NO_MEDIA = ({}, *({kind: 0} for kind in ("image", "video", "audio")), {"image": 0, "video": 0})
 _DRAFT_RANKS = "the draft network runs on the ranks of the model; leave it out"
-_DRAFTS_PAY = "no drafts are proposed where they are not expected to pay; leave it out"
+_DRAFTS_PAY = "drafts are proposed only where they are expected to pay; leave it out"
 _IGNORED_MEDIA = "the models here read text only"
 _KERNELS = "the device and the model choose the kernels; leave it out"
 _STATES = "the model says how its states are kept; leave it out"
@@ -75,7 +75,7 @@ _READ_FAST = "files are read in the way that suits the machine"
 _COUNTED = "use get_metrics(), or /metrics of the server"
 _TRACED = "use trace for the engine's steps, or torch.profiler around generate()"
 _LOGGED = "use the module logging, or the options of the server"
-_NOT_RETURNED = "nothing like it is returned; leave it out"
+_NOT_RETURNED = "nothing of the kind is returned; leave it out"
 _ADAPTERS = "an adapter's files say what it changes; leave it out"
 _NO_PLUGINS = "there are no plugins; leave it out"
 _SLEEP = "use sleep(level) and wake_up(tags)"
@@ -83,8 +83,8 @@ _RANK_DIES = "a rank that dies ends the engine with an error; leave it out"
 _ALL_LAYERS = "it is the same for all layers that keep KV; leave it out"
 
 CONFIG_NAMES = other_names(
-    ("trust_remote_code", (True, False), "no code of a checkpoint is run"),
-    ("code_revision", (ANY,), "no code of a checkpoint is run"),
+    ("trust_remote_code", (True, False), "a checkpoint's own code never runs"),
+    ("code_revision", (ANY,), "a checkpoint's own code never runs"),
     ("tokenizer_mode", ("auto", "hf"), "only fast tokenizers are read; save a tokenizer.json"),
     ("tokenizer_revision", (), "use tokenizer with a local directory of that revision"),
     ("hf_token", (), "use the environment variable HF_TOKEN"),
@@ -93,11 +93,11 @@ CONFIG_NAMES = other_names(
     ("rope_scaling", ({},), 'use hf_overrides={"rope_scaling": {...}}'),
     ("rope_theta", (), 'use hf_overrides={"rope_theta": ...}'),
     ("override_generation_config", ({},), "use SamplingParams"),
-    ("model_impl", ("auto", "vllm"), "models run in nanovllm's own code only"),
+    ("model_impl", ("auto", "vllm"), "models run in nanovllm's own code"),
     ("task runner", ("auto", "generate"), _GENERATES),
     ("convert", ("auto", "none"), _GENERATES),
     ("pooler_config", (), _GENERATES),
-    ("served_model_name", (ANY,), "there is no server that shows a name"),
+    ("served_model_name", (ANY,), "only a server shows a name"),
     ("model_loader_extra_config", ({},), _WEIGHT_FILES),
     ("ignore_patterns", (["original/**/*"], "original/**/*"), _WEIGHT_FILES),
     ("use_tqdm_on_load", (True,), "use the environment variable TQDM_DISABLE=1"),
@@ -151,7 +151,7 @@ CONFIG_NAMES = other_names(
     ("safetensors_load_strategy", ("lazy", "eager", "prefetch"), f"{_READ_FAST}; leave it out"),
     ("safetensors_prefetch_num_threads safetensors_prefetch_block_size", (ANY,), _READ_FAST),
     ("max_parallel_loading_workers", (ANY,), _READ_FAST),
-    ("pt_load_map_location", ("cpu",), "no file of pickles is read; leave it out"),
+    ("pt_load_map_location", ("cpu",), "pickle files are never read; leave it out"),
     ("tokens_only", (False,), "use skip_tokenizer_init=True"),
     ("enable_return_routed_experts return_sampling_mask", (False,), _NOT_RETURNED),
     ("enable_trace_replay", (False,), _NOT_RETURNED),
@@ -229,7 +229,7 @@ CONFIG_NAMES = other_names(
     ("scheduler_reserve_full_isl", (True, False), "a sequence gets KV as it grows"),
     ("watermark", (0.0,), "a sequence gets KV as it grows; leave it out"),
     ("max_num_queued_reqs max_num_queued_tokens", (), _OF_SERVER),
-    ("stream_interval", (1,), "a reader that is slow gets several tokens at once; leave it out"),
+    ("stream_interval", (1,), "a slow reader gets several tokens at once; leave it out"),
     ("prefix_cache_retention_interval", (0,), "the least recently used block goes first"),
     (
         "disable_hybrid_kv_cache_manager",
@@ -333,10 +333,10 @@ SPECULATIVE_NAMES = other_names(
     ("quantization kv_cache_dtype max_model_len enforce_eager", (), _LIKE_MODEL),
     ("attention_backend", (), _LIKE_MODEL),
     ("revision", (), "use model with a local directory of that revision"),
-    ("code_revision", (ANY,), "no code of a checkpoint is run"),
+    ("code_revision", (ANY,), "a checkpoint's own code never runs"),
     ("disable_by_batch_size", (), _DRAFTS_PAY),
     ("acceptance_method rejection_sample_method", (), _EXACT),
-    ("speculative_token_tree", (), "drafts are a sequence and no tree; leave it out"),
+    ("speculative_token_tree", (), "drafts are a sequence, not a tree; leave it out"),
     ("prompt_lookup_num_tokens num_assistant_tokens", (), "use num_speculative_tokens"),
     ("max_matching_ngram_size", (), "use prompt_lookup_max"),
     ("assistant_model speculative_model draft_model", (), "use model"),
@@ -350,7 +350,7 @@ SPECULATIVE_METHODS = other_names(
 )
 """Methods of vLLM's that are not here, and what to use."""
 
-_NO_BEAMS = "there is no beam search; use n continuations and their cumulative_logprob"
+_NO_BEAMS = "beam search is not supported; use n continuations and their cumulative_logprob"
 
 SAMPLING_NAMES = other_names(
     ("best_of", (), "use n, and take those of the best cumulative_logprob"),
@@ -374,7 +374,7 @@ SAMPLING_NAMES = other_names(
     ("logprob_token_ids", (), "use logprobs"),
     ("watermarking", (False,), "use logits_processors"),
     ("prompt_logprob_token_ids prompt_logprob_start", (), "use prompt_logprobs"),
-    ("stream_interval", (1,), "a reader that is slow gets several tokens at once; leave it out"),
+    ("stream_interval", (1,), "a slow reader gets several tokens at once; leave it out"),
     ("routed_experts_prompt_start", (0,), "the experts of tokens are not returned; leave it out"),
     ("trace_decode_token_ids", (), "use prompt_logprobs of the text"),
 )
@@ -391,8 +391,8 @@ STRUCTURED_NAMES = other_names(
 )
 """Names of vLLM's StructuredOutputsParams, and of other servers for the same."""
 
-_ALWAYS = "it is always so; leave it out"
-_TLS = "put a proxy with TLS before the server"
+_ALWAYS = "it is always on; leave it out"
+_TLS = "put a proxy with TLS in front of the server"
 _OWN_LOG = "each request is logged in one line, without its text, and probes are not; leave it out"
 
 SERVE_NAMES = other_names(
@@ -411,7 +411,7 @@ SERVE_NAMES = other_names(
     ("allowed_methods allowed_headers", (["*"],), "all are allowed where cors_origins allows"),
     ("allow_credentials", (False,), "use an API key"),
     ("ssl_keyfile ssl_certfile ssl_ca_certs", (), _TLS),
-    ("middleware", (), "put a proxy before the server"),
+    ("middleware", (), "put a proxy in front of the server"),
     ("api_server_count", (1,), "one process serves; leave it out"),
     ("headless", (False,), "one process serves; leave it out"),
 )

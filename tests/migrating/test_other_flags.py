@@ -15,7 +15,7 @@ from nanovllm.vllm import EngineArgs, FlexibleArgumentParser
         ("serve m --compilation-config 5", "leave it out, or use --enforce-eager for none"),
         ("serve m --ssl-keyfile x", "--ssl-keyfile x is not supported: put a proxy with TLS"),
         ("serve m --allowed-origins *", "use --cors-origins ("),
-        ("serve m --no-enable-auto-tool-choice", "it is always so; leave it out"),
+        ("serve m --no-enable-auto-tool-choice", "it is always on; leave it out"),
         ("serve a --model b", "give the model once: 'a' or --model"),
         ("serve m --enable-auto-tool-choice --max_num_seqs 0", "must be an integer from 1 to"),
         ("generate m x --pipeline-parallel-size 1 --max_num_seqs 0", "integer from 1 to"),

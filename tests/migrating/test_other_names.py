@@ -61,7 +61,7 @@ def test_errors_of_speculation_name_the_option() -> None:
 def test_code_of_a_checkpoint_is_not_run_whatever_is_trusted(caplog):
     caplog.set_level("INFO", "nanovllm")
     assert Config("model", trust_remote_code=True) == Config("model")
-    expected = "trust_remote_code=True changes nothing: no code of a checkpoint is run"
+    expected = "trust_remote_code=True changes nothing: a checkpoint's own code never runs"
     assert caplog.messages == [expected]
 
 
