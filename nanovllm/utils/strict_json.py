@@ -8,6 +8,14 @@ MAX_DEPTH = 100
 """Of arrays and objects in each other. What writes or walks a value may then use recursion."""
 
 
+class StrictJSONError(ValueError):
+    """Bytes are not JSON that `read` accepts; `key` is the one that an object has twice, if any."""
+
+    def __init__(self, message: str, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 class RepeatedKeyError(ValueError):
     """An object has a key twice."""
 
@@ -21,6 +29,27 @@ class TooDeepError(ValueError):
 
     def __init__(self, max_depth: int) -> None:
         super().__init__(f"it is nested more than {max_depth} deep")
+
+
+def read(data: bytes, name: str) -> Any:
+    """Return the value of JSON in UTF-8, which errors call `name`.
+
+    Raises:
+        StrictJSONError: it is not UTF-8, or `parse` refuses it.
+    """
+    try:
+        return parse(data.decode())
+    except UnicodeDecodeError as error:
+        reason = f"is not UTF-8: {error.reason} at byte {error.start}"
+    except RepeatedKeyError as error:
+        raise StrictJSONError(f"{name} has the key {error.key[:80]!r} twice", error.key) from None
+    except TooDeepError as error:
+        reason = str(error).removeprefix("it ")
+    except json.JSONDecodeError as error:
+        reason = f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+    except ValueError as error:
+        reason = f"is not JSON: {error}"
+    raise StrictJSONError(f"{name} {reason}") from None
 
 
 def parse(text: str, *, max_depth: int = MAX_DEPTH, finite: bool = True) -> Any:

@@ -32,8 +32,8 @@ def test_seeds_are_made_from_ids() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"a": ', "not JSON: Expecting value at column 7"),
-        (b'{"a": 1\n', "not JSON: Expecting ',' delimiter at column 8"),
+        (b'{"a": ', "not JSON: Expecting value at line 1, column 7"),
+        (b'{"a": 1\n', "not JSON: Expecting ',' delimiter at line 1, column 8"),
         (b"[1]", "a row must be an object .* got \\[1\\]"),
         (b'{"a": NaN}', "it has no NaN"),
         (b'{"a": "\xff"}', "not UTF-8: invalid start byte at byte 7"),

@@ -3,6 +3,7 @@
 Imports no engine: a driver writes the line of a row that no worker could compute.
 """
 
+import codecs
 import hashlib
 import json
 import math
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.validation import shown
 from nanovllm.utils import strict_json
-from nanovllm.utils.strict_json import MAX_DEPTH, RepeatedKeyError, TooDeepError
+from nanovllm.utils.strict_json import StrictJSONError
 
 ROWS = "rows"
 OPENAI = "openai"
@@ -81,17 +82,9 @@ def parse_object(line: bytes) -> dict[str, Any]:
         BadRowError: the line is something else, nested too deeply, or has a key twice.
     """
     try:
-        value = strict_json.parse(line.decode("utf-8-sig").rstrip("\r\n"))
-    except UnicodeDecodeError as error:
-        raise BadRowError(f"the line is not UTF-8: {error.reason} at byte {error.start}") from None
-    except json.JSONDecodeError as error:
-        raise BadRowError(f"the line is not JSON: {error.msg} at column {error.colno}") from None
-    except RepeatedKeyError as error:
-        raise BadRowError(f"the line has the key {shown(error.key)} twice") from None
-    except TooDeepError:
-        raise BadRowError(f"the line is nested more than {MAX_DEPTH} deep") from None
-    except ValueError as error:
-        raise BadRowError(f"the line is not JSON: {error}") from None
+        value = strict_json.read(line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n"), "the line")
+    except StrictJSONError as error:
+        raise BadRowError(str(error)) from None
     if not isinstance(value, dict):
         raise BadRowError(
             f'a row must be an object such as {{"prompt": "..."}}, got {shown(value)}'

@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.options.validation import shown
 from nanovllm.utils import strict_json
-from nanovllm.utils.strict_json import MAX_DEPTH, RepeatedKeyError, TooDeepError
+from nanovllm.utils.strict_json import StrictJSONError
 
 MAX_COMMAS = 2**18
 """Commas in a body. The limit bounds the number of values, which take longer to read than text."""
@@ -79,27 +79,15 @@ def parse(body: bytes) -> Any:
     if body.count(b",") > MAX_COMMAS:
         raise APIError(400, f"the body has more than {MAX_COMMAS} values: send fewer at once")
     try:
-        value = strict_json.parse(body.decode())
+        value = strict_json.read(body, "the body")
         if b"\\u" in body:  # half a surrogate pair may be escaped; nothing can encode it again
             json.dumps(value, ensure_ascii=False).encode()
-    except TooDeepError:
-        raise APIError(400, f"the body is nested more than {MAX_DEPTH} deep") from None
-    except RepeatedKeyError as error:
-        message = f"the body has the key {shown(error.key)} twice"
-        raise APIError(400, message, param=error.key) from None
-    except UnicodeDecodeError as error:
-        raise APIError(
-            400, f"the body is not UTF-8: {error.reason} at byte {error.start}"
-        ) from None
+    except StrictJSONError as error:
+        raise APIError(400, str(error), param=error.key) from None
     except UnicodeEncodeError:
         raise APIError(
             400, "the body has half a surrogate pair, which is not a character"
         ) from None
-    except json.JSONDecodeError as error:
-        message = f"the body is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-        raise APIError(400, message) from None
-    except ValueError as error:
-        raise APIError(400, f"the body is not JSON: {error}") from None
     return value
 
 

@@ -54,7 +54,7 @@ class Awq:
         )
 
     def stored(self, matrix: Matrix, names: list[str]) -> StoredIntegers | None:
-        forms = [None if self._excluded.are_within(name) else self._form for name in names]
+        forms = [None if self._excluded.contains_text_of(name) else self._form for name in names]
         form = one_form(names, forms, _EXCLUDED)
         return None if form is None else StoredIntegers(matrix, form)
 

@@ -101,7 +101,8 @@ def read_scheme(group: dict[str, Any], where: str, checkpoint_format: Any) -> Sc
     if weights.strategy == "block":
         block = _block(group["weights"].get("block_structure"), where)
     order = "group" if order in _GROUP_ORDERS else None
-    return Scheme(**vars(weights), format=stored, block=block, actorder=order, inputs=inputs)
+    fields = dataclasses.asdict(weights)
+    return Scheme(**fields, format=stored, block=block, actorder=order, inputs=inputs)
 
 
 def _arguments(arguments: Any, where: str) -> Rounded | None:
@@ -285,11 +286,11 @@ class CompressedTensors:
         A name counts before a regular expression, and that before the class: as in
         compressed_tensors 0.20, `utils.match.match_targets`.
         """
-        if self._ignored.have_part(name) or self._ignored.match(name):
+        if self._ignored.contains_part(name) or self._ignored.matches(name):
             return None
-        for matches in (Names.have, Names.match):
+        for is_meant in (Names.contains, Names.matches):
             for names, _, scheme in self._groups:
-                if matches(names, name):
+                if is_meant(names, name):
                     return scheme
         return next((scheme for _, every, scheme in self._groups if every), None)
 

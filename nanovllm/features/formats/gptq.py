@@ -56,7 +56,7 @@ class Gptq:
 
     def form(self, name: str) -> IntegerForm | None:
         """Return how linear `name` is stored; None: as plain numbers."""
-        if self._only is not None and not self._only.have_part(name):
+        if self._only is not None and not self._only.contains_part(name):
             return None
         for regex, form in self._rules:
             if any(regex.match(spelt) for spelt in spellings(name)):

@@ -57,7 +57,7 @@ class ModelOpt:
 
     def algorithm(self, name: str) -> str | None:
         """Return how linear `name` is stored, one of _ALGORITHMS; None: as plain numbers."""
-        if self._excluded.covers(name):
+        if self._excluded.contains(name):
             return None
         if self._algorithm is not None:
             return self._algorithm

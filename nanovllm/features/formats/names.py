@@ -77,19 +77,19 @@ class Names:
             )
         self._regexes = [read_regex(regex, field) for regex in regexes]
 
-    def have(self, name: str) -> bool:
+    def contains(self, name: str) -> bool:
         """Return whether an entry is `name` itself."""
         return any(spelt in self._plain for spelt in spellings(name))
 
-    def have_part(self, name: str) -> bool:
+    def contains_part(self, name: str) -> bool:
         """Return whether an entry is `name`, or some consecutive parts of that dotted path."""
         return any(map(self._has_part, spellings(name)))
 
-    def are_within(self, name: str) -> bool:
+    def contains_text_of(self, name: str) -> bool:
         """Return whether an entry is a part of the text `name`."""
         return any(entry in spelt for spelt in spellings(name) for entry in self._plain)
 
-    def match(self, name: str) -> bool:
+    def matches(self, name: str) -> bool:
         """Return whether a regular expression matches the beginning of `name`."""
         return any(regex.match(spelt) for spelt in spellings(name) for regex in self._regexes)
 
@@ -128,10 +128,10 @@ class ModuleList:
             (name if name.startswith(REGEX) else plain(name) for name in rest), field
         )
 
-    def covers(self, name: str) -> bool:
+    def contains(self, name: str) -> bool:
         """Return whether the module at dotted path `name` is in the list, or in one that is."""
         name = plain(name)
-        if self._names.have_part(name) or self._names.match(name):
+        if self._names.contains_part(name) or self._names.matches(name):
             return True
         paths = (path for module in enclosing(name) for path in spellings(module))
         return any(

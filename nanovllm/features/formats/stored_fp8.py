@@ -71,7 +71,7 @@ class Fp8Format:
 
     def excludes(self, name: str) -> bool:
         """Return whether the linear at dotted path `name` is not in FP8."""
-        return self._excluded.have_part(name) or self._excluded.match(name)
+        return self._excluded.contains_part(name) or self._excluded.matches(name)
 
     def stored(self, matrix: Matrix, names: list[str]) -> "StoredFp8 | None":
         forms = [None if self.excludes(name) else self.name for name in names]
