@@ -154,10 +154,10 @@ def _groups(info: WorkerInfo) -> list[Group]:
     """Return the groups of layers that keep something else than a page for each block."""
     groups: list[Group] = []
     if info.windows:
-        from nanovllm.kv.groups.window import WindowedGroup
+        from nanovllm.kv.groups.window import WindowGroup
 
         budget = info.max_num_batched_tokens
-        groups += [WindowedGroup(w, number, budget) for number, w in enumerate(info.windows)]
+        groups += [WindowGroup(w, number, budget) for number, w in enumerate(info.windows)]
     if info.state_pages:
         from nanovllm.kv.groups.state import StateGroup
 

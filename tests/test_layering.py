@@ -37,7 +37,7 @@ FOLDERS = {
     "chat": Folder("loading options utils.forked", torch=False),
     "loading": Folder("options utils", torch=True),
     "kernels": Folder("attention.states options utils", torch=True),
-    "kv": Folder("scheduler.messages scheduler.sequence scheduler.windows", torch=False),
+    "kv": Folder("scheduler.messages scheduler.sequence", torch=False),
     "scheduler": Folder("kv options", torch=False),
     "observe": Folder("engine options scheduler", torch=False),
     "tiers": Folder("loading kernels kv layers models options scheduler utils worker", torch=True),
@@ -73,7 +73,7 @@ FOLDERS = {
     ),
     "fast_steps": Folder("attention kernels layers models scheduler utils worker", torch=True),
     "engine": Folder(
-        "chat loading parallel options scheduler",
+        "chat kv loading parallel options scheduler",
         torch=False,
     ),
     "speculation": Folder(

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from nanovllm.scheduler.windows import WindowGroup
+from nanovllm.kv.windows import WindowSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class WorkerInfo:
     draft_seconds: tuple[tuple[int, float, float], ...] = ()
     """(rows, seconds of proposing the first token for each row, seconds of each further one),
     ascending; empty if it costs nothing."""
-    windows: tuple[WindowGroup, ...] = ()
+    windows: tuple[WindowSpec, ...] = ()
     """The groups of layers that have block tables of their own."""
     state_pages: int = 0
     """Pages of the pool that hold the state of one sequence; 0: the model has no state."""

@@ -13,10 +13,10 @@ import torch
 
 from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.kernels.torch_kernels import Kernels
+from nanovllm.kv.windows import num_tables
 from nanovllm.layers.sampling_tensors import SamplingTensors, pack
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, Row, Schedule
-from nanovllm.scheduler.windows import num_tables
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.kv_cache import zeros

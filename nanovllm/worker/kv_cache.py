@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence as Seq
 import torch
 
 from nanovllm.errors import OutOfMemoryError
+from nanovllm.kv.windows import pages_for
 from nanovllm.options.config import Config
-from nanovllm.scheduler.windows import pages_for
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.memory import lazy_zeros
 

@@ -12,7 +12,7 @@ import torch
 from nanovllm.attention.states import aligned
 from nanovllm.kernels.cpu.layer_ops import copy_pages
 from nanovllm.kernels.cpu.library import library, torch_on_one_thread
-from nanovllm.scheduler.windows import WindowGroup
+from nanovllm.kv.windows import WindowSpec
 from nanovllm.utils.memory import populate, return_pages
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.kv_cache import zeros
@@ -32,12 +32,12 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PageLayout:
-    """How layers share the pages of a pool. See scheduler/windows.py."""
+    """How layers share the pages of a pool. See kv/windows.py."""
 
     page_bytes: int
     places: tuple[Place, ...]
     """Of each layer."""
-    windows: tuple[WindowGroup, ...]
+    windows: tuple[WindowSpec, ...]
 
 
 def page_layout(sizes: Seq[int], windows: Seq[int | None], least_bytes: int = 0) -> PageLayout:
@@ -74,7 +74,7 @@ def page_layout(sizes: Seq[int], windows: Seq[int | None], least_bytes: int = 0)
             places[index] = Place(table, used)
             used += sizes[index]
         if window is not None:
-            found.append(WindowGroup(window, table + 1 - first))
+            found.append(WindowSpec(window, table + 1 - first))
     ordered = tuple(places[index] for index in range(len(sizes)))
     return PageLayout(page_bytes, ordered, tuple(found))
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from nanovllm.errors import ConfigError, UnsupportedModelError
+from nanovllm.kv.windows import pages_for
 from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.experts import Experts, Router
@@ -28,7 +29,6 @@ from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, 
 from nanovllm.models.hybrid_parts import SharedExpertMLP
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import MODULES, read_config, supported
-from nanovllm.scheduler.windows import pages_for
 from nanovllm.worker.kv_pool import page_layout
 from nanovllm.worker.model_loader import check_weights, make_modules
 from nanovllm.worker.state_layers import StateLayers

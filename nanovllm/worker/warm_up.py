@@ -12,10 +12,10 @@ from functools import partial
 
 import torch
 
+from nanovllm.kv.windows import num_tables
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.extensions import MAX_SAMPLES
 from nanovllm.scheduler.messages import Admission, Row, Schedule
-from nanovllm.scheduler.windows import num_tables
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import num_blocks_that_fit

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, invariant
 
-from nanovllm.scheduler.windows import WindowGroup, pages_for
+from nanovllm.kv.windows import WindowSpec, pages_for
 from tests.kv.least_frequently_used import LeastFrequentlyUsed
 from tests.lora.fake_adapters import AdapterEngine, TieredAdapterEngine, check_adapters
 from tests.scheduler.fake_engine import random_guesses
@@ -25,7 +25,7 @@ __all__ = ["clock"]
 
 FEATURES = ("windows", "states", "tiers", "adapters", "drafts")
 WINDOWS = st.lists(
-    st.builds(WindowGroup, st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=2
+    st.builds(WindowSpec, st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=2
 )
 
 
@@ -64,7 +64,7 @@ class MixtureMachine(TiersMachine):
         features: set[str],
         max_model_len: int,
         block_size: int,
-        windows: list[WindowGroup],
+        windows: list[WindowSpec],
         state_pages: int,
         snapshot_interval: int,
         cell_tokens: int,
@@ -144,7 +144,7 @@ def random_options(features: set[str], rng: random.Random) -> dict[str, Any]:
         "features": features,
         "max_model_len": rng.randint(8, 40),
         "block_size": rng.randint(1, 5),
-        "windows": [WindowGroup(rng.randint(1, 12), rng.randint(1, 3)) for _ in "ab"][
+        "windows": [WindowSpec(rng.randint(1, 12), rng.randint(1, 3)) for _ in "ab"][
             : rng.randint(1, 2)
         ],
         "state_pages": rng.randint(1, 4),

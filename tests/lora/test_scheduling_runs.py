@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, invariant
 
-from nanovllm.scheduler.windows import WindowGroup
+from nanovllm.kv.windows import WindowSpec
 from tests.lora.fake_adapters import AdapterEngine, TieredAdapterEngine, check_adapters
 from tests.scheduler.test_random_runs import UsersMachine, clock
 from tests.tiers.test_load_runs import (
@@ -69,7 +69,7 @@ class WindowAdaptersMachine(TieredWindowsMachine):
 
     @initialize(
         windows=st.lists(
-            st.builds(WindowGroup, st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=2
+            st.builds(WindowSpec, st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=2
         ),
         **OPTIONS,
         **ADAPTERS,

@@ -11,11 +11,11 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.kernels.torch_kernels import TORCH
+from nanovllm.kv.windows import num_tables, pages_for
 from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
 from nanovllm.parallel.worker import check_network
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule
-from nanovllm.scheduler.windows import num_tables, pages_for
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.network import Network

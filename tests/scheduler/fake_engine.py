@@ -17,9 +17,10 @@ from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.eviction import EvictionOrder
 from nanovllm.kv.groups.group import Group
 from nanovllm.kv.groups.state import StateGroup
-from nanovllm.kv.groups.window import WindowedGroup
+from nanovllm.kv.groups.window import WindowGroup
 from nanovllm.kv.lower_tiers import LowerTiers
 from nanovllm.kv.trie import Node
+from nanovllm.kv.windows import WindowSpec, num_tables
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.extensions import MAX_SAMPLES
@@ -36,7 +37,6 @@ from nanovllm.scheduler.messages import (
 from nanovllm.scheduler.policy import Policy
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.scheduler.windows import WindowGroup, num_tables
 from tests.scheduler.invariants import check_blocks, check_scheduler
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class FakeWorker:
         max_model_len: int,
         block_size: int,
         propose: Proposer,
-        windows: tuple[WindowGroup, ...] = (),
+        windows: tuple[WindowSpec, ...] = (),
         state_pages: int = 0,
     ) -> None:
         self.block_size = block_size
@@ -342,7 +342,7 @@ class Engine:
         propose: Proposer | None = None,
         controller: "DraftController | None" = None,
         follows_drafts: bool = False,
-        windows: tuple[WindowGroup, ...] = (),
+        windows: tuple[WindowSpec, ...] = (),
         state_pages: int = 0,
         snapshot_interval: int = 8,
         cell_tokens: int = 1,
@@ -356,7 +356,7 @@ class Engine:
         self.cell_tokens = cell_tokens
         self.max_num_batched_tokens = max_num_batched_tokens
         self.window_groups = [
-            WindowedGroup(window, number, max_num_batched_tokens)
+            WindowGroup(window, number, max_num_batched_tokens)
             for number, window in enumerate(windows)
         ]
         self.states = (

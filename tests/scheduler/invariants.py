@@ -7,7 +7,7 @@ from itertools import chain
 
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.groups.state import Snapshot, StateGroup
-from nanovllm.kv.groups.window import WindowBlock, WindowedGroup
+from nanovllm.kv.groups.window import WindowBlock, WindowGroup
 from nanovllm.kv.trie import Node
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.scheduler import Scheduler
@@ -43,7 +43,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert 0 <= seq.num_pending_tokens <= seq.num_in_flight_steps
         assert not seq.is_held or any(seq in getattr(g, "_loading", ()) for g in scheduler.gates)
         for group in scheduler.block_manager.groups:
-            if isinstance(group, WindowedGroup):
+            if isinstance(group, WindowGroup):
                 check_window_table(group, seq)
 
 
@@ -53,7 +53,7 @@ def sequences_of(queue: PromptQueue) -> list[Sequence]:
     return list(chain.from_iterable(user.sequences for user in users))
 
 
-def check_window_table(group: WindowedGroup, seq: Sequence) -> None:
+def check_window_table(group: WindowGroup, seq: Sequence) -> None:
     """Verify that a running sequence holds the window blocks that its next token reads.
 
     Raises:
@@ -79,7 +79,7 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     """
     owners = check_full_blocks(manager, sequences)
     for group in manager.groups:
-        if isinstance(group, WindowedGroup):
+        if isinstance(group, WindowGroup):
             owners.update(check_window_blocks(group, sequences))
         if isinstance(group, StateGroup):
             owners.update(check_states(group, sequences))
@@ -124,7 +124,7 @@ def check_full_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> C
     return owners
 
 
-def check_window_blocks(group: WindowedGroup, sequences: Iterable[Sequence]) -> Counter[int]:
+def check_window_blocks(group: WindowGroup, sequences: Iterable[Sequence]) -> Counter[int]:
     """Verify every invariant of the window blocks; return the owners of each page.
 
     Raises:

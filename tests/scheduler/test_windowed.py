@@ -14,8 +14,8 @@ from hypothesis.stateful import initialize
 from nanovllm.engine.engine_metrics import kv_cache_tokens
 from nanovllm.kv.groups.window import WindowTable
 from nanovllm.kv.trie import Node
+from nanovllm.kv.windows import WindowSpec, num_tables, pages_for
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.scheduler.windows import WindowGroup, num_tables, pages_for
 from nanovllm.scheduler.worker_info import WorkerInfo
 from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses
 from tests.scheduler.invariants import check_scheduler
@@ -25,7 +25,7 @@ from tests.speculation.fake_controller import random_limits
 __all__ = ["clock"]
 
 GROUPS = st.lists(
-    st.builds(WindowGroup, st.sampled_from([1, 2, 3, 5, 8, 40]), st.sampled_from([1, 3])),
+    st.builds(WindowSpec, st.sampled_from([1, 2, 3, 5, 8, 40]), st.sampled_from([1, 3])),
     min_size=1,
     max_size=2,
 )
@@ -52,7 +52,7 @@ class WindowsMachine(SchedulerMachine):
         self,
         max_model_len: int,
         block_size: int,
-        windows: list[WindowGroup],
+        windows: list[WindowSpec],
         num_spare_blocks: int,
         max_num_batched_tokens: int,
         eos_token_ids: tuple[int, ...],
@@ -81,7 +81,7 @@ WindowsMachine.TestCase.settings = settings(
 TestWindows = WindowsMachine.TestCase
 
 
-def make_engine(*windows: WindowGroup, **options: Any) -> Engine:
+def make_engine(*windows: WindowSpec, **options: Any) -> Engine:
     """Return an engine whose pool is large, unless `options` say otherwise."""
     sizes = {"num_blocks": 400, "block_size": 4, "max_model_len": 200, **options}
     return Engine(windows=windows, **sizes)
@@ -101,7 +101,7 @@ def num_held(engine: Engine) -> int:
 
 @pytest.mark.parametrize("queue_depth", [0, 1])
 def test_a_long_generation_holds_its_window(queue_depth: int) -> None:
-    groups = WindowGroup(10, 1), WindowGroup(3, 3)
+    groups = WindowSpec(10, 1), WindowSpec(3, 3)
     engine = make_engine(*groups, max_num_batched_tokens=8, queue_depth=queue_depth)
     seq = engine.add(random_prompt(0, 60), max_tokens=130, ignore_eos=True)
     most = [0, 0]
@@ -122,7 +122,7 @@ def test_a_long_generation_holds_its_window(queue_depth: int) -> None:
 
 def test_new_blocks_name_each_cell_once() -> None:
     """Of table t they are behind t * width; table 0's come as in a model without windows."""
-    engine = make_engine(WindowGroup(6, 1), WindowGroup(9, 2), max_num_batched_tokens=7)
+    engine = make_engine(WindowSpec(6, 1), WindowSpec(9, 2), max_num_batched_tokens=7)
     seq = engine.add(random_prompt(0, 30), max_tokens=40, ignore_eos=True)
     while not seq.is_finished:
         engine.step()
@@ -141,7 +141,7 @@ def test_new_blocks_name_each_cell_once() -> None:
 
 @pytest.mark.parametrize("window", [1, 5, 40])
 def test_the_next_turn_hits(window: int) -> None:
-    engine = make_engine(WindowGroup(window, 3))
+    engine = make_engine(WindowSpec(window, 3))
     first = engine.add(random_prompt(1, 21), max_tokens=60, ignore_eos=True)
     engine.run()
     second = engine.add(first.token_ids + random_prompt(2, 5), max_tokens=30)
@@ -151,7 +151,7 @@ def test_the_next_turn_hits(window: int) -> None:
 
 def test_a_shared_prefix_hits_when_its_owner_is_far_beyond() -> None:
     """It hits while the owner runs, and when it is gone."""
-    engine = make_engine(WindowGroup(7, 2), max_num_batched_tokens=8)
+    engine = make_engine(WindowSpec(7, 2), max_num_batched_tokens=8)
     prefix = random_prompt(3, 40)
     owner = engine.add([*prefix, 0, 1], max_tokens=100, ignore_eos=True)
     engine.step_until(lambda: owner.num_output_tokens > 40)
@@ -164,7 +164,7 @@ def test_a_shared_prefix_hits_when_its_owner_is_far_beyond() -> None:
 
 def test_a_hit_is_as_long_as_its_window_is_cached() -> None:
     """Only the window before its end counts: blocks further left may be gone."""
-    engine = make_engine(WindowGroup(6, 2), WindowGroup(3, 1))
+    engine = make_engine(WindowSpec(6, 2), WindowSpec(3, 1))
     manager = engine.manager
     tokens = random_prompt(4, 41)
     engine.add(tokens, max_tokens=1)
@@ -193,7 +193,7 @@ def test_a_hit_is_as_long_as_its_window_is_cached() -> None:
 
 def test_what_an_error_ends_leaves_the_cache() -> None:
     """Also window blocks that are cached below another sequence's blocks."""
-    engine = make_engine(WindowGroup(5, 2), max_num_batched_tokens=16)
+    engine = make_engine(WindowSpec(5, 2), max_num_batched_tokens=16)
     manager = engine.manager
     prompt = random_prompt(5, 30)
     holder = engine.add(prompt, max_tokens=100, ignore_eos=True)
@@ -221,7 +221,7 @@ def test_the_smallest_pool_holds_one_sequence(
     block_size: int, window: int, chunk: int, queue_depth: int
 ) -> None:
     """Without the prefix cache nothing but the window's blocks helps it on."""
-    windows = WindowGroup(window, 3), WindowGroup(2, 1)
+    windows = WindowSpec(window, 3), WindowSpec(2, 1)
     engine = make_engine(
         *windows,
         num_blocks=pages_for(60, block_size, windows, chunk),
@@ -240,7 +240,7 @@ def test_the_smallest_pool_holds_one_sequence(
 @pytest.mark.parametrize("seed", range(6))
 def test_rejected_drafts_find_their_window(seed: int) -> None:
     """Where pages are short, they are freed while drafts in flight may still be rejected."""
-    windows = (WindowGroup(1 + seed % 4, 2),)
+    windows = (WindowSpec(1 + seed % 4, 2),)
     engine = make_engine(
         *windows,
         num_blocks=pages_for(60, 1, windows, 8) + seed,
@@ -261,7 +261,7 @@ def test_rejected_drafts_find_their_window(seed: int) -> None:
 
 
 def test_pages_of_one_sequence() -> None:
-    windows = WindowGroup(512, 5), WindowGroup(10**6, 2)
+    windows = WindowSpec(512, 5), WindowSpec(10**6, 2)
     assert num_tables(windows) == 8
     assert pages_for(1000, 256, (), 64) == 4
     assert pages_for(1000, 256, windows[:1], 64) == 4 + 5 * 4
@@ -273,7 +273,7 @@ def test_the_tokens_that_a_pool_holds() -> None:
     """Group 0 has 16 blocks of 64 tokens; a window of 100 tokens and the next are in 3 of them."""
     info = WorkerInfo(1000, 64, 1024, 50, 64)
     assert kv_cache_tokens(info) == 64_000
-    info = dataclasses.replace(info, windows=(WindowGroup(100, 5),))
+    info = dataclasses.replace(info, windows=(WindowSpec(100, 5),))
     assert kv_cache_tokens(info) == 1000 * 1024 // (16 + 5 * 3)
     info = dataclasses.replace(info, windows=(), state_pages=4)
     assert kv_cache_tokens(info) == 1000 * 1024 // (16 + 4)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from nanovllm.scheduler.windows import WindowGroup
+from nanovllm.kv.windows import WindowSpec
 from tests.scheduler.fake_engine import VOCAB_SIZE, random_guesses
 from tests.scheduler.test_random_runs import (
     INDEX,
@@ -151,11 +151,11 @@ class TieredWindowsMachine(TiersMachine):
 
     @initialize(
         windows=st.lists(
-            st.builds(WindowGroup, st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=2
+            st.builds(WindowSpec, st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=2
         ),
         **OPTIONS,
     )
-    def start(self, windows: list[WindowGroup], **options: Any) -> None:  # type: ignore[override]
+    def start(self, windows: list[WindowSpec], **options: Any) -> None:  # type: ignore[override]
         size, length = options["block_size"], options["max_model_len"]
         num_pages = sum(group.pages for group in windows) * (-(-length // size) + 1)
         self.make_engine(windows=tuple(windows), num_pages=num_pages, **options)
@@ -208,7 +208,7 @@ def random_options(rng: random.Random) -> dict[str, Any]:
 def start_random(machine: TiersMachine, rng: random.Random) -> None:
     options = random_options(rng)
     if isinstance(machine, TieredWindowsMachine):
-        groups = [WindowGroup(rng.randint(1, 12), rng.randint(1, 3)) for _ in "ab"]
+        groups = [WindowSpec(rng.randint(1, 12), rng.randint(1, 3)) for _ in "ab"]
         machine.start(windows=groups[: rng.randint(1, 2)], **options)
     elif isinstance(machine, TieredStatesMachine):
         options["follows_drafts"] = False

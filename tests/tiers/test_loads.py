@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
+from nanovllm.kv.windows import WindowSpec
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.transfers import Loaded, Transfers
-from nanovllm.scheduler.windows import WindowGroup
 from tests.scheduler.fake_engine import VOCAB_SIZE
 from tests.tiers.fake_tiers import FakeStore, TieredEngine
 
 KINDS: dict[str, dict[str, Any]] = {
     "blocks": {},
-    "windows": {"windows": (WindowGroup(5, 2), WindowGroup(9, 1))},
+    "windows": {"windows": (WindowSpec(5, 2), WindowSpec(9, 1))},
     "states": {"state_pages": 3},
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)

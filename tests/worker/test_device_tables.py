@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nanovllm.kernels.torch_kernels import TORCH
+from nanovllm.kv.windows import WindowSpec
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, NewBlocks, NewTokens, Row, Schedule
-from nanovllm.scheduler.windows import WindowGroup
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.sampling_rows import SamplingRows
@@ -205,7 +205,7 @@ def test_random_schedules(seed, block_size):
 
 def test_window_groups_have_tables_of_their_own():
     """Cells behind a table row's first block table. A batch has the same tokens for each table."""
-    tables = make_tables(max_model_len=30, windows=(WindowGroup(5, 2), WindowGroup(9, 1)))
+    tables = make_tables(max_model_len=30, windows=(WindowSpec(5, 2), WindowSpec(9, 1)))
     width = 8
     assert tables.block_tables.shape[1] == width
     first = admit(1, list(range(100, 110)), [7, 3, 5])

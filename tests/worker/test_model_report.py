@@ -12,8 +12,8 @@ from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.torch_sdpa import TorchExplicitBackend
 from nanovllm.errors import CheckpointError
 from nanovllm.features.formats.integer import choose_group_size, quantize
+from nanovllm.kv.windows import pages_for
 from nanovllm.models.registry import MODULES
-from nanovllm.scheduler.windows import pages_for
 from nanovllm.worker.kv_pool import page_layout
 from nanovllm.worker.model_report import POOL_BYTES, all_supported, report
 from tests.checkpoints import copy_checkpoint, write_json

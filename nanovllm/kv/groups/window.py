@@ -8,16 +8,16 @@ from itertools import islice
 from nanovllm.kv.groups.group import Group, StepPages
 from nanovllm.kv.hit import Hit
 from nanovllm.kv.trie import Node
+from nanovllm.kv.windows import WindowSpec
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row
 from nanovllm.scheduler.sequence import Sequence
-from nanovllm.scheduler.windows import WindowGroup
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class WindowBlock:
     """The pages of one block. It is cached if and only if it has a `node`."""
 
-    group: "WindowedGroup"
+    group: "WindowGroup"
     pages: list[int]
     node: Node | None = None
 
@@ -40,7 +40,7 @@ class WindowTable:
         return self.start + len(self.blocks)
 
 
-class WindowedGroup(Group):
+class WindowGroup(Group):
     """Holds, for each running sequence, the blocks that its next tokens read.
 
     Invariants, verified by tests/scheduler/invariants.py:
@@ -62,7 +62,7 @@ class WindowedGroup(Group):
             next step may write.
     """
 
-    def __init__(self, window: WindowGroup, number: int, max_num_batched_tokens: int) -> None:
+    def __init__(self, window: WindowSpec, number: int, max_num_batched_tokens: int) -> None:
         self.window = window
         self.suffix = b"w%d" % number
         self.num_tables = window.pages

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 
-class WindowGroup(NamedTuple):
+class WindowSpec(NamedTuple):
     """Layers that attend to a window of equally many tokens."""
 
     window: int
@@ -18,22 +18,22 @@ class WindowGroup(NamedTuple):
     """Pages of the pool that a block takes: as many block tables."""
 
     def first_block(self, position: int, block_size: int) -> int:
-        """Return the index of the first block that a token at `position`, or behind it, reads."""
+        """Return the index of the first block that a token at `position`, or after it, reads."""
         return max(0, position - self.window + 1) // block_size
 
 
-def num_tables(windows: Seq[WindowGroup]) -> int:
+def num_tables(windows: Seq[WindowSpec]) -> int:
     """Return the number of block tables of a sequence, table 0 included."""
     return 1 + sum(group.pages for group in windows)
 
 
 def pages_for(
-    num_tokens: int, block_size: int, windows: Seq[WindowGroup], max_num_batched_tokens: int
+    num_tokens: int, block_size: int, windows: Seq[WindowSpec], max_num_batched_tokens: int
 ) -> int:
     """Return the most pages that a sequence of up to `num_tokens` tokens needs at any time.
 
     A step computes up to `max_num_batched_tokens` tokens. Before these a window group holds
-    `window` tokens: see `WindowedBlockManager`.
+    `window` tokens: see `WindowGroup`.
     """
     num_blocks = -(-num_tokens // block_size)
     num_pages = num_blocks
