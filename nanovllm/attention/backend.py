@@ -1,7 +1,7 @@
 """The contract between the model and an attention kernel: `Backend`. spec.py has its arguments.
 
 A backend owns the layout of the KV cache. One causal variable-length call computes a batch that
-mixes prompts, chunks and single tokens. Knows no kernel and no model.
+mixes prompts, chunks and single tokens.
 """
 
 import abc

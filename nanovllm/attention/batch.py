@@ -1,7 +1,4 @@
-"""`Batch`: one step's tokens, the input of a model and its attention backend.
-
-Knows no sequence and no scheduling.
-"""
+"""`Batch`: one step's tokens, the input of a model and its attention backend."""
 
 import dataclasses
 from collections.abc import Callable

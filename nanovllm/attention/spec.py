@@ -1,7 +1,4 @@
-"""What a layer wants of an attention backend: `AttentionSpec`, and `QKNorm` before attention.
-
-Knows no kernel and no model.
-"""
+"""What a layer needs from an attention backend: `AttentionSpec`, and `QKNorm` before attention."""
 
 import dataclasses
 from typing import NamedTuple

@@ -1,7 +1,7 @@
-"""Where layers with state keep it: `States` of a layer, and `StateRows` of a step's rows.
+"""Where layers keep their state: `States` of a layer, and `StateRows` of a step's rows.
 
 A state is what a layer without attention remembers of a sequence: it has the same size after any
-number of tokens. Its parts lie in pages of the KV pool. Knows no layer and no scheduling.
+number of tokens. Its parts are kept in pages of the KV pool.
 """
 
 import dataclasses

@@ -1,7 +1,4 @@
-"""Token ids to text, token by token: whole characters only, cut exactly at stop strings.
-
-Knows no requests and no scheduling.
-"""
+"""Token ids to text, token by token: whole characters only, cut exactly at stop strings."""
 
 import io
 import itertools

@@ -1,7 +1,4 @@
-"""`EngineThread`: one thread runs an engine for the asyncio tasks of a process.
-
-Knows no scheduling and no text.
-"""
+"""`EngineThread`: one thread runs an engine for the asyncio tasks of a process."""
 
 import contextlib
 import logging

@@ -1,6 +1,6 @@
 """Prompts to requests: text and conversations become token ids, and everything is checked.
 
-Owns the tokenizer. Knows no scheduling and no output.
+Owns the tokenizer.
 """
 
 import random

@@ -1,6 +1,6 @@
 """The engine loop: schedule, execute, update. Follows each request from arrival to output.
 
-Knows no tensors: the executor hides what runs the model.
+The executor hides what runs the model.
 """
 
 import logging

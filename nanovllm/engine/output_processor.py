@@ -1,7 +1,4 @@
-"""Tokens to outputs: follows requests, decodes their tokens and makes what the user gets.
-
-Knows no prompts and no scheduling.
-"""
+"""Tokens to outputs: follows requests, decodes their tokens and builds what the user gets."""
 
 from functools import cached_property
 

@@ -1,4 +1,4 @@
-"""`Prompt`: text or token ids, from any of the forms that callers give. Knows no tokenizer."""
+"""`Prompt`: text or token ids, from any of the forms that callers give."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence as Seq

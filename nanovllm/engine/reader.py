@@ -1,7 +1,4 @@
-"""`Reader`: where an asyncio task receives the outputs of its request. It holds little of each.
-
-Knows no engine and no scheduling.
-"""
+"""`Reader`: where an asyncio task receives the outputs of its request."""
 
 import asyncio
 import contextlib

@@ -1,6 +1,6 @@
-"""What the engine keeps of a request: one prompt, its n sequences and what was sent of each.
+"""What the engine keeps for a request: one prompt, its n sequences and what was sent of each.
 
-Knows no tokenizer and no scheduling. The scheduler sees the sequences only.
+The scheduler sees only the sequences.
 """
 
 import time

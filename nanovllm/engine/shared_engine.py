@@ -1,7 +1,4 @@
-"""Lets many threads use one engine: one of them at a time runs its steps, for all of them.
-
-Knows no scheduling and no text.
-"""
+"""Lets many threads use one engine: one of them at a time runs its steps, for all of them."""
 
 import threading
 from collections import deque

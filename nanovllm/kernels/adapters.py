@@ -1,7 +1,7 @@
-"""The adapters of a step and of a layer, as `Kernels.add_lora` reads them, and it in plain torch.
+"""The adapters of a step and of a layer, as `Kernels.add_lora` reads them, and its torch version.
 
-The memory is made once, and its addresses stay: recorded steps and CUDA graphs read what it holds
-when they run. Knows no layer, no file and no sequence.
+The memory is allocated once and keeps its addresses: recorded steps and CUDA graphs read what it
+holds when they run.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Choose the kernels for a device: C on CPUs, Triton on CUDA GPUs, else plain torch.
+"""Choose the kernels for a device: C on CPUs, Triton on CUDA GPUs, otherwise plain torch.
 
 Log a warning with the reason where the Triton kernels cannot run, or raise an error that says what
-to install. Knows no layer and no model.
+to install.
 """
 
 import functools

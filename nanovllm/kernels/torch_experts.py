@@ -1,6 +1,6 @@
 """Mixture of experts in plain torch: for every device and dtype, and the reference of the kernels.
 
-Knows no layer. Shapes: T tokens, E experts, k experts of a token.
+Shapes: T tokens, E experts, k experts of a token.
 """
 
 from typing import NamedTuple, Protocol

@@ -1,7 +1,6 @@
-"""`Kernels`: what a device computes beside matrix products and attention, here in plain torch.
+"""`Kernels`: what a device computes besides matrix products and attention, here in plain torch.
 
-`kernels.selector` chooses the object once, and the layers and the worker call it. Knows no layer
-and no batch.
+`kernels.selector` chooses the object once, and the layers and the worker call it.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Mixture of experts in place of an MLP: a router chooses a few of E experts for each token.
 
-Every rank has a part of each expert: its intermediate size is split. Knows no model and no file.
-Shapes: T tokens, E experts, k experts of a token.
+Every rank has a part of each expert: its intermediate size is split.
+Shapes: T tokens, E experts, k experts per token.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Gated DeltaNet (arXiv 2412.06464): a layer whose state is a matrix for each head of values.
 
-Knows no model. Shapes: T tokens of the step, O of them in `output_indices`, E that change states.
+Shapes: T tokens of the step, O of them in `output_indices`, E that change states.
 """
 
 from collections.abc import Iterator

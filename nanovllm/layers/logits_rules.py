@@ -1,8 +1,7 @@
 """Changes one row of logits before sampling, by the rules of its request.
 
 Rules apply in vLLM's order: logits processors, allowed tokens, bad words, min_tokens, bias,
-penalties. No code here waits for the GPU, except to give a logits processor its tokens. Knows no
-batch.
+penalties. No code here waits for the GPU, except to give a logits processor its tokens.
 """
 
 from typing import Any

@@ -1,7 +1,4 @@
-"""Weights whose rows are pieces of checkpoint tensors: of some heads, or of some channels.
-
-Knows no model and no file.
-"""
+"""Weights whose rows are pieces of checkpoint tensors: of some heads, or of some channels."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple

@@ -1,7 +1,6 @@
 """`SamplingTensors`: the sampling parameters of rows, one tensor for each parameter.
 
-A new sampling parameter is one field here, plus the code that uses it. Knows no sampling algorithm
-and no batch.
+A new sampling parameter is one field here, plus the code that uses it.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""A short convolution between two gates: the layer of LFM2 that keeps a state. Knows no model."""
+"""A short convolution between two gates: the layer of LFM2 that keeps a state."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""`StateLayer`: the base of layers that keep a state for each sequence. Knows no kind of state."""
+"""`StateLayer`: the base of layers that keep a state for each sequence."""
 
 import torch
 from torch import nn

@@ -1,7 +1,7 @@
-"""Which words are meant as the name of a model, and what to write in their place.
+"""Which words are meant as the name of a model, and what to write instead.
 
-Other programs name models in other ways: ollama by a word and a tag, llama.cpp by a repository
-and a tag, a browser by an address. Knows no files and asks no hub.
+Other programs name models in other ways: ollama by a word and a tag, llama.cpp by a repository and
+a tag, a browser by an address. Nothing here reads files or asks the hub.
 """
 
 import re

@@ -1,7 +1,4 @@
-"""Sampling parameters of a request: validated when made, never changed afterwards.
-
-Knows nothing of models and sampling code.
-"""
+"""Sampling parameters of a request: validated when made, never changed afterwards."""
 
 import dataclasses
 import enum

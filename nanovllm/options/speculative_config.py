@@ -1,4 +1,4 @@
-"""`SpeculativeConfig`: how draft tokens are proposed, by vLLM's names. Knows no other option."""
+"""`SpeculativeConfig`: how draft tokens are proposed, under vLLM's names."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """The contract of executors, and the choice of one. The engine knows workers only through this
 module.
 
-Imports no torch before an executor is made. Knows no requests and no text.
+torch is imported only when an executor is made.
 """
 
 import contextlib

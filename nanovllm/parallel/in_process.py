@@ -1,4 +1,4 @@
-"""Runs the only rank in this process. Knows no requests and no text."""
+"""Runs the only rank in this process."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any

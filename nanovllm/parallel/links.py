@@ -1,8 +1,7 @@
 """Connections between machines, for messages that only their two ends can write.
 
-A message is a pickle, which can run anything where it is read. So both ends first prove that they
+A message is a pickle, which can run anything when it is read. So both ends first prove that they
 have the same key, as multiprocessing's do (HMAC; the key itself is not sent). Nothing is encrypted.
-Knows no rank and no Ray.
 """
 
 import contextlib

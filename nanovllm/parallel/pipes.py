@@ -1,4 +1,4 @@
-"""Ranks that are spawned processes of this machine, each with a pipe. Knows no schedule."""
+"""Ranks that are spawned processes on this machine, each with a pipe."""
 
 import logging
 import multiprocessing as mp

@@ -1,5 +1,5 @@
-"""Runs each rank in a process of its own. A dead rank becomes an error within seconds, never a
-hang; `shutdown` leaves no process behind. Knows no requests and no text, nor where the ranks are.
+"""Runs each rank in a separate process. A dead rank becomes an error within seconds, never a hang;
+`shutdown` leaves no process behind.
 """
 
 import logging

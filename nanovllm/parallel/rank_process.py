@@ -1,7 +1,4 @@
-"""A process that runs one rank: executes the messages that arrive by a connection, in their order.
-
-Knows neither the scheduler nor the other ranks' results.
-"""
+"""A process that runs one rank: executes the messages that arrive on a connection, in order."""
 
 import contextlib
 import logging

@@ -1,6 +1,6 @@
 """The rank in a Ray actor, as it runs on its node. It finds the model's files there.
 
-Knows no placement and not the engine, which sends messages by `links`.
+The engine sends it messages over `links`.
 """
 
 import dataclasses

@@ -1,7 +1,4 @@
-"""The Ray cluster that this process is part of: joined, or started here; and room in it.
-
-Knows no rank and no model.
-"""
+"""The Ray cluster that this process joined or started, and the room in it."""
 
 import concurrent.futures
 import logging

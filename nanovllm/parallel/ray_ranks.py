@@ -1,7 +1,7 @@
 """Ranks that Ray places: an actor each, in a placement group, on one node or on several.
 
-Ray decides where a rank lives, and tells of its death. Messages go by connections of our own, which
-cost a step less than calls of actors do. Knows no schedule.
+Ray decides where a rank runs, and reports its death. Messages use our own connections, which cost a
+step less than actor calls.
 """
 
 import contextlib

@@ -1,1 +1,1 @@
-"""Decides which tokens each step computes and which KV blocks hold them. Knows no tensors."""
+"""Decides which tokens each step computes and which KV blocks hold them. Does not import torch."""

@@ -1,6 +1,6 @@
 """A sequence: its tokens and how many of them are computed.
 
-Only the scheduler changes it, with its block manager and what adds drafts. Knows no phases such as
+Only the scheduler changes it, with its block manager and what adds drafts. It has no phases such as
 prefill and decode.
 """
 

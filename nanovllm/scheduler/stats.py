@@ -1,4 +1,4 @@
-"""`SchedulerStats`: what the scheduler counts. Knows no sequence."""
+"""`SchedulerStats`: what the scheduler counts."""
 
 import dataclasses
 from collections import Counter

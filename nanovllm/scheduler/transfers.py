@@ -1,4 +1,4 @@
-"""The messages about KV that moves between the pool and the tiers below it. Knows no tensors.
+"""The messages about KV that moves between the pool and the tiers below it.
 
 An entry is what the prefix cache holds: a KV block, a window block or a state snapshot. A tier
 keeps copies of entries: host memory, in slots of one page each, or a byte store. Plain Python

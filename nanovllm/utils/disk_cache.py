@@ -1,7 +1,6 @@
 """Keeps files between processes: finds a directory and checks what is in it.
 
-A file counts only if this user alone could have written it, and if it is whole. Knows no kernel, no
-compiler and no tokenizer.
+A file counts only if nobody but this user could have written it, and if it is whole.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """The tensor-parallel group of this process: the only process-wide value, set once by a worker.
 
-Without a group the size is 1 and every operation returns its input. Knows no model.
+Without a group the size is 1 and every operation returns its input.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-"""Lines that somebody types at a terminal, and messages of several lines.
+"""Lines that someone types in a terminal, and messages of several lines.
 
-Lines can be edited and completed, and there is a history. Knows no command and no model.
+Lines can be edited and completed, and there is a history.
 """
 
 import contextlib

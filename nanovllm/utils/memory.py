@@ -1,7 +1,4 @@
-"""Host memory for large tensors: lazy allocation, huge pages and malloc settings.
-
-Knows nothing of the contents.
-"""
+"""Host memory for large tensors: lazy allocation, huge pages and malloc settings."""
 
 import contextlib
 import ctypes

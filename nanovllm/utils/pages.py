@@ -1,7 +1,5 @@
-"""Pages taken before they are needed: huge ones of memory, and those of files. Imports no torch: it
-starts before torch.
-
-Knows nothing of the contents.
+"""Takes pages before they are needed: huge pages of memory, and pages of files. Does not import
+torch, because it starts before torch.
 """
 
 import contextlib

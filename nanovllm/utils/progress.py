@@ -1,7 +1,4 @@
-"""Progress bars on standard error, at a terminal or in a notebook; a log gets none.
-
-Knows nothing of what takes its time.
-"""
+"""Progress bars on standard error, in a terminal or in a notebook; a log gets none."""
 
 import sys
 from collections.abc import Iterable

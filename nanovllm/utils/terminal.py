@@ -1,7 +1,7 @@
 """The standard streams of the command line: lines in, text out, and what a terminal adds.
 
-At a terminal lines can be edited, there is a history, and a spinner shows until text comes. Knows
-no model. Writes no colours, so NO_COLOR needs no rule.
+In a terminal lines can be edited, there is a history, and a spinner shows until text comes. It
+writes no colours, so NO_COLOR needs no rule.
 """
 
 import contextlib

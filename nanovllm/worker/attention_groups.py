@@ -1,6 +1,6 @@
-"""The groups of a network's attention layers: those that attend alike and share block tables.
+"""The groups of a network's attention layers: layers that attend alike and share block tables.
 
-A model whose layers are all alike has one. Knows no sequence and no step.
+A model whose layers are all alike has one.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """The device tables, one row for each running sequence, and the batches made from them.
 
 From its admission on, a sequence has its tokens, block table and sampling parameters here. Sampled
-tokens are written here on the device, so the next step can be built before the host has seen them.
-Knows no model.
+tokens are written here on the device, so the next step can be built before the host sees them.
 """
 
 from array import array

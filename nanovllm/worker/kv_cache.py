@@ -1,4 +1,4 @@
-"""How many KV blocks fit into memory. Knows no block's content and no attention kernel.
+"""How many KV blocks fit into memory.
 
 What other processes hold counts only as memory that is not free.
 """

@@ -1,6 +1,6 @@
 """The memory of a KV pool: which bytes of a page belong to which layer, and their zeroing.
 
-A page holds a KV block of some layers, whose parts lie side by side. Knows no sequence.
+A page holds a KV block of some layers, whose parts are adjacent.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """The log-probabilities that requests want: of the tokens that a step samples, and of prompts.
 
-The device gathers them, with each token's rank and the most likely tokens. Knows no model.
+The device gathers them, with each token's rank and the most likely tokens.
 """
 
 import dataclasses

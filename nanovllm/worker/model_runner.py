@@ -1,6 +1,6 @@
 """Runs the model on one rank: builds it, allocates the KV pool and executes schedules.
 
-Knows no queue and no text, and no other rank except through the layers' collectives.
+Ranks meet only in the layers' collectives.
 """
 
 from collections import deque

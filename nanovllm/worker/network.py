@@ -1,6 +1,6 @@
 """One network on this rank: its layers, its KV pool and its forward pass over rows.
 
-The target is one, and so is a draft network. Knows no sampling and no schedule.
+The target model is one, and so is a draft network.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Samples a step's tokens, each row with its own parameters. Knows no model."""
+"""Samples a step's tokens, each row with its own parameters."""
 
 import itertools
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """The layers of a network that have a state, and where in a sequence's pages each keeps its parts.
 
-A sequence has equally many pages for the states of all layers, from its admission to its end. The
-parts lie in them first-fit, in the order of the layers. Knows no sequence and no kind of layer.
+From its admission to its end, a sequence has the same number of pages for the states of all layers.
+The parts are placed first-fit, in the order of the layers.
 """
 
 import logging

@@ -1,5 +1,5 @@
 """Which pages of the pool hold the state of each table row's sequence, and which tokens of a step
-change it: those that it computes, and accepted drafts of the last step again. Knows no layer.
+change it: those that it computes, and accepted drafts of the last step, which it recomputes.
 """
 
 import dataclasses

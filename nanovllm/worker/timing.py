@@ -1,4 +1,4 @@
-"""Measures how long steps take, and at start how long functions take. Knows no model."""
+"""Measures how long steps take, and at start how long functions take."""
 
 import itertools
 import time

@@ -1,5 +1,5 @@
 """Gives each weight its final form while a model is loaded: packed for the kernels, or as `stored`
-says. Knows no file and no format.
+says.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Captures steps as CUDA graphs that share one memory. Knows no batch and no model.
+"""Captures steps as CUDA graphs that share one memory.
 
 A step may leave functions out of its graph. Then the graph is several CUDA graphs, and a replay
 calls the functions between them.

@@ -1,8 +1,7 @@
 """Small steps as CUDA graphs, one graph for each number of tokens.
 
 A graph reads its tokens from the device tables and writes the next ones there. This module owns the
-static tensors that the graphs read and the memory that they share. It knows no sequence and no
-scheduling.
+static tensors that the graphs read and the memory that they share.
 """
 
 import dataclasses

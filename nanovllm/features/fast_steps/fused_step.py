@@ -1,7 +1,7 @@
-"""Small steps of a dense decoder by fused kernels: five launches a layer.
+"""Small steps of a dense decoder with fused kernels: five launches a layer.
 
-Says which models have such steps, and at which sizes they are faster on the GPU at hand: that is
-timed at start. Knows no scheduling and no sampling.
+Decides which models have such steps, and at which sizes they are faster on this GPU, as timed at
+start.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
-"""The forward pass of steps with prompts, as CUDA graphs for all that is not attention.
+"""The forward pass of steps with prompts, as CUDA graphs for everything except attention.
 
 Attention depends on the rows of a step, so its kernels are launched one by one between the pieces.
-This module owns the static tensors that the pieces read. Knows no sequence and no sampling.
+This module owns the static tensors that the pieces read.
 """
 
 import functools

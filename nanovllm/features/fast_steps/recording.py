@@ -1,7 +1,7 @@
-"""The model's forward pass on the CPU, recorded once and replayed by a single call of C.
+"""The model's forward pass on the CPU, recorded once and replayed by a single C call.
 
 In a small step, the Python code between two kernels would take as long as a short kernel. Any
-function whose work is all kernel calls can be recorded. Knows no scheduling and no sampling.
+function that only calls kernels can be recorded.
 """
 
 import dataclasses

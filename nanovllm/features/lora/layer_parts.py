@@ -1,7 +1,4 @@
-"""Which checkpoint linears a model's layers compute, and where their outputs lie in the layers.
-
-Read from the modules. Knows no adapter.
-"""
+"""Which checkpoint linears a model's layers compute, and where their outputs are in the layers."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,6 @@
 """Merges one adapter into the weights while they are loaded: `LLM(model, lora=path)`.
 
-Each part of a weight is changed in float32 as it is read, before it is rounded or packed. Knows no
-step.
+Each part of a weight is changed in float32 as it is read, before it is rounded or packed.
 """
 
 from itertools import chain

@@ -1,6 +1,6 @@
-"""A layer's weight with adapters: what the layer computes without them, then each token's own part.
+"""A layer's weight with adapters: what the layer computes without them, plus each token's own part.
 
-The layers know nothing of it: it takes the place of their `WeightMethod`. Knows no file.
+It replaces the layers' `WeightMethod`, so they need no change.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""Reads adapter_config.json of PEFT: the rank and the scale of each linear.
+"""Reads PEFT's adapter_config.json: the rank and the scale of each linear.
 
-What is not implemented is refused by name. Knows no weights and no model.
+Anything that is not implemented is refused by name.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The adapters that an engine knows: each is read and checked when a request first names it.
 
 Keeps paths and digests, not weights: thousands may be known. The workers read an adapter again when
-a slot takes it. Knows no queue.
+a slot takes it.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Which adapters have a slot, and which of them running sequences use. Knows no sequence.
+"""Which adapters have a slot, and which of them running sequences use.
 
 The scheduler's side: the workers load what an admission names into the slot that it names.
 """

@@ -1,7 +1,4 @@
-"""The adapters in memory: a slot of each layer's table for each, loaded when a sequence needs it.
-
-Knows no step and no sequence.
-"""
+"""The adapters in memory: each has a slot in every layer's table, filled when first needed."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""The linears of a model that adapters may change, by its config alone. Knows no adapter."""
+"""The linears of a model that adapters may change, according to its config alone."""
 
 import dataclasses
 

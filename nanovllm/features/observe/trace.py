@@ -1,7 +1,7 @@
 """`Trace`: a timeline of the engine for ui.perfetto.dev, as Chrome trace events in a JSON file.
 
-Knows which sequence waits, computes or was preempted, and what each step took. Knows no token and
-no text. It never stops the engine: if the file cannot be written any more, it warns and ends.
+It records which sequence waits, computes or was preempted, and what each step took, but neither
+tokens nor text. It never stops the engine: if the file can no longer be written, it warns and ends.
 """
 
 import dataclasses

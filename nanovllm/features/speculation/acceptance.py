@@ -1,4 +1,4 @@
-"""How the drafts of a request, or of all requests, fared. Knows no costs and no steps."""
+"""How many drafts were accepted, for one request or for all."""
 
 from dataclasses import dataclass
 

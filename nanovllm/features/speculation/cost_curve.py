@@ -1,7 +1,4 @@
-"""What a step of so many tokens costs: measured at start, then corrected by the steps themselves.
-
-Knows no acceptance and no drafts.
-"""
+"""What a step costs by its number of tokens: measured at start, then corrected by real steps."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Decides how many draft tokens each decode row of a step may get.
 
-It allows the drafts that make the expected tokens per second largest, from what steps cost and how
-often each request's drafts are accepted. Knows no sequences, blocks or proposers; reads no clock.
+It chooses the drafts that maximise the expected tokens per second, from what steps cost and how
+often each request's drafts are accepted. It never reads a clock.
 """
 
 from collections.abc import Sequence

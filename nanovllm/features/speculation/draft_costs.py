@@ -1,7 +1,4 @@
-"""What a draft network costs: measured at start, then corrected by the steps themselves.
-
-Knows no acceptance.
-"""
+"""What a draft network costs: measured at start, then corrected by real steps."""
 
 from collections import deque
 from collections.abc import Sequence

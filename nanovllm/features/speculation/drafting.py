@@ -1,7 +1,7 @@
 """Adds draft tokens to the rows of a step, decides which rows may follow drafts in flight, and
 tells the controller what the step showed.
 
-Knows no draft's value: the workers propose, verify and keep them.
+The workers propose, verify and keep the drafts.
 """
 
 import dataclasses

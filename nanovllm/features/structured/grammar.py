@@ -1,7 +1,6 @@
-"""Grammars: what structured_outputs says, compiled by llguidance for the model's tokenizer.
+"""Grammars: structured_outputs, compiled by llguidance for the model's tokenizer.
 
-The only module that knows llguidance. Compiling is bounded in time and memory, and what was
-compiled is kept. Knows no request and no batch.
+Compiling is bounded in time and memory, and compiled grammars are kept.
 """
 
 import contextlib

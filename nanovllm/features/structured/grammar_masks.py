@@ -1,7 +1,7 @@
 """Masks of the tokens that grammars allow: for each table row a matcher, for each step its masks.
 
 A mask is a function of the output tokens before its position, and so are the tokens that a grammar
-forces. Computed on the host beside the forward pass. Knows no model and no sampling.
+forces. It is computed on the host in parallel with the forward pass.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
-"""The tokenizer that grammars are compiled for: no text holds a mark such as <|im_end|>.
+"""The tokenizer that grammars are compiled for: no text contains a mark such as <|im_end|>.
 
-Text that has a mark's form is then made of ordinary tokens, and a mark stands in a grammar only by
-its id. Knows no grammar.
+Text that looks like a mark then consists of ordinary tokens, and a grammar can name a mark only by
+its id.
 """
 
 import json

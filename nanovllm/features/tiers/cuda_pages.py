@@ -1,14 +1,13 @@
-"""Pinned host memory for pages of a KV pool on a GPU, and copies on a stream of their own.
+"""Pinned host memory for pages of a KV pool on a GPU, and copies on a separate stream.
 
-Knows no entry and no sequence. **Order.** Steps run on the default stream, all copies between
-device and host on `_stream`:
-- `save` gathers the pages on the default stream, between the step before and the next one. So the
+**Order.** Steps run on the default stream, all copies between device and host on `_stream`:
+- `save` gathers the pages on the default stream, between the previous step and the next one. So the
   next step may overwrite them at once. `_stream` waits for the gather, then copies it to the slots.
-  Of many pages, the default stream gathers more only when the last ones are copied.
-- `restore` and `fill` wait on `_stream` for the mark, behind the last step that used the pages, and
-  are behind each `save` that was called before, because that is on the same stream. They return
-  when the device is done, and only a step launched after that reads the pages.
-- `drain` waits for the mark, behind the step that wrote the pages. It returns when the file is
+  If there are many pages, the default stream gathers more only once the last ones are copied.
+- `restore` and `fill` wait on `_stream` for the mark, after the last step that used the pages, and
+  come after each earlier `save`, because that is on the same stream. They return when the device is
+  done, and only a step launched after that reads the pages.
+- `drain` waits for the mark, after the step that wrote the pages. It returns when the file is
   written, and pages are reused after that.
 """
 

@@ -1,7 +1,7 @@
 """`DirectoryStore`: entries of the prefix cache as files of a directory, PATH/<namespace>/rank<r>.
 
-A file counts only if this user alone could have written it. Several processes may share the
-directory. Knows neither what is in an entry nor which one goes first.
+A file counts only if nobody but this user could have written it. Several processes may share the
+directory.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """The file of one entry: a header, then the bytes of its pages.
 
-The header is known before the file is read, but for the checksum in it: it is compared as a whole,
-so nothing in a file is believed. Knows no directory.
+Except for its checksum, the header is known before the file is read: it is compared as a whole, so
+nothing in a file is trusted.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Host memory for pages of a KV pool on a CPU, and copies between the two and to files.
 
-Knows no entry, no sequence and no thread: `PageCopies` is what each device has.
+`PageCopies` is the interface that each device implements.
 """
 
 from collections.abc import Callable, Sequence as Seq

@@ -1,7 +1,4 @@
-"""The namespace of an engine's entries in a byte store: what they depend on, in one digest.
-
-Knows no store and no transfer.
-"""
+"""The namespace of an engine's entries in a byte store: what they depend on, in one digest."""
 
 import dataclasses
 import hashlib

@@ -1,6 +1,6 @@
-"""Moves entries of the prefix cache between the pool and its tiers, in threads beside the steps.
+"""Moves entries of the prefix cache between the pool and its tiers, in threads parallel to steps.
 
-Knows neither what is in an entry nor why it moves: scheduler/transfers.py has the messages.
+scheduler/transfers.py has the messages.
 """
 
 import contextlib

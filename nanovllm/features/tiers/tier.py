@@ -1,7 +1,7 @@
-"""What the scheduler knows of a tier: which entries it has, and what a page of it costs.
+"""What the scheduler knows about a tier: which entries it has, and what moving a page costs.
 
 A tier keeps copies of entries of the prefix cache below the pool. Host memory is one, a byte store
-another. Knows no tensors, no pool and no bytes of an entry.
+another.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
-"""`WeightFiles`: the digest of a checkpoint's weights, of their real content.
+"""`WeightFiles`: the digest of the real content of a checkpoint's weights.
 
-A file is read once: its digest is remembered in this user's cache directory. Knows no tensor.
+A file is read once: its digest is remembered in this user's cache directory.
 """
 
 import contextlib

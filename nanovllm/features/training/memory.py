@@ -1,7 +1,5 @@
-"""Finds the memory of weights and gives it to the system, so that its addresses stay: whoever holds
-a pointer, such as a recorded step, goes on when the memory has values again. A file keeps them.
-
-Knows no name of a weight. For CPUs.
+"""Finds the memory of weights on a CPU and releases it while keeping its addresses: whoever holds a
+pointer, such as a recorded step, continues once the memory has values again. A file keeps them.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""Cuts a trainer's tensors into messages: to ranks in other processes they go as bytes.
-
-Knows no weight of the model.
-"""
+"""Cuts a trainer's tensors into messages; ranks in other processes get them as bytes."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
 """Which part of which weight each tensor of a checkpoint fills, under every name that it may have.
 
-A twin of the model on torch's meta device says so, as when the weights were loaded; the loaded
-model has them in other forms. Knows no values.
+A twin of the model on torch's meta device shows this, as when the weights were loaded; the loaded
+model has them in other forms.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Takes a trainer's iterator apart into commands for an engine.
 
-The iterator runs in the caller's thread, the commands between two steps. Knows no rank.
+The iterator runs in the caller's thread, the commands between two steps.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq

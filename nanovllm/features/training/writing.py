@@ -1,6 +1,6 @@
-"""Writes the new values of a weight to where the old ones are, in the form that the layer has.
+"""Writes the new values of a weight over the old ones, in the form that the layer has.
 
-Pointers to it, such as those of recorded steps and CUDA graphs, stay right. Knows no name.
+Pointers to it, such as those of recorded steps and CUDA graphs, stay valid.
 """
 
 import torch

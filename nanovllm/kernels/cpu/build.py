@@ -1,6 +1,6 @@
 """Compiles the C kernels for this processor, caches the library, and tests one product.
 
-A cached library is named by a hash of the sources, compiler, flags and processor. Knows no model.
+A cached library is named by a hash of the sources, compiler, flags and processor.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The C kernels for a mixture of experts as functions of tensors. Knows no layer and no model.
+"""The C kernels for a mixture of experts as functions of tensors.
 
 Shapes and layouts are not checked, except in `supports`: a wrong one corrupts memory.
 """

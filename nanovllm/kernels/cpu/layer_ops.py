@@ -1,7 +1,7 @@
-"""What the C kernels compute in a layer beside its linears, as functions of tensors in bfloat16.
+"""What the C kernels compute in a layer besides its linears, as functions of tensors in bfloat16.
 
-`Kernels` says what those of its names do. Knows no layer and no model. Shapes and layouts are not
-checked: a wrong one corrupts memory.
+`Kernels` documents the functions with its names. Shapes and layouts are not checked: a wrong one
+corrupts memory.
 """
 
 from collections.abc import Sequence

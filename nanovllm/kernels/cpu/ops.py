@@ -1,6 +1,6 @@
 """The C kernels that read logits, as functions of tensors.
 
-Knows no layer and no model. Shapes and layouts are not checked: a wrong one corrupts memory.
+Shapes and layouts are not checked: a wrong one corrupts memory.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Weights packed for the C kernels or for oneDNN. Knows no layer."""
+"""Weights packed for the C kernels or for oneDNN."""
 
 import math
 from typing import NamedTuple

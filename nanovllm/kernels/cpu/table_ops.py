@@ -1,7 +1,4 @@
-"""The C kernels that read the device tables: a step's batch, and drafts by prompt lookup.
-
-Knows no layer and no model.
-"""
+"""The C kernels that read the device tables: a step's batch, and drafts by prompt lookup."""
 
 from array import array
 from collections.abc import Sequence

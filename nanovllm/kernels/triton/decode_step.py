@@ -1,8 +1,8 @@
 """The first and the last Triton kernels of a decode step in a CUDA graph: `gather` reads the device
 tables, `advance` writes them, and `accept` notes where rows with drafts end.
 
-`Kernels` says what they do. Each is one launch; torch would need about two dozen launches for the
-first two. Imports triton: see `kernels.selector.triton_available`. Knows no meaning of the columns.
+`Kernels` documents them. Each is one launch; torch would need about two dozen launches for the
+first two. Imports triton: see `kernels.selector.triton_available`.
 """
 
 import torch

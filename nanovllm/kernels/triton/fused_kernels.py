@@ -1,5 +1,5 @@
 """The Triton kernels of fused_layer.py for plain weights, and what the other kernels of small steps
-share with them. Knows no attention and no model.
+share with them.
 """
 
 import triton

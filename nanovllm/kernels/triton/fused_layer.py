@@ -1,9 +1,8 @@
-"""A decoder layer's linears for a few rows, each with the norm before it, and with the activation
-or the residual behind it. Weights of 4 bits stay packed.
+"""A decoder layer's linears for a few rows, each with the norm before it and the activation or the
+residual after it. 4-bit weights stay packed.
 
 Each program reads a part of the weight, so all rows must fit into one tile. The result for a row
-does not depend on the other rows: what is split is split by the weight's shape alone. Knows no
-attention and no model.
+does not depend on the other rows, because any split depends only on the weight's shape.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""Products with weights of 4 or 8 bits, which stay packed: 16-bit inputs, float32 sums.
+"""Products with 4-bit or 8-bit weights, which stay packed: 16-bit inputs, float32 sums.
 
 Up to FEW rows the kernel multiplies with the integers themselves, which 16 bits hold exactly, and
 scales the sum of each group. With more rows it scales a tile of weights and rounds it to the dtype
-of x first. Imports triton: see `kernels.selector.triton_available`. Knows no layer and no format.
+of x first. Imports triton: see `kernels.selector.triton_available`.
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""How kernels are launched: again without the time that Triton takes to choose one, and before the
-previous kernel has ended. Knows no kernel.
+"""How kernels are launched: repeatedly without the time that Triton takes to choose one, and before
+the previous kernel has ended.
 """
 
 import functools

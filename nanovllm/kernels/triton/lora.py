@@ -1,7 +1,7 @@
 """The adapters' part of a layer's outputs in Triton: two launches, whatever the adapters.
 
-Grids depend on shapes alone and the host never waits for the device, so a CUDA graph can hold every
-call. Knows no layer, no file and no sequence.
+Grids depend only on shapes and the host never waits for the device, so a CUDA graph can contain
+every call.
 """
 
 import torch

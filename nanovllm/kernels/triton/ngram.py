@@ -1,8 +1,8 @@
-"""Prompt lookup on a GPU: each call searches the whole of its rows in the token table.
+"""Prompt lookup on a GPU: each call searches all of its rows in the token table.
 
-Blocks of a row are searched side by side, and a second launch takes the best of them. The host
+Blocks of a row are searched in parallel, and a second launch takes the best match. The host
 never waits for the device, and the grids do not depend on the rows' lengths. Importing this module
-imports triton: see `kernels.selector.triton_available`. Knows no acceptance.
+imports triton: see `kernels.selector.triton_available`.
 """
 
 import torch

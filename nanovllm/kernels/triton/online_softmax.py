@@ -1,8 +1,8 @@
 """What both attention kernels share: a tile of queries against tiles of keys in paged memory, and
 the merge of results over parts of a row's keys, its splits.
 
-k_cache and v_cache are [num_blocks, block_size, num_kv_heads, head_dim]; blocks may lie apart.
-Knows no batches, and not how the kernels divide the work.
+k_cache and v_cache are [num_blocks, block_size, num_kv_heads, head_dim]; blocks need not be
+contiguous.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits as the kernels of int4.py read them. Knows no kernel and no layer."""
+"""Weights of 4 or 8 bits as the kernels of int4.py read them."""
 
 from typing import NamedTuple, Protocol
 

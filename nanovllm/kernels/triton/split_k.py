@@ -1,5 +1,5 @@
-"""Sums over inputs that several programs share: each writes its part, and the last one to end adds
-them up in their order. So the bits do not depend on which program ends first. Knows no format.
+"""Sums over inputs that several programs share: each writes its part, and the last one to finish
+adds them up in order. So the bits do not depend on which program finishes first.
 """
 
 import torch

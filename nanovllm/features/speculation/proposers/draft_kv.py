@@ -1,8 +1,7 @@
-"""Which slots of a draft network's KV pool are right, so that it computes only what it lacks.
+"""Which slots of a draft network's KV pool are valid, so that it computes only what is missing.
 
 The pool has the target's block ids. A draft network reads a row only when it is asked for drafts;
-then it first catches up. Blocks may be shared, so what is right belongs to a block. Knows no
-network and no tensor.
+then it first catches up. Blocks may be shared, so validity is tracked for each block.
 """
 
 from collections.abc import Iterator, Sequence as Seq

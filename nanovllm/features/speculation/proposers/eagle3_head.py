@@ -1,8 +1,7 @@
 """The EAGLE-3 draft head (arXiv 2503.01840): one layer over three hidden states of its target.
 
 Position i takes the embedding of token i + 1 and the target's features of position i, and drafts
-token i + 2. Behind the last features it goes on with its own output in their place. Knows no
-sequence and no drafting.
+token i + 2. After the last features it continues with its own output in their place.
 """
 
 from collections.abc import Callable, Collection, Iterator

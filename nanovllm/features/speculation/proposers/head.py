@@ -1,7 +1,4 @@
-"""`Head`: what the network of a draft head computes, and how its target stores what it reads.
-
-Knows no sequence and no drafting.
-"""
+"""`Head`: what the network of a draft head computes, and how its target stores what it reads."""
 
 import dataclasses
 import functools

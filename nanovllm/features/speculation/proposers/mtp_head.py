@@ -1,8 +1,7 @@
-"""The layer for drafts of a checkpoint that was trained to predict several tokens at once (MTP).
+"""The drafting layer of a checkpoint that was trained to predict several tokens at once (MTP).
 
 Position i takes the embedding of token i + 1 and the target's last hidden state of position i, and
-drafts token i + 2. Behind the last hidden states it goes on with its own output in their place.
-Knows no sequence and no drafting.
+drafts token i + 2. After the last hidden states it continues with its own output in their place.
 """
 
 from collections.abc import Callable, Collection

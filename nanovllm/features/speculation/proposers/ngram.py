@@ -1,6 +1,6 @@
-"""Prompt lookup: text that was seen before in a sequence is expected to go on as it did then.
+"""Prompt lookup: text that occurred before in a sequence is expected to continue as it did then.
 
-Takes the tokens from the device tables and needs no model. Knows no acceptance.
+Takes the tokens from the device tables and needs no model.
 """
 
 import torch

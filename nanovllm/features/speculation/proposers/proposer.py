@@ -1,7 +1,7 @@
 """What proposers have in common: each guesses the next tokens of a row.
 
-A proposer reads the device tables and writes its guesses there. It knows no acceptance: the model
-draws its own tokens, and a guess stands if it equals the one drawn.
+A proposer reads the device tables and writes its guesses there. The model draws its own tokens, and
+a guess is accepted if it equals the one drawn.
 """
 
 import dataclasses
