@@ -169,7 +169,7 @@ def make_runner(
     if config.speculation is not None:
         from nanovllm.features.speculation.proposers.registry import make_proposer
 
-        make_drafter = partial(make_proposer, config.speculation, draft)
+        make_drafter = partial(make_proposer, config.speculation, draft, make_steps)
     files = None
     if config.has_tiers:
         from nanovllm.features.tiers.weight_files import WeightFiles

@@ -119,6 +119,22 @@ class StepRunners:
         capture = make_capture(network.device)
         return GraphRunner(compute_logits, network.backend, tables, max_tokens, capture, **options)
 
+    def measure_drafts(self, runners: "list[GraphRunner]") -> int:
+        """Return the bytes of the graphs of a draft network, which are captured for it."""
+        from nanovllm.features.fast_steps.cuda_graph import draft_graph_sizes
+
+        return sum(
+            measured_bytes(each, draft_graph_sizes(each.max_tokens), self._network.device)
+            for each in runners
+        )
+
+    def capture_drafts(self, runners: "list[GraphRunner]") -> None:
+        """Capture the graphs of a draft network."""
+        from nanovllm.features.fast_steps.cuda_graph import draft_graph_sizes
+
+        for runner in runners:
+            runner.capture(draft_graph_sizes(runner.max_tokens))
+
     def recorded(self, forward: "Forward", tables: DeviceTables) -> "RecordedModel | None":
         """Return `forward` recorded over the pool and `tables`; None if that is not possible."""
         if self._records:

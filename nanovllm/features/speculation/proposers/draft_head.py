@@ -6,12 +6,12 @@ ones, a head reads its own output in their place.
 
 import copy
 import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.attention.batch import Batch
-from nanovllm.features.fast_steps.cuda_graph import ComputeLogits, GraphRunner
-from nanovllm.features.fast_steps.recording import MAX_TOKENS, RecordedModel
 from nanovllm.features.speculation.proposers.draft_kv import FEW_TOKENS, loaded_pages
 from nanovllm.features.speculation.proposers.draft_network import DraftNetwork, load_draft
 from nanovllm.features.speculation.proposers.head import Head
@@ -24,6 +24,11 @@ from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.network import Network
 from nanovllm.worker.sampling_rows import SamplingRows
+
+if TYPE_CHECKING:
+    from nanovllm.features.fast_steps.cuda_graph import ComputeLogits, GraphRunner
+    from nanovllm.features.fast_steps.recording import RecordedModel
+    from nanovllm.features.fast_steps.registry import StepRunners
 
 
 class DraftHead(DraftNetwork):
@@ -38,9 +43,15 @@ class DraftHead(DraftNetwork):
     layers, more of these are accepted than of its draws.
     """
 
-    def __init__(self, target: Network, draft: NetworkSpec, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        target: Network,
+        draft: NetworkSpec,
+        max_num_batched_tokens: int,
+        make_steps: "Callable[[Network, int], StepRunners] | None" = None,
+    ) -> None:
         network = load_draft(target, draft, target.max_model_len)
-        super().__init__(network, max_num_batched_tokens, lag=1, keeps_drafts=False)
+        super().__init__(network, max_num_batched_tokens, make_steps, lag=1, keeps_drafts=False)
         head = network.model
         config = draft.model_config
         assert isinstance(head, Head)
@@ -73,11 +84,13 @@ class DraftHead(DraftNetwork):
         super().allocate(tables, num_blocks)
         assert self._features is not None
         self._head.capture(self._target, self._features)
-        if not self._graphs:
-            self._record()
+        if self._steps is not None and not self._graphs:
+            self._record(self._steps)
 
-    def _record(self) -> None:
+    def _record(self, steps: "StepRunners") -> None:
         """Record small steps, where the backend supports it."""
+        from nanovllm.features.fast_steps.recording import MAX_TOKENS
+
         head = self._head
         tables = self._following
         fed_back = zeros((MAX_TOKENS, self._hidden_size), self._dtype, tables.device)
@@ -87,8 +100,8 @@ class DraftHead(DraftNetwork):
             return head(batch, fed_back)  # type: ignore[no-any-return]
 
         self._recorded = [
-            self._steps.recorded(self._first_hidden, tables),
-            self._steps.recorded(go_on, tables),
+            steps.recorded(self._first_hidden, tables),
+            steps.recorded(go_on, tables),
         ]
 
     def _first_hidden(self, batch: Batch) -> torch.Tensor:
@@ -110,7 +123,7 @@ class DraftHead(DraftNetwork):
         super()._free_pools()
         self._features = None
 
-    def _make_graphs(self) -> list[GraphRunner]:
+    def _make_graphs(self, steps: "StepRunners") -> "list[GraphRunner]":
         """The first graphs read the target's hidden states, the others the head's own."""
         size = self._max_graph_tokens(FEW_TOKENS)
         shape = (size, self._hidden_size)
@@ -118,7 +131,7 @@ class DraftHead(DraftNetwork):
         graphs = []
         for features, count in ((self._features, FEW_TOKENS), (None, 1)):
             graphs.append(
-                self._steps.graphs(
+                steps.graphs(
                     self._following,
                     self._max_graph_tokens(count),
                     self._graph_step(hidden, features),
@@ -128,7 +141,7 @@ class DraftHead(DraftNetwork):
             )
         return graphs
 
-    def _graph_step(self, hidden: torch.Tensor, features: torch.Tensor | None) -> ComputeLogits:
+    def _graph_step(self, hidden: torch.Tensor, features: torch.Tensor | None) -> "ComputeLogits":
         """Return what a graph computes: the head reads `features`, or else `hidden`, and writes its
         own output to `hidden`.
         """
@@ -147,7 +160,7 @@ class DraftHead(DraftNetwork):
         return compute
 
     def _replay(
-        self, graphs: GraphRunner, rows: list[Row], hidden: torch.Tensor | None
+        self, graphs: "GraphRunner", rows: list[Row], hidden: torch.Tensor | None
     ) -> torch.Tensor | None:
         assert self._hidden is not None
         if hidden is not None and hidden is not self._hidden:  # the first call fitted no graph

@@ -1,9 +1,10 @@
 """Proposes what a smaller model of the same vocabulary goes on with."""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 
-from nanovllm.features.fast_steps.cuda_graph import GraphRunner
-from nanovllm.features.fast_steps.recording import RecordedModel
 from nanovllm.features.speculation.proposers.draft_kv import FEW_TOKENS
 from nanovllm.features.speculation.proposers.draft_network import DraftNetwork, load_draft
 from nanovllm.scheduler.messages import Row
@@ -11,6 +12,11 @@ from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.network import Network
 from nanovllm.worker.sampling_rows import SamplingRows
+
+if TYPE_CHECKING:
+    from nanovllm.features.fast_steps.cuda_graph import GraphRunner
+    from nanovllm.features.fast_steps.recording import RecordedModel
+    from nanovllm.features.fast_steps.registry import StepRunners
 
 
 class DraftModel(DraftNetwork):
@@ -21,20 +27,27 @@ class DraftModel(DraftNetwork):
     model with much to say, more of these are accepted than of the most likely tokens.
     """
 
-    def __init__(self, target: Network, draft: NetworkSpec, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        target: Network,
+        draft: NetworkSpec,
+        max_num_batched_tokens: int,
+        make_steps: "Callable[[Network, int], StepRunners] | None" = None,
+    ) -> None:
         max_model_len = min(target.max_model_len, draft.model_config.max_position)
         network = load_draft(target, draft, max_model_len)
-        super().__init__(network, max_num_batched_tokens, lag=0, keeps_drafts=True)
+        super().__init__(network, max_num_batched_tokens, make_steps, lag=0, keeps_drafts=True)
         self._recorded: RecordedModel | None = None
 
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
         """Make the KV pool, and record small steps."""
         super().allocate(tables, num_blocks)
-        self._recorded = self._steps.recorded(self._network.model, self._tables)
+        if self._steps is not None:
+            self._recorded = self._steps.recorded(self._network.model, self._tables)
 
-    def _make_graphs(self) -> list[GraphRunner]:
+    def _make_graphs(self, steps: "StepRunners") -> "list[GraphRunner]":
         size = self._max_graph_tokens(FEW_TOKENS)
-        return [self._steps.graphs(self._tables, size, max_known_tokens=FEW_TOKENS)]
+        return [steps.graphs(self._tables, size, max_known_tokens=FEW_TOKENS)]
 
     def _forward(
         self, rows: list[Row], output_indices: torch.Tensor, hidden: torch.Tensor | None

@@ -6,11 +6,11 @@ Knows no acceptance.
 
 import copy
 import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.features.fast_steps.cuda_graph import GraphRunner, draft_graph_sizes
-from nanovllm.features.fast_steps.registry import StepRunners, measured_bytes
 from nanovllm.features.speculation.proposers.draft_kv import FEW_TOKENS, DraftKV
 from nanovllm.features.speculation.proposers.proposer import Proposer
 from nanovllm.scheduler.messages import Row, Schedule
@@ -20,6 +20,10 @@ from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.network import Network
 from nanovllm.worker.sampling_rows import SamplingRows
+
+if TYPE_CHECKING:
+    from nanovllm.features.fast_steps.cuda_graph import GraphRunner
+    from nanovllm.features.fast_steps.registry import StepRunners
 
 _MAX_GRAPH_TOKENS = 128
 """Tokens of the largest graph: only few rows have drafts."""
@@ -33,6 +37,7 @@ class DraftNetwork(Proposer):
     Args:
         network: its blocks are as large as the target's.
         max_num_batched_tokens: tokens that it computes at once, at most.
+        make_steps: makes its faster steps; None: it has none.
         lag: how many positions after its input's last a draft lies, less one.
         keeps_drafts: whether the KV of an accepted draft is right.
     """
@@ -41,11 +46,18 @@ class DraftNetwork(Proposer):
     _kv: DraftKV
 
     def __init__(
-        self, network: Network, max_num_batched_tokens: int, *, lag: int, keeps_drafts: bool
+        self,
+        network: Network,
+        max_num_batched_tokens: int,
+        make_steps: "Callable[[Network, int], StepRunners] | None",
+        *,
+        lag: int,
+        keeps_drafts: bool,
     ) -> None:
         self.block_bytes = network.block_bytes
         self._network = network
-        self._steps = StepRunners(network, max_num_batched_tokens)
+        self._steps = make_steps and make_steps(network, max_num_batched_tokens)
+        self._uses_graphs = self._steps is not None and self._steps.uses_graphs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._lag = lag
         self._keeps_drafts = keeps_drafts
@@ -62,10 +74,8 @@ class DraftNetwork(Proposer):
         self._make_pools(num_blocks)
         self._forward(rows, upload([], tables.device), None)
         num_bytes = 0
-        if self._steps.uses_graphs:
-            for graphs in self._make_graphs():
-                sizes = draft_graph_sizes(graphs.max_tokens)
-                num_bytes += measured_bytes(graphs, sizes, tables.device)
+        if self._steps is not None and self._uses_graphs:
+            num_bytes = self._steps.measure_drafts(self._make_graphs(self._steps))
         self._free_pools()
         return num_bytes
 
@@ -76,10 +86,9 @@ class DraftNetwork(Proposer):
         width = tables.block_tables.shape[1]
         self._kv = DraftKV(len(tables.params), num_blocks, tables.block_size, width)
         self._make_pools(num_blocks)
-        if self._steps.uses_graphs:
-            self._graphs = self._make_graphs()
-            for graphs in self._graphs:
-                graphs.capture(draft_graph_sizes(graphs.max_tokens))
+        if self._steps is not None and self._uses_graphs:
+            self._graphs = self._make_graphs(self._steps)
+            self._steps.capture_drafts(self._graphs)
 
     def admit(self, schedule: Schedule) -> None:
         """Note which blocks have new owners."""
@@ -145,7 +154,7 @@ class DraftNetwork(Proposer):
         return hidden
 
     def _replay(
-        self, graphs: GraphRunner, rows: list[Row], hidden: torch.Tensor | None
+        self, graphs: "GraphRunner", rows: list[Row], hidden: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Do the same as `_draft`, with one of `graphs`."""
         logits = graphs.run(rows).logits
@@ -168,12 +177,12 @@ class DraftNetwork(Proposer):
 
     def _make_pools(self, num_blocks: int) -> None:
         """Make what has a part for each of `num_blocks` KV blocks."""
-        self._network.make_pool(num_blocks + self._steps.uses_graphs)
+        self._network.make_pool(num_blocks + self._uses_graphs)
 
     def _free_pools(self) -> None:
         self._network.free_pool()
 
-    def _make_graphs(self) -> list[GraphRunner]:
+    def _make_graphs(self, steps: "StepRunners") -> "list[GraphRunner]":
         """Return `_graphs`, not captured yet."""
         raise NotImplementedError
 

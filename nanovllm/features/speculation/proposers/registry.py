@@ -1,14 +1,21 @@
 """Maps methods of speculation to proposers. A new method is one file here and a branch below."""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from nanovllm.features.speculation.proposers.proposer import Proposer
 from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.network import Network
 
+if TYPE_CHECKING:
+    from nanovllm.features.fast_steps.registry import StepRunners
+
 
 def make_proposer(
     spec: SpeculativeConfig,
     draft: NetworkSpec | None,
+    make_steps: "Callable[[Network, int], StepRunners] | None",
     target: Network,
     max_num_batched_tokens: int,
 ) -> Proposer:
@@ -16,6 +23,7 @@ def make_proposer(
 
     Args:
         draft: the draft network, for the methods that have one.
+        make_steps: makes its faster steps, see `ModelRunner`; None: it has none.
     """
     if draft is None:
         from nanovllm.features.speculation.proposers.ngram import Ngram
@@ -24,7 +32,7 @@ def make_proposer(
     if spec.method in ("eagle3", "mtp"):
         from nanovllm.features.speculation.proposers.draft_head import DraftHead
 
-        return DraftHead(target, draft, max_num_batched_tokens)
+        return DraftHead(target, draft, max_num_batched_tokens, make_steps)
     from nanovllm.features.speculation.proposers.draft_model import DraftModel
 
-    return DraftModel(target, draft, max_num_batched_tokens)
+    return DraftModel(target, draft, max_num_batched_tokens, make_steps)
