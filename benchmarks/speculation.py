@@ -32,8 +32,7 @@ from benchmarks.speedups import Speedup, Speedups, ideal_speedup, rising
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import make_drafting
 from nanovllm.features.speculation.proposers import registry
-from nanovllm.scheduler.extensions import MAX_SAMPLES
-from nanovllm.scheduler.messages import Row
+from nanovllm.scheduler.messages import MAX_SAMPLES, Row
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.timing import measure_seconds

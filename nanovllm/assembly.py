@@ -21,7 +21,6 @@ from nanovllm.loading.tokenizer import check_same_vocabulary, load_tokenizer, se
 from nanovllm.options.config import EVICTION_POLICIES, SCHEDULING_POLICIES, Config
 from nanovllm.options.validation import load_class
 from nanovllm.parallel.executor import Executor, make_executor
-from nanovllm.scheduler.extensions import Drafting
 from nanovllm.scheduler.gates import Gate
 from nanovllm.scheduler.policy import Policy
 from nanovllm.scheduler.prompt_queue import PromptQueue
@@ -30,6 +29,7 @@ from nanovllm.scheduler.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from nanovllm.features.observe.trace import Trace
+    from nanovllm.features.speculation.drafting import AdaptiveDrafting
     from nanovllm.features.structured.grammar import GrammarCompiler
     from nanovllm.features.tiers.cache import TierCache
 
@@ -182,7 +182,9 @@ def _tiers(config: Config, info: WorkerInfo) -> "TierCache | None":
     return TierCache(TierTraffic(host, store, token_seconds=info.token_seconds))
 
 
-def make_drafting(config: Config, info: WorkerInfo, block_manager: BlockManager) -> Drafting | None:
+def make_drafting(
+    config: Config, info: WorkerInfo, block_manager: BlockManager
+) -> "AdaptiveDrafting | None":
     """Return what adds drafts to steps; None without speculation."""
     if config.speculation is None:
         return None

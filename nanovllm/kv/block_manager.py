@@ -6,16 +6,18 @@ kind keep. `BlockManager` asks them all.
 
 from collections.abc import Callable, Mapping, Sequence as Seq
 from functools import partial
+from typing import TYPE_CHECKING
 
 from nanovllm.kv.eviction import EvictionOrder
 from nanovllm.kv.groups.full import FullGroup
 from nanovllm.kv.groups.group import Group, StepPages
-from nanovllm.kv.hit import Hit
-from nanovllm.kv.lower_tiers import LowerTiers
 from nanovllm.kv.pool import BlockPool
-from nanovllm.kv.trie import Node, PrefixTrie
+from nanovllm.kv.trie import Hit, Node, PrefixTrie
 from nanovllm.scheduler.messages import Admission, PageCopy, Row
 from nanovllm.scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanovllm.features.tiers.cache import TierCache
 
 
 class BlockManager:
@@ -43,7 +45,7 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         groups: Seq[Group] = (),
         order: EvictionOrder | None = None,
-        tiers: LowerTiers | None = None,
+        tiers: "TierCache | None" = None,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching

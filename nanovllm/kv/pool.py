@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nanovllm.kv.eviction import EvictionOrder, LeastRecentlyUsed
-from nanovllm.kv.lower_tiers import LowerTiers
+
+if TYPE_CHECKING:
+    from nanovllm.features.tiers.cache import TierCache
 
 
 class Entry(Protocol):
@@ -48,7 +50,7 @@ class BlockPool:
         num_blocks: int,
         *,
         order: EvictionOrder | None = None,
-        tiers: LowerTiers | None = None,
+        tiers: "TierCache | None" = None,
     ) -> None:
         self.blocks = [Block() for _ in range(num_blocks)]
         self.free: EvictionOrder = LeastRecentlyUsed(num_blocks) if order is None else order

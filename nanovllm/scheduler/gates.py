@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from nanovllm.kv.hit import Hit
+from nanovllm.kv.trie import Hit
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
 

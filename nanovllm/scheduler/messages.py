@@ -10,6 +10,9 @@ from typing import NamedTuple
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.transfers import Loaded, Transfers
 
+MAX_SAMPLES = 256
+"""Drafts are added to a step up to so many positions that sample: logits take memory."""
+
 
 class AdapterSlot(NamedTuple):
     """A LoRA adapter, and the slot that holds it on the workers while its sequences run."""

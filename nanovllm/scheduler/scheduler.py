@@ -7,16 +7,18 @@ are no phases: prefill, decode, resumption and draft verification are the same a
 from bisect import insort
 from collections.abc import Sequence as Seq
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.scheduler.extensions import Drafting
 from nanovllm.scheduler.gates import Gate
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, RowDetails, Schedule, StepResult
 from nanovllm.scheduler.policy import Policy
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.stats import SchedulerStats
+
+if TYPE_CHECKING:
+    from nanovllm.features.speculation.drafting import AdaptiveDrafting
 
 _NO_DETAILS = RowDetails()
 
@@ -52,7 +54,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
-        drafting: Drafting | None = None,
+        drafting: "AdaptiveDrafting | None" = None,
         policy: Policy | None = None,
         gates: Seq[Gate] = (),
     ) -> None:

@@ -57,7 +57,7 @@ class Sequence:
     num_in_flight_steps: int = 0  # launched steps with a row of this sequence
     num_draft_tokens: int = 0  # that launched steps verify
     num_unsent_tokens: int = 0  # last known tokens, which the workers' table row lacks
-    draft_counts: DraftCounts | None = None  # set by `Drafting`
+    draft_counts: DraftCounts | None = None  # set by `AdaptiveDrafting`
     num_cached_tokens: int | None = None  # prefix hit at the first admission; None before
     table_idx: int | None = None  # row in the workers' tables; None while waiting
     finish_reason: str | None = None

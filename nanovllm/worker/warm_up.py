@@ -14,8 +14,7 @@ import torch
 
 from nanovllm.kv.windows import num_tables
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.extensions import MAX_SAMPLES
-from nanovllm.scheduler.messages import Admission, Row, Schedule
+from nanovllm.scheduler.messages import MAX_SAMPLES, Admission, Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import num_blocks_that_fit

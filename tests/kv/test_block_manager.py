@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from xxhash import xxh3_128_digest
 
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.kv.hit import Hit
+from nanovllm.kv.trie import Hit
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.sequence import Sequence
 from tests.scheduler.invariants import check_blocks

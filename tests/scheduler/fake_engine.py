@@ -18,14 +18,13 @@ from nanovllm.kv.eviction import EvictionOrder
 from nanovllm.kv.groups.group import Group
 from nanovllm.kv.groups.state import StateGroup
 from nanovllm.kv.groups.window import WindowGroup
-from nanovllm.kv.lower_tiers import LowerTiers
 from nanovllm.kv.trie import Node
 from nanovllm.kv.windows import WindowSpec, num_tables
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
-from nanovllm.scheduler.extensions import MAX_SAMPLES
 from nanovllm.scheduler.gates import Gate
 from nanovllm.scheduler.messages import (
+    MAX_SAMPLES,
     AdapterSlot,
     Ending,
     PageCopy,
@@ -42,6 +41,7 @@ from tests.scheduler.invariants import check_blocks, check_scheduler
 if TYPE_CHECKING:
     from nanovllm.features.speculation.draft_controller import DraftController
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
+    from nanovllm.features.tiers.cache import TierCache
 
 VOCAB_SIZE = 5
 
@@ -346,7 +346,7 @@ class Engine:
         state_pages: int = 0,
         snapshot_interval: int = 8,
         cell_tokens: int = 1,
-        tiers: LowerTiers | None = None,
+        tiers: "TierCache | None" = None,
         gates: Seq[Gate] = (),
         make_policy: Callable[[], Policy] | None = None,
         make_order: Callable[[int], EvictionOrder] | None = None,

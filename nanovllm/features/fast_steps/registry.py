@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.attention.batch import Batch
-from nanovllm.scheduler.extensions import MAX_SAMPLES
-from nanovllm.scheduler.messages import Row
+from nanovllm.scheduler.messages import MAX_SAMPLES, Row
 from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.extensions import StepRunner

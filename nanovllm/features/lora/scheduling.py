@@ -4,7 +4,7 @@ from itertools import islice
 
 from nanovllm.features.lora.slot_table import Place, SlotTable
 from nanovllm.features.lora.waiting_room import Key, WaitingRoom, adapter_of
-from nanovllm.kv.hit import Hit
+from nanovllm.kv.trie import Hit
 from nanovllm.scheduler.gates import Gate
 from nanovllm.scheduler.sequence import Sequence
 

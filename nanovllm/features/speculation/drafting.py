@@ -12,8 +12,14 @@ from nanovllm.features.speculation.acceptance import Acceptance
 from nanovllm.features.speculation.draft_controller import DraftController
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.outputs import DraftCounts
-from nanovllm.scheduler.extensions import MAX_SAMPLES
-from nanovllm.scheduler.messages import NewBlocks, Row, RowDetails, Schedule, StepResult
+from nanovllm.scheduler.messages import (
+    MAX_SAMPLES,
+    NewBlocks,
+    Row,
+    RowDetails,
+    Schedule,
+    StepResult,
+)
 from nanovllm.scheduler.sequence import Sequence
 
 
@@ -25,7 +31,7 @@ class SequenceDrafts(DraftCounts):
 
 
 class AdaptiveDrafting:
-    """As many drafts as the controller expects to pay: see `Drafting`, the scheduler's seam.
+    """Adds as many drafts to the rows of a step as the controller expects to pay.
 
     Args:
         block_manager: the scheduler's.
@@ -47,11 +53,19 @@ class AdaptiveDrafting:
         self._follows_drafts = follows_drafts
 
     def may_follow(self, seq: Sequence) -> bool:
+        """Return whether a sequence with drafts in flight may get another row: see
+        `Row.num_unverified_tokens`.
+        """
         return self._follows_drafts and seq.params.is_plain
 
     def extend(
         self, rows: list[Row], new_blocks: list[NewBlocks], sequences: Mapping[int, Sequence]
     ) -> tuple[list[Row], list[NewBlocks], bool]:
+        """Return a step's rows and new blocks with drafts, and whether the step may have any.
+
+        Args:
+            sequences: by id.
+        """
         if self._follows_drafts:
             rows, new_blocks = self._take_back_followers(rows, new_blocks, sequences)
         if self.controller.skips_step():
@@ -61,6 +75,11 @@ class AdaptiveDrafting:
     def record(
         self, seq: Sequence, row: Row, details: RowDetails, num_accepted: int, num_appended: int
     ) -> None:
+        """Learn how the drafts of a row fared.
+
+        Args:
+            num_appended: tokens that the row added: fewer than were accepted if the output ends.
+        """
         drafts = _drafts_of(seq)
         num_proposed = details.num_draft_tokens
         self.controller.record(drafts.acceptance, row.num_draft_tokens, num_proposed, num_accepted)

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from nanovllm.features.tiers.traffic import TierTraffic
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.groups.group import Group
-from nanovllm.kv.hit import Hit
-from nanovllm.kv.trie import Node
+from nanovllm.kv.trie import Hit, Node
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.transfers import Part
 
@@ -55,7 +54,7 @@ def digest(data: bytes) -> bytes:
 
 
 class TierCache:
-    """The tiers below a block manager, which tells it what happens to entries: see `LowerTiers`.
+    """The tiers below a block manager, which tells it what happens to entries.
 
     An entry is what a group has cached at a node: a KV block, a window block or a snapshot.
 
@@ -87,10 +86,14 @@ class TierCache:
     # What the block manager tells:
 
     def evict(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
+        """Learn that an entry leaves the cache to make room. Its pages hold it until the next step
+        runs.
+        """
         if node.key[1] not in self._distrusted:
             self.traffic.evict(self._key(node.key[1], suffix), pages)
 
     def reuse(self, page: int) -> None:
+        """Learn that a page gets other contents in the next step."""
         self.traffic.reuse(page)
 
     def publish(self, seq: Sequence, first: int, nodes: Seq[Node]) -> None:
@@ -110,16 +113,19 @@ class TierCache:
                         self.keep(node, group.suffix, pages)
 
     def keep(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
+        """Learn that an entry of a prompt is cached, whose pages hold it now."""
         if node.key[1] not in self._distrusted:
             self.traffic.keep(self._key(node.key[1], suffix), pages)
 
     def distrust(self, nodes: Seq[Node]) -> None:
+        """Forget nodes whose KV may be wrong, and never keep what is in them."""
         for node in nodes:
             self._distrusted.add(node.key[1])
             for group in self._manager.groups:
                 self.traffic.forget(self._key(node.key[1], group.suffix))
 
     def clear(self) -> None:
+        """Find nothing again that was kept so far."""
         self._nonce = os.urandom(16)
         self._distrusted.clear()
         self.traffic.clear()

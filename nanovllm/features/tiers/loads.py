@@ -3,7 +3,7 @@
 import dataclasses
 
 from nanovllm.features.tiers.cache import Plan, TierCache
-from nanovllm.kv.hit import Hit
+from nanovllm.kv.trie import Hit
 from nanovllm.scheduler.gates import Gate
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence as Seq
 
 from nanovllm.kv.groups.group import Group, StepPages
-from nanovllm.kv.hit import Hit
-from nanovllm.kv.trie import Node
+from nanovllm.kv.trie import Hit, Node
 from nanovllm.scheduler.messages import Admission, Row
 from nanovllm.scheduler.sequence import Sequence
 

@@ -4,9 +4,8 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence as Seq
 
-from nanovllm.kv.hit import Hit
 from nanovllm.kv.pool import BlockPool
-from nanovllm.kv.trie import Node, PrefixTrie
+from nanovllm.kv.trie import Hit, Node, PrefixTrie
 from nanovllm.scheduler.messages import Admission, NewBlocks, PageCopy, Row
 from nanovllm.scheduler.sequence import Sequence
 

@@ -9,9 +9,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence as Seq
 
 from nanovllm.kv.groups.group import Group, StepPages
-from nanovllm.kv.hit import Hit
 from nanovllm.kv.pool import BlockPool
-from nanovllm.kv.trie import Node, PrefixTrie
+from nanovllm.kv.trie import Hit, Node, PrefixTrie
 from nanovllm.scheduler.messages import Admission, NewBlocks, PageCopy, Row
 from nanovllm.scheduler.sequence import Sequence
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence as Seq
 from itertools import islice
 
 from nanovllm.kv.groups.group import Group, StepPages
-from nanovllm.kv.hit import Hit
-from nanovllm.kv.trie import Node
+from nanovllm.kv.trie import Hit, Node
 from nanovllm.kv.windows import WindowSpec
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row
 from nanovllm.scheduler.sequence import Sequence
