@@ -13,8 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CORE = ["tests/scheduler", "tests/engine", "tests/test_generation.py", "tests/test_layering.py"]
+CORE = [
+    "tests/scheduler",
+    "tests/kv",
+    "tests/engine",
+    "tests/test_generation.py",
+    "tests/test_layering.py",
+]
 """A change anywhere may break these: the scheduler against its oracle, and plain generation."""
+FLOORS = ("features", "apps")
+"""Folders of the package that tests/ does not have: tests/lora tests nanovllm/features/lora."""
 OF_ALL = {"conftest.py", "helpers.py", "checkpoints.py", "glossary.py"}
 """Files in tests/ that hundreds of tests use: changing them calls for `make test`."""
 
@@ -50,7 +58,7 @@ def _tests_of(path: Path, root: Path) -> Iterator[str]:
     if path.parts[0] == "tests" and path.name.startswith("test_"):
         yield str(path)
         return
-    folder = tests.joinpath(*path.parts[1:-1])
+    folder = tests.joinpath(*(part for part in path.parts[1:-1] if part not in FLOORS))
     if path.parts[0] == "nanovllm" and (named := [*folder.glob(f"test_{path.stem}*.py")]):
         yield from (str(test.relative_to(root)) for test in named)
         return

@@ -12,6 +12,7 @@ from tools import check
     [
         ("nanovllm/scheduler/scheduler.py", "tests/scheduler/test_scheduler.py"),
         ("nanovllm/kernels/cpu/build.py", "tests/kernels/cpu/test_build.py"),
+        ("nanovllm/features/structured/grammar.py", "tests/structured/test_grammar.py"),
         ("tests/scheduler/test_scheduler.py", "tests/scheduler/test_scheduler.py"),
         ("nanovllm/kernels/cpu/csrc/linear.c", "tests/kernels/cpu"),
         ("tests/scheduler/fake_engine.py", "tests/scheduler/test_scheduler.py"),

@@ -1,6 +1,7 @@
 """What the tests of the C kernels share. Holds no fixture: conftest.py does."""
 
 import functools
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,14 @@ def built_library() -> bytes:
     """Return the library of this processor's kernels."""
     build.load()  # puts it into the cache
     return Path(build.load()._name).read_bytes()
+
+
+def compiled(directory: Path, source: str) -> bytes:
+    """Return a shared library made of `source`."""
+    output = directory / "compiled.so"
+    command = ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(output)]
+    subprocess.run(command, input=source.encode(), check=True)
+    return output.read_bytes()
 
 
 def fake_compiler(directory: Path, library: bytes | None = None, first: str = "") -> str:

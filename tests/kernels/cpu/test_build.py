@@ -5,6 +5,7 @@ compilers do not optimise: the variants in test_ops.py are optimised.
 """
 
 import logging
+import platform
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from nanovllm import SamplingParams, demo_model
 from nanovllm.kernels.cpu import build
 from nanovllm.kernels.cpu.library import library
 from tests.helpers import ROOT, environment, wait_until
-from tests.kernels.cpu.helpers import fake_compiler, native
+from tests.kernels.cpu.helpers import built_library, compiled, fake_compiler, native, num_links
 
 
 @pytest.fixture
@@ -26,6 +27,7 @@ def answers(tmp_path, monkeypatch, make_llm, caplog) -> Iterator[Callable[[str],
 
     The function returns "<there are kernels> <the answer is right>" and the log.
     """
+    built_library()  # out of the usual cache
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     caplog.set_level(logging.INFO)
     library.cache_clear()
@@ -42,15 +44,12 @@ def answers(tmp_path, monkeypatch, make_llm, caplog) -> Iterator[Callable[[str],
     library.cache_clear()
 
 
-def compiler_that(edit: str, tmp_path: Path, unless: str = "--version") -> str:
-    """Return a compiler that does not optimise and applies `edit` (of sed) to linear.c.
-
-    It does not apply `edit` when its arguments contain `unless`.
-    """
+def compiler_that(edit: str, tmp_path: Path) -> str:
+    """Return a compiler that does not optimise and applies `edit` (of sed) to linear.c."""
     compiler = tmp_path / "cc"
     csrc = Path(build.__file__).with_name("csrc")
     compiler.write_text(f"""#!/bin/sh
-case "$*" in --version|*{unless}*) exec gcc "$@" -O0;; esac
+case "$*" in --version) exec gcc "$@" -O0;; esac
 count=$#
 for argument; do
     case "$argument" in */linear.c)
@@ -82,8 +81,9 @@ def test_clang_builds_the_kernels(answers):
 @native
 def test_built_once_into_a_private_cache(tmp_path, monkeypatch):
     """A second process finds the library that the first one built."""
+    compiler = fake_compiler(tmp_path / "compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CC", compiler_that("", tmp_path))
+    monkeypatch.setenv("CC", compiler)
     build.load()
     (built_file,) = (tmp_path / "nanovllm").glob("*.so")
     built = built_file.stat().st_mtime_ns
@@ -93,6 +93,7 @@ def test_built_once_into_a_private_cache(tmp_path, monkeypatch):
     assert "True" in done.stdout, done.stderr
     assert [*(tmp_path / "nanovllm").glob("*.so")] == [built_file]
     assert built_file.stat().st_mtime_ns == built
+    assert num_links(compiler) == 1
     assert (tmp_path / "nanovllm").stat().st_mode & 0o777 == 0o700
 
 
@@ -107,10 +108,25 @@ def test_a_wrong_compilation_is_found_by_the_self_test(tmp_path, answers):
 @native
 def test_a_system_that_lends_no_tiles_gets_kernels_without(tmp_path, answers):
     """Symptom: a container that refuses AMX runs on plain torch."""
-    refusal = "s/^int nv_enable(void) {.*/int nv_enable(void) { return 0; }/"
-    shown = answers(compiler_that(refusal, tmp_path, unless="-mno-amx-tile"))
+    refusing = "int nv_enable(void) { return 0; } void nv_run(void) {}"
+    (tmp_path / "refusing").write_bytes(compiled(tmp_path, refusing))
+    without_tiles = f"""case "$*" in *-mno-amx-tile*) ;; *)
+    while [ "$1" != -o ]; do shift; done
+    cp {tmp_path}/refusing "$2"
+    exit;;
+esac"""
+    compiler = fake_compiler(tmp_path / "compiler", first=without_tiles)
+    shown = answers(compiler)
     assert "True True" in shown
     assert len(list((tmp_path / "nanovllm").glob("*.so"))) == 2
+    assert num_links(compiler) == 2
+
+
+@native
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="no AMX here")
+def test_the_compiler_knows_the_flags_that_leave_tiles_out():
+    command = [*build.find_compiler(), *build._WITHOUT_TILES, "-fsyntax-only", "-xc", "/dev/null"]
+    subprocess.run(command, check=True)
 
 
 # $CC and compilers that misbehave

@@ -6,7 +6,6 @@ A fake compiler copies the library that this process uses, so a build takes mill
 import logging
 import os
 import pwd
-import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from nanovllm.kernels.cpu import build
 from nanovllm.kernels.cpu.library import library
 from nanovllm.utils import disk_cache
-from tests.kernels.cpu.helpers import built_library, fake_compiler, native, num_links
+from tests.kernels.cpu.helpers import built_library, compiled, fake_compiler, native, num_links
 
 pytestmark = native
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -37,14 +36,6 @@ def cached(cache, compiler) -> Path:
     build.load()
     (file,) = cache.iterdir()
     return file
-
-
-def compiled(directory: Path, source: str) -> bytes:
-    """Return a shared library made of `source`."""
-    output = directory / "compiled.so"
-    command = ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(output)]
-    subprocess.run(command, input=source.encode(), check=True)
-    return output.read_bytes()
 
 
 def foreign(directory: Path) -> bytes:
