@@ -35,8 +35,7 @@ class Backend(abc.ABC):
     """Whether no slot past a row's last token is read. If not, those of its last block must hold
     finite numbers: see `Schedule.blocks_to_zero`."""
     blocks_lie_apart: ClassVar[bool] = False
-    """Whether a layer's cache may be a view whose blocks, dimension 1, lie apart; else it is
-    contiguous."""
+    """Whether a layer's cache may be a view whose blocks, dimension 1, are not contiguous."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec

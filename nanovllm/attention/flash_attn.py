@@ -58,7 +58,7 @@ class FlashAttnBackend(PagedBackend):
         return None
 
     def plan(self, batch: Batch) -> dict[str, Any] | None:
-        """Return what `_varlen` needs beside the batch; None if no row has several tokens."""
+        """Return what `_varlen` needs besides the batch; None if no row has several tokens."""
         if batch.lengths is None or max(batch.lengths.query_lens) == 1:
             return None
         cu_seqlens_k = torch.zeros_like(batch.cu_seqlens_q)

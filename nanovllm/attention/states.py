@@ -71,7 +71,7 @@ class Cells(NamedTuple):
     ends: torch.Tensor
     """[R + 1] int32: row r has the cells ends[r] to ends[r + 1] - 1."""
     begins: torch.Tensor
-    """[R] int32: the index in E of each row's first token behind its cells."""
+    """[R] int32: the index in E of each row's first token after its cells."""
     num_tokens: int
     """Tokens in all cells."""
 

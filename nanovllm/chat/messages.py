@@ -61,7 +61,7 @@ def prepared(messages: Any) -> list[dict[str, Any]]:
 
     Each has a `content` that is a string. What is empty is left out. Arguments of calls are
     dictionaries, unless their text is not a JSON object: then it stays a text. Of a call only what
-    OpenAI's API defines is kept: client libraries add fields of their own. Reasoning has both its
+    OpenAI's API defines is kept: client libraries add further fields. Reasoning has both its
     names, and the role "developer" is "system".
 
     Raises:

@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of their own, with limits on time, memory and output.
+"""Renders chat templates in a separate process, with limits on time, memory and output.
 
 A template is a program that comes with a checkpoint. Jinja's sandbox keeps it from files and from
 Python's internals, but not from endless loops, `'a' * 10**10` or a comparison of nested lists that

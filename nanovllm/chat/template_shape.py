@@ -45,7 +45,7 @@ class TemplateShape(NamedTuple):
     content: str | None = ""
     """The content of a message that has calls only."""
     arguments_are_text: bool = False
-    """Whether the arguments of calls are JSON text; else they are dictionaries."""
+    """Whether the arguments of calls are JSON text; otherwise they are dictionaries."""
     result_role: str | None = "tool"
     """The role of a call's result; None: no role is known that shows one."""
     takes_system: bool = True

@@ -87,7 +87,7 @@ def template_options(
 
 
 class ChatTemplates:
-    """Renders conversations by the tokenizer's templates, or others, in a process of its own."""
+    """Renders conversations with the tokenizer's templates, or others, in a separate process."""
 
     def __init__(self, tokenizer: TextTokenizer | None) -> None:
         self._tokenizer = tokenizer

@@ -78,7 +78,7 @@ class EngineThread(threading.Thread):
 
     def close(self, reader: Reader) -> None:
         """End a reader's request if it is running."""
-        request_id = self.readers.pop(reader, None)  # first, as nobody reads what abort() delivers
+        request_id = self.readers.pop(reader, None)  # first: what abort() delivers is not read
         if request_id is not None:
             self.engine.abort(request_id)
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 class FairExecutor:
     """Runs functions in threads; a user with many jobs does not hold up another with one.
 
-    A job waits for the jobs of its own user that came before, and for one job of each other user
+    A job waits for its user's earlier jobs, and for one job of each other user
     between any two of those. Within a user, jobs begin in the order in which they came.
     """
 

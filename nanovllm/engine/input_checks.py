@@ -33,7 +33,7 @@ def check_names(request_id: str | None, user: str | None) -> None:
     """Check the names that a caller gives to a request and to its user.
 
     Raises:
-        InvalidRequestError: one is no string.
+        InvalidRequestError: one is not a string.
     """
     if not (user is None or isinstance(user, str)):
         raise InvalidRequestError(f"user must be a string or None, got {shown(user)}")
@@ -47,7 +47,7 @@ def check_priority(priority: int | None) -> int:
     """Return a request's priority; None is 0.
 
     Raises:
-        InvalidRequestError: it is no integer of 32 bits.
+        InvalidRequestError: it is not a 32-bit integer.
     """
     priority = 0 if priority is None else priority
     return check_int(InvalidRequestError, "priority", priority, -(2**31), 2**31)
@@ -177,7 +177,7 @@ class PromptLimit:
             kept: truncate_prompt_tokens.
 
         Raises:
-            InvalidRequestError: there are none or too many, or one is no token.
+            InvalidRequestError: there are none or too many, or one is not a token.
         """
         if not token_ids:
             raise InvalidRequestError("the prompt is empty: give at least one token")

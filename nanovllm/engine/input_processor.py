@@ -36,7 +36,7 @@ class InputProcessor:
 
     Args:
         tokenizer: None if the checkpoint has none; prompts are then lists of token ids.
-        seed: seeds the requests that have no seed of their own.
+        seed: seeds the requests without a seed.
         make_grammars: makes what compiles structured_outputs, when a request first has one. It
             is not called without a tokenizer.
         find_adapter: returns the adapter that a request names, None for none.
@@ -156,7 +156,7 @@ class InputProcessor:
 
     @property
     def grammars(self) -> "GrammarCompiler | None":
-        """What compiles structured_outputs; None if there is no tokenizer."""
+        """Compiles structured_outputs; None if there is no tokenizer."""
         with self._lock:
             if self._grammars is None and self.tokenizer is not None and self._make_grammars:
                 self._grammars = self._make_grammars()

@@ -94,7 +94,7 @@ class LLMEngine:
     ) -> int | str:
         """Queue a request and return its id; arguments and errors are those of `make_request`.
 
-        `step` returns its outputs: the delta of each step with stream=True, else one at the end.
+        `step` returns its outputs: each step's delta with stream=True, otherwise one at the end.
         """
         request = self.input_processor.make_request(prompt, params, **options)
         self.queue(request)
@@ -189,7 +189,7 @@ class LLMEngine:
             # If steps are in flight, the first calls end them.
             while self.scheduler.num_unfinished and not self.has_sequences:
                 self.run_step()
-        except EngineDeadError:  # whoever needs the engine is told
+        except EngineDeadError:  # those who need the engine are told
             logger.debug("the engine ended before the step after the last request")
         except Exception:
             logger.exception("the step after the last request failed")

@@ -18,8 +18,8 @@ _MAX_OUTPUTS = 32
 class Reader:
     """Receives one request's items, in the event loop of the task that makes it.
 
-    Outputs that come while nobody reads are merged into one, so a reader that stops reading costs
-    the memory of its text. One that keeps up gets each output.
+    Outputs that arrive while the task is not reading are merged, so a reader that stops reading
+    costs the memory of its text. One that keeps up gets each output.
 
     Args:
         on_finished: called when the request's last item has come, whether or not it is read.
@@ -67,7 +67,7 @@ class Reader:
             return
         if isinstance(item, Exception):
             self._error = item
-        elif isinstance(item, BaseException):  # a panic of Rust: nobody expects such in a task
+        elif isinstance(item, BaseException):  # a panic of Rust, unexpected in a task
             self._error = RuntimeError(f"{type(item).__name__}: {item}")
             self._error.__cause__ = item
         elif self._is_waiting and self._has_taken(item):

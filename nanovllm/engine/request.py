@@ -28,7 +28,7 @@ class Request:
 
     request_id: int | str = field(init=False)  # that of the first sequence without `own_id`
     prompt_token_ids: list[int] = field(init=False)  # shared by all its outputs
-    # Else nobody looks at the text before its end, and all of it is decoded at once.
+    # Otherwise the text is decoded once, at the end.
     decodes_each_step: bool = field(init=False)
     deliver: Callable[[RequestOutput], object] | None = None  # see LLMEngine.queue
     arrival_time: float = field(default_factory=time.monotonic)

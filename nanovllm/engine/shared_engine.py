@@ -107,7 +107,7 @@ class SharedEngine:
         return done.result()
 
     def submit(self, command: Callable[[], object]) -> None:
-        """Run a command now if there is no leader, else let the leader run it; never wait.
+        """Run a command now if there is no leader, otherwise let the leader run it; never wait.
 
         In a forked process, and once the engine was shut down, this does nothing.
         """
@@ -121,7 +121,7 @@ class SharedEngine:
             self._leave(turn)
 
     def _takes_lead(self, mailbox: Mailbox) -> bool:
-        """Make the caller the leader if there is none, else let it wait for its turn."""
+        """Make the caller the leader if there is none, otherwise let it wait for its turn."""
         with self._lock:
             if self._leader is None:
                 self._leader = mailbox
@@ -141,7 +141,7 @@ class SharedEngine:
 
     def _end_turn(self, mailbox: Mailbox) -> None:
         while self._leader is mailbox:
-            self._run_commands()  # nobody else may be there to run those of `submit`
+            self._run_commands()  # no other thread may be there to run those of `submit`
             self._engine.run_last_steps()
             with self._lock:
                 if not self._commands:

@@ -29,7 +29,7 @@ class AdapterTable(NamedTuple):
     scales: torch.Tensor
     """[slots, S] float32."""
     ends: torch.Tensor
-    """[S] int32: the column behind each slice. Slices lie side by side and end with n."""
+    """[S] int32: the column after each slice. Slices are adjacent and end with n."""
     scratch: torch.Tensor
     """[most tokens of a step, largest S * R of all layers] float32, for a x. Layers share it."""
 

@@ -54,7 +54,7 @@ def triton_available() -> bool:
 
 
 def require_triton(device: str) -> None:
-    """Check that the Triton kernels run: who names a GPU shall not get a slow engine unasked.
+    """Check that the Triton kernels run: naming a GPU must not give a slow engine unasked.
 
     Args:
         device: as the user named it, for the message.

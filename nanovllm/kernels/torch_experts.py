@@ -48,7 +48,7 @@ class Rows(Protocol):
 
 
 class ExpertLinear(NamedTuple):
-    """The same linear of E experts, one behind the other."""
+    """The same linear of E experts, one after the other."""
 
     weight: torch.Tensor | Rows
     """[E * num_outputs, inputs]"""

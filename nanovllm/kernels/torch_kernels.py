@@ -17,7 +17,7 @@ from nanovllm.kernels.torch_math import NORM_ROUNDED, rms_norm
 
 
 class WeightMethod(Protocol):
-    """A weight [n, k] in a form of its own, with the operations that read it."""
+    """A weight [n, k] in a special form, with the operations that read it."""
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x [T, k] times the transpose of the weight, plus `bias` [n] if given: [T, n]."""
@@ -57,7 +57,7 @@ class Kernels:
     """Kernels for prompt lookup on a GPU: `kernels.triton.ngram`."""
 
     computes_cells: ClassVar[bool] = False
-    """Whether `gated_delta` computes `StateRows.cells` in a form of their own, in bfloat16."""
+    """Whether `gated_delta` computes `StateRows.cells` in a separate form, in bfloat16."""
 
     def add_rms_norm(
         self,
@@ -148,7 +148,7 @@ class Kernels:
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the index [R] int64 of the first largest logit in each row of [R, vocab_size].
 
-        It is -1 for a row whose logits are no distribution: some are NaN or +inf, or all are -inf.
+        It is -1 for a row whose logits are not a distribution: some are NaN or +inf, or all -inf.
         """
         tokens = logits.argmax(-1)  # of the first NaN, if there is one
         largest = logits.gather(-1, tokens[:, None])[:, 0]

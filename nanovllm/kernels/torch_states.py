@@ -43,7 +43,7 @@ def causal_conv(
     states: States,
     rows: StateRows,
 ) -> torch.Tensor:
-    """Return the causal depthwise convolution of each row's tokens, behind those in its state.
+    """Return the causal depthwise convolution of each row's tokens, after those in its state.
 
     Products, their sum in the order of the taps, the bias and SiLU are in float32; the result is
     rounded once.
@@ -63,7 +63,7 @@ def causal_conv(
     row_of = _row_of(rows, len(x))
     kept = read_parts(states, rows, 0)[:, 0].flatten(0, 1)  # [R * (K - 1), C]
     inputs = torch.cat([kept, x])
-    # Input i of row r, counted from the first in its state, is behind all states if it is new.
+    # Input i of row r, counted from the first in its state, comes after all states if it is new.
     new = len(kept) - num_kept + rows.cu_seqlens[:-1].long()  # place of input 0, if it were new
     old = torch.arange(len(new), device=x.device) * num_kept
 
@@ -94,7 +94,7 @@ def gated_delta(
     states: States,
     rows: StateRows,
 ) -> torch.Tensor:
-    """Return the gated delta rule (arXiv 2412.06464) over each row's tokens, behind its state.
+    """Return the gated delta rule (arXiv 2412.06464) over each row's tokens, after its state.
 
     All is in float32, one token after the other. Queries and keys are normalised to a length of 1,
     queries times dk ** -0.5. A head's state S [dk, dv] becomes exp(g) S, and then

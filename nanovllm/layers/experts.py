@@ -98,7 +98,7 @@ class StoredExperts(NamedTuple):
     """How a checkpoint stores the experts of a layer."""
 
     linears: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
-    """Names of the three linears of each expert, behind its number. None: all experts are together
+    """Names of the three linears of each expert, after its number. None: all experts are together
     in the tensors gate_up_proj [E, 2 * intermediate_size, hidden_size] and down_proj [E,
     hidden_size, intermediate_size]."""
     transposed: bool = False

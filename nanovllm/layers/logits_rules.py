@@ -159,7 +159,7 @@ def run_processors(logits: torch.Tensor, rows: list[Ruled]) -> dict[int, str]:
 
 
 def apply_rules(logits: torch.Tensor, rows: list[Ruled]) -> None:
-    """Apply the rules that come behind the processors to `logits` [R, vocab_size] float32."""
+    """Apply the rules that come after the processors to `logits` [R, vocab_size] float32."""
     with torch_on_one_thread():  # a row takes microseconds
         for index, rules, tokens in rows:
             rules.apply(logits[index], tokens)

@@ -22,7 +22,7 @@ from nanovllm.utils.transfer import upload
 CHUNK = 128
 """Tokens in a chunk. A search over the vocabulary first chooses a chunk, then a token in it."""
 NO_TOKEN = -1
-"""Stands for the token of a row whose logits are no distribution: some are NaN or +inf, or all are
+"""Marks the token of a row whose logits are not a distribution: some are NaN or +inf, or all are
 -inf. Then the largest logit is not finite, where NaN counts as the largest."""
 RULED_OUT = -2
 """Stands for the token of a row whose logits were a distribution before the rules."""
@@ -101,8 +101,8 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
             `Kernels.sample` ignores it.
 
     Returns:
-        [R] int64, NO_TOKEN for a row whose logits are no distribution. A row's token depends only
-        on its own logits and sampling parameters.
+        [R] int64, NO_TOKEN for a row whose logits are not a distribution. A row's token depends
+        only on its own logits and sampling parameters.
     """
     if sampling.kernels.sample is not None:
         return sampling.kernels.sample(
@@ -214,7 +214,7 @@ def thresholds_of(
         whole = torch.where(sampling.top_ks > values.shape[-1], total, whole)
     before = mass - weights
     kept = in_top_k & (before < sampling.top_ps[:, None].double() * whole[:, None])
-    # `kept` is empty if top_p underflows or the row is no distribution.
+    # `kept` is empty if top_p underflows or the row is not a distribution.
     place = (kept.sum(-1, keepdim=True) - 1).clamp_(min=0)
     thresholds = values.gather(1, place)[:, 0]
     # If all candidates after the k-th equal it, more equal logits may lie outside `values`, and

@@ -110,7 +110,7 @@ def read_rows(file: Path, weight: GgufWeight, rows: slice, *, raw: bool) -> npt.
 
     Args:
         raw: return the blocks as bytes, [rows, bytes of a row], for which the weight must have
-            blocks; else float32 of the tensor's shape.
+            blocks; otherwise float32 of the tensor's shape.
     """
     import gguf
 

@@ -113,7 +113,7 @@ def _size(metadata: Metadata, family: GgufFamily, key: str, default: int | None 
 
 
 def _check_unread(metadata: Metadata, family: GgufFamily) -> None:
-    """Raise for a setting that nobody has read and that may change the results."""
+    """Raise for a setting that was not read and may change the results."""
     neutral = {**_NEUTRAL, **family.neutral}
     for key in sorted(metadata.unread() - (_IGNORED_KEYS - family.neutral.keys())):
         value = metadata.own(key)

@@ -1,4 +1,4 @@
-"""What the architectures of llama.cpp have of their own in a GGUF file: names of tensors, the order
+"""What is specific to llama.cpp's architectures in a GGUF file: names of tensors, the order
 and the offset of their numbers, and settings. A new one is one entry of FAMILIES.
 
 Reads metadata, no weight. Imports no torch.

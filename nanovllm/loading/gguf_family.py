@@ -1,4 +1,4 @@
-"""What an architecture of llama.cpp can have of its own in a GGUF file: `GgufFamily`.
+"""What can be specific to a llama.cpp architecture in a GGUF file: `GgufFamily`.
 
 llama.cpp's converter changes some tensors; a `Reading` undoes that. Imports no torch.
 """
@@ -104,7 +104,7 @@ class GgufFamily(NamedTuple):
     """A layer's modules beyond `gguf.MODULES`, by llama.cpp's name. {} stands for the number of an
     expert: such a tensor has the weights of all experts, one after the other."""
     tensors: Mapping[str, str] = _NO_NAMES
-    """Tensors with names of their own: those of a layer without blk.N. and model.layers.N."""
+    """Tensors with special names: those of a layer without blk.N. and model.layers.N."""
     draft_tensors: Mapping[str, str] = _NO_NAMES
     """Tensors of the layer that drafts (MTP), which follows the others in the file: the names
     without blk.N. and mtp. No names: there is no such layer."""

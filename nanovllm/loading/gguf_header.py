@@ -347,7 +347,7 @@ class Metadata:
         return found
 
     def listed(self, key: str, length: int, kind: type) -> list[Any] | None:
-        """Return `listed_for_layers` if the setting is a list, else None."""
+        """Return `listed_for_layers` if the setting is a list, otherwise None."""
         is_list = isinstance(self.own(key), list)
         return self.listed_for_layers(key, length, kind) if is_list else None
 

@@ -54,7 +54,7 @@ class Checkpoint:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """All end-of-sequence ids: of generation_config.json if it has any, else of config.json.
+        """All end-of-sequence ids: of generation_config.json if it has any, or of config.json.
 
         Raises:
             CheckpointError: an id is not a token of the vocabulary.
@@ -297,5 +297,5 @@ def _find_directory(model: str, revision: str | None, download_dir: str | None, 
 
 
 def _tokenizer_path(path: Path) -> Path | None:
-    """Return `path` if it has tokenizer files, else None."""
+    """Return `path` if it has tokenizer files, otherwise None."""
     return path if any((path / name).is_file() for name in _TOKENIZER_FILES) else None

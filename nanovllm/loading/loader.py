@@ -57,7 +57,7 @@ _MAX_UNIT_DIMENSIONS = 2
 
 Store = Callable[[nn.Module, torch.Tensor, torch.Tensor], bool]
 """Gets a module, a part of its memory or of a meta tensor, and the values that belong there.
-Returns whether it has stored them; else they are copied there."""
+Returns whether it has stored them; if not, they are copied there."""
 _Keep = Callable[["_Chunk", torch.Tensor], None]
 
 

@@ -163,7 +163,7 @@ def token_bytes(tokenizer: TextTokenizer) -> Callable[[int], bytes]:
 
 def _byte_level_chars() -> dict[int, str]:
     """Return the character that stands for each byte in a byte-level vocabulary: itself if it is
-    printable, else one from 256 on (Radford et al., 2019).
+    printable, otherwise one from 256 on (Radford et al., 2019).
     """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = itertools.count(256)

@@ -1,6 +1,6 @@
 """Reads a directory's tokenizer: tokenizer.json is what splits text.
 
-No class of transformers is asked, because some build a tokenizer of their own. The other files say
+No class of transformers is asked, because some build a different tokenizer. The other files say
 which tokens are special, and hold the chat templates. Nothing in them is trusted.
 """
 
@@ -60,7 +60,7 @@ def read_tokenizer(path: Path) -> TextTokenizer:
 def read_chat_templates(path: Path, settings: Mapping[str, Any]) -> str | dict[str, str] | None:
     """Return the chat template of directory `path`, or several by name; None if there is none.
 
-    Files of their own come before tokenizer_config.json, and that before chat_template.json, which
+    Separate files come before tokenizer_config.json, and that before chat_template.json, which
     is for models that see pictures.
 
     Args:

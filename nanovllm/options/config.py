@@ -122,7 +122,7 @@ class Config:
     None is none."""
     generation_config: Annotated[str, check_path, 'a directory, "auto" or "vllm"'] = "auto"
     """Where recommended sampling parameters come from: "auto" is the checkpoint's
-    generation_config.json, "vllm" is none; else a directory with that file, which then also names
+    generation_config.json, "vllm" none; otherwise a directory with that file, which then also names
     the end-of-sequence tokens besides the tokenizer's."""
     dtype: Annotated[str, _dtype] = "auto"
     """Data type of weights and activations: "float32", "bfloat16" or "float16"; "auto" keeps the
@@ -184,7 +184,7 @@ class Config:
     "module:Class" names an `EvictionOrder` of yours."""
     kv_offload_gib: Annotated[float | None, check_float, _LEAST_GIB, _MAX_GIB] = None
     """GiB of host memory, of all ranks together, for cached KV that leaves the pool: a prefix hit
-    or a preempted sequence gets it back from there. None is no such memory."""
+    or a preempted sequence gets it back from there. None disables it."""
     kv_cache_dir: Annotated[str | None, check_path, "a directory or None"] = None
     """Directory that keeps the KV of prompts between processes; made if it is not there. A later
     engine with the same model and options finds the prefixes there. None is none."""
@@ -198,9 +198,9 @@ class Config:
     ] = None
     """Speculative decoding: how to propose tokens, of which one step verifies several. The options
     are method, model, num_speculative_tokens, prompt_lookup_max and prompt_lookup_min, as in
-    {"method": "ngram"}; None is no speculation."""
+    {"method": "ngram"}; None disables speculation."""
     enable_lora: bool = False
-    """Let each request name a LoRA adapter of its own."""
+    """Let each request name a LoRA adapter."""
     max_loras: Annotated[int, check_int, 1, 1024] = 1
     """Maximum number of adapters whose requests run at once; each has a slot in memory, of
     max_lora_rank. Requests with further adapters wait, and any number may be known."""
@@ -211,17 +211,17 @@ class Config:
     requests have it, and a step costs what it costs without. None is none."""
     trace: Annotated[str | None, check_path, "a file or None"] = None
     """File for a timeline of the engine's steps and of each sequence, which ui.perfetto.dev shows;
-    an existing file is overwritten. None is no file."""
+    an existing file is overwritten. None writes nothing."""
     logprobs_mode: Annotated[str, check_choice, LOGPROBS_MODES] = "raw_logprobs"
     """What requests for log-probabilities get: raw is what the model says. Processed, of sampled
-    tokens, is behind rules, temperature and filters: -inf for tokens that these leave out. Logits
+    tokens, comes after rules, temperature and filters: -inf for tokens that these leave out. Logits
     are not normalised."""
     seed: Annotated[int, check_int, 0, 2**63 - 1] = 0
-    """Seed for requests that have no seed of their own, and for dummy weights."""
+    """Seed for requests without a seed, and for dummy weights."""
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """`speculative_config`, which is no dictionary once the options are checked."""
+        """`speculative_config`, which is no longer a dictionary once the options are checked."""
         assert not isinstance(self.speculative_config, dict)
         return self.speculative_config
 

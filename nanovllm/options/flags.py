@@ -45,7 +45,7 @@ class DashingParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Return the arguments, as argparse does, with dashes for the underscores in flags."""
         words = sys.argv[1:] if args is None else list(args)
-        if self._subparsers is None:  # else the parser of the command does it
+        if self._subparsers is None:  # otherwise the parser of the command does it
             end = words.index("--") if "--" in words else len(words)
             words = [*map(self._with_dashes, words[:end]), *words[end:]]
         return super().parse_known_args(words, namespace)
@@ -263,7 +263,7 @@ def _flag(name: str) -> str:
 
 
 def _json_or_text(text: str) -> Any:
-    """Return the JSON value of a flag's text, or else the text."""
+    """Return the JSON value of a flag's text, or the text if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

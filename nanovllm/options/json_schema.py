@@ -56,7 +56,7 @@ _OTHERS = {
     "dependentSchemas",
     "$ref",
 }
-"""Keywords that may name properties of the value beside a schema of `_IN_PLACE` or a `$ref`."""
+"""Keywords that may name properties of the value next to a schema of `_IN_PLACE` or a `$ref`."""
 _SAYS_MORE = _OTHERS - {"properties"} | {
     "additionalProperties",
     "unevaluatedProperties",
@@ -126,7 +126,7 @@ def _find_shared(
 
     Args:
         owner: the outermost schema that speaks of the same value.
-        is_shared: whether others speak of the value beside those between `owner` and this one.
+        is_shared: whether others describe the value besides those between `owner` and this one.
     """
     if not isinstance(schema, dict):
         return

@@ -68,7 +68,7 @@ def no_model(word: str, more: str = "") -> str:
 def other_form(model: str) -> str | None:
     """Return the remedy for a model that is named as other programs name it; None for others.
 
-    `model` is no path of this machine.
+    `model` is not a path on this machine.
     """
     text = _HUB.sub("", model, count=1)
     if tagged := _TAGGED.fullmatch(text):

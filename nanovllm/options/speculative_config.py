@@ -19,7 +19,7 @@ NETWORK_METHODS = ("draft_model", "eagle3")
 """Methods that have a network, and so a model."""
 METHODS = ("ngram", *NETWORK_METHODS, "mtp", "auto")
 _OTHER_NAMES = {"auto": "ngram", "qwen3_5_mtp": "mtp", "qwen3_next_mtp": "mtp"}
-"""By what else a method may be called; vLLM has the longer names of "mtp" too."""
+"""Other names for methods; vLLM also has the longer names of "mtp"."""
 MAX_LOOKUP = 128
 """Most tokens of an n-gram. A sequence's index takes 16 bytes for each of its tokens and each
 length of n-grams."""
@@ -42,7 +42,7 @@ class SpeculativeConfig:
     method: Annotated[str | None, _method] = None
     """How to propose: "ngram" (prompt lookup), "draft_model", "eagle3", or "mtp" for the layer that
     the model's own checkpoint has for drafts; "auto" is "ngram". None is what the draft network is:
-    "eagle3" for an EAGLE-3 head, else "draft_model"."""
+    "eagle3" for an EAGLE-3 head, otherwise "draft_model"."""
     model: Annotated[str | None, check_path, "a directory or a hub id"] = None
     """Checkpoint of the draft network: a directory or hub id."""
     num_speculative_tokens: Annotated[int | None, check_int, 1, 1024] = None

@@ -119,7 +119,7 @@ class StructuredOutputsParams:
 
     @property
     def is_lark(self) -> bool:
-        """Whether a grammar is in Lark's notation; else it should be GBNF."""
+        """Whether a grammar is in Lark's notation; otherwise it should be GBNF."""
         return _IS_LARK.search(self.text) is not None
 
 

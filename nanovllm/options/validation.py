@@ -143,7 +143,7 @@ def check_fields(error: Error, checked: Any, owner: str = "") -> None:
 
 
 def check_int(error: Error, name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return `value` as int if it is an integer (not a bool) in [low, high], else raise `error`."""
+    """Return `value` as int if it is an integer (not a bool) in [low, high]; else raise `error`."""
     rule = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     try:
         number = None if isinstance(value, bool) else operator.index(value)

@@ -1,1 +1,1 @@
-"""Where the ranks run: in this process, or each in a process of its own."""
+"""Where the ranks run: in this process, or each in a separate process."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nanovllm.features.structured.grammar import GrammarCompiler
 
 _MIN_RESERVE = 64 * 2**20
-"""Bytes of weights below which a thread of its own gains nothing."""
+"""Bytes of weights below which a separate thread gains nothing."""
 
 
 class Future(Protocol):

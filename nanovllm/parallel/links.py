@@ -17,7 +17,7 @@ _PROBE_SECONDS = 1
 _NUM_PROBES = 4
 """An idle connection is lost when the other machine has been silent for 2 + 4 * 1 seconds. This
 works while nothing is on its way: lost data is sent again for minutes instead. So a connection over
-which nobody sends anything tells of a lost machine."""
+which nothing is sent tells of a lost machine."""
 
 
 def listen(address: str) -> socket.socket:
@@ -50,7 +50,7 @@ def connect(address: str, port: int, key: bytes, seconds: float) -> Connection:
 
     Raises:
         AuthenticationError: the other end has another key.
-        EOFError, OSError: nobody listens there, or it ended.
+        EOFError, OSError: nothing listens there, or it ended.
     """
     connection = _connection(socket.create_connection((address, port), timeout=seconds))
     try:

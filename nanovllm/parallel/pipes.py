@@ -63,7 +63,7 @@ class PipeRanks:
             )
             process.start()
             self.processes.append(process)
-            # Else a process forked with os.fork() would end our ranks when it exits.
+            # Otherwise a process forked with os.fork() would end our ranks when it exits.
             mp.process._children.discard(process)  # type: ignore[attr-defined]
             theirs.close()  # so that `ours` reads end-of-file when the child dies
 

@@ -84,7 +84,7 @@ class RankExecutor:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self._all = range(ranks.size)
-        # By rank: messages that nobody has taken yet.
+        # By rank: messages not yet taken.
         self._received: list[deque[Any]] = [deque() for _ in self._all]
         self._dead: str | None = None
         self._grammars: GrammarCompiler | None = None  # not sent yet
@@ -156,7 +156,7 @@ class RankExecutor:
         self.ranks.end()
 
     def wait_for(self, step_id: int) -> StepResult:
-        """Return rank 0's result of step `step_id`; drop what came before, which nobody reads."""
+        """Return rank 0's result of step `step_id`; drop earlier results, which are not read."""
         while True:
             result: StepResult | CommandResult = self._receive(0)
             if isinstance(result, StepResult) and result.step_id == step_id:
@@ -165,7 +165,7 @@ class RankExecutor:
     def _send(
         self, message: "WorkerInfo | Schedule | GrammarCompiler | Command", ranks: range
     ) -> None:
-        pickled = [ForkingPickler.dumps(message) for _ in ranks]  # an error, and nobody has any
+        pickled = [ForkingPickler.dumps(message) for _ in ranks]  # on an error, no rank has any
         try:
             for rank, content in zip(ranks, pickled, strict=True):
                 self.ranks.send(rank, content)

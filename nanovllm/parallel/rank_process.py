@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class RankJob(NamedTuple):
-    """What one rank shall run, and where it finds the others."""
+    """What one rank is to run, and where it finds the others."""
 
     rank: int
     size: int
@@ -45,7 +45,7 @@ class RankJob(NamedTuple):
 
 
 Prepare = Callable[[], tuple[torch.device, NetworkSpec, NetworkSpec | None]]
-"""Returns a rank's device, its network and its draft network, or raises what the user shall see."""
+"""Returns a rank's device, its network and its draft network, or raises the user's error."""
 
 
 class Command(NamedTuple):

@@ -25,7 +25,7 @@ _SILENT_SECONDS = 3.0
 def join_cluster(num_cpus: int = 0, address: str | None = None, **options: Any) -> None:
     """Connect this process to a Ray cluster, unless it is already.
 
-    That is the one at `address`, else that of RAY_ADDRESS, else the one that `ray start` began on
+    That is the one at `address`, or that of RAY_ADDRESS, or the one that `ray start` began on
     this machine. If there is none, or the address is "local", a cluster of this machine alone is
     started, which ends with this process.
 
@@ -74,7 +74,7 @@ def _join(address: str | None, options: dict[str, Any]) -> None:
 
 
 def _knock(address: str) -> None:
-    """Raise OSError if nobody listens at `address`: Ray would try for a minute, then exit."""
+    """Raise OSError if nothing listens at `address`: Ray would try for a minute, then exit."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS):
         pass

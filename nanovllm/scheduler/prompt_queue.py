@@ -22,7 +22,7 @@ class PromptQueue(Policy):
 
     A preempted sequence was paid for: it comes back with the turn that it had.
 
-    Each operation costs amortised O(log n). Rounds in which nobody could go are skipped.
+    Each operation costs amortised O(log n). Rounds in which no user could go are skipped.
     """
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ class WorkerInfo:
     """(rows, seconds of proposing the first token for each row, seconds of each further one),
     ascending; empty if it costs nothing."""
     windows: tuple[WindowSpec, ...] = ()
-    """The groups of layers that have block tables of their own."""
+    """The groups of layers with separate block tables."""
     state_pages: int = 0
     """Pages of the pool that hold the state of one sequence; 0: the model has no state."""
     cell_tokens: int = 1
@@ -39,7 +39,7 @@ class WorkerInfo:
     num_host_slots: int = 0
     """Pages of host memory for entries of the prefix cache; 0: there is no such memory."""
     kv_namespace: str = ""
-    """What the KV of this engine depends on beside the tokens, as a digest; "" without a store."""
+    """What the KV of this engine depends on besides the tokens, as a digest; "" without a store."""
     token_seconds: float = 0.0
     """How long computing a token of a prompt takes; 0.0 without tiers."""
     page_seconds: float = 0.0

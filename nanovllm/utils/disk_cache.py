@@ -96,7 +96,7 @@ def open_ours(path: Path) -> int:
     Raises:
         FileNotFoundError: there is nothing.
         PermissionError: others could have written it.
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, or is not a regular file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # FIFOs hang
     try:

@@ -75,7 +75,7 @@ def init_tensor_parallel(
 
     Args:
         store_at: the address and the port of the group's store.
-        own_address: this machine's address on the network that the ranks shall use.
+        own_address: this machine's address on the network that the ranks use.
     """
     global _tensor_parallel, _symmetric
     is_gpu = device.type == "cuda"

@@ -150,7 +150,7 @@ class _History:
             state = os.path.expanduser("~/.local/state")
         self._path = Path(state, "nanovllm", "chat_history")
         self._last = ""
-        if editor is None or not self._path.is_absolute():  # the latter: there is no home
+        if editor is None or not self._path.is_absolute():  # the latter if there is no home
             self._editor = None
             return
         with contextlib.suppress(OSError, ValueError):

@@ -82,7 +82,7 @@ def return_freed() -> None:
 
 
 def return_pages(memory: torch.Tensor) -> None:
-    """Give the whole pages of `memory`, contiguous and uint8, to the system; zero what lies beside.
+    """Give the whole pages of `memory`, contiguous and uint8, to the system; zero the rest.
 
     The addresses stay. The memory must be this process's own, not a file's: all that torch and this
     module allocate is.

@@ -61,7 +61,7 @@ class PageReserve:
         return memoryview(self._memory)[start : start + size]
 
     def close(self) -> None:
-        """Give what nobody took back to the system."""
+        """Give pages that were not taken back to the system."""
         self._stop.set()
         self._thread.join()
         left = len(self._memory) - self._num_taken

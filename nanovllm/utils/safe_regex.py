@@ -45,7 +45,7 @@ class SafeRegex:
             raise ValueError(f"its repetitions make it {size} long, at most {_MAX_SIZE} is read")
         inner = _TOKEN.sub(_in_rust, pattern)
         try:
-            for whole in (inner, rf"\A(?s:{inner})"):  # a ")" of its own must not end the group
+            for whole in (inner, rf"\A(?s:{inner})"):  # its own ")" must not end the group
                 self._beginning = TypeAdapter(Annotated[str, StringConstraints(pattern=whole)])
         except SchemaError as error:
             reason = str(error).splitlines()[-1].strip()

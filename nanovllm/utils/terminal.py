@@ -37,7 +37,7 @@ def prepare_streams() -> None:
     Raises:
         OutputError: standard output is closed.
     """
-    for descriptor in range(3):  # else the next file opened would become a standard stream
+    for descriptor in range(3):  # or the next file opened would become a standard stream
         try:
             os.fstat(descriptor)
         except OSError:

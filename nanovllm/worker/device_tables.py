@@ -51,7 +51,7 @@ class DeviceTables:
         self.other_tables = tuple(others)
         self.state_table = _state_table(pages, info)
         self.sampling_tensors = SamplingTensors.greedy(num_rows, device)
-        # Of each row's last token, behind accepted drafts: what `kernels.accept` found.
+        # Of each row's last token, after accepted drafts: what `kernels.accept` found.
         self.last_positions = zeros((num_rows,), torch.int64, device)
         # On the host, by table row:
         self.params = [SamplingParams()] * max_num_seqs

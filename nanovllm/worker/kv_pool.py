@@ -18,7 +18,7 @@ from nanovllm.utils.transfer import upload
 from nanovllm.worker.kv_cache import zeros
 
 _BYTES_AHEAD = 32 * 2**20
-"""Memory that is ready behind the last page in use."""
+"""Bytes of memory kept ready after the last page in use."""
 
 
 class Place(NamedTuple):
@@ -43,7 +43,7 @@ class PageLayout:
 def page_layout(sizes: Seq[int], windows: Seq[int | None], least_bytes: int = 0) -> PageLayout:
     """Return the layout for layers whose block takes `sizes` bytes.
 
-    Layers with full attention share one page. Those with equal windows get pages of their own, as
+    Layers with full attention share one page. Those with equal windows get separate pages, as
     many as they need. If all layers have full attention, or none has, all share one page.
 
     Args:
@@ -176,7 +176,7 @@ class KVPool:
         self.populate_beyond(max(targets))
 
     def populate_beyond(self, block: int) -> None:
-        """On a CPU, have memory ready for the pages behind `block`, which is in use or the first.
+        """On a CPU, have memory ready for the pages after `block`, which is in use or the first.
 
         A pool on a CPU takes memory as pages are used, in their order.
         """

@@ -64,7 +64,7 @@ def sampled_logprobs(
     tokens: torch.Tensor,
     mode: str = "raw_logprobs",
 ) -> list[Logprobs]:
-    """Return the log-probabilities of the samples whose request wants them, behind `sample`.
+    """Return the log-probabilities of the samples whose request wants them, after `sample`.
 
     Args:
         logits: [S, vocab_size], as the model gave them: no rules, no temperature.
@@ -100,7 +100,7 @@ def processed_logits(
     put a token at the edge of top_p on either side.
 
     Args:
-        logits: [L, vocab_size], behind the rules.
+        logits: [L, vocab_size], after the rules.
         tokens: [L], the drawn tokens.
         sampling: of these rows.
 

@@ -71,7 +71,7 @@ def num_positions(spec: NetworkSpec) -> int:
 
 
 def check_weights(model_config: ModelConfig, files: list[Path]) -> ModelConfig:
-    """Return `model_config`, untied if the files have a language-model head of its own. First check
+    """Return `model_config`, untied if the files have a separate language-model head. First check
     that they hold what the model needs, by their headers alone.
 
     Allocates nothing: the model that names the tensors is on torch's meta device.
@@ -142,7 +142,7 @@ def build_model(
 
             expect_weights(model, config, stored, files, device, kernels)
         for tensor in (*model.parameters(), *model.buffers()):
-            if not tensor.is_meta:  # else it is stored in another form
+            if not tensor.is_meta:  # otherwise it is stored in another form
                 tensor.data = tensor.data.to(device)
     except RuntimeError as error:  # torch cannot allocate the weights
         raise CheckpointError(

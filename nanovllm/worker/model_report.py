@@ -261,8 +261,9 @@ def _stored_bytes(network: nn.Module, headers: dict[Path, dict[str, TensorInfo]]
 def _rounded_bytes(network: nn.Module, form: str) -> int | None:
     """Return the bytes of the weights in "int8" or "int4"; None if a layer cannot have that form.
 
-    What is no matrix keeps its dtype, and so do routers and other small matrices. What the
-    checkpoint has in few bits keeps them, except FP8, which a CPU has no products for.
+    Anything that is not a matrix keeps its dtype, and so do routers and other small matrices.
+    Weights that the checkpoint has in few bits keep them, except FP8, for which a CPU has no
+    products.
     """
     from nanovllm.features.formats.integer import choose_group_size
     from nanovllm.features.formats.rounding import EXACT

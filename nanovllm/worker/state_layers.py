@@ -81,7 +81,7 @@ class StateLayers:
     def choose_cells(self, max_tokens: int, max_rows: int) -> int:
         """Return how many tokens a cell of a prompt has; 1: prompts are computed token by token.
 
-        A step of `max_tokens` must have room for a whole cell beside a token of each other row.
+        A step of `max_tokens` must have room for a whole cell and a token of each other row.
         """
         has_room = max_tokens >= CELL_TOKENS + max_rows - 1
         if has_room and any(layer.computes_cells for layer in self.layers):

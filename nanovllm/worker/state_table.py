@@ -92,7 +92,7 @@ class Replays:
 
 
 class StateTable:
-    """The columns of the device tables behind the block tables.
+    """The columns of the device tables after the block tables.
 
     A table row that no sequence has owned yet names the last pages of the pool: only steps before
     the first request have such rows.

@@ -111,7 +111,7 @@ class JobFiles:
     """
 
     def __init__(self, output: Path, identity: Mapping[str, Any]) -> None:
-        self.output = output = output.resolve()  # a link would have a directory of its own
+        self.output = output = output.resolve()  # a link would have a separate directory
         self.directory = output.with_name(output.name + ".parts")
         with contextlib.ExitStack() as stack:
             if output.exists() and not (self.directory / "manifest.json").exists():
@@ -239,7 +239,7 @@ def _check_manifest(path: Path, identity: Mapping[str, Any]) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole: nobody ever sees a part of it."""
+    """Write a file atomically: readers never see a part of it."""
     new = path.with_name(path.name + ".new")
     with new.open("wb") as file:
         file.write(data)

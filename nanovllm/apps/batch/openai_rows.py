@@ -70,7 +70,7 @@ class OpenAIRows:
         if problem is not None:
             return openai_failure(row, 400, error_body(problem))
         body = dict(row.fields["body"])
-        if body.get("seed") in (None, -1):  # none of its own
+        if body.get("seed") in (None, -1):  # the body has no seed
             body["seed"] = row_seed(self._seed, row.fields["custom_id"])
         for attempt in range(1, _ATTEMPTS + 1):
             response = await self._client.post(row.fields["url"], content=dumps(body))

@@ -65,7 +65,7 @@ class RowEngine:
         self._llm.shutdown()
 
     async def _renew(self, dead: "Form", error: EngineDeadError) -> None:
-        """Make a new engine, if nobody has done so yet."""
+        """Make a new engine, unless one has been made."""
         async with self._renewing:
             if self._form is not dead:
                 return

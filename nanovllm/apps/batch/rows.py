@@ -34,7 +34,7 @@ class BadRowError(ValueError):
 
 
 def row_id(row: Row, column: str) -> str | int:
-    """Return the row's id: the field `column`, else its index, else a digest of what it holds.
+    """Return the row's id: the field `column`, or its index, or a digest of its content.
 
     Raises:
         InvalidRequestError: the field is neither a string nor an integer.

@@ -224,7 +224,7 @@ def load(
     """Return the model and its recommended sampling parameters, overridden by the flags.
 
     Args:
-        is_named: whether the user named the model; else one line says which it is.
+        is_named: whether the user named the model; otherwise one line says which it is.
         is_chat: whether it answers messages; then `CHAT_SAMPLING` counts where the checkpoint
             recommends no sampling.
     """

@@ -51,7 +51,7 @@ class Settings:
         A value is JSON, or else text.
 
         Raises:
-            InvalidRequestError: there is no such parameter, or it may not have this value.
+            InvalidRequestError: there is no such parameter, or it cannot have this value.
         """
         if not argument:
             raise InvalidRequestError("/set needs a name and a value, such as /set temperature 0.5")

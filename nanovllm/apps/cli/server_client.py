@@ -180,7 +180,7 @@ def _errors(server: Server) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return why there is no connection: what the operating system says, if it says something."""
+    """Return why there is no connection: the operating system's reason, if it gives one."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

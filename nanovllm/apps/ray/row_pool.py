@@ -261,7 +261,7 @@ class RayPool:
         self._workers.remove(worker)
         worker.capacity = 0
         with contextlib.suppress(Exception):
-            ray.kill(worker.actor)  # it may be alive behind a broken connection
+            ray.kill(worker.actor)  # it may be alive after its connection broke
         self._num_deaths += 1
         if self._num_deaths > _MAX_FRUITLESS_DEATHS * self._num_workers:
             self._failure = EngineDeadError(

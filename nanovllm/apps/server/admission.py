@@ -82,7 +82,7 @@ class Admission:
         """Count a request's sequences: as active until `engine_ended`, then as unread.
 
         Args:
-            user: whose request it is; None: nobody's; it has no share.
+            user: whose request it is; None: it has no owner and no share.
 
         Raises:
             APIError: status 503, the server is shutting down or its queue is full; status 429, the

@@ -131,7 +131,7 @@ def admit(request: Request, num_sequences: int, body: GenerationRequest | None =
     adapter = server.check_model(given.model)
     priority = server.check_priority(given.priority)
     user = given.user
-    if len(server.options.api_keys) > 1:  # a client with a key of its own cannot be many users
+    if len(server.options.api_keys) > 1:  # a client with its own key cannot be many users
         user = str(request.state.key_digest)
     held: ExitStack = request.state.held
     held.push(guard.ends_quietly)

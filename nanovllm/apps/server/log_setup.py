@@ -1,4 +1,4 @@
-"""Sets up the server's standard error: its log, and what it tells whoever starts it."""
+"""Sets up the server's standard error: its log, and what it tells the user who starts it."""
 
 import json
 import logging
@@ -65,7 +65,7 @@ class Log:
         logging.getLogger("nanovllm").setLevel(level.upper())
 
     def tell(self, message: str, level: int = logging.INFO) -> None:
-        """Tell whoever started the server something: as it is, or as a line of the log."""
+        """Tell the user who started the server something: as it is, or as a line of the log."""
         if self.is_plain:
             complain(message)
         else:
@@ -79,7 +79,7 @@ def _configure(path: str) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} cannot be read: {getattr(error, 'strerror', error)}") from None
     try:
-        # Else it would silence the loggers that it does not name.
+        # Otherwise it would silence the loggers that it does not name.
         found = {"version": 1, "disable_existing_loggers": False, **json.loads(text)}
         logging.config.dictConfig(found)
     except (json.JSONDecodeError, RecursionError) as error:

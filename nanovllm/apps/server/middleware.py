@@ -114,7 +114,7 @@ class GuardMiddleware:
 
 
 async def _drop_body(headers: Headers, receive: Receive, length: int) -> None:
-    """Read a body of `length` bytes that nobody wants, unless it is huge.
+    """Read and discard a body of `length` bytes, unless it is huge.
 
     A client that is still sending when the connection closes never reads the answer. One that sent
     "Expect" reads it before it sends.

@@ -83,7 +83,7 @@ def _render(server: ServerState, body: ResponsesRequest) -> str:
         return render(server, messages, tools=body.functions, chat_template_kwargs=variables)
     except (APIError, InvalidRequestError) as error:
         found = as_api_error(error).body["error"]
-        is_field = found["param"] in ResponsesRequest.model_fields  # else a place in the messages
+        is_field = found["param"] in ResponsesRequest.model_fields  # or a place in the messages
         param = found["param"] if is_field else "input"
         raise APIError(400, found["message"] or "", param=param) from None
 

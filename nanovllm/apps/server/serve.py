@@ -172,7 +172,7 @@ class Server(uvicorn.Server):
 
 @contextlib.contextmanager
 def bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
-    """Bind the socket to listen on; nobody can connect yet.
+    """Bind the socket to listen on; clients cannot connect yet.
 
     Raises:
         ConfigError: the address is taken, or cannot be used.

@@ -71,7 +71,7 @@ def traceparent_of(span: Any) -> str:
 
 
 def find_open_telemetry(environment: Mapping[str, str] = os.environ) -> OpenTelemetry | None:
-    """Return OpenTelemetry if it records spans, else None.
+    """Return OpenTelemetry if it records spans, otherwise None.
 
     It does if somebody has set a tracer provider, such as the command `opentelemetry-instrument`;
     or if OTEL_TRACES_EXPORTER, or an endpoint of OTLP, is set, and the package of that exporter

@@ -45,12 +45,12 @@ def draft_graph_sizes(max_tokens: int) -> list[int]:
 class GraphRunner:
     """Runs steps of few tokens by replaying graphs.
 
-    To a graph each token is a row of its own. So the tokens of one sequence are rows that share a
+    To a graph each token is a separate row. So the tokens of one sequence are rows that share a
     table row and have consecutive positions. Each sees the ones before it, because the KV of all is
     stored before any attends: see `Backend.supports_graph`.
 
     A graph reads its static state: for each token the table index, the table index that takes the
-    token sampled behind it, the position, the move, by which the step advances the position, and
+    token sampled after it, the position, the move, by which the step advances the position, and
     its place in the buffer of sampled tokens. The second is the scratch table row's for a token
     whose successor is known. Padding uses the scratch table row for both, with a move of 0 instead
     of 1. The step itself advances the state, so a following step with the same rows needs no
@@ -62,7 +62,7 @@ class GraphRunner:
     Args:
         max_tokens: size of the largest graph.
         accepts: whether `Kernels.accept` counts the drafts that each step confirms.
-        max_known_tokens: how many tokens a row may have that are no drafts. Rows of a decode step
+        max_known_tokens: how many tokens a row may have besides drafts. Rows of a decode step
             have one.
         choose: returns tokens [T] for logits of T rows; None: draw them.
     """
@@ -120,7 +120,7 @@ class GraphRunner:
         """Compute the tokens of `rows`; draw and store what follows, without logits rules.
 
         The tables keep the known tokens. Each draft is overwritten by the token drawn in its place:
-        behind the first wrong draft they do not count, as in `SamplingRows.store`. A row with
+        after the first wrong draft they do not count, as in `SamplingRows.store`. A row with
         `num_unverified_tokens` begins where the device says.
         """
         follows: list[int] = []
@@ -253,7 +253,7 @@ def _token_buffer(tables: DeviceTables, max_tokens: int) -> torch.Tensor:
 
 class _Tokens(NamedTuple):
     """The tokens of a step, each with its table index, the table index that takes the token sampled
-    behind it, and its position.
+    after it, and its position.
     """
 
     table_indices: list[int]

@@ -220,8 +220,8 @@ def faster_logits(
 ) -> ComputeLogits:
     """Return what computes a step's logits: `unfused`, or fused kernels where they are faster.
 
-    Both are timed in graphs. That writes to blocks of the KV pool, which nobody may own yet. Sizes
-    for which the pool is too small are not fused.
+    Both are timed in graphs. That writes to blocks of the KV pool, which must not have owners yet.
+    Sizes for which the pool is too small are not fused.
 
     Args:
         unfused: computes logits with the layers of `model`.

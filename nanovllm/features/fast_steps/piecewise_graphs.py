@@ -45,7 +45,7 @@ def piece_sizes(max_tokens: int) -> list[int]:
 class PiecewiseGraphs:
     """Runs a model's forward pass by replaying graphs, with attention between them.
 
-    A graph computes a fixed number of tokens. Those behind the tokens of the step are padding: they
+    A graph computes a fixed number of tokens. Those after the tokens of the step are padding: they
     are computed, except for attention, and write to `padding_slot`, of which nothing is read.
 
     Args:
@@ -85,7 +85,7 @@ class PiecewiseGraphs:
         make_rows: Callable[[int], list[Row]],
         measure: Callable[[Callable[[int], object], list[int]], tuple[tuple[int, float], ...]],
     ) -> None:
-        """Drop the graphs from the first size on that is no faster than kernel by kernel.
+        """Drop the graphs from the first size on that is not faster than kernel by kernel.
 
         Each is timed with the fewest tokens that it gets, which leave it the most padding. The
         first rank decides, because all ranks must run a step in the same way.

@@ -1,7 +1,7 @@
 """Checkpoints that AutoAWQ writes with its kernel GEMM: 4 bits, packed along the outputs.
 
 `qweight` [in, out / 8] int32, `qzeros` [groups, out / 8] int32, `scales` [groups, out]. The eight
-numbers of a word are in an order of their own. Layout: compressed_tensors 0.20, AutoAWQConverter.
+numbers of a word are in a special order. Layout: compressed_tensors 0.20, AutoAWQConverter.
 """
 
 from typing import Any

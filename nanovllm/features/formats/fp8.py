@@ -43,7 +43,7 @@ class Fp8Weight:
     """A weight in FP8, with a float32 scale for each group of inputs of each output.
 
     On a GPU with FP8 tensor cores, inputs are rounded to FP8 in groups of the same size. torch
-    multiplies if a group is a whole row, else a Triton kernel does. On other devices, and for
+    multiplies if a group is a whole row, otherwise a Triton kernel. On other devices, and for
     shapes and dtypes that these do not support, each product dequantises the weight first, which
     saves memory but no time.
 

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores as numbers of their own and scales: what they have in common.
+"""Weights that a checkpoint stores as special numbers and scales: what they have in common.
 
 A `Field` says how one tensor that stands in place of a weight [n, k] is laid out in a file; a
 `LoadedField` has its rows for a matrix; `StoredNumbers` loads them and makes the method.

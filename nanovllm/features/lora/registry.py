@@ -50,7 +50,7 @@ class AdapterRegistry:
         """Return the adapter that a request names; read and check it if it is new.
 
         Raises:
-            InvalidRequestError: it is no adapter of this model, or its id is another's.
+            InvalidRequestError: it is not an adapter of this model, or its id is another's.
         """
         if lora_request is None:
             return None

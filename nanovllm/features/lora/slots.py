@@ -54,7 +54,7 @@ class AdapterSlots:
             layer = model.get_submodule(path)
             assert isinstance(layer, LinearBase)
             base = layer.method
-            if base is None:  # whoever gives the layer new weights needs the parameter
+            if base is None:  # new weights for the layer need the parameter
                 assert layer.weight is not None
                 base = PlainWeight(layer.weight.data)
             layer.method = AdaptedWeight(base, table, self.step, kernels)

@@ -39,7 +39,7 @@ class Acceptance:
         self.later_accepted *= decay
         if num_accepted:
             self.first_accepted += weight
-            # The first rejected draft was tried too; nothing is known of those behind it.
+            # The first rejected draft was tried too; nothing is known about those after it.
             self.later_tried += weight * (min(num_accepted + 1, num_proposed) - 1)
             self.later_accepted += weight * (num_accepted - 1)
 

@@ -49,7 +49,7 @@ class _Size:
 class CostCurve:
     """Seconds by size: measured at start, interpolated, and corrected by what is observed.
 
-    All sizes have a common scale, and each size has a correction of its own. An observation moves
+    All sizes have a common scale, and each size has its own correction. An observation moves
     both, each by its share of the doubt (a Kalman filter of two independent states, Kalman 1960).
     So the first steps move the scale. Once the scale is known, what deviates is the size. If a
     size is cheaper than it was measured, sizes near it that were not observed follow.
@@ -169,7 +169,7 @@ class CostCurve:
                 size.num_seen = 0
 
     def _rebuild(self) -> None:
-        """Set the seconds, which never fall with the size, and the slopes behind each size."""
+        """Set the seconds, which never fall with the size, and the slopes after each size."""
         self.sizes = [size.tokens for size in self._sizes]
         largest_first = (exp(size.seconds + self._scale) for size in reversed(self._sizes))
         self._seconds = list(accumulate(largest_first, min))[::-1]

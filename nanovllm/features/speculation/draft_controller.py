@@ -106,7 +106,7 @@ class DraftController:
         return skips
 
     def add_host_seconds(self, seconds: float) -> None:
-        """Count time that the last choice, or what follows from it, took beside the steps."""
+        """Count time that the last choice, or what follows from it, took besides the steps."""
         self._host_seconds += seconds
 
     def record(

@@ -179,10 +179,10 @@ class GrammarCompiler:
         return ""
 
     def _first_error(self, matcher: "LLMatcher") -> str:
-        """Compute the first mask, so that copies find done what it takes, and one behind it.
+        """Compute the first mask and one after it, so that copies need not.
 
         Returns:
-            Why that fails; "" if it does not. A large object fails only behind its brace.
+            Why that fails; "" if it does not. A large object fails only after its brace.
         """
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         for token in self.eos_token_ids:

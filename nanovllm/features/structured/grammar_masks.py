@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _ABSENT_STEPS = 64
 """After so many steps without it a row gives its matcher back: its sequence may have ended."""
 _FORCING_WORK = 4096
-"""Tokens that may be tokenized to find those that a grammar forces behind one sampled token."""
+"""Tokens that may be tokenized to find those that a grammar forces after one sampled token."""
 
 
 class Masks:
@@ -86,7 +86,7 @@ class GrammarRow:
     def write_masks(
         self, known: list[int], drafts: list[int], masks: Masks, first: int
     ) -> Ending | None:
-        """Write the mask of the next token, and of the one behind each draft.
+        """Write the mask of the next token, and of the one after each draft.
 
         Behind a draft that the grammar does not allow, nothing is written.
 
@@ -147,7 +147,7 @@ class GrammarRow:
         self._matcher = None
 
     def _read_tokens(self) -> "LLMatcher":
-        """Return the matcher behind all known tokens."""
+        """Return the matcher advanced past all known tokens."""
         if self._matcher is None:
             self._matcher = self._compiler.matcher(self._params)
             self._num_read = self._num_consumed = 0
@@ -159,7 +159,7 @@ class GrammarRow:
         return self._matcher
 
     def _consume(self, matcher: "LLMatcher", token: int) -> bool:
-        """Go behind `token`; return whether the grammar allows it."""
+        """Advance past `token`; return whether the grammar allows it."""
         if self._has_ended or token in self._end_tokens:
             self._has_ended = True
             return True
@@ -183,7 +183,7 @@ class GrammarRow:
     def _write_draft_masks(
         self, matcher: "LLMatcher", drafts: list[int], masks: Masks, first: int
     ) -> None:
-        """Write the masks behind `drafts`, then go back."""
+        """Write the masks after each of `drafts`, then go back."""
         before = self._num_consumed
         had_ended = self._has_ended
         try:
@@ -193,7 +193,7 @@ class GrammarRow:
                 self._write_mask(matcher, masks, index)
             matcher.rollback(self._num_consumed - before)
         except InvalidRequestError:
-            pass  # behind a wrong draft it does not count; behind a right one it comes again
+            pass  # after a wrong draft it does not count; after a right one it comes again
         self._num_consumed = before
         self._has_ended = had_ended
         if matcher.is_error():  # for ever: make another one
@@ -230,7 +230,7 @@ class GrammarStep:
         self.endings: dict[int, Ending] = {}
         """By sample: why it has no mask."""
         self.forcing = {row.seq_id: grammar for grammar, row, _ in rows if grammar.forces}
-        """By sequence id: grammars that may force tokens behind those that this step gives."""
+        """By sequence id: grammars that may force tokens after those that this step gives."""
         self._tables = tables
         self._rows = rows
         self._samples = [
@@ -239,7 +239,7 @@ class GrammarStep:
         on_cuda = tables.device.type == "cuda"
         size = (len(self._samples), mask_bytes)
         self._masks = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
-        self._masks.numpy().fill(255)  # torch would wake threads that then spin beside the kernels
+        self._masks.numpy().fill(255)  # torch would wake threads that spin next to the kernels
         self._unread, self._copied = self._unread_tokens()
         # On CUDA the forward pass is only launched here, and the device computes it meanwhile. The
         # other thread must not use torch: its number of threads there would be torch's default.

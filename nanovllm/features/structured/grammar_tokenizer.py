@@ -51,7 +51,7 @@ def grammar_tokenizer(text: str) -> GrammarTokenizer:
         content = token["content"]
         if token["special"] or _MARK.fullmatch(content):
             mark_ids[content] = token["id"]
-            # U+FDD0 is no character: no text that anybody interchanges has one.
+            # U+FDD0 is not a character: no text meant for interchange has one.
             renamed[content] = f"\ufdd0{token['id']}\ufdd0"
             no_match = {"lstrip": False, "rstrip": False, "normalized": False}
             token.update(no_match, content=renamed[content], special=True)

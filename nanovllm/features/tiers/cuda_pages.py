@@ -23,7 +23,7 @@ from nanovllm.worker.kv_pool import KVPool
 
 _GATHERED_BYTES = 64 * 2**20
 """What `save` gathers at once. A long prompt takes the place of gigabytes of cached KV in one step,
-and the GPU has no such memory left beside the pool. The next step waits for all but the last."""
+and the GPU has no such memory left next to the pool. The next step waits for all but the last."""
 
 
 class CudaPages:
@@ -66,7 +66,7 @@ class CudaPages:
             with torch.cuda.stream(self._stream):
                 for row, slot in zip(gathered, slots[start : start + size], strict=True):
                     self._memory[slot].copy_(row, non_blocking=True)
-            if start + size >= len(pages):  # nobody waits for the last ones
+            if start + size >= len(pages):  # nothing waits for the last ones
                 gathered.record_stream(self._stream)
 
     def restore(self, slots: Seq[int], pages: Seq[int], mark: torch.cuda.Event) -> None:

@@ -45,7 +45,7 @@ class DirectoryStore:
             namespaces and ranks are never read.
 
     Raises:
-        ConfigError: `path` is no directory, its parent is missing, or others could write to it.
+        ConfigError: `path` is not a directory, its parent is missing, or others could write to it.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class DirectoryStore:
         self._checked: set[str] = set()
         """Directories that this user alone can change."""
         self._bad: set[bytes] = set()
-        """Keys in whose places something lies that is no entry and cannot be removed."""
+        """Keys whose files are not entries and cannot be removed."""
         self._resume = 0.0
         self._warned = False
 
@@ -183,8 +183,8 @@ class DirectoryStore:
             raise PermissionError(f"{group} is not safe")
 
     def _write(self, path: str, key: bytes, buffers: Seq[memoryview]) -> None:
-        """Write a file beside the groups, and move it to `path`. Its bytes may reach the disk late:
-        what a power failure leaves of it does not fit its checksum.
+        """Write a file next to the groups, and move it to `path`. Its bytes may reach the disk
+        late: what a power failure leaves of it does not match its checksum.
         """
         fd, temporary = new_temporary(self._base)
         try:

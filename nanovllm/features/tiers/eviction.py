@@ -43,7 +43,7 @@ def bytes_on_disk(num_bytes: int) -> int:
 
 
 class Evictor:
-    """Adds up the bytes in a directory, and removes entries in a thread of its own when needed.
+    """Adds up the bytes in a directory, and removes entries in a separate thread when needed.
 
     It scans the directory at the first write, and whenever this process has written 1/16 of the
     limit: so a scan pays for many writes. It then removes entries down to 7/8, or to where the

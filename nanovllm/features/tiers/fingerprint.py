@@ -4,7 +4,7 @@ Two engines share entries only if all is equal that decides a key's bits: the ne
 weights, how it is computed, and how a page holds it. What may differ between two steps of one
 engine, such as the other rows of a batch, does not count: its prefix cache does not ask either.
 
-An adapter's digest is no part of it: one engine serves many, so it belongs in a key's root.
+An adapter's digest is not part of it: one engine serves many, so it belongs in a key's root.
 """
 
 import hashlib

@@ -14,7 +14,7 @@ from nanovllm.utils.memory import lazy_zeros, populate, return_pages
 from nanovllm.worker.kv_pool import KVPool
 
 _BYTES_AHEAD = 32 * 2**20
-"""Memory that is ready behind the last slot in use."""
+"""Bytes of memory kept ready after the last slot in use."""
 
 Buffers = list[memoryview]
 """One a page, [page_bytes] uint8 each."""
@@ -24,14 +24,14 @@ class PageCopies(Protocol):
     """Copies pages between a pool and host memory, which has a slot for each of as many pages.
 
     The thread that launches steps calls `mark` and `save`, in the order of the steps. Other threads
-    call the rest, each waits until its copy is done, and nobody changes these pages meanwhile.
+    call the rest, each waits until its copy is done, and these pages do not change meanwhile.
     """
 
     page_bytes: int
     """Of a page, as it lies in a slot and in a file."""
 
     def mark(self) -> Any:
-        """Return a mark: behind all steps launched so far."""
+        """Return a mark after all steps launched so far."""
         ...
 
     def save(self, pages: Seq[int], slots: Seq[int]) -> None:
@@ -39,15 +39,15 @@ class PageCopies(Protocol):
         ...
 
     def restore(self, slots: Seq[int], pages: Seq[int], mark: Any) -> None:
-        """Copy slots to pages, behind `mark`."""
+        """Copy slots to pages, after `mark`."""
         ...
 
     def fill(self, pages: Seq[int], mark: Any, read: Callable[[Buffers], bool]) -> bool:
-        """Let `read` fill the pages, behind `mark`; return what it returns."""
+        """Let `read` fill the pages, after `mark`; return what it returns."""
         ...
 
     def drain(self, pages: Seq[int], mark: Any, write: Callable[[Buffers], object]) -> None:
-        """Give `write` what the pages have, behind `mark`."""
+        """Give `write` the content of the pages, after `mark`."""
         ...
 
 
@@ -65,7 +65,7 @@ class HostPages:
         self._pool = pool.pages
         self.page_bytes = self._pool.shape[1]
         self._memory = lazy_zeros((num_slots, self.page_bytes), torch.uint8)
-        # A thread uses numpy alone: in a thread, torch would start a team of threads of its own.
+        # A thread uses numpy alone: in a thread, torch would start its own team of threads.
         self._pool_rows = self._pool.numpy()
         self._slot_rows = self._memory.numpy()
         self._num_populated = 0  # slots
@@ -99,7 +99,7 @@ class HostPages:
         self._num_populated = 0
 
     def _populate_beyond(self, slot: int) -> None:
-        """Have memory ready for the slots behind `slot`."""
+        """Have memory ready for the slots after `slot`."""
         start = self._num_populated
         num_slots = len(self._memory)
         if start < num_slots and slot + 1 >= start:

@@ -114,7 +114,7 @@ class PageTransfers:
         """Copy entries to host memory, before the steps that are launched next.
 
         Where two entries have a slot, the later one stays. A load that still reads one of the slots
-        is given up: nobody waits for it any more.
+        is given up: nothing waits for it any more.
         """
         pairs = (zip(part.slots, part.pages, strict=True) for part in parts)
         page_of = dict(itertools.chain.from_iterable(pairs))
@@ -146,7 +146,7 @@ class PageTransfers:
         mark = self._copies.mark()
         with self._changed:
             for part in parts:
-                if self._writes.keys().isdisjoint(part.pages):  # else it is queued already
+                if self._writes.keys().isdisjoint(part.pages):  # otherwise it is already queued
                     write = _Write(part, mark)
                     # In this order: even after Ctrl-C, `release` knows what is in the queue.
                     self._writes.update(dict.fromkeys(part.pages, write))

@@ -137,7 +137,7 @@ class RankTiers(RunnerPart):
         return smallest([host_bytes // needed], self._device)[0]
 
     def _require_memory(self, pool: KVPool) -> None:
-        """Check that host memory can be filled beside a CPU's pool, on all ranks of this machine.
+        """Check that this machine's ranks can fill host memory in addition to a CPU's pool.
 
         Raises:
             OutOfMemoryError: it cannot.

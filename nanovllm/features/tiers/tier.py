@@ -70,7 +70,7 @@ class HostSlots:
     def __init__(self, num_slots: int, page_seconds: float = 0.0) -> None:
         self.num_slots = num_slots
         self.page_seconds = page_seconds
-        # Low ones first: untouched memory is no memory.
+        # Low ones first: untouched memory takes no memory.
         self._free = list(reversed(range(num_slots)))
         self._entries: dict[bytes, _Entry] = {}
         self._unpinned: OrderedDict[bytes, None] = OrderedDict()  # LRU order

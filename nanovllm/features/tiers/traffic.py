@@ -90,7 +90,7 @@ class TierTraffic:
             self.stats.num_offloaded_pages += len(pages)
 
     def keep(self, key: bytes, pages: Seq[int]) -> None:
-        """Write an entry to the store behind the next step, unless its pages are reused first."""
+        """Write an entry to the store after the next step, unless its pages are reused first."""
         part = None if self.store is None else self.store.offer(key, pages)
         if part is not None and key not in self._unsent_parts:
             self._unsent_parts[key] = part
@@ -131,7 +131,7 @@ class TierTraffic:
             self._learn(parts, loaded.seconds)
 
     def give_up(self, parts: Seq[Part]) -> None:
-        """Note that nobody waits for a load. It is over before the next step does anything."""
+        """Note that nothing waits for a load. It is over before the next step does anything."""
         self.unpin(parts)
         self._released.update(dict.fromkeys(page for part in parts for page in part.pages))
 

@@ -39,7 +39,7 @@ _LOCK_SECONDS = 60.0
 
 
 class _Identity(NamedTuple):
-    """A file whose identity stays has not changed. Nobody can set `ctime_ns` of a file."""
+    """A file whose identity stays has not changed. `ctime_ns` of a file cannot be set."""
 
     device: int
     inode: int
@@ -58,7 +58,7 @@ class WeightFiles:
     def digest(self) -> str:
         """Return a digest of the files' content, in hexadecimal. Call it once they are loaded.
 
-        If a file has changed since this was made, nobody knows what was loaded: the digest is then
+        If a file has changed since this was made, it is unknown what was loaded: the digest is then
         one that no process had before. A warning says so.
         """
         try:
@@ -101,7 +101,7 @@ def _identity(file: Path) -> _Identity:
     """Return the identity of `file`; zeros if there is no such file."""
     try:
         status = file.stat()
-    except OSError:  # whoever reads it says what is wrong
+    except OSError:  # its reader says what is wrong
         return _Identity(0, 0, 0, 0, 0)
     times = status.st_mtime_ns, status.st_ctime_ns
     return _Identity(status.st_dev, status.st_ino, status.st_size, *times)

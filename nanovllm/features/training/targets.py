@@ -77,7 +77,7 @@ class Targets:
         weights: all that tensors fill.
 
     Raises:
-        UnsupportedModelError: the checkpoint stores its weights in a form of its own.
+        UnsupportedModelError: the checkpoint stores its weights in a special form.
     """
 
     def __init__(self, network: Network) -> None:

@@ -144,7 +144,7 @@ def _run(*commands: list[str]) -> list[bytes]:
                 stdin=closes,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                process_group=0,  # a compiler starts processes of its own
+                process_group=0,  # a compiler starts further processes
             )
             running.append(stack.enter_context(process))
             stack.callback(_end, process)

@@ -58,7 +58,7 @@ def _delta_by_cell(
     cells: Cells,
     sizes: dict[str, int],
 ) -> None:
-    """Compute the tokens in cells, and write the states behind them."""
+    """Compute the tokens in cells, and write the states after them."""
     a, b, *_ = gates
     num_cells, heads, value_dim = len(cells.spans), sizes["VALUE_HEADS"], sizes["VALUE_DIM"]
     shape = num_cells, heads, 2 * CELL_TOKENS + 4, CELL_TOKENS
@@ -109,7 +109,7 @@ def _prepare_cells(
     log_decay = tl.where(exists, log_decay, 0.0)
 
     row, column = token[:, None], token[None, :]
-    # Each is a sum of its own: a difference of two sums would lose bits.
+    # Each is a separate sum: a difference of two sums would lose bits.
     of_later = tl.where(row > column, log_decay[:, None], 0.0)
     decay = tl.exp(tl.cumsum(of_later, 0)) * k_scale[None, :]
     scores = _dot(q, tl.trans(k)) * decay * q_scale[:, None]

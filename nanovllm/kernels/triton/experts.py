@@ -58,7 +58,7 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
     if not tokens:
         return y
     block_m = 16 if pairs <= 16 * num_experts else 64
-    sparse = pairs <= num_experts  # each pair has a slot, else each expert has some
+    sparse = pairs <= num_experts  # each pair has a slot, otherwise each expert has some
     slots = pairs if sparse else pairs // block_m + num_experts
     order, ends, blocks = (
         torch.empty(n, dtype=torch.int32, device=x.device) for n in (pairs, num_experts, 2 * slots)

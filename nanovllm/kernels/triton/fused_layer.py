@@ -21,7 +21,7 @@ MAX_ROWS = 16
 """Rows of a tile of the tensor cores."""
 
 PROGRAMS = 192
-"""Programs that shall read one weight. Two fit an SM of a large GPU. Some weights get fewer,
+"""Programs that should read one weight. Two fit an SM of a large GPU. Some weights get fewer,
 because splits are multiples of _SPLIT_STEP: 2048 inputs of 1024 outputs get 128."""
 _SPLIT_STEP = 512
 """A split of a linear's inputs is a multiple of this, or of the blocks of all warps if packed."""
@@ -102,7 +102,7 @@ def linear_partials(
 
 
 def _outputs_per_program(outputs: int, gated: bool) -> int:
-    """Return the outputs of a program: 32 if that leaves PROGRAMS programs, else 16."""
+    """Return the outputs of a program: 32 if that leaves PROGRAMS programs, otherwise 16."""
     return 32 if outputs >= 32 * PROGRAMS and not gated else 16
 
 

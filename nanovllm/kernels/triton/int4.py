@@ -112,7 +112,7 @@ def take_rows(
 
 @triton.jit
 def _load_words(words, output, is_output, step, SIZE, PART: tl.constexpr, KIND: tl.constexpr):
-    """Return the words [N, inputs] of block `step` if they hold 4 bits, else a part of it."""
+    """Return the words [N, inputs] of block `step` if they hold 4 bits, otherwise a part of it."""
     BLOCK: tl.constexpr = 4 * PART
     WIDTH: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK * (BLOCK if KIND == _INT8 else PART)
     place = words + output[:, None] * WIDTH + step * PART + tl.arange(0, PART)[None, :]
@@ -180,7 +180,7 @@ def _multiply(
 ):  # fmt: skip
     """Compute one split of a tile of y, and y if it is the tile's last split to end.
 
-    If there are FEW rows, scale sums of integers, else round scaled weights. Programs with
+    If there are FEW rows, scale sums of integers; otherwise round scaled weights. Programs with
     neighbouring ids read the same rows of the weight, which the L2 then holds.
     """
     BLOCK: tl.constexpr = 4 * PART

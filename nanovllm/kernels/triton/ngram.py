@@ -87,7 +87,7 @@ def _copy(
     PARTS: tl.constexpr,
     DRAFTS: tl.constexpr,
 ):
-    """Write the drafts of one row: the tokens behind the best end, again and again."""
+    """Write the drafts of one row: the tokens after the best end, again and again."""
     row = tl.program_id(0).to(tl.int64)
     tokens = token_ids + tl.load(table_indices + row) * stride
     known = tl.load(num_known + row)

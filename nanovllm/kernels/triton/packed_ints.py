@@ -36,7 +36,7 @@ class PackedInts(NamedTuple):
     """k."""
     group: int
     part: int
-    """32, or 16 if groups are no multiple of 32."""
+    """32, or 16 if groups are not a multiple of 32."""
     kind: int
     """INT4, INT8 or FP4."""
 

@@ -16,7 +16,7 @@ from nanovllm.kernels.triton.online_softmax import (
 )
 
 MERGED_TOKENS = tl.constexpr(8)
-"""Maximum query tokens of an entry of `PrefillLaunch.merges`. Each has programs of its own."""
+"""Maximum query tokens of an entry of `PrefillLaunch.merges`. Each has separate programs."""
 
 
 # Values that change from batch to batch must not cause a recompilation. By default Triton compiles
@@ -111,7 +111,7 @@ def _key_tiles(
 
     They are [first, begin), which only a WINDOW leaves, [begin, end), and [end, last). Every query
     sees every key of [begin, end). These are divided among the splits; so without a WINDOW each
-    has some. The first split has those before them as well, and the last one those behind.
+    has some. The first split has those before them as well, and the last one those after.
 
     Args:
         position: of the first query.

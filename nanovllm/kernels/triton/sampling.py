@@ -1,7 +1,7 @@
 """The Triton kernels that turn logits into token ids, each row with its own parameters.
 
 A row's token depends on that row only, and no sum depends on the order in which programs run. It is
--1 if the row is no distribution: if some logit is NaN or +inf, or all are -inf. The host never
+-1 if the row is not a distribution: if some logit is NaN or +inf, or all are -inf. The host never
 waits for the device, so a CUDA graph can hold every call. Imports triton: check
 `kernels.selector.triton_available` first.
 """
@@ -53,7 +53,7 @@ def sample(
 def _choose_tokens(
     logits: torch.Tensor, parameters: tuple[torch.Tensor, ...] | None
 ) -> torch.Tensor:
-    """Launch the kernels: two if `parameters` is None and every row is greedy, else three."""
+    """Launch the kernels: two if `parameters` is None and every row is greedy, otherwise three."""
     rows, vocab_size = logits.shape
     temperatures, seeds, positions, top_ks, top_ps, min_ps = parameters or (None,) * 6
     assert logits.stride(1) == 1

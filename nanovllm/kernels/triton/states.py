@@ -56,7 +56,7 @@ def delta_by_token(
     rows: StateRows,
     sizes: dict[str, int],
 ) -> None:
-    """Compute the tokens that are in no cell, one by one, behind the row's cells.
+    """Compute the tokens that are in no cell, one by one, after the row's cells.
 
     Args:
         gates: a, b, a_log and dt_bias of `gated_delta`, whose result `out` gets.

@@ -244,7 +244,7 @@ class AnswerFormat:
                     "structured_outputs.grammar must be in Lark's notation, with a rule named "
                     "start, because this model reasons before it answers"
                 )
-            rule = f"%lark {{\n{form.text}\n}}"  # its rules have names of their own
+            rule = f"%lark {{\n{form.text}\n}}"  # its rules have separate names
         if self._channels is not None:
             rule = f"{self._channels.text_opening(self._literal)} body\nbody: {rule}"
         either = f"answer: form | calls\n{calls}" if calls else "answer: form\n"

@@ -53,7 +53,7 @@ class LiteralParser(ToolCallParser):
     JSON."""
     undecided: ClassVar[str] = ""
     """Brackets whose JSON depends on what follows: they hold an object if their first value is a
-    key, else a list; round ones may be around a mere value."""
+    key, otherwise a list; round ones may enclose a single value."""
     quotes: tuple[str, ...]
     """What a string may begin with, and then ends with."""
     breaks: tuple[str, ...]

@@ -57,8 +57,8 @@ class AtemParser(TaggedParser):
 
 
 class MuseParser(ChannelsParser):
-    """A message to itself is the model's reasoning; one to the user or to nobody is text; one to a
-    function has calls.
+    """A message to itself is the model's reasoning; one to the user or without an addressee is
+    text; one to a function has calls.
     """
 
     reasoning = MUSE

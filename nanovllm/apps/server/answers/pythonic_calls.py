@@ -45,7 +45,7 @@ class PythonicParser(LiteralParser):
     }
     undecided = "{("
     in_lines: ClassVar[bool] = False
-    """Whether each call has a line of its own; else there are commas between calls."""
+    """Whether each call is on a separate line; otherwise there are commas between calls."""
     quotes = ("'''", '"""', "'", '"')
 
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
@@ -220,7 +220,7 @@ class LlamaPythonicParser(PythonicParser):
 
 
 class OlmoParser(PythonicParser):
-    """Calls in lines of their own between tags; Olmo 3."""
+    """Calls on separate lines between tags; Olmo 3."""
 
     tag = "<function_calls>"
     closing = "</function_calls>"

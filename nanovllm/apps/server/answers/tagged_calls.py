@@ -185,7 +185,7 @@ class TaggedParser(HermesParser):
 
 
 class SeedParser(TaggedParser):
-    """Qwen 3 Coder's format between tags of its own; Seed-OSS."""
+    """Qwen 3 Coder's format between other tags; Seed-OSS."""
 
     tag = "<seed:tool_call>"
     closing = "</seed:tool_call>"

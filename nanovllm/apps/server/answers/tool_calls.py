@@ -103,7 +103,7 @@ class ToolCallParser(TextReader):
                     yield from self._skip_tags(self._end)
                 except NotACall:
                     if self._cut and (has_tag or self._num_calls > num_calls):
-                        return  # of a call that nobody can make
+                        return  # of a call that cannot be made
                     if self._is_after_call and self._text.strip() == self._opening:
                         return  # it stands for the closing tag, and the answer has ended
                     self._send_text(self._pos)

@@ -46,7 +46,7 @@ _OF_SPECULATORS = (
     "quantization_config",
     _LAYER_IDS,
 )
-"""Settings that the form of `speculators` has beside its transformer_layer_config."""
+"""Settings that the form of `speculators` has besides its transformer_layer_config."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,15 +68,15 @@ class Eagle3Config(ModelConfig):
     norm_before_fc: bool
     """Whether one RMSNorm, `input_norm`, is applied to all features together."""
     fc_norm: bool
-    """Whether the features of each layer have an RMSNorm of their own."""
+    """Whether the features of each layer have a separate RMSNorm."""
     norm_output: bool
     """Whether the hidden state that is fed back is the one after the last norm."""
     qk_norm: bool
     """Whether queries and keys have an RMSNorm, as in Qwen3."""
     has_embedding: bool
-    """Whether the head has an embedding of its own; else it reads the target's."""
+    """Whether the head has its own embedding; otherwise it reads the target's."""
     has_d2t: bool
-    """Whether a table says which token each draft id stands for; else they are the same."""
+    """Whether a table says which token each draft id stands for; otherwise they are equal."""
 
 
 def check_eagle3(
@@ -207,7 +207,7 @@ def _check_target(
 def _layer_ids(flat: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return the layers of the target whose inputs are the features.
 
-    The setting beside the others (vLLM, speculators) counts in inputs. The one in eagle_config
+    The setting next to the others (vLLM, speculators) counts in inputs. The one in eagle_config
     (SGLang, SpecForge, ModelOpt) counts in outputs: the output of layer i enters layer i + 1.
     """
     given = (flat.get(_LAYER_IDS), 0), ((flat.get("eagle_config") or {}).get(_LAYER_IDS), 1)

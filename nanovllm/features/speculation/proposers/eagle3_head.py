@@ -85,7 +85,7 @@ class LlamaForCausalLMEagle3(Head):
 
     Args:
         max_model_len: number of positions in the table of rotary angles; the positions that the
-            head was trained for are no limit, because drafts only have to be likely.
+            head was trained for are not a limit, because drafts only have to be likely.
     """
 
     def __init__(self, config: Eagle3Config, max_model_len: int) -> None:

@@ -71,7 +71,7 @@ def capture_features(
 
 
 def capture_output(decoder: Decoder, pool: torch.Tensor) -> None:
-    """Store what leaves `decoder`, behind its last norm, in `pool`, from the next forward pass on.
+    """Store what leaves `decoder`, after its last norm, in `pool`, from the next forward pass on.
 
     Its last layer then computes all tokens of a batch, not only those that need logits.
 

@@ -1,6 +1,6 @@
 """`MTPConfig`: what a checkpoint says of the layer that it has for drafts (multi-token prediction).
 
-Its tensors are those whose names begin with "mtp.", beside the target's in the same files.
+Its tensors are those whose names begin with "mtp.", in the same files as the target's.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ from nanovllm.models.registry import family_class
 
 
 class MTPParts(nn.Module):
-    """The modules that have weights of their own.
+    """The modules with separate weights.
 
     Args:
         layer: with full attention, as the target's family has it.
