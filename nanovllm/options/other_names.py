@@ -140,7 +140,7 @@ CONFIG_NAMES = other_names(
     ("attention_backend", ("auto",), "the device and the model choose it; leave it out"),
     ("worker_cls", ("auto",), "workers cannot be replaced; leave it out"),
     ("worker_extension_cls", ("",), "workers cannot be replaced; leave it out"),
-    ("scheduler_cls", (), "the scheduler cannot be replaced; leave it out"),
+    ("scheduler_cls", (), "use scheduling_policy or eviction_policy with a class of yours"),
     ("additional_config", ({},), "there are no plugins; leave it out"),
     # Options that few scripts set; each has vLLM's default among what is accepted
     ("model_weights", ("",), "use model"),

@@ -42,7 +42,7 @@ def events_of(data: bytes, cuts: list[int]) -> list[str]:
 
 @given(
     texts=st.lists(st.lists(TEXT, min_size=1, max_size=3), max_size=5),
-    cuts=st.lists(st.integers(0, 10_000), max_size=40),
+    cuts=st.lists(st.integers(0, 10_000), max_size=12),
     newline=st.sampled_from([b"\n", b"\r\n"]),
     noise=st.booleans(),
 )
