@@ -50,7 +50,7 @@ LONGEST = """
     test_paged_attention test_ops test_experts test_build test_main test_cuda_graph test_speculation
     test_stateful_speculation test_native_invariance test_async_llm test_draft_model test_attention
     test_hybrids test_structured_outputs test_fork test_serve test_fuzz_checkpoint test_demo_model
-    test_random_runs test_windowed test_draft_controller test_scripts
+    test_mixtures test_random_runs test_windows test_draft_controller test_scripts
 """
 """The files that take longest, in about this order."""
 

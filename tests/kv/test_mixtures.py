@@ -14,7 +14,8 @@ from hypothesis.stateful import initialize, invariant
 from nanovllm.kv.windows import WindowSpec, pages_for
 from tests.kv.least_frequently_used import LeastFrequentlyUsed
 from tests.lora.fake_adapters import AdapterEngine, TieredAdapterEngine, check_adapters
-from tests.scheduler.fake_engine import random_guesses
+from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses
+from tests.scheduler.invariants import check_scheduler
 from tests.scheduler.shortest_first import ShortestFirst
 from tests.scheduler.test_random_runs import clock, make_controller
 from tests.tiers.fake_tiers import FakeStore, TieredEngine
@@ -133,7 +134,7 @@ class OtherEngine(AdapterEngine):
 
 
 MixtureMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=80, stateful_step_count=40, deadline=None, derandomize=True
 )
 
 TestMixtures = MixtureMachine.TestCase
@@ -180,3 +181,69 @@ def test_each_subset(features: tuple[str, ...]) -> None:
         for _ in range(100):
             do_something(machine, rng)
         machine.teardown()
+
+
+def make_engine(**options: Any) -> Engine:
+    """Return an engine with all groups, whose pool is large unless `options` say otherwise."""
+    sizes = {"num_blocks": 400, "block_size": 4, "max_model_len": 200, "snapshot_interval": 16}
+    groups = {"windows": (WindowSpec(6, 2), WindowSpec(20, 1)), "state_pages": 3}
+    return Engine(**{**sizes, **groups, **options})
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB_SIZE), k=length)
+
+
+@pytest.mark.parametrize("queue_depth", [0, 1])
+def test_the_next_turn_hits(queue_depth: int) -> None:
+    """Symptom: windows and states are cached, each for itself, and their model hits nothing."""
+    engine = make_engine(queue_depth=queue_depth)
+    first = engine.add(random_prompt(1, 21), max_tokens=60, ignore_eos=True)
+    engine.run()
+    second = engine.add(first.token_ids + random_prompt(2, 5), max_tokens=30)
+    engine.run()
+    assert second.num_cached_tokens == 80
+
+
+def test_a_hit_is_as_long_as_all_groups_can_serve() -> None:
+    """What one group lacks shortens the hit, and then another group may lack what that needs."""
+    engine = make_engine()
+    seq = engine.add(random_prompt(3, 62), max_tokens=1)
+    engine.run()
+    nodes = engine.manager.match_prefix(seq).matched
+    assert len(nodes) == 15
+    assert engine.states is not None
+
+    def hit() -> int:
+        check_scheduler(engine.scheduler)
+        return engine.manager.match_prefix(seq).num_blocks
+
+    assert hit() == 15  # there are snapshots after 4, 8, 12 and 15 blocks
+    engine.window_groups[0].forget(nodes[14], evicted=False)
+    assert hit() == 12
+    engine.window_groups[1].forget(nodes[8], evicted=False)  # token 48 reads 29 to 48
+    assert hit() == 8
+    engine.states.forget(nodes[7], evicted=False)
+    assert hit() == 4
+    engine.window_groups[0].forget(nodes[3], evicted=False)
+    assert hit() == 0
+
+
+@pytest.mark.parametrize("num_short", [1, 2, 4])
+def test_an_allocation_is_all_or_nothing_over_all_groups(num_short: int) -> None:
+    """The block table, the windows or the state are what lacks pages. Hits stay what they were."""
+    engine = make_engine(num_blocks=400)
+    seq = engine.add(random_prompt(4, 60), max_tokens=1)
+    engine.run()
+    manager = engine.manager
+    hit = manager.match_prefix(seq)
+    num_needed = sum(group.num_missing(seq, 61, hit) for group in manager.groups)
+    taken = [manager.pool.take() for _ in range(manager.pool.num_free - num_needed + num_short)]
+    hit = manager.match_prefix(seq)
+    free = list(manager.pool.free)
+    assert manager.allocate_blocks(seq, 61, hit) is None
+    assert list(manager.pool.free) == free
+    assert seq.block_table == []
+    for page in taken[:num_short]:
+        manager.pool.release(page)
+    assert manager.allocate_blocks(seq, 61, manager.match_prefix(seq)) is not None

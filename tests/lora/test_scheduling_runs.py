@@ -9,15 +9,8 @@ from typing import Any
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, invariant
 
-from nanovllm.kv.windows import WindowSpec
-from tests.lora.fake_adapters import AdapterEngine, TieredAdapterEngine, check_adapters
+from tests.lora.fake_adapters import AdapterEngine, check_adapters
 from tests.scheduler.test_random_runs import UsersMachine, clock
-from tests.tiers.test_load_runs import (
-    OPTIONS,
-    TieredStatesMachine,
-    TieredWindowsMachine,
-    TiersMachine,
-)
 
 __all__ = ["clock"]
 
@@ -52,60 +45,8 @@ class AdaptersMachine(UsersMachine):
         check_adapters(self.engine.adapters)
 
 
-class TieredAdaptersMachine(TiersMachine):
-    """The same with tiers: a store keeps each adapter's KV under keys of its own."""
-
-    tiered_class = TieredAdapterEngine
-
-    @initialize(**OPTIONS, **ADAPTERS)
-    def start(self, **options: Any) -> None:  # type: ignore[override]
-        super().start(**options)
-
-
-class WindowAdaptersMachine(TieredWindowsMachine):
-    """The same with window groups."""
-
-    tiered_class = TieredAdapterEngine
-
-    @initialize(
-        windows=st.lists(
-            st.builds(WindowSpec, st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=2
-        ),
-        **OPTIONS,
-        **ADAPTERS,
-    )
-    def start(self, **options: Any) -> None:  # type: ignore[override]
-        super().start(**options)
-
-
-class StateAdaptersMachine(TieredStatesMachine):
-    """The same with states."""
-
-    tiered_class = TieredAdapterEngine
-
-    @initialize(
-        state_pages=st.integers(1, 4),
-        snapshot_interval=st.sampled_from([1, 4, 8, 1000]),
-        **OPTIONS,
-        **ADAPTERS,
-    )
-    def start(self, **options: Any) -> None:  # type: ignore[override]
-        super().start(**options)
-
-
 AdaptersMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
 )
 
-for machine in (TieredAdaptersMachine, WindowAdaptersMachine, StateAdaptersMachine):
-    machine.TestCase.settings = settings(
-        max_examples=15, stateful_step_count=40, deadline=None, derandomize=True
-    )
-
 TestAdapters = AdaptersMachine.TestCase
-
-TestTieredAdapters = TieredAdaptersMachine.TestCase
-
-TestWindowAdapters = WindowAdaptersMachine.TestCase
-
-TestStateAdapters = StateAdaptersMachine.TestCase

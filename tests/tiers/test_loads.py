@@ -20,6 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "blocks": {},
     "windows": {"windows": (WindowSpec(5, 2), WindowSpec(9, 1))},
     "states": {"state_pages": 3},
+    "mixture": {"windows": (WindowSpec(5, 2), WindowSpec(9, 1)), "state_pages": 3},
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -156,7 +157,8 @@ def test_the_parts_before_a_wrong_one_are_used() -> None:
 
 @each_kind
 def test_evicted_blocks_come_back_from_host_memory(kind: str) -> None:
-    engine = make_engine(kind, num_blocks=40, num_host_slots=500)
+    num_blocks = 46 if kind == "mixture" else 40
+    engine = make_engine(kind, num_blocks=num_blocks, num_host_slots=500)
     first = engine.add(text(0, 40), max_tokens=1)
     engine.run()
     for seed in range(1, 5):
@@ -168,6 +170,30 @@ def test_evicted_blocks_come_back_from_host_memory(kind: str) -> None:
     assert num_computed(engine, first) == 40
     assert num_computed(engine, again) == 4
     assert engine.traffic.stats.num_host_tokens == 36
+
+
+@pytest.mark.parametrize("kind", ["windows", "mixture"])
+def test_window_blocks_come_back_to_blocks_that_the_pool_has(kind: str) -> None:
+    """And they are cached again: the next sequence need not load them."""
+    engine = make_engine(kind, num_host_slots=500)
+    first = engine.add(text(0, 40), max_tokens=1)
+    engine.run()
+    nodes = engine.manager.match_prefix(first).nodes[:9]
+    assert len(nodes) == 9
+    for group in engine.window_groups:
+        for node in nodes:
+            if group.has(node):
+                group.forget(node, evicted=True)
+    assert engine.manager.match_prefix(first).num_blocks == 0
+    other = engine.add(text(1, 8), max_tokens=1)  # its step copies them to host memory
+    engine.run()
+    assert other.is_finished
+    for num_loads in (1, 1):
+        again = engine.add(text(0, 40), max_tokens=1)
+        engine.run()
+        assert again.num_cached_tokens == 36
+        assert engine.traffic.stats.num_loads == num_loads
+    assert all(group.has(nodes[-1]) for group in engine.window_groups)
 
 
 @pytest.mark.parametrize(("kind", "num_blocks"), [("blocks", 50), ("windows", 75)])
