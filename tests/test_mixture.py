@@ -219,7 +219,7 @@ def test_two_ranks(model: str, make_llm: Any) -> None:
     """Bits depend on the number of ranks, and on nothing else."""
     options = {**OPTIONS, "tensor_parallel_size": 2}
     alone = make_llm(model, **options, max_num_seqs=1, enable_prefix_caching=False)
-    few = REQUESTS[:9]
+    few = [(prompt, params.clone(max_tokens=5)) for prompt, params in REQUESTS[:9]]
     own = bits_of(generate_all(alone, few))
     alone.shutdown()
     llm = make_llm(model, **options, max_num_seqs=8, num_kvcache_blocks=FEW_PAGES)
@@ -237,7 +237,7 @@ def test_tokens_are_those_of_float64(model: str, make_llm: Any, ranks: int) -> N
         num_kvcache_blocks=400,
         tensor_parallel_size=ranks,
     )
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=12 // ranks, ignore_eos=True)
     prompts = [prompt[:100] for prompt, _ in REQUESTS[: 20 // ranks**2]]
     weights = mixture.read_weights(model)
     found = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]

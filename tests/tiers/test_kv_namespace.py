@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+import nanovllm
 from nanovllm import Config, SamplingParams, demo_model
-from nanovllm.features.tiers import fingerprint
+from nanovllm.features.tiers import kv_namespace as module
 from nanovllm.features.tiers.kv_namespace import kv_namespace
 from nanovllm.features.tiers.weight_files import WeightFiles
 from nanovllm.kernels.cpu.library import library
@@ -22,6 +23,7 @@ from nanovllm.worker.model_loader import num_positions
 from nanovllm.worker.network import Network
 from tests.helpers import random_prompt
 
+ONLY_SOURCE = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.json", "*.gguf")
 native = pytest.mark.skipif(library() is None, reason="no compiler here")
 
 
@@ -185,8 +187,38 @@ def test_windows_ask_for_the_length(tmp_path):
     ],
 )
 def test_versions_source_and_processor_count(usual, monkeypatch, name, value):
-    monkeypatch.setattr(fingerprint, name, value)
+    monkeypatch.setattr(module, name, value)
     assert namespace_of() != usual
+
+
+@pytest.mark.parametrize(
+    ("file", "counts"),
+    [
+        ("attention/torch_sdpa.py", True),
+        ("kernels/cpu/csrc/attention.c", True),
+        ("kernels/triton/store.py", True),
+        ("kv/trie.py", True),
+        ("layers/gated_delta.py", True),
+        ("loading/loader.py", True),
+        ("models/qwen3.py", True),
+        ("scheduler/messages.py", True),
+        ("features/fast_steps/recording.py", True),
+        ("features/formats/integer.py", True),
+        ("features/lora/slots.py", True),
+        ("worker/kv_pool.py", True),
+        ("apps/server/serve.py", False),
+        ("chat/messages.py", False),
+    ],
+)
+def test_the_source_that_computes_counts(monkeypatch, tmp_path, file, counts):
+    """Symptom: after an update, an engine takes entries that the old code computed otherwise."""
+    package = tmp_path / "nanovllm"
+    shutil.copytree(Path(nanovllm.__file__).parent, package, ignore=ONLY_SOURCE)
+    monkeypatch.setattr(module, "_PACKAGE", package)
+    before = module.source_digest()
+    with (package / file).open("a") as changed:
+        changed.write("\n")
+    assert (module.source_digest() != before) == counts
 
 
 @native

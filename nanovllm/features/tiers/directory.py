@@ -41,7 +41,7 @@ class DirectoryStore:
         path: a directory, which is made if only the last part is missing.
         limit_bytes: for the entries of all namespaces and ranks together; those that were not used
             for longest go first.
-        namespace: lower-case hexadecimal, 16 to 64 digits: see `fingerprint`. Entries of other
+        namespace: lower-case hexadecimal, 16 to 64 digits: see `kv_namespace`. Entries of other
             namespaces and ranks are never read.
 
     Raises:
