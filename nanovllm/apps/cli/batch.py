@@ -50,10 +50,14 @@ def add_batch(commands: "argparse._SubParsersAction[Parser]") -> None:
     takes = "batch takes an INPUT and an OUTPUT"
     parser.set_defaults(command=batch, parser=parser, takes=takes)
     parser.add_argument("input", metavar="INPUT", help="A .jsonl or .parquet file.")
-    about = "A .jsonl or .parquet file, made when all rows are done."
-    parser.add_argument("output", metavar="OUTPUT", help=about)
-    about = "A checkpoint directory, a GGUF file or a hub id. (default: as for generate)"
-    parser.add_argument("--model", metavar="MODEL", help=about)
+    parser.add_argument(
+        "output", metavar="OUTPUT", help="A .jsonl or .parquet file, made when all rows are done."
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="A checkpoint directory, a GGUF file or a hub id. (default: as for generate)",
+    )
     add_flags(parser.add_argument_group("batch"), BatchOptions, but=(), defaults={})
     add_engine_flags(parser)
     add_other_flags(parser, default=argparse.SUPPRESS)  # after the flags that they may name

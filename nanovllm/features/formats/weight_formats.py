@@ -23,7 +23,7 @@ from nanovllm.layers.experts import StackedLinear
 from nanovllm.layers.linear import LinearBase, Matrix, StoredWeight, shared_matrices
 from nanovllm.loading.files import is_gguf
 from nanovllm.loading.shards import Shard, model_shards
-from nanovllm.loading.tensor_files import TensorInfo, read_header
+from nanovllm.loading.tensor_files import read_header
 from nanovllm.options.config import Config
 from nanovllm.options.validation import shown
 from nanovllm.utils.distributed import tensor_parallel
@@ -70,7 +70,6 @@ FORMATS: dict[str, Callable[[dict[str, Any]], WeightFormat]] = {
 """By `quant_method` of config.json: what reads the other settings."""
 _LINEARS = (LinearBase, StackedLinear)
 """What a quantization_config is about."""
-_Header = dict[str, TensorInfo]
 
 
 def checkpoint_format(config: Any) -> WeightFormat | None:
