@@ -305,15 +305,21 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+_NONE = re.compile(r" None(?: is |: | (?:disables|writes|returns) \w+\.$)(.*)$", re.DOTALL)
+"""The end of a docstring that says what None stands for; it is "off" where None turns it off."""
+
+
 def _help(doc: str, field: _Field, default: str | None, options: Mapping[str, Any]) -> str:
     """Return the help of a flag: the field's docstring, and the default in words.
 
-    What the docstring calls None at its end ("None is X.") is the default of a flag not given; if
-    the default is another one, it is left out, because no flag can say None.
+    What the docstring calls None at its end ("None is X.", "None: X.", "None disables it.") is the
+    default of a flag not given; if the default is another one, it is left out, because no flag can
+    say None.
     """
-    doc, found, none = doc.rpartition(" None is ")
-    if not found:
-        doc, none = none, ""
+    none = ""
+    if found := _NONE.search(doc):
+        doc = doc[: found.start()]
+        none = found[1] or "off"
     if default is None:
         match field.default:
             case None:
