@@ -1,4 +1,4 @@
-"""`Heap`: items by key, of which any can be removed. Knows no sequences."""
+"""`Heap`: items by key, of which any can be removed."""
 
 import heapq
 from collections.abc import Iterator

@@ -142,7 +142,7 @@ class Ending(NamedTuple):
 
 
 class RowDetails(NamedTuple):
-    """What the result of a row has beside its tokens."""
+    """What the result of a row has besides its tokens."""
 
     num_draft_tokens: int = 0
     """How many drafts were proposed."""
@@ -152,7 +152,7 @@ class RowDetails(NamedTuple):
     """Tokens that the sequence's grammar forces after the sampled ones."""
     logprobs: list[TokenLogprobs] | None = None
     """With params.logprobs: those of the row's tokens, in order. There may be more of them, of
-    samples behind a rejected draft."""
+    samples after a rejected draft."""
     prompt_logprobs: list[tuple[int, TokenLogprobs]] | None = None
     """With params.prompt_logprobs: (position, log-probabilities) of prompt tokens."""
 

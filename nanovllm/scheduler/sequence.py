@@ -127,8 +127,8 @@ class Sequence:
         self.num_computed_tokens = start + num_scheduled
         self.num_in_flight_steps += 1
         self.num_pending_tokens += samples
-        behind = self.num_draft_tokens
-        return Row(self.seq_id, self.table_idx, start, num_scheduled, samples, 0, behind)
+        unverified = self.num_draft_tokens
+        return Row(self.seq_id, self.table_idx, start, num_scheduled, samples, 0, unverified)
 
     def take_result(self, row: Row, tokens: list[int], details: RowDetails) -> None:
         """Append the tokens of a row that samples, and subtract its rejected drafts."""

@@ -271,6 +271,7 @@ def test_a_load_for_nobody_ends_before_its_pages_are_reused(kind: str) -> None:
     engine.abort(seq)
     assert not seq.num_cached_tokens
     assert len(engine.loads._loading) == 0
+    assert engine.scheduler.stats.num_prompt_tokens == other.num_prompt_tokens
     _, transfers = moved(engine.launch())
     pages = {page for part in load.load.parts for page in part.pages}
     assert pages <= {*transfers.released}

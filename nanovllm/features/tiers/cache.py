@@ -138,7 +138,8 @@ class TierCache:
 
     def plan(self, seq: Sequence, hit: Hit) -> Plan | None:
         """Return how to get a longer prefix than `hit`; None if there is none, or it is slow."""
-        manager, matched = self._manager, hit.matched
+        manager = self._manager
+        matched = hit.matched
         num_missing = manager.blocks_for(len(seq.token_ids)) - len(matched)
         if num_missing > manager.num_free_blocks:  # it will not be admitted
             return None

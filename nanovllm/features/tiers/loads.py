@@ -86,7 +86,8 @@ class LoadGate(Gate):
 
     def admitted(self, seq: Sequence, hit: Hit) -> None:
         """Let a sequence that has something to load wait for it, and others go on."""
-        plan, self._plan = self._plan, None
+        plan = self._plan
+        self._plan = None
         if plan is None:
             self.traffic.retry_slow()
             return
@@ -169,7 +170,8 @@ class LoadGate(Gate):
         plan.seq.is_held = False
         self._loading_keys -= self._kv_keys(plan)
         self._unsent = [load for load in self._unsent if load.load_id != plan.load_id]
-        parked, self._parked = self._parked, []
+        parked = self._parked
+        self._parked = []
         for seq in parked:
             if self.scheduler.is_unfinished(seq):
                 self.scheduler.bring_back(seq)

@@ -147,8 +147,10 @@ class TierTraffic:
         evicted = _last_of_each_slot(self._evicted)
         self._sent.update(self._unsent_keys)
         transfers = Transfers(list(self._released), [*evicted, *kept], loads, awaited)
-        self._released, self._evicted = {}, []
-        self._unsent_parts, self._unsent_keys = {}, {}
+        self._released = {}
+        self._evicted = []
+        self._unsent_parts = {}
+        self._unsent_keys = {}
         return transfers
 
     def undo(self, transfers: Transfers) -> None:

@@ -33,7 +33,8 @@ class FullGroup(Group):
         num_blocks = -(-num_tokens // self.block_size) - len(seq.block_table)
         if hit is None:
             return max(0, num_blocks)
-        blocks, nodes = self.pool.blocks, hit.nodes
+        blocks = self.pool.blocks
+        nodes = hit.nodes
         num_revived = sum(blocks[node.page].ref_count == 0 for node in nodes)
         return max(0, num_blocks - len(nodes)) + num_revived
 

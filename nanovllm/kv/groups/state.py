@@ -170,7 +170,8 @@ class StateGroup(Group):
         if state.pages:
             return
         state.pages = self._take_pages()
-        snapshot, state.hit = state.hit, None
+        snapshot = state.hit
+        state.hit = None
         if snapshot is not None:
             self._copies.append(PageCopy(snapshot.pages, state.pages))
             if snapshot not in self._held:
@@ -208,7 +209,8 @@ class StateGroup(Group):
             return
         for snapshot in state.unpublished:
             self.drop(snapshot, evicted=False)
-        begun, state.begun = state.begun, None
+        begun = state.begun
+        state.begun = None
         if begun is None or begun.is_dropped:
             for page in reversed(state.pages):
                 self.pool.release(page)
@@ -245,7 +247,8 @@ class StateGroup(Group):
     def begin_step(self) -> None:
         """Schedule the copies of the snapshots that the last step began."""
         for state in self._begun:
-            begun, state.begun = state.begun, None
+            begun = state.begun
+            state.begun = None
             if begun is None:
                 continue
             reserve = 0
