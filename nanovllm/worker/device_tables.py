@@ -136,6 +136,10 @@ class DeviceTables:
 
         return batch(self.block_tables, tuple(map(batch, self.other_tables)))
 
+    def want_prompt_logprobs(self, rows: list[Row]) -> bool:
+        """Return whether a step of `rows` needs the hidden states of all its tokens."""
+        return any(self.params[row.table_idx].prompt_logprobs is not None for row in rows)
+
     def _admit(self, admissions: list[Admission]) -> None:
         """Set the host's part of the table rows."""
         for new in admissions:

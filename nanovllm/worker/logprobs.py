@@ -76,8 +76,6 @@ def sampled_logprobs(
         for index, params in enumerate(sampling.params)
         if (count := params.logprobs) is not None
     }
-    if not counts:
-        return []
     rows = upload(list(counts), tables.device)
     own = tokens[rows].clamp(min=0)  # a row without a token fails: its numbers do not count
     most = max(counts.values())
@@ -133,11 +131,6 @@ def _excluded(
     thresholds = thresholds.masked_fill(keeps_all, -torch.inf)
     below = (scores < thresholds[:, None]) | (weights < sampling.min_ps[:, None])
     return below & (scores != own)
-
-
-def want_prompt_logprobs(tables: DeviceTables, rows: list[Row]) -> bool:
-    """Return whether a step of `rows` needs the hidden states of all its tokens."""
-    return any(tables.params[row.table_idx].prompt_logprobs is not None for row in rows)
 
 
 def prompt_logprobs(

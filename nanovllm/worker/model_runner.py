@@ -17,12 +17,6 @@ from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.memory import keep_freed
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.extensions import LAPS, Computed, RunnerPart, StepRunner
-from nanovllm.worker.logprobs import (
-    Logprobs,
-    prompt_logprobs,
-    sampled_logprobs,
-    want_prompt_logprobs,
-)
 from nanovllm.worker.model_loader import NetworkSpec, num_positions
 from nanovllm.worker.network import Network
 from nanovllm.worker.sampling_rows import SamplingRows
@@ -34,6 +28,7 @@ if TYPE_CHECKING:
     from nanovllm.features.speculation.proposers.proposer import Proposer
     from nanovllm.features.structured.grammar_masks import GrammarMasks
     from nanovllm.features.training.rank import RankWeights
+    from nanovllm.worker.logprobs import Logprobs
 
 
 class ModelRunner:
@@ -173,11 +168,13 @@ class ModelRunner:
         if tokens is None:
             assert not (self.follows_drafts and any(row.num_unverified_tokens for row in rows))
             hidden = computed.hidden
-            of_prompts = want_prompt_logprobs(tables, rows)
+            of_prompts = tables.want_prompt_logprobs(rows)
             if hidden is None:
                 indices = None if of_prompts else sampling.output_indices
                 hidden = self.network.forward(tables, rows, indices)
             if of_prompts:
+                from nanovllm.worker.logprobs import prompt_logprobs
+
                 logprobs += prompt_logprobs(tables, rows, hidden, self.network.model, mode)
             if len(sampling):
                 logits = self.network.logits(hidden, sampling.output_indices)
@@ -185,7 +182,10 @@ class ModelRunner:
             tokens = torch.empty_like(sampling.output_indices)
         else:
             tokens = sampling.sample(logits)
-            logprobs += sampled_logprobs(tables, sampling, logits, tokens, mode)
+            if sampling.want_logprobs:
+                from nanovllm.worker.logprobs import sampled_logprobs
+
+                logprobs += sampled_logprobs(tables, sampling, logits, tokens, mode)
         if len(sampling):
             broadcast_from_first(tokens)
             sampling.store(tokens)

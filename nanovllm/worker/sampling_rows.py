@@ -72,6 +72,11 @@ class SamplingRows:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def want_logprobs(self) -> bool:
+        """Whether the request of some sample wants log-probabilities."""
+        return any(params.logprobs is not None for params in self.params)
+
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Return [S] int64: a token, NO_TOKEN or RULED_OUT; `logits` are [S, vocab_size]."""
         ruled = self.ruled = self.apply_rules(logits)

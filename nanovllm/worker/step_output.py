@@ -12,11 +12,11 @@ from nanovllm.options.sampling_params import REQUESTS_FAULT
 from nanovllm.scheduler.messages import Ending, Row, RowDetails, StepResult
 from nanovllm.scheduler.transfers import Loaded
 from nanovllm.utils.transfer import to_host
-from nanovllm.worker.logprobs import Logprobs, by_sequence
 from nanovllm.worker.timing import StepTimer
 
 if TYPE_CHECKING:
     from nanovllm.features.structured.grammar_masks import GrammarRow
+    from nanovllm.worker.logprobs import Logprobs
 
 NO_DISTRIBUTION = Ending(
     "error",
@@ -40,7 +40,7 @@ class StepOutput:
 
     token_ids: torch.Tensor
     """[S] int64, what `SamplingRows.sample` returned."""
-    logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
+    logprobs: "list[Logprobs]" = dataclasses.field(default_factory=list)
     """Of the samples and prompts whose request wants them."""
     endings: dict[int, Ending] = dataclasses.field(default_factory=dict)
     """By sample: what `SamplingRows.endings` has. The token of such a sample does not count."""
@@ -140,7 +140,7 @@ def _detailed_results(
     drafts: list[int],
     endings: dict[int, Ending],
     forcing: "Mapping[int, GrammarRow]",
-    logprobs: list[Logprobs],
+    logprobs: "list[Logprobs]",
 ) -> tuple[list[list[int]], dict[int, RowDetails]]:
     """Return the tokens of each row, and by sequence id the details of the rows that have any.
 
@@ -149,6 +149,8 @@ def _detailed_results(
         drafts: [S], the draft that the sample may confirm.
         endings, forcing, logprobs: of `StepOutput`.
     """
+    from nanovllm.worker.logprobs import by_sequence
+
     of_samples, of_prompts = by_sequence(logprobs)
     token_ids: list[list[int]] = []
     details: dict[int, RowDetails] = {}

@@ -201,9 +201,9 @@ def test_same_tokens_with_preemption(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     preempted: list[int] = []
-    preempt = Scheduler._preempt
+    preempt = Scheduler.preempt
     monkeypatch.setattr(
-        Scheduler, "_preempt", lambda self, seq: (preempted.append(seq.seq_id), preempt(self, seq))
+        Scheduler, "preempt", lambda self, seq: (preempted.append(seq.seq_id), preempt(self, seq))
     )
     options = {"num_kvcache_blocks": 16, "queue_depth": queue_depth}
     assert generate(random_model, workload, **options) == eager(workload)

@@ -147,7 +147,7 @@ def test_logprobs_of_512_rows_take_little_memory():
 def test_nobody_asks_for_logprobs():
     tables, rows = make_rows([SamplingParams(), SamplingParams(temperature=0)])
     sampling = SamplingRows(tables, rows)
-    assert sampled_logprobs(tables, sampling, random_logits(2), torch.tensor([1, 2])) == []
+    assert not sampling.want_logprobs
 
 
 def gathered(tokens: list[int]) -> GatheredLogprobs:
