@@ -101,8 +101,8 @@ def draw(logits: torch.Tensor, sampling: Sampling, num_candidates: int = 0) -> t
             `Kernels.sample` ignores it.
 
     Returns:
-        [R] int64, NO_TOKEN for a row whose logits are not a distribution. A row's token depends
-        only on its own logits and sampling parameters.
+        [R] int64, NO_TOKEN where the logits are not a distribution. A row's token depends only
+        on its own logits and sampling parameters.
     """
     if sampling.kernels.sample is not None:
         return sampling.kernels.sample(

@@ -184,7 +184,7 @@ class Config:
     "module:Class" names an `EvictionOrder` of yours."""
     kv_offload_gib: Annotated[float | None, check_float, _LEAST_GIB, _MAX_GIB] = None
     """GiB of host memory, of all ranks together, for cached KV that leaves the pool: a prefix hit
-    or a preempted sequence gets it back from there. None disables it."""
+    or a preempted sequence gets it back from there. None is off."""
     kv_cache_dir: Annotated[str | None, check_path, "a directory or None"] = None
     """Directory that keeps the KV of prompts between processes; made if it is not there. A later
     engine with the same model and options finds the prefixes there. None is none."""
@@ -198,7 +198,7 @@ class Config:
     ] = None
     """Speculative decoding: how to propose tokens, of which one step verifies several. The options
     are method, model, num_speculative_tokens, prompt_lookup_max and prompt_lookup_min, as in
-    {"method": "ngram"}; None disables speculation."""
+    {"method": "ngram"}; None is off."""
     enable_lora: bool = False
     """Let each request name a LoRA adapter."""
     max_loras: Annotated[int, check_int, 1, 1024] = 1
@@ -211,7 +211,7 @@ class Config:
     requests have it, and a step costs what it costs without. None is none."""
     trace: Annotated[str | None, check_path, "a file or None"] = None
     """File for a timeline of the engine's steps and of each sequence, which ui.perfetto.dev shows;
-    an existing file is overwritten. None writes nothing."""
+    an existing file is overwritten. None is off."""
     logprobs_mode: Annotated[str, check_choice, LOGPROBS_MODES] = "raw_logprobs"
     """What requests for log-probabilities get: raw is what the model says. Processed, of sampled
     tokens, comes after rules, temperature and filters: -inf for tokens that these leave out. Logits

@@ -197,7 +197,7 @@ class SamplingParams:
     {"choice": ["yes", "no"]}, {"grammar": "..."} or {"json_object": true}. None is any text."""
     logprobs: Annotated[int | None, check_int, -1] = None
     """Number of most likely tokens whose log-probabilities to return for each output token, besides
-    the output token's own; -1 is the whole vocabulary. None returns none."""
+    the output token's own; -1 is the whole vocabulary. None is off."""
     prompt_logprobs: Annotated[int | None, check_int, -1] = None
     """Number of most likely tokens whose log-probabilities to return for each prompt token except
     the first, besides the prompt token's own; -1 is the whole vocabulary. None is no

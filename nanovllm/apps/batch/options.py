@@ -76,7 +76,7 @@ class BatchOptions:
     workers: Annotated[int, check_int, 1, 2**16] = 1
     """Number of engines. More than one are actors of Ray; so is one with an address or options."""
     ray_address: Annotated[str | None, check_text] = None
-    """Address of a Ray cluster. None: that of RAY_ADDRESS, or the one that `ray start` began on
+    """Address of a Ray cluster. None is that of RAY_ADDRESS, or the one that `ray start` began on
     this machine; without any, or with "local", one of this machine alone is started."""
     worker_options: Annotated[dict[str, Any] | None, check_names] = None
     """Options of a worker's Ray actor, such as {"num_cpus": 8}. None is as many GPUs as ranks, or

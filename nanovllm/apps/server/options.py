@@ -64,7 +64,7 @@ class ServerOptions:
     port: Annotated[int, check_int, 0, 65535] = 8000
     """Port to listen on; 0 takes a free one."""
     uds: Annotated[str | None, check_text] = None
-    """Path of a Unix socket to listen on instead of host and port. None: no such socket."""
+    """Path of a Unix socket to listen on instead of host and port. None is no such socket."""
     api_keys: Annotated[tuple[str, ...], check_texts, True] = dataclasses.field(
         default=(), repr=False
     )
@@ -93,14 +93,14 @@ class ServerOptions:
     """Seconds in which a request must have arrived, and in which a client must read on when it has
     stopped reading its answer."""
     request_timeout: Annotated[float | None, check_float, 0.001] = None
-    """Seconds after which a request is ended with an error; None: no limit."""
+    """Seconds after which a request is ended with an error; None is no limit."""
     drain_seconds: Annotated[float, check_float, 0] = 30.0
     """Seconds that running requests have to finish after SIGTERM."""
     cors_origins: Annotated[tuple[str, ...], check_texts] = ()
     """Origins of web pages that may use the server; "*" is every page."""
     root_path: Annotated[str | None, _path] = None
     """Path under which a proxy has the server, such as "/llm"; requests may come with it or
-    without. None: no path."""
+    without. None is no path."""
     chat_template: Annotated[str | None, template_text] = None
     """File with a Jinja template, or the template itself. None is the checkpoint's template."""
     tool_call_parser: Annotated[str, check_text] = "auto"
