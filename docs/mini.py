@@ -38,7 +38,8 @@ class MiniLLM:
     """A model on the CPU, for one thread.
 
     Args:
-        model: a directory with safetensors and a tokenizer, a GGUF file, or a hub id.
+        model: a directory with safetensors and a tokenizer, a GGUF file, or a hub id. All of its
+            layers attend to all tokens.
         options: fields of `Config`, such as num_kvcache_blocks and max_num_batched_tokens.
     """
 
@@ -100,7 +101,7 @@ class MiniLLM:
 
 
 def describe(schedule: Schedule) -> str:
-    """Return a line about a step: what each row computes, and who got which blocks."""
+    """Return a line about a step: what each row computes, and the blocks of new sequences."""
     rows = ", ".join(
         f"sequence {row.seq_id}: tokens {row.num_computed_tokens} to "
         f"{row.num_computed_tokens + row.num_scheduled_tokens - 1}{' and draws' * row.samples}"

@@ -176,8 +176,8 @@ class LLM(WeightMethods):
         """Run one step and return the requests of `add_request` that it finished, as in nano-vllm.
 
         Returns:
-            (request id, output tokens) of each finished request; and the number of prompt tokens
-            that the step computed or, if it computed none, minus the number of its output tokens.
+            (request id, output tokens) of each finished request; and the number of tokens that the
+            step computed and that gave no output or, if there are none, minus that of its outputs.
 
         Raises:
             EngineDeadError: the engine is down.

@@ -273,7 +273,8 @@ class LLMEngine:
                 elapsed = None if self.queue_depth else time.perf_counter() - start
                 self.scheduler.drafting.settle(schedule, result, elapsed)
         except BaseException:
-            # The steps launched after a failed one may have read KV that it did not write.
+            # The steps launched after a failed one may have read KV that it did not write. If only
+            # a result's processing failed, their sequences wait again and lose nothing.
             while self._in_flight:
                 self.scheduler.abandon(self._in_flight.popleft()[0])
             raise

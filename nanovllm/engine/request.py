@@ -26,7 +26,7 @@ class Request:
     _: KW_ONLY
     stream: bool  # whether it returns a delta after each step, or one output at its end
 
-    request_id: int | str = field(init=False)  # that of the first sequence without `own_id`
+    request_id: int | str = field(init=False)  # `own_id`, or else the first sequence's id
     prompt_token_ids: list[int] = field(init=False)  # shared by all its outputs
     # Otherwise the text is decoded once, at the end.
     decodes_each_step: bool = field(init=False)

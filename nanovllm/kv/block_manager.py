@@ -82,7 +82,7 @@ class BlockManager:
         """Return the longest prefix of `seq` that all groups have cached.
 
         It never covers the last token: its hidden state is needed to sample the next one. With
-        prompt_logprobs it is empty: they need every prompt token's hidden state.
+        prompt_logprobs it has no blocks: they need every prompt token's hidden state.
         """
         matched = self.trie.match(seq)
         if seq.params.prompt_logprobs is not None:

@@ -48,11 +48,11 @@ class EvictionOrder(ABC):
         """Remove a free page: somebody uses it again."""
 
     def touch(self, page: int) -> None:  # noqa: B027  # not every order counts hits
-        """Note a hit of what a page holds. The page may be free or in use."""
+        """Note a hit of what a page holds. If the page was free, `remove` came first."""
 
 
 class LeastRecentlyUsed(EvictionOrder):
-    """Reuses first the page that was let go first."""
+    """Reuses pages that hold nothing first, and then the page that was let go first."""
 
     def __init__(self, num_pages: int) -> None:
         self._pages: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))

@@ -12,7 +12,7 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 
 class Attention(nn.Module):
-    """Causal attention over the paged KV cache. Call `bind` once before the first forward pass.
+    """Causal attention over the paged KV cache. `bind` it to each new pool.
 
     Args:
         num_heads, num_kv_heads: of this rank.

@@ -159,7 +159,7 @@ class SamplingParams:
     """Random seed of the request. A seeded request gives the same tokens whatever other requests
     run; None or -1 takes the next seed of the engine."""
     n: Annotated[int, check_int, 1, 16384] = 1
-    """Number of continuations to generate; the prompt is computed once."""
+    """Number of continuations to generate; the full blocks of the prompt are computed once."""
     top_k: Annotated[int, check_int, -1] = 0
     """Number of most likely tokens to sample from; 0 or -1 is all tokens."""
     top_p: Annotated[float, check_float, 0.0, 1.0] = 1.0

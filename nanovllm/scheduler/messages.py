@@ -1,7 +1,7 @@
 """The messages between the engine and its workers: plain Python values, picklable, never changed.
 
 Each worker keeps tables with one row for each running sequence. A `Schedule` names a table row by
-its `table_idx` and carries only what changed since the previous step.
+its `table_idx` and carries, besides its rows, only what changed since the previous step.
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ class Row(NamedTuple):
     """Whether the row reaches the sequence's end, so that its last hidden state gives a token."""
     num_draft_tokens: int = 0
     """How many of the row's last tokens are drafts. The worker proposes at most as many, and
-    verifies them in this step. Before them the row has one other token."""
+    verifies them in this step. Before them the row has one token, known or pending."""
     num_unverified_tokens: int = 0
     """How many drafts of the sequence are in flight. The row's position counts all of them as
     accepted. The device, which knows how many were rejected, moves the row back by as many."""

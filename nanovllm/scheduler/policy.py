@@ -51,8 +51,8 @@ class Policy(ABC):
         """Return the sequence that loses its KV, because the first candidate needs a page.
 
         Args:
-            candidates: the running sequences without a row in this step, in order. The first may
-                be the victim itself: then it has no row in this step.
+            candidates: the sequence that needs the page, and the running ones after it in order.
+                None has a row in this step. If the first is the victim itself it gets none.
         """
         return candidates[-1]
 

@@ -31,8 +31,8 @@ class Scheduler:
     - A running sequence owns a table row, and KV blocks for its computed tokens at least. A waiting
       sequence owns neither.
     - Running sequences are sorted by `Policy.order`.
-    - The policy holds the waiting ones that no gate holds, and the running ones whose prompt is not
-      computed.
+    - The policy has the waiting ones that no gate holds back, and the running ones whose prompt is
+      not computed.
     - `0 <= num_computed_tokens <= num_tokens <= max_model_len`.
 
     A step takes running and waiting sequences in one order. The first that waits and does not fit
@@ -186,7 +186,7 @@ class Scheduler:
         self.block_manager.undo_copies(schedule.copies)
 
     def finish(self, seq: Sequence, finish_reason: str, stop_reason: str | None = None) -> None:
-        """End a sequence and free what it owns. One that has ended only gets these reasons."""
+        """End a sequence and free what it owns. If it has ended, only its reasons change."""
         seq.finish_reason = finish_reason
         seq.stop_reason = stop_reason
         if seq.seq_id in self._sequences:
@@ -264,7 +264,7 @@ class Scheduler:
             end = seq.num_computed_tokens + num_scheduled
             appended = self.block_manager.allocate_blocks(seq, end)
             if appended is None:
-                if seq.num_draft_tokens:  # after drafts in flight: no row now, no preemption
+                if seq.num_draft_tokens:  # it waits: if they are rejected it needs no page
                     continue
                 head = None
                 appended = self._allocate_by_preemption(seq, end, index - 1)
@@ -276,8 +276,8 @@ class Scheduler:
             rows.append(row)
             budget -= num_scheduled
             if seq.is_queued:
-                # Without a prompt to compute it comes earlier in order: that is before `index`,
-                # too, and `head` is another.
+                # Leaving the queue moves it forward in `running`, so none is skipped. With a rest
+                # of its prompt it comes back after the step, and others get rows in this one.
                 self.policy.advance(seq, num_missing - num_scheduled)
                 if num_scheduled == num_missing or budget > 0:
                     self._move(seq, is_queued=False)

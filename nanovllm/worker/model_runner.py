@@ -120,6 +120,7 @@ class ModelRunner:
         pool = self.network.pool
         for copy in schedule.copies:
             pool.copy(*copy)
+        # Most backends mask loads, and never read what a row has not written.
         if schedule.blocks_to_zero and (self.drafter or self.network.attention.reads_past_rows):
             pool.zero(schedule.blocks_to_zero)
         added = [new.block_ids for new in schedule.admissions]

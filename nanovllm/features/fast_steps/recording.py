@@ -156,7 +156,7 @@ class RecordedModel:
     def fits(self, rows: Seq[Row]) -> bool:
         """Return whether the recording is large enough for `rows`.
 
-        Beside layers with state, it has none of the work that drafts make.
+        In a model with state layers, it cannot run rows that follow or verify drafts.
         """
         states = self._tables.state_table
         if states is not None and states.replays.concern(rows):

@@ -47,8 +47,8 @@ class Panels(NamedTuple):
 class PanelWeight:
     """A weight [n, k] in the layout of the C kernels, for inputs in bfloat16.
 
-    They round the inputs to 16 bits for a weight of 8 bits, and to 8 bits for one of 4. A row's
-    result is the same, bit for bit, whatever the other rows are.
+    The kernels round the inputs to 16 bits for a weight of 8 bits, and to 8 bits for one of 4. A
+    row's result is the same, bit for bit, whatever the other rows are.
 
     Args:
         num_outputs: n.
@@ -59,7 +59,7 @@ class PanelWeight:
         self._num_outputs = num_outputs
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Add the bias, contiguous, in float32, before the sum is rounded."""
+        """Return x @ weight.T. The bias, contiguous, is added in float32, before rounding."""
         (m, k), panels, n = x.shape, self.panels, self._num_outputs
         if x.stride(1) != 1:
             x = x.contiguous()
