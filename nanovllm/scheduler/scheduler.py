@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.errors import ConfigError
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.scheduler.gates import Gate
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, RowDetails, Schedule, StepResult
@@ -296,9 +297,18 @@ class Scheduler:
         return None
 
     def _row_length(self, seq: Sequence, num_missing: int, budget: int) -> int:
-        """Return how many of a sequence's missing tokens its next row computes."""
+        """Return how many of a sequence's missing tokens its next row computes.
+
+        Raises:
+            ConfigError: the policy gives it nothing, or more than there is.
+        """
         share = self.policy.share(seq, num_missing, budget)
-        assert 0 < share <= min(num_missing, budget), "the policy gives a wrong share of the step"
+        if not 0 < share <= min(num_missing, budget):
+            raise ConfigError(
+                f"scheduling_policy: share() returned {share} tokens of a sequence with "
+                f"{num_missing} to compute, in a step that has {budget} left: return at least 1 "
+                "and at most both"
+            )
         return self.block_manager.row_length(seq, share) if seq.is_queued else share
 
     def _allocate_by_preemption(self, seq: Sequence, end: int, index: int) -> list[int] | None:
@@ -309,11 +319,18 @@ class Scheduler:
 
         Returns:
             The blocks appended; None if `seq` was a victim itself, and is preempted now.
+
+        Raises:
+            ConfigError: the policy chooses a victim that is not a candidate.
         """
         appended = None
         while appended is None:
             victim = self.policy.victim(self.running[index:])
-            assert victim in self.running[index:], "the policy preempts another than a candidate"
+            if victim not in self.running[index:]:
+                raise ConfigError(
+                    "scheduling_policy: victim() returned a sequence that is not a candidate: "
+                    "return one of them"
+                )
             self.preempt(victim)
             self.stats.num_preemptions += 1
             if victim is seq:

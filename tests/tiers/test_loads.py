@@ -279,6 +279,23 @@ def test_a_load_for_nobody_ends_before_its_pages_are_reused(kind: str) -> None:
     assert other.is_finished
 
 
+def test_a_snapshot_that_is_being_written_is_not_taken_over_before() -> None:
+    """Symptom: a hit writes to the pages of its snapshot while the store reads them."""
+    engine = make_engine("states", store=FakeStore(), num_blocks=15, max_model_len=48)
+    engine.worker.rng.random = lambda: 0.9  # type: ignore[method-assign]  # writes are slow
+    first = engine.add(text(0, 21), max_tokens=1)
+    engine.run()
+    assert engine.states is not None
+    snapshots = [s for s in engine.states._snapshots.values() if s.position == 20]
+    (pages,) = (snapshot.pages for snapshot in snapshots)
+    assert any(write.part.pages == pages for write in engine.worker.writes)
+    engine.add([*first.token_ids[:21], *text(1, 20)], max_tokens=1)
+    schedule, transfers = moved(engine.launch())
+    assert schedule.copies == []
+    assert {*pages} <= {*transfers.released}
+    engine.run()
+
+
 def test_news_of_unknown_loads_is_ignored() -> None:
     engine = make_engine(store=FakeStore())
     seq = engine.add(text(0, 40), max_tokens=2)
@@ -355,6 +372,19 @@ def test_a_failed_sequence_leaves_nothing_to_hit(kind: str) -> None:
     again = engine.add(text(0, 40), max_tokens=1)
     engine.run()
     assert again.num_cached_tokens == 0
+
+
+@each_kind
+def test_what_a_failed_sequence_had_is_not_kept_again(kind: str) -> None:
+    """The model may give NaN for this prompt each time."""
+    store = FakeStore()
+    engine = make_engine(kind, store=store, num_host_slots=100)
+    seq = engine.add(text(0, 40), max_tokens=4)
+    engine.worker.fails_from[seq.seq_id] = 41
+    finish(engine)
+    engine.add(text(0, 40), max_tokens=1)
+    finish(engine)
+    assert not any(engine.traffic.find(key) for key in store.entries)
 
 
 def test_a_slow_tier_is_not_used() -> None:
