@@ -215,15 +215,17 @@ def test_bits_do_not_depend_on_others_adapters(
 
 
 @native
-def test_two_ranks(model: str, make_llm: Any) -> None:
+def test_two_ranks(model: str, make_llm: Any, preempted: list[tuple[int, int]]) -> None:
     """Bits depend on the number of ranks, and on nothing else."""
-    options = {**OPTIONS, "tensor_parallel_size": 2}
-    alone = make_llm(model, **options, max_num_seqs=1, enable_prefix_caching=False)
-    few = [(prompt, params.clone(max_tokens=5)) for prompt, params in REQUESTS[:9]]
-    own = bits_of(generate_all(alone, few))
-    alone.shutdown()
-    llm = make_llm(model, **options, max_num_seqs=8, num_kvcache_blocks=FEW_PAGES)
-    assert_same(bits_of(generate_all(llm, few)), own)
+    options = {"tensor_parallel_size": 2, "max_num_seqs": 8, "num_kvcache_blocks": FEW_PAGES}
+    llm = make_llm(model, **OPTIONS, **options)
+    own: Bits = []
+    for request in REQUESTS:
+        own += bits_of(generate_all(llm, [request]))
+        assert llm.reset_prefix_cache()
+    for _ in range(2):
+        assert_same(bits_of(generate_all(llm, REQUESTS)), own)
+    assert preempted
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
