@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.floors import APPS, FEATURES
 from tests.helpers import ROOT, environment
 
@@ -56,3 +58,47 @@ def test_the_trunk_works_without_its_branches(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+WITHOUT_ONE = """
+import sys
+
+absent = sys.argv[1]
+sys.modules[f"nanovllm.features.{absent}"] = None  # an import of it, or from it, fails
+
+from nanovllm import LLM, SamplingParams, demo_model
+
+OPTIONS = {
+    "formats": {"quantization": "int8"},
+    "lora": {"enable_lora": True},
+    "observe": {"trace": sys.argv[2]},
+    "speculation": {"speculative_config": {"method": "ngram"}},
+    "tiers": {"kv_offload_gib": 0.02},
+}
+OPTIONS.pop(absent, None)
+options = {name: value for option in OPTIONS.values() for name, value in option.items()}
+llm = LLM(demo_model.MODEL, max_model_len=128, enforce_eager=absent == "fast_steps", **options)
+params = SamplingParams(max_tokens=8, structured_outputs={"regex": "[a-z]{4}"})
+if absent == "structured":
+    params = SamplingParams(max_tokens=8)
+if absent != "training":
+    llm.sleep()
+    llm.wake_up()
+print(len(llm.generate(["A cache", "A block"], params, use_tqdm=False)))
+"""
+"""Makes an engine that has all features but one."""
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_an_engine_has_all_features_but_one(feature: str, tmp_path: Path) -> None:
+    """No feature needs another. Symptom: with one folder deleted, an import elsewhere fails."""
+    pytest.importorskip("llguidance")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ONE, feature, str(tmp_path / "trace.json")],
+        cwd=ROOT,
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "2\n", done.stderr[-4000:]
