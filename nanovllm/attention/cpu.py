@@ -7,7 +7,7 @@ import torch
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionSpec, QKNorm
-from nanovllm.kernels.cpu import layer_ops
+from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.build import PANEL
 
 
@@ -50,7 +50,7 @@ class CPUBackend(Backend):
     ) -> torch.Tensor:
         places = batch.positions, batch.slot_mapping, kv_cache
         sizes = self.spec.num_heads, self.spec.head_dim
-        return layer_ops.store(qkv, *places, *sizes, **norm._asdict())
+        return ops.store(qkv, *places, *sizes, **norm._asdict())
 
     def attend(
         self,
@@ -61,7 +61,7 @@ class CPUBackend(Backend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert (sinks is not None) == self.spec.sinks
-        found = layer_ops.attention(
+        found = ops.attention(
             q,
             kv_cache,
             batch.block_tables,

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.activations import activate, swiglu_oai
+from nanovllm.kernels.torch_math import activate, swiglu_oai
 
 ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
 """Of gate and up. Their places here are their numbers in the kernels."""

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels import adapters, decode_step, torch_experts, torch_states
-from nanovllm.kernels.activations import activate, swiglu_oai
 from nanovllm.kernels.torch_experts import ExpertMLP, Routing
-from nanovllm.kernels.torch_math import NORM_ROUNDED, rms_norm
+from nanovllm.kernels.torch_math import NORM_ROUNDED, activate, rms_norm, swiglu_oai
 
 
 class WeightMethod(Protocol):

@@ -1,10 +1,15 @@
-"""RMSNorm and rotation in plain torch."""
+"""RMSNorm, rotation and activations in plain torch."""
 
 import torch
+import torch.nn.functional as F
 
 NORM_ROUNDED, NORM_WIDE, NORM_CENTRED = range(3)
 """How an RMSNorm applies its weight. Llama rounds the normalised numbers to their dtype first.
 Gemma 4, Olmo and gpt-oss multiply in float32 and round once; Gemma 2 and 3 with 1 + weight."""
+
+OAI_LIMIT = 7.0
+OAI_ALPHA = 1.702
+"""Constants of `swiglu_oai`: the limit of gate and up, and the factor in the sigmoid."""
 
 
 def rms_norm(
@@ -46,3 +51,27 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False) ->
         first, second = pairs[..., ::2], pairs[..., 1::2]
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return torch.cat([rotated.to(x.dtype), rest], dim=-1) if rest.shape[-1] else rotated.to(x.dtype)
+
+
+def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return the "silu", "gelu_tanh" or "sigmoid" of each number of `x`; "identity": `x`."""
+    if activation == "silu":
+        return F.silu(x)
+    if activation == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    if activation == "sigmoid":
+        return x.sigmoid()
+    if activation == "identity":
+        return x
+    raise ValueError(f"activation {activation!r} is not silu, gelu_tanh, sigmoid or identity")
+
+
+def swiglu_oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return the clamped SwiGLU of gpt-oss, computed in float32 and rounded once.
+
+    Args:
+        gate, up: [..., n].
+    """
+    bounded = gate.float().clamp(max=OAI_LIMIT)
+    product = bounded * torch.sigmoid(OAI_ALPHA * bounded)
+    return (product * (up.float().clamp(-OAI_LIMIT, OAI_LIMIT) + 1.0)).to(gate.dtype)

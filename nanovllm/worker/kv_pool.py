@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.attention.states import aligned
-from nanovllm.kernels.cpu.layer_ops import copy_pages
 from nanovllm.kernels.cpu.library import library, torch_on_one_thread
+from nanovllm.kernels.cpu.ops import copy_pages
 from nanovllm.kv.windows import WindowSpec
 from nanovllm.utils.memory import populate, return_pages
 from nanovllm.utils.transfer import upload

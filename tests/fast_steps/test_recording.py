@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.features.fast_steps.recording import Recording, Unrecordable
 from nanovllm.features.formats.rounding import rounded_rows
-from nanovllm.kernels.cpu import ops as cpu_ops
+from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.layers.linear import RowParallelLinear
 from tests.helpers import ROOT
@@ -33,7 +33,7 @@ def test_an_llm_on_a_cpu_does_not_import_dynamo():
 def test_a_recording_is_of_its_thread():
     logits = randn(2, 10)
     with ThreadPoolExecutor(1) as pool, Recording(4) as recording:
-        found = pool.submit(cpu_ops.sample, logits).result()
+        found = pool.submit(ops.sample, logits).result()
     assert torch.equal(found, logits.float().argmax(-1))
     assert not recording._calls
 

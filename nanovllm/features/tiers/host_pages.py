@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from nanovllm.kernels.cpu.layer_ops import copy_pages
 from nanovllm.kernels.cpu.library import library
+from nanovllm.kernels.cpu.ops import copy_pages
 from nanovllm.utils.memory import lazy_zeros, populate, return_pages
 from nanovllm.worker.kv_pool import KVPool
 

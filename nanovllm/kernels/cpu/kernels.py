@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from nanovllm.kernels import torch_experts
-from nanovllm.kernels.cpu import expert_ops, layer_ops, ops
+from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import OneDnnWeight, PackedWeight, use_onednn
 from nanovllm.kernels.torch_experts import ExpertMLP, Routing
@@ -32,24 +32,24 @@ class CSamplingKernels(OneDnnKernels):
 class CKernels(CSamplingKernels):
     """Computes models in bfloat16 in C."""
 
-    add_rms_norm = staticmethod(layer_ops.add_rms_norm)
-    add = staticmethod(layer_ops.add)
-    rms_norm = staticmethod(layer_ops.rms_norm)
-    act_and_mul = staticmethod(layer_ops.act_and_mul)
-    mul_act = staticmethod(layer_ops.mul_act)
-    scale = staticmethod(layer_ops.scale)
+    add_rms_norm = staticmethod(ops.add_rms_norm)
+    add = staticmethod(ops.add)
+    rms_norm = staticmethod(ops.rms_norm)
+    act_and_mul = staticmethod(ops.act_and_mul)
+    mul_act = staticmethod(ops.mul_act)
+    scale = staticmethod(ops.scale)
 
-    add_lora = staticmethod(layer_ops.add_lora)
+    add_lora = staticmethod(ops.add_lora)
 
-    causal_conv = staticmethod(layer_ops.causal_conv)
-    gated_delta = staticmethod(layer_ops.gated_delta)
-    gated_rms_norm = staticmethod(layer_ops.gated_rms_norm)
+    causal_conv = staticmethod(ops.causal_conv)
+    gated_delta = staticmethod(ops.gated_delta)
+    gated_rms_norm = staticmethod(ops.gated_rms_norm)
 
-    route = staticmethod(expert_ops.route)
+    route = staticmethod(ops.route)
 
     def experts(self, x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
-        if expert_ops.supports(x, mlp):
-            return expert_ops.experts(x, routing, mlp)
+        if ops.supports_experts(x, mlp):
+            return ops.experts(x, routing, mlp)
         return torch_experts.experts(x, routing, mlp)
 
     def pack(self, weight: torch.Tensor, *, is_embedding: bool) -> WeightMethod | None:
@@ -67,11 +67,11 @@ class CKernels(CSamplingKernels):
         return ops.to_float(x) if is_supported else super().to_float(x)
 
     def store_rows(self, pool: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
-        layer_ops.copy_rows(x, pool, y_rows=rows)
+        ops.copy_rows(x, pool, y_rows=rows)
 
     def take_rows(self, pool: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         taken = torch.empty(len(rows), pool.shape[1], dtype=pool.dtype)
-        layer_ops.copy_rows(pool, taken, x_rows=rows)
+        ops.copy_rows(pool, taken, x_rows=rows)
         return taken
 
     def join_columns(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -79,6 +79,6 @@ class CKernels(CSamplingKernels):
         joined = torch.empty(len(parts[0]), width, dtype=parts[0].dtype)
         column = 0
         for part in parts:
-            layer_ops.copy_rows(part, joined[:, column : column + part.shape[1]])
+            ops.copy_rows(part, joined[:, column : column + part.shape[1]])
             column += part.shape[1]
         return joined

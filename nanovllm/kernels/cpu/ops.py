@@ -1,15 +1,363 @@
-"""The C kernels that read logits, as functions of tensors.
+"""The C kernels as functions of tensors: what layers, mixtures of experts and samplers call.
 
-Shapes and layouts are not checked: a wrong one corrupts memory.
+`Kernels` says what those of its names do. Models are in bfloat16; logits may have any float dtype.
+Shapes and layouts are not checked, except in `supports_experts`: a wrong one corrupts memory.
 """
+
+from collections.abc import Sequence
 
 import torch
 
+from nanovllm.attention.states import StateRows, States
+from nanovllm.kernels.adapters import AdapterRows, AdapterTable
 from nanovllm.kernels.cpu import library
+from nanovllm.kernels.cpu.build import PANEL
+from nanovllm.kernels.cpu.packed import Panels, PanelWeight
+from nanovllm.kernels.torch_experts import ACTIVATIONS, Choice, ExpertLinear, ExpertMLP, Routing
+from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.options.sampling_params import GREEDY_BELOW
+
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2, "swiglu_oai": 3, "identity": 4}
+"""The numbers of the activations in csrc/elementwise.c."""
 
 _CHUNK = 128
 """Logits of a chunk; see csrc/sampling.c."""
+
+
+def add_rms_norm(
+    x: torch.Tensor | None,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    kind: int = NORM_ROUNDED,
+    multiplier: float = 1.0,
+) -> torch.Tensor:
+    out = torch.empty_like(residual)
+    rows, n = residual.numel() // residual.shape[-1], residual.shape[-1]
+    library.call("nv_add_rms_norm", x, residual, weight, out, rows, n, eps, kind, multiplier)
+    return out
+
+
+def add(x: torch.Tensor, residual: torch.Tensor) -> None:
+    rows, n = residual.shape
+    library.call("nv_add_rms_norm", x, residual, None, None, rows, n, 0.0, NORM_ROUNDED, 1.0)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    kind: int = NORM_ROUNDED,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    rows, n = x.shape
+    out = torch.empty(rows, n, dtype=x.dtype) if out is None else out
+    library.call("nv_rms_norm", x, x.stride(0), weight, out, out.stride(0), rows, n, eps, kind)
+    return out
+
+
+def act_and_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """Return a view of `gate_up`, contiguous, whose first half is overwritten."""
+    rows, width = gate_up.shape
+    up = gate_up.data_ptr() + width // 2 * gate_up.element_size()
+    numbers = rows, width // 2, _ACTIVATIONS[activation]
+    library.call("nv_mul_act", gate_up, width, 1, up, width, gate_up, width, *numbers)
+    return gate_up[:, : width // 2]
+
+
+def mul_act(gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
+    rows, n = x.shape
+    out = torch.empty(rows, n, dtype=x.dtype)
+    inputs = gate, gate.stride(0), int(gate.shape[1] == n), x, x.stride(0)
+    library.call("nv_mul_act", *inputs, out, n, rows, n, _ACTIVATIONS[activation])
+    return out
+
+
+def scale(x: torch.Tensor, factor: float | torch.Tensor) -> None:
+    number = factor if isinstance(factor, torch.Tensor) else None
+    rows, n = x.numel() // x.shape[-1], x.shape[-1]
+    library.call("nv_scale", x, number, rows, n, 1.0 if number is not None else factor)
+
+
+def copy_rows(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    x_rows: torch.Tensor | None = None,
+    y_rows: torch.Tensor | None = None,
+) -> None:
+    """Copy row x_rows[t] of `x` [.., n] to row y_rows[t] of `y` [.., n], for each t.
+
+    Args:
+        x, y: bfloat16; their rows may lie apart.
+        x_rows, y_rows: [t] int64; None: row t, where `x` has t rows if both are None.
+    """
+    num_rows = len(x if x_rows is None else x_rows)
+    library.call(
+        "nv_copy_rows", x, x.stride(0), x_rows, y, y.stride(0), y_rows, num_rows, x.shape[1]
+    )
+
+
+def copy_pages(
+    pool: torch.Tensor,
+    sources: Sequence[int],
+    targets: Sequence[int],
+    into: torch.Tensor | None = None,
+) -> None:
+    """Copy rows `sources` of `pool` [pages, even number of bytes] uint8 to rows `targets`.
+
+    No target is a source.
+
+    Args:
+        into: what the targets are rows of, as wide as `pool`; None: `pool` itself.
+    """
+    halves = pool.view(torch.bfloat16)
+    others = halves if into is None else into.view(torch.bfloat16)
+    copy_rows(halves, others, x_rows=torch.tensor(sources), y_rows=torch.tensor(targets))
+
+
+def store(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache: torch.Tensor,
+    num_heads: int,
+    head_dim: int,
+    *,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    kind: int = NORM_ROUNDED,
+    after_rotation: bool = False,
+    interleaved: bool = False,
+    v_norm: bool = False,
+    q_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Prepare q, k and v, store k and v in the cache, and return q [t, heads, dim].
+
+    The keyword arguments are the fields of `attention.backend.QKNorm`.
+
+    Args:
+        qkv: [t, (heads + 2 kv_heads) * dim], contiguous: q, k and v. With kv_heads once, the values
+            are the keys before their norm and rotation; without, nothing is stored.
+        positions, slot_mapping: [t] int64.
+        kv_cache: [kv_heads, blocks, 2, block_size, width] bfloat16, in the layout of cache.h; its
+            heads and its blocks may lie apart. An 8-bit KV cache is int8 and has two more bytes per
+            token: the token's scale.
+    """
+    num_kv_heads, _, _, block_size, _ = kv_cache.shape
+    q = torch.empty(len(qkv), num_heads, head_dim, dtype=torch.bfloat16)
+    library.call(
+        "nv_store",
+        qkv,
+        q_weight,
+        k_weight,
+        cos_sin,
+        q_scale,
+        positions,
+        slot_mapping,
+        q,
+        kv_cache,
+        *_distances(kv_cache),
+        len(qkv),
+        num_heads,
+        num_kv_heads,
+        (qkv.shape[1] // head_dim - num_heads) // num_kv_heads,
+        head_dim,
+        cos_sin.shape[1],
+        block_size,
+        8 * kv_cache.element_size(),
+        eps,
+        kind,
+        after_rotation,
+        interleaved,
+        v_norm,
+    )
+    return q
+
+
+def attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return causal attention of q [t, heads, dim] over a paged KV cache; see `Backend.attend`.
+
+    A row's result is the same, bit for bit, whatever the other rows are, and however a sequence is
+    cut into chunks. Blocks that no query's window reaches are not read, nor are their ids.
+
+    Args:
+        block_tables: [rows, width] int32.
+        cu_seqlens_q: [rows + 1] int32.
+        seq_lens: [rows] int32.
+        scale, window, softcap: as in `AttentionSpec`.
+        sinks: [heads] float32; None: there are none.
+    """
+    num_kv_heads, _, _, block_size, _ = kv_cache.shape
+    _, num_heads, head_dim = q.shape
+    out = torch.empty_like(q)
+    library.call(
+        "nv_attention",
+        q,
+        out,
+        kv_cache,
+        *_distances(kv_cache),
+        block_tables,
+        block_tables.shape[1],
+        cu_seqlens_q,
+        seq_lens,
+        sinks,
+        len(seq_lens),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        8 * kv_cache.element_size(),
+        window or 0,
+        head_dim**-0.5 if scale is None else scale,
+        softcap,
+    )
+    return out
+
+
+def _distances(kv_cache: torch.Tensor) -> tuple[int, int]:
+    """Return the bytes from one KV head of a layer's cache to the next, and from block to block."""
+    head, block, *_ = kv_cache.stride()
+    return head * kv_cache.element_size(), block * kv_cache.element_size()
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    silu: bool,
+    states: States,
+    rows: StateRows,
+) -> torch.Tensor:
+    """The rows of `x` may lie apart."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    sizes = len(rows.write_lens), *weight.shape, silu
+    library.call(
+        "nv_causal_conv", x, x.stride(0), weight, bias, out, *_places(states, rows), *sizes
+    )
+    return out
+
+
+def gated_delta(
+    qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: States,
+    rows: StateRows,
+) -> torch.Tensor:
+    num_heads, (dk, dv) = len(a_log), states.parts[1].shape
+    key_heads = (qkv.shape[1] - num_heads * dv) // (2 * dk)
+    out = torch.empty(len(qkv), num_heads, dv, dtype=qkv.dtype)
+    gates = a, a.stride(0), b, b.stride(0), a_log, dt_bias
+    sizes = len(rows.write_lens), key_heads, num_heads, dk, dv
+    library.call("nv_gated_delta", qkv, *gates, out, *_places(states, rows), *sizes)
+    return out
+
+
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Only [T, heads, D] can be recorded for T tokens."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    tokens, size = len(x), x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    inputs = x, x.stride(0), gate, gate.stride(0), weight
+    library.call("nv_gated_rms_norm", *inputs, out, tokens, heads, size, eps)
+    return out
+
+
+def _places(states: States, rows: StateRows) -> tuple[torch.Tensor | int, ...]:
+    """Return the arguments of a kernel that say where the states are."""
+    pool, pages = states.pool, rows.pages
+    pages_of_rows = pages, pages.shape[1], rows.cu_seqlens, rows.write_lens
+    return pool, pool.stride(0), states.places, *pages_of_rows
+
+
+def add_lora(y: torch.Tensor, x: torch.Tensor, rows: AdapterRows, table: AdapterTable) -> None:
+    """See `kernels.adapters.add_lora`. A token's bits do not depend on the other tokens.
+
+    Recorded calls read `rows` and `table` when they run.
+
+    Args:
+        y: contiguous.
+        x: its rows may lie apart.
+    """
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    sizes = len(x), y.shape[1], x.shape[1], len(table.ends), table.max_rank
+    factors = table.a, table.b, table.ranks, table.scales, table.ends
+    library.call(
+        "nv_add_lora", x, x.stride(0), y, *factors, rows.groups, rows.order, table.scratch, *sizes
+    )
+
+
+def supports_experts(x: torch.Tensor, mlp: ExpertMLP) -> bool:
+    """Return whether `experts` can compute `mlp` for `x`: each expert must have whole panels, and
+    its inputs their own order.
+    """
+    return x.dtype == torch.bfloat16 and all(
+        isinstance(linear.weight, PanelWeight)
+        and linear.num_outputs % divisor == 0
+        and linear.weight.panels.inputs is None
+        for linear, divisor in ((mlp.gate_up, 2 * PANEL), (mlp.down, PANEL))
+    )
+
+
+def route(logits: torch.Tensor, choice: Choice) -> Routing:
+    """Do what `torch_experts.route` says, for bfloat16 logits [T, E] and scales [E]."""
+    (tokens, num_experts), top_k = logits.shape, choice.top_k
+    ids = torch.empty(tokens, top_k, dtype=torch.int32)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32)
+    inputs, sizes = (logits.contiguous(), choice.scales, choice.bias), (tokens, num_experts, top_k)
+    options = choice.renormalize, choice.factor, choice.sigmoid
+    library.call("nv_route", *inputs, ids, weights, *sizes, *options)
+    return Routing(ids, weights)
+
+
+def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
+    """Do what `torch_experts.experts` says, for what `supports_experts` accepts.
+
+    A token's result is the same, bit for bit, whatever the other tokens are.
+    """
+    x = x.contiguous()
+    tokens, hidden_size = x.shape
+    top_k, size = routing.ids.shape[1], mlp.gate_up.num_outputs // 2
+    gate_up, down = _panels(mlp.gate_up), _panels(mlp.down)
+    num_experts = len(gate_up.packed) * PANEL // mlp.gate_up.num_outputs
+    sizes = tokens, num_experts, top_k
+    hidden = torch.empty(tokens * top_k, size, dtype=torch.bfloat16)
+    tensors = gate_up.packed, gate_up.scales, gate_up.factors, mlp.gate_up.bias
+    of_weight = size, hidden_size, *gate_up.arguments(hidden_size)
+    options = ACTIVATIONS.index(mlp.activation), mlp.interleaved
+    inputs = x, routing.ids
+    library.call("nv_expert_gate_up", *inputs, *tensors, hidden, *sizes, *of_weight, *options)
+    prepared = torch.empty(tokens * top_k, 4 * size + 256, dtype=torch.uint8)
+    y = torch.empty(tokens, mlp.down.num_outputs, dtype=torch.bfloat16)
+    tensors = down.packed, down.scales, down.factors, mlp.down.bias
+    of_weight = mlp.down.num_outputs, size, *down.arguments(size)
+    routed = hidden, routing.ids, routing.weights
+    library.call("nv_expert_down", *routed, *tensors, prepared, y, *sizes, *of_weight)
+    return y
+
+
+def _panels(linear: ExpertLinear) -> Panels:
+    assert isinstance(linear.weight, PanelWeight)
+    return linear.weight.panels
 
 
 def sample(logits: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels import torch_experts
-from nanovllm.kernels.activations import OAI_ALPHA, OAI_LIMIT
 from nanovllm.kernels.torch_experts import ACTIVATIONS, Choice, ExpertMLP, Routing
+from nanovllm.kernels.torch_math import OAI_ALPHA, OAI_LIMIT
 
 _CHUNK = 1024
 """Pairs that a program of `_group` reads at once."""

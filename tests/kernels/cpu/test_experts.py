@@ -10,7 +10,7 @@ from nanovllm.features.fast_steps.recording import Recording
 from nanovllm.features.formats.fp4 import unpack_fp4
 from nanovllm.features.formats.integer import IntTensor, quantize
 from nanovllm.kernels import torch_experts
-from nanovllm.kernels.cpu import expert_ops
+from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP
@@ -101,8 +101,8 @@ def test_experts(hidden_size, size, bits, activation, interleaved, bias):
     mlp, wide = make_mlp(hidden_size, size, bits, activation, interleaved, bias)
     for tokens in (0, 1, 2, 37, 150):
         x, routing = randn(tokens, hidden_size, seed=tokens), random_routing(tokens)
-        assert expert_ops.supports(x, mlp)
-        y = expert_ops.experts(x, routing, mlp)
+        assert ops.supports_experts(x, mlp)
+        y = ops.experts(x, routing, mlp)
         expected = torch_experts.experts(x.double(), routing, wide)
         assert y.shape == expected.shape
         if tokens:
@@ -116,11 +116,11 @@ def test_experts(hidden_size, size, bits, activation, interleaved, bias):
 def test_a_tokens_result_does_not_depend_on_the_others(bits, activation, interleaved, bias):
     mlp, _ = make_mlp(96, 160, bits, activation, interleaved, bias)
     x, routing = randn(300, 96), random_routing(300)
-    together = expert_ops.experts(x, routing, mlp)
+    together = ops.experts(x, routing, mlp)
     for part in (slice(1), slice(299, 300), slice(5), slice(40, 77), slice(100, 300)):
         some = torch_experts.Routing(routing.ids[part], routing.weights[part])
         some = torch_experts.Routing(*(t.contiguous() for t in some))
-        assert torch.equal(expert_ops.experts(x[part], some, mlp), together[part])
+        assert torch.equal(ops.experts(x[part], some, mlp), together[part])
 
 
 def test_a_late_thread_finds_the_choice_of_a_later_layer():
@@ -134,8 +134,8 @@ def test_a_late_thread_finds_the_choice_of_a_later_layer():
     def forward():
         found = []
         for logits in routers:
-            routing = expert_ops.route(logits, Choice(TOP_K, renormalize=True))
-            found.append(expert_ops.experts(x, routing, mlp))
+            routing = ops.route(logits, Choice(TOP_K, renormalize=True))
+            found.append(ops.experts(x, routing, mlp))
         return found
 
     expected = forward()
@@ -180,12 +180,12 @@ def test_route(num_experts, top_k, renormalize):
     logits[20:] = logits[20:].round()  # many are equal
     scales = randn(num_experts, seed=1)
     choice = Choice(top_k, renormalize, 0.3, scales)
-    found = expert_ops.route(logits, choice)
+    found = ops.route(logits, choice)
     expected = torch_experts.route(logits, choice)
     assert torch.equal(found.ids, expected.ids)
     assert_close(found.weights, expected.weights, rtol=2e-6, atol=1e-7)
     for row in (0, 30, 49):
-        alone = expert_ops.route(logits[row : row + 1], choice)
+        alone = ops.route(logits[row : row + 1], choice)
         assert torch.equal(alone.weights[0], found.weights[row])
 
 
@@ -196,22 +196,22 @@ def test_route_by_sigmoids(num_experts, top_k, renormalize, has_bias):
     logits = randn(40, num_experts, seed=3)
     bias = randn(num_experts, seed=4).float() if has_bias else None
     choice = Choice(top_k, renormalize, 2.5, sigmoid=True, bias=bias)
-    found = expert_ops.route(logits, choice)
+    found = ops.route(logits, choice)
     expected = torch_experts.route(logits, choice)
     assert torch.equal(found.ids, expected.ids)
     assert_close(found.weights, expected.weights, rtol=2e-6, atol=1e-7)
     for row in (0, 30, 39):
-        alone = expert_ops.route(logits[row : row + 1], choice)
+        alone = ops.route(logits[row : row + 1], choice)
         assert torch.equal(alone.weights[0], found.weights[row])
     logits[1, 2] = torch.nan
-    broken = expert_ops.route(logits, choice).weights.isnan().any(1)
+    broken = ops.route(logits, choice).weights.isnan().any(1)
     assert broken.tolist() == [False, True, *[False] * 38]
 
 
 def test_a_logit_that_is_no_number_makes_the_weights_nan():
     logits = randn(4, 40)
     logits[1, 33], logits[2, 5], logits[3, 7] = torch.nan, torch.inf, -torch.inf
-    found = expert_ops.route(logits, Choice(4, renormalize=True))
+    found = ops.route(logits, Choice(4, renormalize=True))
     assert found.weights.isnan().any(1).tolist() == [False, True, True, False]
     assert ((found.ids >= 0) & (found.ids < 40)).all()
 
@@ -222,9 +222,9 @@ def test_experts_with_inputs_in_another_order_are_computed_by_torch():
     method = make_int_method(tensor, torch.bfloat16, CKernels())
     gate_up = mlp.gate_up._replace(weight=method)
     x = randn(3, 96)
-    assert expert_ops.supports(x, mlp)
+    assert ops.supports_experts(x, mlp)
     mlp = mlp._replace(gate_up=gate_up)
-    assert not expert_ops.supports(x, mlp)
+    assert not ops.supports_experts(x, mlp)
     routing = random_routing(3)
     expected = torch_experts.experts(x, routing, mlp)
     assert torch.equal(CKernels().experts(x, routing, mlp), expected)
@@ -235,7 +235,7 @@ def test_a_recording_runs_with_fewer_tokens():
     x, logits = randn(8, 96), randn(8, NUM_EXPERTS)
 
     def forward():
-        return expert_ops.experts(x, expert_ops.route(logits, Choice(TOP_K, renormalize=True)), mlp)
+        return ops.experts(x, ops.route(logits, Choice(TOP_K, renormalize=True)), mlp)
 
     expected = forward()
     with Recording(8) as recording:

@@ -8,7 +8,7 @@ from nanovllm.attention.batch import Batch
 from nanovllm.attention.cpu import CPUBackend
 from nanovllm.attention.spec import AttentionSpec, QKNorm
 from nanovllm.features.fast_steps.recording import Recording
-from nanovllm.kernels.cpu import layer_ops
+from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_ROUNDED, NORM_WIDE
@@ -30,7 +30,7 @@ def test_add_rms_norm_rounds_as_torch_does(size):
     norm.weight.data = randn(size, seed=2)
     expected, total = norm.add_norm(x, residual.clone())
     ours = residual.clone()
-    out = layer_ops.add_rms_norm(x, ours, norm.weight, norm.eps)
+    out = ops.add_rms_norm(x, ours, norm.weight, norm.eps)
     assert torch.equal(ours, total)
     assert ((out != expected).float().mean() < 0.01).item()  # torch adds in another order
     assert_close(out.float(), expected.float(), rtol=0.01, atol=1e-6)
@@ -80,7 +80,7 @@ def test_silu_and_mul(size):
     gate_up[0, :4] = torch.tensor([-1000.0, 1000.0, 0.0, -88.0])
     gate, up = gate_up.double().chunk(2, dim=-1)
     expected = torch.nn.functional.silu(gate) * up
-    error = (layer_ops.act_and_mul(gate_up).double() - expected).abs()
+    error = (ops.act_and_mul(gate_up).double() - expected).abs()
     assert (error <= 2**-7 * expected.abs() + 1e-30).all()
 
 
@@ -144,13 +144,13 @@ def test_copy_rows_between_rows_that_lie_apart(size):
     x, y, rows = randn(5, size + 9)[:, 3 : size + 3], randn(40, 3 * size, seed=1), [33, 0, 7, 39, 8]
     expected = y.clone()
     expected[rows, size : 2 * size] = x
-    layer_ops.copy_rows(x, y[:, size : 2 * size], y_rows=torch.tensor(rows))
+    ops.copy_rows(x, y[:, size : 2 * size], y_rows=torch.tensor(rows))
     assert torch.equal(y, expected)
     expected[:5, 2 * size :] = x
-    layer_ops.copy_rows(x, y[:, 2 * size :])
+    ops.copy_rows(x, y[:, 2 * size :])
     assert torch.equal(y, expected)
     expected[:2, :size] = x[[4, 1]]
-    layer_ops.copy_rows(x, y[:, :size], x_rows=torch.tensor([4, 1]))
+    ops.copy_rows(x, y[:, :size], x_rows=torch.tensor([4, 1]))
     assert torch.equal(y, expected)
 
 
@@ -159,7 +159,7 @@ def test_copy_pages(page_bytes):
     pool = torch.randint(256, (9, page_bytes), dtype=torch.uint8)
     expected = pool.clone()
     expected[[4, 0, 8]] = pool[[1, 7, 1]]
-    layer_ops.copy_pages(pool, [1, 7, 1], [4, 0, 8])
+    ops.copy_pages(pool, [1, 7, 1], [4, 0, 8])
     assert torch.equal(pool, expected)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.kernels.adapters import AdapterRows, AdapterTable, add_lora, empty_table
-from nanovllm.kernels.cpu import layer_ops
+from nanovllm.kernels.cpu import ops
 from tests.closeness import assert_close
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_the_kernel_is_the_reference(
     base = torch.randn(num_tokens, sum(widths)).bfloat16()
     expected, found = base.float(), base.clone()
     add_lora(expected, x, rows, table)
-    layer_ops.add_lora(found, x, rows, table)
+    ops.add_lora(found, x, rows, table)
     assert_close(found.float(), expected, rtol=2**-7, atol=2e-3)
     untouched = torch.tensor(slots) < 0
     assert torch.equal(found[untouched], base[untouched])
@@ -77,12 +77,12 @@ def test_a_tokens_bits_do_not_depend_on_the_others() -> None:
     slots = random.Random(3).choices(range(-1, 3), k=200)
     whole = base.clone()
     rows = filled(slots, 3)
-    layer_ops.add_lora(whole, x, rows, table)
+    ops.add_lora(whole, x, rows, table)
     for size in (1, 2, 3, 4, 7, 9, 33, 70):
         chosen = torch.tensor(random.Random(size).sample(range(200), size))
         part = base[chosen]
         rows.fill([slots[i] for i in chosen.tolist()], [1] * size)
-        layer_ops.add_lora(part, x[chosen], rows, table)
+        ops.add_lora(part, x[chosen], rows, table)
         assert torch.equal(part, whole[chosen])
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.features.formats.integer import IntTensor, quantize
-from nanovllm.kernels.cpu import layer_ops, ops as cpu_ops, table_ops
+from nanovllm.kernels.cpu import ops, table_ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.layers.sampler import Sampling, draw
 from tests.closeness import assert_close
@@ -184,11 +184,11 @@ def test_what_is_no_number_stays_so():
     """Symptom: one NaN score takes all of a row's weight."""
     gate_up = torch.full((1, 64), 2.0, dtype=torch.bfloat16)
     gate_up[0, 5] = torch.nan
-    found = layer_ops.act_and_mul(gate_up)[0]
+    found = ops.act_and_mul(gate_up)[0]
     assert found.isnan().nonzero().tolist() == [[5]]
     logits = torch.zeros(1, 256, dtype=torch.bfloat16)
     logits[0, 130] = torch.nan
-    assert cpu_ops.sample(logits).tolist() == [-1]
+    assert ops.sample(logits).tolist() == [-1]
     assert draws(logits) == [-1]
     logits[0, 130] = -torch.inf
     assert draws(logits, positions=range(300), num_rows=300).count(130) == 0
@@ -201,11 +201,11 @@ def test_greedy_is_the_first_of_the_largest(rows, n):
     logits = (randn(rows, n) * 3).round()  # so that there are ties
     logits[0, : n // 3] = -torch.inf
     logits[-1, : n // 2] = -5.0
-    assert torch.equal(cpu_ops.sample(logits), logits.float().argmax(-1))
+    assert torch.equal(ops.sample(logits), logits.float().argmax(-1))
     logits[:] = -1.0
     logits[:, n // 2] = -0.0
     logits[:, n - 1] = 0.0
-    assert torch.equal(cpu_ops.sample(logits), torch.full((rows,), n // 2))
+    assert torch.equal(ops.sample(logits), torch.full((rows,), n // 2))
 
 
 @native
@@ -220,8 +220,8 @@ def test_one_logit_that_is_no_number_shows_in_the_largest(n, value):
         logits[row, place] = value
     logits[-2] = -torch.inf
     expected = [-1] * (len(places) + 1) + [logits[-1].argmax()]
-    assert cpu_ops.sample(logits).tolist() == expected
-    assert cpu_ops.sample(logits.float()).tolist() == expected
+    assert ops.sample(logits).tolist() == expected
+    assert ops.sample(logits.float()).tolist() == expected
     assert [token < 0 for token in draws(logits)] == [token < 0 for token in expected]
 
 
@@ -274,7 +274,7 @@ def draws(logits, *, positions=None, num_rows=None, **columns):
         **columns,
     }
     logits = logits if len(logits) == num_rows else logits[:1].repeat(num_rows, 1)
-    return cpu_ops.sample(logits, *columns.values()).tolist()
+    return ops.sample(logits, *columns.values()).tolist()
 
 
 FILTERS = {
@@ -336,12 +336,12 @@ def test_sample_draws_what_torch_draws(n, filters):
 def test_rules_on_logits(n):
     logits = randn(5, n)
     logits[0, 0] = torch.nan
-    changed = cpu_ops.to_float(logits)
+    changed = ops.to_float(logits)
     assert torch.equal(changed.nan_to_num(99), logits.float().nan_to_num(99))
     allowed = torch.rand(2, n) < 0.5
     mask_bytes = -(-n // 32) * 4
     padded = torch.nn.functional.pad(allowed, (0, 8 * mask_bytes - n)).view(2, -1, 8)
     masks = (padded.int() << torch.arange(8)).sum(-1).to(torch.uint8)
-    cpu_ops.forbid(changed, torch.tensor([3, 1]), masks)
+    ops.forbid(changed, torch.tensor([3, 1]), masks)
     assert torch.equal(changed[[3, 1]], logits[[3, 1]].float().masked_fill(~allowed, -torch.inf))
     assert torch.equal(changed[[2, 4]], logits[[2, 4]].float())

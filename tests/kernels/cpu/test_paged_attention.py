@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.cpu import CPUBackend
 from nanovllm.attention.spec import AttentionSpec, QKNorm
-from nanovllm.kernels.cpu import layer_ops
+from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_WIDE
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
 from tests.closeness import assert_close, token_names
@@ -90,7 +90,7 @@ def test_store_is_float64s(heads, kv_heads, head_dim, tokens, options):
     slots = torch.randperm(num_blocks * block_size, generator=order)[:tokens].sort().values
     spec = AttentionSpec(heads, kv_heads, head_dim, torch.bfloat16, torch.device("cpu"), block_size)
     cache = torch.zeros(CPUBackend(spec).kv_cache_shape(num_blocks), dtype=torch.bfloat16)
-    found_q = layer_ops.store(qkv, positions, slots, cache, heads, head_dim, **norm._asdict())
+    found_q = ops.store(qkv, positions, slots, cache, heads, head_dim, **norm._asdict())
     parts = [
         part.unflatten(-1, (-1, head_dim)).double()
         for part in qkv.split_with_sizes([heads * head_dim, *[kv_heads * head_dim] * kv_parts], -1)
@@ -279,7 +279,7 @@ class Stored:
             ]
         )
         qkv = randn(len(positions), heads * spec.head_dim, seed=heads)
-        self.q = layer_ops.store(
+        self.q = ops.store(
             qkv, positions, slots, self.cache, spec.num_heads, spec.head_dim, **norm._asdict()
         )
         _, k, v = norm.apply(qkv, positions, spec)

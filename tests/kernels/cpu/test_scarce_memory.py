@@ -12,7 +12,7 @@ from nanovllm import SamplingParams, demo_model
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.features.formats.integer import quantize
 from nanovllm.kernels import torch_experts
-from nanovllm.kernels.cpu import build, expert_ops, layer_ops, library as library_module
+from nanovllm.kernels.cpu import build, library as library_module, ops
 from nanovllm.kernels.cpu.calls import SOURCES
 from nanovllm.kernels.cpu.library import torch_on_one_thread
 from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP
@@ -55,12 +55,12 @@ def experts(bits: int) -> Callable[[], torch.Tensor]:
     mlp = ExpertMLP(up, down, "silu", False)
     x = randn(40, 64)
     routing = torch_experts.route(randn(40, 4, seed=3), Choice(2, renormalize=True))
-    return lambda: expert_ops.experts(x, routing, mlp)
+    return lambda: ops.experts(x, routing, mlp)
 
 
 def route() -> Callable[[], torch.Tensor]:
     logits = randn(40, 4, seed=3)
-    return lambda: expert_ops.route(logits, Choice(2, renormalize=True)).weights
+    return lambda: ops.route(logits, Choice(2, renormalize=True)).weights
 
 
 def attention() -> Callable[[], torch.Tensor]:
@@ -68,7 +68,7 @@ def attention() -> Callable[[], torch.Tensor]:
     cache = randn(2, 2, 2, 64, 64, seed=1)
     blocks = torch.arange(2, dtype=torch.int32)[None]
     starts = torch.tensor([0, 70], dtype=torch.int32)
-    return lambda: layer_ops.attention(queries, cache, blocks, starts, starts[1:], scale=0.125)
+    return lambda: ops.attention(queries, cache, blocks, starts, starts[1:], scale=0.125)
 
 
 CALLS: dict[str, tuple[int, Callable[[], Callable[[], torch.Tensor]]]] = {

@@ -7,7 +7,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from nanovllm.attention.states import StatePart
 from nanovllm.features.fast_steps.recording import Recording
-from nanovllm.kernels.cpu import layer_ops
+from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.torch_kernels import TORCH
 from tests.closeness import assert_close
 from tests.kernels.cpu.helpers import native, randn
@@ -58,7 +58,7 @@ def test_causal_conv_is_float64s(channels, taps, lengths, silu):
         kept = [part_of(states, row, 0).clone() for row in pages]
         written = [int(length * share) for length in lengths]
         rows = make_rows(pages, lengths, written)
-        found = layer_ops.causal_conv(x, weight, bias, silu, states, rows).split(lengths)
+        found = ops.causal_conv(x, weight, bias, silu, states, rows).split(lengths)
         for row, one in enumerate(x.split(lengths)):
             expected, _ = naive_conv(one, weight, bias, silu, kept[row])
             state = torch.cat([kept[row], one])[written[row] :][: taps - 1]
@@ -129,7 +129,7 @@ def test_gated_delta_is_float64s(shape):
         states.pool.copy_(before)
         written = [int(length * share) for length in lengths]
         rows = make_rows(pages, lengths, written)
-        found = layer_ops.gated_delta(*inputs, states, rows).split(lengths)
+        found = ops.gated_delta(*inputs, states, rows).split(lengths)
         for row, (expected, known) in enumerate(exact):
             assert_close(found[row].double(), expected, rtol=2**-8, atol=2e-6)
             state = matrices_of(states, pages[row])
@@ -147,7 +147,7 @@ def test_the_errors_of_many_tokens_do_not_add_up():
     old, before = matrices_of(states, pages[0]), states.pool.clone()
     _, known = exact_delta(inputs, old)
     errors = []
-    for kernels in (layer_ops, TORCH):
+    for kernels in (ops, TORCH):
         states.pool.copy_(before)
         kernels.gated_delta(*inputs, states, make_rows(pages, [8192]))
         errors.append((matrices_of(states, pages[0]) - known[-1]).abs().max())
@@ -186,10 +186,10 @@ def make_layer(inputs):
     norm = randn((channels - 2 * 24) // heads, seed=7)
 
     def layer(x, a, b, states, rows):
-        mixed = layer_ops.causal_conv(x, weight, bias, True, states, rows)
-        out = layer_ops.gated_delta(mixed, a, b, *inputs[3:], states, rows)
+        mixed = ops.causal_conv(x, weight, bias, True, states, rows)
+        out = ops.gated_delta(mixed, a, b, *inputs[3:], states, rows)
         gate = x[:, : out[0].numel()].unflatten(1, (heads, -1))
-        return layer_ops.gated_rms_norm(out, gate, norm, 1e-6)
+        return ops.gated_rms_norm(out, gate, norm, 1e-6)
 
     return layer
 
@@ -219,10 +219,10 @@ def test_gated_norm_rounds_as_transformers_does(size):
     wide = randn(7, 2, 3 * size + 40, seed=3)[:, :, 8 : 3 * size + 8].unflatten(2, (3, size))
     x, gate = wide.unbind(1)
     expected = reference(x, gate)
-    found = layer_ops.gated_rms_norm(x, gate, weight, 1e-5)
+    found = ops.gated_rms_norm(x, gate, weight, 1e-5)
     assert (found != expected).float().mean() < 0.01  # torch adds in another order
     assert_close(found.float(), expected.float(), rtol=2**-6, atol=1e-6)
-    flat = layer_ops.gated_rms_norm(x.flatten(0, 1), gate.flatten(0, 1), weight, 1e-5)
+    flat = ops.gated_rms_norm(x.flatten(0, 1), gate.flatten(0, 1), weight, 1e-5)
     assert torch.equal(flat, found.flatten(0, 1))
 
 
