@@ -52,7 +52,8 @@ def empty_table(
         inputs: k.
         widths: outputs of each slice.
     """
-    device, count = scratch.device, len(widths)
+    device = scratch.device
+    count = len(widths)
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -106,18 +107,21 @@ class AdapterRows:
         if not self.is_empty:
             self.groups[0] = 0
             self.slots[: self._num_filled].fill_(-1)
-        self._num_filled, self.is_empty = 0, True
+        self._num_filled = 0
+        self.is_empty = True
 
     def _fill(self, slots: torch.Tensor) -> None:
         """Note tokens of `slots`, integers on the device."""
         self.slots[len(slots) : self._num_filled].fill_(-1)  # padding of a graph reads them
         self.slots[: len(slots)].copy_(slots)
-        self._num_filled, self.is_empty = len(slots), False
+        self._num_filled = len(slots)
+        self.is_empty = False
         if self.slots.device.type == "cpu":
             in_order, order = torch.sort(slots, stable=True)  # those without an adapter come first
             self.order[: len(order)] = order
             used, counts = torch.unique_consecutive(in_order, return_counts=True)
-            numbers, start = [0], 0
+            numbers = [0]
+            start = 0
             for slot, count in zip(used.tolist(), counts.tolist(), strict=True):
                 if slot >= 0:
                     numbers[0] += 1
@@ -134,11 +138,14 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, rows: AdapterRows, table: Adapter
     """
     if rows.is_empty:
         return
-    slots, ends = rows.slots[: len(x)], table.ends.tolist()
+    slots = rows.slots[: len(x)]
+    ends = table.ends.tolist()
     for slot in sorted(set(slots.tolist()) - {-1}):
         tokens = (slots == slot).nonzero()[:, 0]
-        inputs, start = x[tokens].float(), 0
-        ranks, scales = table.ranks[slot].tolist(), table.scales[slot].tolist()
+        inputs = x[tokens].float()
+        start = 0
+        ranks = table.ranks[slot].tolist()
+        scales = table.scales[slot].tolist()
         for i, (rank, scale, end) in enumerate(zip(ranks, scales, ends, strict=True)):
             if rank:
                 first = i * table.max_rank

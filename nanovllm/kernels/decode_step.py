@@ -27,7 +27,8 @@ def gather(
         [R, n] int32 and the next positions [R] int64. Second, the R table rows of each of
         `columns`.
     """
-    tables, following = block_tables[table_indices], positions + 1
+    tables = block_tables[table_indices]
+    following = positions + 1
     blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
     slot_mapping = blocks * block_size + positions % block_size
     input_ids = token_ids[table_indices, positions].long()

@@ -65,7 +65,8 @@ def require_triton(device: str) -> None:
     refusal = _refusal()
     if refusal is None:
         return
-    cause, remedy = f"cannot run: {refusal.reason:.300}", "choose"
+    cause = f"cannot run: {refusal.reason:.300}"
+    remedy = "choose"
     if refusal.missing is not None:
         cause = f"cannot be compiled, because {refusal.missing} ({refusal.reason:.300})"
         remedy = "or choose"

@@ -59,7 +59,8 @@ class ExpertLinear(NamedTuple):
 
     def of(self, expert: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the weight [num_outputs, inputs] of one expert, and its bias [num_outputs]."""
-        start, end = expert * self.num_outputs, (expert + 1) * self.num_outputs
+        start = expert * self.num_outputs
+        end = (expert + 1) * self.num_outputs
         bias = None if self.bias is None else self.bias[start:end]
         if isinstance(self.weight, torch.Tensor):
             return self.weight[start:end], bias
@@ -83,7 +84,8 @@ def route(logits: torch.Tensor, choice: Choice) -> Routing:
     With a bias, those with the largest sigmoid plus bias. Of equal ones, the expert with the lower
     number comes first. The weights are computed in float32.
     """
-    logits, top_k = logits.float(), choice.top_k
+    logits = logits.float()
+    top_k = choice.top_k
     if choice.sigmoid:
         scores = 1.0 / (1.0 + (-logits).exp())
         sums = scores if choice.bias is None else scores + choice.bias
@@ -95,7 +97,8 @@ def route(logits: torch.Tensor, choice: Choice) -> Routing:
     else:
         values, order = logits.sort(dim=-1, descending=True, stable=True)
         exponentials = ((values - values[:, :1]) * choice.factor).exp()
-        chosen, ids = exponentials[:, :top_k], order[:, :top_k]
+        chosen = exponentials[:, :top_k]
+        ids = order[:, :top_k]
         weights = chosen / (chosen if choice.renormalize else exponentials).sum(-1, keepdim=True)
     if choice.scales is not None:
         weights = weights * choice.scales.float()[ids]
@@ -128,7 +131,8 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
         tokens, ranks = (routing.ids == expert).nonzero(as_tuple=True)
         gate_up = F.linear(x[tokens], *mlp.gate_up.of(expert, x.device))
         if mlp.interleaved:
-            gate, up = gate_up[:, ::2], gate_up[:, 1::2]
+            gate = gate_up[:, ::2]
+            up = gate_up[:, 1::2]
         else:
             gate, up = gate_up.chunk(2, dim=-1)
         out = F.linear(gated(gate, up, mlp.activation), *mlp.down.of(expert, x.device))

@@ -45,10 +45,12 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False) ->
     """
     rotary_dim = cos_sin.shape[-1]
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)
-    pairs, rest = x[..., :rotary_dim].float(), x[..., rotary_dim:]
+    pairs = x[..., :rotary_dim].float()
+    rest = x[..., rotary_dim:]
     first, second = pairs.chunk(2, dim=-1)
     if interleaved:
-        first, second = pairs[..., ::2], pairs[..., 1::2]
+        first = pairs[..., ::2]
+        second = pairs[..., 1::2]
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return torch.cat([rotated.to(x.dtype), rest], dim=-1) if rest.shape[-1] else rotated.to(x.dtype)
 

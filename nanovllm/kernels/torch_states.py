@@ -112,17 +112,20 @@ def gated_delta(
     Returns:
         [E, Hv, dv] in the dtype of `qkv`.
     """
-    num_heads, (dk, dv) = a.shape[1], states.parts[1].shape
+    num_heads = a.shape[1]
+    dk, dv = states.parts[1].shape
     qk, v = qkv.split_with_sizes([qkv.shape[1] - num_heads * dv, num_heads * dv], dim=1)
     q, k = (x.reshape(len(x), -1, dk) for x in qk.float().chunk(2, dim=1))
     share = num_heads // q.shape[1]
     q, k = (_unit(x).repeat_interleave(share, dim=1) for x in (q, k))
-    q, v = q * dk**-0.5, v.float().reshape(-1, num_heads, dv)
+    q = q * dk**-0.5
+    v = v.float().reshape(-1, num_heads, dv)
     decay = (-(a_log.exp()) * _softplus(a.float() + dt_bias)).exp()
     beta = _sigmoid(b.float())
     state = read_parts(states, rows, 1, num_heads)
     final = state.clone()
-    starts, lengths = rows.cu_seqlens[:-1].long(), rows.cu_seqlens.diff()
+    starts = rows.cu_seqlens[:-1].long()
+    lengths = rows.cu_seqlens.diff()
     out = torch.empty(len(qkv), num_heads, dv, dtype=torch.float32, device=qkv.device)
     for index in range(int(lengths.max())):
         row = (lengths > index).nonzero()[:, 0]

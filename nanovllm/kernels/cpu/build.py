@@ -34,7 +34,8 @@ exit $status"""
 """A shell's program: run a command; end its process group if the pipe at standard input closes."""
 _COMPILER_SECONDS = 300
 """How long the compiler may take for all sources: seconds, and minutes on a busy machine."""
-_ERROR_LINES, _ERROR_CHARACTERS = 5, 500
+_ERROR_LINES = 5
+_ERROR_CHARACTERS = 500
 """How much of the compiler's complaint the log gets."""
 
 PANEL = 32

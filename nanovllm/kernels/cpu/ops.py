@@ -33,7 +33,8 @@ def add_rms_norm(
     multiplier: float = 1.0,
 ) -> torch.Tensor:
     out = torch.empty_like(residual)
-    rows, n = residual.numel() // residual.shape[-1], residual.shape[-1]
+    rows = residual.numel() // residual.shape[-1]
+    n = residual.shape[-1]
     library.call("nv_add_rms_norm", x, residual, weight, out, rows, n, eps, kind, multiplier)
     return out
 
@@ -75,7 +76,8 @@ def mul_act(gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tenso
 
 def scale(x: torch.Tensor, factor: float | torch.Tensor) -> None:
     number = factor if isinstance(factor, torch.Tensor) else None
-    rows, n = x.numel() // x.shape[-1], x.shape[-1]
+    rows = x.numel() // x.shape[-1]
+    n = x.shape[-1]
     library.call("nv_scale", x, number, rows, n, 1.0 if number is not None else factor)
 
 
@@ -260,7 +262,8 @@ def gated_delta(
     states: States,
     rows: StateRows,
 ) -> torch.Tensor:
-    num_heads, (dk, dv) = len(a_log), states.parts[1].shape
+    num_heads = len(a_log)
+    dk, dv = states.parts[1].shape
     key_heads = (qkv.shape[1] - num_heads * dv) // (2 * dk)
     out = torch.empty(len(qkv), num_heads, dv, dtype=qkv.dtype)
     gates = a, a.stride(0), b, b.stride(0), a_log, dt_bias
@@ -274,7 +277,8 @@ def gated_rms_norm(
 ) -> torch.Tensor:
     """Only [T, heads, D] can be recorded for T tokens."""
     out = torch.empty(x.shape, dtype=x.dtype)
-    tokens, size = len(x), x.shape[-1]
+    tokens = len(x)
+    size = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
     inputs = x, x.stride(0), gate, gate.stride(0), weight
     library.call("nv_gated_rms_norm", *inputs, out, tokens, heads, size, eps)
@@ -283,7 +287,8 @@ def gated_rms_norm(
 
 def _places(states: States, rows: StateRows) -> tuple[torch.Tensor | int, ...]:
     """Return the arguments of a kernel that say where the states are."""
-    pool, pages = states.pool, rows.pages
+    pool = states.pool
+    pages = rows.pages
     pages_of_rows = pages, pages.shape[1], rows.cu_seqlens, rows.write_lens
     return pool, pool.stride(0), states.places, *pages_of_rows
 
@@ -320,10 +325,12 @@ def supports_experts(x: torch.Tensor, mlp: ExpertMLP) -> bool:
 
 def route(logits: torch.Tensor, choice: Choice) -> Routing:
     """Do what `torch_experts.route` says, for bfloat16 logits [T, E] and scales [E]."""
-    (tokens, num_experts), top_k = logits.shape, choice.top_k
+    tokens, num_experts = logits.shape
+    top_k = choice.top_k
     ids = torch.empty(tokens, top_k, dtype=torch.int32)
     weights = torch.empty(tokens, top_k, dtype=torch.float32)
-    inputs, sizes = (logits.contiguous(), choice.scales, choice.bias), (tokens, num_experts, top_k)
+    inputs = (logits.contiguous(), choice.scales, choice.bias)
+    sizes = (tokens, num_experts, top_k)
     options = choice.renormalize, choice.factor, choice.sigmoid
     library.call("nv_route", *inputs, ids, weights, *sizes, *options)
     return Routing(ids, weights)
@@ -336,8 +343,10 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
     """
     x = x.contiguous()
     tokens, hidden_size = x.shape
-    top_k, size = routing.ids.shape[1], mlp.gate_up.num_outputs // 2
-    gate_up, down = _panels(mlp.gate_up), _panels(mlp.down)
+    top_k = routing.ids.shape[1]
+    size = mlp.gate_up.num_outputs // 2
+    gate_up = _panels(mlp.gate_up)
+    down = _panels(mlp.down)
     num_experts = len(gate_up.packed) * PANEL // mlp.gate_up.num_outputs
     sizes = tokens, num_experts, top_k
     hidden = torch.empty(tokens * top_k, size, dtype=torch.bfloat16)

@@ -60,7 +60,9 @@ class PanelWeight:
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x @ weight.T. The bias, contiguous, is added in float32, before rounding."""
-        (m, k), panels, n = x.shape, self.panels, self._num_outputs
+        m, k = x.shape
+        panels = self.panels
+        n = self._num_outputs
         if x.stride(1) != 1:
             x = x.contiguous()
         y = torch.empty(m, n, dtype=torch.bfloat16)
@@ -106,7 +108,8 @@ class IntPanelWeight(PanelWeight):
     ) -> None:
         # The kernels' groups are smaller: they divide _K_STEP, and with these kinds 32.
         group = math.gcd(group, PANEL if kind in (MINIMUMS, FP4) else _K_STEP)
-        panels, rows = -(-n // PANEL), (2, PANEL) if kind in (MINIMUMS, ZEROS) else (PANEL,)
+        panels = -(-n // PANEL)
+        rows = (2, PANEL) if kind in (MINIMUMS, ZEROS) else (PANEL,)
         packed = lazy_zeros((panels, k * PANEL * bits // 8), torch.uint8, reserve)
         scales = lazy_zeros((panels, k // group, *rows), torch.float16, reserve)
         super().__init__(Panels(packed, scales, bits, kind, None, inputs), n)
@@ -184,7 +187,8 @@ class OneDnnWeight:
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self.shape, self.dtype = weight.shape, weight.dtype
+        self.shape = weight.shape
+        self.dtype = weight.dtype
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ONEDNN_HINT_ROWS)
 
     def dense(self) -> torch.Tensor:

@@ -43,10 +43,12 @@ def batch(
             block_tables have one dimension more, of the block tables that are read.
     """
     rows = array("q", (*table_indices, *query_lens, *seq_lens))
-    columns, stride = token_ids.shape[1], token_ids.stride(0)
+    columns = token_ids.shape[1]
+    stride = token_ids.stride(0)
     assert block_tables.data_ptr() == token_ids.data_ptr() + columns * token_ids.element_size()
     address, _ = rows.buffer_info()
-    slots, tables = out[2], out[5]
+    slots = out[2]
+    tables = out[5]
     num_tables, _, width = tables.shape
     assert block_tables.shape[1] == width
     assert columns + num_tables * width <= stride
@@ -54,7 +56,8 @@ def batch(
     states: tuple[library.Argument, ...] = 0, 0, None, None
     if state is not None:
         bytes_before = state.source.data_ptr() - token_ids.data_ptr()
-        first_page, num_pages = bytes_before // token_ids.element_size(), state.pages.shape[1]
+        first_page = bytes_before // token_ids.element_size()
+        num_pages = state.pages.shape[1]
         assert state.source.shape[1] == num_pages
         assert columns + num_tables * width <= first_page <= stride - num_pages
         states = first_page, num_pages, state.pages, state.write_lens
@@ -85,6 +88,7 @@ def ngram(
     pointers = (index.data_ptr() for index in indices)
     numbers = array("q", (*table_indices, *known, *limits, *pointers, *capacities))
     counts = array("q", limits)
-    address, out = numbers.buffer_info()[0], counts.buffer_info()[0]
+    address = numbers.buffer_info()[0]
+    out = counts.buffer_info()[0]
     library.call("nv_ngram", token_ids, token_ids.stride(0), address, len(rows), *sizes, out)
     return counts.tolist()

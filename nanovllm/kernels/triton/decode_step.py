@@ -34,7 +34,8 @@ def gather(
     positions: torch.Tensor,
     columns: tuple[torch.Tensor, ...],
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    rows, width = len(table_indices), block_tables.shape[1]
+    rows = len(table_indices)
+    width = block_tables.shape[1]
     input_ids, slot_mapping, following = table_indices.new_empty(3, rows).unbind()
     seq_lens = table_indices.new_empty(rows, dtype=torch.int32)
     tables = table_indices.new_empty(rows, width, dtype=torch.int32)

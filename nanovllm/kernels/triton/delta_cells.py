@@ -27,7 +27,8 @@ def gated_delta(
     states: States,
     rows: StateRows,
 ) -> torch.Tensor:
-    value_heads, (key_dim, value_dim) = a.shape[1], states.parts[1].shape
+    value_heads = a.shape[1]
+    key_dim, value_dim = states.parts[1].shape
     key_heads, rest = divmod(qkv.shape[1] - value_heads * value_dim, 2 * key_dim)
     assert rest == 0
     assert qkv.is_contiguous()
@@ -60,7 +61,9 @@ def _delta_by_cell(
 ) -> None:
     """Compute the tokens in cells, and write the states after them."""
     a, b, *_ = gates
-    num_cells, heads, value_dim = len(cells.spans), sizes["VALUE_HEADS"], sizes["VALUE_DIM"]
+    num_cells = len(cells.spans)
+    heads = sizes["VALUE_HEADS"]
+    value_dim = sizes["VALUE_DIM"]
     shape = num_cells, heads, 2 * CELL_TOKENS + 4, CELL_TOKENS
     prepared = torch.empty(shape, dtype=torch.float32, device=qkv.device)
     keys = max(triton.next_power_of_2(sizes["KEY_DIM"]), 16)
@@ -91,9 +94,12 @@ def _prepare_cells(
     - tril(d_ij q_i k_j): the part of the outputs that comes from the changes.
     - e times the scale of k, and of q; the decay to the cell's end times the scale of k; e.
     """
-    cell, head = tl.program_id(0), tl.program_id(1)
-    begin, count = tl.load(spans + 2 * cell).to(tl.int64), tl.load(spans + 2 * cell + 1)
-    token, key = tl.arange(0, _CELL), tl.arange(0, KEYS)
+    cell = tl.program_id(0)
+    head = tl.program_id(1)
+    begin = tl.load(spans + 2 * cell).to(tl.int64)
+    count = tl.load(spans + 2 * cell + 1)
+    token = tl.arange(0, _CELL)
+    key = tl.arange(0, KEYS)
     exists = token < count
     WIDTH: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     q_at = qkv + (begin + token)[:, None] * WIDTH + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
@@ -108,7 +114,8 @@ def _prepare_cells(
     log_decay = -tl.exp(tl.load(a_log + head)) * _softplus(gate + tl.load(dt_bias + head))
     log_decay = tl.where(exists, log_decay, 0.0)
 
-    row, column = token[:, None], token[None, :]
+    row = token[:, None]
+    column = token[None, :]
     # Each is a separate sum: a difference of two sums would lose bits.
     of_later = tl.where(row > column, log_decay[:, None], 0.0)
     decay = tl.exp(tl.cumsum(of_later, 0)) * k_scale[None, :]
@@ -117,7 +124,8 @@ def _prepare_cells(
     SIZE: tl.constexpr = (2 * _CELL + 4) * _CELL
     target = prepared + (cell.to(tl.int64) * VALUE_HEADS + head) * SIZE
     tl.store(target + (_CELL + row) * _CELL + column, tl.where(row >= column, scores, 0.0))
-    vectors, from_begin = target + 2 * _CELL * _CELL + token, tl.exp(tl.cumsum(log_decay, 0))
+    vectors = target + 2 * _CELL * _CELL + token
+    from_begin = tl.exp(tl.cumsum(log_decay, 0))
     tl.store(vectors, from_begin * k_scale)
     tl.store(vectors + _CELL, from_begin * q_scale)
     tl.store(vectors + 2 * _CELL, tl.exp(tl.sum(of_later, 0)) * k_scale)
@@ -145,7 +153,8 @@ def _inverse_of_unit_lower(lower, stored):
     on_diagonal = block[:, None, None, None] == block[None, None, :, None]
     diagonal = tl.sum(tl.where(on_diagonal, split, 0.0), 2)
     of_rows = tl.permute(diagonal, (0, 2, 1))
-    row, column = inner[None, :, None], inner[None, None, :]
+    row = inner[None, :, None]
+    column = inner[None, None, :]
     inverse = tl.where(row == column, 1.0, 0.0) + tl.zeros([BLOCKS, _BLOCK, _BLOCK], tl.float32)
     for index in range(1, _BLOCK):
         factors = tl.sum(tl.where(column == index, of_rows, 0.0), 2)
@@ -174,13 +183,17 @@ def _advance_cells(
     VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Take a row's cells one by one through VALUES columns of one head's state."""
-    row, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
-    first, end = tl.load(ends + row), tl.load(ends + row + 1)
+    row = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    first = tl.load(ends + row)
+    end = tl.load(ends + row + 1)
     if first == end:
         return
-    token, key = tl.arange(0, _CELL), tl.arange(0, KEYS)
+    token = tl.arange(0, _CELL)
+    key = tl.arange(0, KEYS)
     value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
-    is_key, is_value = (key < KEY_DIM)[None, :], (value < VALUE_DIM)[None, :]
+    is_key = (key < KEY_DIM)[None, :]
+    is_value = (value < VALUE_DIM)[None, :]
     part = _part_of(pool, places, pages + row * pages_stride, 1 + head, page_bytes, tl.float32)
     part += key[:, None] * VALUE_DIM + value[None, :]
     inside = (key < KEY_DIM)[:, None] & is_value
@@ -191,14 +204,17 @@ def _advance_cells(
     v_at = qkv + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value[None, :]
     square = token[:, None] * _CELL + token[None, :]
     for cell in range(first, end):
-        begin, count = tl.load(spans + 2 * cell).to(tl.int64), tl.load(spans + 2 * cell + 1)
+        begin = tl.load(spans + 2 * cell).to(tl.int64)
+        count = tl.load(spans + 2 * cell + 1)
         exists = (token < count)[:, None]
         place = (begin + token)[:, None]
         k = tl.load(q_at + place * WIDTH + KEY_HEADS * KEY_DIM, exists & is_key, 0.0)
         source = prepared + (cell * VALUE_HEADS + head) * SIZE
         vectors = source + 2 * _CELL * _CELL + token
-        k_begin, q_begin = tl.load(vectors), tl.load(vectors + _CELL)
-        k_end, decay = tl.load(vectors + 2 * _CELL), tl.load(source + SIZE - 1)
+        k_begin = tl.load(vectors)
+        q_begin = tl.load(vectors + _CELL)
+        k_end = tl.load(vectors + 2 * _CELL)
+        decay = tl.load(source + SIZE - 1)
         q = tl.load(q_at + place * WIDTH, exists & is_key, 0.0)
         wanted = _dot(k, state) * -k_begin[:, None]
         result = _dot(q, state) * q_begin[:, None]

@@ -21,7 +21,8 @@ def route(logits: torch.Tensor, choice: Choice) -> Routing:
     """Do what `torch_experts.route` says. A row must be contiguous."""
     if choice.sigmoid:
         return torch_experts.route(logits, choice)
-    (tokens, num_experts), top_k = logits.shape, choice.top_k
+    tokens, num_experts = logits.shape
+    top_k = choice.top_k
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     if tokens:
@@ -52,8 +53,10 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
     assert isinstance(up_weight, torch.Tensor)
     assert isinstance(down_weight, torch.Tensor)
     tokens, hidden_size = x.shape
-    top_k, size = routing.ids.shape[1], up_outputs // 2
-    pairs, num_experts = tokens * top_k, len(up_weight) // up_outputs
+    top_k = routing.ids.shape[1]
+    size = up_outputs // 2
+    pairs = tokens * top_k
+    num_experts = len(up_weight) // up_outputs
     y = x.new_empty(tokens, num_outputs)
     if not tokens:
         return y
@@ -108,7 +111,8 @@ def _route(
     left = tl.where(row != row, -float("inf"), row)
     open_experts = inside
     ranks = tl.arange(0, BLOCK_K)
-    chosen, values = tl.zeros([BLOCK_K], tl.int32), tl.full([BLOCK_K], -float("inf"), tl.float32)
+    chosen = tl.zeros([BLOCK_K], tl.int32)
+    values = tl.full([BLOCK_K], -float("inf"), tl.float32)
     for rank in range(TOP_K):
         largest = tl.max(tl.where(open_experts, left, -float("inf")), 0)
         is_largest = open_experts & (left == largest)
@@ -155,7 +159,8 @@ def _group(
         found = tl.load(ids + start + places, start + places < pairs, 1 << 30)
         before += (found < expert).to(tl.int32)
         own += (found == expert).to(tl.int32)
-    first, count = tl.sum(before, 0), tl.sum(own, 0)
+    first = tl.sum(before, 0)
+    count = tl.sum(own, 0)
     tl.store(ends + expert, first + count)
     at = first
     for start in range(0, pairs, CHUNK):
@@ -164,9 +169,11 @@ def _group(
         tl.store(order + at + tl.cumsum(is_own, 0) - 1, start + places, is_own > 0)
         at += tl.sum(is_own, 0)
     if SPARSE:
-        slot, end = first, first + count
+        slot = first
+        end = first + count
     else:
-        slot, end = first // BLOCK_M + expert, (first + count) // BLOCK_M + expert + 1
+        slot = first // BLOCK_M + expert
+        end = (first + count) // BLOCK_M + expert + 1
     for start in range(0, end - slot, CHUNK):
         places_here = start + places
         offset = places_here * (1 if SPARSE else BLOCK_M)

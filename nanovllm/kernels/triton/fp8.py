@@ -36,7 +36,8 @@ def quantize(x: torch.Tensor, group: int | None = None) -> tuple[torch.Tensor, t
     rows, size = x.shape
     group = group or max(size, 1)
     groups = triton.cdiv(size, group)
-    values, scales = torch.empty_like(x, dtype=FP8), x.new_empty(rows, groups, dtype=torch.float32)
+    values = torch.empty_like(x, dtype=FP8)
+    scales = x.new_empty(rows, groups, dtype=torch.float32)
     block = min(triton.next_power_of_2(group), 4096)
     if values.numel():
         _quantize_fp8[(rows, groups)](
@@ -78,7 +79,8 @@ def multiply(
         group: number of inputs that share a scale; `inputs_of_a_step(group)` must not be 0.
         splits_done: from `new_counters`. Launches that share it must run one after another.
     """
-    (rows, size), outputs = x.shape, len(weight)
+    rows, size = x.shape
+    outputs = len(weight)
     assert all(t.is_contiguous() for t in (x, x_scales, weight, weight_scales))
     y = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     step = inputs_of_a_step(group)
@@ -113,7 +115,8 @@ def _quantize_fp8(
     LIMIT: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Quantise one group of a row. Read it twice, first for its scale, then for its values."""
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     end = tl.minimum((group + 1) * GROUP, SIZE)
     largest = tl.zeros([BLOCK], tl.float32)
@@ -142,19 +145,23 @@ def _multiply_fp8(
     """
     GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
     STEPS: tl.constexpr = (SIZE + STEP - 1) // STEP
-    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    tile = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
     row_tiles = tl.cdiv(rows, M)
     row = (tile % row_tiles * M + tl.arange(0, M)).to(tl.int64)
     output = (tile // row_tiles * N + tl.arange(0, N)).to(tl.int64)
     inputs = tl.arange(0, STEP)
-    is_row, is_output = row < rows, output < OUTPUTS
+    is_row = row < rows
+    is_output = output < OUTPUTS
     acc = tl.zeros([M, N], tl.float32)
     for step in range(STEPS * split // SPLITS, STEPS * (split + 1) // SPLITS):
         start = step * STEP
-        of_x, of_weight = is_row[:, None], is_output[:, None]
+        of_x = is_row[:, None]
+        of_weight = is_output[:, None]
         if SIZE % STEP:
             inside = (start + inputs < SIZE)[None, :]
-            of_x, of_weight = of_x & inside, of_weight & inside
+            of_x = of_x & inside
+            of_weight = of_weight & inside
         a = tl.load(x + row[:, None] * SIZE + start + inputs[None, :], of_x, 0.0)
         b = tl.load(weight + output[:, None] * SIZE + start + inputs[None, :], of_weight, 0.0)
         group = start // GROUP

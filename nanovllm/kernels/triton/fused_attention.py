@@ -99,8 +99,10 @@ def _attend_rows(
     the chain stores them.
     """
     let_next_begin(CHAINED)
-    row, head = (tl.program_id(0) // KV_HEADS).to(tl.int64), tl.program_id(0) % KV_HEADS
-    split, position = tl.program_id(1), tl.load(positions + row, cache_modifier=".cg")
+    row = (tl.program_id(0) // KV_HEADS).to(tl.int64)
+    head = tl.program_id(0) % KV_HEADS
+    split = tl.program_id(1)
+    position = tl.load(positions + row, cache_modifier=".cg")
     if split > tl.cdiv(position, N):  # most programs without a split end here
         return
     table = block_tables + row * table_stride
@@ -169,10 +171,12 @@ def _process_split(
             tiles * split // count, tiles * (split + 1) // count, k_cache, v_cache, table,
             new[4], head, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, D, W, N,
         )  # fmt: skip
-    acc, weight_sum = tl.sum(acc, 0), tl.sum(weight_sum, 0)
+    acc = tl.sum(acc, 0)
+    weight_sum = tl.sum(weight_sum, 0)
     first = (row * KV_HEADS + head) * GROUP
     if count == 0:
-        heads, dims = tl.arange(0, M)[:, None], tl.arange(0, D)[None, :]
+        heads = tl.arange(0, M)[:, None]
+        dims = tl.arange(0, D)[None, :]
         inside = (heads < GROUP) & (dims < HEAD_DIM)
         tl.store(out + (first + heads) * HEAD_DIM + dims, acc / weight_sum[:, None], inside)
     else:
@@ -231,9 +235,11 @@ def _norm_and_rotate(heads, weight, eps, angles, inside, HEAD_DIM: tl.constexpr,
         x_factor = tl.load(weight + dims, dims < HEAD_DIM, 0.0).to(tl.float32)
         y_factor = tl.load(weight + partner, dims < HEAD_DIM, 0.0).to(tl.float32)
     inside = inside & (dims < HEAD_DIM)
-    x, y = tl.load(heads + dims, inside, 0.0), tl.load(heads + partner, inside, 0.0)
+    x = tl.load(heads + dims, inside, 0.0)
+    y = tl.load(heads + partner, inside, 0.0)
     dtype = x.dtype
-    x, y = x.to(tl.float32), y.to(tl.float32)
+    x = x.to(tl.float32)
+    y = y.to(tl.float32)
     if weight is not None:
         scale = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / HEAD_DIM + eps)
         x = ((x * scale).to(dtype).to(tl.float32) * x_factor).to(dtype).to(tl.float32)

@@ -118,7 +118,8 @@ def norm_linear_kernel(
         up = tl.sum(up_acc, 0)
         if bias is not None:
             up += tl.load(bias + OUTPUTS + output, output < OUTPUTS, 0.0).to(tl.float32)[None, :]
-        gate, up = result.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        gate = result.to(dtype).to(tl.float32)
+        up = up.to(dtype).to(tl.float32)
         result = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up
     place = out + row * OUTPUTS + output[None, :]
     tl.store(place, result.to(dtype), (row < rows) & (output < OUTPUTS)[None, :])

@@ -58,7 +58,8 @@ def norm_linear(
     """
     is_packed = isinstance(weight, PackedInts)
     tensors = weight[:5] if is_packed else (weight,)
-    rows, outputs = len(x), len(tensors[0]) // (1 + gated)
+    rows = len(x)
+    outputs = len(tensors[0]) // (1 + gated)
     width = _outputs_per_program(outputs, gated)
     out = x.new_empty(rows, outputs)
     total = x if partials is None else torch.empty_like(x)
@@ -86,7 +87,8 @@ def linear_partials(
     """
     is_packed = isinstance(weight, PackedInts)
     tensors = weight[:5] if is_packed else (weight,)
-    (rows, size), outputs = x.shape, len(tensors[0])
+    rows, size = x.shape
+    outputs = len(tensors[0])
     width = _outputs_per_program(outputs, False)
     tiles = triton.cdiv(outputs, width)
     step = 4 * weight.part * WARPS if isinstance(weight, PackedInts) else _SPLIT_STEP

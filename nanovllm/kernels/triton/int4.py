@@ -24,12 +24,14 @@ _SPLIT_PROGRAMS = 528
 """Maximum programs of a tile of rows whose inputs are split: four for each SM of an H100."""
 _MANY = {"M": 128, "N": 128, "SPLITS": 1, "num_warps": 8, "num_stages": 3}
 """The launch options for more than FEW rows."""
-_INT4, _INT8 = tl.constexpr(INT4), tl.constexpr(INT8)
+_INT4 = tl.constexpr(INT4)
+_INT8 = tl.constexpr(INT8)
 
 
 def supports(weight: IntFields, dtype: torch.dtype) -> bool:
     """Return whether there are kernels for `weight`, or rows of it, and inputs of `dtype`."""
-    size, groups = weight.values.shape[1], weight.scales.shape[1]
+    size = weight.values.shape[1]
+    groups = weight.scales.shape[1]
     return dtype != torch.float32 and part_size(size // groups, size) > 0
 
 
@@ -43,7 +45,9 @@ class PackedIntWeight:
     """
 
     def __init__(self, num_rows: int, like: IntFields, dtype: torch.dtype) -> None:
-        self._weight, self._inputs, self._dtype = empty_ints(num_rows, like), like.inputs, dtype
+        self._weight = empty_ints(num_rows, like)
+        self._inputs = like.inputs
+        self._dtype = dtype
         self._counters = new_counters(num_rows, like.values.device)
 
     @property
@@ -80,7 +84,8 @@ def multiply(
             another.
     """
     assert x.is_contiguous()
-    rows, outputs = len(x), len(weight.words)
+    rows = len(x)
+    outputs = len(weight.words)
     y = x.new_empty(rows, outputs)
     if not rows:
         return y
@@ -164,7 +169,9 @@ def _of_parts(
     """Return scale and shift of each part of block `step`."""
     at = step * 4 * PART
     a = scale_and_shift(groups, output, is_output, at, OUTPUTS, SIZE, GROUP)
-    b, c, d = a, a, a
+    b = a
+    c = a
+    d = a
     if GROUP % (4 * PART) and GROUP < SIZE:  # a block has several groups
         b = scale_and_shift(groups, output, is_output, at + PART, OUTPUTS, SIZE, GROUP)
         c = scale_and_shift(groups, output, is_output, at + 2 * PART, OUTPUTS, SIZE, GROUP)
@@ -186,14 +193,17 @@ def _multiply(
     BLOCK: tl.constexpr = 4 * PART
     STEPS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     dtype: tl.constexpr = x.dtype.element_ty
-    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    tile = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
     row_tiles = tl.cdiv(rows, M)
     row = (tile % row_tiles * M + tl.arange(0, M)).to(tl.int64)
     output = (tile // row_tiles * N + tl.arange(0, N)).to(tl.int64)
-    is_row, is_output = row < rows, output < OUTPUTS
+    is_row = row < rows
+    is_output = output < OUTPUTS
     ones = tl.full([PART, N], 1.0, dtype)
     acc = tl.zeros([M, N], tl.float32)
-    first, stop = STEPS * split // SPLITS, STEPS * (split + 1) // SPLITS
+    first = STEPS * split // SPLITS
+    stop = STEPS * (split + 1) // SPLITS
     groups = scales, zeros, minimums
     following = _of_parts(groups, output, is_output, first, OUTPUTS, SIZE, GROUP, PART)
     for step in range(first, stop):
@@ -244,7 +254,8 @@ def _take_rows(
     KIND: tl.constexpr,
 ):  # fmt: skip
     """Widen one block of a row."""
-    token, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    step = tl.program_id(1)
     output = tl.load(ids + token) + tl.arange(0, 1)
     is_output = output < OUTPUTS
     groups = scales, zeros, minimums

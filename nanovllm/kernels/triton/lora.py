@@ -26,7 +26,8 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, rows: AdapterRows, table: Adapter
     """
     assert y.is_contiguous()
     x = x.contiguous()
-    (tokens, inputs), outputs = x.shape, y.shape[1]
+    tokens, inputs = x.shape
+    outputs = y.shape[1]
     slots, slices = table.ranks.shape
     if not tokens:
         return
@@ -64,13 +65,15 @@ def _shrink(
     """Compute R sums of `a x` for the rows of a tile with one slot, over a part of the inputs."""
     RANK_BLOCKS: tl.constexpr = (RANK + R - 1) // R
     slot, row, is_ours = _tile(slots, tokens, num_slots, M)
-    slice_, first = tl.program_id(1) // RANK_BLOCKS, tl.program_id(1) % RANK_BLOCKS * R
+    slice_ = tl.program_id(1) // RANK_BLOCKS
+    first = tl.program_id(1) % RANK_BLOCKS * R
     rank = tl.load(ranks + slot * SLICES + slice_)
     if (first < rank) & (tl.max(is_ours.to(tl.int32), 0) > 0):
         number = first + tl.arange(0, R)
         is_number = number < rank
         STEPS: tl.constexpr = (INPUTS + K - 1) // K
-        split, splits = tl.program_id(2), tl.num_programs(2)
+        split = tl.program_id(2)
+        splits = tl.num_programs(2)
         place = row.to(tl.int64)
         source = a + (slot.to(tl.int64) * SLICES * RANK + slice_ * RANK + number) * INPUTS
         acc = tl.zeros([M, R], tl.float32)
@@ -93,7 +96,8 @@ def _find_slice(ends, block, SLICES: tl.constexpr, N: tl.constexpr):
     slice_ = tl.zeros([], tl.int32)
     column = tl.zeros([], tl.int32)
     end = tl.zeros([], tl.int32)
-    before, start = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    before = tl.zeros([], tl.int32)
+    start = tl.zeros([], tl.int32)
     for index in tl.static_range(SLICES):
         stop = tl.load(ends + index)
         if block >= before:

@@ -35,7 +35,8 @@ def propose(
         table_indices, num_known, num_drafts: [R] int64.
         sizes: the smallest and the largest n-gram.
     """
-    rows, parts = len(table_indices), triton.cdiv(token_ids.shape[1], _BLOCK)
+    rows = len(table_indices)
+    parts = triton.cdiv(token_ids.shape[1], _BLOCK)
     best = table_indices.new_empty(rows, parts)
     stride = token_ids.stride(0)
     _find[(rows, parts)](token_ids, stride, table_indices, num_known, best, *sizes, BLOCK=_BLOCK)
@@ -61,7 +62,8 @@ def _find(
     `best` gets length * 2**32 + end + 1: so a longer n-gram is better, and a later one of those. It
     gets 0 if there is none.
     """
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     tokens = token_ids + tl.load(table_indices + row) * stride
     last = tl.load(num_known + row) - 1
     ends = part.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

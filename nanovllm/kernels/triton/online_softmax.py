@@ -130,16 +130,19 @@ def _places_of_tile(
     BLOCK_STRIDE: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Return where the keys of a tile and their values are; `block` is what `block_ids` returns."""
-    dims, offsets = tl.arange(0, D), tl.arange(0, N)
+    dims = tl.arange(0, D)
+    offsets = tl.arange(0, N)
     if BLOCK_SIZE % N == 0:
         base = block * BLOCK_STRIDE + tile * N % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
         places = ((offsets * KV_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
-        k_places, v_places = k_cache + base + places, v_cache + base + places
+        k_places = k_cache + base + places
+        v_places = v_cache + base + places
     else:
         keys = tile * N + offsets
         slots = block * BLOCK_STRIDE + keys % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
         places = (slots + head * HEAD_DIM)[:, None] + dims[None, :]
-        k_places, v_places = k_cache + places, v_cache + places
+        k_places = k_cache + places
+        v_places = v_cache + places
     return k_places, v_places
 
 

@@ -31,7 +31,8 @@ def add_rms_norm(
     multiplier: float = 1.0,
 ) -> torch.Tensor:
     """Do what `Kernels.add_rms_norm` does. `x` and `residual` [..., n] are contiguous."""
-    out, size = torch.empty_like(residual), residual.shape[-1]
+    out = torch.empty_like(residual)
+    size = residual.shape[-1]
     _norm_rows(x, residual, weight, out, (size, size), eps, kind, multiplier)
     return out
 

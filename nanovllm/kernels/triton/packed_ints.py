@@ -79,7 +79,8 @@ def empty_ints(num_rows: int, like: IntFields) -> PackedInts:
     Args:
         like: some of its rows; `part_size` of their group must not be 0.
     """
-    size, groups = like.values.shape[1], like.scales.shape[1]
+    size = like.values.shape[1]
+    groups = like.scales.shape[1]
     group = size // groups
     part = part_size(group, size)
     kind = FP4 if like.fp4 else INT8 if like.bits == 8 else INT4

@@ -89,7 +89,8 @@ def plan_prefill(
     """
     group = num_heads // num_kv_heads
     tokens = _prefill_options(dtype, head_dim, group)["M"] // group
-    parts, start = [_Part()], 0
+    parts = [_Part()]
+    start = 0
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         if query_len > 1:
             tiles = triton.cdiv(query_len, tokens)

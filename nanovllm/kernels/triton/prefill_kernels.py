@@ -40,7 +40,8 @@ def prefill_tile(
     """
     tile = tiles + tl.program_id(0) // KV_HEADS * 5
     head = tl.program_id(0) % KV_HEADS
-    row, first = tl.load(tile).to(tl.int64), tl.load(tile + 1)
+    row = tl.load(tile).to(tl.int64)
+    first = tl.load(tile + 1)
     start = tl.load(cu_seqlens_q + row)
     query_len = tl.load(cu_seqlens_q + row + 1) - start
     seq_len = tl.load(seq_lens + row)
@@ -53,9 +54,11 @@ def prefill_tile(
     place = heads[:, None] * HEAD_DIM + dims[None, :]
     queries = tl.load(q + place, mask=mask, other=0.0)
     num_computed = seq_len - query_len
-    split, splits = 0, 1
+    split = 0
+    splits = 1
     if SPLIT:
-        split, splits = tl.load(tile + 2), tl.load(tile + 3)
+        split = tl.load(tile + 2)
+        splits = tl.load(tile + 3)
     key_tiles = _key_tiles(
         num_computed + first, tl.minimum(num_computed + first + TOKENS, seq_len), split, splits,
         WINDOW, SPLIT, N,
@@ -87,12 +90,14 @@ def _attend_tiles(
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries [M, D] to `key_tiles`, which `_key_tiles` returned; see `attend`."""
-    first_key, bounds = key_tiles[0], key_tiles[1:]
+    first_key = key_tiles[0]
+    bounds = key_tiles[1:]
     acc = tl.zeros([M, D], tl.float32)
     score_max = tl.full([M], NO_SCORE if WINDOW is not None else float("-inf"), tl.float32)
     weight_sum = tl.zeros([M], tl.float32)
     for part in tl.static_range(1 if WINDOW is None else 0, 3):
-        first, stop = bounds[part], bounds[part + 1]
+        first = bounds[part]
+        stop = bounds[part + 1]
         acc, score_max, weight_sum = attend(
             acc, score_max, weight_sum, queries, k_cache, v_cache, table,
             block_ids(table, first, stop, seq_len, BLOCK_SIZE, N, first_key, WINDOW), head,
@@ -117,15 +122,20 @@ def _key_tiles(
         position: of the first query.
         num_keys: keys up to the last query.
     """
-    first_key, first, begin = 0, 0, 0
-    end, last = (position + 1) // N, tl.cdiv(num_keys, N)
+    first_key = 0
+    first = 0
+    begin = 0
+    end = (position + 1) // N
+    last = tl.cdiv(num_keys, N)
     if WINDOW is not None:
         first_key = tl.maximum(position - WINDOW + 1, 0)
         first = first_key // N
         begin = tl.minimum(tl.cdiv(tl.maximum(num_keys - WINDOW, 0), N), end)
     if SPLIT:
-        tiles, unsplit = end - begin, begin
-        begin, end = unsplit + tiles * split // splits, unsplit + tiles * (split + 1) // splits
+        tiles = end - begin
+        unsplit = begin
+        begin = unsplit + tiles * split // splits
+        end = unsplit + tiles * (split + 1) // splits
         last = tl.where(split == splits - 1, last, end)
         if WINDOW is not None:
             first = tl.where(split == 0, first, begin)
@@ -140,7 +150,8 @@ def merge_prefill(
     """Merge the splits of one query token for one KV head. An entry has MERGED_TOKENS programs."""
     head = tl.program_id(0) % KV_HEADS
     index = tl.program_id(0) // KV_HEADS
-    entry, token = merges + index // MERGED_TOKENS * 4, index % MERGED_TOKENS
+    entry = merges + index // MERGED_TOKENS * 4
+    token = index % MERGED_TOKENS
     splits = tl.load(entry + 2)
     if token < tl.load(entry + 1):
         place = ((tl.load(entry) + token).to(tl.int64) * KV_HEADS + head) * GROUP

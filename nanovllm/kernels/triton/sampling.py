@@ -105,7 +105,8 @@ def _reduce_blocks(
     relative to the largest logit, without min_p. In a row with top_k or top_p, also store the
     largest key of each chunk.
     """
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits + row * stride + columns, columns < vocab_size, -float("inf"))
     x = logit.to(tl.float32)
@@ -120,7 +121,8 @@ def _reduce_blocks(
         # In a block of -inf only, x - largest would be NaN.
         base = tl.where(largest > -float("inf"), largest, 0.0)
         tl.store(block_sums + place, tl.sum(tl.exp((x - base) * scale)))
-        top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
+        top_k = tl.load(top_ks + row)
+        top_p = tl.load(top_ps + row)
         if (temperature >= GREEDY_BELOW) & has_filter(vocab_size, top_k, top_p):
             keys = tl.max(tl.reshape(sort_key(logit), (BLOCK // CHUNK, CHUNK)), 1)
             chunks = place * (BLOCK // CHUNK) + tl.arange(0, BLOCK // CHUNK)
@@ -138,8 +140,10 @@ def _weigh_chunks(
     The weights are relative to the row's largest logit, which `_reduce_blocks` has left in memory.
     A row with top_k keeps few chunks; `find_threshold` sums those.
     """
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature, min_p = tl.load(temperatures + row), tl.load(min_ps + row)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    temperature = tl.load(temperatures + row)
+    min_p = tl.load(min_ps + row)
     needed = (min_p > 0) | (tl.load(top_ps + row) < 1)
     needed &= (temperature >= GREEDY_BELOW) & (tl.load(top_ks + row) >= vocab_size)
     if needed:
@@ -176,9 +180,11 @@ def _choose(
     if temperatures is not None:
         temperature = tl.load(temperatures + index)
         if (temperature >= GREEDY_BELOW) & is_distribution:
-            scale, min_p = 1 / temperature, tl.load(min_ps + index)
+            scale = 1 / temperature
+            min_p = tl.load(min_ps + index)
             row = (logits + index * stride, vocab_size, largest, scale, min_p)
-            top_k, top_p = tl.load(top_ks + index), tl.load(top_ps + index)
+            top_k = tl.load(top_ks + index)
+            top_p = tl.load(top_ps + index)
             number = uniform(tl.load(seeds + index), tl.load(positions + index))
             first = index * NUM_CHUNKS
             threshold = tl.full((), 0, tl.uint32)

@@ -42,7 +42,9 @@ def plan_launch(
         many: the options for more than FEW rows of x.
     """
     options = many if len(x) > FEW else split_options(len(x), outputs, steps, most_programs)
-    m, n, splits = options["M"], options["N"], options["SPLITS"]
+    m = options["M"]
+    n = options["N"]
+    splits = options["SPLITS"]
     programs = triton.cdiv(len(x), m) * triton.cdiv(outputs, n) * splits
     partial = x.new_empty(programs if splits > 1 else 0, m, n, dtype=torch.float32)
     return programs, partial, options

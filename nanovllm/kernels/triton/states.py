@@ -36,7 +36,8 @@ def causal_conv(
     assert weight.is_contiguous()
     out = torch.empty_like(x)
     block = min(triton.next_power_of_2(channels), _CONV_CHANNELS)
-    kept, num_rows = triton.next_power_of_2(taps - 1), len(rows.write_lens)
+    kept = triton.next_power_of_2(taps - 1)
+    num_rows = len(rows.write_lens)
     tile = max(kept, _CONV_TOKENS)
     if tokens:
         _causal_conv[(tokens // tile + num_rows, triton.cdiv(channels, block))](
@@ -62,7 +63,9 @@ def delta_by_token(
         gates: a, b, a_log and dt_bias of `gated_delta`, whose result `out` gets.
         sizes: of the heads, named as `_gated_delta` has them.
     """
-    (a, b, *_), key_dim, value_dim = gates, sizes["KEY_DIM"], sizes["VALUE_DIM"]
+    a, b, *_ = gates
+    key_dim = sizes["KEY_DIM"]
+    value_dim = sizes["VALUE_DIM"]
     block = triton.next_power_of_2(key_dim)
     tile = min(max(_STATE_TILE // block, 1), triton.next_power_of_2(value_dim))
     begins = rows.cu_seqlens if rows.cells is None else rows.cells.begins
@@ -78,7 +81,8 @@ def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     out = x.new_empty(x.shape)
-    x, gate = x.flatten(0, -2), gate.flatten(0, -2)
+    x = x.flatten(0, -2)
+    gate = gate.flatten(0, -2)
     count, size = x.shape
     assert x.stride(1) == gate.stride(1) == 1
     block = triton.next_power_of_2(size)
@@ -94,7 +98,8 @@ def gated_rms_norm(
 @triton.jit
 def _part_of(pool, places, pages, part, page_bytes, dtype: tl.constexpr):
     """Return where a part of a row's state begins; `pages` are those of the row."""
-    column, offset = tl.load(places + 2 * part), tl.load(places + 2 * part + 1)
+    column = tl.load(places + 2 * part)
+    offset = tl.load(places + 2 * part + 1)
     page = tl.load(pages + column).to(tl.int64)
     start = pool + page * page_bytes + tl.multiple_of(offset, _ALIGNMENT)
     return start.to(tl.pointer_type(dtype), bitcast=True)
@@ -186,8 +191,10 @@ def _gated_delta(
 
     The inputs of the next token are loaded while one is computed.
     """
-    row, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    begin, end = tl.load(begins + row).to(tl.int64), tl.load(cu_seqlens + row + 1)
+    row = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1)
+    begin = tl.load(begins + row).to(tl.int64)
+    end = tl.load(cu_seqlens + row + 1)
     if begin == end:
         return
     last_written = tl.load(cu_seqlens + row) + tl.load(write_lens + row) - 1
@@ -203,13 +210,16 @@ def _gated_delta(
     WIDTH: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     q_at = qkv + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
     v_at = qkv + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
-    a_at, b_at = a + head, b + head
+    a_at = a + head
+    b_at = b + head
     q, k, v, a_next, b_next = _token(
         q_at, q_at + KEY_HEADS * KEY_DIM, v_at, a_at, b_at, begin, True,
         key < KEY_DIM, value < VALUE_DIM, WIDTH, a_stride, b_stride,
     )  # fmt: skip
     for token in range(begin, end):
-        q_wide, k_wide, v_wide = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
+        q_wide = q.to(tl.float32)
+        k_wide = k.to(tl.float32)
+        v_wide = v.to(tl.float32)
         decay = tl.exp(rate * _softplus(a_next.to(tl.float32) + shift))
         beta = tl.sigmoid(b_next.to(tl.float32))
         q, k, v, a_next, b_next = _token(

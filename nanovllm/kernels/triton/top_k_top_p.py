@@ -86,11 +86,13 @@ def _least_weight(sums, vocab_size, top_p, CHUNK: tl.constexpr):
         sums: the sum of the weights of each chunk.
     """
     spare = (1 - top_p) * tl.sum(sums)
-    low, high = (1 - top_p) / vocab_size, 1.0
+    low = (1 - top_p) / vocab_size
+    high = 1.0
     for _ in range(_HALVINGS):
         middle = tl.sqrt(low * high)
         enough = tl.sum(tl.minimum(sums, CHUNK * middle)) < spare
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
     return low
 
 
