@@ -1,5 +1,5 @@
-"""What each rank is made of: the networks that the options ask for, its device and threads, and its
-model runner. Knows neither the scheduler nor the other ranks.
+"""What each rank consists of: the networks that the options ask for, its device and threads, and
+its model runner.
 """
 
 import contextlib

@@ -1,7 +1,5 @@
 """Builds one rank's model and loads its weights. Two functions, because the attention backend is
 selected between them: an unsupported model is refused before its weights are read.
-
-Knows no KV cache, no batch and no step.
 """
 
 import contextlib

@@ -1,7 +1,5 @@
 """What a draft model and a draft head have in common: the KV that they catch up with, and drafting
 token by token, all rows together.
-
-Knows no acceptance.
 """
 
 import copy
