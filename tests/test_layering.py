@@ -227,7 +227,7 @@ def test_imports_without_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
 
 
-def test_an_engine_without_options_has_no_branch() -> None:
+def test_an_engine_without_options_has_no_feature() -> None:
     """What an option asks for is imported for it, not before."""
     code = (
         "import sys; from nanovllm import LLM, SamplingParams, demo_model\n"

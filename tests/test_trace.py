@@ -9,20 +9,21 @@ from tools.trace import Run, figures, plain_run
 
 ROOT = Path(__file__).parent.parent
 LIMITS = {
-    "generate_files": 53,
-    "generate_lines": 8_500,
+    "generate_files": 51,
+    "generate_lines": 8_660,
     "generate_executed": 1_430,
-    "start_files": 110,
-    "start_lines": 16_600,
-    "start_executed": 4_620,
-    "imported_files": 149,
-    "imported_lines": 18_650,
-    "packed_per_1000": 3.1,
+    "start_files": 107,
+    "start_lines": 16_500,
+    "start_executed": 4_610,
+    "imported_files": 142,
+    "imported_lines": 18_400,
+    "packed_per_1000": 1.0,
     "classes_made": 0,
     "free_outside": 0,
 }
-"""The figures of `tools.trace` with a tenth of slack. A change that needs more raises a limit, and
-its commit says why; nobody moves, splits or packs lines to meet one."""
+"""The figures of `tools.trace` with a tenth of slack, and room for swaps among the packed
+assignments. A change that needs more raises a limit, and its commit says why; nobody moves, splits
+or packs lines to meet one."""
 
 
 @pytest.fixture(scope="module")
