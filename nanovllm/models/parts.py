@@ -175,7 +175,7 @@ class SandwichLayer(DecoderLayer):
         super().__init__(config, self_attn, mlp, **norm)
         if not before:
             self.input_layernorm = AddOnly()  # type: ignore[assignment]
-        self.post_attention_layernorm = AddOnly()  # type: ignore[assignment]
+            self.post_attention_layernorm = AddOnly()  # type: ignore[assignment]
         eps = eps_after or config.rms_norm_eps
         self.after_attention_norm = RMSNorm(config.hidden_size, eps, **norm)
         self.after_mlp_norm = RMSNorm(config.hidden_size, eps, **norm)
