@@ -66,6 +66,23 @@ def _dot_of_floats(self, a, b, *args):
     return _create_dot(self, a, b, *args)
 
 
+def dot_in_float64(self, a, b, d, *args):
+    """Multiply in float64 and round, for tests that compare bits of rows.
+
+    numpy's float32 product adds up a row in an order that, on some processors, depends on the row's
+    place in the tile.
+    """
+    product = np.matmul(_in_float64(a), _in_float64(b)).astype(d.data.dtype)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+
+def _in_float64(x):
+    data = _widened(x).data if x.dtype == tl.bfloat16 else x.data
+    if x.dtype == tl.float8e4nv:
+        data = interpreter._convert_float(data, x.dtype, tl.float16, None).view(np.float16)
+    return data.astype(np.float64)
+
+
 def _widened(x):
     bits = x.data.astype(np.uint32) << 16
     return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
