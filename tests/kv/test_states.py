@@ -396,3 +396,17 @@ def test_speculation_takes_rolling_snapshots_of_certain_tokens() -> None:
     engine.run()
     assert second.num_cached_tokens is not None
     assert 60 < second.num_cached_tokens <= 160
+
+
+def test_no_snapshot_is_dropped_for_a_row_that_does_not_fit_anyway() -> None:
+    engine = make_engine()
+    seq = engine.add(random_prompt(0, 21), max_tokens=100, ignore_eos=True)
+    engine.step_until(lambda: states_of(engine)._held and len(seq.token_ids) > 30)
+    held = list(states_of(engine)._held)
+    most = len(seq.block_table) + engine.manager.num_free_blocks
+    assert engine.manager.allocate_blocks(seq, 4 * (most + 1)) is None
+    assert list(states_of(engine)._held) == held
+    assert engine.manager.allocate_blocks(seq, 4 * most) is not None
+    assert not states_of(engine)._held
+    engine.manager.trim(seq, seq.num_tokens)
+    engine.run()

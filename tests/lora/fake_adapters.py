@@ -131,6 +131,10 @@ class AdapterEngine(Engine):
         assert not self.adapters._claims
         assert not self.adapters._keys
 
+    def _in_order(self, rows: list[Sequence]) -> list[Sequence]:
+        """A sequence that waited comes back when another of its adapter is admitted."""
+        return [seq for seq in rows if seq.adapter is None]
+
     def _check_turns(self, admitted: list[Sequence], waiting: list[Sequence]) -> None:
         """Sequences that waited for a slot may be passed by others of their user."""
 
