@@ -5,6 +5,7 @@ The engine knows a branch only by a seam of its own. Here each is imported, when
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +14,16 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.errors import ConfigError
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.kv.eviction import EvictionOrder, LeastRecentlyUsed
+from nanovllm.kv.eviction import CheckedOrder, EvictionOrder, LeastRecentlyUsed
 from nanovllm.kv.groups.group import Group
 from nanovllm.loading.hub import Checkpoint, configured_checkpoint, draft_checkpoint
 from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.loading.tokenizer import check_same_vocabulary, load_tokenizer, serving_tokenizer
 from nanovllm.options.config import EVICTION_POLICIES, SCHEDULING_POLICIES, Config
-from nanovllm.options.validation import load_class
+from nanovllm.options.validation import load_class, make_instance
 from nanovllm.parallel.executor import Executor, make_executor
 from nanovllm.scheduler.gates import Gate
-from nanovllm.scheduler.policy import Policy
+from nanovllm.scheduler.policy import CheckedPolicy, Policy
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.worker_info import WorkerInfo
@@ -101,16 +102,25 @@ def _policy(config: Config) -> Policy:
     """Return the policy that the options ask for."""
     if config.scheduling_policy in SCHEDULING_POLICIES:
         return PromptQueue()
-    name = config.scheduling_policy
-    return load_class(ConfigError, "scheduling_policy", name, Policy)()  # type: ignore[type-abstract]
+    value = config.scheduling_policy
+    name = f'scheduling_policy="{value}"'
+    found = load_class(ConfigError, "scheduling_policy", value, Policy)  # type: ignore[type-abstract]
+    return CheckedPolicy(make_instance(ConfigError, name, found), name)
 
 
-def _eviction_order(config: Config) -> type[EvictionOrder]:
-    """Return the order of eviction that the options ask for."""
+def _eviction_order(config: Config) -> Callable[[int], EvictionOrder]:
+    """Return what makes the order of eviction that the options ask for, for a number of pages."""
     if config.eviction_policy in EVICTION_POLICIES:
         return LeastRecentlyUsed
-    name = config.eviction_policy
-    return load_class(ConfigError, "eviction_policy", name, EvictionOrder)  # type: ignore[type-abstract]
+    value = config.eviction_policy
+    name = f'eviction_policy="{value}"'
+    base = EvictionOrder
+    found = load_class(ConfigError, "eviction_policy", value, base, ("num_pages",))  # type: ignore[type-abstract]
+
+    def make(num_pages: int) -> EvictionOrder:
+        return CheckedOrder(make_instance(ConfigError, name, found, num_pages), num_pages, name)
+
+    return make
 
 
 def _scheduler(
@@ -118,7 +128,7 @@ def _scheduler(
     info: WorkerInfo,
     eos_token_ids: frozenset[int],
     policy: Policy,
-    order: type[EvictionOrder],
+    order: Callable[[int], EvictionOrder],
 ) -> Scheduler:
     tiers = _tiers(config, info)
     block_manager = BlockManager(

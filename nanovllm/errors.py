@@ -34,7 +34,25 @@ class OutOfMemoryError(NanoVLLMError, RuntimeError):
 
 
 class EngineDeadError(NanoVLLMError, RuntimeError):
-    """A worker process died or the engine was shut down; make a new `LLM` to continue."""
+    """The engine has ended: a worker process died, a class of the user's failed, or `shutdown` was
+    called. Make a new `LLM` to continue.
+    """
+
+
+class PluginError(EngineDeadError):
+    """The class that `scheduling_policy` or `eviction_policy` names raised an exception or broke a
+    rule. This ends the engine, whose pages and queue are unknown then.
+    """
+
+    @classmethod
+    def of(cls, plugin: str, fault: str) -> "PluginError":
+        """Return the error.
+
+        Args:
+            plugin: the option and the class, `scheduling_policy="module:Class"`.
+            fault: what happened, and the rule.
+        """
+        return cls(f"{plugin}: {fault}; the engine has ended: mend it and make a new LLM")
 
 
 class ServerError(NanoVLLMError, RuntimeError):

@@ -1,19 +1,62 @@
 """The options scheduling_policy and eviction_policy: classes from outside of the package."""
 
+import asyncio
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanovllm import SamplingParams, demo_model
-from nanovllm.errors import ConfigError
+from nanovllm import AsyncLLM, SamplingParams, demo_model
+from nanovllm.errors import ConfigError, EngineDeadError, PluginError
+from nanovllm.kv.eviction import CheckedOrder
+from nanovllm.options.config import Config
+from nanovllm.options.validation import load_class
+from nanovllm.scheduler.policy import CheckedPolicy, Policy
+from nanovllm.scheduler.prompt_queue import PromptQueue
+from nanovllm.scheduler.sequence import Sequence
+from tests.glossary import GREEDY
 from tests.helpers import assert_idle
 from tests.kv.least_frequently_used import LeastFrequentlyUsed
 from tests.scheduler.shortest_first import ShortestFirst
 
+HERE = "tests.test_policies"
 OPTIONS: dict[str, Any] = {"max_model_len": 128, "kvcache_block_size": 16}
 POLICY = "tests.scheduler.shortest_first:ShortestFirst"
 EVICTION = "tests.kv.least_frequently_used:LeastFrequentlyUsed"
+
+
+class NeedsMore(ShortestFirst):
+    def __init__(self, ageing: int) -> None:
+        super().__init__()
+
+
+class Fails(ShortestFirst):
+    def __init__(self) -> None:
+        raise KeyError(1)
+
+
+class LacksFirst(Policy):
+    def order(self, seq: Sequence) -> int:
+        return seq.seq_id
+
+    def push(self, seq: Sequence) -> None: ...
+
+    def remove(self, seq: Sequence) -> None: ...
+
+
+class CannotRemove(ShortestFirst):
+    def remove(self, seq: Sequence) -> None:
+        raise KeyError(7)
+
+
+class NoPages(LeastFrequentlyUsed):
+    def __init__(self) -> None:
+        super().__init__(10)
+
+
+class LosesPages(LeastFrequentlyUsed):
+    def put_last(self, page: int) -> None: ...
 
 
 def test_an_engine_has_another_policy_and_eviction(make_llm: Any) -> None:
@@ -29,8 +72,10 @@ def test_an_engine_has_another_policy_and_eviction(make_llm: Any) -> None:
         demo_model.MODEL, **OPTIONS, **more, scheduling_policy=POLICY, eviction_policy=EVICTION
     )
     scheduler = llm.engine.scheduler
-    assert isinstance(scheduler.policy, ShortestFirst)
-    assert isinstance(scheduler.block_manager.pool.free, LeastFrequentlyUsed)
+    assert isinstance(scheduler.policy, CheckedPolicy)
+    assert isinstance(scheduler.policy.policy, ShortestFirst)
+    assert isinstance(scheduler.block_manager.pool.free, CheckedOrder)
+    assert isinstance(scheduler.block_manager.pool.free.order, LeastFrequentlyUsed)
     found = llm.generate(prompts, params, use_tqdm=False)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
     assert_idle(llm)
@@ -54,7 +99,10 @@ def test_the_shortest_request_is_answered_first(make_llm: Any) -> None:
         ("tests.kv.least_frequently_used:LeastFrequentlyUse", "did you mean 'LeastFrequentlyUsed"),
         ("tests.kv.least_frequently_used:count", "a class derived from nanovllm.kv.eviction.Evic"),
         (POLICY, "must name a class derived from nanovllm.kv.eviction.EvictionOrder, but"),
-        ("nanovllm.kv.eviction:EvictionOrder", "lacks the methods __contains__, __init__, __iter"),
+        (
+            "nanovllm.kv.eviction:EvictionOrder",
+            "lacks the methods __contains__(page), __init__(num_p",
+        ),
     ],
 )
 def test_a_class_that_does_not_fit_is_refused_before_the_model_is_loaded(
@@ -62,6 +110,93 @@ def test_a_class_that_does_not_fit_is_refused_before_the_model_is_loaded(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         make_llm(demo_model.MODEL, **OPTIONS, eviction_policy=value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("NeedsMore", "NeedsMore is called as NeedsMore(), but its __init__ takes other arguments"),
+        ("Fails", 'scheduling_policy="tests.test_policies:Fails": __init__() raised KeyError: 1'),
+        ("LacksFirst", '"tests.test_policies:LacksFirst" lacks the method first()'),
+    ],
+)
+def test_a_class_that_cannot_be_made_is_refused(make_llm: Any, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_llm(demo_model.MODEL, **OPTIONS, scheduling_policy=f"{HERE}:{name}")
+
+
+def test_an_order_is_made_for_a_number_of_pages(make_llm: Any) -> None:
+    message = r"NoPages is called as NoPages\(num_pages\), but its __init__ takes other arguments"
+    with pytest.raises(ConfigError, match=message):
+        make_llm(demo_model.MODEL, **OPTIONS, eviction_policy=f"{HERE}:NoPages")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def broken(:", "cannot be imported: SyntaxError: .*line 1.$"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'$"),
+        ("import broken_plugin.sub", "'broken_plugin' is not a package$"),
+    ],
+)
+def test_a_broken_module_needs_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    """Symptom: the message advises PYTHONPATH, which has the folder already."""
+    (tmp_path / "broken_plugin.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        load_class(ConfigError, "scheduling_policy", "broken_plugin:Policy", PromptQueue)
+
+
+def test_a_class_itself_is_refused_with_its_name() -> None:
+    name = "tests.scheduler.shortest_first:ShortestFirst"
+    with pytest.raises(ConfigError, match=f'give its name, "{name}"'):
+        Config(demo_model.MODEL, scheduling_policy=ShortestFirst)  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_policy_that_fails_ends_the_engine(
+    make_llm: Any, caplog: pytest.LogCaptureFixture, num_ranks: int
+) -> None:
+    """Symptom: every later call hangs, and each request is a traceback in the log."""
+    wrong = f"{HERE}:CannotRemove"
+    llm = make_llm(
+        demo_model.MODEL, **OPTIONS, scheduling_policy=wrong, tensor_parallel_size=num_ranks
+    )
+    message = f'"{wrong}": remove\\(\\) raised KeyError: 7; the engine has ended'
+    with pytest.raises(PluginError, match=message) as raised:
+        llm.generate(["Hi"] * 3, use_tqdm=False)
+    assert isinstance(raised.value.__cause__, KeyError)
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match=message):
+            llm.generate("Hi", use_tqdm=False)
+    with pytest.raises(EngineDeadError, match=message):
+        llm.engine.step()
+    assert not caplog.records
+
+
+@pytest.mark.timeout(100)
+def test_an_eviction_that_fails_ends_every_request() -> None:
+    wrong = f"{HERE}:LosesPages"
+    llm = AsyncLLM(demo_model.MODEL, **OPTIONS, eviction_policy=wrong)
+    message = f'"{wrong}": after put_last\\(\\d+\\) it has '
+
+    async def main() -> None:
+        asks = [llm.generate("What is a KV cache?", GREEDY) for _ in range(4)]
+        for error in await asyncio.gather(*asks, return_exceptions=True):
+            assert isinstance(error, EngineDeadError)
+            assert re.search(message, str(error))
+        with pytest.raises(EngineDeadError, match=message):
+            await llm.generate("Hi", GREEDY)
+        with pytest.raises(EngineDeadError, match=message):
+            await llm.check_health()
+
+    try:
+        asyncio.run(main())
+    finally:
+        llm.shutdown()
 
 
 def test_a_policy_is_not_an_eviction(make_llm: Any) -> None:

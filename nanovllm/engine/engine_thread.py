@@ -43,8 +43,12 @@ class EngineThread(threading.Thread):
             self._run_steps()
         except BaseException as error:
             logger.exception("the engine's thread failed")
-            end = EngineDeadError("the engine's thread failed; the log says why: make a new engine")
-            end.__cause__ = error
+            if isinstance(error, EngineDeadError):
+                end = error
+            else:
+                message = "the engine's thread failed; the log says why: make a new engine"
+                end = EngineDeadError(message)
+                end.__cause__ = error
             self._failure = end
         finally:
             self._end(end)

@@ -3,12 +3,13 @@
 The executor hides what runs the model.
 """
 
+import contextlib
 import logging
 import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.prompt import PromptInput
 from nanovllm.engine.request import Request
-from nanovllm.errors import EngineDeadError, InvalidRequestError
+from nanovllm.errors import EngineDeadError, InvalidRequestError, PluginError
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
@@ -87,6 +88,7 @@ class LLMEngine:
         self._finalizer = weakref.finalize(self, _shut_down, self.executor, self.trace, self.owner)
         self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
         self._outputs: list[RequestOutput] = []  # for the next step() to return
+        self._has_failed = False  # by a PluginError
         self.weights: WeightControl | None = None  # made when weights first change, or sleep
 
     def add_request(
@@ -124,7 +126,8 @@ class LLMEngine:
         if self.trace is not None:
             self.trace.add_request(request)
         # The others follow once the first has computed the prompt: they find its blocks cached.
-        self.scheduler.add(request.unqueued.pop(0))
+        with self._ended_by_plugins():
+            self.scheduler.add(request.unqueued.pop(0))
 
     def step(self) -> list[RequestOutput]:
         """Do `run_step` and return the outputs of requests without `deliver`."""
@@ -139,12 +142,14 @@ class LLMEngine:
         than `queue_depth` steps are in flight, or nothing was launched.
 
         Raises:
-            EngineDeadError: a worker died. After an error of a worker, the requests of the failed
-                step and of later ones in flight are queued again. After an error in making one
-                request's output, the others have got theirs.
+            EngineDeadError: the engine is down, or ends in this step. After another error of a
+                worker, the requests of the failed step and of later ones in flight are queued
+                again. After an error in making one request's output, the others have got theirs.
         """
         self.owner.check()
-        with DelayedInterrupt() as interrupt:
+        if self.is_shut_down:
+            self.executor.check_health()
+        with DelayedInterrupt() as interrupt, self._ended_by_plugins():
             if self.trace is not None:
                 self.trace.begin_step()
             start = time.perf_counter()
@@ -157,18 +162,20 @@ class LLMEngine:
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request and return its output that was not sent yet; None if it is not running.
 
-        The output is also delivered, if the request has a `deliver`.
+        The output is also delivered, if the request has a `deliver`. After a PluginError no
+        request runs.
         """
         request = self.output_processor.requests.get(request_id)
-        if request is None:
+        if request is None or self._has_failed:
             return None
-        self._queue_remaining(request)
-        for seq in request.sequences:
-            if not seq.is_finished:
-                self.scheduler.finish(seq, "abort")
-                self.output_processor.process_tokens(seq, time.monotonic())  # the rest of its text
-                if self.trace is not None:
-                    self.trace.end(seq)
+        with self._ended_by_plugins():
+            self._queue_remaining(request)
+            for seq in request.sequences:
+                if not seq.is_finished:
+                    self.scheduler.finish(seq, "abort")
+                    self.output_processor.process_tokens(seq, time.monotonic())  # its last text
+                    if self.trace is not None:
+                        self.trace.end(seq)
         output = self.output_processor.make_output(request)
         if output is not None and request.deliver is not None:
             request.deliver(output)
@@ -205,7 +212,8 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; return False, and forget none, while requests hold blocks."""
-        return self.scheduler.block_manager.reset_prefix_cache()
+        with self._ended_by_plugins():
+            return self.scheduler.block_manager.reset_prefix_cache()
 
     def get_metrics(self) -> list[Metric | Vector | Histogram]:
         """Return the engine's counts since its start, and its load now, by vLLM's names.
@@ -229,6 +237,17 @@ class LLMEngine:
     def is_shut_down(self) -> bool:
         """Whether `shutdown` was called, or Python is at its exit."""
         return not self._finalizer.alive
+
+    @contextlib.contextmanager
+    def _ended_by_plugins(self) -> Iterator[None]:
+        """End the engine if a class of the user's fails: its pages and queue are unknown then."""
+        try:
+            yield
+        except PluginError as error:
+            self._has_failed = True
+            self.executor.shutdown(str(error))
+            self.shutdown()
+            raise
 
     def _launch_step(self, interrupt: DelayedInterrupt) -> bool:
         """Launch the next step; return False if there is nothing to compute now."""
@@ -272,6 +291,8 @@ class LLMEngine:
             if self.scheduler.drafting is not None:
                 elapsed = None if self.queue_depth else time.perf_counter() - start
                 self.scheduler.drafting.settle(schedule, result, elapsed)
+        except PluginError:
+            raise
         except BaseException:
             # The steps launched after a failed one may have read KV that it did not write. If only
             # a result's processing failed, their sequences wait again and lose nothing.

@@ -1,8 +1,12 @@
-"""In which order free pages are reused: the seam of eviction policies, and LRU."""
+"""In which order free pages are reused: the seam of eviction policies, LRU, and the checks of an
+order from outside of the package.
+"""
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator
+
+from nanovllm.errors import PluginError
 
 
 class EvictionOrder(ABC):
@@ -78,3 +82,97 @@ class LeastRecentlyUsed(EvictionOrder):
 
     def remove(self, page: int) -> None:
         del self._pages[page]
+
+
+class CheckedOrder(EvictionOrder):
+    """An order from outside of the package: what it raises or does wrong is an error that names it.
+
+    It counts the free pages itself, so no page is lost, or has two users, unnoticed. Every method
+    that changes the order raises PluginError.
+
+    Args:
+        order: the one that decides, for `num_pages` pages.
+        name: for the errors, `eviction_policy="module:Class"`.
+    """
+
+    def __init__(self, order: EvictionOrder, num_pages: int, name: str) -> None:
+        self.order = order
+        self._name = name
+        self._is_free = [True] * num_pages
+        self._num_free = num_pages
+        self._check_len("__init__()")
+
+    def __len__(self) -> int:
+        return self._num_free
+
+    def __contains__(self, page: object) -> bool:
+        return page in self.order
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+    def take(self) -> int:
+        try:
+            page = self.order.take()
+        except Exception as error:
+            raise self._raised("take()", error) from error
+        if not isinstance(page, int) or not 0 <= page < len(self._is_free):
+            rule = f"return a page from 0 to {len(self._is_free) - 1} that is free"
+            raise PluginError.of(self._name, f"take() returned {page!r}: {rule}")
+        if not self._is_free[page]:
+            raise PluginError.of(self._name, f"take() returned page {page}, which is in use")
+        self._is_free[page] = False
+        self._num_free -= 1
+        self._check_len("take()")
+        return page
+
+    def put_first(self, page: int) -> None:
+        try:
+            self.order.put_first(page)
+        except Exception as error:
+            raise self._raised(f"put_first({page})", error) from error
+        self._free(page)
+        self._check_len(f"put_first({page})")
+
+    def put_last(self, page: int) -> None:
+        try:
+            self.order.put_last(page)
+        except Exception as error:
+            raise self._raised(f"put_last({page})", error) from error
+        self._free(page)
+        self._check_len(f"put_last({page})")
+
+    def remove(self, page: int) -> None:
+        try:
+            self.order.remove(page)
+        except Exception as error:
+            raise self._raised(f"remove({page})", error) from error
+        self._is_free[page] = False
+        self._num_free -= 1
+        self._check_len(f"remove({page})")
+
+    def touch(self, page: int) -> None:
+        try:
+            self.order.touch(page)
+        except Exception as error:
+            raise self._raised(f"touch({page})", error) from error
+
+    def _free(self, page: int) -> None:
+        if not self._is_free[page]:
+            self._is_free[page] = True
+            self._num_free += 1
+
+    def _check_len(self, call: str) -> None:
+        try:
+            num_free = len(self.order)
+        except Exception as error:
+            raise self._raised("__len__()", error) from error
+        if num_free != self._num_free:
+            raise PluginError.of(
+                self._name,
+                f"after {call} it has {num_free} pages, but {self._num_free} of "
+                f"{len(self._is_free)} are free: it must hold each free page once, and no other",
+            )
+
+    def _raised(self, call: str, error: Exception) -> PluginError:
+        return PluginError.of(self._name, f"{call} raised {type(error).__name__}: {error}")

@@ -240,13 +240,20 @@ def check_class(error: Error, name: str, value: Any, known: Collection[str]) -> 
     names = ", ".join(f'"{word}"' for word in known)
     meant = did_you_mean(shown(value).strip("'"), known)
     hint = meant * meant.startswith("; did")
+    if inspect.isclass(value):
+        hint = f': give its name, "{value.__module__}:{value.__qualname__}"'
     raise error(
         f'{name} must be {names} or a class of yours as "module:Class", got {shown(value)}{hint}'
     )
 
 
-def load_class(error: Error, name: str, value: str, base: type[T]) -> type[T]:
+def load_class(
+    error: Error, name: str, value: str, base: type[T], arguments: tuple[str, ...] = ()
+) -> type[T]:
     """Return the class that "module:Class" names, which must be derived from `base`.
+
+    Args:
+        arguments: names of those that it is called with.
 
     Raises:
         error: the module cannot be imported, or it has no such class.
@@ -255,10 +262,16 @@ def load_class(error: Error, name: str, value: str, base: type[T]) -> type[T]:
     try:
         module = importlib.import_module(module_name)
     except Exception as reason:
-        raise error(
+        message = (
             f'{name} is "{value}", but {module_name} cannot be imported: '
-            f"{type(reason).__name__}: {reason}; PYTHONPATH must have the folder that it is in"
-        ) from reason
+            f"{type(reason).__name__}: {reason}"
+        )
+        # Not a module that it imports itself, which is not found:
+        if isinstance(reason, ModuleNotFoundError) and f"{module_name}.".startswith(
+            f"{reason.name}."
+        ):
+            message += "; PYTHONPATH must have the folder that it is in"
+        raise error(message) from reason
     found = vars(module).get(class_name)
     rule = f"a class derived from {base.__module__}.{base.__qualname__}"
     if found is None:
@@ -268,9 +281,36 @@ def load_class(error: Error, name: str, value: str, base: type[T]) -> type[T]:
     if not isinstance(found, type) or not issubclass(found, base):
         raise error(f'{name} must name {rule}, but "{value}" is {shown(found)}')
     if inspect.isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))  # type: ignore[attr-defined]
-        raise error(f'{name} must name {rule}, but "{value}" lacks the methods {missing}')
+        methods = sorted(found.__abstractmethods__)  # type: ignore[attr-defined]
+        missing = ", ".join(_call_of(base, method) for method in methods)
+        plural = "s" * (len(methods) > 1)
+        raise error(f'{name} must name {rule}, but "{value}" lacks the method{plural} {missing}')
+    try:
+        inspect.signature(found).bind(*arguments)
+    except TypeError as reason:
+        raise error(
+            f"{name}: {class_name} is called as {class_name}({', '.join(arguments)}), but its "
+            f"__init__ takes other arguments: {reason}"
+        ) from reason
     return found
+
+
+def make_instance(error: Error, name: str, found: Callable[..., T], *arguments: Any) -> T:
+    """Return what the class that `load_class` found makes of `arguments`.
+
+    Raises:
+        error: it raises an exception.
+    """
+    try:
+        return found(*arguments)
+    except Exception as reason:
+        raise error(f"{name}: __init__() raised {type(reason).__name__}: {reason}") from reason
+
+
+def _call_of(base: type, method: str) -> str:
+    """Return a method as it is called, such as "order(seq)"."""
+    parameters = list(inspect.signature(inspect.getattr_static(base, method)).parameters)
+    return f"{method}({', '.join(parameters[1:])})"
 
 
 def check_names(error: Error, name: str, value: Any) -> dict[str, Any]:

@@ -75,8 +75,12 @@ class Executor(Protocol):
         """Raise EngineDeadError if a worker has died or the executor was shut down."""
         ...
 
-    def shutdown(self) -> None:
-        """End the workers and release the model. Repeated calls do nothing."""
+    def shutdown(self, reason: str = ...) -> None:
+        """End the workers and release the model. Repeated calls do nothing.
+
+        Args:
+            reason: what EngineDeadError says in later calls.
+        """
         ...
 
 

@@ -28,6 +28,7 @@ class InProcessExecutor:
         self._runner: ModelRunner | None = None
         self._num_threads = num_threads(target.config)
         self.refusal: NanoVLLMError | None = None
+        self._dead = ""
 
     def start(self) -> WorkerInfo:
         config = self._target.config
@@ -65,7 +66,8 @@ class InProcessExecutor:
 
     def check_health(self) -> None:
         if self._runner is None:
-            raise EngineDeadError("the engine was shut down; make a new LLM")
+            raise EngineDeadError(self._dead)
 
-    def shutdown(self) -> None:
+    def shutdown(self, reason: str = "the engine was shut down; make a new LLM") -> None:
+        self._dead = self._dead or reason
         self._runner = None

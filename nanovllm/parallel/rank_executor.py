@@ -151,8 +151,8 @@ class RankExecutor:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
 
-    def shutdown(self) -> None:
-        self._dead = self._dead or "the engine was shut down; make a new LLM"
+    def shutdown(self, reason: str = "the engine was shut down; make a new LLM") -> None:
+        self._dead = self._dead or reason
         self.ranks.end()
 
     def wait_for(self, step_id: int) -> StepResult:

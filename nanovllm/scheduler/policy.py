@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from nanovllm.errors import PluginError
 from nanovllm.scheduler.sequence import Sequence
 
 
@@ -67,3 +68,106 @@ class Policy(ABC):
             At least 1, and at most `num_missing` and `budget`.
         """
         return min(num_missing, budget)
+
+
+class CheckedPolicy(Policy):
+    """A policy from outside of the package: what it raises or does wrong is an error that names it.
+
+    Every method raises PluginError.
+
+    Args:
+        policy: the one that decides.
+        name: for the errors, `scheduling_policy="module:Class"`.
+    """
+
+    def __init__(self, policy: Policy, name: str) -> None:
+        self.policy = policy
+        self._name = name
+        self._held: set[Sequence] = set()
+        self._last_key: Any = None
+
+    def order(self, seq: Sequence) -> Any:
+        try:
+            key = self.policy.order(seq)
+        except Exception as error:
+            raise self._raised("order", error) from error
+        try:
+            key < (key if self._last_key is None else self._last_key)  # noqa: B015
+        except Exception as error:
+            fault = f"order() returned {key!r}, and {self._last_key!r} before: {error}"
+            raise PluginError.of(self._name, f"{fault}; keys must be comparable") from error
+        self._last_key = key
+        return key
+
+    def push(self, seq: Sequence) -> None:
+        try:
+            self.policy.push(seq)
+        except Exception as error:
+            raise self._raised("push", error) from error
+        self._held.add(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        try:
+            self.policy.remove(seq)
+        except Exception as error:
+            raise self._raised("remove", error) from error
+        self._held.discard(seq)
+
+    def first(self) -> Sequence | None:
+        try:
+            seq = self.policy.first()
+        except Exception as error:
+            raise self._raised("first", error) from error
+        if seq is None and self._held:
+            raise PluginError.of(
+                self._name,
+                f"first() returned None, but {len(self._held)} sequences were pushed and not "
+                "removed: return one of them",
+            )
+        if seq is not None and not (isinstance(seq, Sequence) and seq in self._held):
+            raise PluginError.of(
+                self._name,
+                f"first() returned {_shown(seq)}, which was not pushed or was removed: return a "
+                "sequence that is held, or None if there is none",
+            )
+        return seq
+
+    def advance(self, seq: Sequence, num_left: int) -> None:
+        try:
+            self.policy.advance(seq, num_left)
+        except Exception as error:
+            raise self._raised("advance", error) from error
+
+    def victim(self, candidates: Seq[Sequence]) -> Sequence:
+        try:
+            victim = self.policy.victim(tuple(candidates))
+        except Exception as error:
+            raise self._raised("victim", error) from error
+        if not any(victim is seq for seq in candidates):
+            raise PluginError.of(
+                self._name,
+                f"victim() returned {_shown(victim)}, which is none of its {len(candidates)} "
+                "candidates: return one of them",
+            )
+        return victim
+
+    def share(self, seq: Sequence, num_missing: int, budget: int) -> int:
+        try:
+            share = self.policy.share(seq, num_missing, budget)
+        except Exception as error:
+            raise self._raised("share", error) from error
+        most = min(num_missing, budget)
+        if not isinstance(share, int) or not 1 <= share <= most:
+            raise PluginError.of(
+                self._name,
+                f"share() returned {share!r} for a sequence with {num_missing} tokens to compute "
+                f"in a step that has {budget} left: return an integer from 1 to {most}",
+            )
+        return share
+
+    def _raised(self, method: str, error: Exception) -> PluginError:
+        return PluginError.of(self._name, f"{method}() raised {type(error).__name__}: {error}")
+
+
+def _shown(value: object) -> str:
+    return f"sequence {value.seq_id}" if isinstance(value, Sequence) else repr(value)

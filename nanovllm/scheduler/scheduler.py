@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.errors import ConfigError
+from nanovllm.errors import PluginError
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.scheduler.gates import Gate
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, RowDetails, Schedule, StepResult
@@ -297,18 +297,8 @@ class Scheduler:
         return None
 
     def _row_length(self, seq: Sequence, num_missing: int, budget: int) -> int:
-        """Return how many of a sequence's missing tokens its next row computes.
-
-        Raises:
-            ConfigError: the policy gives it nothing, or more than there is.
-        """
+        """Return how many of a sequence's missing tokens its next row computes."""
         share = self.policy.share(seq, num_missing, budget)
-        if not 0 < share <= min(num_missing, budget):
-            raise ConfigError(
-                f"scheduling_policy: share() returned {share} tokens of a sequence with "
-                f"{num_missing} to compute, in a step that has {budget} left: return at least 1 "
-                "and at most both"
-            )
         return self.block_manager.row_length(seq, share) if seq.is_queued else share
 
     def _allocate_by_preemption(self, seq: Sequence, end: int, index: int) -> list[int] | None:
@@ -319,18 +309,10 @@ class Scheduler:
 
         Returns:
             The blocks appended; None if `seq` was a victim itself, and is preempted now.
-
-        Raises:
-            ConfigError: the policy chooses a victim that is not a candidate.
         """
         appended = None
         while appended is None:
             victim = self.policy.victim(self.running[index:])
-            if victim not in self.running[index:]:
-                raise ConfigError(
-                    "scheduling_policy: victim() returned a sequence that is not a candidate: "
-                    "return one of them"
-                )
             self.preempt(victim)
             self.stats.num_preemptions += 1
             if victim is seq:
@@ -339,7 +321,17 @@ class Scheduler:
         return appended
 
     def _admit(self, seq: Sequence) -> Admission | None:
-        """Give a waiting sequence a table row and blocks; return None if they do not suffice."""
+        """Give a waiting sequence a table row and blocks; return None if they do not suffice.
+
+        Raises:
+            PluginError: it runs already, because the policy has changed the order of the running.
+        """
+        if seq.table_idx is not None:
+            raise PluginError.of(
+                "scheduling_policy",
+                f"order() puts sequence {seq.seq_id} elsewhere than a moment ago: a key must not "
+                "change, except when the sequence is pushed or removed",
+            )
         # A preempted sequence resumes only when the tokens of its steps in flight are known.
         if not self._free_table_indices or seq.num_in_flight_steps:
             return None

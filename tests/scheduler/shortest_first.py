@@ -9,16 +9,17 @@ AGEING = 32
 
 
 class ShortestFirst(Policy):
-    """Those who may have the fewest tokens go first; with ageing, so that nobody starves.
+    """By priority; then those that may have the fewest tokens, with ageing, so that none starves.
 
-    A request waits for no request that arrived more than its own length / AGEING requests later.
+    A request waits for no request of its priority that arrived more than its own length / AGEING
+    requests later.
     """
 
     def __init__(self) -> None:
         self._prompts: Heap[Sequence] = Heap()
 
-    def order(self, seq: Sequence) -> tuple[int, int]:
-        return (seq.max_num_tokens + AGEING * seq.seq_id, seq.seq_id)
+    def order(self, seq: Sequence) -> tuple[int, int, int]:
+        return (seq.priority, seq.max_num_tokens + AGEING * seq.seq_id, seq.seq_id)
 
     def push(self, seq: Sequence) -> None:
         self._prompts.set(seq, self.order(seq))

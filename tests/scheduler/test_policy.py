@@ -4,7 +4,6 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from nanovllm.errors import ConfigError
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.sequence import Sequence
 from tests.scheduler.fake_engine import Engine
@@ -85,32 +84,3 @@ def test_the_policy_shares_a_step(state_pages: int) -> None:
     engine.run()
     rows = [[row.num_scheduled_tokens for row in s.rows] for s, _ in engine.launched]
     assert rows == [[2, 2, 2], [2, 2, 2], [1, 1, 1]]
-
-
-class WrongShares(PromptQueue):
-    """Gives a sequence more than the step has."""
-
-    def share(self, seq: Sequence, num_missing: int, budget: int) -> int:
-        return budget + 1
-
-
-def test_a_wrong_share_is_an_error() -> None:
-    engine = Engine(make_policy=WrongShares)
-    engine.add([1, 2, 3], max_tokens=1)
-    with pytest.raises(ConfigError, match=r"share\(\) returned 65 tokens of a sequence with 3 to"):
-        engine.scheduler.schedule()
-
-
-class WrongVictim(PromptQueue):
-    """Names a sequence that does not run."""
-
-    def victim(self, candidates: Seq[Sequence]) -> Sequence:
-        return Sequence(99, [0], candidates[0].params)
-
-
-def test_a_wrong_victim_is_an_error() -> None:
-    engine = Engine(num_blocks=9, max_num_seqs=3, max_model_len=18, make_policy=WrongVictim)
-    for first in range(3):
-        engine.add([first, 1], max_tokens=16, ignore_eos=True)
-    with pytest.raises(ConfigError, match=r"victim\(\) returned a sequence that is not a candid"):
-        engine.run()
