@@ -10,10 +10,12 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from nanovllm.apps.cli import main as cli
+from nanovllm.apps.cli import main as cli, repl
+from nanovllm.apps.cli.sources import Piece
 from tests.helpers import environment
 from tests.wire_server import Asked, Script, Step, WireServer, chat_event, streamed, whole
 
@@ -90,7 +92,7 @@ def test_a_terminal_gets_the_speed(chat: Chat, monkeypatch: pytest.MonkeyPatch) 
     """The server is asked for the number of tokens, which it tells at the end."""
 
     def script(asked: Asked) -> list[Step]:
-        events = [(0.02, chat_event(content="a ")) for _ in range(3)]
+        events = [(0, chat_event(content="a ")) for _ in range(3)]
         usage = {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 7}}
         return streamed(*events, (0, chat_event("stop")), (0, usage))
 
@@ -102,8 +104,31 @@ def test_a_terminal_gets_the_speed(chat: Chat, monkeypatch: pytest.MonkeyPatch) 
     assert err == ""
     assert [body["stream_options"] for body in bodies] == [{"include_usage": True}] * 2
     assert [body.get("temperature") for body in bodies] == [None, 0.5]
-    assert re.fullmatch(r"\(7 tokens, the first after \d\.\d s, \d+ tokens/s\)", shown[1])
-    assert 0 < int(shown[1].split()[-2]) <= 150  # six tokens in 0.04 s or more
+    # No speed is shown if all come at once.
+    told = r"\(7 tokens, the first after \d+\.\d s(, \d+ tokens/s)?\)"
+    assert re.fullmatch(told, shown[1])
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown"),
+    [
+        # A server tells the number at the end only: six of the tokens came after the first text.
+        ([(1.25, "a ", 0), (2.0, "b ", 0), (3.25, "", 7)], "7 tokens, the first after 1.2 s, 3 "),
+        ([(1.25, "a", 2), (2.0, "b", 2), (2.75, "c", 1)], "5 tokens, the first after 1.2 s, 2 "),
+        ([(0.5, "a", 1), (0.509, "b", 9)], "10 tokens, the first after 0.5 s"),
+        ([(0.5, "a", 1)], "1 token, the first after 0.5 s"),
+        ([(0.5, "a", 0)], ""),
+    ],
+)
+def test_the_speed_is_of_the_tokens_after_the_first_text(
+    monkeypatch: pytest.MonkeyPatch, pieces: list[tuple[float, str, int]], shown: str
+) -> None:
+    times = iter([0.0, *(time for time, _, _ in pieces)])
+    monkeypatch.setattr(repl, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    timer = repl._Timer()
+    texts = list(timer.timed(Piece(text, num_tokens) for _, text, num_tokens in pieces))
+    assert texts == [text for _, text, _ in pieces]
+    assert timer.speed() == shown + "tokens/s" * shown.endswith(" ")
 
 
 def test_a_model_may_be_named(chat: Chat) -> None:
