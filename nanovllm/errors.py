@@ -26,8 +26,8 @@ class UnsupportedModelError(CheckpointError):
 
 
 class OutOfMemoryError(NanoVLLMError, RuntimeError):
-    """The system refuses memory that the engine needs at its start or a CPU kernel needs in a step,
-    or the KV pool cannot hold even one sequence of `max_model_len` tokens.
+    """The system refuses memory that the engine needs at its start or in a step, or the KV pool
+    cannot hold even one sequence of `max_model_len` tokens.
 
     After a step's error the engine continues to work: free memory and try again.
     """

@@ -103,15 +103,22 @@ def require_one_sequence(info: WorkerInfo) -> None:
         )
 
 
+def refuses_memory(error: Exception) -> bool:
+    """Return whether Python, torch or a system call was refused memory, on the host or a GPU."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return "DefaultCPUAllocator: can't allocate" in str(error)  # torch has no class for it
+
+
 @contextlib.contextmanager
 def memory_errors(config: Config) -> Iterator[None]:
     """Raise OutOfMemoryError where memory is refused inside, with the options that size it."""
     try:
         yield
     except (MemoryError, OSError, RuntimeError) as error:
-        refused = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        refused = refused or getattr(error, "errno", None) == errno.ENOMEM
-        if not refused and "DefaultCPUAllocator: can't allocate" not in str(error):
+        if not refuses_memory(error):
             raise
         given = ", ".join(f"{name} {getattr(config, name)}" for name in _SIZES)
         raise OutOfMemoryError(

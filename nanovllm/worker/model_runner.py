@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nanovllm.errors import OutOfMemoryError
 from nanovllm.kernels.selector import require_triton
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
@@ -17,6 +18,7 @@ from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.memory import keep_freed
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.extensions import LAPS, Computed, RunnerPart, StepRunner
+from nanovllm.worker.kv_cache import refuses_memory
 from nanovllm.worker.model_loader import NetworkSpec, num_positions
 from nanovllm.worker.network import Network
 from nanovllm.worker.sampling_rows import SamplingRows
@@ -101,15 +103,27 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:
-        """Launch a step. Steps run in the order in which they are launched."""
+        """Launch a step. Steps run in the order in which they are launched.
+
+        Raises:
+            OutOfMemoryError: the system refuses memory that the step needs. Later steps work.
+        """
         if len(self._launched) == LAPS:
             # A step runner may write this step's tokens over those of the step LAPS steps ago.
             self._launched.popleft().keep()
-        for part in self.parts:
-            part.begin(schedule)
-        pending = self._execute(schedule)
-        for part in self.parts:
-            part.end(schedule, pending)
+        try:
+            for part in self.parts:
+                part.begin(schedule)
+            pending = self._execute(schedule)
+            for part in self.parts:
+                part.end(schedule, pending)
+        except (MemoryError, OSError, RuntimeError) as error:
+            if not refuses_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"the system refuses memory that a step needs ({error}): free memory, or lower "
+                "max_num_batched_tokens"
+            ) from error
         self._launched.append(pending)
         return pending
 

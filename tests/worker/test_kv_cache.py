@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 
+from nanovllm import SamplingParams, demo_model
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.kv.windows import WindowSpec
 from nanovllm.options.config import Config
@@ -206,6 +207,30 @@ def test_other_errors_keep_their_class(error):
     with pytest.raises(type(error)) as raised, memory_errors(Config("model")):
         raise error
     assert raised.value is error
+
+
+@pytest.mark.parametrize("refused_step", [1, 4], ids=["the prompts", "a later one"])
+def test_a_step_that_torch_has_no_memory_for_raises_and_the_engine_goes_on(refused_step, make_llm):
+    """Symptom: a plain RuntimeError, which no handler of NanoVLLMError gets."""
+    questions = [question for question, _ in demo_model.entries()[:3]]
+    params = SamplingParams(temperature=0, max_tokens=6)
+    llm = make_llm(demo_model.MODEL, device="cpu", enforce_eager=True)
+    expected = [output.text for output in llm.generate(questions, params, use_tqdm=False)]
+    llm.reset_prefix_cache()
+    num_steps = itertools.count(1)
+
+    def ask_for_too_much(*_):
+        if next(num_steps) == refused_step:
+            torch.empty(2**60, dtype=torch.uint8)
+
+    layer = llm.engine.executor._runner.network.model.model.layers[-1]
+    layer.register_forward_pre_hook(ask_for_too_much)
+    match = "DefaultCPUAllocator.*: free memory, or lower max_num_batched_tokens"
+    with pytest.raises(OutOfMemoryError, match=match) as raised:
+        llm.generate(questions, params, use_tqdm=False)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    texts = [output.text for output in llm.generate(questions, params, use_tqdm=False)]
+    assert texts == expected
 
 
 def test_available_memory_is_positive_and_within_the_machine():
