@@ -4,11 +4,13 @@ Imports no torch.
 """
 
 import random
+import tracemalloc
 from hashlib import sha256
 from typing import Any
 
 import pytest
 
+from nanovllm.kv.trie import Node
 from nanovllm.kv.windows import WindowSpec
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
@@ -385,6 +387,40 @@ def test_what_a_failed_sequence_had_is_not_kept_again(kind: str) -> None:
     engine.add(text(0, 40), max_tokens=1)
     finish(engine)
     assert not any(engine.traffic.find(key) for key in store.entries)
+
+
+def test_memory_of_failed_sequences_is_bounded() -> None:
+    """None of their blocks is found or kept again, and next to no other is lost."""
+    engine = make_engine(store=FakeStore(), num_host_slots=100)
+    tiers = engine.loads.cache
+    trie = engine.manager.trie
+    full = engine.manager.full
+
+    def node(number: int) -> Node:
+        return Node(trie, number, (0, sha256(number.to_bytes(4, "big")).digest()), b"", 0)
+
+    def num_kept(numbers: range) -> int:
+        """Offer blocks to host memory and to the store; return how many are found then."""
+        count = 0
+        for number in numbers:
+            tiers.evict(node(number), full.suffix, [number])
+            tiers.keep(node(number), full.suffix, [number])
+            count += tiers._find(node(number).key[1], 0, full) is not None
+            assert engine.traffic.has_unsent == (count > 0)
+        return count
+
+    tracemalloc.start()
+    try:
+        for number in range(100_000):
+            tiers.distrust([node(number)])
+        grown, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert grown < 3 * 2**20
+    assert num_kept(range(0, 100_000, 10)) == 0
+    assert num_kept(range(100_000, 110_000)) >= 9_999
+    tiers.clear()
+    assert num_kept(range(100)) == 100
 
 
 def test_a_slow_tier_is_not_used() -> None:

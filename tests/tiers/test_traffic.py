@@ -1,5 +1,6 @@
 """What a step moves, and whether a load pays."""
 
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -131,3 +132,21 @@ def test_what_a_mixed_load_took_is_the_stores() -> None:
     parts = [traffic.begin(HOST, b"a")._replace(pages=[5]), Part(STORE, b"b", [6, 7], [])]
     traffic.end(parts, Loaded(0, 2, 0.05))
     assert [tier.page_seconds for tier in traffic.tiers] == pytest.approx([0.01, 0.02])
+
+
+def test_memory_of_failed_loads_is_bounded() -> None:
+    """Symptom: a process with a damaged store grows for as long as it runs."""
+    tier = StoreTier(lambda key: True)
+    keys = [number.to_bytes(36, "big") for number in range(100_000)]
+    tracemalloc.start()
+    try:
+        for key in keys:
+            tier.forget(key)
+            tier.forget(key)  # two loads had it
+        grown, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert grown < 2**20
+    assert not any(tier.find(key) for key in keys[-1000:])
+    assert tier.offer(keys[-1], [7]) == Part(STORE, keys[-1], [7], [])
+    assert tier.find(keys[-1])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import struct
 from collections import Counter
 from collections.abc import Collection, Sequence as Seq
 from hashlib import sha256
@@ -13,6 +14,8 @@ from nanovllm.kv.groups.group import Group
 from nanovllm.kv.trie import Hit, Node
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.transfers import Part
+
+_FILTER_BYTES = 2**20
 
 
 class Found(NamedTuple):
@@ -53,6 +56,31 @@ def digest(data: bytes) -> bytes:
     return sha256(data).digest()
 
 
+class BloomFilter:
+    """A set of SHA-256 hashes in a megabyte at most, however many are added.
+
+    It contains all of them and a few others: one in 200,000 after 100,000 additions, one in 50
+    after a million.
+    """
+
+    def __init__(self) -> None:
+        self._bits = bytearray()  # empty until something is added
+
+    def __contains__(self, digest: bytes) -> bool:
+        bits = self._bits
+        return bool(bits) and all(bits[i >> 3] >> (i & 7) & 1 for i in _bit_indices(digest))
+
+    def add(self, digest: bytes) -> None:
+        self._bits = self._bits or bytearray(_FILTER_BYTES)
+        for i in _bit_indices(digest):
+            self._bits[i >> 3] |= 1 << (i & 7)
+
+
+def _bit_indices(digest: bytes) -> list[int]:
+    """Return the bits of a hash in a filter: the hash is as good as four random numbers."""
+    return [number % (_FILTER_BYTES * 8) for number in struct.unpack_from("<4I", digest)]
+
+
 class TierCache:
     """The tiers below a block manager, which tells it what happens to entries.
 
@@ -61,6 +89,10 @@ class TierCache:
     **Keys.** An entry's key is the chained hash of the block at whose end it stands, and a suffix
     for its kind. So it is the same in each process. After `clear` a random number goes into all
     keys: what was kept before is not found again.
+
+    **Failures.** A block of a failed sequence is never found or kept again until `clear`. A set of
+    all of them would grow with each failure. A `BloomFilter` does not: a block that it contains by
+    mistake is computed again.
 
     **Out.** An entry that is evicted is offered to host memory while its pages still hold it: the
     workers copy it before anything else of the step. An entry within a prompt is offered to the
@@ -73,7 +105,7 @@ class TierCache:
     def __init__(self, traffic: TierTraffic) -> None:
         self.traffic = traffic
         self._kept: set[int] = set()  # uids of the nodes whose entries the store was offered
-        self._distrusted: set[bytes] = set()  # hashes of blocks of failed sequences
+        self._distrusted = BloomFilter()  # hashes of blocks of failed sequences
         self._nonce = b""
 
     def attach(self, manager: BlockManager) -> None:
@@ -127,7 +159,7 @@ class TierCache:
     def clear(self) -> None:
         """Find nothing again that was kept so far."""
         self._nonce = os.urandom(16)
-        self._distrusted.clear()
+        self._distrusted = BloomFilter()
         self.traffic.clear()
 
     def forget(self, node: Node, *, evicted: bool) -> None:

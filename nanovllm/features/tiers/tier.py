@@ -11,6 +11,9 @@ from typing import Protocol
 
 from nanovllm.scheduler.transfers import HOST, STORE, Part
 
+_MAX_FORGOTTEN = 4096
+"""Keys of failed loads that a `StoreTier` knows: half a megabyte."""
+
 
 class Tier(Protocol):
     """Copies of entries, by key. The workers move their contents."""
@@ -126,7 +129,10 @@ class HostSlots:
 
 
 class StoreTier:
-    """A byte store, see store.py. It evicts what it likes, so a load from it may fail.
+    """A byte store, see directory.py. It evicts what it likes, so a load from it may fail.
+
+    An entry whose load failed is not found until it is written again. Only the last
+    `_MAX_FORGOTTEN` are known: an earlier one may be found, and its load fail once more.
 
     Args:
         has: whether the store has an entry. Cheap: it is called for each block of a prompt.
@@ -137,7 +143,7 @@ class StoreTier:
     def __init__(self, has: Callable[[bytes], bool]) -> None:
         self.page_seconds = 0.0
         self._has = has
-        self._forgotten: set[bytes] = set()  # damaged entries, until they are written again
+        self._forgotten: OrderedDict[bytes, None] = OrderedDict()  # the latest last
 
     def find(self, key: bytes) -> bool:
         return key not in self._forgotten and self._has(key)
@@ -145,7 +151,7 @@ class StoreTier:
     def offer(self, key: bytes, pages: Seq[int]) -> Part | None:
         if self.find(key):
             return None
-        self._forgotten.discard(key)
+        self._forgotten.pop(key, None)
         return Part(self.name, key, list(pages), [])
 
     def begin(self, key: bytes) -> Part:
@@ -155,4 +161,6 @@ class StoreTier:
         pass
 
     def forget(self, key: bytes) -> None:
-        self._forgotten.add(key)
+        self._forgotten[key] = None
+        if len(self._forgotten) > _MAX_FORGOTTEN:
+            self._forgotten.popitem(last=False)
