@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence as Seq
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence as Seq
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -163,11 +163,16 @@ class AsyncLLM(AsyncWeightMethods):
         async with contextlib.aclosing(outputs):
             return await anext(outputs)
 
-    async def abort(self, request_id: int | str) -> None:
+    async def abort(self, request_id: int | str | Iterable[int | str]) -> None:
         """End a request: its `generate` or `stream` returns what it has, with finish reason abort.
 
-        If no request with this id is running, this does nothing.
+        Args:
+            request_id: of one request or of several. An id that no running request has is ignored.
         """
+        if not isinstance(request_id, int | str):
+            for each in request_id:
+                await self.abort(each)
+            return
         user = self._making.get(request_id, "") if isinstance(request_id, str) else ""
         await self._between_steps(lambda: self.engine.abort(request_id), after_input_of=user)
 

@@ -235,12 +235,7 @@ class AsyncLLM(async_llm.AsyncLLM):
             lora_request=lora_request,
         )
 
-    @takes_other_keywords
-    async def abort(self, request_id: int | str | Iterable[int | str]) -> None:
-        """End a request, or each of several; ids that are not running do nothing."""
-        many = [request_id] if isinstance(request_id, int | str) else list(request_id)
-        for each in many:
-            await super().abort(each)
+    abort = takes_other_keywords(async_llm.AsyncLLM.abort)
 
 
 AsyncLLMEngine = AsyncLLM

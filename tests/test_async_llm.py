@@ -355,7 +355,7 @@ def test_cancelled_while_it_is_tokenized(llm: AsyncLLM, monkeypatch: pytest.Monk
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, asyncio.CancelledError) for result in results)
         gate.is_open.set()
-        await llm.abort("nobody's")  # runs behind the three
+        await llm.abort(["nobody's", "other"])  # runs after the three
         assert llm.engine.stats.num_prompt_tokens == num_tokens
         assert llm.engine.is_finished()
 
