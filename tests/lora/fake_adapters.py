@@ -131,12 +131,19 @@ class AdapterEngine(Engine):
         assert not self.adapters._claims
         assert not self.adapters._keys
 
-    def _in_order(self, rows: list[Sequence]) -> list[Sequence]:
-        """A sequence that waited comes back when another of its adapter is admitted."""
-        return [seq for seq in rows if seq.adapter is None]
-
     def _check_turns(self, admitted: list[Sequence], waiting: list[Sequence]) -> None:
-        """Sequences that waited for a slot may be passed by others of their user."""
+        """Check that the admitted are the first of their user and adapter: one that waits for a
+        slot may be passed by others.
+        """
+        waiting = sorted(waiting, key=lambda seq: (seq.priority, seq.seq_id))
+        for seq in admitted:
+            assert seq is next(other for other in waiting if kind_of(other) == kind_of(seq))
+            waiting.remove(seq)
+
+
+def kind_of(seq: Sequence) -> tuple[str, str | None]:
+    """Return the user and the adapter of a sequence."""
+    return seq.user, None if seq.adapter is None else seq.adapter.digest
 
 
 class TieredAdapterEngine(AdapterEngine, TieredEngine):
@@ -144,3 +151,7 @@ class TieredAdapterEngine(AdapterEngine, TieredEngine):
 
     def make_worker(self, *args: Any) -> TieredWorker:
         return TieredAdapterWorker(*args)
+
+    def _check_turns(self, admitted: list[Sequence], waiting: list[Sequence]) -> None:
+        """Check the same, except that others pass one that waits for another's load."""
+        super()._check_turns(admitted, [s for s in waiting if s not in self.loads._parked])

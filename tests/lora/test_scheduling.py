@@ -46,3 +46,22 @@ def test_the_least_recently_used_adapter_leaves_its_slot() -> None:
         engine.run()
     assert engine.worker.num_loaded == 3
     assert [*engine.adapters.slots.slots] == [adapter(2).digest, adapter(0).digest]
+
+
+def test_a_later_request_does_not_pass_an_earlier_one_of_its_adapter() -> None:
+    """Symptom: the step that admits the claimant of their slot also admits the later one, while the
+    earlier one is in the waiting room.
+    """
+    engine = AdapterEngine(max_loras=2, max_num_seqs=8, num_blocks=64)
+    engine.add([1, 2], max_tokens=20, ignore_eos=True, adapter=adapter(0))
+    ends = engine.add([1, 2], max_tokens=6, ignore_eos=True, adapter=adapter(1))
+    engine.step()
+    claimant = engine.add([1, 2], max_tokens=2, ignore_eos=True, adapter=adapter(2))
+    engine.step_until(lambda: engine.adapters._claims == {adapter(0).digest: claimant})
+    earlier = engine.add([1, 2], max_tokens=2, ignore_eos=True, adapter=adapter(0))
+    engine.step_until(lambda: ends.is_finished)
+    assert [*engine.adapters._room] == [claimant, earlier]
+    later = engine.add([1, 2], max_tokens=2, ignore_eos=True, adapter=adapter(0))
+    engine.step()
+    assert engine.admitted[-3:] == [claimant.seq_id, earlier.seq_id, later.seq_id]
+    engine.run()

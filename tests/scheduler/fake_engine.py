@@ -626,8 +626,7 @@ class Engine:
         if schedule is None:
             return
         rows = [self.sequences[row.seq_id] for row in schedule.rows]
-        ordered = self._in_order(rows)
-        assert ordered == sorted(ordered, key=order)
+        assert rows == sorted(rows, key=order)
         admitted = [self.sequences[new.seq_id] for new in schedule.admissions]
         assert all(seq in admitted for seq in rows if seq not in running)
         self._check_rows_of(admitted, rows)
@@ -649,10 +648,6 @@ class Engine:
         assert [(new.table_idx, new.seed) for new in schedule.admissions] == [
             (seq.table_idx, 100 + seq.seq_id) for seq in admitted
         ]
-
-    def _in_order(self, rows: list[Sequence]) -> list[Sequence]:
-        """Return those of a step's sequences that go in the policy's order."""
-        return rows
 
     def _check_rows_of(self, admitted: list[Sequence], rows: list[Sequence]) -> None:
         assert all(seq in rows for seq in admitted), "an admitted sequence has no row"

@@ -1,5 +1,6 @@
 """What adapters add to a scheduler: at most so many of them run at once, each in a slot."""
 
+from bisect import bisect
 from itertools import islice
 
 from nanovllm.features.lora.slot_table import Place, SlotTable
@@ -20,6 +21,8 @@ class AdapterGate(Gate):
     the waiting room, and the queue goes on. It keeps its turn. When a slot can be had, the first
     that waits comes back to the queue. Others of its adapter follow one by one, each when the one
     before it is admitted, so a step's cost does not depend on how many wait.
+
+    **Within an adapter** the policy's order holds: a later sequence does not pass an earlier one.
 
     **No adapter starves another.** The first sequence of each adapter that waits claims a slot: the
     least recently used one that is pinned and not claimed. The adapter that has it gets only
@@ -50,13 +53,16 @@ class AdapterGate(Gate):
             self._claim()
 
     def holds(self, seq: Sequence) -> bool:
-        """Let a sequence whose turn has come wait in the room, if it can have no slot."""
-        if seq.adapter is None or self._may_go(seq):
+        """Let a sequence whose turn has come wait in the room, if it can have no slot, or if an
+        earlier one of its adapter waits there.
+        """
+        if seq.adapter is None:
             return False
-        key = self._keys[seq] = self._key_of(seq)
-        self.scheduler.set_aside(seq)
-        self._forget_recalled(seq)
-        self._room.add(seq, key)
+        key = self._key_of(seq)
+        earlier = self._room.first_of(seq.adapter.digest)
+        if self._may_go(seq) and (earlier is None or key < self._keys[earlier]):
+            return False
+        self._set_aside(seq, key)
         return True
 
     def prepare(self, seq: Sequence, hit: Hit) -> Hit:
@@ -74,14 +80,16 @@ class AdapterGate(Gate):
         assert place is not None
         self._forget_recalled(seq)
         self._keys.pop(seq, None)
-        if digest not in self.slots.slots:
-            self._claims = {
-                holder: claimant
-                for holder, claimant in self._claims.items()
-                if holder != place.evicted and adapter_of(claimant) != digest
-            }
+        claims = self._claims.items()
+        claimed = [holder for holder, claimant in claims if adapter_of(claimant) == digest]
+        for holder in claimed:
+            del self._claims[holder]
+        if place.evicted is not None:
+            self._claims.pop(place.evicted, None)
         self.slots.take(digest, place)
-        self._recall_next(digest)
+        for holder in (digest, *claimed):  # now, for later ones may come in this step
+            if holder in self.slots.slots:
+                self._recall_next(holder)
 
     def release(self, seq: Sequence) -> None:
         if seq.adapter is not None:
@@ -112,13 +120,20 @@ class AdapterGate(Gate):
         return self.slots.find(digest) is not None
 
     def _recall(self) -> None:
-        """Let those back into the queue that can have a slot: one of each adapter."""
+        """Let those back into the queue that can have a slot: one of each adapter, the first."""
+        for seq in list(self._recalled.values()):
+            first = self._room.first_of(adapter_of(seq))
+            if seq.is_queued and first is not None and self._keys[first] < self._keys[seq]:
+                self._set_aside(seq, self._keys[seq])
         for digest in list(self.slots.slots):
             self._recall_next(digest)
-        num_taken = sum(digest not in self.slots.slots for digest in self._recalled)
-        num_left = self.slots.num_available - num_taken
+        recalled = [seq for digest, seq in self._recalled.items() if digest not in self.slots.slots]
+        before = sorted(self._keys[seq] for seq in recalled)
+        num_left = self.slots.num_available
         for seq in self._without_slot(num_left):
-            self._bring_back(seq)
+            if bisect(before, self._keys[seq]) < num_left:
+                num_left -= 1
+                self._bring_back(seq)
 
     def _recall_next(self, digest: str) -> None:
         """Let the next sequence of an adapter with a slot back into the queue, if it may go."""
@@ -149,6 +164,13 @@ class AdapterGate(Gate):
             and adapter_of(seq) not in but
         )
         return list(islice(firsts, max(0, most)))
+
+    def _set_aside(self, seq: Sequence, key: Key) -> None:
+        """Let a sequence that the policy holds wait in the room."""
+        self._keys[seq] = key
+        self.scheduler.set_aside(seq)
+        self._forget_recalled(seq)
+        self._room.add(seq, key)
 
     def _bring_back(self, seq: Sequence) -> None:
         self._room.remove(seq)
