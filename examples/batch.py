@@ -32,7 +32,7 @@ def main() -> None:
 
     # Parameters of its own for each prompt; a seed makes a sampled text the same in every batch.
     warm = SamplingParams(temperature=3.0, top_p=0.95, max_tokens=20, n=3, seed=7)
-    short = SamplingParams(temperature=0, max_tokens=40, stop=(" and",))
+    short = SamplingParams(temperature=0, max_tokens=40, stop=[" and"])
     prompts = ["A KV cache is", "Paged attention keeps"]
     sampled, stopped = llm.generate(prompts, [warm, short], use_tqdm=False)
     for completion in sampled.outputs:

@@ -192,7 +192,7 @@ def add_flags(
             options |= {"type": _gib, "metavar": "GIB"}
         elif field.kind in (int, float):
             options |= {"type": _number(field.kind), "metavar": field.kind.__name__.upper()}
-        elif field.kind == tuple[str, ...]:
+        elif field.kind == Sequence[str]:
             options |= {"action": "append", "metavar": "TEXT"}
         else:
             options |= {"type": json_value, "metavar": "JSON"}
@@ -381,7 +381,7 @@ def _is_plain(kind: Any) -> bool:
     if kind in (str, int, float, bool, type(None), Any, Ellipsis):
         return True
     outer = typing.get_origin(kind)
-    plain = outer in (tuple, list, dict, Mapping, types.UnionType)
+    plain = outer in (tuple, list, dict, Mapping, Sequence, types.UnionType)
     return plain and all(map(_is_plain, typing.get_args(kind)))
 
 

@@ -144,6 +144,8 @@ class SamplingParams:
     logits_processors, structured_outputs, allowed_token_ids, bad_words, min_tokens, logit_bias,
     penalties, temperature, min_p, top_k, top_p.
 
+    A field of type Sequence stores a tuple; one of strings also accepts a single string.
+
     Raises:
         InvalidRequestError: a field is unknown, of the wrong type or out of range.
     """
@@ -168,9 +170,9 @@ class SamplingParams:
     """Minimum probability of a token, relative to the most likely token's; 0 disables it."""
     min_tokens: int = 0
     """Minimum number of tokens to generate before the output may stop."""
-    stop: Annotated[tuple[str, ...], _strings] = ()
+    stop: Annotated[Sequence[str], _strings] = ()
     """A string that ends the output, or several."""
-    stop_token_ids: Annotated[tuple[int, ...], _token_ids] = ()
+    stop_token_ids: Annotated[Sequence[int], _token_ids] = ()
     """Ids of tokens that end the output, such as [7, 8], besides the model's end-of-sequence
     tokens."""
     include_stop_str_in_output: bool = False
@@ -184,12 +186,12 @@ class SamplingParams:
     logit_bias: Annotated[tuple[tuple[int, float], ...], _logit_bias] = ()
     """Numbers to add to the logits of tokens, by token id, such as {"7": -5}; clamped to
     [-100, 100]."""
-    allowed_token_ids: Annotated[tuple[int, ...] | None, _token_ids] = None
+    allowed_token_ids: Annotated[Sequence[int] | None, _token_ids] = None
     """Ids of the tokens that may be generated, such as [7, 8]; None is all tokens."""
-    bad_words: Annotated[tuple[str, ...], _strings] = ()
+    bad_words: Annotated[Sequence[str], _strings] = ()
     """A string that is not generated, or several. As in vLLM, the word with a space before it is
     forbidden too, if that takes as many tokens as the word alone."""
-    logits_processors: Annotated[tuple[LogitsProcessor, ...], _processors] = ()
+    logits_processors: Annotated[Sequence[LogitsProcessor], _processors] = ()
     """Functions that change the logits before each token, called as f(output token ids, logits) or
     f(prompt token ids, output token ids, logits); not with tensor_parallel_size above 1."""
     structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
@@ -209,7 +211,7 @@ class SamplingParams:
     """Return text. Stop strings need it."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
-    kept_token_ids: Annotated[tuple[int, ...], _token_ids] = ()
+    kept_token_ids: Annotated[Sequence[int], _token_ids] = ()
     """Special tokens that skip_special_tokens leaves in the text, such as tags of tool calls."""
     marks_kept_tokens: bool = False
     """Write U+D800, which no text holds, before each of kept_token_ids: a parser of the text can

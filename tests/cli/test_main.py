@@ -11,7 +11,7 @@ import subprocess
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -538,8 +538,8 @@ def example_of(hint: Any) -> tuple[str, Any]:
         float: ("0.5", 0.5),
         str: ("some text", "some text"),
         dict[str, Any]: ('{"vocab_size": 3}', {"vocab_size": 3}),
-        tuple[str, ...]: ("some text", ("some text",)),
-        tuple[int, ...]: ("[3, 4]", (3, 4)),
+        Sequence[str]: ("some text", ("some text",)),
+        Sequence[int]: ("[3, 4]", (3, 4)),
         tuple[tuple[int, float], ...]: ('{"3": 0.5}', ((3, 0.5),)),
     }[hint]
 
