@@ -1,5 +1,6 @@
 """With the C kernels, a request's tokens do not depend on its batch, even in bfloat16."""
 
+import dataclasses
 import functools
 import logging
 import random
@@ -173,6 +174,37 @@ def test_tokens_of_other_families_do_not_depend_on_the_batch(
         assert generate(model, few, **kept, **options) == expected
 
 
+@pytest.mark.parametrize("sizes", [(80, 100, 20), (33, 48, 32)])
+def test_bits_of_a_model_of_any_size_do_not_depend_on_the_batch(
+    sizes: tuple[int, int, int],
+    workload: Any,
+    shared_checkpoint: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Symptom: torch computes linears whose inputs are not a multiple of 32."""
+    caplog.set_level(logging.INFO, "nanovllm")
+    names = "hidden_size", "intermediate_size", "head_dim"
+    model = shared_checkpoint(**{**MODEL, **dict(zip(names, sizes, strict=True))})
+    prompts, params = workload
+    params = [dataclasses.replace(each, logprobs=2, prompt_logprobs=1) for each in params]
+
+    def bits(**options: Any) -> list[Any]:
+        llm = LLM(model, max_model_len=MAX_MODEL_LEN, device="cpu", **options)
+        try:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            return [
+                (out.token_ids, out.outputs[0].logprobs, out.prompt_logprobs) for out in outputs
+            ]
+        finally:
+            llm.shutdown()
+
+    expected = bits(max_num_seqs=1, enable_prefix_caching=False)
+    for options in ({}, {"enforce_eager": True, "max_num_batched_tokens": 17}):
+        found = bits(**options)
+        assert all(own == other for own, other in zip(found, expected, strict=True))
+    assert "call by call" not in caplog.text
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_tokens_do_not_depend_on_torchs_default_dtype(model: str, dtype: torch.dtype) -> None:
     """Symptom: scratch memory has torch's default dtype, and the C kernels write past its end."""
@@ -289,8 +321,9 @@ def test_logprobs_are_close_to_plain_torchs(
 def test_steps_with_torch_operations_run_call_by_call(
     shared_checkpoint: Callable[..., str], workload: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """torch computes linears whose inputs are no multiple of 32, so no step can be recorded."""
-    narrow = shared_checkpoint(**{**MODEL, "intermediate_size": 150})
+    """torch computes experts whose gates are not a multiple of 32, so no step can be recorded."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    narrow = shared_checkpoint(**MODEL, model_type="qwen3_moe", **experts)
     prompts, params = workload
     with caplog.at_level(logging.INFO, "nanovllm"):
         generate(narrow, (prompts[:8], params[:8]))

@@ -7,7 +7,6 @@ import torch
 
 from nanovllm.kernels import torch_experts
 from nanovllm.kernels.cpu import ops
-from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import OneDnnWeight, PackedWeight, use_onednn
 from nanovllm.kernels.torch_experts import ExpertMLP, Routing
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
@@ -60,7 +59,7 @@ class CKernels(CSamplingKernels):
         return packed
 
     def can_pack_rows(self, weight: torch.Tensor) -> bool:
-        return weight.dtype == torch.bfloat16 and weight.shape[1] % PANEL == 0
+        return weight.dtype == torch.bfloat16
 
     def to_float(self, x: torch.Tensor) -> torch.Tensor:
         is_supported = x.dtype == torch.bfloat16 and x.is_contiguous()

@@ -27,7 +27,8 @@ class Panels(NamedTuple):
     """A weight [n, k] in the layout of the C kernels: panels of 32 outputs, zeros in the last."""
 
     packed: torch.Tensor
-    """[panels, k / 2, 32, 2] bfloat16; with 8 and 4 bits [panels, k * 32 * bits / 8] uint8."""
+    """[panels, k / 2, 32, 2] bfloat16, with zeros up to a multiple of 32 inputs; with 8 and 4 bits
+    [panels, k * 32 * bits / 8] uint8."""
     scales: torch.Tensor | None
     """With 8 and 4 bits only, of 16 bits: [panels, groups, 32], or [panels, groups, 2, 32] with
     minimums or zeros."""
@@ -52,11 +53,13 @@ class PanelWeight:
 
     Args:
         num_outputs: n.
+        num_inputs: k.
     """
 
-    def __init__(self, panels: Panels, num_outputs: int) -> None:
+    def __init__(self, panels: Panels, num_outputs: int, num_inputs: int) -> None:
         self.panels = panels
         self._num_outputs = num_outputs
+        self._num_inputs = num_inputs
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x @ weight.T. The bias, contiguous, is added in float32, before rounding."""
@@ -75,8 +78,10 @@ class PanelWeight:
         return y
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        ids, panels, tokens = ids.contiguous(), self.panels, len(ids)
-        k = panels.packed.nbytes // len(panels.packed) * 8 // (PANEL * panels.bits)
+        ids = ids.contiguous()
+        panels = self.panels
+        tokens = len(ids)
+        k = self._num_inputs
         y = torch.empty(tokens, k, dtype=torch.bfloat16)
         if panels.scales is None:
             library.call("nv_gather", ids, panels.packed, y, tokens, k)
@@ -112,7 +117,7 @@ class IntPanelWeight(PanelWeight):
         rows = (2, PANEL) if kind in (MINIMUMS, ZEROS) else (PANEL,)
         packed = lazy_zeros((panels, k * PANEL * bits // 8), torch.uint8, reserve)
         scales = lazy_zeros((panels, k // group, *rows), torch.float16, reserve)
-        super().__init__(Panels(packed, scales, bits, kind, None, inputs), n)
+        super().__init__(Panels(packed, scales, bits, kind, None, inputs), n, k)
 
     def store(
         self,
@@ -163,13 +168,13 @@ class PackedWeight(PanelWeight):
     """An unquantised bfloat16 weight [n, k] in the layout of the C kernels, of zeros at first.
 
     Args:
-        k: a multiple of 32.
         reserve: gives the memory while it lasts.
     """
 
     def __init__(self, n: int, k: int, reserve: PageReserve | None = None) -> None:
-        packed = lazy_zeros((-(-n // PANEL), k // 2, PANEL, 2), torch.bfloat16, reserve)
-        super().__init__(Panels(packed, None, 16), n)
+        pairs = -(-k // PANEL) * PANEL // 2
+        packed = lazy_zeros((-(-n // PANEL), pairs, PANEL, 2), torch.bfloat16, reserve)
+        super().__init__(Panels(packed, None, 16), n, k)
 
     def store(self, start: int, rows: torch.Tensor) -> None:
         """Store `rows` [m, k]; the first is row `start`, a multiple of 32.
@@ -181,7 +186,7 @@ class PackedWeight(PanelWeight):
 
 
 class OneDnnWeight:
-    """An unquantised weight in oneDNN's layout, for dtypes and shapes without C kernels.
+    """An unquantised weight in oneDNN's layout, for dtypes without C kernels.
 
     `embedding` is slow: it unpacks the whole weight.
     """

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.usefixtures("inference_mode")
 
 @native
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("n", "k"), [(32, 32), (100, 64), (1, 96), (333, 1024), (1003, 128)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(32, 32), (100, 64), (1, 96), (333, 1024), (1003, 128), (1, 1), (70, 33), (96, 48)]
+)
 def test_linear(n, k):
     weight = randn(n, k)
     packed = pack(weight)
@@ -36,6 +38,46 @@ def test_linear_reads_rows_that_lie_apart():
     x = wide[:, 100:196]
     expected = pack(weight).apply(x.contiguous())
     assert torch.equal(pack(weight).apply(x), expected)
+
+
+SIZES = (1, 8, 16, 24, 33, 48, 80, 96, 100)
+"""Few are a multiple of what the kernels multiply at once."""
+
+
+def weights_of_any_size(n, k):
+    """Return the weight [n, k] as the C kernels take it: of 16 bits, and of 8 and 4 if they can."""
+    packed = CKernels().pack(randn(n, k), is_embedding=False)
+    assert packed is not None
+    groups = [] if k % 32 else [quantize(randn(n, k), bits, 32) for bits in (8, 4)]
+    return [packed, *map(pack, groups)]
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("k", [*SIZES, 1000])
+def test_rows_of_a_linear_of_any_size_do_not_depend_on_the_others(k):
+    wide = randn(64, k + 1)
+    for n in (*SIZES, 150):  # 150: panels that one row reads side by side
+        bias = randn(n, seed=1)
+        for weight in weights_of_any_size(n, k):
+            for x in (wide[:, 1:], wide[:, :k].contiguous()):
+                together = weight.apply(x, bias)
+                for m in (1, 2, 5, 12, 13, 16, 17, 31, 33, 63):
+                    assert torch.equal(weight.apply(x[:m], bias), together[:m])
+                    assert torch.equal(weight.apply(x[-m:], bias), together[-m:])
+
+
+@native
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("k", [k for k in (*SIZES, 1000) if k % 32])
+def test_a_linear_of_any_size_is_one_with_more_inputs_of_zero(k):
+    n = 150
+    weight, x = randn(n, k), randn(40, k, seed=1)
+    padding = 0, -k % 32
+    whole = pack(torch.nn.functional.pad(weight, padding))
+    x_of_whole = torch.nn.functional.pad(x, padding)
+    for m in (1, 7, 40):
+        assert torch.equal(pack(weight).apply(x[:m]), whole.apply(x_of_whole[:m]))
 
 
 @pytest.mark.thinned(3)
@@ -82,7 +124,7 @@ def test_a_bias_is_added_before_the_sum_is_rounded(n, bits):
 
 @native
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("n", "k"), [(1003, 128), (64, 32)])
+@pytest.mark.parametrize(("n", "k"), [(1003, 128), (64, 32), (70, 33), (40, 1), (64, 48)])
 def test_gather_returns_the_rows(n, k):
     weight = randn(n, k)
     ids = torch.randint(n, (50,), generator=torch.Generator().manual_seed(1))

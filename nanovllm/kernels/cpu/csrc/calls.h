@@ -32,7 +32,7 @@ void nv_gated_delta(team *t, const bf16 *qkv, const bf16 *a, ptrdiff_t lda, cons
                     row_count rows, ptrdiff_t key_heads, ptrdiff_t value_heads, ptrdiff_t dk, ptrdiff_t dv);
 void nv_pack(team *t, const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k);
 void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, const bf16 *bias, bf16 *y, token_count m, ptrdiff_t n,
-               ptrdiff_t k);
+               ptrdiff_t num_inputs);
 void nv_gather(team *t, const int64_t *ids, const bf16 *packed, bf16 *y, token_count tokens, ptrdiff_t k);
 void nv_pack_int(team *t, const int8_t *q, const uint16_t *scales, const uint16_t *more, uint8_t *packed, uint16_t *packed_scales,
                  ptrdiff_t n, ptrdiff_t k, ptrdiff_t source, ptrdiff_t group, ptrdiff_t bits);

@@ -1,8 +1,9 @@
 /* The CPU kernels, called through nv_run(): bfloat16 in and out, float32 inside. One source serves AVX-512, AVX2 and any other
  * processor.
  *
- * A packed weight [N, K] is [ceil(N/32)][K/2][32][2]: panels of 32 outputs, in which pairs of inputs lie side by side. No kernel
- * combines rows of its input, so that the result for a row does not depend on the batch, bit for bit.
+ * A packed weight [N, K] is [ceil(N/32)][K/2][32][2]: panels of 32 outputs, in which pairs of inputs lie side by side. In
+ * bfloat16, zeros fill K up to a multiple of 32. No kernel combines rows of its input, so that the result for a row does not
+ * depend on the batch, bit for bit.
  */
 #pragma once
 #include <stddef.h>

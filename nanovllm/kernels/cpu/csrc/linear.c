@@ -13,42 +13,56 @@ int nv_enable(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 int nv_enable(void) { return 1; }
 #endif
 
+/* The inputs of a packed weight with k inputs: zeros are added up to a multiple of 32. */
+INLINE ptrdiff_t packed_inputs(ptrdiff_t k) { return (k + PANEL - 1) / PANEL * PANEL; }
+
 /* Write rows [0, count) of w, k apart, to a panel; zeros fill it. Squares of VL rows and VL pairs of inputs are transposed. */
 static void pack_panel(const bf16 *w, ptrdiff_t count, ptrdiff_t k, bf16 *panel) {
-    for (ptrdiff_t i = 0; i < k; i += 2 * VL)
+    for (ptrdiff_t i = 0; i < packed_inputs(k); i += 2 * VL)
         for (ptrdiff_t first = 0; first < PANEL; first += VL) {
             vf pairs[VL];
             for (ptrdiff_t r = 0; r < VL; r++)
-                pairs[r] = first + r < count ? load((const float *)(w + (first + r) * k + i)) : (vf){0};
+                pairs[r] = first + r < count && i < k ? (vf)load_pairs(w + (first + r) * k + i, k - i) : (vf){0};
             transpose(pairs);
             for (ptrdiff_t j = 0; j < VL; j++) store((float *)(panel + (i + 2 * j) * PANEL + first * 2), pairs[j]);
         }
 }
 
-/* packed[ceil(n/32)][k/2][32][2] = w[n][k]. */
+/* packed[ceil(n/32)][packed_inputs(k)/2][32][2] = w[n][k]. */
 void nv_pack(team *t, const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
     FOR_ITEMS(p, t, (n + PANEL - 1) / PANEL) {
         ptrdiff_t first = p * PANEL;
-        pack_panel(w + first * k, n - first < PANEL ? n - first : PANEL, k, packed + first * k);
+        pack_panel(w + first * k, n - first < PANEL ? n - first : PANEL, k, packed + first * packed_inputs(k));
     }
 }
 
-/* y[m][n] = x[m][k] . w + bias[n], rounded to nearest even; rows of x are ldx apart. An item is the product of a block of x with
- * a panel, or of a single row with STREAMS panels. Each thread prepares the blocks that it multiplies, so that a block fits its
- * cache. */
+/* padded[rows][packed_inputs(k)] = x[rows][k], and zeros. */
+static void pad_rows(const bf16 *x, ptrdiff_t ldx, ptrdiff_t rows, ptrdiff_t k, bf16 *padded) {
+    for (ptrdiff_t r = 0; r < rows; r++, padded += packed_inputs(k)) {
+        memcpy(padded, x + r * ldx, k * sizeof *x);
+        memset(padded + k, 0, (packed_inputs(k) - k) * sizeof *x);
+    }
+}
+
+/* y[m][n] = x[m][num_inputs] . w + bias[n], rounded to nearest even; rows of x are ldx apart. An item is the product of a block
+ * of x with a panel, or of a single row with STREAMS panels. Each thread prepares the blocks that it multiplies, so that a block
+ * fits its cache. */
 void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, const bf16 *bias, bf16 *y, token_count m, ptrdiff_t n,
-               ptrdiff_t k) {
+               ptrdiff_t num_inputs) {
+    ptrdiff_t k = packed_inputs(num_inputs);
     ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = rows_that_fit(m, k * sizeof(operand), LINEAR_BYTES), prepared = -1;
     ptrdiff_t group = m == 1 ? STREAMS : 1, groups = (panels + group - 1) / group;
     ptrdiff_t acc_rows = block > TILE_ROWS ? block : TILE_ROWS;
     operand *buffer = scratch(block * (k + 16) * sizeof(operand) + 64);
     float *acc = scratch(acc_rows * PANEL * sizeof(float));
+    bf16 *padded = k > num_inputs ? scratch(block * k * sizeof *padded) : NULL;
     input_rows inputs = {0};
     begin_tiles();
     FOR_ITEMS(item, t, (m + block - 1) / block * groups) {
         ptrdiff_t first = item % groups * group, last = first + group < panels ? first + group : panels;
         ptrdiff_t i = item / groups * block, rows = m - i < block ? m - i : block, step = even_block(rows, TILE_ROWS);
-        if (i != prepared) inputs = prepare_inputs(x + i * ldx, ldx, rows, step, k, buffer);
+        if (i != prepared && padded) pad_rows(x + i * ldx, ldx, rows, num_inputs, padded);
+        if (i != prepared) inputs = prepare_inputs(padded ? padded : x + i * ldx, padded ? k : ldx, rows, step, k, buffer);
         prepared = i;
         if (m == 1 && last - first == STREAMS) {
             tile_streams(inputs.p, packed + first * PANEL * k, k, acc);
@@ -63,12 +77,14 @@ void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, const 
     end_tiles();
     free(buffer);
     free(acc);
+    free(padded);
 }
 
 /* y[t] = row ids[t] of the unpacked weight, [k]. */
 void nv_gather(team *t, const int64_t *ids, const bf16 *packed, bf16 *y, token_count tokens, ptrdiff_t k) {
     FOR_ITEMS(token, t, tokens) {
-        const bf16 *w = packed + ids[token] / PANEL * PANEL * k + ids[token] % PANEL * 2;
-        for (ptrdiff_t i = 0; i < k; i += 2) memcpy(y + token * k + i, w + i * PANEL, 4);
+        const bf16 *w = packed + ids[token] / PANEL * PANEL * packed_inputs(k) + ids[token] % PANEL * 2;
+        for (ptrdiff_t i = 0; i < k - 1; i += 2) memcpy(y + token * k + i, w + i * PANEL, 4);
+        if (k % 2) y[token * k + k - 1] = w[(k - 1) * PANEL];
     }
 }
