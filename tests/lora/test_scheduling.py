@@ -65,3 +65,22 @@ def test_a_later_request_does_not_pass_an_earlier_one_of_its_adapter() -> None:
     engine.step()
     assert engine.admitted[-3:] == [claimant.seq_id, earlier.seq_id, later.seq_id]
     engine.run()
+
+
+def test_a_request_that_came_back_gives_way_to_an_earlier_one_of_its_adapter() -> None:
+    """It is in the queue, behind one that has no table row, when the earlier one comes to wait."""
+    engine = AdapterEngine(max_loras=1, max_num_seqs=2, num_blocks=64)
+    first = engine.add([1, 2], max_tokens=3, ignore_eos=True, adapter=adapter(0))
+    engine.add([1, 2], max_tokens=40, ignore_eos=True)
+    late = engine.add([1, 2], max_tokens=2, ignore_eos=True, adapter=adapter(1), priority=1)
+    engine.step_until(lambda: first.is_finished)
+    plain = engine.add([1, 2], max_tokens=3, ignore_eos=True)
+    engine.step_until(lambda: plain.is_finished)
+    assert [*engine.adapters._recalled.values()] == [late]
+    others = [adapter(0), adapter(1), None]
+    seqs = [engine.add([1, 2], max_tokens=3, ignore_eos=True, adapter=used) for used in others]
+    engine.step()
+    assert [*engine.adapters._room] == [seqs[1]]
+    assert [*engine.adapters._recalled.values()] == [late]
+    engine.run()
+    assert engine.admitted[-4:] == [seq.seq_id for seq in (*seqs, late)]
