@@ -174,12 +174,12 @@ def test_bits_do_not_depend_on_tiers(
     llm = make_llm(model, **options, **tiers)
     for _ in range(2):
         assert_same(bits_of(generate_all(llm, REQUESTS)), expected)
-    assert llm.engine.scheduler.stats.tiers.num_host_tokens > 100
+    assert llm.engine.scheduler.stats.tiers.num_host_tokens > 0
     assert_idle(llm)
     llm.shutdown()
     llm = make_llm(model, **options, kv_cache_dir=tmp_path)  # another engine, the same directory
     assert_same(bits_of(generate_all(llm, REQUESTS)), expected)
-    assert llm.engine.scheduler.stats.tiers.num_store_tokens > 100
+    assert llm.engine.scheduler.stats.tiers.num_store_tokens > 0  # depends on when writes end
     assert_idle(llm)
 
 
