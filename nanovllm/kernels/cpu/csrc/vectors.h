@@ -163,7 +163,7 @@ INLINE void store_bf16(bf16 *p, ptrdiff_t left, vf v) {
     else memcpy(p, &h, left * sizeof *p);
 }
 INLINE vu load_pairs(const bf16 *p, ptrdiff_t left) {
-    if (left >= 2 * VL) return (vu)*(const vs *)p;
+    if (left >= 2 * VL) return (vu) * (const vs *)p;
     vu pairs = {0};
     memcpy(&pairs, p, left * sizeof *p);
     return pairs;
