@@ -4,6 +4,12 @@ Each message gives the value, the rule that it broke and the remedy. A broken in
 is an AssertionError instead.
 """
 
+import collections.abc
+import typing
+
+Parameters = typing.ParamSpec("Parameters")
+Result = typing.TypeVar("Result")
+
 
 class NanoVLLMError(Exception):
     """Base class of every exception that nanovllm raises on purpose."""
@@ -53,6 +59,26 @@ class PluginError(EngineDeadError):
             fault: what happened, and the rule.
         """
         return cls(f"{plugin}: {fault}; the engine has ended: mend it and make a new LLM")
+
+    @classmethod
+    def guard(
+        cls,
+        plugin: str,
+        name: str,
+        method: collections.abc.Callable[Parameters, Result],
+        *args: Parameters.args,
+        **keywords: Parameters.kwargs,
+    ) -> Result:
+        """Return what a method of the user's class returns; raise the error if it raises anything.
+
+        Args:
+            plugin: as for `of`.
+            name: the call for the message, such as "take()".
+        """
+        try:
+            return method(*args, **keywords)
+        except Exception as error:
+            raise cls.of(plugin, f"{name} raised {type(error).__name__}: {error}") from error
 
 
 class ServerError(NanoVLLMError, RuntimeError):

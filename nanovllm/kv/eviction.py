@@ -112,10 +112,7 @@ class CheckedOrder(EvictionOrder):
         return iter(self.order)
 
     def take(self) -> int:
-        try:
-            page = self.order.take()
-        except Exception as error:
-            raise self._raised("take()", error) from error
+        page = PluginError.guard(self._name, "take()", self.order.take)
         if not isinstance(page, int) or not 0 <= page < len(self._is_free):
             rule = f"return a page from 0 to {len(self._is_free) - 1} that is free"
             raise PluginError.of(self._name, f"take() returned {page!r}: {rule}")
@@ -127,35 +124,23 @@ class CheckedOrder(EvictionOrder):
         return page
 
     def put_first(self, page: int) -> None:
-        try:
-            self.order.put_first(page)
-        except Exception as error:
-            raise self._raised(f"put_first({page})", error) from error
+        PluginError.guard(self._name, f"put_first({page})", self.order.put_first, page)
         self._free(page)
         self._check_len(f"put_first({page})")
 
     def put_last(self, page: int) -> None:
-        try:
-            self.order.put_last(page)
-        except Exception as error:
-            raise self._raised(f"put_last({page})", error) from error
+        PluginError.guard(self._name, f"put_last({page})", self.order.put_last, page)
         self._free(page)
         self._check_len(f"put_last({page})")
 
     def remove(self, page: int) -> None:
-        try:
-            self.order.remove(page)
-        except Exception as error:
-            raise self._raised(f"remove({page})", error) from error
+        PluginError.guard(self._name, f"remove({page})", self.order.remove, page)
         self._is_free[page] = False
         self._num_free -= 1
         self._check_len(f"remove({page})")
 
     def touch(self, page: int) -> None:
-        try:
-            self.order.touch(page)
-        except Exception as error:
-            raise self._raised(f"touch({page})", error) from error
+        PluginError.guard(self._name, f"touch({page})", self.order.touch, page)
 
     def _free(self, page: int) -> None:
         if not self._is_free[page]:
@@ -163,16 +148,10 @@ class CheckedOrder(EvictionOrder):
             self._num_free += 1
 
     def _check_len(self, call: str) -> None:
-        try:
-            num_free = len(self.order)
-        except Exception as error:
-            raise self._raised("__len__()", error) from error
+        num_free = PluginError.guard(self._name, "__len__()", len, self.order)
         if num_free != self._num_free:
             raise PluginError.of(
                 self._name,
                 f"after {call} it has {num_free} pages, but {self._num_free} of "
                 f"{len(self._is_free)} are free: it must hold each free page once, and no other",
             )
-
-    def _raised(self, call: str, error: Exception) -> PluginError:
-        return PluginError.of(self._name, f"{call} raised {type(error).__name__}: {error}")

@@ -87,10 +87,7 @@ class CheckedPolicy(Policy):
         self._last_key: Any = None
 
     def order(self, seq: Sequence) -> Any:
-        try:
-            key = self.policy.order(seq)
-        except Exception as error:
-            raise self._raised("order", error) from error
+        key = PluginError.guard(self._name, "order()", self.policy.order, seq)
         try:
             key < (key if self._last_key is None else self._last_key)  # noqa: B015
         except Exception as error:
@@ -100,24 +97,15 @@ class CheckedPolicy(Policy):
         return key
 
     def push(self, seq: Sequence) -> None:
-        try:
-            self.policy.push(seq)
-        except Exception as error:
-            raise self._raised("push", error) from error
+        PluginError.guard(self._name, "push()", self.policy.push, seq)
         self._held.add(seq)
 
     def remove(self, seq: Sequence) -> None:
-        try:
-            self.policy.remove(seq)
-        except Exception as error:
-            raise self._raised("remove", error) from error
+        PluginError.guard(self._name, "remove()", self.policy.remove, seq)
         self._held.discard(seq)
 
     def first(self) -> Sequence | None:
-        try:
-            seq = self.policy.first()
-        except Exception as error:
-            raise self._raised("first", error) from error
+        seq = PluginError.guard(self._name, "first()", self.policy.first)
         if seq is None and self._held:
             raise PluginError.of(
                 self._name,
@@ -133,16 +121,10 @@ class CheckedPolicy(Policy):
         return seq
 
     def advance(self, seq: Sequence, num_left: int) -> None:
-        try:
-            self.policy.advance(seq, num_left)
-        except Exception as error:
-            raise self._raised("advance", error) from error
+        PluginError.guard(self._name, "advance()", self.policy.advance, seq, num_left)
 
     def victim(self, candidates: Seq[Sequence]) -> Sequence:
-        try:
-            victim = self.policy.victim(tuple(candidates))
-        except Exception as error:
-            raise self._raised("victim", error) from error
+        victim = PluginError.guard(self._name, "victim()", self.policy.victim, tuple(candidates))
         if not any(victim is seq for seq in candidates):
             raise PluginError.of(
                 self._name,
@@ -152,10 +134,9 @@ class CheckedPolicy(Policy):
         return victim
 
     def share(self, seq: Sequence, num_missing: int, budget: int) -> int:
-        try:
-            share = self.policy.share(seq, num_missing, budget)
-        except Exception as error:
-            raise self._raised("share", error) from error
+        share = PluginError.guard(
+            self._name, "share()", self.policy.share, seq, num_missing, budget
+        )
         most = min(num_missing, budget)
         if not isinstance(share, int) or not 1 <= share <= most:
             raise PluginError.of(
@@ -164,9 +145,6 @@ class CheckedPolicy(Policy):
                 f"in a step that has {budget} left: return an integer from 1 to {most}",
             )
         return share
-
-    def _raised(self, method: str, error: Exception) -> PluginError:
-        return PluginError.of(self._name, f"{method}() raised {type(error).__name__}: {error}")
 
 
 def _shown(value: object) -> str:
