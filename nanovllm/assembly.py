@@ -1,6 +1,6 @@
-"""Builds an engine of its parts, among them the branches that the options ask for.
+"""Builds an engine from its parts, and from the features that the options ask for.
 
-The engine knows a branch only by a seam of its own. Here each is imported, when it is needed.
+The engine knows each feature by one interface. Here it is imported, when an option asks for it.
 """
 
 import contextlib

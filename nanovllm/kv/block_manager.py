@@ -54,6 +54,8 @@ class BlockManager:
         self.trie = PrefixTrie(block_size, is_enabled=enable_prefix_caching)
         self.full = FullGroup()
         self.groups: tuple[Group, ...] = (self.full, *groups)
+        self.group_of = {group.suffix: group for group in self.groups}
+        """By the suffix of its entries' keys."""
         self._others = self.groups[1:]
         self._growing = tuple(group for group in self._others if group.grows)
         first_table = 0
@@ -162,10 +164,9 @@ class BlockManager:
                 that the pool had are cached, too.
         """
         nodes = list(self.trie.chain(seq))
-        groups = {group.suffix: group for group in self.groups}
         for index, suffix in places:
             if index < len(nodes):
-                groups[suffix].publish_loaded(seq, index, nodes[index])
+                self.group_of[suffix].publish_loaded(seq, index, nodes[index])
         self.publish(seq, num_blocks * self.block_size)
 
     def trim(self, seq: Sequence, num_tokens: int) -> None:

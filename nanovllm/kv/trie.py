@@ -47,7 +47,7 @@ class Hit:
     num_blocks: int = 0
     """Of the prefix that need not be computed: what every group has, or will have."""
     loaded: frozenset[tuple[int, bytes]] = frozenset()
-    """(block index, `Group.suffix`) of each entry that a load fills, and that is new until then."""
+    """(block index, `Group.suffix`) of each entry that a load will fill and then cache."""
 
     @property
     def nodes(self) -> list[Node]:

@@ -95,7 +95,7 @@ def run_rank(job: RankJob, pipe: Connection, prepare: Prepare) -> None:
     tqdm.set_lock(threading.RLock())
     outbox = _Outbox(pipe, job.rank)
     runner = None
-    logging.getLogger("nanovllm").addHandler(_SentLog(outbox, job))
+    _send_log(outbox, job)
     try:
         device, target, draft = prepare()
         keep_on_device(device, job.num_threads)
@@ -183,17 +183,21 @@ class _Outbox:
                 return
 
 
-class _SentLog(QueueHandler):
-    """Sends what the rank logs to the engine, whose log it joins."""
+def _send_log(outbox: _Outbox, job: RankJob) -> None:
+    """From now on, send what the rank logs to the engine, whose log it joins."""
+    package = logging.getLogger("nanovllm")
+    package.setLevel(job.log_level if job.rank == 0 else max(job.log_level, logging.WARNING))
+    package.propagate = False  # a spawned rank has imported the program, which may log, too
+    package.addHandler(_SentLog(outbox, job.rank))
 
-    def __init__(self, outbox: _Outbox, job: RankJob) -> None:
-        super().__init__(outbox)  # type: ignore[arg-type]  # `enqueue` alone uses it
+
+class _SentLog(QueueHandler):
+    """Puts records into the outbox of a rank."""
+
+    def __init__(self, outbox: _Outbox, rank: int) -> None:
+        super().__init__(outbox)  # type: ignore[arg-type]  # only `enqueue` uses it
         self._outbox = outbox
-        level = job.log_level if job.rank == 0 else max(job.log_level, logging.WARNING)
-        self._prefix = f"rank {job.rank}: " if job.rank else ""
-        package = logging.getLogger("nanovllm")
-        package.setLevel(level)
-        package.propagate = False  # a spawned rank has imported the program, which may log, too
+        self._prefix = f"rank {rank}: " if rank else ""
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         """Return a copy of `record` that can be pickled, with the rank's number."""

@@ -23,7 +23,7 @@ class LoadGate(Gate):
     A sequence gets its table row and all its blocks before it loads. When the load has ended its
     blocks are published, and it goes on as a prompt whose first tokens are computed. If a part was
     wrong, those before it are published and the sequence is preempted. It comes back with what the
-    pool has then, and loads no more. So a bad tier costs time, and no request.
+    pool has then, and loads no more. So a bad tier costs time, but never a request.
 
     A step that fails may take the news of ended loads with it. So it ends all loads: their
     sequences are preempted, too.
@@ -58,7 +58,7 @@ class LoadGate(Gate):
     def holds(self, seq: Sequence) -> bool:
         """Park a sequence if it needs blocks that are being loaded.
 
-        Else many prompts with a common prefix would each load it, and hold its blocks.
+        Otherwise many prompts with a common prefix would each load it, and hold its blocks.
         """
         if not self._loads or not self.cache.waits_for(seq, self._loading_keys):
             return False
@@ -91,9 +91,9 @@ class LoadGate(Gate):
         if plan is None:
             self.traffic.retry_slow()
             return
-        groups = {group.suffix: group for group in self.scheduler.block_manager.groups}
+        group_of = self.scheduler.block_manager.group_of
         plan.parts = [
-            part._replace(pages=groups[entry.suffix].pages_of(seq, entry.block_index))
+            part._replace(pages=group_of[entry.suffix].pages_of(seq, entry.block_index))
             for entry, part in zip(plan.found, plan.parts, strict=True)
         ]
         plan.load_id = self._num_loads

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence as Seq
 
-from nanovllm.kv.groups.group import Group, StepPages
+from nanovllm.kv.groups.group import Group, StepPages, begun_blocks
 from nanovllm.kv.trie import Hit, Node
 from nanovllm.scheduler.messages import Admission, Row
 from nanovllm.scheduler.sequence import Sequence
@@ -119,11 +119,10 @@ class FullGroup(Group):
         sequences: Mapping[int, Sequence],
         width: int,
     ) -> None:
-        """Add the blocks that `rows` begin and may not fill: some drafts may be missing."""
+        """Add the blocks that `rows` begin and may not fill."""
         size = self.block_size
         for row in rows:
-            begun = -(-row.num_computed_tokens // size)
-            if begun * size - row.num_computed_tokens < row.num_scheduled_tokens:
-                first = max(begun, row.sample_position // size)
-                end = -(-row.end // size)
-                step.blocks_to_zero += sequences[row.seq_id].block_table[first:end]
+            if -row.num_computed_tokens % size < row.num_scheduled_tokens:  # it begins a block
+                begun = begun_blocks(row, size)
+                table = sequences[row.seq_id].block_table
+                step.blocks_to_zero += table[begun.start : begun.stop]

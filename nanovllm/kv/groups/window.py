@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence as Seq
 from itertools import islice
 
-from nanovllm.kv.groups.group import Group, StepPages
+from nanovllm.kv.groups.group import Group, StepPages, begun_blocks
 from nanovllm.kv.trie import Hit, Node
 from nanovllm.kv.windows import WindowSpec
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row
@@ -189,14 +189,8 @@ class WindowGroup(Group):
                     where = start + number * width + index
                     step.new_blocks.append(NewBlocks(row.table_idx, where, pages))
                 table.num_sent = table.end
-            step.blocks_to_zero += self._begun_pages(table, row)
-
-    def _begun_pages(self, table: WindowTable, row: Row) -> list[int]:
-        """Return the pages of the blocks that a row begins and may not fill."""
-        size = self.block_size
-        first = max(-(-row.num_computed_tokens // size), row.sample_position // size)
-        indices = range(first, -(-row.end // size))
-        return [page for index in indices for page in table.blocks[index - table.start].pages]
+            for index in begun_blocks(row, self.block_size):
+                step.blocks_to_zero += table.blocks[index - table.start].pages
 
     def _end(self, seq: Sequence, num_tokens: int) -> int:
         """Return the block index up to which pages are held for the first `num_tokens` tokens."""
