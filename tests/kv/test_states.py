@@ -17,10 +17,7 @@ from nanovllm.scheduler.sequence import Sequence
 from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses
 from tests.scheduler.invariants import check_scheduler
 from tests.scheduler.test_random_runs import (
-    INDEX,
-    PROMPT,
-    USERS,
-    SchedulerMachine,
+    HitsMachine,
     clock,
     make_controller,
 )
@@ -28,11 +25,8 @@ from tests.scheduler.test_random_runs import (
 __all__ = ["clock"]
 
 
-class StatesMachine(SchedulerMachine):
+class StatesMachine(HitsMachine):
     """Random runs of a model with states, with drafts or without."""
-
-    users = USERS
-    salts = (None, None, None, "salt")
 
     @initialize(
         max_model_len=st.integers(2, 24),
@@ -73,14 +67,6 @@ class StatesMachine(SchedulerMachine):
             propose=random_guesses(seed) if with_drafts else None,
             controller=make_controller(seed) if with_drafts else None,
             **options,
-        )
-
-    @rule(prompt=PROMPT, index=INDEX)
-    def add_one_without_hits(self, prompt: list[int], index: int) -> None:
-        self.engine.add(
-            prompt[: self.engine.scheduler.max_model_len - 1],
-            user=self.users[index % len(self.users)],
-            prompt_logprobs=1,
         )
 
     @rule()

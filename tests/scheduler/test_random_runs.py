@@ -196,6 +196,21 @@ class UsersMachine(SchedulerMachine):
     salts = (None, "salt", None, "other salt")
 
 
+class HitsMachine(SchedulerMachine):
+    """The same with users and few salts; some prompts must hit nothing."""
+
+    users = USERS
+    salts = (None, None, None, "salt")
+
+    @rule(prompt=PROMPT, index=INDEX)
+    def add_one_without_hits(self, prompt: list[int], index: int) -> None:
+        self.engine.add(
+            prompt[: self.engine.scheduler.max_model_len - 1],
+            user=self.users[index % len(self.users)],
+            prompt_logprobs=1,
+        )
+
+
 class SpeculationMachine(SchedulerMachine):
     """The same with a worker that proposes draft tokens, right and wrong ones.
 

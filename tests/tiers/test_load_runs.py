@@ -12,9 +12,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from tests.scheduler.fake_engine import VOCAB_SIZE, random_guesses
 from tests.scheduler.test_random_runs import (
     INDEX,
-    PROMPT,
-    USERS,
-    SchedulerMachine,
+    HitsMachine,
     clock,
     make_controller,
 )
@@ -40,11 +38,9 @@ OPTIONS = {
 }
 
 
-class TiersMachine(SchedulerMachine):
+class TiersMachine(HitsMachine):
     """Random runs of a model that has KV blocks alone."""
 
-    users = USERS
-    salts = (None, None, None, "salt")
     engine: TieredEngine
     tiered_class: type[TieredEngine] = TieredEngine
 
@@ -119,14 +115,6 @@ class TiersMachine(SchedulerMachine):
     @invariant()
     def check_loads(self) -> None:
         check_tiers(self.engine.loads)
-
-    @rule(prompt=PROMPT, index=INDEX)
-    def add_one_without_hits(self, prompt: list[int], index: int) -> None:
-        self.engine.add(
-            prompt[: self.engine.scheduler.max_model_len - 1],
-            user=self.users[index % len(self.users)],
-            prompt_logprobs=1,
-        )
 
     @rule()
     def reset(self) -> None:

@@ -1,5 +1,7 @@
 """What the tests of parsers share: answers put together from their parts, and cut texts."""
 
+import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
@@ -15,6 +17,14 @@ from nanovllm.apps.server.answers.tool_calls import ToolCallParser
 
 Answer = list[str | tuple[str, str]]
 """Pieces of text, and calls as (name, arguments), in order."""
+
+
+def check_calls(parse: Callable[..., Answer], text: str, answer: Answer) -> None:
+    """Check what `parse` makes of a text at once and by characters, and that arguments are JSON."""
+    assert parse(text) == parse(text, [1] * len(text)) == answer
+    for part in answer:
+        if isinstance(part, tuple):
+            json.loads(part[1])
 
 
 def joined(parts: list[Part]) -> Answer:

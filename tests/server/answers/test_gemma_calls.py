@@ -10,7 +10,7 @@ from nanovllm.apps.server.answers.literal_calls import CLOSING, QUOTE, Gemma4Par
 from nanovllm.apps.server.answers.parts import TextDelta, ToolCallStart
 from nanovllm.apps.server.answers.tool_calls import ToolCallParser
 from nanovllm.options.sampling_params import TOKEN_MARK
-from tests.server.answers.helpers import Answer, cut, joined, json_values
+from tests.server.answers.helpers import Answer, check_calls, cut, joined, json_values
 
 TAGS = (Gemma4Parser.tag, CLOSING, QUOTE)
 
@@ -89,10 +89,7 @@ def call(arguments: str, name: str = "f") -> str:
     ],
 )
 def test_calls(text: str, answer: Answer) -> None:
-    assert parse(text) == parse(text, [1] * len(text)) == answer
-    for part in answer:
-        if isinstance(part, tuple):
-            json.loads(part[1])
+    check_calls(parse, text, answer)
 
 
 @pytest.mark.parametrize(
