@@ -1,6 +1,6 @@
 """The model shapes that the benchmarks measure, and the bytes that a decode step reads of them.
 
-Does not import torch.
+Imports torch only to count weights.
 """
 
 import json
@@ -148,8 +148,137 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     },
+    "LFM3-1.7B": {
+        "architectures": ["Lfm3ForCausalLM"],
+        "model_type": "lfm3",
+        "vocab_size": 128000,
+        "hidden_size": 2048,
+        "intermediate_size": 7680,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "conv_L_cache": 7,
+        "conv_bias": False,
+        "layer_types": [
+            "conv",
+            "conv",
+            "full_attention",
+            "conv",
+            *["sliding_attention", "conv", "full_attention", "conv"] * 5,
+        ],
+        "sliding_window": 256,
+        "use_sandwich_norm": True,
+        "use_attention_gate": True,
+        "max_position_embeddings": 128000,
+        "norm_eps": 1e-5,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1000000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    },
+    "Nemotron-3-4B": {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "vocab_size": 131072,
+        "hidden_size": 3136,
+        "intermediate_size": 12544,
+        "num_hidden_layers": 42,
+        "hybrid_override_pattern": "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-",
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "mamba_num_heads": 96,
+        "mamba_head_dim": 80,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+        "chunk_size": 128,
+        "mlp_hidden_act": "relu2",
+        "use_conv_bias": True,
+        "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    },
+    "GLM-4.7-Flash-8L": {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        "vocab_size": 154880,
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 20,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.8,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000,
+        "partial_rotary_factor": 1.0,
+        "max_position_embeddings": 202752,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    },
+    "Granite-4-H-Tiny-20L": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "vocab_size": 100352,
+        "hidden_size": 1536,
+        "intermediate_size": 512,
+        "shared_intermediate_size": 1024,
+        "num_hidden_layers": 20,
+        "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 2,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "num_local_experts": 64,
+        "num_experts_per_tok": 6,
+        "mamba_n_heads": 48,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 256,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "position_embedding_type": "nope",
+        "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 12,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "normalization_function": "rmsnorm",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
 }
-"""config.json of each model, by its name. The last two are cut down."""
+"""config.json of each model, by its name. Those with a number of layers, "8L", are cut down, and so
+is the mixture of experts."""
 BFLOAT16_BYTES = 2
 WEIGHT_BITS = {None: 16, "int8": 8 + 16 / 128, "int4": 4 + 16 / 32}
 """Bits per weight by quantization. A bfloat16 scale per group is included."""
@@ -180,28 +309,37 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def weight_bytes(config: Mapping[str, Any], quantization: str | None = None) -> float:
-    """Return the bytes of weights that a decode step reads: each linear layer and the head.
-
-    With experts, those of one token.
+    """Return the bytes of weights that a decode step of one token reads: each matrix once, of
+    experts the chosen ones, and of an embedding that is not the head a row, which is left out.
     """
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim", hidden // heads)
-    mixers = num_mixers(config)
-    gate = heads if mixers else 0  # as in Qwen3.5
-    attention = (2 * heads + gate + 2 * config["num_key_value_heads"]) * head_dim * hidden
-    size = config.get("moe_intermediate_size", config["intermediate_size"])
-    layers = config["num_hidden_layers"]
-    mlp = 3 * hidden * size * config.get("num_experts_per_tok", 1)
-    weights: int = layers * mlp + (layers - mixers) * attention + config["vocab_size"] * hidden
-    small = 0
-    if mixers:
-        kinds = ("key", "value")
-        keys, values = (
-            config[f"linear_num_{kind}_heads"] * config[f"linear_{kind}_head_dim"] for kind in kinds
-        )
-        weights += mixers * (2 * keys + 3 * values) * hidden
-        small = mixers * 2 * config["linear_num_value_heads"] * hidden  # these keep their bits
-    return (weights * WEIGHT_BITS[quantization] + small * WEIGHT_BITS[None]) / 8
+    import torch
+    from torch import nn
+
+    from nanovllm.features.formats.rounding import EXACT
+    from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+    from nanovllm.layers.experts import SparseMLP, StackedLinear
+    from nanovllm.layers.linear import Matrix
+    from nanovllm.models.registry import read_config as read_fields
+    from nanovllm.worker.model_loader import make_modules
+
+    network = make_modules(read_fields(dict(config)), 1, torch.device("meta"))
+    chosen: dict[nn.Module, float] = {
+        linear: mlp.gate.choice.top_k / mlp.experts.down_proj.num_experts
+        for mlp in network.modules()
+        if isinstance(mlp, SparseMLP)
+        for linear in mlp.experts.modules()
+        if isinstance(linear, StackedLinear)
+    }
+    total = 0.0
+    for module in network.modules():
+        is_head = isinstance(module, ParallelLMHead)
+        if not isinstance(module, Matrix) or module.weight is None:
+            continue
+        if isinstance(module, VocabParallelEmbedding) and not is_head:
+            continue
+        bits = WEIGHT_BITS[None if isinstance(module, EXACT) else quantization]
+        total += module.weight.numel() * chosen.get(module, 1) * bits / 8
+    return total
 
 
 def num_mixers(config: Mapping[str, Any]) -> int:
