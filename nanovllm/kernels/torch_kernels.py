@@ -191,6 +191,7 @@ class Kernels:
 
     causal_conv = staticmethod(torch_states.causal_conv)
     gated_delta = staticmethod(torch_states.gated_delta)
+    mamba2 = staticmethod(torch_states.mamba2)
     gated_rms_norm = staticmethod(torch_states.gated_rms_norm)
 
     gather = staticmethod(decode_step.gather)

@@ -8,6 +8,8 @@ Shapes: E tokens of R rows, row after row. A state is read before a row's first 
 after `StateRows.write_lens` of its tokens.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
@@ -124,12 +126,8 @@ def gated_delta(
     beta = _sigmoid(b.float())
     state = read_parts(states, rows, 1, num_heads)
     final = state.clone()
-    starts = rows.cu_seqlens[:-1].long()
-    lengths = rows.cu_seqlens.diff()
     out = torch.empty(len(qkv), num_heads, dv, dtype=torch.float32, device=qkv.device)
-    for index in range(int(lengths.max())):
-        row = (lengths > index).nonzero()[:, 0]
-        token = starts[row] + index
+    for index, row, token in _turns(rows):
         key = k[token].unsqueeze(-1)
         old = state[row] * decay[token, :, None, None]
         delta = (v[token] - _tree_sum(old * key)) * beta[token].unsqueeze(-1)
@@ -142,17 +140,72 @@ def gated_delta(
     return out.to(qkv.dtype)
 
 
+def mamba2(
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    a_log: torch.Tensor,
+    d: torch.Tensor,
+    dt_bias: torch.Tensor,
+    limits: tuple[float, float],
+    states: States,
+    rows: StateRows,
+) -> torch.Tensor:
+    """Return Mamba-2's recurrence (arXiv 2405.21060) over each row's tokens, after its state.
+
+    All is in float32, one token after the other. With t = softplus(dt + dt_bias) between `limits`,
+    a head's state S [n, p] becomes exp(-exp(a_log) t) S + B^T (t x). The output is C S + d x.
+
+    Args:
+        xbc: [E, H * p + 2 * G * n]: heads of x, groups of B and of C. Head h reads the B and C of
+            group h // (H / G).
+        dt: [E, H]; the rows may lie apart.
+        a_log, d, dt_bias: [H] float32.
+        limits: the smallest and the largest t.
+        states: parts 1 to H are [n, p] float32, a head each.
+
+    Returns:
+        [E, H, p] in the dtype of `xbc`.
+    """
+    num_heads = dt.shape[1]
+    n, p = states.parts[1].shape
+    x, bc = xbc.float().split_with_sizes([num_heads * p, xbc.shape[1] - num_heads * p], dim=1)
+    x = x.reshape(len(x), num_heads, p)
+    b, c = (each.reshape(len(x), -1, n) for each in bc.chunk(2, dim=1))
+    b, c = (each.repeat_interleave(num_heads // each.shape[1], dim=1) for each in (b, c))
+    time = _softplus(dt.float() + dt_bias).clamp(*limits)
+    decay = (-(a_log.exp()) * time).exp()
+    added = x * time.unsqueeze(-1)
+    out = x * d.unsqueeze(-1)
+    state = read_parts(states, rows, 1, num_heads)
+    final = state.clone()
+    for index, row, token in _turns(rows):
+        old = state[row] * decay[token, :, None, None]
+        state[row] = new = old + b[token].unsqueeze(-1) * added[token].unsqueeze(-2)
+        out[token] += _tree_sum(new * c[token].unsqueeze(-1))
+        ends = (rows.write_lens == index + 1).nonzero()[:, 0]
+        final[ends] = state[ends]
+    write_parts(states, rows, 1, final)
+    return out.to(xbc.dtype)
+
+
 def gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    gate_first: bool = False,
 ) -> torch.Tensor:
     """Return the RMSNorm of each row of `x`, rounded, times `weight`, rounded, times silu(gate).
 
     Args:
         x, gate: [N, D], whose rows may lie apart; or [T, heads, D], contiguous.
-        weight: [D].
+        weight: [D], or [heads, D].
+        gate_first: return the RMSNorm of x * silu(gate), rounded, times `weight` instead.
     """
-    gate = gate.float()
-    return (rms_norm(x, weight, eps) * (gate * _sigmoid(gate))).to(x.dtype)
+    silu = gate.float() * _sigmoid(gate.float())
+    if gate_first:
+        return rms_norm(x * silu, None, eps).to(x.dtype) * weight
+    return (rms_norm(x, None, eps) * weight * silu).to(x.dtype)
 
 
 def _units(
@@ -172,6 +225,15 @@ def _row_of(rows: StateRows, num_tokens: int) -> torch.Tensor:
     lengths = rows.cu_seqlens.diff()
     row = torch.arange(len(lengths), device=lengths.device)
     return row.repeat_interleave(lengths, output_size=num_tokens)
+
+
+def _turns(rows: StateRows) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield i, the rows that have a token i, and where in E that token is."""
+    starts = rows.cu_seqlens[:-1].long()
+    lengths = rows.cu_seqlens.diff()
+    for index in range(int(lengths.max())):
+        row = (lengths > index).nonzero()[:, 0]
+        yield index, row, starts[row] + index
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

@@ -66,3 +66,22 @@ def naive_delta(qkv, a, b, a_log, dt_bias, state):
             state[head] += torch.outer(k1, delta)
             out[token, head] = q1 @ state[head] * dk**-0.5
     return out, state
+
+
+def naive_mamba2(xbc, dt, a_log, d, dt_bias, limits, state):
+    """Return the outputs [T, H, p] and the state [H, n, p], for one row, in float64."""
+    state = state.double().clone()
+    num_heads, n, p = state.shape
+    num_groups = (xbc.shape[1] - num_heads * p) // (2 * n)
+    out = state.new_empty(len(xbc), num_heads, p)
+    for token, numbers in enumerate(xbc.double()):
+        x, b, c = numbers.split([num_heads * p, num_groups * n, num_groups * n])
+        x, b, c = x.view(-1, p), b.view(-1, n), c.view(-1, n)
+        for head in range(num_heads):
+            group = head // (num_heads // num_groups)
+            time = torch.log1p((dt[token, head].double() + dt_bias[head].double()).exp())
+            time = min(max(time, limits[0]), limits[1])
+            state[head] *= torch.exp(-a_log[head].double().exp() * time)
+            state[head] += torch.outer(b[group], x[head] * time)
+            out[token, head] = c[group] @ state[head] + d[head].double() * x[head]
+    return out, state

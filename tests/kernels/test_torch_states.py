@@ -2,12 +2,20 @@
 
 import pytest
 import torch
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from nanovllm.attention.states import StatePart
 from nanovllm.kernels.torch_kernels import TORCH
 from tests.closeness import assert_close
-from tests.kernels.state_cases import make_rows, make_states, naive_conv, naive_delta, part_of
+from tests.kernels.state_cases import (
+    make_rows,
+    make_states,
+    naive_conv,
+    naive_delta,
+    naive_mamba2,
+    part_of,
+)
 
 PAGES = [[3, 0], [1, 5], [4, 2]]
 LENGTHS = [5, 1, 9]
@@ -38,6 +46,18 @@ def delta_case(dtype: torch.dtype, key_heads: int = 2, heads: int = 4, dk: int =
     gates = randn(tokens, 3 * heads, dtype=dtype, seed=1)
     a, b = gates[:, :heads], gates[:, -heads:]
     return states, (qkv, a, b, randn(heads, seed=2), randn(heads, seed=3))
+
+
+def mamba_case(dtype: torch.dtype, groups: int = 2, heads: int = 4, n: int = 6, p: int = 5):
+    conv = StatePart((3, heads * p + 2 * groups * n), dtype)
+    states = make_states([conv, *[StatePart((n, p), torch.float32)] * heads], 6, 2)
+    for pages in PAGES:
+        for head in range(heads):
+            part_of(states, pages, 1 + head).copy_(randn(n, p, seed=pages[0] + 10 * head))
+    tokens = sum(LENGTHS)
+    xbc = randn(tokens, conv.shape[1], dtype=dtype)
+    dt = randn(tokens, 2 * heads, dtype=dtype, seed=1)[:, heads:]
+    return states, (xbc, dt, *(randn(heads, seed=seed) for seed in (2, 3, 4)))
 
 
 def run_in_steps(function, states, inputs, steps, pages=PAGES, lengths=LENGTHS):
@@ -92,6 +112,26 @@ def test_delta_rule(dtype, heads) -> None:
             assert_close(found_state, values, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize("limits", [(0.0, torch.inf), (0.3, 1.5)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 4), (3, 3)], ids=str)
+def test_mamba2(dtype, heads, limits) -> None:
+    states, (xbc, dt, *fixed) = mamba_case(dtype, *heads)
+    before = [
+        torch.stack([part_of(states, pages, 1 + head).clone() for head in range(heads[1])])
+        for pages in PAGES
+    ]
+    found = TORCH.mamba2(xbc, dt, *fixed, limits, states, make_rows(PAGES, LENGTHS))
+    assert found.dtype == dtype
+    tolerance = 2**-8 if dtype == torch.bfloat16 else 2e-6
+    parts = (x.split(LENGTHS) for x in (xbc, dt, found))
+    for (*inputs, out), pages, old in zip(zip(*parts, strict=True), PAGES, before, strict=True):
+        expected, state = naive_mamba2(*inputs, *fixed, limits, old)
+        assert_close(out.double(), expected, atol=4 * tolerance, rtol=tolerance)
+        for head, values in enumerate(state):
+            assert_close(part_of(states, pages, 1 + head).double(), values, atol=4e-6, rtol=2e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("steps", CUTS[1:], ids=["two steps", "three steps"])
 def test_cuts_change_no_bit(dtype, steps) -> None:
@@ -113,7 +153,12 @@ def test_cuts_change_no_bit(dtype, steps) -> None:
             lambda qkv, a, b, *where: apply(qkv, a, b, *gates, *where), states, [qkv, a, b], cut
         )
 
-    for make, call in ((conv_case, conv), (delta_case, delta)):
+    def mamba(states, inputs, cut):
+        (xbc, dt, *fixed), limits = inputs[0], (0.0, 2.0)
+        apply = lambda xbc, dt, *where: TORCH.mamba2(xbc, dt, *fixed, limits, *where)  # noqa: E731
+        return run_in_steps(apply, states, [xbc, dt], cut)
+
+    for make, call in ((conv_case, conv), (delta_case, delta), (mamba_case, mamba)):
         (whole, whole_pool), (cut, cut_pool) = pools(make, call)
         assert torch.equal(whole, cut)
         assert torch.equal(whole_pool, cut_pool)
@@ -149,6 +194,13 @@ def test_the_state_is_written_after_some_tokens() -> None:
     TORCH.gated_delta(qkv[tokens], a[tokens], b[tokens], *gates, again, rows)
     assert torch.equal(states.pool, again.pool)
 
+    states, (xbc, dt, *fixed) = mamba_case(torch.float32)
+    again, _ = mamba_case(torch.float32)
+    limits = 0.0, 2.0
+    TORCH.mamba2(xbc, dt, *fixed, limits, states, make_rows(PAGES, lengths, written))
+    TORCH.mamba2(xbc[tokens], dt[tokens], *fixed, limits, again, rows)
+    assert torch.equal(states.pool, again.pool)
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gated_norm(dtype) -> None:
@@ -160,3 +212,18 @@ def test_gated_norm(dtype) -> None:
     assert_close(found, reference(x, gate).detach(), atol=0.0, rtol=tolerance)
     heads = TORCH.gated_rms_norm(x[None], gate[None], reference.weight.data, 1e-5)
     assert torch.equal(heads, found[None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_norm_behind_a_gate(dtype) -> None:
+    reference = MambaRMSNormGated(24, 8, eps=1e-5).to(dtype)
+    reference.weight.data = randn(24, dtype=dtype, seed=1)
+    x, gate = randn(7, 24, dtype=dtype, seed=2), randn(7, 24, dtype=dtype, seed=3)
+    groups = [each.unflatten(-1, (3, 8)) for each in (x, gate, reference.weight.data)]
+    found = TORCH.gated_rms_norm(*groups, 1e-5, gate_first=True)
+    tolerance = 2**-8 if dtype == torch.bfloat16 else 1e-6
+    assert_close(found.flatten(1), reference(x, gate).detach(), atol=0.0, rtol=tolerance)
+    plain = TORCH.gated_rms_norm(*groups, 1e-5)
+    for group in range(3):
+        alone = (each[..., group, :] for each in groups)
+        assert torch.equal(plain[:, group], TORCH.gated_rms_norm(*alone, 1e-5))

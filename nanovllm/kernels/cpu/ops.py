@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from nanovllm.attention.states import StateRows, States
+from nanovllm.kernels import torch_states
 from nanovllm.kernels.adapters import AdapterRows, AdapterTable
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import PANEL
@@ -273,9 +274,15 @@ def gated_delta(
 
 
 def gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    gate_first: bool = False,
 ) -> torch.Tensor:
     """Only [T, heads, D] can be recorded for T tokens."""
+    if gate_first or weight.dim() == 2:
+        return torch_states.gated_rms_norm(x, gate, weight, eps, gate_first)
     out = torch.empty(x.shape, dtype=x.dtype)
     tokens = len(x)
     size = x.shape[-1]

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.attention.states import ALIGNMENT, StateRows, States
+from nanovllm.kernels import torch_states
 
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _CONV_TOKENS = 8
@@ -78,8 +79,14 @@ def delta_by_token(
 
 
 def gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    gate_first: bool = False,
 ) -> torch.Tensor:
+    if gate_first or weight.dim() == 2:
+        return torch_states.gated_rms_norm(x, gate, weight, eps, gate_first)
     out = x.new_empty(x.shape)
     x = x.flatten(0, -2)
     gate = gate.flatten(0, -2)
