@@ -149,6 +149,11 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 32,
     },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
+    "lfm3": {
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+        "num_hidden_layers": 3,
+        "sliding_window": 40,
+    },
 }
 """With windows, sinks, experts and states."""
 

@@ -119,10 +119,13 @@ class Kernels:
         """Return activation(gate), rounded, times `x`: [T, n].
 
         Args:
-            gate, x: [T, n]; the rows may lie apart. A gate [T, 1] is for all numbers of a row.
+            gate: [T, n / g], one for g neighbours in a row of `x`. Rows may lie apart.
+            x: [T, n]; rows may lie apart.
             activation: "gelu_tanh", "silu", "sigmoid" or "identity".
         """
-        return activate(gate, activation) * x
+        gates = activate(gate, activation).unsqueeze(-1)
+        grouped = x.view(*gate.shape, x.shape[1] // gate.shape[1])
+        return (gates * grouped).view(x.shape)
 
     def scale(self, x: torch.Tensor, factor: float | torch.Tensor) -> None:
         """Multiply `x`, contiguous, by `factor` in place.

@@ -13,8 +13,9 @@ from nanovllm.layers.gated_delta import DeltaSizes, GatedDeltaNet
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.pieces import Piece, PiecedLinear, SmallLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.short_conv import ShortConv
 from nanovllm.layers.state_layer import StateLayer
-from nanovllm.models.decoder import DecoderLayer
+from nanovllm.models.decoder import DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import GatedAttention, attention_biases
 from nanovllm.utils.distributed import tensor_parallel
@@ -42,9 +43,11 @@ _MAX_DIM = 2**10
 
 
 class MixerLayer(DecoderLayer):
-    """A layer with a `StateLayer` in place of attention."""
+    """A layer with attention, or with a `StateLayer` in place of it."""
 
-    def __init__(self, config: ModelConfig, mixer: StateLayer, mlp: nn.Module, **norm: Any) -> None:
+    def __init__(
+        self, config: ModelConfig, mixer: SelfAttention | StateLayer, mlp: nn.Module, **norm: Any
+    ) -> None:
         super().__init__(config, mixer, mlp, **norm)  # type: ignore[arg-type]
 
 
@@ -121,6 +124,12 @@ def delta_net(config: ModelConfig, *, grouped: bool = False) -> GatedDeltaNet:
     taps = config.size("linear_conv_kernel_dim", high=MAX_TAPS, low=2)
     sizes = DeltaSizes(config.hidden_size, key_heads, value_heads, key_dim, value_dim, taps)
     return GatedDeltaNet(sizes, config.rms_norm_eps, grouped=grouped)
+
+
+def short_conv(config: ModelConfig) -> ShortConv:
+    """Return the short convolution of a layer. See `ShortConv`."""
+    taps = config.size("conv_L_cache", high=MAX_TAPS, low=2)
+    return ShortConv(config.hidden_size, taps, bias=config.flag("conv_bias"))
 
 
 def check_mixed(types: list[str]) -> list[str]:

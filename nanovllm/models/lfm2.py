@@ -7,13 +7,24 @@ from torch import nn
 
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.experts import StoredExperts
-from nanovllm.layers.short_conv import ShortConv
 from nanovllm.models.config_fields import MAX_SIZE
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.expert_parts import sparse_mlp
-from nanovllm.models.hybrid_parts import MAX_TAPS, MixerLayer, check_mixed
+from nanovllm.models.hybrid_parts import MixerLayer, check_mixed, short_conv
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import check_int, shown
+
+LFM_NAMES = {
+    **{f"self_attn.{part}.": f"conv.{part}." for part in ("in_proj", "conv", "out_proj")},
+    "input_layernorm.": "operator_norm.",
+    "post_attention_layernorm.": "ffn_norm.",
+    "model.norm.": "model.embedding_norm.",
+    "mlp.gate_proj.": "feed_forward.w1.",
+    "mlp.up_proj.": "feed_forward.w3.",
+    "mlp.down_proj.": "feed_forward.w2.",
+    "mlp.": "feed_forward.",
+}
+"""Checkpoint names that LFM2 and LFM3 share."""
 
 
 class Lfm2ForCausalLM(DecoderForCausalLM):
@@ -22,17 +33,10 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
     """
 
     names: ClassVar[dict[str, str]] = {
-        **{f"self_attn.{part}.": f"conv.{part}." for part in ("in_proj", "conv", "out_proj")},
+        **LFM_NAMES,
         "self_attn.o_proj.": "self_attn.out_proj.",
         "self_attn.q_norm.": "self_attn.q_layernorm.",
         "self_attn.k_norm.": "self_attn.k_layernorm.",
-        "input_layernorm.": "operator_norm.",
-        "post_attention_layernorm.": "ffn_norm.",
-        "model.norm.": "model.embedding_norm.",
-        "mlp.gate_proj.": "feed_forward.w1.",
-        "mlp.up_proj.": "feed_forward.w3.",
-        "mlp.down_proj.": "feed_forward.w2.",
-        "mlp.": "feed_forward.",
     }
     aliases: ClassVar[dict[str, str]] = {
         "rms_norm_eps": "norm_eps",
@@ -53,9 +57,7 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         mlp = self.make_mlp(config, index)
         if _layer_types(config)[index] == "conv":
-            taps = config.size("conv_L_cache", high=MAX_TAPS, low=2)
-            mixer = ShortConv(config.hidden_size, taps, bias=config.flag("conv_bias"))
-            return MixerLayer(config, mixer, mlp)
+            return MixerLayer(config, short_conv(config), mlp)
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)
         return DecoderLayer(config, SelfAttention(config, rotary_emb, qk_norm=True), mlp)
 

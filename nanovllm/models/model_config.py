@@ -186,10 +186,15 @@ class ModelConfig:
                 multiple of this has full attention; 0: all have.
         """
         names = (other, "full_attention")
+        layers = range(1, self.num_layers + 1)
+        default = [names[not interval or number % interval == 0] for number in layers]
+        return self.layer_types_of(names, default)
+
+    def layer_types_of(self, names: Collection[str], default: list[str]) -> list[str]:
+        """Return each layer's type, one of `names`; `default` without a list in the config."""
         types = self.fields.get("layer_types")
         if types is None:
-            layers = range(1, self.num_layers + 1)
-            return [names[not interval or number % interval == 0] for number in layers]
+            return default
         unknown = {shown(name) for name in types if name not in names}
         if unknown or len(types) != self.num_layers:
             raise UnsupportedModelError(

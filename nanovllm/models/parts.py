@@ -14,6 +14,8 @@ from nanovllm.kernels.torch_math import NORM_WIDE
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear
+from nanovllm.layers.pieces import Piece, SmallLinear
+from nanovllm.layers.state_layer import StateLayer
 from nanovllm.loading.shards import Shard
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig
@@ -134,6 +136,16 @@ class GatedAttention(SelfAttention):
         return self.o_proj(gated)
 
 
+class NarrowGateAttention(GatedAttention):
+    """Gated attention with one gate for each head. They keep their bits when weights are rounded."""
+
+    def make_gate(self, config: ModelConfig) -> LinearBase:
+        """Return the projection of [T, hidden_size] to a gate for each head of this rank."""
+        heads = self.qkv_proj.num_heads
+        start = heads * tensor_parallel().rank
+        return SmallLinear(config.hidden_size, [Piece("gate_proj", config.num_heads, start, heads)])
+
+
 class SinkAttention(SelfAttention):
     """Attention with a sink in each head: a logit that takes a share of its weights."""
 
@@ -165,14 +177,14 @@ class SandwichLayer(DecoderLayer):
     def __init__(
         self,
         config: ModelConfig,
-        self_attn: SelfAttention,
+        self_attn: SelfAttention | StateLayer,
         mlp: nn.Module,
         *,
         before: bool = True,
         eps_after: float | None = None,
         **norm: Any,
     ) -> None:
-        super().__init__(config, self_attn, mlp, **norm)
+        super().__init__(config, self_attn, mlp, **norm)  # type: ignore[arg-type]
         if not before:
             self.input_layernorm = AddOnly()  # type: ignore[assignment]
             self.post_attention_layernorm = AddOnly()  # type: ignore[assignment]

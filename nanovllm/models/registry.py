@@ -27,6 +27,7 @@ MODULES = {
     "HunYuanDenseV1ForCausalLM": "hunyuan",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2",
+    "Lfm3ForCausalLM": "lfm3",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "mistral",
     "Mistral3ForConditionalGeneration": "mistral",

@@ -32,9 +32,11 @@ from tests.models.comparison import (  # noqa: F401
 from tests.models.family_cases import NUM_CASES
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+THETA = {"rope_theta": 1e4}
 DELTA = ["linear_attention"]
 CONV = ["conv"]
 FULL = ["full_attention"]
+SLIDING = ["sliding_attention"]
 
 
 def orders(other):
@@ -66,6 +68,14 @@ CONV_SWITCHES = {
     "norm_eps": [1e-5, 1e-3],
     "rope": [{}, {**YARN}],
 }
+LFM3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.5,
+    },
+}
 SWITCHES = {
     "qwen3_5_text": DELTA_SWITCHES,
     "qwen3_5_moe_text": DELTA_SWITCHES | EXPERTS,
@@ -90,6 +100,23 @@ SWITCHES = {
         "routed_scaling_factor": [1.0, 2.5],
         "num_dense_layers": [1, 0],
     },
+    "lfm3": {
+        "layer_types": [
+            CONV + FULL + CONV + SLIDING + CONV,
+            SLIDING + CONV * 2 + FULL,
+            FULL + SLIDING + CONV,
+            CONV * 2 + SLIDING * 2 + FULL + SLIDING,
+            CONV + FULL,
+        ],
+        "conv_L_cache": [7, 2, 4],
+        "conv_bias": [False, True],
+        "norm_eps": [1e-5, 1e-3],
+        "sliding_window": [5, 16, 17, 40, 1000],
+        "use_sandwich_norm": [True, True, False],
+        "use_attention_gate": [True, False, True],
+        "attention_bias": [False, True],
+        "rope": [{**LFM3_ROPE}, {**LFM3_ROPE, "full_attention": {**YARN, "rope_theta": 1e5}}],
+    },
     "qwen3_5": DELTA_SWITCHES | {"mrope": [True, False]},
     "qwen3_5_moe": DELTA_SWITCHES | EXPERTS,
 }
@@ -106,6 +133,9 @@ BFLOAT16 = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "dtype": "bfloat16",
 }
 DELTA_SIZES = {
@@ -120,6 +150,11 @@ EIGHT = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96
 NATIVE = {
     "qwen3_5_text": DELTA_SIZES,
     "qwen3_5_moe_text": {**DELTA_SIZES, **EIGHT, "shared_expert_intermediate_size": 96},
+    "lfm3": {
+        "layer_types": CONV + SLIDING + FULL,
+        "num_hidden_layers": 3,
+        "sliding_window": 33,
+    },
     "lfm2": {"layer_types": CONV * 2 + FULL, "num_hidden_layers": 3, "block_multiple_of": 32},
     "lfm2_moe": {"layer_types": CONV * 2 + FULL, "num_hidden_layers": 3, **EIGHT},
 }
@@ -148,8 +183,10 @@ def make_config(case):
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **switches.pop("rope")},
     }
+    rope = switches.pop("rope")
+    typed = "full_attention" in rope
+    settings["rope_parameters"] = rope if typed else {"rope_type": "default", **THETA, **rope}
     if "linear_heads" in switches:
         keys, values = switches.pop("linear_heads")
         settings |= {"linear_num_key_heads": keys, "linear_num_value_heads": values}
@@ -184,7 +221,7 @@ def make_model(case):
             weight.data *= 0.3  # what it normalises may be small: rounding errors would grow
         elif name.endswith("A_log"):
             weight.data -= 3.0  # transformers sums up to 64 logarithms of decays: small ones
-        elif name.endswith("norm.weight") and "lfm2" not in case:
+        elif name.endswith("norm.weight") and "lfm" not in case:
             weight.data -= 1.0  # 1 is added
     generator = torch.Generator().manual_seed(5)
     for name, buffer in model.named_buffers():
@@ -274,6 +311,7 @@ def test_published_form(tmp_path, caplog):
     [
         *[("qwen3_5_text", quantization) for quantization in (None, "int8", "int4")],
         *[("qwen3_5_moe_text", "int8"), ("lfm2", None), ("lfm2_moe", "int4")],
+        *[("lfm3", quantization) for quantization in (None, "int8", "int4")],
     ],
 )
 def test_in_bfloat16_tokens_do_not_depend_on_the_batch(

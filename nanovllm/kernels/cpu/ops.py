@@ -70,7 +70,7 @@ def act_and_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor
 def mul_act(gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
     rows, n = x.shape
     out = torch.empty(rows, n, dtype=x.dtype)
-    inputs = gate, gate.stride(0), int(gate.shape[1] == n), x, x.stride(0)
+    inputs = gate, gate.stride(0), n // gate.shape[1], x, x.stride(0)
     library.call("nv_mul_act", *inputs, out, n, rows, n, _ACTIVATIONS[activation])
     return out
 

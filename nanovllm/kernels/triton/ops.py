@@ -85,13 +85,12 @@ def mul_act(gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tenso
         raise ValueError(f"activation {activation!r} is none of {', '.join(_ACTIVATIONS)}")
     rows, size = x.shape
     assert gate.stride(1) == x.stride(1) == 1
-    is_wide = gate.shape[1] == size
     out = x.new_empty(rows, size)
     block = min(triton.next_power_of_2(size), _BLOCK)
     if rows:
         _mul_act[(rows, triton.cdiv(size, block))](
             gate, x, out, gate.stride(0), x.stride(0), size,
-            IS_WIDE=is_wide, ACTIVATION=activation, BLOCK=block,
+            GROUP=size // gate.shape[1], ACTIVATION=activation, BLOCK=block,
             **launch_options(can_chain(out.device)),
         )  # fmt: skip
     return out
@@ -166,17 +165,14 @@ def _activate_and_multiply(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constex
 @triton.jit
 def _mul_act(
     gate, x, out, gate_stride, x_stride, size,
-    IS_WIDE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Process one block of a row. Unless IS_WIDE, the gate is one number."""
+    """Process one block of a row. A number of the gate is for GROUP numbers of `x`."""
     join_chain(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
-    if IS_WIDE:
-        wide_gate = tl.load(gate + row * gate_stride + columns, inside, 0.0).to(tl.float32)
-    else:
-        wide_gate = tl.load(gate + row * gate_stride).to(tl.float32)
+    wide_gate = tl.load(gate + row * gate_stride + columns // GROUP, inside, 0.0).to(tl.float32)
     wide_x = tl.load(x + row * x_stride + columns, inside, 0.0).to(tl.float32)
     product = _activate_and_multiply(wide_gate, wide_x, out.dtype.element_ty, ACTIVATION)
     tl.store(out + row * size + columns, product, inside)

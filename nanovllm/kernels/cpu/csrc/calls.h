@@ -12,7 +12,7 @@ void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight,
                      float eps, ptrdiff_t kind, float multiplier);
 void nv_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, bf16 *out, ptrdiff_t ldo, token_count rows,
                  ptrdiff_t n, float eps, ptrdiff_t kind);
-void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, ptrdiff_t step, const bf16 *x, ptrdiff_t ldx, bf16 *out, ptrdiff_t ldo,
+void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, ptrdiff_t group, const bf16 *x, ptrdiff_t ldx, bf16 *out, ptrdiff_t ldo,
                 token_count rows, ptrdiff_t n, ptrdiff_t activation);
 void nv_scale(team *t, bf16 *x, const bf16 *number, token_count rows, ptrdiff_t n, float factor);
 void nv_copy_rows(team *t, const bf16 *x, ptrdiff_t ldx, const int64_t *x_rows, bf16 *y, ptrdiff_t ldy, const int64_t *y_rows,

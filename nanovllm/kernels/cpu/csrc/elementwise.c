@@ -43,23 +43,28 @@ INLINE vf gated(int activation, vf gate, vf x) {
     return bounded / (exp_(bounded * -1.702f) + 1.0f) * (up + 1.0f);
 }
 
-INLINE void gated_row(int activation, const bf16 *gate, ptrdiff_t step, const bf16 *x, bf16 *out, ptrdiff_t n) {
-    vf one = broadcast(from_bf16((half_vu){*gate})[0]);
-    for (ptrdiff_t i = 0; i < n; i += VL) {
-        vf g = step ? load_bf16(gate + i, n - i) : one, v = load_bf16(x + i, n - i);
-        store_bf16(out + i, n - i, gated(activation, g, v));
+/* Numbers `first` to `end` of a row. */
+INLINE void gated_row(int activation, const bf16 *gate, ptrdiff_t group, const bf16 *x, bf16 *out, ptrdiff_t first,
+                      ptrdiff_t end) {
+    for (ptrdiff_t i = first, next; i < end; i = next) {
+        next = group == 1 || end < i / group * group + group ? end : i / group * group + group;
+        vf one = broadcast(from_bf16((half_vu){gate[i / group]})[0]);
+        for (ptrdiff_t j = i; j < next; j += VL) {
+            vf g = group == 1 ? load_bf16(gate + j, next - j) : one, v = load_bf16(x + j, next - j);
+            store_bf16(out + j, next - j, gated(activation, g, v));
+        }
     }
 }
 
-/* out = activation(gate) * x, rows of n numbers that are ldo, ldg and ldx apart. out may be gate or x. If step is 0, not 1, a row
- * of gate has one number. */
-void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, ptrdiff_t step, const bf16 *x, ptrdiff_t ldx, bf16 *out, ptrdiff_t ldo,
+/* out = activation(gate) * x, rows of n numbers that are ldo, ldg and ldx apart. out may be gate or x. A number of gate is for
+ * `group` numbers of x. */
+void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, ptrdiff_t group, const bf16 *x, ptrdiff_t ldx, bf16 *out, ptrdiff_t ldo,
                 token_count rows, ptrdiff_t n, ptrdiff_t activation) {
     ptrdiff_t chunks = (n + CHUNK - 1) / CHUNK;
     FOR_ITEMS(item, t, rows * chunks) {
-        ptrdiff_t r = item / chunks, i = item % chunks * CHUNK, count = n - i < CHUNK ? n - i : CHUNK;
+        ptrdiff_t r = item / chunks, i = item % chunks * CHUNK, end = n - i < CHUNK ? n : i + CHUNK;
 #define GATED(a) \
-    case a: gated_row(a, gate + r * ldg + i * step, step, x + r * ldx + i, out + r * ldo + i, count); break;
+    case a: gated_row(a, gate + r * ldg, group, x + r * ldx, out + r * ldo, i, end); break;
         switch (activation) { GATED(SILU) GATED(GELU_TANH) GATED(SIGMOID) GATED(SWIGLU_OAI) GATED(IDENTITY) }
     }
 }
