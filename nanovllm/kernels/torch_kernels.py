@@ -128,9 +128,10 @@ class Kernels:
         return (gates * grouped).view(x.shape)
 
     def scale(self, x: torch.Tensor, factor: float | torch.Tensor) -> None:
-        """Multiply `x`, contiguous, by `factor` in place.
+        """Multiply `x` by `factor` in place.
 
         Args:
+            x: [T, n], whose rows may lie apart.
             factor: a number, or a tensor of one element in the dtype of `x`, read when this runs.
         """
         x *= factor

@@ -77,9 +77,9 @@ def mul_act(gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tenso
 
 def scale(x: torch.Tensor, factor: float | torch.Tensor) -> None:
     number = factor if isinstance(factor, torch.Tensor) else None
-    rows = x.numel() // x.shape[-1]
-    n = x.shape[-1]
-    library.call("nv_scale", x, number, rows, n, 1.0 if number is not None else factor)
+    rows, n = x.shape
+    value = 1.0 if number is not None else factor
+    library.call("nv_scale", x, x.stride(0), number, rows, n, value)
 
 
 def copy_rows(

@@ -6,7 +6,7 @@ KERNELS = {
     "nv_add_rms_norm": "PPPPTNFNF",
     "nv_rms_norm": "PNPPNTNFN",
     "nv_mul_act": "PNNPNPNTNN",
-    "nv_scale": "PPTNF",
+    "nv_scale": "PNPTNF",
     "nv_copy_rows": "PNPPNPTN",
     "nv_route": "PPPPPTNNNFN",
     "nv_expert_gate_up": "PPPPPPPTNNNNNNNNN",

@@ -22,7 +22,7 @@ void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows) {
     case 4:
         nv_mul_act(t, a[0].p, a[1].n, a[2].n, a[3].p, a[4].n, a[5].p, a[6].n, tokens < 0 ? a[7].n : tokens, a[8].n, a[9].n);
         break;
-    case 5: nv_scale(t, a[0].p, a[1].p, tokens < 0 ? a[2].n : tokens, a[3].n, (float)a[4].f); break;
+    case 5: nv_scale(t, a[0].p, a[1].n, a[2].p, tokens < 0 ? a[3].n : tokens, a[4].n, (float)a[5].f); break;
     case 6: nv_copy_rows(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].n, a[5].p, tokens < 0 ? a[6].n : tokens, a[7].n); break;
     case 7:
         nv_route(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, tokens < 0 ? a[5].n : tokens, a[6].n, a[7].n, a[8].n, (float)a[9].f,

@@ -14,7 +14,7 @@ void nv_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, bf16
                  ptrdiff_t n, float eps, ptrdiff_t kind);
 void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, ptrdiff_t group, const bf16 *x, ptrdiff_t ldx, bf16 *out, ptrdiff_t ldo,
                 token_count rows, ptrdiff_t n, ptrdiff_t activation);
-void nv_scale(team *t, bf16 *x, const bf16 *number, token_count rows, ptrdiff_t n, float factor);
+void nv_scale(team *t, bf16 *x, ptrdiff_t ldx, const bf16 *number, token_count rows, ptrdiff_t n, float factor);
 void nv_copy_rows(team *t, const bf16 *x, ptrdiff_t ldx, const int64_t *x_rows, bf16 *y, ptrdiff_t ldy, const int64_t *y_rows,
                   token_count rows, ptrdiff_t n);
 void nv_route(team *t, const bf16 *logits, const bf16 *scales, const float *bias, int32_t *ids, float *weights,

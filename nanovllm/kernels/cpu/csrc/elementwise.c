@@ -69,11 +69,11 @@ void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, ptrdiff_t group, const
     }
 }
 
-/* x *= factor, or, unless `number` is NULL, x *= *number. Rows have n numbers. */
-void nv_scale(team *t, bf16 *x, const bf16 *number, token_count rows, ptrdiff_t n, float factor) {
+/* x *= factor, or, unless `number` is NULL, x *= *number. Rows of n numbers are ldx apart. */
+void nv_scale(team *t, bf16 *x, ptrdiff_t ldx, const bf16 *number, token_count rows, ptrdiff_t n, float factor) {
     if (number) factor = from_bf16((half_vu){*number})[0];
     FOR_ITEMS(r, t, rows)
-        for (ptrdiff_t i = 0; i < n; i += VL) store_bf16(x + r * n + i, n - i, load_bf16(x + r * n + i, n - i) * factor);
+        for (ptrdiff_t i = 0; i < n; i += VL) store_bf16(x + r * ldx + i, n - i, load_bf16(x + r * ldx + i, n - i) * factor);
 }
 
 /* y[y_rows[r]] = x[x_rows[r]], rows of n numbers that are ldx and ldy apart. If x_rows or y_rows is NULL, the row is r. */
