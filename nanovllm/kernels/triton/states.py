@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from nanovllm.attention.states import ALIGNMENT, StateRows, States
-from nanovllm.kernels import torch_states
 
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _CONV_TOKENS = 8
@@ -85,8 +84,6 @@ def gated_rms_norm(
     eps: float,
     gate_first: bool = False,
 ) -> torch.Tensor:
-    if gate_first or weight.dim() == 2:
-        return torch_states.gated_rms_norm(x, gate, weight, eps, gate_first)
     out = x.new_empty(x.shape)
     x = x.flatten(0, -2)
     gate = gate.flatten(0, -2)
@@ -97,7 +94,8 @@ def gated_rms_norm(
     if count:
         _gated_rms_norm[(triton.cdiv(count, rows),)](
             x, gate, weight, out, count, x.stride(0), gate.stride(0), size, eps,
-            ROWS=rows, BLOCK=block,
+            WEIGHTS=weight.numel() // size, GATE_FIRST=gate_first, ROWS=rows, BLOCK=block,
+            num_warps=min(max(block // 512, 4), 16),
         )  # fmt: skip
     return out
 
@@ -273,16 +271,21 @@ def _softplus(x):
 @triton.jit(do_not_specialize=["count"])
 def _gated_rms_norm(
     x, gate, weight, out, count, x_stride, gate_stride, size, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTS: tl.constexpr, GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Process ROWS rows."""
+    """Process ROWS rows. Row r has weight r % WEIGHTS."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < count) & (column < size)
     wide = tl.load(x + row * x_stride + column, inside, 0.0).to(tl.float32)
+    wide_gate = tl.load(gate + row * gate_stride + column, inside, 0.0).to(tl.float32)
+    if GATE_FIRST:
+        wide *= _silu(wide_gate)
     dtype = out.dtype.element_ty
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 1, keep_dims=True) / size + eps)
-    factors = tl.load(weight + column, column < size, 0.0).to(tl.float32)
-    normed = (normed.to(dtype).to(tl.float32) * factors).to(dtype).to(tl.float32)
-    wide_gate = tl.load(gate + row * gate_stride + column, inside, 0.0).to(tl.float32)
-    tl.store(out + row * size + column, (normed * _silu(wide_gate)).to(dtype), inside)
+    weight_at = weight + row % WEIGHTS * size + column
+    factors = tl.load(weight_at, inside, 0.0).to(tl.float32)
+    normed = (normed.to(dtype).to(tl.float32) * factors).to(dtype)
+    if not GATE_FIRST:
+        normed = (normed.to(tl.float32) * _silu(wide_gate)).to(dtype)
+    tl.store(out + row * size + column, normed, inside)

@@ -3,6 +3,8 @@ depend on how tokens are cut into steps. Without a GPU they are interpreted, and
 out: the interpreter computes it wrongly. They also compile for GPUs that are not present.
 """
 
+import math
+
 import pytest
 import torch
 from torch.nn.functional import silu
@@ -10,8 +12,8 @@ from torch.nn.functional import silu
 from nanovllm.attention.states import StatePart, StateRows, States
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.triton.kernels import TritonKernels
-from tests.kernels.state_cases import make_rows, make_states, naive_conv, naive_delta, part_of
-from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants
+from tests.kernels.state_cases import make_rows, make_states, naive_conv, naive_delta, naive_mamba2, part_of
+from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants, shapes
 from tests.kernels.triton.inputs import DEVICE, EPS, assert_as_good, each_dtype, exact_norm, randn
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.kernels.triton.test_compile import DTYPES, assert_fits, meta
@@ -62,6 +64,27 @@ class Delta:
 
     def exact(self, inputs, parts):
         out, state = naive_delta(*inputs, *self.fixed, torch.stack(parts[1:]))
+        return out, [parts[0], *state]
+
+
+class Mamba2:
+    """Random inputs of `mamba2`, and its exact results."""
+
+    roundings = 8
+
+    def __init__(self, dtype, groups, heads, state_dim, head_dim, limits=(0.0, math.inf)):
+        state = StatePart((state_dim, head_dim), torch.float32)
+        self.parts = [StatePart((3, 4), dtype), *[state] * heads]
+        width = heads * head_dim + 2 * groups * state_dim
+        steps = randn(sum(LENGTHS), heads + 3, dtype=dtype, seed=1) * 3
+        self.inputs = randn(sum(LENGTHS), width, dtype=dtype), steps[:, 3:]
+        self.fixed = randn(heads, seed=2), randn(heads, seed=3), randn(heads, seed=4) - 2, limits
+
+    def run(self, kernels, inputs, states, rows):
+        return kernels.mamba2(*inputs, *self.fixed, states, rows)
+
+    def exact(self, inputs, parts):
+        out, state = naive_mamba2(*inputs, *self.fixed, torch.stack(parts[1:]))
         return out, [parts[0], *state]
 
 
@@ -145,6 +168,17 @@ def test_gated_delta(key_heads, value_heads, key_dim, value_dim, dtype):
     check_bits(case, 4)
 
 
+@each_dtype
+@pytest.mark.parametrize(
+    ("groups", "heads", "state_dim", "head_dim", "limits"),
+    [(2, 4, 20, 12, (0.0, math.inf)), (1, 2, 128, 12, (0.1, 1.0))],
+)
+def test_mamba2(groups, heads, state_dim, head_dim, limits, dtype):
+    case = Mamba2(dtype, groups, heads, state_dim, head_dim, limits)
+    check_against_float64(case)
+    check_bits(case, 4)
+
+
 def test_the_exact_results_lie_where_the_inputs_do():
     """Else a GPU's cannot be compared with them."""
     sizes = (5, 32), (5, 2), (5, 2), (2,), (2,), (2, 8, 8)
@@ -156,6 +190,7 @@ def test_no_tokens():
     for case, shape in (
         (Convolution(torch.float32, 9, 4, False, True), (0, 9)),
         (Delta(torch.float32, 1, 2, 8, 8), (0, 2, 8)),
+        (Mamba2(torch.float32, 1, 2, 8, 8), (0, 2, 8)),
     ):
         states, rows = states_of(case), rows_of(PAGES, [0] * 5, [0] * 5)
         assert case.run(TRITON, [x[:0] for x in case.inputs], states, rows).shape == shape
@@ -195,6 +230,20 @@ def test_gated_rms_norm(rows, size, dtype):
     assert_as_good(close, torchs, exact)
 
 
+@each_dtype
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_gated_rms_norm_of_groups(gate_first, dtype):
+    """Each of three groups has its own weight, and the gate comes before the norm or after it."""
+    x, gate = randn(2, 9, 3, 40, dtype=dtype)
+    weight = randn(3, 40, dtype=dtype, seed=1)
+    out = TRITON.gated_rms_norm(x, gate, weight, EPS, gate_first)
+    opened = silu(gate.double())
+    before, after = (opened, 1.0) if gate_first else (1.0, opened)
+    exact = exact_norm(x.double() * before, weight.double()) * after
+    assert_as_good(out, TORCH.gated_rms_norm(x, gate, weight, EPS, gate_first), exact)
+    assert torch.equal(TRITON.gated_rms_norm(x[4:5], gate[4:5], weight, EPS, gate_first)[0], out[4])
+
+
 def launch_layer(key_heads, value_heads, dtype):
     """Launch the operations of a layer with heads of 128."""
     channels = (2 * key_heads + value_heads) * 128
@@ -206,6 +255,21 @@ def launch_layer(key_heads, value_heads, dtype):
     TRITON.gated_delta(x, *gates.chunk(2, 1), heads, heads, states, rows)
     outputs = meta(5 * value_heads, 128, dtype=dtype)
     TRITON.gated_rms_norm(outputs, outputs, meta(128, dtype=dtype), EPS)
+
+
+def launch_mamba2(groups, heads, state_dim, dtype):
+    """Launch the operations of a layer with heads of 64."""
+    channels = heads * 64 + 2 * groups * state_dim
+    state = StatePart((state_dim, 64), torch.float32)
+    states, rows = meta_states([StatePart((3, channels), dtype), *[state] * heads])
+    x, bias = meta(5, channels, dtype=dtype), meta(channels, dtype=dtype)
+    TRITON.causal_conv(x, meta(channels, 4, dtype=dtype), bias, True, states, rows)
+    of_heads = [meta(heads, dtype=torch.float32) for _ in range(3)]
+    steps = meta(5, heads + 8, dtype=dtype)[:, 8:]
+    TRITON.mamba2(x, steps, *of_heads, (0.0, math.inf), states, rows)
+    outputs = meta(5, groups, heads * 64 // groups, dtype=dtype)
+    weight = meta(groups, heads * 64 // groups, dtype=dtype)
+    TRITON.gated_rms_norm(outputs, outputs, weight, EPS, True)
 
 
 def launch_short_convolution(channels, dtype):
@@ -235,12 +299,22 @@ def test_other_families_compile():
     assert_fits(compiled, "_causal_conv")
 
 
+@pytest.mark.parametrize("sizes", shapes([(8, 96, 128)], [(1, 24, 256), (1, 128, 128)]))
+def test_mamba2_compiles(sizes):
+    """At the shapes of Nemotron Nano 4B; of Falcon-H1; and of Granite 4 H-Small."""
+    compiled = compile_launches((launch_mamba2, *sizes, torch.bfloat16))
+    assert_fits(compiled, "_causal_conv", "_mamba2", "_gated_rms_norm")
+
+
 def launch_steps(dtype):
     """Launch the operations for steps of several sizes."""
     for rows, tokens in ((1, 1), (1, 16), (3, 20), (16, 16)):
         case = Delta(dtype, 1, 2, 16, 16)
         states = make_states(case.parts, 2, 2)
         step = rows_of([[0, 1]] * rows, [tokens // rows] * rows, None)
+        case.run(TRITON, [x.repeat(2, 1)[:tokens] for x in case.inputs], states, step)
+        case = Mamba2(dtype, 1, 2, 16, 16)
+        states = make_states(case.parts, 2, 2)
         case.run(TRITON, [x.repeat(2, 1)[:tokens] for x in case.inputs], states, step)
         conv = Convolution(dtype, 16, 4, False, True)
         x = torch.zeros(tokens, 16, dtype=dtype)
@@ -250,4 +324,5 @@ def launch_steps(dtype):
 
 def test_steps_of_all_sizes_compile_one_variant():
     variants = count_variants(launch_steps, torch.bfloat16)
-    assert variants == {"_causal_conv": 1, "_gated_delta": 1, "_gated_rms_norm": 1}
+    names = "_causal_conv", "_gated_delta", "_gated_rms_norm", "_mamba2"
+    assert variants == dict.fromkeys(names, 1)
