@@ -23,6 +23,19 @@ class Routing(NamedTuple):
     """[T, k] float32: the factors of the experts' outputs."""
 
 
+class Groups(NamedTuple):
+    """Experts in groups of equal size, of which some are kept: the others are not chosen.
+
+    DeepSeek-V2 (arXiv 2405.04434) has them to limit the devices of a token's experts.
+    """
+
+    number: int
+    kept: int
+    """A token's groups: those with the highest scores."""
+    best: int
+    """1 or 2: a group's score is the sum of so many of its highest scores."""
+
+
 class Choice(NamedTuple):
     """How the experts of each token are chosen, and weighted."""
 
@@ -30,13 +43,18 @@ class Choice(NamedTuple):
     renormalize: bool
     """Whether the weights of the chosen experts are divided by their sum."""
     factor: float = 1.0
-    """Of the logits in a softmax; of the weights with `sigmoid`."""
+    """Of the weights."""
     scales: torch.Tensor | None = None
     """[E]: factors of the experts' weights."""
     sigmoid: bool = False
     """Whether each expert has the sigmoid of its own logit, not a part of a softmax over all."""
     bias: torch.Tensor | None = None
-    """[E] float32: added to the sigmoids for the choice alone."""
+    """[E] float32: added to the sigmoids, or to the softmax, for the choice alone."""
+    epsilon: float = 0.0
+    """Added to the sum if `renormalize`."""
+    groups: Groups | None = None
+    logit_factor: float = 1.0
+    """Of the logits in a softmax."""
 
 
 class Rows(Protocol):
@@ -81,28 +99,46 @@ class ExpertMLP(NamedTuple):
 def route(logits: torch.Tensor, choice: Choice) -> Routing:
     """Choose each token's experts: those with the largest of `logits` [T, E].
 
-    With a bias, those with the largest sigmoid plus bias. Of equal ones, the expert with the lower
-    number comes first. The weights are computed in float32.
+    With a bias or with groups, those with the largest score, which is the sigmoid, or the part of
+    the softmax, plus the bias. Of equal ones, the expert with the lower number comes first. All is
+    computed in float32.
     """
     logits = logits.float()
-    top_k = choice.top_k
     if choice.sigmoid:
-        scores = 1.0 / (1.0 + (-logits).exp())
-        sums = scores if choice.bias is None else scores + choice.bias
-        ids = sums.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-        weights = scores.gather(1, ids)
-        if choice.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-6)
-        weights = weights * choice.factor
+        parts = 1.0 / (1.0 + (-logits).exp())
+        total = torch.ones_like(parts[:, :1])
     else:
-        values, order = logits.sort(dim=-1, descending=True, stable=True)
-        exponentials = ((values - values[:, :1]) * choice.factor).exp()
-        chosen = exponentials[:, :top_k]
-        ids = order[:, :top_k]
-        weights = chosen / (chosen if choice.renormalize else exponentials).sum(-1, keepdim=True)
+        largest = logits.max(-1, keepdim=True).values
+        parts = ((logits - largest) * choice.logit_factor).exp()
+        total = parts.sum(-1, keepdim=True)
+    scores = logits
+    if choice.sigmoid or choice.bias is not None or choice.groups is not None:
+        scores = parts / total
+    if choice.bias is not None:
+        scores = scores + choice.bias
+    if choice.groups is not None:
+        scores = kept(scores, choice.groups)
+    ids = _largest(scores, choice.top_k)
+    weights = parts.gather(1, ids)
+    if choice.renormalize:
+        total = weights.sum(-1, keepdim=True) + choice.epsilon * total
+    weights = weights / total * choice.factor
     if choice.scales is not None:
         weights = weights * choice.scales.float()[ids]
     return Routing(ids.int(), weights)
+
+
+def kept(scores: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Return `scores` [T, E] with -inf for the experts of the groups that are not kept."""
+    by_group = scores.view(len(scores), groups.number, -1)
+    group_scores = by_group.topk(groups.best, dim=-1).values.sum(-1)
+    is_kept = torch.zeros_like(group_scores, dtype=torch.bool)
+    is_kept.scatter_(1, _largest(group_scores, groups.kept), True)
+    return by_group.masked_fill(~is_kept[:, :, None], -torch.inf).flatten(1)
+
+
+def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -185,6 +185,10 @@ class Kernels:
         """Return `parts` [T, any] side by side in new, contiguous rows."""
         return torch.cat(list(parts), dim=1)
 
+    def wide_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return `x` [T, k] times the transpose of `weight` [n, k] float32, in float32: [T, n]."""
+        return F.linear(x.float(), weight)
+
     route = staticmethod(torch_experts.route)
 
     def experts(self, x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:

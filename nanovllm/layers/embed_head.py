@@ -4,7 +4,6 @@ The vocabulary is padded so that all ranks have slices of equal size.
 """
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 import torch
 
@@ -16,7 +15,7 @@ from nanovllm.utils.distributed import all_reduce, gather_to_first, tensor_paral
 class VocabParallelEmbedding(Matrix):
     """Token embedding. Each rank looks up the tokens of its slice; all_reduce adds the results."""
 
-    is_gathered: ClassVar[bool] = True
+    is_gathered = True
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         slice_size = -(-vocab_size // tensor_parallel().size)
@@ -43,7 +42,7 @@ class VocabParallelEmbedding(Matrix):
 class ParallelLMHead(VocabParallelEmbedding):
     """The language-model head."""
 
-    is_gathered: ClassVar[bool] = False
+    is_gathered = False
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor | None:  # type: ignore[override]
         """Return logits over the whole vocabulary on rank 0, None on the other ranks."""

@@ -5,7 +5,7 @@ Shapes: T tokens, E experts, k experts per token.
 """
 
 from collections.abc import Iterator
-from typing import ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP, Routing
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers.linear import Matrix, divide
+from nanovllm.layers.pieces import Piece, SmallLinear
 from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
 
@@ -24,9 +25,11 @@ class Router(Matrix):
     """A linear that scores the experts, and the choice of k of them.
 
     Args:
-        renormalize, factor, sigmoid: see `Choice`.
         bias: whether the linear has one.
-        choice_bias: whether each expert has a number that is added to its sigmoid for the choice.
+        wide: whether the weight is kept in float32, and the logits are computed in float32.
+        choice_bias: whether each expert has a number that is added to its score for the choice.
+        bias_index: where that is in its checkpoint tensor, if this has one dimension more.
+        choice: see `Choice`.
     """
 
     kernels: Kernels = TORCH
@@ -38,17 +41,22 @@ class Router(Matrix):
         num_experts: int,
         top_k: int,
         *,
-        renormalize: bool,
-        factor: float = 1.0,
-        sigmoid: bool = False,
         bias: bool = False,
+        wide: bool = False,
         choice_bias: bool = False,
+        bias_index: int | None = None,
+        **choice: Any,
     ) -> None:
         super().__init__(num_experts, hidden_size)
+        assert self.weight is not None
+        if wide:
+            self.weight.data = self.weight.data.float()
+        self.is_gathered = self.is_wide = wide
         self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
         empty = torch.empty(num_experts, dtype=torch.float32)
         self.expert_bias = nn.Parameter(empty) if choice_bias else None
-        self.choice = Choice(top_k, renormalize, factor, sigmoid=sigmoid)
+        self.bias_index = bias_index
+        self.choice = Choice(top_k, **choice)
 
     def forward(self, x: torch.Tensor, scales: torch.Tensor | None = None) -> Routing:
         """Return the experts of `x` [T, hidden_size].
@@ -57,16 +65,23 @@ class Router(Matrix):
             scales: [E], factors of the experts' weights.
         """
         choice = self.choice._replace(scales=scales, bias=self.expert_bias)
-        return self.kernels.route(self.linear(x, self.bias), choice)
+        return self.kernels.route(self._logits(x), choice)
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_wide:
+            assert self.weight is not None
+            return self.kernels.wide_linear(x, self.weight)
+        return self.linear(x, self.bias)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
-        for name, parameter in (
-            (f"{prefix}.weight", self.weight),
-            (f"{prefix}.bias", self.bias),
-            (f"{prefix.rpartition('.')[0]}.expert_bias", self.expert_bias),
-        ):
+        for name, parameter in (("weight", self.weight), ("bias", self.bias)):
             if parameter is not None:
-                yield Shard(name, tuple(parameter.shape), parameter.data)
+                yield Shard(f"{prefix}.{name}", tuple(parameter.shape), parameter.data)
+        if self.expert_bias is not None:
+            index = self.bias_index
+            shape = self.expert_bias.shape if index is None else (index + 1, self.output_size)
+            name = f"{prefix.rpartition('.')[0]}.expert_bias"
+            yield Shard(name, tuple(shape), self.expert_bias.data, index=index)
 
 
 class NormedRouter(nn.Module):
@@ -82,7 +97,7 @@ class NormedRouter(nn.Module):
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, eps: float) -> None:
         super().__init__()
         self.proj = Router(
-            hidden_size, num_experts, top_k, renormalize=True, factor=hidden_size**-0.5
+            hidden_size, num_experts, top_k, renormalize=True, logit_factor=hidden_size**-0.5
         )
         self.scale = nn.Parameter(torch.empty(hidden_size))
         self.per_expert_scale = nn.Parameter(torch.empty(num_experts))
@@ -113,7 +128,7 @@ PER_EXPERT = StoredExperts()
 class StackedLinear(Matrix):
     """The same linear of E experts: their weights [outputs, inputs] one after the other."""
 
-    is_gathered: ClassVar[bool] = True
+    is_gathered = True
 
     def __init__(
         self,
@@ -249,3 +264,37 @@ class SparseMLP(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.experts(hidden, self.gate(hidden))
+
+
+class SharedExpertMLP(SparseMLP):
+    """Experts, and an MLP for all tokens, whose output may be gated for each token.
+
+    Args:
+        shared_expert: maps [T, hidden_size] to [T, hidden_size].
+        gated: whether its output is multiplied by the sigmoid of a projection of the input.
+    """
+
+    kernels: Kernels = TORCH
+
+    def __init__(
+        self,
+        router: Router,
+        experts: Experts,
+        shared_expert: nn.Module,
+        *,
+        gated: bool = False,
+    ) -> None:
+        super().__init__(router, experts)
+        self.shared_expert = shared_expert
+        assert router.weight is not None
+        gate = [Piece("shared_expert_gate", 1, 0, 1)]
+        hidden_size = router.weight.shape[1]
+        self.shared_expert_gate = SmallLinear(hidden_size, gate) if gated else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        total = super().forward(hidden)
+        shared = self.shared_expert(hidden)
+        if self.shared_expert_gate is not None:
+            shared = self.kernels.mul_act(self.shared_expert_gate(hidden), shared, "sigmoid")
+        self.kernels.add(shared, total)
+        return total

@@ -5,7 +5,7 @@ over the ranks. `StoredWeight` is what a format of weights says of a matrix.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -108,8 +108,8 @@ class Matrix(nn.Module):
     After loading, a `method` may replace the weight.
     """
 
-    is_gathered: ClassVar[bool] = False
-    """Whether rows of the weight are read by index, besides products."""
+    is_gathered: bool = False
+    """Whether the weight is read otherwise than by `method`, as rows by index are."""
 
     def __init__(self, output_size: int, input_size: int) -> None:
         super().__init__()

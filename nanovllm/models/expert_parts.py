@@ -7,17 +7,18 @@ from typing import Any
 from torch import nn
 
 from nanovllm.errors import CheckpointError
+from nanovllm.kernels.torch_experts import Groups
 from nanovllm.layers.experts import (
     MAX_EXPERTS,
     PER_EXPERT,
     Experts,
     Router,
+    SharedExpertMLP,
     SparseMLP,
     StackedLinear,
     StoredExperts,
 )
 from nanovllm.models.decoder import GatedMLP
-from nanovllm.models.hybrid_parts import SharedExpertMLP
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown
 
@@ -55,9 +56,7 @@ def sparse_mlp(
         activation, stored: see `Experts`.
         choice: see `Router`.
     """
-    # transformers 5 writes num_local_experts, transformers 4 wrote num_experts.
-    key = "num_local_experts" if config.fields.get("num_local_experts") else "num_experts"
-    num_experts = config.size(key, high=MAX_EXPERTS)
+    num_experts = num_experts_of(config)
     top_k = config.size("num_experts_per_tok", 8, high=num_experts)
     router = Router(config.hidden_size, num_experts, top_k, bias=bias, **choice)
     experts = Experts(
@@ -66,12 +65,81 @@ def sparse_mlp(
     return SparseMLP(router, experts)
 
 
-def shared_expert_mlp(config: ModelConfig, *, renormalize: bool) -> SharedExpertMLP:
-    """Return a router and its experts, plus one expert that all tokens share."""
-    sparse = sparse_mlp(config, config.size("moe_intermediate_size"), renormalize=renormalize)
-    size = config.size("shared_expert_intermediate_size")
+def with_shared(
+    sparse: SparseMLP, config: ModelConfig, size: int, *, gated: bool = False
+) -> SparseMLP:
+    """Return `sparse` plus an expert of `size` that all tokens share; 0: `sparse` alone."""
+    if not size:
+        return sparse
     shared = GatedMLP(dataclasses.replace(config, intermediate_size=size))
-    return SharedExpertMLP(sparse.gate, sparse.experts, shared, config.hidden_size)
+    return SharedExpertMLP(sparse.gate, sparse.experts, shared, gated=gated)
+
+
+def shared_expert_mlp(config: ModelConfig, *, renormalize: bool) -> SparseMLP:
+    """Return a router and its experts, plus one gated expert that all tokens share."""
+    sparse = sparse_mlp(config, config.size("moe_intermediate_size"), renormalize=renormalize)
+    return with_shared(sparse, config, config.size("shared_expert_intermediate_size"), gated=True)
+
+
+def deepseek_mlp(config: ModelConfig, **choice: Any) -> SparseMLP:
+    """Return a router in float32 and its experts, with DeepSeek-V3's fields and arithmetic.
+
+    Experts are chosen by their sigmoids plus a bias, in groups if n_group is above 1. The names of
+    the checkpoint are those of `DEEPSEEK_NAMES`.
+
+    Args:
+        choice: options of `sparse_mlp` in place of DeepSeek-V3's.
+    """
+    size = config.size("moe_intermediate_size")
+    options: dict[str, Any] = {
+        "renormalize": config.flag("norm_topk_prob", default=True),
+        "factor": config.number("routed_scaling_factor", 1.0),
+        "sigmoid": True,
+        "choice_bias": True,
+        "epsilon": 1e-20,
+        "wide": True,
+        "groups": expert_groups(config),
+    }
+    sparse = sparse_mlp(config, size, **options | choice)
+    return with_shared(sparse, config, size * config.count("n_shared_experts"))
+
+
+DEEPSEEK_NAMES = {
+    "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared_expert.": "mlp.shared_experts.",
+}
+"""Checkpoint names for the modules of `deepseek_mlp`."""
+
+
+def expert_groups(config: ModelConfig, best: int = 2) -> Groups | None:
+    """Return the groups of experts of n_group and topk_group; None: there is one.
+
+    Args:
+        best: see `Groups`.
+
+    Raises:
+        CheckpointError: the groups do not divide the experts, or are too small.
+    """
+    number = config.size("n_group", 1, high=MAX_EXPERTS)
+    kept = config.size("topk_group", 1, high=number)
+    if number == 1:
+        return None
+    num_experts = num_experts_of(config)
+    top_k = config.size("num_experts_per_tok", 8)
+    size, rest = divmod(num_experts, number)
+    if rest or size < best or size * kept < top_k:
+        raise CheckpointError(
+            f"config.json: n_group {number} and topk_group {kept} do not fit {num_experts} experts "
+            f"of which a token has {top_k}"
+        )
+    return Groups(number, kept, best)
+
+
+def num_experts_of(config: ModelConfig) -> int:
+    """Return the number of experts, whose field has a name of the family's."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    key = next((name for name in names if config.fields.get(name)), "num_experts")
+    return config.size(key, high=MAX_EXPERTS)
 
 
 def expect_stored(model: nn.Module, known: Collection[str]) -> None:

@@ -2,16 +2,13 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.kernels.torch_math import NORM_CENTRED
-from nanovllm.layers.experts import Experts, Router, SparseMLP
 from nanovllm.layers.gated_delta import DeltaSizes, GatedDeltaNet
 from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.pieces import Piece, PiecedLinear, SmallLinear
+from nanovllm.layers.pieces import Piece, PiecedLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.short_conv import ShortConv
 from nanovllm.layers.state_layer import StateLayer
@@ -79,35 +76,6 @@ class HeadGatedAttention(GatedAttention):
         total = 2 * config.num_heads * size
         starts = [2 * size * head + offset for head in range(first, first + heads)]
         return [Piece("q_proj", total, start, size) for start in starts]
-
-
-class SharedExpertMLP(SparseMLP):
-    """Experts, and an MLP for all tokens whose output is gated for each token.
-
-    Args:
-        shared_expert: maps [T, hidden_size] to [T, hidden_size].
-    """
-
-    kernels: Kernels = TORCH
-
-    def __init__(
-        self,
-        router: Router,
-        experts: Experts,
-        shared_expert: nn.Module,
-        hidden_size: int,
-    ) -> None:
-        super().__init__(router, experts)
-        self.shared_expert = shared_expert
-        gate = [Piece("shared_expert_gate", 1, 0, 1)]
-        self.shared_expert_gate = SmallLinear(hidden_size, gate)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        total = super().forward(hidden)
-        shared = self.shared_expert(hidden)
-        gate = self.shared_expert_gate(hidden)
-        self.kernels.add(self.kernels.mul_act(gate, shared, "sigmoid"), total)
-        return total
 
 
 def delta_net(config: ModelConfig, *, grouped: bool = False) -> GatedDeltaNet:

@@ -93,6 +93,7 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
             renormalize=config.flag("norm_topk_prob"),
             factor=config.number("routed_scaling_factor", 1.0),
             sigmoid=True,
+            epsilon=1e-6,
             choice_bias=config.flag("use_expert_bias"),
         )
 

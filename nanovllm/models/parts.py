@@ -236,7 +236,7 @@ class ScaledEmbedding(VocabParallelEmbedding):
     """
 
     kernels: Kernels = TORCH
-    is_gathered: ClassVar[bool] = False  # oneDNN packs it, for the products of the head
+    is_gathered = False  # oneDNN packs it, for the products of the head
 
     def __init__(
         self, vocab_size: int, hidden_size: int, factor: float, *, rounded: bool = True
@@ -310,7 +310,7 @@ class UnweightedNorm(RMSNorm):
 class NormedEmbedding(VocabParallelEmbedding):
     """A token embedding followed by an RMSNorm without a weight."""
 
-    is_gathered: ClassVar[bool] = False  # as in `ScaledEmbedding`
+    is_gathered = False  # as in `ScaledEmbedding`
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.vocab_size, config.hidden_size)

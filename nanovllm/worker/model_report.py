@@ -17,7 +17,7 @@ from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.kv.windows import pages_for
 from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.experts import Experts, Router
+from nanovllm.layers.experts import Experts, Router, SharedExpertMLP
 from nanovllm.layers.linear import Matrix
 from nanovllm.layers.state_layer import StateLayer
 from nanovllm.loading.files import is_gguf
@@ -26,7 +26,6 @@ from nanovllm.loading.shards import model_shards
 from nanovllm.loading.tensor_files import TensorInfo, read_header
 from nanovllm.models.config_fields import architecture_of, text_fields
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
-from nanovllm.models.hybrid_parts import SharedExpertMLP
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import MODULES, read_config, supported
 from nanovllm.worker.kv_pool import page_layout

@@ -5,13 +5,19 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts, Gemma4TextRouter
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.laguna.modeling_laguna import LagunaTopKRouter
+from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from nanovllm.kernels import torch_experts
-from nanovllm.kernels.torch_experts import Choice
+from nanovllm.kernels.torch_experts import Choice, Groups
 from nanovllm.layers import linear as linear_module
 from nanovllm.layers.experts import Experts, NormedRouter, Router, SparseMLP, StoredExperts
 from nanovllm.loading.loader import load_weights
@@ -154,6 +160,44 @@ def test_gemma4(summed, tmp_path):
     expected = experts(x, ids, weights)
     made = summed(lambda: load(Block(), tensors, tmp_path), x)
     assert_close(made, expected, rtol=1e-5, atol=1e-5)
+
+
+DEEPSEEK_V3 = Choice(3, renormalize=True, factor=1.8, sigmoid=True, epsilon=1e-20)
+BY_NAME = {
+    "deepseek_v3": (DeepseekV3TopkRouter, DEEPSEEK_V3._replace(groups=Groups(4, 2, 2))),
+    "glm4_moe": (Glm4MoeTopkRouter, DEEPSEEK_V3),
+    "deepseek_v2": (DeepseekV2TopkRouter, Choice(3, False, 1.8, groups=Groups(4, 2, 1))),
+    "mistral4": (Mistral4TopkRouter, Choice(3, True, 1.8, epsilon=1e-20, groups=Groups(4, 2, 2))),
+    "ernie4_5_moe": (Ernie4_5_MoeTopKRouter, Choice(3, True, epsilon=1e-12)),
+    "laguna": (LagunaTopKRouter, Choice(3, True, sigmoid=True)),
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_choices_of_transformers(name):
+    router_class, choice = BY_NAME[name]
+    groups = choice.groups or Groups(1, 1, 1)
+    fields = {
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.8,
+        "num_experts": 12,
+        "n_routed_experts": 12,
+        "topk_method": "group_limited_greedy",
+        "n_group": groups.number,
+        "topk_group": groups.kept,
+    }
+    theirs = randomize(router_class(AutoConfig.for_model(name, **SIZES, **fields)))
+    bias = None
+    for key, tensor in theirs.state_dict().items():
+        if "bias" in key:
+            tensor.copy_(torch.linspace(-0.2, 0.2, 12)[torch.arange(12) * 5 % 12])
+            bias = tensor.flatten()
+    _, weights, ids = theirs(tokens())
+    found = torch_experts.route(tokens() @ theirs.weight.T, choice._replace(bias=bias))
+    order = found.weights.argsort(-1), weights.argsort(-1)
+    assert torch.equal(found.ids.gather(1, order[0]), ids.gather(1, order[1]).int())
+    assert_close(found.weights.gather(1, order[0]), weights.gather(1, order[1]), rtol=1e-5)
 
 
 def test_of_equal_logits_the_first_expert_is_chosen():

@@ -44,6 +44,7 @@ class CKernels(CSamplingKernels):
     gated_delta = staticmethod(ops.gated_delta)
     gated_rms_norm = staticmethod(ops.gated_rms_norm)
 
+    wide_linear = staticmethod(ops.wide_linear)
     route = staticmethod(ops.route)
 
     def experts(self, x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:

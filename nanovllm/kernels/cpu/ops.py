@@ -14,7 +14,14 @@ from nanovllm.kernels.adapters import AdapterRows, AdapterTable
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import Panels, PanelWeight
-from nanovllm.kernels.torch_experts import ACTIVATIONS, Choice, ExpertLinear, ExpertMLP, Routing
+from nanovllm.kernels.torch_experts import (
+    ACTIVATIONS,
+    Choice,
+    ExpertLinear,
+    ExpertMLP,
+    Groups,
+    Routing,
+)
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.options.sampling_params import GREEDY_BELOW
 
@@ -330,16 +337,29 @@ def supports_experts(x: torch.Tensor, mlp: ExpertMLP) -> bool:
     )
 
 
+def wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Do what `Kernels.wide_linear` says, for bfloat16 x."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    y = torch.empty(len(x), len(weight), dtype=torch.float32)
+    library.call("nv_linear_wide", x, x.stride(0), weight, y, len(x), *weight.shape)
+    return y
+
+
 def route(logits: torch.Tensor, choice: Choice) -> Routing:
-    """Do what `torch_experts.route` says, for bfloat16 logits [T, E] and scales [E]."""
+    """Do what `torch_experts.route` says, for bfloat16 or float32 logits [T, E] and bfloat16
+    scales [E].
+    """
     tokens, num_experts = logits.shape
     top_k = choice.top_k
     ids = torch.empty(tokens, top_k, dtype=torch.int32)
     weights = torch.empty(tokens, top_k, dtype=torch.float32)
     inputs = (logits.contiguous(), choice.scales, choice.bias)
     sizes = (tokens, num_experts, top_k)
-    options = choice.renormalize, choice.factor, choice.sigmoid
-    library.call("nv_route", *inputs, ids, weights, *sizes, *options)
+    kinds = logits.dtype == torch.float32, choice.sigmoid, choice.renormalize
+    numbers = choice.logit_factor, choice.factor, choice.epsilon
+    groups = choice.groups or Groups(1, 1, 1)
+    library.call("nv_route", *inputs, ids, weights, *sizes, *kinds, *numbers, *groups)
     return Routing(ids, weights)
 
 

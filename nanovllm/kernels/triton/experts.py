@@ -9,8 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels import torch_experts
-from nanovllm.kernels.torch_experts import ACTIVATIONS, Choice, ExpertMLP, Routing
+from nanovllm.kernels.torch_experts import ACTIVATIONS, Choice, ExpertMLP, Groups, Routing
 from nanovllm.kernels.torch_math import OAI_ALPHA, OAI_LIMIT
 
 _CHUNK = 1024
@@ -19,25 +18,32 @@ _CHUNK = 1024
 
 def route(logits: torch.Tensor, choice: Choice) -> Routing:
     """Do what `torch_experts.route` says. A row must be contiguous."""
-    if choice.sigmoid:
-        return torch_experts.route(logits, choice)
     tokens, num_experts = logits.shape
     top_k = choice.top_k
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    groups = choice.groups or Groups(1, 1, 1)
     if tokens:
         _route[(tokens,)](
             logits,
             logits.stride(0),
             choice.scales,
+            choice.bias,
             ids,
             weights,
             num_experts,
+            choice.logit_factor,
             choice.factor,
+            choice.epsilon,
             TOP_K=top_k,
             BLOCK_K=triton.next_power_of_2(top_k),
             BLOCK=triton.next_power_of_2(num_experts),
+            SIGMOID=choice.sigmoid,
             RENORMALIZE=choice.renormalize,
+            GROUPS=groups.number,
+            BLOCK_GROUPS=triton.next_power_of_2(groups.number),
+            KEPT=groups.kept,
+            BEST=groups.best,
         )
     return Routing(ids, weights)
 
@@ -93,14 +99,22 @@ def _route(
     logits,
     stride,
     scales,
+    bias,
     ids,
     weights,
     num_experts,
+    logit_factor,
     factor,
+    epsilon,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    BEST: tl.constexpr,
 ):
     """Choose the experts of one token. A NaN among the logits makes all weights NaN."""
     token = tl.program_id(0).to(tl.int64)
@@ -108,29 +122,75 @@ def _route(
     inside = columns < num_experts
     row = tl.load(logits + token * stride + columns, inside, -float("inf")).to(tl.float32)
     broken = tl.max((row != row).to(tl.int32), 0) > 0
-    left = tl.where(row != row, -float("inf"), row)
+    row = tl.where(row != row, -float("inf"), row)
+    if SIGMOID:
+        parts = 1.0 / (1.0 + tl.exp(-row))
+        total = 1.0
+    else:
+        largest = tl.max(row, 0)
+        parts = tl.where(inside, tl.exp((row - largest) * logit_factor), 0.0)
+        total = tl.sum(parts, 0)
+    scores = row
+    if SIGMOID or bias is not None or GROUPS > 1:
+        scores = parts / total
+    if bias is not None:
+        scores += tl.load(bias + columns, inside, 0.0)
+    scores = tl.where(scores != scores, -float("inf"), scores)
     open_experts = inside
+    if GROUPS > 1:
+        group = columns // (num_experts // GROUPS)
+        open_experts = _kept(scores, group, inside, GROUPS, BLOCK_GROUPS, KEPT, BEST)
     ranks = tl.arange(0, BLOCK_K)
     chosen = tl.zeros([BLOCK_K], tl.int32)
-    values = tl.full([BLOCK_K], -float("inf"), tl.float32)
+    values = tl.zeros([BLOCK_K], tl.float32)
     for rank in range(TOP_K):
-        largest = tl.max(tl.where(open_experts, left, -float("inf")), 0)
-        is_largest = open_experts & (left == largest)
-        expert = tl.min(tl.where(is_largest, columns, BLOCK), 0)
+        expert, _ = _first_largest(scores, open_experts, BLOCK)
         chosen = tl.where(ranks == rank, expert, chosen)
-        values = tl.where(ranks == rank, largest, values)
+        values = tl.where(ranks == rank, tl.sum(tl.where(columns == expert, parts, 0.0), 0), values)
         open_experts = open_experts & (columns != expert)
-    top = tl.max(values, 0)
-    exponentials = tl.where(ranks < TOP_K, tl.exp((values - top) * factor), 0.0)
     if RENORMALIZE:
-        total = tl.sum(exponentials, 0)
-    else:
-        total = tl.sum(tl.where(inside, tl.exp((left - top) * factor), 0.0), 0)
-    weight = tl.where(broken, float("nan"), exponentials / total)
+        total = tl.sum(values, 0) + epsilon * total
+    weight = tl.where(broken, float("nan"), values / total * factor)
     if scales is not None:
         weight *= tl.load(scales + chosen, ranks < TOP_K, 0.0).to(tl.float32)
     tl.store(ids + token * TOP_K + ranks, chosen, ranks < TOP_K)
     tl.store(weights + token * TOP_K + ranks, weight, ranks < TOP_K)
+
+
+@triton.jit
+def _first_largest(scores, is_open, BLOCK: tl.constexpr):
+    """Return the place of the first of the largest scores that are open, and that score."""
+    largest = tl.max(tl.where(is_open, scores, -float("inf")), 0)
+    return tl.min(tl.where(is_open & (scores == largest), tl.arange(0, BLOCK), BLOCK), 0), largest
+
+
+@triton.jit
+def _kept(
+    scores,
+    group,
+    inside,
+    GROUPS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    BEST: tl.constexpr,
+):
+    """Return which experts are in the groups that are kept."""
+    numbers = tl.arange(0, BLOCK_GROUPS)
+    group_scores = tl.full([BLOCK_GROUPS], -float("inf"), tl.float32)
+    for number in range(GROUPS):
+        own = inside & (group == number)
+        place, score = _first_largest(scores, own, scores.shape[0])
+        if BEST == 2:
+            own = own & (tl.arange(0, scores.shape[0]) != place)
+            score += tl.max(tl.where(own, scores, -float("inf")), 0)
+        group_scores = tl.where(numbers == number, score, group_scores)
+    kept = inside & (group < 0)
+    is_open = numbers < GROUPS
+    for _ in range(KEPT):
+        number, _ = _first_largest(group_scores, is_open, BLOCK_GROUPS)
+        kept = kept | (inside & (group == number))
+        is_open = is_open & (numbers != number)
+    return kept
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from nanovllm.kernels import torch_experts
 from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.cpu.packed import PackedWeight
-from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP
+from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP, Groups
 from tests.closeness import assert_close
 from tests.kernels.cpu.helpers import make_int_method, native, randn
 from tests.kernels.cpu.int_weights import Form, dequantised, random_weight
@@ -179,7 +179,7 @@ def test_route(num_experts, top_k, renormalize):
     logits = randn(50, num_experts)
     logits[20:] = logits[20:].round()  # many are equal
     scales = randn(num_experts, seed=1)
-    choice = Choice(top_k, renormalize, 0.3, scales)
+    choice = Choice(top_k, renormalize, 1.7, scales, logit_factor=0.3)
     found = ops.route(logits, choice)
     expected = torch_experts.route(logits, choice)
     assert torch.equal(found.ids, expected.ids)
@@ -189,23 +189,55 @@ def test_route(num_experts, top_k, renormalize):
         assert torch.equal(alone.weights[0], found.weights[row])
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "groups"),
+    [
+        (32, 4, None),
+        (5, 5, None),
+        (37, 1, None),
+        (24, 5, Groups(4, 2, 2)),
+        (21, 3, Groups(7, 3, 1)),
+        (256, 8, Groups(8, 4, 2)),
+    ],
+)
 @pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("sigmoid", [False, True])
 @pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize(("num_experts", "top_k"), [(32, 4), (5, 5), (37, 1)])
-def test_route_by_sigmoids(num_experts, top_k, renormalize, has_bias):
-    logits = randn(40, num_experts, seed=3)
-    bias = randn(num_experts, seed=4).float() if has_bias else None
-    choice = Choice(top_k, renormalize, 2.5, sigmoid=True, bias=bias)
+def test_route_by_scores(num_experts, top_k, groups, sigmoid, renormalize, has_bias):
+    dtype = torch.float32 if num_experts > 32 else torch.bfloat16
+    logits = randn(40, num_experts, seed=3).to(dtype)
+    bias = randn(num_experts, seed=4).float() / 3 if has_bias else None
+    choice = Choice(
+        top_k, renormalize, 2.5, sigmoid=sigmoid, bias=bias, epsilon=0.01, groups=groups
+    )
     found = ops.route(logits, choice)
     expected = torch_experts.route(logits, choice)
     assert torch.equal(found.ids, expected.ids)
     assert_close(found.weights, expected.weights, rtol=2e-6, atol=1e-7)
+    if groups:
+        used = [row.unique().numel() for row in found.ids // (num_experts // groups.number)]
+        assert max(used) == min(groups.kept, top_k)
     for row in (0, 30, 39):
         alone = ops.route(logits[row : row + 1], choice)
         assert torch.equal(alone.weights[0], found.weights[row])
     logits[1, 2] = torch.nan
-    broken = ops.route(logits, choice).weights.isnan().any(1)
-    assert broken.tolist() == [False, True, *[False] * 38]
+    broken = ops.route(logits, choice)
+    assert broken.weights.isnan().any(1).tolist() == [False, True, *[False] * 38]
+    assert ((broken.ids >= 0) & (broken.ids < num_experts)).all()
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 8), (7, 96), (64, 250), (129, 513)])
+def test_a_wide_linear(n, k):
+    weight = randn(n, k, seed=k).float() / 3
+    weight += weight * randn(n, k, seed=n) / 1000  # more bits than bfloat16 has
+    wide = randn(70, 2 * k, seed=5)
+    x = wide[:, :k]  # its rows lie apart
+    found = ops.wide_linear(x, weight)
+    expected = x.double() @ weight.double().T
+    assert found.dtype == torch.float32
+    assert_close(found.double(), expected, rtol=0, atol=3e-6 * k**0.5)
+    for rows in (slice(1), slice(69, 70), slice(3, 9), slice(33, 70)):
+        assert torch.equal(ops.wide_linear(x[rows], weight), found[rows])
 
 
 def test_a_logit_that_is_no_number_makes_the_weights_nan():

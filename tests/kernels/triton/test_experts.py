@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.kernels import torch_experts
-from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP
+from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP, Groups
 from nanovllm.kernels.triton import experts as triton_experts
 from tests.closeness import assert_close
 from tests.kernels.triton.harness import compile_launches
@@ -56,11 +56,35 @@ def test_route(num_experts, top_k, renormalize):
     logits = randn(20, num_experts, dtype=torch.float32)
     logits[10:] = logits[10:].round()  # many are equal
     scales = randn(num_experts, dtype=torch.float32, seed=1)
-    choice = Choice(top_k, renormalize, 0.3, scales)
+    choice = Choice(top_k, renormalize, 1.7, scales, logit_factor=0.3)
     found = triton_experts.route(logits, choice)
     expected = torch_experts.route(logits, choice)
     assert torch.equal(found.ids, expected.ids)
     assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("sigmoid", "renormalize", "groups"),
+    [
+        (False, False, None),
+        (True, True, None),
+        (True, True, Groups(4, 2, 2)),
+        (False, True, Groups(8, 3, 1)),
+    ],
+)
+def test_route_by_scores(sigmoid, renormalize, groups, has_bias):
+    logits = randn(20, 24, dtype=torch.float32)
+    bias = randn(24, dtype=torch.float32, seed=1) / 3 if has_bias else None
+    choice = Choice(5, renormalize, 2.5, sigmoid=sigmoid, bias=bias, epsilon=0.01, groups=groups)
+    found = triton_experts.route(logits, choice)
+    expected = torch_experts.route(logits, choice)
+    assert torch.equal(found.ids, expected.ids)
+    assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-6)
+    logits[1, 2] = torch.nan
+    broken = triton_experts.route(logits, choice)
+    assert broken.weights.isnan().any(1).tolist() == [False, True, *[False] * 18]
+    assert ((broken.ids >= 0) & (broken.ids < 24)).all()
 
 
 def test_a_logit_that_is_no_number_makes_the_weights_nan():
@@ -90,6 +114,9 @@ def test_they_compile_for_other_gpus(tokens):
         assert [kernel.name for kernel in kernels] == ["_group", "_gate_up", "_down", "_sum"]
         assert all(kernel.n_spills == 0 for kernel in kernels), kernels
     if tokens == 4:
-        logits = meta(tokens, 32, dtype=torch.bfloat16)
-        route = functools.partial(triton_experts.route, choice=Choice(4, renormalize=True))
-        assert_fits(compile_launches((route, logits), archs=archs), "_route")
+        logits = meta(tokens, 256, dtype=torch.bfloat16)
+        bias = meta(256, dtype=torch.float32)
+        grouped = Choice(8, renormalize=True, sigmoid=True, bias=bias, groups=Groups(8, 4, 2))
+        for choice in (Choice(4, renormalize=True), grouped):
+            route = functools.partial(triton_experts.route, choice=choice)
+            assert_fits(compile_launches((route, logits), archs=archs), "_route")

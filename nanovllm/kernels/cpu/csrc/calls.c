@@ -25,8 +25,8 @@ void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows) {
     case 5: nv_scale(t, a[0].p, a[1].n, a[2].p, tokens < 0 ? a[3].n : tokens, a[4].n, (float)a[5].f); break;
     case 6: nv_copy_rows(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].n, a[5].p, tokens < 0 ? a[6].n : tokens, a[7].n); break;
     case 7:
-        nv_route(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, tokens < 0 ? a[5].n : tokens, a[6].n, a[7].n, a[8].n, (float)a[9].f,
-                 a[10].n);
+        nv_route(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, tokens < 0 ? a[5].n : tokens, a[6].n, a[7].n, a[8].n, a[9].n, a[10].n,
+                 (float)a[11].f, (float)a[12].f, (float)a[13].f, a[14].n, a[15].n, a[16].n);
         break;
     case 8:
         nv_expert_gate_up(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, tokens < 0 ? a[7].n : tokens, a[8].n, a[9].n,
@@ -42,36 +42,37 @@ void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows) {
         break;
     case 11: nv_pack(t, a[0].p, a[1].p, a[2].n, a[3].n); break;
     case 12: nv_linear(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, tokens < 0 ? a[5].n : tokens, a[6].n, a[7].n); break;
-    case 13: nv_gather(t, a[0].p, a[1].p, a[2].p, tokens < 0 ? a[3].n : tokens, a[4].n); break;
-    case 14: nv_pack_int(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].n, a[6].n, a[7].n, a[8].n, a[9].n); break;
-    case 15:
+    case 13: nv_linear_wide(t, a[0].p, a[1].n, a[2].p, a[3].p, tokens < 0 ? a[4].n : tokens, a[5].n, a[6].n); break;
+    case 14: nv_gather(t, a[0].p, a[1].p, a[2].p, tokens < 0 ? a[3].n : tokens, a[4].n); break;
+    case 15: nv_pack_int(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].n, a[6].n, a[7].n, a[8].n, a[9].n); break;
+    case 16:
         nv_linear_int(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, tokens < 0 ? a[8].n : tokens, a[9].n,
                       a[10].n, a[11].n, a[12].n, a[13].n);
         break;
-    case 16:
+    case 17:
         nv_gather_int(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, tokens < 0 ? a[6].n : tokens, a[7].n, a[8].n, a[9].n,
                       a[10].n);
         break;
-    case 17:
+    case 18:
         nv_add_lora(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p,
                     tokens < 0 ? a[11].n : tokens, a[12].n, a[13].n, a[14].n, a[15].n);
         break;
-    case 18: nv_ngram(t, a[0].p, a[1].n, a[2].p, a[3].n, a[4].n, a[5].n, a[6].p); break;
-    case 19:
+    case 19: nv_ngram(t, a[0].p, a[1].n, a[2].p, a[3].n, a[4].n, a[5].n, a[6].p); break;
+    case 20:
         nv_sample(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p, a[11].p, a[12].n,
                   a[13].n, (float)a[14].f);
         break;
-    case 20: nv_to_float(t, a[0].p, a[1].p, a[2].n); break;
-    case 21: nv_forbid(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].n, a[5].n); break;
-    case 22:
+    case 21: nv_to_float(t, a[0].p, a[1].p, a[2].n); break;
+    case 22: nv_forbid(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].n, a[5].n); break;
+    case 23:
         nv_causal_conv(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, a[5].p, a[6].n, a[7].p, a[8].p, a[9].n, a[10].p, a[11].p,
                        rows < 0 ? a[12].n : rows, a[13].n, a[14].n, a[15].n);
         break;
-    case 23:
+    case 24:
         nv_gated_rms_norm(t, a[0].p, a[1].n, a[2].p, a[3].n, a[4].p, a[5].p, tokens < 0 ? a[6].n : tokens, a[7].n, a[8].n,
                           (float)a[9].f);
         break;
-    case 24:
+    case 25:
         nv_store(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].n, a[10].n,
                  tokens < 0 ? a[11].n : tokens, a[12].n, a[13].n, a[14].n, a[15].n, a[16].n, a[17].n, a[18].n, (float)a[19].f,
                  a[20].n, a[21].n, a[22].n, a[23].n);

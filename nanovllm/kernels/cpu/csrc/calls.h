@@ -17,8 +17,9 @@ void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, ptrdiff_t group, const
 void nv_scale(team *t, bf16 *x, ptrdiff_t ldx, const bf16 *number, token_count rows, ptrdiff_t n, float factor);
 void nv_copy_rows(team *t, const bf16 *x, ptrdiff_t ldx, const int64_t *x_rows, bf16 *y, ptrdiff_t ldy, const int64_t *y_rows,
                   token_count rows, ptrdiff_t n);
-void nv_route(team *t, const bf16 *logits, const bf16 *scales, const float *bias, int32_t *ids, float *weights,
-              token_count tokens, ptrdiff_t experts, ptrdiff_t top, ptrdiff_t renormalize, float factor, ptrdiff_t sigmoid);
+void nv_route(team *t, const void *logits, const bf16 *scales, const float *bias, int32_t *ids, float *weights,
+              token_count tokens, ptrdiff_t experts, ptrdiff_t top, ptrdiff_t wide, ptrdiff_t sigmoid, ptrdiff_t renormalize,
+              float logit_factor, float factor, float epsilon, ptrdiff_t groups, ptrdiff_t kept, ptrdiff_t best);
 void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *packed, const uint16_t *scales,
                        const float *factors, const bf16 *bias, bf16 *hidden, token_count tokens, ptrdiff_t experts, ptrdiff_t top,
                        ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind, ptrdiff_t activation,
@@ -33,6 +34,7 @@ void nv_gated_delta(team *t, const bf16 *qkv, const bf16 *a, ptrdiff_t lda, cons
 void nv_pack(team *t, const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k);
 void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, const bf16 *bias, bf16 *y, token_count m, ptrdiff_t n,
                ptrdiff_t num_inputs);
+void nv_linear_wide(team *t, const bf16 *x, ptrdiff_t ldx, const float *w, float *y, token_count m, ptrdiff_t n, ptrdiff_t k);
 void nv_gather(team *t, const int64_t *ids, const bf16 *packed, bf16 *y, token_count tokens, ptrdiff_t k);
 void nv_pack_int(team *t, const int8_t *q, const uint16_t *scales, const uint16_t *more, uint8_t *packed, uint16_t *packed_scales,
                  ptrdiff_t n, ptrdiff_t k, ptrdiff_t source, ptrdiff_t group, ptrdiff_t bits);

@@ -28,34 +28,64 @@ static float exponentials(float *row, ptrdiff_t experts, float largest, float fa
     return sum_of(total);
 }
 
-/* row = the sigmoids, which are the weights, and sums = those plus bias, unless bias is NULL: they choose. */
-static void sigmoids(float *row, const float *bias, float *sums, ptrdiff_t experts) {
+/* row = the sigmoids. */
+static void sigmoids(float *row, ptrdiff_t experts) {
     for (ptrdiff_t i = 0; i < experts; i += VL) store(row + i, 1.0f / (exp_(-load(row + i)) + 1.0f));
-    for (ptrdiff_t e = 0; e < experts; e++) sums[e] = row[e] + (bias ? bias[e] : 0.0f);
 }
 
-/* ids[token][top] = the largest of logits[token][experts]. Their weights are a softmax of factor * logits, over all experts or
- * (`renormalize`) over those chosen, times scales[id] unless scales is NULL. If `sigmoid`, those with the largest sigmoid plus
- * bias[id] are chosen; their weights are factor * the sigmoids, divided by their sum if `renormalize`. If a logit is NaN, so are
- * the weights. */
-void nv_route(team *t, const bf16 *logits, const bf16 *scales, const float *bias, int32_t *ids, float *weights,
-              token_count tokens, ptrdiff_t experts, ptrdiff_t top, ptrdiff_t renormalize, float factor, ptrdiff_t sigmoid) {
-    ptrdiff_t padded = (experts + 31) / 16 * 16;
-    float *row = scratch(2 * padded * sizeof(float));
-    float *sums = row ? row + padded : NULL;
+/* scores[experts] = -inf outside of the `kept` groups whose `best` (1 or 2) highest scores have the largest sum. `buffer` is
+ * [2 * groups]. */
+static void close_groups(float *scores, ptrdiff_t experts, ptrdiff_t groups, ptrdiff_t kept, ptrdiff_t best, float *buffer) {
+    ptrdiff_t size = experts / groups;
+    int32_t *chosen = (int32_t *)(buffer + groups);
+    for (ptrdiff_t g = 0; g < groups; g++) {
+        float first = -INFINITY, second = -INFINITY;
+        for (ptrdiff_t e = g * size; e < (g + 1) * size; e++)
+            if (scores[e] > first) second = first, first = scores[e];
+            else if (scores[e] > second) second = scores[e];
+        buffer[g] = best == 2 ? first + second : first;
+    }
+    choose(buffer, groups, kept, chosen);
+    for (ptrdiff_t g = 0; g < groups; g++) buffer[g] = 0;
+    for (ptrdiff_t i = 0; i < kept; i++) buffer[chosen[i]] = 1;
+    for (ptrdiff_t e = 0; e < experts; e++)
+        if (!buffer[e / size]) scores[e] = -INFINITY;
+}
+
+/* ids[token][top] = the largest of logits[token][experts], which are bfloat16, or float32 if `wide`. Their weights are
+ * a softmax of logit_factor * logits, or if `sigmoid` the sigmoid of each, divided by the sum of those chosen plus epsilon if
+ * `renormalize`, times factor and, unless scales is NULL, scales[id]. If bias is not NULL, or if groups > 1, those with the
+ * largest weight plus bias[id] are chosen, in `kept` groups of experts: see close_groups(). If a logit is NaN, so are the
+ * weights. */
+void nv_route(team *t, const void *logits, const bf16 *scales, const float *bias, int32_t *ids, float *weights,
+              token_count tokens, ptrdiff_t experts, ptrdiff_t top, ptrdiff_t wide, ptrdiff_t sigmoid, ptrdiff_t renormalize,
+              float logit_factor, float factor, float epsilon, ptrdiff_t groups, ptrdiff_t kept, ptrdiff_t best) {
+    ptrdiff_t padded = (experts + 31) / 16 * 16, by_logits = !sigmoid && !bias && groups == 1;
+    float *row = scratch(4 * padded * sizeof(float));
+    float *scores = row ? row + padded : NULL;
     FOR_ITEMS(token, t, tokens) {
         int32_t *chosen = ids + token * top;
-        float *weight = weights + token * top, nan = 0, sum = sigmoid ? 1e-6f : 0.0f, all = 1.0f;
-        for (ptrdiff_t i = 0; i < experts; i += VL) store(row + i, load_bf16(logits + token * experts + i, experts - i));
-        for (ptrdiff_t e = 0; e < experts; e++)
+        float *weight = weights + token * top, nan = 0, all = 1.0f, largest = -INFINITY;
+        const char *from = (const char *)logits + token * experts * (wide ? 4 : 2);
+        for (ptrdiff_t i = 0; i < experts; i += VL)
+            store(row + i,
+                  wide ? load_f32((const float *)from + i, experts - i) : load_bf16((const bf16 *)from + i, experts - i));
+        for (ptrdiff_t e = 0; e < experts; e++) {
             if (row[e] != row[e]) nan = row[e];
-        if (sigmoid) sigmoids(row, bias, sums, experts);
-        choose(sigmoid ? sums : row, experts, top, chosen);
-        if (!sigmoid) all = exponentials(row, experts, row[chosen[0]], factor);
+            if (row[e] > largest) largest = row[e];
+        }
+        if (by_logits) choose(row, experts, top, chosen);
+        if (sigmoid) sigmoids(row, experts);
+        else all = exponentials(row, experts, largest, logit_factor);
+        if (!by_logits) {
+            for (ptrdiff_t e = 0; e < experts; e++) scores[e] = row[e] / all + (bias ? bias[e] : 0.0f);
+            if (groups > 1) close_groups(scores, experts, groups, kept, best, scores + padded);
+            choose(scores, experts, top, chosen);
+        }
+        float sum = epsilon * all;
         for (ptrdiff_t j = 0; j < top; j++) sum += row[chosen[j]];
         for (ptrdiff_t j = 0; j < top; j++) {
-            weight[j] = row[chosen[j]] / (renormalize ? sum : all) + nan;
-            if (sigmoid) weight[j] *= factor;
+            weight[j] = (row[chosen[j]] / (renormalize ? sum : all) + nan) * factor;
             if (scales) weight[j] *= from_bf16((half_vu){scales[chosen[j]]})[0];
         }
     }

@@ -80,6 +80,42 @@ void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, const 
     free(padded);
 }
 
+/* y[rows][ldy] = x . w for `rows` (1 or WIDE_TOKENS) rows of x and `outputs` rows of w, both k long. Each sum has one vector of
+ * its own, whatever the other rows are. */
+enum { WIDE_TOKENS = 4, WIDE_BLOCK = 32, WIDE_OUTPUTS = 8, WIDE_STEP = VL == 16 ? 4 : 2 };
+INLINE void wide_tile(int rows, const bf16 *x, ptrdiff_t ldx, const float *w, ptrdiff_t outputs, ptrdiff_t k, float *y,
+                      ptrdiff_t ldy) {
+    for (ptrdiff_t first = 0; first < outputs; first += WIDE_STEP) {
+        ptrdiff_t last = outputs - first - 1;
+        vf sums[WIDE_TOKENS][WIDE_STEP] = {{{0}}};
+        for (ptrdiff_t i = 0; i < k; i += VL) {
+            vf weights[WIDE_STEP];
+#pragma GCC unroll 4
+            for (int j = 0; j < WIDE_STEP; j++) weights[j] = load_f32(w + (first + (j < last ? j : last)) * k + i, k - i);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) {
+                vf v = load_bf16(x + r * ldx + i, k - i);
+#pragma GCC unroll 4
+                for (int j = 0; j < WIDE_STEP; j++) sums[r][j] = fma_(v, weights[j], sums[r][j]);
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int j = 0; j < WIDE_STEP && j <= last; j++) y[r * ldy + first + j] = sum_of(sums[r][j]);
+    }
+}
+
+/* y[m][n] = x[m][k] . w[n][k] in float32; rows of x are ldx apart. An item is a block of x and some outputs. */
+void nv_linear_wide(team *t, const bf16 *x, ptrdiff_t ldx, const float *w, float *y, token_count m, ptrdiff_t n, ptrdiff_t k) {
+    ptrdiff_t groups = (n + WIDE_OUTPUTS - 1) / WIDE_OUTPUTS;
+    FOR_ITEMS(item, t, (m + WIDE_BLOCK - 1) / WIDE_BLOCK * groups) {
+        ptrdiff_t row = item / groups * WIDE_BLOCK, end = m - row < WIDE_BLOCK ? m : row + WIDE_BLOCK;
+        ptrdiff_t first = item % groups * WIDE_OUTPUTS, outputs = n - first < WIDE_OUTPUTS ? n - first : WIDE_OUTPUTS;
+        for (; end - row >= WIDE_TOKENS; row += WIDE_TOKENS)
+            wide_tile(WIDE_TOKENS, x + row * ldx, ldx, w + first * k, outputs, k, y + row * n + first, n);
+        for (; row < end; row++) wide_tile(1, x + row * ldx, ldx, w + first * k, outputs, k, y + row * n + first, n);
+    }
+}
+
 /* y[t] = row ids[t] of the unpacked weight, [k]. */
 void nv_gather(team *t, const int64_t *ids, const bf16 *packed, bf16 *y, token_count tokens, ptrdiff_t k) {
     FOR_ITEMS(token, t, tokens) {
