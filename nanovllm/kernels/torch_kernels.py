@@ -107,8 +107,8 @@ class Kernels:
         The first half of `gate_up` may be overwritten.
 
         Args:
-            activation: "silu" or "gelu_tanh", whose result is rounded before the product; or
-                "swiglu_oai", see activations.py.
+            activation: one of `torch_math.ACTIVATIONS`, whose result is rounded before the
+                product; or "swiglu_oai", see `torch_math.swiglu_oai`.
         """
         gate, up = gate_up.chunk(2, dim=-1)
         if activation == "swiglu_oai":
@@ -121,11 +121,19 @@ class Kernels:
         Args:
             gate: [T, n / g], one for g neighbours in a row of `x`. Rows may lie apart.
             x: [T, n]; rows may lie apart.
-            activation: "gelu_tanh", "silu", "sigmoid" or "identity".
+            activation: one of `torch_math.ACTIVATIONS`.
         """
         gates = activate(gate, activation).unsqueeze(-1)
         grouped = x.view(*gate.shape, x.shape[1] // gate.shape[1])
         return (gates * grouped).view(x.shape)
+
+    def act(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """Return activation(x) of `x` [T, n], contiguous, which may be overwritten.
+
+        Args:
+            activation: one of `torch_math.ACTIVATIONS`.
+        """
+        return activate(x, activation)
 
     def scale(self, x: torch.Tensor, factor: float | torch.Tensor) -> None:
         """Multiply `x` by `factor` in place.

@@ -1,4 +1,4 @@
-"""The gated activation between the two linears of an MLP."""
+"""The activation between the two linears of an MLP, gated or not."""
 
 import torch
 from torch import nn
@@ -25,3 +25,20 @@ class ActAndMul(nn.Module):
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self.kernels.act_and_mul(gate_up, self.activation)
+
+
+class Act(nn.Module):
+    """An activation of each number. The result may be written over the input.
+
+    Args:
+        activation: see `Kernels.act`.
+    """
+
+    kernels: Kernels = TORCH
+
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernels.act(x, self.activation)

@@ -11,9 +11,10 @@ from nanovllm.attention.spec import QKNorm
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.kernels.torch_math import NORM_WIDE
+from nanovllm.layers.activation import Act
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear
+from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.pieces import Piece, SmallLinear
 from nanovllm.layers.state_layer import StateLayer
 from nanovllm.loading.shards import Shard
@@ -137,7 +138,7 @@ class GatedAttention(SelfAttention):
 
 
 class NarrowGateAttention(GatedAttention):
-    """Gated attention with one gate for each head. They keep their bits when weights are rounded."""
+    """Gated attention with one gate for each head. It keeps its bits when weights are rounded."""
 
     def make_gate(self, config: ModelConfig) -> LinearBase:
         """Return the projection of [T, hidden_size] to a gate for each head of this rank."""
@@ -296,6 +297,58 @@ def gelu_tanh(config: ModelConfig) -> str:
                 f"config.json: {key} {shown(name)} is not supported (only {supported})"
             )
     return "gelu_tanh"
+
+
+_ACTIVATION_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+"""Names of activations in a config.json, and in `Kernels.act`. Those of one kind differ in how they
+are rounded."""
+
+
+def named_activation(config: ModelConfig, key: str = "hidden_act", default: str = "gelu") -> str:
+    """Return the activation that field `key` of the config names, as `Kernels.act` takes it.
+
+    Args:
+        default: in transformers' names, used if the config lacks the field.
+
+    Raises:
+        UnsupportedModelError: the activation is not implemented.
+    """
+    name = config.fields.get(key, default)
+    if not isinstance(name, str) or name not in _ACTIVATION_NAMES:
+        raise UnsupportedModelError(
+            f"config.json: {key} {shown(name)} is not supported ({', '.join(_ACTIVATION_NAMES)})"
+        )
+    return _ACTIVATION_NAMES[name]
+
+
+class PlainMLP(nn.Module):
+    """An MLP without a gate: down_proj(act(up_proj(x))).
+
+    Args:
+        bias: whether the two linears have a bias.
+        activation: see `Kernels.act`.
+    """
+
+    def __init__(self, config: ModelConfig, activation: str, bias: bool = False) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        outputs = {"up_proj": size}
+        self.up_proj = MergedColumnParallelLinear(config.hidden_size, outputs, bias=bias)
+        self.down_proj = RowParallelLinear(size, config.hidden_size, bias=bias)
+        self.act = Act(activation)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [T, hidden_size] for `hidden` [T, hidden_size]."""
+        return self.down_proj(self.act(self.up_proj(hidden)))
 
 
 class UnweightedNorm(RMSNorm):

@@ -15,7 +15,7 @@ from torch import nn
 
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.kv.windows import pages_for
-from nanovllm.layers.activation import ActAndMul
+from nanovllm.layers.activation import Act, ActAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.experts import Experts, Router, SharedExpertMLP
 from nanovllm.layers.linear import Matrix
@@ -27,6 +27,7 @@ from nanovllm.loading.tensor_files import TensorInfo, read_header
 from nanovllm.models.config_fields import architecture_of, text_fields
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.parts import PlainMLP
 from nanovllm.models.registry import MODULES, read_config, supported
 from nanovllm.worker.kv_pool import page_layout
 from nanovllm.worker.model_loader import check_weights, make_modules
@@ -180,13 +181,15 @@ def _mlp(layer: DecoderLayer) -> dict[str, Any]:
     """Return what a layer has of MLPs and experts."""
     found: dict[str, Any] = dict.fromkeys(("activation", "size", "experts", "shared"))
     for module in layer.modules():
-        if isinstance(module, ActAndMul):
+        if isinstance(module, Act | ActAndMul):
             found["activation"] = module.activation
         elif isinstance(module, Router):
             found |= {"experts": module.output_size, "experts_per_token": module.choice.top_k}
         elif isinstance(module, Experts):
             size = module.gate_up_proj.num_outputs // 2
             found |= {"activation": module.activation, "expert_size": size}
+        elif isinstance(module, PlainMLP):
+            found["size"] = module.up_proj.output_size
         elif isinstance(module, GatedMLP):
             is_shared = isinstance(layer.mlp, SharedExpertMLP)
             found["shared" if is_shared else "size"] = module.gate_up_proj.output_size // 2

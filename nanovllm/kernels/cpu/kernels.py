@@ -36,6 +36,7 @@ class CKernels(CSamplingKernels):
     rms_norm = staticmethod(ops.rms_norm)
     act_and_mul = staticmethod(ops.act_and_mul)
     mul_act = staticmethod(ops.mul_act)
+    act = staticmethod(ops.act)
     scale = staticmethod(ops.scale)
 
     add_lora = staticmethod(ops.add_lora)

@@ -25,7 +25,12 @@ from nanovllm.kernels.torch_experts import (
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.options.sampling_params import GREEDY_BELOW
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2, "swiglu_oai": 3, "identity": 4}
+_ACTIVATIONS = {
+    name: number
+    for number, name in enumerate(
+        ("silu", "gelu_tanh", "sigmoid", "swiglu_oai", "identity", "gelu", "relu", "relu2")
+    )
+}
 """The numbers of the activations in csrc/elementwise.c."""
 
 _CHUNK = 128
@@ -80,6 +85,13 @@ def mul_act(gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tenso
     inputs = gate, gate.stride(0), n // gate.shape[1], x, x.stride(0)
     library.call("nv_mul_act", *inputs, out, n, rows, n, _ACTIVATIONS[activation])
     return out
+
+
+def act(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return `x`, contiguous, which is overwritten."""
+    rows, n = x.shape
+    library.call("nv_mul_act", x, n, 1, None, 0, x, n, rows, n, _ACTIVATIONS[activation])
+    return x
 
 
 def scale(x: torch.Tensor, factor: float | torch.Tensor) -> None:

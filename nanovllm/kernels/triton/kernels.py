@@ -30,6 +30,7 @@ class TritonKernels(Kernels):
     rms_norm = staticmethod(ops.rms_norm)
     act_and_mul = staticmethod(ops.act_and_mul)
     mul_act = staticmethod(ops.mul_act)
+    act = staticmethod(ops.act)
     route = staticmethod(experts.route)
     causal_conv = staticmethod(states.causal_conv)
     gated_delta = staticmethod(delta_cells.gated_delta)

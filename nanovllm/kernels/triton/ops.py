@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_ROUNDED
+from nanovllm.kernels.torch_math import ACTIVATIONS, NORM_CENTRED, NORM_ROUNDED
 from nanovllm.kernels.triton.launch import (
     can_chain,
     join_chain,
@@ -17,7 +17,6 @@ from nanovllm.kernels.triton.launch import (
 
 _BLOCK = 1024
 """Numbers that a program processes at once, at most, where they do not depend on one another."""
-_ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "swiglu_oai", "identity")
 _ROUNDED = tl.constexpr(NORM_ROUNDED)
 _CENTRED = tl.constexpr(NORM_CENTRED)
 
@@ -81,15 +80,27 @@ def act_and_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor
 
 def mul_act(gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
     """Do what `Kernels.mul_act` does. The rows of `gate` and `x` [T, n] may lie apart."""
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation {activation!r} is none of {', '.join(_ACTIVATIONS)}")
-    rows, size = x.shape
-    assert gate.stride(1) == x.stride(1) == 1
-    out = x.new_empty(rows, size)
+    assert x.stride(1) == 1
+    return _activate(gate, x, x.new_empty(x.shape), activation)
+
+
+def act(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """Do what `Kernels.act` does."""
+    return _activate(x, None, torch.empty_like(x), activation)
+
+
+def _activate(
+    gate: torch.Tensor, x: torch.Tensor | None, out: torch.Tensor, activation: str
+) -> torch.Tensor:
+    """Write activation(gate) to `out` [T, n], contiguous, times `x` unless that is None."""
+    if activation not in (*ACTIVATIONS, "swiglu_oai"):
+        raise ValueError(f"activation {activation!r} is none of {', '.join(ACTIVATIONS)}")
+    rows, size = out.shape
+    assert gate.stride(1) == 1
     block = min(triton.next_power_of_2(size), _BLOCK)
     if rows:
         _mul_act[(rows, triton.cdiv(size, block))](
-            gate, x, out, gate.stride(0), x.stride(0), size,
+            gate, x, out, gate.stride(0), 0 if x is None else x.stride(0), size,
             GROUP=size // gate.shape[1], ACTIVATION=activation, BLOCK=block,
             **launch_options(can_chain(out.device)),
         )  # fmt: skip
@@ -154,6 +165,12 @@ def _activate_and_multiply(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constex
         elif ACTIVATION == "gelu_tanh":  # 1 + tanh(y) is 2 sigmoid(2 y)
             inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
             activated = gate * tl.sigmoid(inner)
+        elif ACTIVATION == "gelu":
+            activated = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+        elif ACTIVATION == "relu":
+            activated = tl.where(gate < 0.0, 0.0, gate)
+        elif ACTIVATION == "relu2":
+            activated = tl.where(gate < 0.0, 0.0, gate * gate)
         elif ACTIVATION == "sigmoid":
             activated = tl.sigmoid(gate)
         else:
@@ -167,12 +184,14 @@ def _mul_act(
     gate, x, out, gate_stride, x_stride, size,
     GROUP: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Process one block of a row. A number of the gate is for GROUP numbers of `x`."""
+    """Process one block of a row. A number of the gate is for GROUP of `x`; without x, x is 1."""
     join_chain(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     wide_gate = tl.load(gate + row * gate_stride + columns // GROUP, inside, 0.0).to(tl.float32)
-    wide_x = tl.load(x + row * x_stride + columns, inside, 0.0).to(tl.float32)
+    wide_x = 1.0
+    if x is not None:
+        wide_x = tl.load(x + row * x_stride + columns, inside, 0.0).to(tl.float32)
     product = _activate_and_multiply(wide_gate, wide_x, out.dtype.element_ty, ACTIVATION)
     tl.store(out + row * size + columns, product, inside)

@@ -96,13 +96,15 @@ def launch_ops(dtype):
     triton_ops.act_and_mul(rows, "gelu_tanh")
     triton_ops.act_and_mul(rows, "swiglu_oai")
     triton_ops.mul_act(rows[:, :256], rows[:, 256:512], "sigmoid")
+    triton_ops.act(rows, "gelu")
+    triton_ops.act(rows, "relu2")
 
 
 def test_what_other_families_need():
     calls = [(f, torch.bfloat16) for f in (launch_store_of_gemma, launch_store_of_rotated_pairs)]
     assert_fits(compile_launches(*calls, archs=[90]), "_store", "_store")
     compiled = compile_launches((launch_ops, torch.bfloat16), archs=[90])
-    assert_fits(compiled, "_add_rms_norm", "_add_rms_norm", "_mul_act", "_mul_act", "_mul_act")
+    assert_fits(compiled, "_add_rms_norm", "_add_rms_norm", *["_mul_act"] * 5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES if EVERY_SHAPE else [torch.bfloat16])

@@ -23,7 +23,22 @@ void nv_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, bf16
     FOR_ITEMS(r, t, rows) norm_row(x + r * ldx, weight, out + r * ldo, n, eps, kind);
 }
 
-enum { SILU, GELU_TANH, SIGMOID, SWIGLU_OAI, IDENTITY, CHUNK = 512 };
+enum { SILU, GELU_TANH, SIGMOID, SWIGLU_OAI, IDENTITY, GELU, RELU, RELU2, CHUNK = 512 };
+
+/* x times the normal distribution Phi(x), with a relative error below 1e-5. Phi(-size) is erfc(z) / 2, z = size /
+ * sqrt(2), and erfc(z) is t exp(p(t) - z^2), t = 1 / (1 + z / 2). The polynomial p is a Chebyshev fit for z from 0 to 14. */
+INLINE vf gelu_(vf x) {
+    vf size = larger(-x, x), t = 1.0f / fma_(size, broadcast(0.353553391f), broadcast(1.0f)), p = broadcast(-0.19184048f);
+    p = fma_(p, t, broadcast(0.76851281f));
+    p = fma_(p, t, broadcast(-1.03015518f));
+    p = fma_(p, t, broadcast(0.37635739f));
+    p = fma_(p, t, broadcast(-0.05336222f));
+    p = fma_(p, t, broadcast(0.39794404f));
+    p = fma_(p, t, broadcast(0.99798345f));
+    p = fma_(p, t, broadcast(-1.26544062f));
+    vf tail = exp_(fma_(size * size, broadcast(-0.5f), p)) * t * 0.5f;
+    return x * blend(x > 0.0f, 1.0f - tail, tail);
+}
 
 /* Return activation(x). GELU by tanh is x / 2 (1 + tanh(u)), which is x / (1 + exp(-2 u)). */
 INLINE vf activate(int activation, vf x) {
@@ -31,6 +46,9 @@ INLINE vf activate(int activation, vf x) {
     case SILU: return silu_(x);
     case GELU_TANH: return x / (exp_(x * fma_(x * x, broadcast(-0.0713548163f), broadcast(-1.59576912f))) + 1.0f);
     case SIGMOID: return 1.0f / (exp_(-x) + 1.0f);
+    case GELU: return gelu_(x);
+    case RELU: return larger(broadcast(0.0f), x);
+    case RELU2: x = larger(broadcast(0.0f), x); return x * x;
     default: return x;
     }
 }
@@ -50,22 +68,24 @@ INLINE void gated_row(int activation, const bf16 *gate, ptrdiff_t group, const b
         next = group == 1 || end < i / group * group + group ? end : i / group * group + group;
         vf one = broadcast(from_bf16((half_vu){gate[i / group]})[0]);
         for (ptrdiff_t j = i; j < next; j += VL) {
-            vf g = group == 1 ? load_bf16(gate + j, next - j) : one, v = load_bf16(x + j, next - j);
+            vf g = group == 1 ? load_bf16(gate + j, next - j) : one, v = x ? load_bf16(x + j, next - j) : broadcast(1.0f);
             store_bf16(out + j, next - j, gated(activation, g, v));
         }
     }
 }
 
 /* out = activation(gate) * x, rows of n numbers that are ldo, ldg and ldx apart. out may be gate or x. A number of gate is for
- * `group` numbers of x. */
+ * `group` numbers of x. Without x, NULL, out = activation(gate). */
 void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, ptrdiff_t group, const bf16 *x, ptrdiff_t ldx, bf16 *out, ptrdiff_t ldo,
                 token_count rows, ptrdiff_t n, ptrdiff_t activation) {
     ptrdiff_t chunks = (n + CHUNK - 1) / CHUNK;
     FOR_ITEMS(item, t, rows * chunks) {
         ptrdiff_t r = item / chunks, i = item % chunks * CHUNK, end = n - i < CHUNK ? n : i + CHUNK;
 #define GATED(a) \
-    case a: gated_row(a, gate + r * ldg, group, x + r * ldx, out + r * ldo, i, end); break;
-        switch (activation) { GATED(SILU) GATED(GELU_TANH) GATED(SIGMOID) GATED(SWIGLU_OAI) GATED(IDENTITY) }
+    case a: gated_row(a, gate + r * ldg, group, x ? x + r * ldx : NULL, out + r * ldo, i, end); break;
+        switch (activation) {
+            GATED(SILU) GATED(GELU_TANH) GATED(SIGMOID) GATED(SWIGLU_OAI) GATED(IDENTITY) GATED(GELU) GATED(RELU) GATED(RELU2)
+        }
     }
 }
 
