@@ -4,8 +4,9 @@ The words of a template do not say it: SmolLM3's takes tools by another name, th
 distillates calls without tools.
 """
 
+import functools
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from nanovllm.chat.template_process import TemplateError, TemplateLimitError
@@ -33,6 +34,8 @@ _TOOLS = [{"type": "function", "function": _FUNCTION}]
 _USER = {"role": "user", "content": "Hello"}
 _CALLS_IN = [("", False), ("", True), (None, False), (None, True)]
 """Content next to calls, and whether arguments are a text, in the order in which they are tried."""
+NAMED_ID = "functions.{name}:{number}"
+"""The id of a call in templates that write it in place of the name; Kimi's do."""
 _RESULT_ROLES = ("tool", "tool_response", "tool_results", "observation", "environment")
 
 
@@ -56,6 +59,8 @@ class TemplateShape(NamedTuple):
     """Whether text next to calls must be a message before them, or it is lost."""
     splits_calls: bool = False
     """Whether each call must be a message."""
+    ids_are_named: bool = False
+    """Whether it shows of a call's name only what the id has: ids must be `NAMED_ID`."""
     written: str = ""
     """An answer with a call of the function `CALLED`, as it writes it; "" if that is not known."""
 
@@ -78,17 +83,23 @@ def find_shape(render: Render, template: str, *, has_tools: bool) -> TemplateSha
     for role in _RESULT_ROLES:
         if role == "tool" or role in template:
             for content, as_text in _CALLS_IN:
-                shape = _with_calls(render, place, content, as_text, role)
-                if shape.shows_calls and shape.result_role is not None:
-                    return shape
-                found.append(shape)
+                for ids_are_named in (False, True):
+                    shape = _with_calls(render, place, content, as_text, role, ids_are_named)
+                    if shape.shows_calls and shape.result_role is not None:
+                        return shape
+                    found.append(shape)
     best = max(found, key=lambda shape: (shape.shows_calls, shape.result_role is not None))
     takes_system, wants_turns = _manners(render)
     return best._replace(takes_system=takes_system, wants_turns=wants_turns)
 
 
 def _with_calls(
-    render: Render, place: ToolsPlace | None, content: str | None, as_text: bool, role: str
+    render: Render,
+    place: ToolsPlace | None,
+    content: str | None,
+    as_text: bool,
+    role: str,
+    ids_are_named: bool,
 ) -> TemplateShape:
     """Return the shape in which messages with calls are such, as far as it shows them."""
 
@@ -96,9 +107,10 @@ def _with_calls(
         text = _text(render, _round(role, *messages), place)
         return all(part in text for part in expected)
 
-    first, second = (_calling(content, as_text, number) for number in (0, 1))
-    both = _calling(content, as_text, 0, 1)
-    beside = _calling(_TEXT, as_text, 0)
+    made = functools.partial(_calling, as_text=as_text, ids_are_named=ids_are_named)
+    first, second = (made(content, [number]) for number in (0, 1))
+    both = made(content, [0, 1])
+    beside = made(_TEXT, [0])
     says = {"role": "assistant", "content": _TEXT}
     result_role = role if shows([_RESULT], first) else None
     if not shows([CALLED, _VALUES[0]], first):
@@ -116,6 +128,7 @@ def _with_calls(
         result_role,
         splits_text=splits_text,
         splits_calls=splits_calls,
+        ids_are_named=ids_are_named,
         written=text[len(prompt) :] if prompt and text.startswith(prompt) else "",
     )
 
@@ -161,13 +174,17 @@ def _text(render: Render, messages: list[dict[str, Any]], place: ToolsPlace | No
         return ""
 
 
-def _calling(content: str | None, as_text: bool, *numbers: int) -> dict[str, Any]:
+def _calling(
+    content: str | None, numbers: Sequence[int], *, as_text: bool, ids_are_named: bool
+) -> dict[str, Any]:
     """Return a message with these calls. Mistral's templates demand such ids."""
     calls = []
     for number in numbers:
         arguments = {"key": _VALUES[number]}
         function = {"name": CALLED, "arguments": json.dumps(arguments) if as_text else arguments}
-        calls.append({"id": f"probe000{number}", "type": "function", "function": function})
+        call_id = NAMED_ID if ids_are_named else "probe000{number}"
+        call_id = call_id.format(name=CALLED, number=number)
+        calls.append({"id": call_id, "type": "function", "function": function})
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 

@@ -209,7 +209,7 @@ class ChatTemplates:
         """Return the variables of a rendering; an option of a variable's own name goes first."""
         tools = variables["tools"]
         more: dict[str, Any] = {}
-        if shows_pythonic_calls(template):
+        if shows_pythonic_calls(template) or "tool_plan" in template:
             conversation = with_thinking(conversation)
         if is_harmony(template):
             conversation, tools = for_harmony(conversation, tools)

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.chat.messages import fields_of
 from nanovllm.chat.template_process import plain_value
-from nanovllm.chat.template_shape import TemplateShape, place_tools
+from nanovllm.chat.template_shape import NAMED_ID, TemplateShape, place_tools
 
 _INSTRUCTIONS = """\
 # Tools
@@ -53,6 +53,8 @@ def fitted(
     """
     if tools and shape.tools is None:
         return _with_tools_as_text(conversation, tools, shape), {"tools": tools}
+    if shape.ids_are_named:
+        conversation = _with_named_ids(conversation)
     plain = [
         piece
         for message in conversation
@@ -65,11 +67,12 @@ def fitted(
 
 
 def with_thinking(conversation: Seq[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a conversation whose reasoning is also called "thinking", as some templates do."""
+    """Return a conversation whose reasoning has the names, too, that some templates give it."""
     plain = [dict(message) for message in conversation]
     for message in plain:
         if "reasoning_content" in message:
-            message.setdefault("thinking", message["reasoning_content"])
+            for name in ("thinking", "tool_plan"):
+                message.setdefault(name, message["reasoning_content"])
     return plain
 
 
@@ -118,6 +121,36 @@ def _with_text_arguments(call: Any) -> Any:
         return call
     function = {**function, "arguments": _json(function.get("arguments") or {})}
     return {**call, "function": function} if "function" in call else function
+
+
+def _with_named_ids(conversation: Seq[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation whose calls have the names of their functions in their ids.
+
+    Results follow: by their ids, or in order where they have none. Ids that are named stay.
+    """
+    plain = [dict(message) for message in conversation]
+    ids: dict[str, str] = {}
+    waiting: list[str] = []  # calls that have no result yet
+    count = 0
+    for message in plain:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            name, old = _function(call)["name"], call.get("id")
+            begin = NAMED_ID.format(name=name, number="")
+            is_named = old is not None and old.startswith(begin) and old[len(begin) :].isdecimal()
+            new = old if is_named else NAMED_ID.format(name=name, number=count)
+            calls.append({**call, "id": new})
+            ids[old or new] = new
+            waiting.append(new)
+            count += 1
+        if calls:
+            message["tool_calls"] = calls
+        elif message["role"] == "tool":
+            new = ids.get(message.get("tool_call_id") or "", waiting[0] if waiting else None)
+            if new is not None:
+                message["tool_call_id"] = new
+            waiting = [call_id for call_id in waiting if call_id != new]
+    return plain
 
 
 def _written(calls: Seq[Any], template: str) -> str:

@@ -535,6 +535,157 @@ MUSE_GLIMMER = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
 
+GLM_4_5 = """\
+[gMASK]<sop>
+{%- if tools %}<|system|>
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Write <tool_call>{name}
+<arg_key>{key}</arg_key>
+<arg_value>{value}</arg_value>
+</tool_call>{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{{- '<|observation|>\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+{%- else %}{{ '<|' + m.role + '|>' }}
+{%- if m.role == 'assistant' %}{{ '\\n<think></think>' }}{% endif %}
+{{- '\\n' + (m.content or '') }}
+{%- for call in m.tool_calls %}{{ '\\n<tool_call>' + call.function.name + '\\n' }}
+{%- for k, v in call.function.arguments.items() %}
+{{- '<arg_key>' + k + '</arg_key>\\n<arg_value>' + (v if v is string else v | tojson) }}
+{{- '</arg_value>\\n' }}{% endfor %}{{ '</tool_call>' }}{% endfor %}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n<think></think>' }}{% endif %}"""
+
+GLM_4_7 = (
+    GLM_4_5.replace("\\n<think>", "<think>")
+    .replace("'\\n<tool_call>'", "'<tool_call>'")
+    .replace("</arg_key>\\n", "</arg_key>")
+    .replace("'</arg_value>\\n'", "'</arg_value>'")
+    .replace("call.function.name + '\\n'", "call.function.name")
+)
+
+MINIMAX_M2 = """\
+{{- ']~!b[]~b]system\\n' }}
+{%- if tools %}{% for tool in tools %}<tool>{{ tool.function | tojson }}</tool>{% endfor %}
+<minimax:tool_call>
+<invoke name="name"><parameter name="key">value</parameter></invoke>
+</minimax:tool_call>{% endif %}{{ '[e~[\\n' }}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}{{ ']~b]tool\\n<response>' + m.content + '</response>[e~[\\n' }}
+{%- else %}{{ ']~b]' + ('ai' if m.role == 'assistant' else m.role) + '\\n' + (m.content or '') }}
+{%- if m.tool_calls %}{{ '\\n<minimax:tool_call>\\n' }}{% for call in m.tool_calls %}
+{{- '<invoke name="' + call.function.name + '">\\n' }}
+{%- for k, v in call.function.arguments.items() %}
+{{- '<parameter name="' + k + '">' + (v if v is string else v | tojson) + '</parameter>\\n' }}
+{%- endfor %}{{ '</invoke>\\n' }}{% endfor %}{{ '</minimax:tool_call>' }}{% endif %}{{ '[e~[\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ ']~b]ai\\n<think>\\n' }}{% endif %}"""
+
+KIMI_K2 = """\
+{%- if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ '<|im_user|>user<|im_middle|>' + m.content }}
+{%- elif m.role == 'assistant' %}{{ '<|im_assistant|>assistant<|im_middle|>' + (m.content or '') }}
+{%- if m.tool_calls %}<|tool_calls_section_begin|>{% for call in m.tool_calls %}
+{{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}
+{%- if call.function.arguments is string %}{{ call.function.arguments }}
+{%- else %}{{ call.function.arguments | tojson }}{% endif %}<|tool_call_end|>{% endfor %}
+{{- '<|tool_calls_section_end|>' }}{% endif %}
+{%- elif m.role == 'tool' %}
+{{- '<|im_system|>tool<|im_middle|>## Return of ' + m.tool_call_id + '\\n' + m.content }}
+{%- else %}{{ '<|im_system|>system<|im_middle|>' + m.content }}{% endif %}<|im_end|>
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}"""
+
+DEEPSEEK_3_1 = """\
+{%- set ns = namespace(is_asked=false, system='') %}
+{%- for m in messages %}{% if m['role'] == 'system' %}{% set ns.system = m['content'] %}{% endif %}
+{%- endfor %}{{ bos_token + ns.system }}
+{%- if tools %}{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}{% endif %}
+{%- for m in messages %}
+{%- if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}{% set ns.is_asked = true %}
+{%- elif m['role'] == 'assistant' %}
+{%- if ns.is_asked %}{{ '<｜Assistant｜></think>' }}{% endif %}{% set ns.is_asked = false %}
+{{- m['content'] or '' }}
+{%- if m['tool_calls'] is defined %}<｜tool▁calls▁begin｜>{% for call in m['tool_calls'] %}CALL
+{%- endfor %}{{ '<｜tool▁calls▁end｜>' }}{% endif %}<｜end▁of▁sentence｜>
+{%- elif m['role'] == 'tool' %}
+{{- '<｜tool▁output▁begin｜>' + m['content'] + '<｜tool▁output▁end｜>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt and ns.is_asked %}{{ '<｜Assistant｜></think>' }}{% endif %}"""
+
+DEEPSEEK_3 = DEEPSEEK_3_1.replace(
+    "CALL\n",
+    """
+{{- '<｜tool▁call▁begin｜>' + call['type'] + '<｜tool▁sep｜>' + call['function']['name'] }}
+{{- '\\n```json\\n' + call['function']['arguments'] + '\\n```<｜tool▁call▁end｜>' }}
+""",
+)
+DEEPSEEK_3_1 = DEEPSEEK_3_1.replace(
+    "CALL\n",
+    """
+{{- '<｜tool▁call▁begin｜>' + call['function']['name'] + '<｜tool▁sep｜>' }}
+{{- call['function']['arguments'] + '<｜tool▁call▁end｜>' }}
+""",
+)
+
+COHERE_7B = """\
+{{- bos_token }}{% set ns = namespace(number=0) %}
+{%- for m in messages %}{% if m.role == 'system' %}
+{{- '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' + m.content + '<|END_OF_TURN_TOKEN|>' }}{% endif %}
+{%- endfor %}
+{%- if tools %}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>Write <|START_ACTION|> and a list.
+{% for tool in tools %}{"name": "{{ tool['function']['name'] }}", "parameters":
+{{- tool['function']['parameters'] | tojson }}}{% endfor %}<|END_OF_TURN_TOKEN|>{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}
+{{- '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + m.content + '<|END_OF_TURN_TOKEN|>' }}
+{%- elif m.role == 'assistant' %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>
+{%- if m.tool_calls %}<|START_THINKING|>{{ m.tool_plan }}<|END_THINKING|><|START_ACTION|>[
+{% for call in m.tool_calls %}    {"tool_call_id": "{{ ns.number }}", "tool_name": "
+{{- call['function']['name'] }}", "parameters": {{ call['function']['arguments'] | tojson }}}
+{%- if not loop.last %},{% endif %}
+{% set ns.number = ns.number + 1 %}{% endfor %}]<|END_ACTION|>
+{%- else %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% endif %}<|END_OF_TURN_TOKEN|>
+{%- elif m.role == 'tool' %}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL_RESULT|>[
+    {"tool_call_id": "{{ m.tool_call_id }}", "results": {"0": {{ m.content | tojson }}}}
+]<|END_TOOL_RESULT|><|END_OF_TURN_TOKEN|>{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}"""
+
+NEMOTRON_NANO_2 = """\
+{{- '<SPECIAL_10>System\\n' }}
+{%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
+{%- if tools %}<AVAILABLE_TOOLS>{{ tools | tojson }}</AVAILABLE_TOOLS>
+<TOOLCALL>[{"name": "tool_name1", "arguments": "tool_args1"}]</TOOLCALL>{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ '\\n<SPECIAL_11>User\\n' + m.content }}
+{%- elif m.role == 'tool' %}
+{{- '\\n<SPECIAL_11>User\\n<TOOL_RESPONSE>[' + m.content + ']</TOOL_RESPONSE>' }}
+{%- elif m.role == 'assistant' %}{{ '\\n<SPECIAL_11>Assistant\\n' + (m.content or '') }}
+{%- if m.tool_calls %}<TOOLCALL>[{% for call in m.tool_calls %}
+{{- '{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
+{{- '}' }}{% if not loop.last %}, {% endif %}{% endfor %}]</TOOLCALL>{% endif %}
+{{- '\\n<SPECIAL_12>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '\\n<SPECIAL_11>Assistant\\n<think>\\n\\n' }}{% endif %}"""
+
+MINICPM_3 = """\
+{%- if tools %}{{ '<|im_start|>system\\n# Functions\\n' + (tools | tojson) }}
+<|tool_call_start|>
+```python
+func1(params_name=params_value)
+```
+<|tool_call_end|><|im_end|>
+{% endif %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}
+{%- if m.tool_calls %}{{ '<|tool_call_start|>\\n```python\\n' }}{% for call in m.tool_calls %}
+{{- call.function.name + '(' }}{% for k, v in call.function.arguments.items() %}
+{{- k + '=' + (v | tojson) }}{% if not loop.last %},{% endif %}{% endfor %}{{ ')\\n' }}{% endfor %}
+{{- '```\\n<|tool_call_end|>' }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
 TEMPLATES = {
     "Qwen 2.5, Qwen 3": QWEN,
     "Qwen 3.5": QWEN_3_5,
@@ -569,4 +720,13 @@ TEMPLATES = {
     "Olmo 3": OLMO_3,
     "Olmo 3 Think": OLMO_3_THINK,
     "Muse Glimmer": MUSE_GLIMMER,
+    "GLM 4.5, Laguna": GLM_4_5,
+    "GLM 4.7, Ling 3": GLM_4_7,
+    "MiniMax M2": MINIMAX_M2,
+    "Kimi": KIMI_K2,
+    "DeepSeek V3": DEEPSEEK_3,
+    "DeepSeek V3.1": DEEPSEEK_3_1,
+    "Command R7B": COHERE_7B,
+    "Nemotron Nano 2": NEMOTRON_NANO_2,
+    "MiniCPM 3": MINICPM_3,
 }

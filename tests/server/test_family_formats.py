@@ -20,6 +20,22 @@ MUSE_CALL = (
 MUSE_NEXT = "<|eom|><|start|>assistant"
 MUSE_NOW = MUSE_CALL.replace("weather", "now").replace('"city": "Rome"', "")
 MUSE = "<atem:function_calls> to=self<|message|>"
+MINIMAX_CALL = f"<minimax:tool_call>\n{JSON_CALL}\n</minimax:tool_call>"
+GLM_CALL = f"<tool_call>\n{JSON_CALL}\n</tool_call>"
+DEEPSEEK_CALL = '<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜>'
+DEEPSEEK_NOW = "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+BLOCK_CALL = (
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    '{"city": "Rome"}\n```<｜tool▁call▁end｜>'
+)
+BLOCK_NOW = BLOCK_CALL.replace("weather", "now").replace('"city": "Rome"', "")
+KIMI_CALL = (
+    "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"city": "Rome"}<|tool_call_end|>'
+)
+KIMI_NOW = KIMI_CALL.replace("weather:0", "now:1").replace('"city": "Rome"', "")
+COHERE_CALL = '{"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Rome"}}'
+COHERE_NOW = '{"tool_call_id": "1", "tool_name": "now", "parameters": {}}'
 FORMATS = {
     "muse_glimmer": (MUSE, MUSE_CALL, f"{MUSE_CALL}{MUSE_NEXT}{MUSE_NOW}"),
     "granite": ("<|tool_call|>", f"<|tool_call|>[{JSON_CALL}]", f"<|tool_call|>[{JSON_CALLS}]"),
@@ -54,6 +70,52 @@ FORMATS = {
         "<function_calls>",
         f"<function_calls>\n{JSON_CALL}\n</function_calls>",
         f'<function_calls>\n{JSON_CALL}\n{{"name": "now", "arguments": {{}}}}\n</function_calls>',
+    ),
+}
+
+
+DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+FORMATS |= {
+    "minimax_m2": (
+        "<minimax:tool_call>",
+        MINIMAX_CALL,
+        f'{MINIMAX_CALL}\n<minimax:tool_call>\n{{"name": "now", "arguments": {{}}}}\n'
+        "</minimax:tool_call>",
+    ),
+    "glm45": (
+        "<tool_call><arg_key>",
+        GLM_CALL,
+        f'{GLM_CALL}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>',
+    ),
+    "deepseek_v31": (
+        "<｜tool▁calls▁begin｜>",
+        DEEPSEEK_CALL.join(DEEPSEEK_SECTION),
+        f"{DEEPSEEK_CALL}{DEEPSEEK_NOW}".join(DEEPSEEK_SECTION),
+    ),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜> ```json",
+        BLOCK_CALL.join(DEEPSEEK_SECTION),
+        f"{BLOCK_CALL}\n{BLOCK_NOW}".join(DEEPSEEK_SECTION),
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|>",
+        f"<|tool_calls_section_begin|>{KIMI_CALL}<|tool_calls_section_end|>",
+        f"<|tool_calls_section_begin|>{KIMI_CALL}{KIMI_NOW}<|tool_calls_section_end|>",
+    ),
+    "cohere_command3": (
+        "<|START_ACTION|>",
+        f"<|START_ACTION|>[{COHERE_CALL}]<|END_ACTION|>",
+        f"<|START_ACTION|>[{COHERE_CALL},\n{COHERE_NOW}]<|END_ACTION|>",
+    ),
+    "nemotron_json": (
+        "<TOOLCALL>",
+        f"<TOOLCALL>[{JSON_CALL}]</TOOLCALL>",
+        f"<TOOLCALL>[{JSON_CALLS}]</TOOLCALL>",
+    ),
+    "minicpm3": (
+        "<|tool_call_start|>```python",
+        f"<|tool_call_start|>[{JSON_CALL}]<|tool_call_end|>",
+        f"<|tool_call_start|>[{JSON_CALLS}]<|tool_call_end|>",
     ),
 }
 

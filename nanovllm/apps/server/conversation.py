@@ -98,6 +98,7 @@ class AnswerReader:
         self._parser = server.answer_format.parser(
             has_tools=bool(functions),
             starts_in_reasoning=server.answer_format.starts_in_reasoning(prompt),
+            starts_in_answer=server.answer_format.starts_in_answer(prompt),
             parallel_tool_calls=body.may_repeat,
             tools=functions,
         )

@@ -14,14 +14,17 @@ from nanovllm.apps.server.answers.harmony import TAGS as HARMONY_TAGS
 from nanovllm.apps.server.answers.muse import TAGS as MUSE_TAGS
 from nanovllm.apps.server.answers.parameter_types import ParameterTypes, TypedFunction
 from nanovllm.apps.server.answers.reasoning import (
+    COHERE,
     GEMMA4,
     HARMONY,
+    MINICPM3,
     MISTRAL,
     MUSE,
     SEED,
     THINK,
     ReasoningFormat,
 )
+from nanovllm.apps.server.answers.tool_formats import DeepSeek31, Glm, Kimi
 from nanovllm.options.sampling_params import TOKEN_MARK
 
 Call = tuple[str, dict[str, Any]]
@@ -32,6 +35,8 @@ WORDS = ("Rome", "", "x", "two words", "é🌧", "7", "null", "C:\\dir\\", "a\nb
 ODD = ('say "x"', "it's", "},{", ")]", "a, b=1)", "[", "{'a': \"b\"", "</", "<|", "\\n", "::", "'")
 NESTED = ("it's", "print('x')", "f('a')['b']", "say 'no', then go", "g('a', 'b')")
 """Strings whose quotes LFM2 does not escape. Those with a comma are clear only as an argument."""
+UNTYPED = ("qwen3_coder", "seed_oss", "glm45", "minimax_m2")
+"""Formats that leave the types of arguments to schemas."""
 _SAID = "\ue000"
 """Stands in a tag that is said, so that it is taken for no token."""
 TAGS = (
@@ -39,6 +44,8 @@ TAGS = (
     *("<|python_tag|>", "<|tool_call>", "<tool_call|>", "<|channel>", "<|tool_call_end|>"),
     *("</parameter> x", "<function=f>", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
 )
+DEEPSEEK_TAGS = DeepSeek31.tags
+KIMI_TAGS = Kimi.tags
 TEXTS = ("Let me see.", "I use a < b and <b>f</b>:", "Hm, [1] {x}: é", "It's\n\ntwo lines.")
 
 
@@ -309,6 +316,76 @@ def hunyuan(rng: Random, calls: list[Call]) -> str:
     return rng.choice((f"<tool_calls>\n{text}\n</tool_calls>", text))
 
 
+def glm(rng: Random, calls: list[Call]) -> str:
+    blocks = []
+    for name, arguments in calls:
+        if rng.random() < 0.1:
+            blocks.append(f"<tool_call>{json_call(rng, (name, arguments))}</tool_call>")
+            continue
+        line = rng.choice(("\n", "\n", ""))
+        source = f"{repeated(rng, '<tool_call>')}{name}{line}"
+        for key, item in arguments.items():
+            written = item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
+            source += f"<arg_key>{key}</arg_key>{line}<arg_value>{written}</arg_value>{line}"
+        blocks.append(f"{source}</tool_call>")
+    return rng.choice(("\n", "")).join(blocks)
+
+
+def minimax(rng: Random, calls: list[Call]) -> str:
+    blocks = []
+    for group in split(rng, calls):
+        source = ""
+        for name, arguments in group:
+            source += f'<invoke name="{name}">\n'
+            for key, item in arguments.items():
+                written = item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
+                source += f'<parameter name="{key}">{written}</parameter>\n'
+            source += "</invoke>\n"
+        opening = rng.choice(("<minimax:tool_call>\n", "<minimax:tool_call>\n", ""))
+        blocks.append(f"{opening}{source}{'</minimax:tool_call>' if opening else ''}")
+    return rng.choice(("\n", "")).join(blocks)
+
+
+def section(
+    rng: Random, calls: list[Call], tags: tuple[str, ...], header: str, fence: tuple[str, str]
+) -> str:
+    """Return calls in a section that may have its tags: each a header and its arguments."""
+    blocks = []
+    for index, (name, arguments) in enumerate(calls):
+        source = as_json(rng, arguments).join(fence)
+        blocks.append(f"{tags[2]}{header.format(name, index)}{source}{tags[3]}")
+    text = rng.choice(("\n", "")).join(blocks)
+    return rng.choice((f"{tags[0]}{text}{tags[1]}", text))
+
+
+def deepseek(rng: Random, calls: list[Call]) -> str:
+    header = rng.choice(("function<｜tool▁sep｜>{}\n", "{}<｜tool▁sep｜>"))
+    fence = ("```json\n", "\n```") if header.endswith("\n") else ("", "")
+    return section(rng, calls, DEEPSEEK_TAGS, header, fence)
+
+
+def kimi(rng: Random, calls: list[Call]) -> str:
+    header = rng.choice(("functions.{}:{}", "functions.{}:{}", "{}"))
+    return section(rng, calls, KIMI_TAGS, f"{header}<|tool_call_argument_begin|>", ("", ""))
+
+
+def cohere(rng: Random, calls: list[Call]) -> str:
+    sources = [
+        f'{{"tool_call_id": "{index}", "tool_name": "{name}", "parameters": {as_json(rng, given)}}}'
+        for index, (name, given) in enumerate(calls)
+    ]
+    return f"<|START_ACTION|>[\n    {f',{chr(10)}    '.join(sources)}\n]<|END_ACTION|>"
+
+
+def nemotron(rng: Random, calls: list[Call]) -> str:
+    return f"{repeated(rng, '<TOOLCALL>')}{json_calls(rng, calls)}</TOOLCALL>"
+
+
+def minicpm(rng: Random, calls: list[Call]) -> str:
+    lines = [f"{name}({python_arguments(rng, given)})" for name, given in calls]
+    return "\n".join(("<|tool_call_start|>", "```python", *lines, "```", "<|tool_call_end|>"))
+
+
 def llama_pythonic(rng: Random, calls: list[Call]) -> str:
     source = ", ".join(f"{name}({python_arguments(rng, given)})" for name, given in calls)
     return f"{rng.choice(('', '<|python_tag|>'))}[{source}]"
@@ -436,6 +513,36 @@ FAMILIES = {
         *("olmo3", olmo, ("<function_calls>", "</function_calls>"), THINK),
         near_calls=("<function_calls> none", "<function_calls>\nf('x')"),
     ),
+    "glm45": Family(
+        *("glm45", glm, Glm.tags, THINK),
+        near_calls=("<tool_call> is a tag.", "<tool_call>f", "<arg_key>a</arg_key>"),
+        is_string=lambda text, is_marked: "<" not in text or "</parameter>" in text,
+    ),
+    "minimax_m2": Family(
+        *("minimax_m2", minimax, ("<minimax:tool_call>", "</minimax:tool_call>"), THINK),
+        near_calls=("<minimax:tool_call> none", '<invoke name="'),
+        is_string=lambda text, is_marked: "<" not in text,
+    ),
+    "deepseek_v3": Family(
+        *("deepseek_v3", deepseek, DEEPSEEK_TAGS, THINK),
+        near_calls=("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁calls▁begin｜>[]"),
+    ),
+    "kimi_k2": Family(
+        *("kimi_k2", kimi, KIMI_TAGS, THINK),
+        near_calls=("<|tool_call_begin|>functions.f:0", "<|tool_calls_section_begin|> no"),
+    ),
+    "cohere_command3": Family(
+        *("cohere_command3", cohere, ("<|START_ACTION|>", "<|END_ACTION|>"), COHERE),
+        near_calls=("<|START_ACTION|>[]", '<|START_ACTION|>[{"tool": 1}]'),
+    ),
+    "nemotron_json": Family(
+        *("nemotron_json", nemotron, ("<TOOLCALL>", "</TOOLCALL>"), THINK),
+        near_calls=("<TOOLCALL> none", "<TOOLCALL>[]</TOOLCALL>"),
+    ),
+    "minicpm3": Family(
+        *("minicpm3", minicpm, ("<|tool_call_start|>", "<|tool_call_end|>"), MINICPM3),
+        near_calls=("<|tool_call_start|>```python\n1 + 2\n```",),
+    ),
 }
 
 
@@ -514,7 +621,12 @@ def answer(family: Family, rng: Random) -> Answer:
     calls = []
     if rng.random() < 0.85:
         calls = some_calls(rng, lambda text: family.is_string(text, bool(tags)))
-    if family.tools in ("qwen3_coder", "seed_oss") and not is_same_in_each_type(calls):
+    if family.tools in (
+        "qwen3_coder",
+        "seed_oss",
+        "glm45",
+        "minimax_m2",
+    ) and not is_same_in_each_type(calls):
         calls = []
     before = rng.choice(("", "", *TEXTS)) if not (calls and family.begins_answer) else ""
     after = rng.choice(("", "", "", *TEXTS)) if calls else ""

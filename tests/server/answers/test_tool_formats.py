@@ -1,6 +1,4 @@
-"""Tool calls in the formats of Hermes, Llama, Mistral, Granite, Phi-4-mini, HunYuan, Seed-OSS,
-FunctionGemma and Olmo 3, however the text is cut.
-"""
+"""Tool calls in the formats of many families, however the text is cut."""
 
 import json
 from types import SimpleNamespace
@@ -9,17 +7,25 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from nanovllm.apps.server.answers.json_calls import (
+    CohereParser,
+    DeepSeekParser,
     GraniteParser,
     HermesParser,
     HunYuanParser,
+    KimiParser,
     LlamaParser,
     MistralParser,
+    NemotronParser,
     Phi4Parser,
 )
 from nanovllm.apps.server.answers.literal_calls import FunctionGemmaParser
 from nanovllm.apps.server.answers.parts import TextDelta, ToolCallArguments, ToolCallStart
-from nanovllm.apps.server.answers.pythonic_calls import LlamaPythonicParser, OlmoParser
-from nanovllm.apps.server.answers.tagged_calls import SeedParser
+from nanovllm.apps.server.answers.pythonic_calls import (
+    LlamaPythonicParser,
+    MiniCpmParser,
+    OlmoParser,
+)
+from nanovllm.apps.server.answers.tagged_calls import GlmParser, InvokeParser, SeedParser
 from nanovllm.apps.server.answers.template_marks import find_tool_format
 from nanovllm.apps.server.answers.tool_calls import ToolCallParser
 from tests.server.answers.helpers import Answer, cut, joined, parse
@@ -231,6 +237,64 @@ CASES: list[tuple[type[ToolCallParser], str, Answer | None]] = [
     ),
     (OlmoParser, f"So:<function_calls>\n{F}\n{G}\n</function_calls>", ["So:", *CALLS]),
     (OlmoParser, "<function_calls> none", None),
+    (
+        GlmParser,
+        "So:\n<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>it's\n</arg_value>\n</tool_call>"
+        "<tool_call>g</tool_call>",
+        ["So:", ("f", '{"a": "it\'s\\n"}'), ("g", "{}")],
+    ),
+    (
+        GlmParser,
+        "<tool_call>f<arg_key>a</arg_key><arg_value></tool_call></arg_value><arg_key>b</arg_key>"
+        f"<arg_value>1\n<arg_key>c</arg_key><arg_value></arg_value></tool_call><tool_call>{G}</tool_call>",
+        [("f", '{"a": "</tool_call>", "b": "1", "c": ""}'), ("g", "{}")],
+    ),
+    (GlmParser, '<tool_call>f\n{"a": 1}</tool_call>', [("f", '{"a": 1}')]),
+    (GlmParser, "<tool_call> is a tag", None),
+    (GlmParser, "<tool_call>f", None),
+    (
+        InvokeParser,
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">x\n</parameter>\n</invoke>\n'
+        '<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+        [("f", '{"a": "x\\n"}'), ("g", "{}")],
+    ),
+    (InvokeParser, f"<minimax:tool_call>\n{F}\n</minimax:tool_call> Done.", [CALLS[0], "Done."]),
+    (InvokeParser, "<minimax:tool_call> none", None),
+    (NemotronParser, f"So. <TOOLCALL>[{F}, {G}]</TOOLCALL>", ["So.", *CALLS]),
+    (
+        CohereParser,
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": '
+        '{"a": [1, "]"]}},\n    {"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n'
+        "]<|END_ACTION|>",
+        CALLS,
+    ),
+    (
+        DeepSeekParser,
+        "So.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+        '{"a": [1, "]"]}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n'
+        "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ["So.", *CALLS],
+    ),
+    (
+        DeepSeekParser,
+        '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": [1, "]"]}<｜tool▁call▁end｜>',
+        CALLS[:1],
+    ),
+    (DeepSeekParser, "<｜tool▁calls▁begin｜> none", None),
+    (
+        KimiParser,
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+        '{"a": [1, "]"]}<|tool_call_end|><|tool_call_begin|>g<|tool_call_argument_begin|>{}'
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        CALLS,
+    ),
+    (KimiParser, "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0 x", None),
+    (
+        MiniCpmParser,
+        "<|tool_call_start|>\n```python\nf(a='x',b=True)\ng()\n```\n<|tool_call_end|>\nSo.",
+        [("f", '{"a": "x", "b": true}'), ("g", "{}"), "So."],
+    ),
+    (MiniCpmParser, "<|tool_call_start|>\n```python\n1 + 2\n```", None),
 ]
 WITHOUT_TAGS = (LlamaParser, LlamaPythonicParser)
 """Formats in which a call may begin with a bracket alone, which may be text."""
@@ -297,6 +361,24 @@ FRAGMENTS = [
         ")",
         "'",
         "x",
+        "<arg_key>a</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        '<invoke name="f">',
+        '<parameter name="a">',
+        "</invoke>",
+        "<TOOLCALL>",
+        "<|START_ACTION|>",
+        '{"tool_name": "f", "parameters": {',
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "f<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.f:0",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_call_start|>```python\n",
     ),
 ]
 
@@ -389,6 +471,12 @@ def test_call_ids() -> None:
     (start, _) = MistralParser().feed("[TOOL_CALLS]f[CALL_ID]abcdef123[ARGS]{")
     assert isinstance(start, ToolCallStart)
     assert start.call_id == "abcdef123"
+    call = "<|tool_call_begin|>functions.a.b:7<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    first, _, second, _ = KimiParser().feed(f"{call}{call}")
+    assert isinstance(first, ToolCallStart)
+    assert isinstance(second, ToolCallStart)
+    assert first.name == second.name == "a.b"
+    assert first.call_id == "functions.a.b:7" != second.call_id  # two of a client must differ
 
 
 @pytest.mark.parametrize(
@@ -396,7 +484,8 @@ def test_call_ids() -> None:
     [
         ("{% if tools %}<tool_call>", "Hermes"),
         ("{% if tools %}<tool_call><function=", "Tagged"),
-        ("{% if tools %}<tool_call><arg_key>", None),
+        ("{% if tools %}<tool_call><arg_key>", "Glm"),
+        ("{% if tools %}<tool_call><tool_sep>", None),
         ("{% if tools %}List of tools: [", "Pythonic"),
         ("{% if tools %}<|tool_list_start|>[", "Pythonic"),
         ("{% if tools %}<|python_tag|>", "Llama"),

@@ -83,11 +83,17 @@ class AnswerFormat:
         tags = self._reasoning if self._channels is None else self._channels.reasoning
         return tags is not None and prompt.rstrip().endswith(tags.begin)
 
+    def starts_in_answer(self, prompt: str) -> bool:
+        """Whether a rendered prompt ends with a tag that stands before the text."""
+        tag = "" if self._reasoning is None else self._reasoning.answer[0]
+        return tag != "" and prompt.rstrip().endswith(tag)
+
     def parser(
         self,
         *,
         has_tools: bool,
         starts_in_reasoning: bool,
+        starts_in_answer: bool = False,
         parallel_tool_calls: bool = True,
         tools: Sequence[Function] = (),
     ) -> AnswerParser:
@@ -114,7 +120,10 @@ class AnswerFormat:
         else:
             if self._reasoning is not None:
                 reasoning = ReasoningParser(
-                    self._reasoning, started=starts_in_reasoning, marked=marked
+                    self._reasoning,
+                    started=starts_in_reasoning,
+                    answer_started=starts_in_answer,
+                    marked=marked,
                 )
             if self._tools is not None and has_tools:
                 calls = self._tools.parser(marked, tools)
@@ -314,7 +323,7 @@ def find_answer_format(
     added_tokens = added_tokens or {}
     # Templates of models that reason unasked take the reasoning of earlier turns out of the text.
     shows = reasoning_parser != "auto" or re.search(
-        r"reasoning_content|split\(['\"](</think>|\[/THINK\])|\[['\"]thinking['\"]\]",
+        r"reasoning_content|tool_plan|split\(['\"](</think>|\[/THINK\])|\[['\"]thinking['\"]\]",
         chat_template or "",
     )
     has_tag = reasoning and any(t.content == reasoning.opening for t in added_tokens.values())

@@ -1,20 +1,22 @@
-"""Reads tool calls that are JSON objects: in the formats of Hermes, Llama 3 and Mistral."""
+"""Reads tool calls whose arguments are JSON: in the formats of Hermes, Llama 3, Kimi and others."""
 
 import re
 import secrets
 import string
 from collections.abc import Collection, Sequence
+from typing import ClassVar
 
 from nanovllm.apps.server.answers.parameter_types import Function
 from nanovllm.apps.server.answers.text_reader import NotACall, Steps
 from nanovllm.apps.server.answers.tool_calls import ToolCallParser
+from nanovllm.options.sampling_params import TOKEN_MARK
 
 FUNCTOOLS = "functools["
 _CALL = "<tool_call>"
 _CALL_END = "</tool_call>"
 _FENCE = "```"
 _NAME_CHARACTER = re.compile(r"[-.\w]")
-_UNTAGGED_NAME = re.compile(r"[^\s`{}<>\[\]]")
+_UNTAGGED_NAME = re.compile(rf"[^\s`{{}}<>\[\]{TOKEN_MARK}]")
 
 
 class HermesParser(ToolCallParser):
@@ -121,19 +123,34 @@ class Phi4Parser(HermesParser):
         yield from super()._calls()
 
 
-class HunYuanParser(HermesParser):
-    """Calls in <tool_calls>, as a JSON list or each in <tool_call>; HunYuan, Apriel.
+class NemotronParser(HermesParser):
+    """<TOOLCALL>[{"name": "f", "arguments": {...}}]</TOOLCALL>; Nemotron before version 3."""
 
-    A call is its name, and its arguments as a block of Markdown. Models forget the outer tags.
+    tag = "<TOOLCALL>"
+    closing = "</TOOLCALL>"
+
+
+class CohereParser(HermesParser):
+    """<|START_ACTION|>[{"tool_name": "f", "parameters": {...}}]<|END_ACTION|>; Command R7B, A."""
+
+    tag = "<|START_ACTION|>"
+    closing = "<|END_ACTION|>"
+    name_keys = ("tool_name", "name")
+
+
+class SectionParser(HermesParser):
+    """Calls in a section, each between tags of its own: a header with the name, then arguments.
+
+    The arguments may be a block of Markdown. Models forget the tags of the section, and write JSON
+    in its place.
     """
 
-    tag = "<tool_calls>"
-    closing = "</tool_calls>"
+    call_tags: ClassVar[tuple[str, str]]
+    """The tags around a call."""
 
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
         super().__init__(marked, functions)
-        self._call_tag = self._tag(_CALL)
-        self._call_end = self._tag(_CALL_END)
+        self._call_tag, self._call_end = map(self._tag, self.call_tags)
         self._openings = (self._opening, self._call_tag)
 
     def _calls(self) -> Steps[None]:
@@ -154,14 +171,65 @@ class HunYuanParser(HermesParser):
         if (yield from self._peek()) == "{":
             yield from self._call()
         else:
-            name = yield from self._word(_UNTAGGED_NAME)
+            name, call_id = yield from self._header()
             yield from self._skip_space()
             yield from self._accept(_FENCE)
             yield from self._accept("json")
             yield from self._skip_space()
             if not name or (yield from self._peek()) != "{":
                 raise NotACall
-            yield from self._named_call(name)
+            yield from self._named_call(name, call_id)
             yield from self._skip_space()
             yield from self._accept(_FENCE)
         yield from self._skip_tags(self._call_end)
+
+    def _header(self) -> Steps[tuple[str, str | None]]:
+        """Read what stands before the arguments; return the name and the id of the call."""
+        return (yield from self._word(_UNTAGGED_NAME)), None
+
+
+class HunYuanParser(SectionParser):
+    """<tool_calls> with a JSON list, or a <tool_call> with a name for each; HunYuan, Apriel."""
+
+    tag = "<tool_calls>"
+    closing = "</tool_calls>"
+    call_tags = (_CALL, _CALL_END)
+
+
+class DeepSeekParser(SectionParser):
+    """A name and JSON between tags; in version 3 a type, a name and a block of JSON; DeepSeek."""
+
+    tag = "<｜tool▁calls▁begin｜>"
+    closing = "<｜tool▁calls▁end｜>"
+    call_tags = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+    separator: ClassVar[str] = "<｜tool▁sep｜>"
+
+    def _header(self) -> Steps[tuple[str, str | None]]:
+        name = yield from self._word(_UNTAGGED_NAME)
+        if (yield from self._accept(self._tag(self.separator))):
+            yield from self._skip_space()
+            name = (yield from self._word(_UNTAGGED_NAME)) or name
+        return name, None
+
+
+class KimiParser(SectionParser):
+    """functions.f:0 and JSON between tags; Kimi. What stands before the JSON is the call's id."""
+
+    tag = "<|tool_calls_section_begin|>"
+    closing = "<|tool_calls_section_end|>"
+    call_tags = ("<|tool_call_begin|>", "<|tool_call_end|>")
+    separator: ClassVar[str] = "<|tool_call_argument_begin|>"
+
+    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
+        super().__init__(marked, functions)
+        self._call_ids: set[str] = set()
+
+    def _header(self) -> Steps[tuple[str, str | None]]:
+        call_id = yield from self._word(_UNTAGGED_NAME)
+        yield from self._skip_space()
+        yield from self._accept(self._tag(self.separator))
+        name, _, number = call_id.rpartition(":")
+        is_whole = name != "" and number.isdecimal() and call_id not in self._call_ids
+        self._call_ids.add(call_id)
+        name = name if number.isdecimal() else call_id
+        return name.removeprefix("functions."), call_id if is_whole else None

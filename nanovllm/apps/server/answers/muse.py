@@ -18,7 +18,7 @@ from nanovllm.apps.server.answers.parts import (
     ToolCallStart,
 )
 from nanovllm.apps.server.answers.reasoning import MUSE
-from nanovllm.apps.server.answers.tagged_calls import TaggedParser
+from nanovllm.apps.server.answers.tagged_calls import InvokeParser
 from nanovllm.apps.server.answers.tool_calls import MAX_CALLS
 
 START = "<|start|>"
@@ -36,7 +36,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _HEADER = re.compile(r"\s*(?:assistant)?\s*(?:to=[^\s<]*)?\s*")
 
 
-class AtemParser(TaggedParser):
+class AtemParser(InvokeParser):
     """<atem:function_calls>, in it <atem:invoke name="f"> and a tag for each parameter.
 
     The arguments may be a JSON object instead. A model that is told of recipients such as f.* may
@@ -47,8 +47,6 @@ class AtemParser(TaggedParser):
     closing = CALLS_END
     function = (INVOKE, INVOKE_END)
     parameter = ('<atem:parameter name="', "</atem:parameter>")
-    name_end = '">'
-    trims_values = False
 
     def _start(self, name: str, call_id: str | None = None) -> None:
         first, _, second = name.partition(".")

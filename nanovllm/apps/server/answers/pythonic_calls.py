@@ -219,6 +219,22 @@ class LlamaPythonicParser(PythonicParser):
         return None if match is None else match.span()
 
 
+class MiniCpmParser(PythonicParser):
+    """Calls on separate lines of a block of Markdown; MiniCPM 3 and 4."""
+
+    in_lines = True
+
+    def _calls(self) -> Steps[None]:
+        yield from self._skip_space()
+        is_block = yield from self._accept("```")
+        if is_block:
+            yield from self._accept("python")
+        yield from super()._calls()
+        if is_block:
+            yield from self._skip_space()
+            yield from self._accept("```")
+
+
 class OlmoParser(PythonicParser):
     """Calls on separate lines between tags; Olmo 3."""
 

@@ -27,6 +27,11 @@ class ReasoningFormat(NamedTuple):
 
 THINK = ReasoningFormat("<think>", "</think>")
 HUNYUAN = ReasoningFormat("<think>", "</think>", answer=("<answer>", "</answer>"))
+ERNIE = ReasoningFormat("<think>", "</think>", answer=("<response>", "</response>"))
+COHERE = ReasoningFormat(
+    "<|START_THINKING|>", "<|END_THINKING|>", answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+)
+MINICPM3 = ReasoningFormat("<|thought_start|>", "<|thought_end|>")
 MISTRAL = ReasoningFormat("[THINK]", "[/THINK]")
 SEED = ReasoningFormat("<seed:think>", "</seed:think>")
 GEMMA4 = ReasoningFormat("<|channel>", "<channel|>", "thought", anywhere=True)
@@ -37,7 +42,17 @@ MUSE = ReasoningFormat(" to=self<|message|>", "<|eom|>")
 REASONING_FORMATS = {
     "qwen3": THINK,
     "deepseek_r1": THINK,
+    "deepseek_v3": THINK,
+    "glm45": THINK,
+    "kimi_k2": THINK,
+    "ling3": THINK,
+    "minimax_m2": THINK,
+    "nemotron_v3": THINK,
+    "poolside_v1": THINK,
+    "ernie45": ERNIE,
     "hunyuan_a13b": HUNYUAN,
+    "cohere_command3": COHERE,
+    "minicpm3": MINICPM3,
     "mistral": MISTRAL,
     "seed_oss": SEED,
     "gemma4": GEMMA4,
@@ -54,11 +69,17 @@ class ReasoningParser(PartsReader):
 
     Args:
         started: the prompt ends with the opening tag, so the answer starts inside.
+        answer_started: the prompt ends with the tag before the text.
         marked: tags that have TOKEN_MARK before them.
     """
 
     def __init__(
-        self, tags: ReasoningFormat, *, started: bool, marked: Collection[str] = ()
+        self,
+        tags: ReasoningFormat,
+        *,
+        started: bool,
+        answer_started: bool = False,
+        marked: Collection[str] = (),
     ) -> None:
         super().__init__()
         self._opening = marked_tag(tags.opening, marked)
@@ -66,6 +87,7 @@ class ReasoningParser(PartsReader):
         self._label = tags.label
         self._anywhere = tags.anywhere
         self._answer_tags = tags.answer
+        self._answer_started = answer_started
         self.is_open = started
         """Whether what was read last is reasoning that is not closed."""
 
@@ -120,11 +142,12 @@ class ReasoningParser(PartsReader):
         while not self._ended and opening.startswith(self._text.lstrip()):
             yield
         text = self._text.lstrip()
-        if not text.startswith(opening):
+        if text.startswith(opening):
+            self._text = text.removeprefix(opening)
+        elif not self._answer_started:
             if self._cut and opening.startswith(text):
                 self._text = ""
             return
-        self._text = text.removeprefix(opening)
         yield from self._skip_line_ends()
         line_ends = ""  # they are the closing tag's, if it comes next
         while True:
@@ -134,8 +157,9 @@ class ReasoningParser(PartsReader):
             if text := text.removesuffix("" if self._ended and not tag else line_ends):
                 self._parts.append(TextDelta(text))
             if tag or self._ended:
-                return
+                break
             yield
+        yield from self._skip_line_ends()
 
     def _up_to(self, *tags: str) -> tuple[str, str]:
         """Read up to the next of these tags, and the tag; return the text before it, and the tag.

@@ -1,4 +1,4 @@
-"""Reads tool calls whose parameters are in tags: the format of Qwen 3 Coder and Qwen 3.5.
+"""Reads tool calls whose parameters are in tags, as Qwen 3.5, GLM and MiniMax write them.
 
 <tool_call>
 <function=f>
@@ -18,9 +18,11 @@ from typing import ClassVar
 from nanovllm.apps.server.answers.json_calls import HermesParser
 from nanovllm.apps.server.answers.parameter_types import Function, ParameterTypes
 from nanovllm.apps.server.answers.text_reader import NotACall, Steps, decoded, escaped
+from nanovllm.options.sampling_params import TOKEN_MARK
 
-_HELD = re.compile(r"\n?(?:<[/a-z:=\" ]{0,24})?\Z")
+_HELD = re.compile(rf"\n?{TOKEN_MARK}?(?:<[/a-z:_=\" ]{{0,24}})?\Z")
 """At the end of the text: what may begin the end of a value."""
+_GLM_NAME = re.compile(rf"[^\s<>{{}}\[\]{TOKEN_MARK}]")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 _WORDS = {"true": "boolean", "false": "boolean", "null": "null", "none": "null"}
 
@@ -45,35 +47,37 @@ class TaggedParser(HermesParser):
 
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
         super().__init__(marked, functions)
-        self._openings = (self._opening, self.function[0])
-        closing = ("\n?" if self.trims_values else "") + self.parameter[1]
-        following = f"{self.parameter[0]}|{self.function[1]}"
-        self._name_character = re.compile(rf"[^<>\n{self.name_end[0]}]")
+        self._begin, self._finish = map(self._tag, self.function)
+        self._key_begin, self._value_finish = map(self._tag, self.parameter)
+        self._openings = (self._opening, self._begin)
+        closing = ("\n?" if self.trims_values else "") + self._value_finish
+        following = f"{self._key_begin}|{self._finish}"
+        self._name_character = re.compile(rf"[^<>\n{self.name_end[0]}{TOKEN_MARK}]")
         self._value_end = re.compile(rf"{closing}|\n(?={following})")
         self._types = {each.name: each.types for each in self._functions}
 
     def _calls(self) -> Steps[None]:
-        if not self._text[: self._pos].endswith(self.function[0]):
+        if not self._text[: self._pos].endswith(self._begin):
             yield from self._skip_space()
             if (yield from self._peek()) in ("{", "["):
                 yield from super()._calls()
                 return
-            if not (yield from self._accept(self.function[0])):
+            if not (yield from self._accept(self._begin)):
                 raise NotACall
         yield from self._function()
         yield from self._skip_space()
-        while (yield from self._accept(self.function[0])):
+        while (yield from self._accept(self._begin)):
             yield from self._function()
             yield from self._skip_space()
         yield from self._accept(self._end)
 
     def _function(self) -> Steps[None]:
         """Read a call from its name on."""
-        name = yield from self._name()
+        name = yield from self._function_name()
         yield from self._skip_space()
         if (yield from self._peek()) == "{":
             yield from self._named_call(name)
-            yield from self._skip_tags(self.function[1])
+            yield from self._skip_tags(self._finish)
             return
         self._start(name)
         self._drop_read()
@@ -83,7 +87,7 @@ class TaggedParser(HermesParser):
         with contextlib.suppress(NotACall):  # it is cut off: what there is was passed on
             while (yield from self._has_parameter()):
                 try:
-                    key = yield from self._name()
+                    key = yield from self._key_of_value()
                 except NotACall:
                     continue
                 self._send_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
@@ -91,6 +95,13 @@ class TaggedParser(HermesParser):
                 yield from self._parameter(types.of(key))
             self._send_arguments("}")
         self._drop_read()
+
+    def _function_name(self) -> Steps[str]:
+        return (yield from self._name())
+
+    def _key_of_value(self) -> Steps[str]:
+        """Read a parameter's name up to its value."""
+        return (yield from self._name())
 
     def _name(self) -> Steps[str]:
         """Read a name and what stands after it."""
@@ -109,9 +120,9 @@ class TaggedParser(HermesParser):
         """
         while True:
             yield from self._skip_space()
-            if (yield from self._accept(self.parameter[0])):
+            if (yield from self._accept(self._key_begin)):
                 return True
-            if (yield from self._accept(self.function[1])):
+            if (yield from self._accept(self._finish)):
                 return False
             if not (yield from self._peek()):
                 if self._cut:
@@ -171,7 +182,7 @@ class TaggedParser(HermesParser):
     def _is_end_of_value(self) -> Steps[bool]:
         """Whether a tag that closes a value does: only the next tag, or nothing, may follow."""
         start = self._pos
-        tags = (self.parameter[0], self.function[1], self._end, *self._openings)
+        tags = (self._key_begin, self._finish, self._end, *self._openings)
         yield from self._skip_space()
         begin = self._pos
         self._pos = start
@@ -189,6 +200,54 @@ class SeedParser(TaggedParser):
 
     tag = "<seed:tool_call>"
     closing = "</seed:tool_call>"
+
+
+class InvokeParser(TaggedParser):
+    """<invoke name="f"><parameter name="key">value</parameter></invoke> in a tag; MiniMax M2.
+
+    All of a value belongs to it.
+    """
+
+    tag = "<minimax:tool_call>"
+    closing = "</minimax:tool_call>"
+    function = ('<invoke name="', "</invoke>")
+    parameter = ('<parameter name="', "</parameter>")
+    name_end = '">'
+    trims_values = False
+
+
+class GlmParser(TaggedParser):
+    """<tool_call>f<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>; GLM 4.5 on.
+
+    So do Ling 3 and Laguna write. There may be white space between the tags.
+    """
+
+    function = ("<tool_call>", "</tool_call>")
+    parameter = ("<arg_key>", "</arg_value>")
+    trims_values = False
+
+    def _calls(self) -> Steps[None]:
+        yield from self._skip_space()
+        if (yield from self._peek()) in ("{", "["):
+            yield from self._json_calls()
+        else:
+            yield from self._function()
+
+    def _function_name(self) -> Steps[str]:
+        name = yield from self._word(_GLM_NAME)
+        yield from self._skip_space()
+        for tag in (self._key_begin, self._finish, "{"):
+            if name and (yield from self._is_next(tag)):
+                return name
+        raise NotACall
+
+    def _key_of_value(self) -> Steps[str]:
+        key = (yield from self._word(self._name_character)).strip()
+        for tag in map(self._tag, ("</arg_key>", "<arg_value>")):
+            yield from self._skip_space()
+            if not key or not (yield from self._accept(tag)):
+                raise NotACall
+        return key
 
 
 def as_json(text: str, types: Set[str]) -> str:

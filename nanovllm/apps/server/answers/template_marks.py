@@ -2,9 +2,12 @@
 
 from nanovllm.apps.server.answers.parts import ToolCallStart
 from nanovllm.apps.server.answers.reasoning import (
+    COHERE,
+    ERNIE,
     GEMMA4,
     HARMONY,
     HUNYUAN,
+    MINICPM3,
     MISTRAL,
     MUSE,
     SEED,
@@ -12,18 +15,26 @@ from nanovllm.apps.server.answers.reasoning import (
     ReasoningFormat,
 )
 from nanovllm.apps.server.answers.tool_formats import (
+    Cohere,
+    DeepSeek3,
+    DeepSeek31,
     FunctionGemma,
     Gemma4,
+    Glm,
     Granite,
     Harmony,
     Hermes,
     HunYuan,
     HunYuanList,
+    Kimi,
     Llama,
     LlamaPythonic,
+    MiniCpm3,
+    MiniMax,
     Mistral,
     MistralArgs,
     MuseGlimmer,
+    Nemotron,
     Olmo3,
     Phi4Mini,
     Phi4MiniTags,
@@ -38,6 +49,15 @@ from nanovllm.chat.tool_messages import is_harmony, knows_tools, shows_pythonic_
 _BY_MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
     (("<atem:",), MuseGlimmer),
     (("<seed:tool_call>",), SeedOss),
+    (("<minimax:tool_call>",), MiniMax),
+    (("<TOOLCALL>",), Nemotron),
+    (("<|START_ACTION|>",), Cohere),
+    (("<|tool_calls_section_begin|>",), Kimi),
+    (("tool_declare<|im_middle|>",), Kimi),
+    (("<｜tool▁calls▁begin｜>", "```json"), DeepSeek3),
+    (("<｜tool▁calls▁begin｜>",), DeepSeek31),
+    (("<|tool_call_start|>", "```python"), MiniCpm3),
+    (("<tool_call>", "<arg_key>"), Glm),
     (("<start_function_call>",), FunctionGemma),
     (("<|tool_call>",), Gemma4),
     (("[TOOL_CALLS]", "[ARGS]"), MistralArgs),
@@ -52,8 +72,8 @@ _BY_MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
     (("[func_name",), LlamaPythonic),
 )
 """What a template has that shows a format; the first whose marks it has all."""
-_OTHER = ("<function=", "<arg_key>", "<parameter", "<tool_sep>", ">>>")
-"""Marks of formats that are not known: GLM's, functionary's, Hy 3's."""
+_OTHER = ("<function=", "<parameter", "<tool_sep>", ">>>")
+"""Marks of formats that are not known: functionary's, Hy 3's."""
 
 
 def find_reasoning_format(chat_template: str | None) -> ReasoningFormat | None:
@@ -63,9 +83,14 @@ def find_reasoning_format(chat_template: str | None) -> ReasoningFormat | None:
         return HARMONY
     if "to=self<|message|>" in template:
         return MUSE
-    if all(tag in template for tag in (HUNYUAN.closing, *HUNYUAN.answer)):
-        return HUNYUAN
-    return next((tags for tags in (THINK, MISTRAL, SEED, GEMMA4) if tags.closing in template), None)
+    if COHERE.answer[0] in template:
+        return COHERE
+    for tags in (HUNYUAN, ERNIE):
+        has_results = "<response>" in tags.answer and "<minimax:" in template
+        if all(tag in template for tag in (tags.closing, *tags.answer)) and not has_results:
+            return tags
+    known = (THINK, MISTRAL, SEED, GEMMA4, COHERE, MINICPM3)
+    return next((tags for tags in known if tags.closing in template), None)
 
 
 def find_tool_format(

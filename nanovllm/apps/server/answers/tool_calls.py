@@ -47,6 +47,8 @@ class ToolCallParser(TextReader):
     """What a call begins with."""
     closing: ClassVar[str] = ""
     """The tag after a call, or after all; models forget it."""
+    name_keys: ClassVar[tuple[str, ...]] = ("name",)
+    """What the name is called in a call that is JSON."""
     only_known_keys: ClassVar[bool] = False
     """Whether an object with further keys is not a call."""
 
@@ -196,7 +198,7 @@ class ToolCallParser(TextReader):
         while separator == ",":
             yield from self._skip_space()
             key = yield from self._key()
-            if key == "name":
+            if key in self.name_keys:
                 name = yield from self._string()
             elif key == "function" and (yield from self._peek()) == "{":
                 yield from self._call()

@@ -7,11 +7,15 @@ from typing import Any, ClassVar
 from nanovllm.apps.server.answers import harmony, muse
 from nanovllm.apps.server.answers.channels import ChannelsParser
 from nanovllm.apps.server.answers.json_calls import (
+    CohereParser,
+    DeepSeekParser,
     GraniteParser,
     HermesParser,
     HunYuanParser,
+    KimiParser,
     LlamaParser,
     MistralParser,
+    NemotronParser,
     Phi4Parser,
 )
 from nanovllm.apps.server.answers.literal_calls import (
@@ -26,15 +30,22 @@ from nanovllm.apps.server.answers.pythonic_calls import (
     CALLS_END,
     CALLS_START,
     LlamaPythonicParser,
+    MiniCpmParser,
     OlmoParser,
     PythonicParser,
 )
-from nanovllm.apps.server.answers.tagged_calls import SeedParser, TaggedParser
+from nanovllm.apps.server.answers.tagged_calls import (
+    GlmParser,
+    InvokeParser,
+    SeedParser,
+    TaggedParser,
+)
 from nanovllm.apps.server.answers.tool_calls import MAX_CALLS, ToolCallParser
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.json_schema import X_GUIDANCE, grammar_schema
 from nanovllm.options.structured_outputs import MAX_CHARS
 
+_COHERE_ID = '{"tool_call_id": "'
 _MORE = f"{{0,{MAX_CALLS - 1}}}"
 """How often a call may follow the first one in a grammar."""
 
@@ -236,6 +247,71 @@ class SeedOss(Tagged):
     tags: ClassVar[tuple[str, ...]] = ("<seed:tool_call>", "</seed:tool_call>")
 
 
+class MiniMax(Tagged):
+    parser = InvokeParser
+    tags: ClassVar[tuple[str, ...]] = ("<minimax:tool_call>", "</minimax:tool_call>")
+
+
+class Glm(Tagged):
+    parser = GlmParser
+    tags = (*Hermes.tags, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
+
+class Nemotron(ToolFormat):
+    parser: ClassVar[type[ToolCallParser]] = NemotronParser
+    tags: ClassVar[tuple[str, ...]] = ("<TOOLCALL>", "</TOOLCALL>")
+    calls = ('{0} "["', '"]" {1}')
+    separator = '", "'
+
+
+class Cohere(Nemotron):
+    parser = CohereParser
+    tags: ClassVar[tuple[str, ...]] = ("<|START_ACTION|>", "<|END_ACTION|>")
+    arguments_key = "parameters"
+    separator = r'",\n"'
+
+    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
+        opening = f'", "tool_name": {json.dumps(name)}, "parameters": '
+        return f"{quoted(_COHERE_ID)} /[0-9]{{1,3}}/ {quoted(opening)}", quoted("}")
+
+
+class Kimi(ToolFormat):
+    parser = KimiParser
+    tags: ClassVar[tuple[str, ...]] = (
+        *(KimiParser.tag, KimiParser.closing, *KimiParser.call_tags, KimiParser.separator),
+    )
+    calls = ("{0}", "{1}")
+    block = "{2} call {3}"
+
+    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
+        separator = tag_literal(KimiParser.separator, tag_ids)
+        return f"{quoted(f'functions.{name}:')} /[0-9]{{1,3}}/ {separator}", ""
+
+
+class DeepSeek31(ToolFormat):
+    parser = DeepSeekParser
+    tags: ClassVar[tuple[str, ...]] = (
+        *(DeepSeekParser.tag, DeepSeekParser.closing, *DeepSeekParser.call_tags),
+        DeepSeekParser.separator,
+    )
+    calls = ("{0}", "{1}")
+    block = "{2} call {3}"
+
+    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
+        return f"{quoted(name)} {tag_literal(DeepSeekParser.separator, tag_ids)}", ""
+
+
+class DeepSeek3(DeepSeek31):
+    """The older form: with the type of the call, and a block of JSON."""
+
+    separator = r'"\n"'
+
+    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
+        separator = tag_literal(DeepSeekParser.separator, tag_ids)
+        opening = quoted(f"{name}\n```json\n")
+        return f'"function" {separator} {opening}', quoted("\n```")
+
+
 class FunctionGemma(Gemma4):
     parser = FunctionGemmaParser
     tags: ClassVar[tuple[str, ...]] = ("<start_function_call>", "<end_function_call>", ESCAPE)
@@ -253,6 +329,10 @@ class Olmo3(Pythonic):
     tags: ClassVar[tuple[str, ...]] = ("<function_calls>", "</function_calls>")
     calls = (r'{0} "\n"', r'"\n" {1}')
     separator = r'"\n"'
+
+
+class MiniCpm3(Pythonic):
+    parser = MiniCpmParser
 
 
 TOOL_FORMATS: dict[str, type[ToolFormat]] = {
@@ -273,6 +353,18 @@ TOOL_FORMATS: dict[str, type[ToolFormat]] = {
     "functiongemma": FunctionGemma,
     "pythonic": LlamaPythonic,
     "olmo3": Olmo3,
+    "ernie45": Hermes,
+    "glm45": Glm,
+    "glm47": Glm,
+    "ling3": Glm,
+    "poolside_v1": Glm,
+    "minimax_m2": MiniMax,
+    "kimi_k2": Kimi,
+    "deepseek_v3": DeepSeek3,
+    "deepseek_v31": DeepSeek31,
+    "cohere_command3": Cohere,
+    "nemotron_json": Nemotron,
+    "minicpm3": MiniCpm3,
 }
 """By the names that vLLM gives its tool parsers."""
 
