@@ -25,6 +25,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\
 _ESCAPES |= {character: character for character in "\\'\""}
 _CODES = {"x": 2, "u": 4, "U": 8}
 """Hexadecimal digits after a backslash and this letter."""
+_FENCE = "```"
 _BEGINS_CALL = re.compile(r"[\w{]")
 _PREFIX = re.compile(r"[rbfuRBFU]")
 
@@ -226,13 +227,17 @@ class MiniCpmParser(PythonicParser):
 
     def _calls(self) -> Steps[None]:
         yield from self._skip_space()
-        is_block = yield from self._accept("```")
-        if is_block:
+        if (yield from self._accept(_FENCE)):
             yield from self._accept("python")
         yield from super()._calls()
-        if is_block:
-            yield from self._skip_space()
-            yield from self._accept("```")
+        yield from self._skip_space()
+        yield from self._accept(_FENCE)
+
+    def _is_next(self, tag: str) -> Steps[bool]:
+        found = yield from super()._is_next(tag)
+        if not found and tag == self._end:  # the end of the block is that of the calls, too
+            found = yield from super()._is_next(_FENCE)
+        return found
 
 
 class OlmoParser(PythonicParser):

@@ -69,6 +69,7 @@ _BY_MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
     (("<|tool_call|>",), Granite),
     (("<tool_calls>[",), HunYuanList),
     (("<tool_calls>", "```json"), HunYuan),
+    (("<|tool_call_start|>",), Pythonic),
     (("[func_name",), LlamaPythonic),
 )
 """What a template has that shows a format; the first whose marks it has all."""
