@@ -2,11 +2,15 @@
 
 import pytest
 
+from nanovllm.apps.server.answers.answer_format import find_answer_format
 from nanovllm.apps.server.answers.parts import ReasoningDelta, TextDelta
 from nanovllm.apps.server.answers.reasoning import (
+    COHERE,
+    ERNIE,
     GEMMA4,
     HARMONY,
     HUNYUAN,
+    MINICPM3,
     MISTRAL,
     THINK,
     ReasoningFormat,
@@ -132,6 +136,10 @@ def test_text_that_reads_like_tags_is_text(size: int) -> None:
         ("<|channel>thought<channel|>", GEMMA4),
         ("<|channel|>analysis<|message|>", HARMONY),
         ("<|channel>", None),
+        ("<think></think><response>{{ content }}</response>", ERNIE),
+        ("<think></think><minimax:tool_call><response>{{ result }}</response>", THINK),
+        ("<|START_RESPONSE|>{{ content }}<|END_RESPONSE|>", COHERE),
+        ("<|thought_start|><|thought_end|>", MINICPM3),
         (None, None),
     ],
 )
@@ -162,6 +170,22 @@ def test_hunyuan_has_tags_around_its_answer(
             parser = ReasoningParser(HUNYUAN, started=False)
             _, said = parsed(parser, whole[:end], step, cut=True)
             assert answer.startswith(said.rstrip("\n")), whole[:end]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_cohere_has_tags_around_its_answer(size: int) -> None:
+    text = "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Hello\nyou<|END_RESPONSE|>"
+    for cut in (False, True):
+        parser = ReasoningParser(COHERE, started=False)
+        assert parsed(parser, text, size, cut=cut) == ("Hm.", "Hello\nyou")
+        parser = ReasoningParser(COHERE, started=False, answer_started=True)  # by the prompt
+        assert parsed(parser, "\nHello<|END_RESPONSE|>", size, cut=cut) == ("", "Hello")
+    found = find_answer_format("<|START_RESPONSE|><|END_RESPONSE|>", "auto", "auto")
+    assert found.starts_in_answer("<|CHATBOT_TOKEN|><|START_RESPONSE|>")
+    assert not found.starts_in_answer("<|START_RESPONSE|>Hello<|END_RESPONSE|>")
+    parser = ReasoningParser(ERNIE, started=True)
+    text = "Hm.\n</think>\n\n<response>\nHello\n</response>\n"
+    assert parsed(parser, text, size) == ("Hm.", "Hello")
 
 
 def test_hunyuan_is_told_by_its_answer() -> None:

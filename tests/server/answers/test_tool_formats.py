@@ -488,6 +488,7 @@ def test_call_ids() -> None:
         ("{% if tools %}<tool_call><tool_sep>", None),
         ("{% if tools %}List of tools: [", "Pythonic"),
         ("{% if tools %}<|tool_list_start|>[", "Pythonic"),
+        ("{% if tools %}<|tool_call_start|>{{ '[' + calls[func_name + '('", "Pythonic"),
         ("{% if tools %}<|python_tag|>", "Llama"),
         ('<|start_header_id|>{% if tools %}{"name": x, "parameters": y}', "Llama"),
         ("{% if tools %}[TOOL_CALLS] [", "Mistral"),
