@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.states import StatePart, StateRows
+from nanovllm.attention.states import StatePart
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear, divide
-from nanovllm.layers.pieces import ChannelConv, Piece, PiecedLinear, SmallLinear
+from nanovllm.layers.pieces import ChannelConv, Piece, PiecedLinear, SmallLinear, head_shards
 from nanovllm.layers.state_layer import StateLayer
 from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import tensor_parallel
@@ -80,7 +80,9 @@ class GatedDeltaNet(StateLayer):
         rows = batch.state
         kernels = self.kernels
         states = self.states
-        mixed, a, b = self._inputs(hidden, rows)
+        inputs = self.in_proj_qkv(hidden), self.in_proj_ab(hidden)
+        mixed, ab = self.all_extended(inputs, rows)
+        a, b = ab[:, : self.num_heads], ab[:, self.num_heads :]
         qkv = kernels.causal_conv(mixed, self.conv1d.taps, None, True, states, rows)
         heads = kernels.gated_delta(qkv, a, b, self.A_log, self.dt_bias, states, rows)
         heads = self.own(heads, rows)
@@ -91,28 +93,8 @@ class GatedDeltaNet(StateLayer):
         out = kernels.gated_rms_norm(heads, z, self.norm.weight, self.norm.eps)
         return self.out_proj(out.flatten(1))
 
-    def _inputs(self, hidden: torch.Tensor, rows: StateRows) -> tuple[torch.Tensor, ...]:
-        """Return what changes the states: q, k and v before the convolution, a and b.
-
-        They are [E, n]: those of drafts that are computed again are among them.
-        """
-        mixed = self.in_proj_qkv(hidden)
-        ab = self.in_proj_ab(hidden)
-        if rows.replay is not None:
-            width = mixed.shape[1]
-            found = self.extended(self.kernels.join_columns([mixed, ab]), rows)
-            mixed = found[:, :width].contiguous()
-            ab = found[:, width:]
-        return mixed, ab[:, : self.num_heads], ab[:, self.num_heads :]
-
     def shards(self, prefix: str) -> Iterator[Shard]:
-        """Yield this rank's A_log and dt_bias."""
-        ranks = tensor_parallel()
-        size = self.num_heads
-        shape = (size * ranks.size,)
-        start = size * ranks.rank
-        for name, parameter in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):
-            yield Shard(f"{prefix}.{name}", shape, parameter.data, start=start)
+        yield from head_shards(self, prefix, "A_log", "dt_bias")
 
 
 def plain_parts(sizes: DeltaSizes) -> dict[str, list[Piece]]:

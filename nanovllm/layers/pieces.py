@@ -8,6 +8,7 @@ from torch import nn
 
 from nanovllm.layers.linear import LinearBase
 from nanovllm.loading.shards import Shard
+from nanovllm.utils.distributed import tensor_parallel
 
 
 class Piece(NamedTuple):
@@ -88,3 +89,14 @@ def _shards(module: nn.Module, pieces: list[Piece], prefix: str) -> Iterator[Sha
             target = parameter.data[rows]
             shape = piece.total, *target.shape[1:]
             yield Shard(f"{parent}.{piece.name}.{name}", shape, target, start=piece.start)
+
+
+def head_shards(module: nn.Module, prefix: str, *names: str) -> Iterator[Shard]:
+    """Yield this rank's numbers of the parameters `names`, whose numbers are split over the ranks
+    in order: one for each head, or for each channel.
+    """
+    ranks = tensor_parallel()
+    for name in names:
+        own = module.get_parameter(name).data
+        size = len(own)
+        yield Shard(f"{prefix}.{name}", (size * ranks.size,), own, start=size * ranks.rank)

@@ -1,5 +1,7 @@
 """`StateLayer`: the base of layers that keep a state for each sequence."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -58,6 +60,18 @@ class StateLayer(nn.Module):
             drafts = kernels.take_rows(inputs, replay.draft_tokens)
             kernels.store_rows(self._log, drafts, replay.draft_rows)
         return found
+
+    def all_extended(
+        self, parts: Sequence[torch.Tensor], rows: StateRows
+    ) -> Sequence[torch.Tensor]:
+        """Return `parts` [T, any], which together are what `extended` takes, extended. The first
+        is contiguous if it was before.
+        """
+        if rows.replay is None:
+            return parts
+        found = self.extended(self.kernels.join_columns(parts), rows)
+        first, *others = found.split_with_sizes([part.shape[1] for part in parts], dim=1)
+        return first.contiguous(), *others
 
     def own(self, outputs: torch.Tensor, rows: StateRows) -> torch.Tensor:
         """Return the rows of `outputs` [E, ...] that are of the step's own tokens: [T, ...]."""

@@ -15,7 +15,7 @@ from nanovllm.layers.activation import Act
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.pieces import Piece, SmallLinear
+from nanovllm.layers.pieces import Piece, SmallLinear, head_shards
 from nanovllm.layers.state_layer import StateLayer
 from nanovllm.loading.shards import Shard
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, SelfAttention
@@ -158,12 +158,7 @@ class SinkAttention(SelfAttention):
         return self.attn(qkv, self.head_norm(), batch, self.sinks.data)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
-        """Yield this rank's sinks."""
-        size = len(self.sinks)
-        ranks = tensor_parallel()
-        shape = (size * ranks.size,)
-        start = size * ranks.rank
-        yield Shard(f"{prefix}.sinks", shape, self.sinks.data, start=start)
+        yield from head_shards(self, prefix, "sinks")
 
 
 class SandwichLayer(DecoderLayer):

@@ -43,7 +43,7 @@ def on_ranks(monkeypatch, module, num_ranks):
     """Yield while this process is each of the ranks in turn, for what a file of layers makes."""
     for rank in range(num_ranks):
         here = TensorParallel(rank, num_ranks)
-        for place in ("nanovllm.layers.linear", module):
+        for place in ("nanovllm.layers.linear", "nanovllm.layers.pieces", module):
             monkeypatch.setattr(f"{place}.tensor_parallel", lambda here=here: here)
         yield
 
