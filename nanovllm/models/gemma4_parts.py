@@ -27,6 +27,7 @@ from nanovllm.models.parts import (
     ScaledDecoder,
     ScaledEmbedding,
     gelu_tanh,
+    proportional_rope,
 )
 from nanovllm.options.validation import shown
 
@@ -43,14 +44,7 @@ DEFAULTS: dict[str, Any] = {
     "num_experts": None,
     "use_double_wide_mlp": False,
     "final_logit_softcapping": None,
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-        "full_attention": {
-            "rope_type": "proportional",
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 1_000_000.0,
-        },
-    },
+    "rope_parameters": proportional_rope(0.25),
 }
 UNIFIED = {**DEFAULTS, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
 """Defaults of Gemma 4 12B, whose layers do not have separate embeddings."""

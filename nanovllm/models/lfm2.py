@@ -23,8 +23,10 @@ LFM_NAMES = {
     "mlp.up_proj.": "feed_forward.w3.",
     "mlp.down_proj.": "feed_forward.w2.",
     "mlp.": "feed_forward.",
+    "after_attention_norm.": "post_operator_norm.",
+    "after_mlp_norm.": "post_ffn_norm.",
 }
-"""Checkpoint names that LFM2 and LFM3 share."""
+"""Checkpoint names of LFM2 and LFM3. Only LFM3 has the last two."""
 
 
 class Lfm2ForCausalLM(DecoderForCausalLM):

@@ -28,6 +28,7 @@ MODULES = {
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2",
     "Lfm3ForCausalLM": "lfm3",
+    "Lfm3VlForConditionalGeneration": "lfm3_vl",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "mistral",
     "Mistral3ForConditionalGeneration": "mistral",

@@ -122,6 +122,17 @@ QWEN3_5_MOE = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
+LFM3 = {
+    **{name: value for name, value in SIZES.items() if name != "rms_norm_eps"},
+    "norm_eps": 1e-5,
+    "conv_bias": False,
+    "conv_L_cache": 7,
+    "sliding_window": 32,
+    "layer_types": ["conv", "full_attention", "sliding_attention"] * 2,
+    "use_sandwich_norm": True,
+    "use_attention_gate": True,
+    "rope_parameters": GEMMA4["rope_parameters"],
+}
 LFM2 = {
     **SIZES,
     "layer_types": ["conv", "full_attention", "conv"] * 2,
@@ -195,17 +206,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_expert_bias": True,
         "routed_scaling_factor": 1.0,
     },
-    "Lfm3ForCausalLM": {
-        **{name: value for name, value in SIZES.items() if name != "rms_norm_eps"},
-        "norm_eps": 1e-5,
-        "conv_bias": False,
-        "conv_L_cache": 7,
-        "sliding_window": 32,
-        "layer_types": ["conv", "full_attention", "sliding_attention"] * 2,
-        "use_sandwich_norm": True,
-        "use_attention_gate": True,
-        "rope_parameters": GEMMA4["rope_parameters"],
-    },
+    "Lfm3ForCausalLM": LFM3,
+    "Lfm3VlForConditionalGeneration": nested(LFM3),
     "LlamaForCausalLM": {**SILU, "mlp_bias": False, "rope_scaling": LLAMA3},
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": nested(MINISTRAL3),

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from nanovllm import SamplingParams
 from nanovllm.features.formats.integer import IntWeight
 from nanovllm.kernels.cpu.library import library
+from nanovllm.kv.windows import pages_for
 from nanovllm.layers.linear import Matrix
 from nanovllm.loading.hub import open_checkpoint, weight_files
 from nanovllm.models.registry import read_config
@@ -76,6 +77,23 @@ LFM3_ROPE = {
         "partial_rotary_factor": 0.5,
     },
 }
+LFM3_SWITCHES = {
+    "layer_types": [
+        CONV + FULL + CONV + SLIDING + CONV,
+        SLIDING + CONV * 2 + FULL,
+        FULL + SLIDING + CONV,
+        CONV * 2 + SLIDING * 2 + FULL + SLIDING,
+        CONV + FULL,
+    ],
+    "conv_L_cache": [7, 2, 4],
+    "conv_bias": [False, True],
+    "norm_eps": [1e-5, 1e-3],
+    "sliding_window": [5, 16, 17, 40, 1000],
+    "use_sandwich_norm": [True, True, False],
+    "use_attention_gate": [True, False, True],
+    "attention_bias": [False, True],
+    "rope": [{**LFM3_ROPE}, {**LFM3_ROPE, "full_attention": {**YARN, "rope_theta": 1e5}}],
+}
 SWITCHES = {
     "qwen3_5_text": DELTA_SWITCHES,
     "qwen3_5_moe_text": DELTA_SWITCHES | EXPERTS,
@@ -100,29 +118,21 @@ SWITCHES = {
         "routed_scaling_factor": [1.0, 2.5],
         "num_dense_layers": [1, 0],
     },
-    "lfm3": {
-        "layer_types": [
-            CONV + FULL + CONV + SLIDING + CONV,
-            SLIDING + CONV * 2 + FULL,
-            FULL + SLIDING + CONV,
-            CONV * 2 + SLIDING * 2 + FULL + SLIDING,
-            CONV + FULL,
-        ],
-        "conv_L_cache": [7, 2, 4],
-        "conv_bias": [False, True],
-        "norm_eps": [1e-5, 1e-3],
-        "sliding_window": [5, 16, 17, 40, 1000],
-        "use_sandwich_norm": [True, True, False],
-        "use_attention_gate": [True, False, True],
-        "attention_bias": [False, True],
-        "rope": [{**LFM3_ROPE}, {**LFM3_ROPE, "full_attention": {**YARN, "rope_theta": 1e5}}],
-    },
+    "lfm3": LFM3_SWITCHES,
+    "lfm3_vl": LFM3_SWITCHES,
     "qwen3_5": DELTA_SWITCHES | {"mrope": [True, False]},
     "qwen3_5_moe": DELTA_SWITCHES | EXPERTS,
 }
 """By transformers' model type: the values of each switch. Those in NESTED are of the text model."""
-NESTED = ("qwen3_5", "qwen3_5_moe")
-VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+VISION = {"hidden_size": 32, "intermediate_size": 32}
+QWEN_VISION = {**VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
+LFM_VISION = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+NESTED = {
+    "qwen3_5": {"vision_config": QWEN_VISION},
+    "qwen3_5_moe": {"vision_config": QWEN_VISION},
+    "lfm3_vl": {"vision_config": LFM_VISION, "projector_hidden_size": 32},
+}
+"""What a model that also takes pictures has beside its text model."""
 CASES = [f"{family} {number}" for family in SWITCHES for number in range(1 if FEW else NUM_CASES)]
 
 
@@ -205,9 +215,10 @@ def make_config(case):
     fields = {**settings, **switches}
     if family not in NESTED:
         return AutoConfig.for_model(family, **fields)
-    tied, vision = fields["tie_word_embeddings"], {**VISION, "out_hidden_size": 32}
-    nested = {"text_config": fields, "vision_config": vision}
-    return AutoConfig.for_model(family, **nested, tie_word_embeddings=tied)
+    tied = fields["tie_word_embeddings"]
+    return AutoConfig.for_model(
+        family, text_config=fields, tie_word_embeddings=tied, **NESTED[family]
+    )
 
 
 def make_model(case):
@@ -262,7 +273,8 @@ def test_greedy_tokens(saved, chunk, make_llm):
     assert answer(prompts[2], n=3) == (0, [expected] * 3)
 
     info = llm.engine.worker_info
-    llm = make_llm(path, num_kvcache_blocks=3 * info.state_pages + 12, **options)
+    fewest = pages_for(MAX_LENGTH, 16, info.windows, chunk) + 3 * info.state_pages
+    llm = make_llm(path, num_kvcache_blocks=fewest + 4, **options)
     again = llm.generate(prompts, params, use_tqdm=False)
     assert [output.token_ids for output in again] == [output.token_ids for output in outputs]
     assert llm.engine.scheduler.stats.num_preemptions or chunk == 1
