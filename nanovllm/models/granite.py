@@ -3,6 +3,7 @@
 import torch
 
 from nanovllm.attention.spec import AttentionOptions
+from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.decoder import (
     Decoder,
     DecoderForCausalLM,
@@ -27,14 +28,17 @@ class GraniteForCausalLM(DecoderForCausalLM):
         self._logits_scaling = config.number("logits_scaling", 1.0)
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
-        attention = SelfAttention(
+        mlp = GatedMLP(config, bias=config.flag("mlp_bias"))
+        return DecoderLayer(config, self.make_attention(config, config.rope), mlp, **self.norm)
+
+    def make_attention(self, config: ModelConfig, rope: RopeConfig | None) -> SelfAttention:
+        """Return the attention of a layer; None: without RoPE."""
+        return SelfAttention(
             config,
-            self.rotary_emb(config.rope, config.head_dim),
+            self.rotary_emb(rope, config.head_dim),
             options=AttentionOptions(scale=config.number("attention_multiplier", 1.0)),
             **attention_biases(config),
         )
-        mlp = GatedMLP(config, bias=config.flag("mlp_bias"))
-        return DecoderLayer(config, attention, mlp, **self.norm)
 
     def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
         decoder = super().make_decoder(config, layers)

@@ -24,6 +24,8 @@ from nanovllm.models.rope_fields import check_rope, read_rope
 from nanovllm.options.validation import check_float, shown
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+_LAYER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}
+"""Names of transformers 4."""
 _MAX_LAYERS = 1000
 _MAX_HEAD_DIM = 2**12
 ONLY_SOME_READ: dict[str, tuple[Any, ...]] = {
@@ -112,6 +114,7 @@ class ModelConfig:
         architecture = architecture_of(config)
         given = text_fields(config)
         fields = {**defaults, **{key: given[key] for key in given if key not in ignores}}
+        fields["layer_types"] = _layer_types(fields)
         name = {key: key for key in ("intermediate_size", "rms_norm_eps", "tie_word_embeddings")}
         name |= {key: own for key, own in aliases.items() if fields.get(own) is not None}
         _check_supported(fields, reads)
@@ -218,14 +221,21 @@ class ModelConfig:
         return read_rope(self.fields, self.max_position, self.head_dim, layer_type, theta)
 
 
+def _layer_types(fields: dict[str, Any]) -> list[str] | None:
+    """Return the types of layers under the names of transformers 5; None if there is no list."""
+    types = fields.get("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
+        raise CheckpointError(
+            f"config.json: layer_types must be a list of names, is {shown(types)}"
+        )
+    return [_LAYER_TYPES.get(name) or name for name in types]
+
+
 def _check_supported(fields: dict[str, Any], reads: Collection[str]) -> None:
     """Raise if a field asks for arithmetic that the family does not implement."""
-    layer_types = fields.get("layer_types")
-    layer_types = ["full_attention"] if layer_types is None else layer_types
-    if not isinstance(layer_types, list) or not all(isinstance(t, str) for t in layer_types):
-        raise CheckpointError(
-            f"config.json: layer_types must be a list of names, is {shown(layer_types)}"
-        )
+    layer_types = fields["layer_types"] or ["full_attention"]
     for key, neutral in ONLY_SOME_READ.items():
         if key in fields and key not in reads and fields[key] not in neutral:
             if key == "use_sliding_window":

@@ -24,6 +24,7 @@ MODULES = {
     "Gemma4UnifiedForConditionalGeneration": "gemma4",
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
+    "GraniteMoeHybridForCausalLM": "granite_hybrid",
     "HunYuanDenseV1ForCausalLM": "hunyuan",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2",

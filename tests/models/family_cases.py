@@ -55,6 +55,19 @@ SWITCHES = {
         "mlp_bias": [False, True],
         "rope": [{}, LLAMA3],
     },
+    "granitemoehybrid": {
+        "position_embedding_type": ["rope", None, "nope"],
+        "embedding_multiplier": [1.0, 12.0],
+        "attention_multiplier": [0.1, 0.3],
+        "residual_multiplier": [0.22, 1.0, 0.5],
+        "logits_scaling": [8.0, 1.0],
+        "attention_bias": [True, False],
+        "shared_intermediate_size": [40, 77],
+        "layer_types": [["attention"] * 6, ["full_attention"] * 6],
+        "num_local_experts": [0],
+        "mamba_n_heads": [4],  # transformers looks at it
+        "rope": [{}, LLAMA3],
+    },
     "olmo2": {"attention_bias": [False, True], "rope": [{}, YARN]},
     "olmo3": {
         "sliding_window": WINDOWS,
@@ -178,6 +191,9 @@ NESTED = {
     },
 }
 """What a model that also takes pictures has beside its text model."""
+EIGHT_TIMES = ("smollm3", "phi3", "granite", "granitemoehybrid", "olmo2", "olmo3", "exaone4")
+EIGHT_TIMES += ("hunyuan_v1_dense",)
+"""Families whose hidden size is a multiple of the number of heads."""
 NUM_CASES = int(os.environ.get("FAMILY_CASES", "2"))
 """Of each family; without FAMILY_CASES one of those in NESTED, whose layers another family has too.
 Twelve have each switch both ways, with several of the others."""
@@ -213,7 +229,7 @@ def make_config(case):
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    if family in ("smollm3", "phi3", "granite", "olmo2", "olmo3", "exaone4", "hunyuan_v1_dense"):
+    if family in EIGHT_TIMES:
         settings["hidden_size"] = num_heads * 8
         settings["head_dim"] = 8 if family in ("phi3", "exaone4", "olmo2", "olmo3") else 16
     if family == "muse_glimmer":
