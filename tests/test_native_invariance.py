@@ -154,6 +154,18 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "sliding_window": 40,
     },
+    "falcon_h1": {
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_d_state": 32,
+        "mamba_rms_norm": True,
+        "mamba_proj_bias": True,
+        "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.35, 0.25, 0.6, 0.5, 1.4],
+        "mlp_multipliers": [0.88, 0.4],
+    },
 }
 """With windows, sinks, experts and states."""
 

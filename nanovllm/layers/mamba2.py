@@ -137,18 +137,25 @@ class Mamba2(StateLayer):
         rows = batch.state
         kernels = self.kernels
         states = self.states
-        inputs = self.in_proj_xbc(hidden), self.in_proj_dt(hidden)
-        mixed, dt = self.all_extended(inputs, rows)
+        mixed, dt = self.all_extended(self.inputs(hidden), rows)
         xbc = kernels.causal_conv(mixed, self.conv1d.taps, self.conv1d.bias, True, states, rows)
         fixed = self.A_log, self.D, self.dt_bias, self.limits
         heads = self.own(kernels.mamba2(xbc, dt, *fixed, states, rows), rows)
         if output_indices is not None:
             heads = heads[output_indices]
             hidden = hidden[output_indices]
-        z = self.in_proj_z(hidden)
+        z = self.gate(hidden)
         out = heads.flatten(1)
         gated = kernels.mul_act(z, out, "silu") if self.norm is None else self.norm(out, z)
         return self.out_proj(gated)
+
+    def inputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x, B and C side by side, and dt: [T, any] for `hidden` [T, hidden_size]."""
+        return self.in_proj_xbc(hidden), self.in_proj_dt(hidden)
+
+    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return z, [O, channels] for `hidden` [O, hidden_size]."""
+        return self.in_proj_z(hidden)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         yield from head_shards(self, prefix, "A_log", "D", "dt_bias")

@@ -1,6 +1,7 @@
 """Families with layers that keep a state, beside transformers' own classes: logits and tokens."""
 
 import dataclasses
+import math
 import random
 
 import pytest
@@ -69,6 +70,25 @@ CONV_SWITCHES = {
     "norm_eps": [1e-5, 1e-3],
     "rope": [{}, {**YARN}],
 }
+MAMBA_SWITCHES = {
+    "mamba": [(4, 2, 8), (6, 1, 5), (2, 2, 16), (3, 3, 7)],
+    "mamba_d_state": [16, 10, 7],
+    "mamba_d_conv": [4, 2],
+    "mamba_conv_bias": [True, False],
+    "mamba_proj_bias": [False, False, True],
+    "time_step_limit": [(0.0, math.inf), (0.05, 0.3)],
+}
+FALCON_MULTIPLIERS = {
+    "embedding_multiplier": 2.5,
+    "lm_head_multiplier": 0.3,
+    "key_multiplier": 0.4,
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 0.7,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.35, 0.25, 0.6, 0.5, 1.4],
+    "mlp_multipliers": [0.88, 0.4],
+}
 LFM3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {
@@ -120,6 +140,16 @@ SWITCHES = {
     },
     "lfm3": LFM3_SWITCHES,
     "lfm3_vl": LFM3_SWITCHES,
+    "falcon_h1": MAMBA_SWITCHES
+    | {
+        "mamba_rms_norm": [True, False],
+        "mamba_norm_before_gate": [False, True],
+        "projectors_bias": [False, True, False],
+        "multipliers": [FALCON_MULTIPLIERS, {}, {**FALCON_MULTIPLIERS, "ssm_in_multiplier": 1.0}],
+        "attention_bias": [False, True],
+        "mlp_bias": [True, False],
+        "rope": [{}, {**YARN}],
+    },
     "qwen3_5": DELTA_SWITCHES | {"mrope": [True, False]},
     "qwen3_5_moe": DELTA_SWITCHES | EXPERTS,
 }
@@ -166,6 +196,15 @@ NATIVE = {
         "sliding_window": 33,
     },
     "lfm2": {"layer_types": CONV * 2 + FULL, "num_hidden_layers": 3, "block_multiple_of": 32},
+    "falcon_h1": {
+        **FALCON_MULTIPLIERS,
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_d_state": 32,
+        "mamba_rms_norm": True,
+    },
     "lfm2_moe": {"layer_types": CONV * 2 + FULL, "num_hidden_layers": 3, **EIGHT},
 }
 
@@ -184,7 +223,7 @@ def make_config(case):
         "vocab_size": chooser.choice([500, 503]),
         "hidden_size": chooser.choice([48, 64]),
         "intermediate_size": chooser.choice([48, 77]),
-        "num_hidden_layers": len(switches["layer_types"]),
+        "num_hidden_layers": len(switches.get("layer_types", "two")),
         "num_attention_heads": num_heads,
         "num_key_value_heads": kv_heads,
         "head_dim": chooser.choice([16, 24]),
@@ -203,6 +242,11 @@ def make_config(case):
         settings["linear_key_head_dim"] = chooser.choice([8, 10, 16])
         settings["linear_value_head_dim"] = chooser.choice([8, 12, 16])
         settings["rms_norm_eps"] = chooser.choice([1e-6, 1e-3])
+    if "mamba" in switches:
+        heads, groups, size = switches.pop("mamba")
+        settings |= {"mamba_n_heads": heads, "mamba_n_groups": groups, "mamba_d_head": size}
+        settings |= {"mamba_d_ssm": heads * size, "rms_norm_eps": chooser.choice([1e-6, 1e-3])}
+        settings |= switches.pop("multipliers", {})
     if "experts" in switches:
         experts, chosen = switches.pop("experts")
         settings |= {"num_experts": experts, "num_experts_per_tok": chosen}
@@ -232,7 +276,7 @@ def make_model(case):
             weight.data *= 0.3  # what it normalises may be small: rounding errors would grow
         elif name.endswith("A_log"):
             weight.data -= 3.0  # transformers sums up to 64 logarithms of decays: small ones
-        elif name.endswith("norm.weight") and "lfm" not in case:
+        elif name.endswith("norm.weight") and "qwen" in case:
             weight.data -= 1.0  # 1 is added
     generator = torch.Generator().manual_seed(5)
     for name, buffer in model.named_buffers():

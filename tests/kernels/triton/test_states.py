@@ -12,7 +12,14 @@ from torch.nn.functional import silu
 from nanovllm.attention.states import StatePart, StateRows, States
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.triton.kernels import TritonKernels
-from tests.kernels.state_cases import make_rows, make_states, naive_conv, naive_delta, naive_mamba2, part_of
+from tests.kernels.state_cases import (
+    make_rows,
+    make_states,
+    naive_conv,
+    naive_delta,
+    naive_mamba2,
+    part_of,
+)
 from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants, shapes
 from tests.kernels.triton.inputs import DEVICE, EPS, assert_as_good, each_dtype, exact_norm, randn
 from tests.kernels.triton.interpreter import patch_interpreter
