@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 from nanovllm.kernels.torch_math import activate, swiglu_oai
 
-ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
-"""Of gate and up. Their places here are their numbers in the kernels."""
+ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai", "relu2")
+"""Of gate and up, or of experts without a gate. Their places here are their numbers in the kernels.
+"swiglu_oai" needs a gate."""
 
 
 class Routing(NamedTuple):
@@ -86,14 +87,21 @@ class ExpertLinear(NamedTuple):
 
 
 class ExpertMLP(NamedTuple):
-    """The MLPs of E experts: down(activation(gate(x)) * up(x))."""
+    """The MLPs of E experts: down(activation(gate(x)) * up(x)), or down(activation(up(x)))."""
 
     gate_up: ExpertLinear
-    """An expert's gates, then its ups; or a gate and an up in turn, if they are `interleaved`."""
+    """An expert's gates, then its ups; or a gate and an up in turn, if they are `interleaved`; or
+    its ups alone, if they are not `gated`."""
     down: ExpertLinear
     activation: str
     """One of ACTIVATIONS."""
-    interleaved: bool
+    interleaved: bool = False
+    gated: bool = True
+
+    @property
+    def size(self) -> int:
+        """Return the number of inputs of an expert's `down`."""
+        return self.gate_up.num_outputs // (2 if self.gated else 1)
 
 
 def route(logits: torch.Tensor, choice: Choice) -> Routing:
@@ -166,11 +174,16 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
     for expert in sorted(set(routing.ids.flatten().tolist())):
         tokens, ranks = (routing.ids == expert).nonzero(as_tuple=True)
         gate_up = F.linear(x[tokens], *mlp.gate_up.of(expert, x.device))
-        if mlp.interleaved:
-            gate = gate_up[:, ::2]
-            up = gate_up[:, 1::2]
-        else:
-            gate, up = gate_up.chunk(2, dim=-1)
-        out = F.linear(gated(gate, up, mlp.activation), *mlp.down.of(expert, x.device))
+        out = F.linear(_hidden(gate_up, mlp), *mlp.down.of(expert, x.device))
         total[tokens] += routing.weights[tokens, ranks, None] * out.float()
     return total.to(x.dtype)
+
+
+def _hidden(gate_up: torch.Tensor, mlp: ExpertMLP) -> torch.Tensor:
+    """Return what `mlp.down` reads: [T, n]."""
+    if not mlp.gated:
+        return activate(gate_up.float(), mlp.activation).to(gate_up.dtype)
+    if mlp.interleaved:
+        return gated(gate_up[:, ::2], gate_up[:, 1::2], mlp.activation)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gated(gate, up, mlp.activation)

@@ -115,7 +115,7 @@ class StoredExperts(NamedTuple):
     linears: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     """Names of the three linears of each expert, after its number. None: all experts are together
     in the tensors gate_up_proj [E, 2 * intermediate_size, hidden_size] and down_proj [E,
-    hidden_size, intermediate_size]."""
+    hidden_size, intermediate_size]; without a gate, in up_proj and down_proj."""
     transposed: bool = False
     """Tensors of all experts have the inputs before the outputs."""
     interleaved: bool = False
@@ -185,23 +185,27 @@ class StackedLinear(Matrix):
 
 
 class GateUp(StackedLinear):
-    """The gates and the ups of E experts. Each rank has some of both."""
+    """The gates and the ups of E experts, or the ups alone. Each rank has some of both."""
+
+    def __init__(self, *args: Any, gated: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.gated = gated
 
     def shards(self, prefix: str) -> Iterator[Shard]:
-        own = self.num_outputs // 2
-        total = self.num_outputs // 2 * tensor_parallel().size
+        own = self.num_outputs // (2 if self.gated else 1)
+        total = own * tensor_parallel().size
         start = tensor_parallel().rank * own
         if self.stored_as.interleaved:
             rows = slice(2 * own)
             names = ("", "gate_up_proj")
             yield from self.part_shards(prefix, names, rows, 2 * total, 2 * start, 0)
             return
-        together = self.stored_as.linears is None
-        for i, name in enumerate((self.stored_as.linears or ("", ""))[:2]):
-            first = start + i * total if together else start
-            size = 2 * total if together else total
+        linears = self.stored_as.linears
+        size = 2 * total if self.gated and linears is None else total
+        for i, name in enumerate((linears or ("", ""))[0 if self.gated else 1 : 2]):
+            first = start + i * total if linears is None else start
             rows = slice(i * own, (i + 1) * own)
-            names = (name, "gate_up_proj")
+            names = (name, "gate_up_proj" if self.gated else "up_proj")
             yield from self.part_shards(prefix, names, rows, size, first, 0)
 
 
@@ -218,10 +222,11 @@ class Down(StackedLinear):
 
 
 class Experts(nn.Module):
-    """The MLPs of E experts: down(activation(gate(x)) * up(x)).
+    """The MLPs of E experts: down(activation(gate(x)) * up(x)), or down(activation(up(x))).
 
     Args:
-        activation: "silu", "gelu_tanh" or "swiglu_oai".
+        gated: whether they have a gate.
+        activation: "silu", "gelu_tanh", "swiglu_oai" with a gate, or "relu2".
         bias: whether the linears have one.
     """
 
@@ -234,15 +239,21 @@ class Experts(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
+        gated: bool = True,
         activation: str = "silu",
         bias: bool = False,
         stored: StoredExperts = PER_EXPERT,
     ) -> None:
         super().__init__()
         size = divide(intermediate_size, "intermediate size of an expert")
-        self.gate_up_proj = GateUp(num_experts, 2 * size, hidden_size, stored, bias=bias)
+        outputs = 2 * size if gated else size
+        self.gate_up_proj = GateUp(
+            num_experts, outputs, hidden_size, stored, bias=bias, gated=gated
+        )
         self.down_proj = Down(num_experts, hidden_size, size, stored, bias=bias)
         self.activation = activation
+        self.size = size
+        self.gated = gated
         self.interleaved = stored.interleaved
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -250,7 +261,8 @@ class Experts(nn.Module):
         down = self.down_proj.parts()
         if tensor_parallel().rank:
             down = down._replace(bias=None)  # the sum over the ranks must contain it once
-        mlp = ExpertMLP(self.gate_up_proj.parts(), down, self.activation, self.interleaved)
+        gate_up = self.gate_up_proj.parts()
+        mlp = ExpertMLP(gate_up, down, self.activation, self.interleaved, self.gated)
         return all_reduce(self.kernels.experts(x, routing, mlp))
 
 

@@ -44,6 +44,7 @@ def sparse_mlp(
     size: int,
     *,
     bias: bool = False,
+    gated: bool = True,
     activation: str = "silu",
     stored: StoredExperts = PER_EXPERT,
     **choice: Any,
@@ -53,14 +54,20 @@ def sparse_mlp(
     Args:
         size: intermediate size of an expert.
         bias: whether the linears of router and experts have one.
-        activation, stored: see `Experts`.
+        gated, activation, stored: see `Experts`.
         choice: see `Router`.
     """
     num_experts = num_experts_of(config)
     top_k = config.size("num_experts_per_tok", 8, high=num_experts)
     router = Router(config.hidden_size, num_experts, top_k, bias=bias, **choice)
     experts = Experts(
-        num_experts, config.hidden_size, size, activation=activation, bias=bias, stored=stored
+        num_experts,
+        config.hidden_size,
+        size,
+        gated=gated,
+        activation=activation,
+        bias=bias,
+        stored=stored,
     )
     return SparseMLP(router, experts)
 

@@ -180,19 +180,18 @@ def _state(layer: StateLayer) -> dict[str, Any]:
 def _mlp(layer: DecoderLayer) -> dict[str, Any]:
     """Return what a layer has of MLPs and experts."""
     found: dict[str, Any] = dict.fromkeys(("activation", "size", "experts", "shared"))
+    kind = "shared" if isinstance(layer.mlp, SharedExpertMLP) else "size"
     for module in layer.modules():
         if isinstance(module, Act | ActAndMul):
             found["activation"] = module.activation
         elif isinstance(module, Router):
             found |= {"experts": module.output_size, "experts_per_token": module.choice.top_k}
         elif isinstance(module, Experts):
-            size = module.gate_up_proj.num_outputs // 2
-            found |= {"activation": module.activation, "expert_size": size}
+            found |= {"activation": module.activation, "expert_size": module.size}
         elif isinstance(module, PlainMLP):
-            found["size"] = module.up_proj.output_size
+            found[kind] = module.up_proj.output_size
         elif isinstance(module, GatedMLP):
-            is_shared = isinstance(layer.mlp, SharedExpertMLP)
-            found["shared" if is_shared else "size"] = module.gate_up_proj.output_size // 2
+            found[kind] = module.gate_up_proj.output_size // 2
     return found
 
 

@@ -14,6 +14,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.laguna.modeling_laguna import LagunaTopKRouter
 from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from nanovllm.kernels import torch_experts
@@ -159,6 +160,36 @@ def test_gemma4(summed, tmp_path):
     _, weights, ids = router(residual)
     expected = experts(x, ids, weights)
     made = summed(lambda: load(Block(), tensors, tmp_path), x)
+    assert_close(made, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_experts_without_a_gate(together, summed, tmp_path):
+    config = AutoConfig.for_model(
+        "nemotron_h", n_routed_experts=6, moe_intermediate_size=14, mlp_hidden_act="relu2", **SIZES
+    )
+    theirs = randomize(NemotronHExperts(config))
+    tensors = {f"experts.{name}": tensor for name, tensor in theirs.state_dict().items()}
+    if not together:
+        tensors = {
+            f"experts.{expert}.{name}.weight": weight
+            for name, weights in theirs.state_dict().items()
+            for expert, weight in enumerate(weights)
+        }
+    router = Router(24, 6, 3, renormalize=True, sigmoid=True)
+    routing = randomize(router)(tokens())
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            stored = TOGETHER if together else StoredExperts()
+            self.experts = Experts(6, 24, 14, gated=False, activation="relu2", stored=stored)
+
+        def forward(self, x):
+            return self.experts(x, routing)
+
+    expected = theirs(tokens(), routing.ids.long(), routing.weights)
+    made = summed(lambda: load(Block(), tensors, tmp_path), tokens())
     assert_close(made, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -345,7 +345,7 @@ def supports_experts(x: torch.Tensor, mlp: ExpertMLP) -> bool:
         isinstance(linear.weight, PanelWeight)
         and linear.num_outputs % divisor == 0
         and linear.weight.panels.inputs is None
-        for linear, divisor in ((mlp.gate_up, 2 * PANEL), (mlp.down, PANEL))
+        for linear, divisor in ((mlp.gate_up, (2 if mlp.gated else 1) * PANEL), (mlp.down, PANEL))
     )
 
 
@@ -383,7 +383,7 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
     x = x.contiguous()
     tokens, hidden_size = x.shape
     top_k = routing.ids.shape[1]
-    size = mlp.gate_up.num_outputs // 2
+    size = mlp.size
     gate_up = _panels(mlp.gate_up)
     down = _panels(mlp.down)
     num_experts = len(gate_up.packed) * PANEL // mlp.gate_up.num_outputs
@@ -391,7 +391,7 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
     hidden = torch.empty(tokens * top_k, size, dtype=torch.bfloat16)
     tensors = gate_up.packed, gate_up.scales, gate_up.factors, mlp.gate_up.bias
     of_weight = size, hidden_size, *gate_up.arguments(hidden_size)
-    options = ACTIVATIONS.index(mlp.activation), mlp.interleaved
+    options = ACTIVATIONS.index(mlp.activation), mlp.interleaved, mlp.gated
     inputs = x, routing.ids
     library.call("nv_expert_gate_up", *inputs, *tensors, hidden, *sizes, *of_weight, *options)
     prepared = torch.empty(tokens * top_k, 4 * size + 256, dtype=torch.uint8)

@@ -9,7 +9,7 @@ KERNELS = {
     "nv_scale": "PNPTNF",
     "nv_copy_rows": "PNPPNPTN",
     "nv_route": "PPPPPTNNNNNFFFNNN",
-    "nv_expert_gate_up": "PPPPPPPTNNNNNNNNN",
+    "nv_expert_gate_up": "PPPPPPPTNNNNNNNNNN",
     "nv_expert_down": "PPPPPPPPPTNNNNNNN",
     "nv_gated_delta": "PPNPNPPPPNPPNPPRNNNN",
     "nv_pack": "PPNN",

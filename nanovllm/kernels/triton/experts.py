@@ -60,7 +60,7 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
     assert isinstance(down_weight, torch.Tensor)
     tokens, hidden_size = x.shape
     top_k = routing.ids.shape[1]
-    size = up_outputs // 2
+    size = mlp.size
     pairs = tokens * top_k
     num_experts = len(up_weight) // up_outputs
     y = x.new_empty(tokens, num_outputs)
@@ -81,7 +81,7 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
     _gate_up[(slots, triton.cdiv(size, 64))](
         x, up_weight, up_bias, hidden, order, ends, blocks, slots, hidden_size, size,
         TOP_K=top_k, ACTIVATION=ACTIVATIONS.index(mlp.activation), INTERLEAVED=mlp.interleaved,
-        LIMIT=OAI_LIMIT, ALPHA=OAI_ALPHA, **blocks_of,
+        GATED=mlp.gated, LIMIT=OAI_LIMIT, ALPHA=OAI_ALPHA, **blocks_of,
     )  # fmt: skip
     _down[(slots, triton.cdiv(num_outputs, 64))](
         hidden, down_weight, down_bias, routing.weights, outputs, order, ends, blocks, slots, size,
@@ -258,13 +258,16 @@ def _gate_up(
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    GATED: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute BLOCK_N numbers of `hidden` for the pairs of one block."""
+    """Compute BLOCK_N numbers of `hidden` for the pairs of one block. Without gates, the ups take
+    their place.
+    """
     slot = tl.program_id(0)
     expert = tl.load(blocks + slot).to(tl.int64)
     if expert < 0:
@@ -274,7 +277,7 @@ def _gate_up(
     token = tl.load(order + rows, is_row, 0).to(tl.int64) // TOP_K
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < n
-    gate_row = expert * 2 * n + (2 * columns if INTERLEAVED else columns)
+    gate_row = expert * (2 * n if GATED else n) + (2 * columns if INTERLEAVED else columns)
     up_row = gate_row + (1 if INTERLEAVED else n)
     inputs = tl.arange(0, BLOCK_K)
     gates = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -289,30 +292,41 @@ def _gate_up(
             0.0,
         )
         gate = tl.load(weight + gate_row[None, :] * k + place, mask, 0.0)
-        up = tl.load(weight + up_row[None, :] * k + place, mask, 0.0)
         gates = tl.dot(tile, gate, gates, input_precision="ieee")
-        ups = tl.dot(tile, up, ups, input_precision="ieee")
+        if GATED:
+            up = tl.load(weight + up_row[None, :] * k + place, mask, 0.0)
+            ups = tl.dot(tile, up, ups, input_precision="ieee")
     if bias is not None:
         gates += tl.load(bias + gate_row, is_column, 0.0).to(tl.float32)[None, :]
-        ups += tl.load(bias + up_row, is_column, 0.0).to(tl.float32)[None, :]
-    product = _activate(gates, ups, ACTIVATION, LIMIT, ALPHA)
+        if GATED:
+            ups += tl.load(bias + up_row, is_column, 0.0).to(tl.float32)[None, :]
+    product = _activate(gates, ups, ACTIVATION, GATED, LIMIT, ALPHA)
     target = hidden + rows.to(tl.int64)[:, None] * n + columns[None, :]
     tl.store(target, product.to(hidden.dtype.element_ty), is_row[:, None] & is_column[None, :])
 
 
 @triton.jit
-def _activate(gates, ups, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """Return the activation, by its number in ACTIVATIONS."""
+def _activate(
+    x,
+    ups,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+):
+    """Return the activation, by its number in ACTIVATIONS, of gates x and `ups`, or of x alone."""
     if ACTIVATION == 0:
-        product = gates * tl.sigmoid(gates) * ups
+        product = x * tl.sigmoid(x)
     elif ACTIVATION == 1:  # 0.5 (1 + tanh(x)) is the sigmoid of 2x
-        inner = gates * (1.5957691216057308 + 0.07135481627159 * gates * gates)
-        product = gates * tl.sigmoid(inner) * ups
+        product = x * tl.sigmoid(x * (1.5957691216057308 + 0.07135481627159 * x * x))
+    elif ACTIVATION == 2:
+        x = tl.where(x > LIMIT, LIMIT, x)
+        ups = tl.where(ups > LIMIT, LIMIT, tl.where(ups < -LIMIT, -LIMIT, ups)) + 1.0
+        product = x * tl.sigmoid(ALPHA * x)
     else:
-        gates = tl.where(gates > LIMIT, LIMIT, gates)
-        ups = tl.where(ups > LIMIT, LIMIT, tl.where(ups < -LIMIT, -LIMIT, ups))
-        product = gates * tl.sigmoid(ALPHA * gates) * (ups + 1.0)
-    return product
+        positive = tl.where(x < 0.0, 0.0, x)
+        product = positive * positive
+    return product * ups if GATED else product
 
 
 @triton.jit

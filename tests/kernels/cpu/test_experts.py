@@ -68,7 +68,8 @@ def in_bits(weight, bits):
 
 def make_mlp(hidden_size, size, bits, activation, interleaved, bias):
     """Return the MLPs of the experts for the kernels, and in float64."""
-    shapes = {"up": (2 * size, hidden_size), "down": (hidden_size, size)}
+    gated = activation != "relu2"
+    shapes = {"up": ((1 + gated) * size, hidden_size), "down": (hidden_size, size)}
     linears, wide = {}, {}
     for name, (n, k) in shapes.items():
         weight = randn(NUM_EXPERTS * n, k, seed=n) / k**0.5
@@ -76,7 +77,7 @@ def make_mlp(hidden_size, size, bits, activation, interleaved, bias):
         b = randn(NUM_EXPERTS * n, seed=k) if bias else None
         linears[name] = ExpertLinear(method, b, n)
         wide[name] = ExpertLinear(wide_weight, None if b is None else b.double(), n)
-    rest = activation, interleaved
+    rest = activation, interleaved, gated
     return (
         ExpertMLP(linears["up"], linears["down"], *rest),
         ExpertMLP(wide["up"], wide["down"], *rest),
@@ -92,6 +93,9 @@ CASES = [
     ("fp4", "swiglu_oai", True, True),
     ("zeros", "silu", False, False),
     ("nvfp4", "silu", False, True),
+    (16, "relu2", False, True),
+    (8, "relu2", False, False),
+    (4, "relu2", False, True),
 ]
 
 

@@ -27,17 +27,19 @@ patch_interpreter()
         (2, 9, "gelu_tanh", False, True),
         (70, 5, "swiglu_oai", True, True),
         (150, 3, "silu", False, True),
+        (20, 5, "relu2", False, True),
     ],
 )
 def test_experts(tokens, num_experts, activation, interleaved, bias, dtype):
     hidden_size, size = 40, 72
+    gated = activation != "relu2"
     linears = []
-    for n, k in ((2 * size, hidden_size), (hidden_size, size)):
+    for n, k in (((1 + gated) * size, hidden_size), (hidden_size, size)):
         weight = randn(num_experts * n, k, dtype=dtype, seed=n) / k**0.5
         linears.append(
             ExpertLinear(weight, randn(num_experts * n, dtype=dtype) if bias else None, n)
         )
-    mlp = ExpertMLP(linears[0], linears[1], activation, interleaved)
+    mlp = ExpertMLP(linears[0], linears[1], activation, interleaved, gated)
     x = randn(tokens, hidden_size, dtype=dtype)
     routing = torch_experts.route(
         randn(tokens, num_experts, dtype=dtype), Choice(3, renormalize=True)

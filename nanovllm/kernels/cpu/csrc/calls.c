@@ -30,7 +30,7 @@ void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows) {
         break;
     case 8:
         nv_expert_gate_up(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, tokens < 0 ? a[7].n : tokens, a[8].n, a[9].n,
-                          a[10].n, a[11].n, a[12].n, a[13].n, a[14].n, a[15].n, a[16].n);
+                          a[10].n, a[11].n, a[12].n, a[13].n, a[14].n, a[15].n, a[16].n, a[17].n);
         break;
     case 9:
         nv_expert_down(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, tokens < 0 ? a[9].n : tokens,

@@ -23,7 +23,7 @@ void nv_route(team *t, const void *logits, const bf16 *scales, const float *bias
 void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *packed, const uint16_t *scales,
                        const float *factors, const bf16 *bias, bf16 *hidden, token_count tokens, ptrdiff_t experts, ptrdiff_t top,
                        ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind, ptrdiff_t activation,
-                       ptrdiff_t interleaved);
+                       ptrdiff_t interleaved, ptrdiff_t gated);
 void nv_expert_down(team *t, const bf16 *hidden, const int32_t *ids, const float *weights, const void *packed,
                     const uint16_t *scales, const float *factors, const bf16 *bias, char *buffer, bf16 *y, token_count tokens,
                     ptrdiff_t experts, ptrdiff_t top, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind);

@@ -219,46 +219,57 @@ static void sums_of(const expert_weight *w, prepared in, ptrdiff_t panel, ptrdif
     if (w->factors) multiply_columns(acc, width == 1 ? in.rows : 1, width * PANEL, w->factors + panel * PANEL);
 }
 
-enum { SILU, GELU_TANH, SWIGLU_OAI };
+enum { SILU, GELU_TANH, SWIGLU_OAI, RELU2 };
 
 INLINE vf sigmoid_times(vf x, vf y) { return y / (exp_(-x) + 1.0f); }
-INLINE vf activate(vf gate, vf up, ptrdiff_t activation) {
-    if (activation == SILU) return sigmoid_times(gate, gate) * up;
+INLINE vf activate(vf x, ptrdiff_t activation) {
+    if (activation == SILU) return sigmoid_times(x, x);
     if (activation == GELU_TANH) /* 0.5 (1 + tanh(x)) is the sigmoid of 2x */
-        return sigmoid_times(gate * fma_(gate * gate, broadcast(0.0713548162726f), broadcast(1.5957691216057f)), gate) * up;
+        return sigmoid_times(x * fma_(x * x, broadcast(0.0713548162726f), broadcast(1.5957691216057f)), x);
+    x = blend(x < 0.0f, (vf){0}, x); /* NaN stays */
+    return x * x;
+}
+INLINE vf activate_gate(vf gate, vf up, ptrdiff_t activation) {
+    if (activation != SWIGLU_OAI) return activate(gate, activation) * up;
     gate = smaller(broadcast(7.0f), gate);
     up = smaller(broadcast(7.0f), larger(broadcast(-7.0f), up));
     return sigmoid_times(1.702f * gate, gate) * (up + 1.0f);
 }
 
-/* y[32] = the activation of a row's 32 gates and ups: two panels, or with `interleaved` two halves of 32, gate and up in turn. */
+/* y[32] = the activation of a row's 32 gates and ups: two panels, or with `interleaved` two halves of 32, gate and up in turn.
+ * If second is NULL, there are no gates. */
 static void activate_row(const float *first, const float *second, const bf16 *first_bias, const bf16 *second_bias, bf16 *y,
                          ptrdiff_t activation, ptrdiff_t interleaved) {
     float sums[2 * PANEL];
     for (ptrdiff_t c = 0; c < PANEL; c += VL) {
         store(sums + c, load(first + c) + (first_bias ? load_bf16(first_bias + c, VL) : (vf){0}));
-        store(sums + PANEL + c, load(second + c) + (first_bias ? load_bf16(second_bias + c, VL) : (vf){0}));
+        if (second) store(sums + PANEL + c, load(second + c) + (first_bias ? load_bf16(second_bias + c, VL) : (vf){0}));
     }
     for (ptrdiff_t c = 0; c < PANEL; c += VL) {
-        vf gate = load(sums + c), up = load(sums + PANEL + c);
+        vf gate = load(sums + c);
+        if (!second) {
+            store_bf16(y + c, VL, activate(gate, activation));
+            continue;
+        }
+        vf up = load(sums + PANEL + c);
         if (interleaved) {
             vf low = load(sums + 2 * c), high = load(sums + 2 * c + VL);
             gate = shuffle2(low, high, 2 * lanes()), up = shuffle2(low, high, 2 * lanes() + 1);
         }
-        store_bf16(y + c, VL, activate(gate, up, activation));
+        store_bf16(y + c, VL, activate_gate(gate, up, activation));
     }
 }
 
 /* Outputs of an item: STREAMS panels, so that a single row reads them side by side. */
 static ptrdiff_t groups_of(ptrdiff_t panels) { return (panels + STREAMS - 1) / STREAMS; }
 
-/* hidden[pair][n] = activation(gate, up) of the sorted pairs, for x[tokens][k] and a weight with 2n outputs of each expert. An
- * item is a block and STREAMS panels of hidden. */
+/* hidden[pair][n] = activation(gate, up) of the sorted pairs, for x[tokens][k] and a weight with 2n outputs of each expert; or
+ * activation(up), with n outputs of each, if not `gated`. An item is a block and STREAMS panels of hidden. */
 void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *packed, const uint16_t *scales,
                        const float *factors, const bf16 *bias, bf16 *hidden, token_count tokens, ptrdiff_t experts, ptrdiff_t top,
                        ptrdiff_t n, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind, ptrdiff_t activation,
-                       ptrdiff_t interleaved) {
-    const expert_weight w = {packed, scales, factors, bias, 2 * n, k, group, bits, kind};
+                       ptrdiff_t interleaved, ptrdiff_t gated) {
+    const expert_weight w = {packed, scales, factors, bias, (gated ? 2 : 1) * n, k, group, bits, kind};
     ptrdiff_t panels = n / PANEL, groups = groups_of(panels), max_rows = rows_that_fit(tokens, k * sizeof(operand), LINEAR_BYTES);
     ptrdiff_t pairs = tokens * top;
     grouping g = {0};
@@ -278,15 +289,15 @@ void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *p
         }
         ready = item / groups;
         prepared in = place(&w, b.rows, buffer);
-        ptrdiff_t width = side_by_side(b, count), base = b.expert * 2 * panels, size = b.rows * PANEL;
+        ptrdiff_t width = side_by_side(b, count), base = b.expert * w.n / PANEL, size = b.rows * PANEL;
         for (ptrdiff_t p = first; p < first + count; p += width) {
             sums_of(&w, in, base + (interleaved ? 2 * p : p), width, acc);
-            sums_of(&w, in, base + (interleaved ? 2 * p + width : panels + p), width, acc + width * size);
+            if (gated) sums_of(&w, in, base + (interleaved ? 2 * p + width : panels + p), width, acc + width * size);
             for (ptrdiff_t i = 0; i < width; i++) {
                 ptrdiff_t gate = interleaved ? 2 * (p + i) : p + i, up = interleaved ? gate + 1 : panels + gate;
                 const float *gates = acc + (interleaved ? 2 * i : i) * size, *ups = gates + (interleaved ? 1 : width) * size;
                 for (ptrdiff_t r = 0; r < b.rows; r++)
-                    activate_row(gates + r * PANEL, ups + r * PANEL, bias_from(bias, (base + gate) * PANEL),
+                    activate_row(gates + r * PANEL, gated ? ups + r * PANEL : NULL, bias_from(bias, (base + gate) * PANEL),
                                  bias_from(bias, (base + up) * PANEL), hidden + (b.first + r) * n + (p + i) * PANEL, activation,
                                  interleaved);
             }
