@@ -148,6 +148,14 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
     },
+    "minicpm3": {
+        "num_key_value_heads": 6,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
     "lfm3": {
         "layer_types": ["conv", "sliding_attention", "full_attention"],
@@ -167,7 +175,7 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_multipliers": [0.88, 0.4],
     },
 }
-"""With windows, sinks, experts and states."""
+"""With windows, sinks, experts, states and latents."""
 
 
 @pytest.mark.thinned(2)

@@ -15,6 +15,8 @@ from nanovllm.attention.spec import AttentionSpec, QKNorm
 
 NO_QUANTIZED_KV = "does not support an 8-bit KV cache"
 """The reason of the backends that refuse every spec with `quantized_kv`."""
+NO_VALUES_IN_KEYS = "does not take values that are a part of the keys"
+"""The reason of the backends that refuse every spec with a `value_dim`."""
 
 
 class Backend(abc.ABC):
@@ -47,8 +49,13 @@ class Backend(abc.ABC):
         """Return why this backend does not support `spec`, or None if it does."""
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Return the shape of a layer's KV cache: flash-attn's. Dimension 1 counts the blocks."""
-        return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
+        """Return the shape of a layer's KV cache: flash-attn's. Dimension 1 counts the blocks.
+
+        If values are a part of the keys, dimension 0 has the keys alone.
+        """
+        spec = self.spec
+        halves = 1 if spec.value_dim else 2
+        return (halves, num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
 
     @abc.abstractmethod
     def plan(self, batch: Batch) -> Any:
@@ -77,12 +84,17 @@ class Backend(abc.ABC):
             sinks: [num_heads] float32, if the spec says so.
 
         Returns:
-            [T, num_heads, head_dim].
+            [T, num_heads, output_dim].
         """
         q = self.store(qkv, norm, kv_cache, batch)
         if batch.attend is not None:
-            return batch.attend(partial(self.attend, sinks=sinks), q, kv_cache)
+            out = self.make_output(q)
+            return batch.attend(partial(self.attend, sinks=sinks), q, kv_cache, out)
         return self.attend(q, kv_cache, batch, sinks=sinks)
+
+    def make_output(self, q: torch.Tensor) -> torch.Tensor:
+        """Return a new tensor for what `attend` returns for `q`."""
+        return q.new_empty(*q.shape[:2], self.spec.output_dim)
 
     @abc.abstractmethod
     def store(
@@ -99,7 +111,7 @@ class Backend(abc.ABC):
         out: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return attention [T, num_heads, head_dim] of `q` over the cache, which holds all KV.
+        """Return attention [T, num_heads, output_dim] of `q` over the cache, which holds all KV.
 
         Args:
             out: contiguous, for the result; None: a new tensor.

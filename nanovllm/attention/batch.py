@@ -46,10 +46,13 @@ class Batch:
     metadata: Any = None
     """What the backend's `plan` returned for this batch."""
     attend: (
-        Callable[[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor], torch.Tensor] | None
+        Callable[
+            [Callable[..., torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+        ]
+        | None
     ) = None
-    """Called in place of the backend's `attend`: takes that, q and the layer's KV cache. None: the
-    backend attends."""
+    """Called in place of the backend's `attend`: takes that, q, the layer's KV cache and a tensor
+    for the result. None: the backend attends."""
     state: "StateRows | None" = None
     """For layers with state; None: the model has none."""
     others: tuple["Batch", ...] = ()

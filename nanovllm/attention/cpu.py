@@ -10,9 +10,13 @@ from nanovllm.attention.spec import AttentionSpec, QKNorm
 from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.build import PANEL
 
+MAX_HEAD_DIM = 576
+"""The rows of latent attention are the longest: 512 numbers, and 64 that rotate."""
+
 
 class CPUBackend(Backend):
-    """Backend for CPUs. KV cache of a layer: [num_kv_heads, num_blocks, 2, block_size, width].
+    """Backend for CPUs. KV cache of a layer: [num_kv_heads, num_blocks, 2, block_size, width], or 1
+    in place of 2 where the values are a part of the keys.
 
     width is head_dim, padded to a multiple of 32; int8 has two bytes more, for a token's scale.
     cache.h defines the layout inside a block.
@@ -29,10 +33,12 @@ class CPUBackend(Backend):
             return "needs bfloat16 on a CPU"
         if spec.kv_dtype not in (None, spec.dtype, torch.int8):
             return "keeps keys and values in bfloat16 or int8"
-        if spec.head_dim % 2 or spec.head_dim > 512:
-            return f"head_dim {spec.head_dim} is odd or above 512"
-        if spec.num_heads // spec.num_kv_heads > 32:
-            return "more than 32 query heads share a KV head"
+        if spec.head_dim % 2 or spec.head_dim > MAX_HEAD_DIM:
+            return f"head_dim {spec.head_dim} is odd or above {MAX_HEAD_DIM}"
+        if spec.value_dim and spec.value_dim % 2:
+            return f"the values have {spec.value_dim} numbers, which is odd"
+        if spec.value_dim and spec.quantized_kv:
+            return "keeps keys that are also values in bfloat16"
         if spec.block_size is not None and (spec.block_size % 32 or spec.block_size > 512):
             return f"kvcache_block_size {spec.block_size} is no multiple of 32 up to 512"
         return None
@@ -40,7 +46,8 @@ class CPUBackend(Backend):
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         spec = self.spec
         width = -(-spec.head_dim // PANEL) * PANEL + 2 * (spec.kv_dtype == torch.int8)
-        return (spec.num_kv_heads, num_blocks, 2, self.block_size, width)
+        halves = 1 if spec.value_dim else 2
+        return (spec.num_kv_heads, num_blocks, halves, self.block_size, width)
 
     def plan(self, batch: Batch) -> None:
         return None
@@ -71,5 +78,6 @@ class CPUBackend(Backend):
             window=self.spec.window,
             softcap=self.spec.softcap,
             sinks=sinks,
+            value_dim=self.spec.value_dim,
         )
         return found if out is None else out.copy_(found)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from nanovllm.attention.backend import NO_QUANTIZED_KV
+from nanovllm.attention.backend import NO_QUANTIZED_KV, NO_VALUES_IN_KEYS
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.triton import PagedBackend
@@ -42,6 +42,8 @@ class FlashAttnBackend(PagedBackend):
             return NO_QUANTIZED_KV
         if spec.sinks:
             return "has no attention sinks"
+        if spec.value_dim:
+            return NO_VALUES_IN_KEYS
         if spec.head_dim % 8 or spec.head_dim > 256:
             return f"head_dim {spec.head_dim} is no multiple of 8 up to 256"
         if spec.block_size is not None and spec.block_size % 256:

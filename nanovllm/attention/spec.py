@@ -20,6 +20,9 @@ class AttentionOptions:
     """A score s becomes softcap * tanh(s / softcap); 0.0: it stays."""
     sinks: bool = False
     """Whether each query head has a learned logit more in its softmax's denominator."""
+    value_dim: int | None = None
+    """The values are the last value_dim numbers of the keys, which are kept once; None: values are
+    separate, of head_dim numbers."""
 
 
 PLAIN = AttentionOptions()
@@ -43,6 +46,11 @@ class AttentionSpec(AttentionOptions):
     def quantized_kv(self) -> bool:
         """Whether keys and values are stored in another dtype than the queries'."""
         return self.kv_dtype not in (None, self.dtype)
+
+    @property
+    def output_dim(self) -> int:
+        """Numbers of a head's output."""
+        return self.value_dim or self.head_dim
 
 
 class QKNorm(NamedTuple):

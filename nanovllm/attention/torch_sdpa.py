@@ -48,7 +48,9 @@ class Chunk:
 
 
 class TorchBackend(Backend):
-    """KV cache of a layer: [2, num_blocks, block_size, num_kv_heads, head_dim]."""
+    """KV cache of a layer: [2, num_blocks, block_size, num_kv_heads, head_dim], or 1 in place of 2
+    where the values are a part of the keys.
+    """
 
     name: ClassVar[str] = "torch"
     default_block_size: ClassVar[int] = 16
@@ -92,9 +94,14 @@ class TorchBackend(Backend):
             return q
         blocks = batch.slot_mapping // self.block_size  # they may lie apart
         places = blocks, batch.slot_mapping % self.block_size
-        for cached, new in zip(kv_cache, (k, v), strict=True):
+        for cached, new in zip(kv_cache, (k, v), strict=False):
             cached.index_put_(places, new)
         return q
+
+    def _keys_and_values(self, cached: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the parts of `cached` [2, ..., head_dim]; [1, ..., head_dim] has keys alone."""
+        value_dim = self.spec.value_dim
+        return cached[0], cached[0, ..., -value_dim:] if value_dim else cached[1]
 
     def attend(
         self,
@@ -104,7 +111,7 @@ class TorchBackend(Backend):
         out: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out = torch.empty_like(q) if out is None else out
+        out = self.make_output(q) if out is None else out
         for plan in batch.metadata:
             if isinstance(plan, Chunk):
                 queries = q[plan.start : plan.stop]
@@ -140,17 +147,19 @@ class TorchBackend(Backend):
         num_rows = plan.blocks.shape[0]
         num_kv_heads = self.spec.num_kv_heads
         # [2, R, width, block_size, kv_heads, head_dim] -> k and v [R, kv_heads, keys, head_dim]
-        k, v = kv_cache[:, plan.blocks].flatten(2, 3).transpose(2, 3).unbind()
+        k, v = self._keys_and_values(kv_cache[:, plan.blocks].flatten(2, 3).transpose(2, 3))
         # The query heads that share a KV head become the rows of one query matrix.
         grouped = q.view(num_rows, num_kv_heads, -1, self.spec.head_dim)
         mask = plan.mask
         scale = self.spec.scale
-        return scaled_dot_product_attention(grouped, k, v, mask, scale=scale).reshape(q.shape)
+        found = scaled_dot_product_attention(grouped, k, v, mask, scale=scale)
+        return found.reshape(num_rows, -1, self.spec.output_dim)
 
     def _chunk(
         self, q: torch.Tensor, kv_cache: torch.Tensor, plan: Chunk, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        k, v = kv_cache[:, plan.blocks].flatten(1, 2)[:, : plan.num_keys].transpose(1, 2).unbind()
+        cached = kv_cache[:, plan.blocks].flatten(1, 2)[:, : plan.num_keys].transpose(1, 2)
+        k, v = self._keys_and_values(cached)
         out = scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k[None],
@@ -193,7 +202,8 @@ class TorchExplicitBackend(TorchBackend):
     ) -> torch.Tensor:
         spec = self.spec
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        k, v = kv_cache[:, plan.blocks].flatten(1, 2)[:, : plan.num_keys].transpose(1, 2)
+        cached = kv_cache[:, plan.blocks].flatten(1, 2)[:, : plan.num_keys].transpose(1, 2)
+        k, v = self._keys_and_values(cached)
         assert plan.mask is not None
         heads = q.transpose(0, 1)
         found = explicit_attention(heads, k, v, plan.mask, scale, spec.softcap, sinks)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from nanovllm.attention.backend import Backend
+from nanovllm.attention.backend import NO_VALUES_IN_KEYS, Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionSpec, QKNorm
 
@@ -70,6 +70,8 @@ class TritonBackend(PagedBackend):
             return "keeps keys and values in the queries' dtype or FP8"
         if spec.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"no kernel for {str(spec.dtype).removeprefix('torch.')}"
+        if spec.value_dim:
+            return NO_VALUES_IN_KEYS
         if spec.head_dim % 8 or spec.head_dim > 512:
             return f"head_dim {spec.head_dim} is no multiple of 8 up to 512"
         if spec.head_dim > 256 and spec.dtype == torch.float32:

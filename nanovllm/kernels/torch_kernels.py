@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,25 @@ class PlainWeight:
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self._weight)
+
+
+class HeadWeight(NamedTuple):
+    """A weight for each of H heads, one after the other."""
+
+    rows: torch.Tensor | WeightMethod
+    """[H * rows_per_head, k]"""
+    heads: int
+    rows_per_head: int
+    turned: bool
+    """Whether a head's rows belong to its inputs, and the k columns are its outputs."""
+
+    def dense(self, device: torch.device) -> torch.Tensor:
+        """Return the weights [H, outputs, inputs]."""
+        rows = self.rows
+        if not isinstance(rows, torch.Tensor):
+            rows = rows.embedding(torch.arange(self.heads * self.rows_per_head, device=device))
+        heads = rows.view(-1, self.rows_per_head, rows.shape[1])
+        return heads.mT if self.turned else heads
 
 
 class Kernels:
@@ -96,6 +115,23 @@ class Kernels:
         """
         normed = rms_norm(x, weight, eps, kind)
         return normed if out is None else out.copy_(normed)
+
+    def head_linear(
+        self, x: torch.Tensor, weight: HeadWeight, out: torch.Tensor, kept: int = 0
+    ) -> None:
+        """Write the product of each head of `x` with its own weight to `out`.
+
+        Args:
+            x: [T, H, kept + inputs]; tokens and heads may lie apart.
+            out: [T, H, kept + outputs], likewise. The first `kept` numbers are those of `x`.
+        """
+        out[:, :, :kept] = x[:, :, :kept]
+        found = torch.einsum("thk,hnk->thn", x[:, :, kept:], weight.dense(x.device))
+        out[:, :, kept:] = found
+
+    def copy(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy `x` [T, n] to `out` [T, n]; the rows of both may lie apart."""
+        out.copy_(x)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
         """Add `x` to `residual`, both contiguous, in place."""

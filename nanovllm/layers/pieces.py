@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.layers.linear import LinearBase
+from nanovllm.kernels.torch_kernels import TORCH, HeadWeight, Kernels
+from nanovllm.layers.linear import LinearBase, Matrix
 from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import tensor_parallel
 
@@ -52,6 +53,42 @@ class PiecedLinear(LinearBase):
 
 class SmallLinear(PiecedLinear):
     """A linear that keeps its bits when others are rounded: small, and its outputs are gates."""
+
+
+class HeadLinear(Matrix):
+    """A linear for each head. It keeps its bits when others are rounded: it is small.
+
+    No adapter can change it, because it is no `LinearBase`.
+
+    Args:
+        pieces: the rows of each head of this rank, equally many.
+        turned: whether the rows of a head belong to its inputs, and its outputs are `columns`.
+    """
+
+    kernels: Kernels = TORCH
+    """The loader sets those of the device."""
+    is_gathered = True
+
+    def __init__(self, columns: int, pieces: Sequence[Piece], *, turned: bool = False) -> None:
+        self.pieces = pieces
+        self.turned = turned
+        super().__init__(sum(piece.size for piece in pieces), columns)
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor, kept: int = 0) -> None:
+        """Write the product of each head of `x` with its weight to `out`.
+
+        Args:
+            x: [T, heads, kept + inputs]; tokens and heads may lie apart.
+            out: [T, heads, kept + outputs], likewise. The first `kept` numbers are copied.
+        """
+        rows = self.method if self.weight is None else self.weight
+        assert rows is not None
+        weight = HeadWeight(rows, len(self.pieces), self.pieces[0].size, self.turned)
+        self.kernels.head_linear(x, weight, out, kept)
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        for part in _shards(self, joined(self.pieces), prefix):
+            yield from self.weight_shards(part)
 
 
 class ChannelConv(nn.Module):

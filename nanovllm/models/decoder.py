@@ -115,12 +115,13 @@ class DecoderLayer(nn.Module):
     normalises the sum. The residual changes in place.
 
     Args:
+        self_attn: called like `SelfAttention`.
         mlp: maps [T, hidden_size] to [T, hidden_size].
         norm: options of the norms, see `RMSNorm`.
     """
 
     def __init__(
-        self, config: ModelConfig, self_attn: SelfAttention, mlp: nn.Module, **norm: Any
+        self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module, **norm: Any
     ) -> None:
         super().__init__()
         self.self_attn = self_attn

@@ -45,7 +45,7 @@ class MixerLayer(DecoderLayer):
     """A layer with attention, with a `StateLayer` in place of it, or with both."""
 
     def __init__(self, config: ModelConfig, mixer: nn.Module, mlp: nn.Module, **norm: Any) -> None:
-        super().__init__(config, mixer, mlp, **norm)  # type: ignore[arg-type]
+        super().__init__(config, mixer, mlp, **norm)
 
 
 class HeadGatedAttention(GatedAttention):

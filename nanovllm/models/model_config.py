@@ -103,7 +103,7 @@ class ModelConfig:
             dtype: name of a torch dtype that overrides the checkpoint's, or "auto".
             defaults: the family's values of fields that are absent.
             reads: fields beyond the common ones that the family honours.
-            aliases: the family's names for intermediate_size, rms_norm_eps and
+            aliases: the family's names for head_dim, intermediate_size, rms_norm_eps and
                 tie_word_embeddings, which take precedence.
             ignores: fields that count as absent.
 
@@ -115,13 +115,14 @@ class ModelConfig:
         given = text_fields(config)
         fields = {**defaults, **{key: given[key] for key in given if key not in ignores}}
         fields["layer_types"] = _layer_types(fields)
-        name = {key: key for key in ("intermediate_size", "rms_norm_eps", "tie_word_embeddings")}
+        common = ("head_dim", "intermediate_size", "rms_norm_eps", "tie_word_embeddings")
+        name = {key: key for key in common}
         name |= {key: own for key, own in aliases.items() if fields.get(own) is not None}
         _check_supported(fields, reads)
         for key in ("attention_bias", "mlp_bias"):
             config_bool(fields, key, False)
         torch_dtype = _dtype(fields, dtype)
-        num_heads, num_kv_heads, head_dim = _heads(fields)
+        num_heads, num_kv_heads, head_dim = _heads(fields, name["head_dim"])
         max_position = config_size(fields, "max_position_embeddings")
         check_rope(fields, reads)
         rope = read_rope(fields, max_position, head_dim)
@@ -265,12 +266,12 @@ def _dtype(config: dict[str, Any], override: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
+def _heads(config: dict[str, Any], head_dim_name: str) -> tuple[int, int, int]:
     """Return (query heads, KV heads, head_dim)."""
     num_heads = config_size(config, "num_attention_heads")
     num_kv_heads = config_size(config, "num_key_value_heads", num_heads)
     hidden_size = config_size(config, "hidden_size")
-    head_dim = config_size(config, "head_dim", hidden_size // num_heads, high=_MAX_HEAD_DIM)
+    head_dim = config_size(config, head_dim_name, hidden_size // num_heads, high=_MAX_HEAD_DIM)
     if num_heads * head_dim > MAX_SIZE:
         raise CheckpointError(
             f"config.json: num_attention_heads {num_heads} times head_dim {head_dim} must be at "

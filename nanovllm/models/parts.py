@@ -1,7 +1,7 @@
 """Parts that some families use in place of those in decoder.py: attention, layers, and a base."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -189,7 +189,7 @@ class SandwichLayer(DecoderLayer):
         eps_after: float | None = None,
         **norm: Any,
     ) -> None:
-        super().__init__(config, self_attn, mlp, **norm)  # type: ignore[arg-type]
+        super().__init__(config, self_attn, mlp, **norm)
         if not before:
             self.input_layernorm = AddOnly()  # type: ignore[assignment]
             self.post_attention_layernorm = AddOnly()  # type: ignore[assignment]
@@ -362,6 +362,41 @@ class UnweightedNorm(RMSNorm):
         super().__init__(size, eps, NORM_WIDE)
         del self.weight
         self.register_buffer("weight", torch.ones(size), persistent=False)
+
+
+class Multipliers(NamedTuple):
+    """Factors of a network."""
+
+    embedding: float
+    residual: float
+    """Of what attention and MLP add."""
+    logits: float
+    """Their divisor."""
+
+
+class MultipliedForCausalLM(DecoderForCausalLM):
+    """The base of families with multipliers."""
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        self.multipliers = self.read_multipliers(config)
+        self.norm = {"multiplier": self.multipliers.residual}  # type: ignore[misc]
+        super().__init__(config, max_model_len)
+
+    def read_multipliers(self, config: ModelConfig) -> Multipliers:
+        """Return what the config says."""
+        raise NotImplementedError
+
+    def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
+        decoder = super().make_decoder(config, layers)
+        factor = self.multipliers.embedding
+        decoder.embed_tokens = ScaledEmbedding(
+            config.vocab_size, config.hidden_size, factor, rounded=False
+        )
+        return decoder
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        logits = super().compute_logits(hidden)
+        return None if logits is None else logits / self.multipliers.logits
 
 
 class NormedEmbedding(VocabParallelEmbedding):

@@ -34,6 +34,7 @@ MODULES = {
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "mistral",
     "Mistral3ForConditionalGeneration": "mistral",
+    "MiniCPM3ForCausalLM": "minicpm3",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
     "MuseGlimmerForConditionalGeneration": "muse_glimmer",

@@ -26,6 +26,7 @@ from nanovllm.loading.shards import model_shards
 from nanovllm.loading.tensor_files import TensorInfo, read_header
 from nanovllm.models.config_fields import architecture_of, text_fields
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.models.mla_parts import LatentAttention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import PlainMLP
 from nanovllm.models.registry import MODULES, read_config, supported
@@ -143,7 +144,7 @@ def _counted(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def _attention(network: DecoderForCausalLM) -> Iterator[dict[str, Any]]:
     ropes = {rotary: rope for (rope, _), rotary in network.rotary.items()}
     for attention in network.modules():
-        if not isinstance(attention, SelfAttention):
+        if not isinstance(attention, SelfAttention | LatentAttention):
             continue
         heads, kv_heads, head_dim = attention.attn.sizes
         options = attention.attn.options
@@ -153,7 +154,7 @@ def _attention(network: DecoderForCausalLM) -> Iterator[dict[str, Any]]:
             "heads": heads,
             "kv_heads": kv_heads,
             "head_dim": head_dim,
-            "qk_norm": attention.q_norm is not None,
+            "qk_norm": isinstance(attention, SelfAttention) and attention.q_norm is not None,
             "rope": None if rope is None else rope.rope_type,
             "rope_theta": None if rope is None else rope.theta,
             "rope_share": None if rope is None else rope.partial,
@@ -161,6 +162,7 @@ def _attention(network: DecoderForCausalLM) -> Iterator[dict[str, Any]]:
             "scale": options.scale,
             "softcap": options.softcap or None,
             "sinks": options.sinks,
+            "value_dim": options.value_dim,
             "own_kv": attention.attn.source is None,
         }
 
@@ -300,7 +302,8 @@ def _kv_memory(network: nn.Module, config: ModelConfig) -> dict[str, Any]:
     for module in network.modules():
         if isinstance(module, Attention) and module.source is None:
             _, kv_heads, head_dim = module.sizes
-            token_bytes = 2 * kv_heads * head_dim * config.dtype.itemsize
+            parts = 1 if module.options.value_dim else 2
+            token_bytes = parts * kv_heads * head_dim * config.dtype.itemsize
             sizes.append(token_bytes * _BLOCK_SIZE)
             window = module.options.window
             windows.append(None if (window or _ENDLESS) >= config.max_position else window)

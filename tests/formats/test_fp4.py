@@ -109,7 +109,7 @@ def test_gates_are_widened(tmp_path):
     layer = SmallLinear(64, [Piece("proj", 8, 5, 3), Piece("proj", 8, 0, 2)])
     loaded = load(layer, tmp_path / "model.safetensors", "NVFP4", torch.bfloat16)
     assert torch.allclose(loaded.float(), torch.cat([wide[5:], wide[:2]]), rtol=2**-8)
-    assert "widened to bfloat16 because its outputs are gates" in layer.stored.description
+    assert "widened to bfloat16 because small linears keep their bits" in layer.stored.description
 
 
 def test_all_numbers():

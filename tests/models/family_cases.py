@@ -68,6 +68,22 @@ SWITCHES = {
         "mamba_n_heads": [4],  # transformers looks at it
         "rope": [{}, LLAMA3],
     },
+    "minicpm3": {
+        "latent": [(20, 24), (None, 36), (20, 16)],
+        "qk_nope_head_dim": [16, 6],
+        "v_head_dim": [None, 12],
+        "rope": [
+            {},
+            {"rope_type": "longrope"},
+            {**YARN, "mscale": 0.8, "mscale_all_dim": 0.4},
+            {**YARN, "mscale_all_dim": 0.7},
+        ],
+        "long": [False, True],
+        "attention_bias": [False, True],
+        "scale_emb": [12, 1],
+        "scale_depth": [1.4, None],
+        "dim_model_base": [None, 24],
+    },
     "olmo2": {"attention_bias": [False, True], "rope": [{}, YARN]},
     "olmo3": {
         "sliding_window": WINDOWS,
@@ -194,6 +210,8 @@ NESTED = {
 EIGHT_TIMES = ("smollm3", "phi3", "granite", "granitemoehybrid", "olmo2", "olmo3", "exaone4")
 EIGHT_TIMES += ("hunyuan_v1_dense",)
 """Families whose hidden size is a multiple of the number of heads."""
+LATENT = {"minicpm3"}
+"""Families with latent attention."""
 NUM_CASES = int(os.environ.get("FAMILY_CASES", "2"))
 """Of each family; without FAMILY_CASES one of those in NESTED, whose layers another family has too.
 Twelve have each switch both ways, with several of the others."""
@@ -232,6 +250,9 @@ def make_config(case):
     if family in EIGHT_TIMES:
         settings["hidden_size"] = num_heads * 8
         settings["head_dim"] = 8 if family in ("phi3", "exaone4", "olmo2", "olmo3") else 16
+    if family in LATENT:
+        settings |= {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_rope_head_dim": 8}
+        del settings["head_dim"]
     if family == "muse_glimmer":
         settings["hidden_size"] = 48 if num_heads < 16 else 64  # a multiple of num_heads
     fields = {**settings, **in_transformers_names(switches, settings)}
@@ -247,10 +268,13 @@ def in_transformers_names(switches, settings):
     """Return the switches as fields of a configuration."""
     switches |= switches.pop("text", {})
     rope = {"rope_type": "default", "rope_theta": 10_000.0, **switches.pop("rope", {})}
+    if (latent := switches.pop("latent", None)) is not None:
+        switches["q_lora_rank"], switches["kv_lora_rank"] = latent
     if (mscales := switches.pop("mscale", None)) is not None:
         rope["mscale"], rope["mscale_all_dim"] = mscales
     if rope["rope_type"] == "longrope":
-        pairs = int(settings["head_dim"] * rope["partial_rotary_factor"]) // 2
+        head_dim = settings.get("head_dim", settings.get("qk_rope_head_dim"))
+        pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
         rope["short_factor"] = [1.0 + 0.1 * pair for pair in range(pairs)]
         rope["long_factor"] = [2.0 + 0.3 * pair for pair in range(pairs)]
     original = 2 if switches.pop("long", False) else 2048  # shorter texts have other angles there
@@ -289,6 +313,8 @@ def make_model(case):
     for name, weight in model.named_parameters():
         if case.startswith("gemma4") and name.endswith("q_norm.weight"):
             weight.data *= 0.3  # its scores have no other scale: rounding errors would grow
+        if case.split()[0] in LATENT and name.endswith(("q_proj.weight", "q_b_proj.weight")):
+            weight.data *= 0.2  # the same: there are no norms of queries and keys
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.fill_(random.Random(name).uniform(0.5, 1.5))

@@ -168,6 +168,16 @@ LFM2 = {
     "conv_bias": False,
     "rope_theta": 1_000_000.0,
 }
+LATENT = {
+    **{key: value for key, value in SIZES.items() if key != "head_dim"},
+    "num_key_value_heads": 4,
+    "hidden_act": "silu",
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 VISION = {"model_type": "vision", "hidden_size": 8}
 MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 
@@ -252,6 +262,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Lfm3ForCausalLM": LFM3,
     "Lfm3VlForConditionalGeneration": nested(LFM3),
     "LlamaForCausalLM": {**SILU, "mlp_bias": False, "rope_scaling": LLAMA3},
+    "MiniCPM3ForCausalLM": {
+        **LATENT,
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 32,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+        "original_max_position_embeddings": 512,
+    },
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": nested(MINISTRAL3),
     "MistralForCausalLM": MISTRAL,

@@ -112,7 +112,10 @@ def _several(
 def _attention(row: dict[str, Any]) -> Iterator[str]:
     yield f"window of {row['window']} tokens" if row["window"] else "all tokens"
     yield f"{_count(row['heads'], 'head')} of {row['head_dim']}"
-    yield _count(row["kv_heads"], "KV head") if row["own_kv"] else "KV of an earlier layer"
+    if row["value_dim"]:
+        yield f"latents of {row['value_dim']} for all heads"
+    else:
+        yield _count(row["kv_heads"], "KV head") if row["own_kv"] else "KV of an earlier layer"
     if row["qk_norm"]:
         yield "norms of queries and keys"
     if row["rope"] is None:

@@ -152,6 +152,7 @@ class FusedStep:
         """
         attention = layer.self_attn
         mlp = layer.mlp
+        assert isinstance(attention, SelfAttention)
         linear = attention.qkv_proj
         qkv, residual = self._norm_linear(
             residual, sums, layer.input_layernorm, linear, linear.bias

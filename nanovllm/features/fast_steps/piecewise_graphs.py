@@ -150,9 +150,12 @@ class PiecewiseGraphs:
         )
 
     def _leave_out(
-        self, attend: Callable[..., torch.Tensor], q: torch.Tensor, kv_cache: torch.Tensor
+        self,
+        attend: Callable[..., torch.Tensor],
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
     ) -> torch.Tensor:
-        out = torch.empty_like(q)
         self._capture.leave_out(functools.partial(self._step.attend, attend), q, kv_cache, out)
         return out
 

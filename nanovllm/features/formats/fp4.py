@@ -83,8 +83,8 @@ class StoredFp4(StoredNumbers):
 
     def _kept(self, dtype: torch.dtype, kernels: Kernels) -> tuple[WeightMethod | None, str]:
         factors = self._row_factors()
-        if self._is_gates:
-            return None, "its outputs are gates"
+        if self._is_exact:
+            return None, "small linears keep their bits"
         if dtype == torch.float32:
             return None, "the model's dtype is float32"
         rows = IntRows(self._shape[0], dtype, kernels)

@@ -13,10 +13,10 @@ from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.experts import Router, StackedLinear
 from nanovllm.layers.linear import LinearBase, Matrix
-from nanovllm.layers.pieces import SmallLinear
+from nanovllm.layers.pieces import HeadLinear, SmallLinear
 from nanovllm.loading.shards import Shard
 
-EXACT = (Router, SmallLinear)
+EXACT = (Router, SmallLinear, HeadLinear)
 """Matrices that are not rounded: small, and a rounded logit may choose another expert, or close a
 gate."""
 

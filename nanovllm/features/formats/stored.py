@@ -15,7 +15,7 @@ from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.kernels.torch_kernels import Kernels, PlainWeight, WeightMethod
 from nanovllm.layers.experts import StackedLinear
 from nanovllm.layers.linear import Matrix
-from nanovllm.layers.pieces import SmallLinear
+from nanovllm.layers.pieces import HeadLinear, SmallLinear
 from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import tensor_parallel
 
@@ -270,7 +270,7 @@ class StoredNumbers:
         self._shape = tuple(matrix.weight.shape)
         self._device = matrix.weight.device
         self._is_experts = isinstance(matrix, StackedLinear)
-        self._is_gates = isinstance(matrix, SmallLinear)
+        self._is_exact = isinstance(matrix, (SmallLinear, HeadLinear))
         self._loaded: list[LoadedField] = []
         """What is released once the method is made."""
 

@@ -130,8 +130,8 @@ class StoredIntegers(StoredNumbers):
         size = self._form.group or k
         if dtype == torch.float32:
             return None, "the model's dtype is float32"
-        if self._is_gates:
-            return None, "its outputs are gates"
+        if self._is_exact:
+            return None, "small linears keep their bits"
         if any(not torch.equal(other, groups[0]) for other in groups):
             return None, "linears that are computed as one order their inputs differently"
         if size % 32:

@@ -7,9 +7,10 @@ import torch
 
 from nanovllm.kernels import torch_experts
 from nanovllm.kernels.cpu import ops
+from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import OneDnnWeight, PackedWeight, use_onednn
 from nanovllm.kernels.torch_experts import ExpertMLP, Routing
-from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+from nanovllm.kernels.torch_kernels import HeadWeight, Kernels, WeightMethod
 
 
 class OneDnnKernels(Kernels):
@@ -52,6 +53,18 @@ class CKernels(CSamplingKernels):
         if ops.supports_experts(x, mlp):
             return ops.experts(x, routing, mlp)
         return torch_experts.experts(x, routing, mlp)
+
+    def head_linear(
+        self, x: torch.Tensor, weight: HeadWeight, out: torch.Tensor, kept: int = 0
+    ) -> None:
+        rows = weight.rows
+        if isinstance(rows, PackedWeight) and weight.rows_per_head % PANEL == 0:
+            ops.head_linear(x, rows, out, kept=kept, turned=weight.turned)
+        else:
+            super().head_linear(x, weight, out, kept)
+
+    def copy(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        ops.copy_rows(x, out)
 
     def pack(self, weight: torch.Tensor, *, is_embedding: bool) -> WeightMethod | None:
         if not self.can_pack_rows(weight):

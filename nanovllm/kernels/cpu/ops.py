@@ -166,10 +166,13 @@ def store(
         positions, slot_mapping: [t] int64.
         kv_cache: [kv_heads, blocks, 2, block_size, width] bfloat16, in the layout of cache.h; its
             heads and its blocks may lie apart. An 8-bit KV cache is int8 and has two more bytes per
-            token: the token's scale.
+            token: the token's scale. [kv_heads, blocks, 1, block_size, width]: only keys are
+            stored.
     """
-    num_kv_heads, _, _, block_size, _ = kv_cache.shape
+    num_kv_heads, _, halves, block_size, _ = kv_cache.shape
     q = torch.empty(len(qkv), num_heads, head_dim, dtype=torch.bfloat16)
+    kv_parts = (qkv.shape[1] // head_dim - num_heads) // num_kv_heads
+    sizes = head_dim, cos_sin.shape[1], block_size, halves, 8 * kv_cache.element_size()
     library.call(
         "nv_store",
         qkv,
@@ -185,11 +188,8 @@ def store(
         len(qkv),
         num_heads,
         num_kv_heads,
-        (qkv.shape[1] // head_dim - num_heads) // num_kv_heads,
-        head_dim,
-        cos_sin.shape[1],
-        block_size,
-        8 * kv_cache.element_size(),
+        kv_parts,
+        *sizes,
         eps,
         kind,
         after_rotation,
@@ -210,6 +210,7 @@ def attention(
     window: int | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    value_dim: int | None = None,
 ) -> torch.Tensor:
     """Return causal attention of q [t, heads, dim] over a paged KV cache; see `Backend.attend`.
 
@@ -220,12 +221,16 @@ def attention(
         block_tables: [rows, width] int32.
         cu_seqlens_q: [rows + 1] int32.
         seq_lens: [rows] int32.
-        scale, window, softcap: as in `AttentionSpec`.
+        scale, window, softcap, value_dim: as in `AttentionSpec`.
         sinks: [heads] float32; None: there are none.
+
+    Returns:
+        [t, heads, value_dim or dim].
     """
     num_kv_heads, _, _, block_size, _ = kv_cache.shape
     _, num_heads, head_dim = q.shape
-    out = torch.empty_like(q)
+    value_dim = value_dim or head_dim
+    out = torch.empty(len(q), num_heads, value_dim, dtype=q.dtype)
     library.call(
         "nv_attention",
         q,
@@ -241,6 +246,7 @@ def attention(
         num_heads,
         num_kv_heads,
         head_dim,
+        value_dim,
         block_size,
         8 * kv_cache.element_size(),
         window or 0,
@@ -248,6 +254,18 @@ def attention(
         softcap,
     )
     return out
+
+
+def head_linear(
+    x: torch.Tensor, weight: PanelWeight, out: torch.Tensor, *, kept: int = 0, turned: bool = False
+) -> None:
+    """Do what `Kernels.head_linear` says, for a bfloat16 weight each of whose heads has whole
+    panels. A token's result is the same, bit for bit, whatever the other tokens are.
+    """
+    tokens, heads, size = x.shape
+    places = x, x.stride(0), x.stride(1), weight.panels.packed, out, out.stride(0), out.stride(1)
+    sizes = tokens, heads, out.shape[2] - kept, size - kept, kept, turned
+    library.call("nv_head_linear", *places, *sizes)
 
 
 def _distances(kv_cache: torch.Tensor) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import torch
 from nanovllm.features.formats.integer import IntTensor, quantize
 from nanovllm.kernels.cpu import ops, table_ops
 from nanovllm.kernels.cpu.kernels import CKernels
+from nanovllm.kernels.torch_kernels import HeadWeight
 from nanovllm.layers.sampler import Sampling, draw
 from tests.closeness import assert_close
 from tests.kernels.cpu.helpers import native, pack, randn
@@ -38,6 +39,42 @@ def test_linear_reads_rows_that_lie_apart():
     x = wide[:, 100:196]
     expected = pack(weight).apply(x.contiguous())
     assert torch.equal(pack(weight).apply(x), expected)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "rows", "columns", "kept"),
+    [(3, 64, 48, 8), (1, 32, 150, 0), (2, 192, 512, 64), (2, 24, 40, 6)],
+)
+def test_a_linear_of_each_head(heads, rows, columns, kept, turned):
+    """Of heads that lie apart. Those of 24 rows have no whole panels: torch computes them."""
+    weight, kernels = randn(heads * rows, columns), CKernels()
+    by_head = HeadWeight(kernels.pack(weight, is_embedding=True), heads, rows, turned)
+    outputs, inputs = (columns, rows) if turned else (rows, columns)
+    wide = randn(40, heads + 1, kept + inputs + 2, seed=1)
+    x = wide[:, 1:, 2:]
+    exact = torch.einsum(
+        "thk,hnk->thn",
+        x[..., kept:].double(),
+        by_head._replace(rows=weight.double()).dense(x.device),
+    )
+    before = randn(40, heads + 2, kept + outputs + 3, seed=2)
+
+    def multiply(first, last):
+        out = before.clone()
+        into = out[first:last, 1 : heads + 1, 1 : kept + outputs + 1]
+        kernels.head_linear(x[first:last], by_head, into, kept)
+        found = into.clone()
+        into.copy_(before[first:last, 1 : heads + 1, 1 : kept + outputs + 1])
+        assert torch.equal(out, before)
+        return found
+
+    together = multiply(0, 40)
+    assert torch.equal(together[..., :kept], x[..., :kept])
+    assert_close(together[..., kept:], exact, atol=1e-3, rtol=2**-7)
+    for first, last in ((7, 8), (0, 13), (5, 37)) if rows % 32 == 0 else ():
+        assert torch.equal(multiply(first, last), together[first:last])
 
 
 SIZES = (1, 8, 16, 24, 33, 48, 80, 96, 100)

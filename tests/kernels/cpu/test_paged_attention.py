@@ -263,7 +263,8 @@ class Stored:
 
     def __init__(self, spec, seq_lens):
         self.backend, self.seq_lens = CPUBackend(spec), seq_lens
-        size, heads = self.backend.block_size, spec.num_heads + 2 * spec.num_kv_heads
+        size, kv_parts = self.backend.block_size, 1 if spec.value_dim else 2
+        heads = spec.num_heads + kv_parts * spec.num_kv_heads
         widths = [-(-n // size) for n in seq_lens]
         order = torch.randperm(sum(widths), generator=torch.Generator().manual_seed(5))
         self.blocks = order.int().split(widths)
@@ -283,7 +284,9 @@ class Stored:
             qkv, positions, slots, self.cache, spec.num_heads, spec.head_dim, **norm._asdict()
         )
         _, k, v = norm.apply(qkv, positions, spec)
-        self.kv = in_8_bits(self.cache, slots, k, v) if dtype == torch.int8 else [k, v]
+        self.kv = [k, k[..., -spec.value_dim :] if spec.value_dim else v]
+        if dtype == torch.int8:
+            self.kv = in_8_bits(self.cache, slots, k, v)
         self.cache[:, self.stale].view(torch.uint8).fill_(0xFF)  # NaN, also as a scale of int8
         self.sinks = randn(spec.num_heads, seed=9).float() * 2 if spec.sinks else None
 
@@ -341,7 +344,6 @@ def test_sinks_are_given_if_the_spec_has_them(sinks):
 def test_windows_softcap_and_sinks(
     heads, kv_heads, head_dim, block_size, window, softcap, sinks, scale, kv_dtype
 ):
-    """Whole prompts against float64; then in chunks, whose rows are the same bits."""
     spec = AttentionSpec(
         heads,
         kv_heads,
@@ -355,13 +357,35 @@ def test_windows_softcap_and_sinks(
         softcap=softcap,
         sinks=sinks,
     )
+    check_prompts_and_chunks(spec)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "value_dim", "block_size", "window", "sinks"),
+    [
+        (20, 1, 576, 512, 64, None, False),
+        (80, 2, 96, 64, 32, None, True),
+        (37, 1, 70, 54, 128, 64, False),
+        (5, 1, 66, 6, 32, 5, True),
+    ],
+)
+def test_values_in_keys(heads, kv_heads, head_dim, value_dim, block_size, window, sinks):
+    """And more query heads than a tile has rows."""
+    sizes = heads, kv_heads, head_dim, torch.bfloat16, torch.device("cpu"), block_size
+    options = {"value_dim": value_dim, "window": window, "sinks": sinks}
+    check_prompts_and_chunks(AttentionSpec(*sizes, **options))
+
+
+def check_prompts_and_chunks(spec):
+    """Whole prompts against float64; then in chunks, whose rows are the same bits."""
     assert CPUBackend.unsupported(spec) is None
     seq_lens = [1, 70, 333]
     stored = Stored(spec, seq_lens)
     whole = stored.attend([(row, 0, n) for row, n in enumerate(seq_lens)])
     exact = reference(
         *(x.double() for x in (stored.q, *stored.kv)),
-        *(seq_lens, seq_lens, scale, window, softcap, stored.sinks),
+        *(seq_lens, seq_lens, spec.scale, spec.window, spec.softcap, stored.sinks),
     )
     found = torch.cat(whole)
     assert_close(found, exact, atol=0.01, rtol=2**-8, rows=token_names(seq_lens, seq_lens))
@@ -384,4 +408,6 @@ def test_unsupported_shapes_are_named():
     assert "head_dim 81" in CPUBackend.unsupported(spec(head_dim=81))
     assert "kvcache_block_size 16" in CPUBackend.unsupported(spec(block_size=16))
     assert "bfloat16" in CPUBackend.unsupported(spec(dtype=torch.float32))
-    assert "share a KV head" in CPUBackend.unsupported(spec(num_heads=66))
+    assert "head_dim 578" in CPUBackend.unsupported(spec(head_dim=578))
+    assert "33 numbers" in CPUBackend.unsupported(spec(value_dim=33))
+    assert "are also values" in CPUBackend.unsupported(spec(value_dim=32, kv_dtype=torch.int8))

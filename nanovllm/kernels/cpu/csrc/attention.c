@@ -17,7 +17,9 @@ static __attribute__((noinline)) void cache_tile(int rows, ptrdiff_t k, ptrdiff_
 /* What all tiles of a call share. */
 typedef struct {
     ptrdiff_t heads;    /* query heads of a token */
-    int group;          /* query heads of a KV head */
+    int group;          /* query heads that share a tile */
+    ptrdiff_t values;   /* numbers of a value: c.dim, or less where the values are the last numbers of the keys */
+    ptrdiff_t skipped;  /* numbers of a key before those that are its value */
     ptrdiff_t window;   /* keys that a token sees, its own included, at most */
     float scale;        /* of scores, times log2(e): a weight is exp2(scale * (score - row_max)) */
     float squash;       /* a score becomes tanh(squash * score); 0: it stays */
@@ -41,12 +43,15 @@ typedef struct {
     ptrdiff_t pass_keys, pass_blocks;
     operand *query;                  /* [rows][width] */
     float *scores;                   /* [rows][pass_keys]; a row's weights overwrite its scores, from the row's start on */
-    float *acc;                      /* [rows][width]: the sum of weighted values */
+    float *acc;                      /* [rows][value_width]: the sum of weighted values */
+    ptrdiff_t value_width;           /* of the values, rounded up to whole panels */
+    bf16 *turned;                    /* [pass_keys/2][32][2]: a panel of values, made of keys; NULL: the cache has values */
     float *row_max, *row_sum;        /* [rows]: the largest score, and the sum of weights */
     float *rescale, *pass_sum;       /* [rows]: the factor for earlier sums, and the pass's sum of weights */
     const quantized_rows *queries;   /* 8 bits: `query` and its scales */
     quantized_rows *weights;         /* 8 bits: the weights at `scores` and their scales */
-    const bf16 **values, **prefetch; /* [pass_blocks]: a block's values, and what to prefetch while they are read */
+    const bf16 **values, **prefetch; /* [pass_blocks]: a block's values, and what to prefetch while they are read. Of keys that
+                                      * are also values, the block itself, and what to prefetch while its keys are read */
 } query_tile;
 
 typedef struct {
@@ -64,14 +69,12 @@ INLINE int int_groups(const cache_layout *c) { return c->width > K_STEP ? 2 : 1;
 
 INLINE const uint8_t *block_at(kv_sequence kv, ptrdiff_t b) { return kv.cache + kv.block_table[b] * kv.block_bytes; }
 
-/* Return where row r begins in q and in the output, counted from the tile's first row. */
-INLINE ptrdiff_t row_offset(const cache_layout *c, const query_tile *t, int r) {
-    return (r / t->shape.group * t->shape.heads + r % t->shape.group) * c->dim;
-}
+/* Return which of the heads of the batch's tokens row r is, counted from the tile's first row. */
+INLINE ptrdiff_t head_of_row(const query_tile *t, int r) { return r / t->shape.group * t->shape.heads + r % t->shape.group; }
 
 INLINE void load_queries(const cache_layout *c, const query_tile *t, const bf16 *q) {
     for (int r = 0; r < t->rows; r++) {
-        const bf16 *from = q + row_offset(c, t, r);
+        const bf16 *from = q + head_of_row(t, r) * c->dim;
         if (c->bits == 16) {
             operand *row = t->query + r * c->width;
             for (ptrdiff_t d = 0; d < c->width; d += VL)
@@ -90,14 +93,15 @@ INLINE void load_queries(const cache_layout *c, const query_tile *t, const bf16 
 INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence kv, kv_sequence next_kv, key_pass pass) {
     for (ptrdiff_t j = pass.first; j < pass.keys; j += PANEL) {
         ptrdiff_t b = j / c->block, in_block = j % c->block;
-        const uint8_t *keys = block_at(kv, b), *values = keys + c->half_bytes, *next = values;
+        const uint8_t *keys = block_at(kv, b), *values = t->turned ? keys : keys + c->half_bytes, *next = values;
         if (t->pass_keys + j < pass.left) next = block_at(kv, t->pass_blocks + b);
         else if (t->pass_keys >= pass.left && j >= next_kv.first && j < next_kv.num_keys) next = block_at(next_kv, b);
         t->values[b] = (const bf16 *)values, t->prefetch[b] = (const bf16 *)next;
         output_rows found = {t->scores + j, t->pass_keys};
         if (c->bits == 16) {
-            const bf16 *panel = (const bf16 *)keys + in_block * c->width, *panel_values = panel + c->half_bytes / 2;
-            panel_pieces pieces = {&panel, &panel_values, c->width};
+            const bf16 *panel = (const bf16 *)keys + in_block * c->width;
+            const bf16 *ahead = t->turned ? (const bf16 *)next + in_block * c->width : panel + c->half_bytes / 2;
+            panel_pieces pieces = {&panel, &ahead, c->width};
             tile(t->rows, c->width, (input_rows){t->query, c->width}, pieces, found, 0);
         } else {
             const bf16 *scales = (const bf16 *)(keys + c->scale_offset) + in_block;
@@ -150,9 +154,17 @@ INLINE void rescale_sums(const cache_layout *c, const query_tile *t) {
         store(t->row_sum + r, fma_(load(t->row_sum + r), load(t->rescale + r), load(t->pass_sum + r)));
     }
     for (int r = 0; r < t->rows; r++) {
-        float *acc = t->acc + r * c->width;
-        for (ptrdiff_t d = 0; d < c->width && t->rescale[r] != 1.0f; d += VL) store(acc + d, load(acc + d) * t->rescale[r]);
+        float *acc = t->acc + r * t->value_width;
+        for (ptrdiff_t d = 0; d < t->value_width && t->rescale[r] != 1.0f; d += VL) store(acc + d, load(acc + d) * t->rescale[r]);
     }
+}
+
+/* Make the panel of a pass's values from d on of keys, which have them from shape.skipped + d on. */
+INLINE void turn_keys(const cache_layout *c, const query_tile *t, key_pass pass, ptrdiff_t d) {
+    ptrdiff_t from = t->shape.skipped + d;
+    for (ptrdiff_t j = pass.first; j < pass.keys; j += PANEL)
+        turn_square(t->values[j / c->block] + j % c->block * c->width + from * PANEL, (c->width - from) / 2,
+                    t->turned + j * PANEL);
 }
 
 /* acc += weights . values of a pass. With 8 bits the values' scales are already in the weights, so the tile gets unit_scales. */
@@ -160,9 +172,13 @@ INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass
     ptrdiff_t ld = t->pass_keys * (ptrdiff_t)(sizeof *t->scores / sizeof(operand));
     input_rows weights = {(const operand *)t->scores + pass.first, ld};
     ptrdiff_t first_block = pass.first / c->block;
-    for (ptrdiff_t d = 0; d < c->width; d += PANEL) {
-        output_rows acc = {t->acc + d, c->width};
-        if (c->bits == 16) {
+    for (ptrdiff_t d = 0; d < t->value_width; d += PANEL) {
+        output_rows acc = {t->acc + d, t->value_width};
+        if (t->turned) {
+            const bf16 *panel = t->turned + pass.first * PANEL;
+            turn_keys(c, t, pass, d);
+            tile(t->rows, pass.k - pass.first, weights, (panel_pieces){&panel, &panel, t->pass_keys}, acc, 1);
+        } else if (c->bits == 16) {
             panel_pieces pieces = {t->values + first_block, t->prefetch + first_block, c->block};
             tile(t->rows, pass.k - pass.first, weights, pieces, acc, 1);
             for (ptrdiff_t b = first_block; b * c->block < pass.keys; b++) { /* on to the next panel of values */
@@ -180,11 +196,12 @@ INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass
     }
 }
 
-INLINE void store_output(const cache_layout *c, const query_tile *t, bf16 *out) {
+INLINE void store_output(const query_tile *t, bf16 *out) {
     for (int r = 0; r < t->rows; r++) {
-        bf16 *row = out + row_offset(c, t, r);
+        ptrdiff_t n = t->shape.values;
+        bf16 *row = out + head_of_row(t, r) * n;
         float inverse = 1.0f / t->row_sum[r];
-        for (ptrdiff_t d = 0; d < c->dim; d += VL) store_bf16(row + d, c->dim - d, load(t->acc + r * c->width + d) * inverse);
+        for (ptrdiff_t d = 0; d < n; d += VL) store_bf16(row + d, n - d, load(t->acc + r * t->value_width + d) * inverse);
     }
 }
 
@@ -205,8 +222,12 @@ static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, 
                                              kv_sequence next_kv, int tokens) {
     int rows = tokens * shape.group;
     ptrdiff_t pass_blocks = blocks_of_pass(&c), pass_keys = pass_blocks * c.block, panels = pass_keys / PANEL;
+    ptrdiff_t value_width = (shape.values + PANEL - 1) / PANEL * PANEL;
+    int turns = shape.values < c.dim; /* the values are a part of the keys */
     operand query[TILE_ROWS * c.width] __attribute__((aligned(64)));
-    float scores[TILE_ROWS * pass_keys] __attribute__((aligned(64))), acc[TILE_ROWS * c.width] __attribute__((aligned(64)));
+    float scores[TILE_ROWS * pass_keys] __attribute__((aligned(64)));
+    float acc[TILE_ROWS * value_width] __attribute__((aligned(64)));
+    bf16 turned[turns ? pass_keys * PANEL : 1] __attribute__((aligned(64)));
     float query_scales[TILE_ROWS * 2], weight_scales[TILE_ROWS * panels];
     float row_max[TILE_ROWS], row_sum[TILE_ROWS] = {0}, rescale[TILE_ROWS] = {0}, pass_sum[TILE_ROWS] = {0};
     group_sum query_sums[TILE_ROWS * 2], sums[TILE_ROWS * panels];
@@ -223,6 +244,8 @@ static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, 
         .query = query,
         .scores = scores,
         .acc = acc,
+        .value_width = value_width,
+        .turned = turns ? turned : NULL,
         .row_max = row_max,
         .row_sum = row_sum,
         .rescale = rescale,
@@ -235,7 +258,7 @@ static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, 
 
     for (ptrdiff_t j = 0; c.bits == 8 && j < c.block; j++) unit_scales[j] = 0x3f80;
     for (int r = 0; r < rows; r++) begin_row(&t, r);
-    memset(acc, 0, rows * c.width * sizeof *acc);
+    memset(acc, 0, rows * value_width * sizeof *acc);
     load_queries(&c, &t, q);
     for (ptrdiff_t start = 0; start < kv.num_keys; start += pass_keys, kv.block_table += pass_blocks) {
         ptrdiff_t left = kv.num_keys - start;
@@ -250,7 +273,7 @@ static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, 
         rescale_sums(&c, &t);
         add_values(&c, &t, pass, unit_scales);
     }
-    store_output(&c, &t, out);
+    store_output(&t, out);
 }
 
 /* Tokens [first, first + count) of the batch, which belong to `row`; the last of them sees num_keys. */
@@ -278,33 +301,51 @@ INLINE kv_sequence visible_keys(const cache_layout *c, const uint8_t *cache, ptr
                          (block - skipped) * c->block};
 }
 
+/* Return into how many parts to cut the query heads of a KV head, so that a part fits a tile, and tiles are few. Heads that fill
+ * more than half of a tile leave no room for another token: parts of them share a tile with those of other tokens. */
+static int parts_of_group(int group, ptrdiff_t tokens, ptrdiff_t rows) {
+    ptrdiff_t mean = rows ? (tokens + rows - 1) / rows : 1, fewest = PTRDIFF_MAX;
+    int best = 1;
+    if (2 * group <= TILE_ROWS) return 1;
+    for (int parts = 1; parts <= group; parts++) {
+        if (group % parts || group / parts > TILE_ROWS) continue;
+        ptrdiff_t max_tokens = TILE_ROWS / (group / parts), tiles = (mean + max_tokens - 1) / max_tokens * parts;
+        if (tiles < fewest) fewest = tiles, best = parts;
+    }
+    return best;
+}
+
 /* Compute causal attention of a batch. Row r has the tokens [cu_seqlens[r], cu_seqlens[r + 1]), the last of its seq_lens[r].
  * A token at position p sees the keys in (p - window, p]; if the window is 0, all up to p. A score s = scale * q . k becomes
- * softcap * tanh(s / softcap), unless softcap is 0. Unless sinks[heads] is NULL, exp(sink) is added to the sum of a softmax. */
+ * softcap * tanh(s / softcap), unless softcap is 0. Unless sinks[heads] is NULL, exp(sink) is added to the sum of a softmax.
+ * If `values` is less than dim, the cache has only keys, of 16 bits, and the last `values` numbers of a key are its value. out is
+ * [tokens][heads][values]. */
 void nv_attention(team *team, const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t head_bytes, ptrdiff_t block_bytes,
                   const int32_t *block_tables, ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens,
-                  const float *sinks, row_count num_rows, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block,
-                  ptrdiff_t bits, ptrdiff_t window, float scale, float softcap) {
-    int group = heads / kv_heads, max_tokens = TILE_ROWS / group;
+                  const float *sinks, row_count num_rows, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t values,
+                  ptrdiff_t block, ptrdiff_t bits, ptrdiff_t window, float scale, float softcap) {
+    int parts = parts_of_group(heads / kv_heads, cu_seqlens[num_rows], num_rows);
+    int group = heads / kv_heads / parts, max_tokens = TILE_ROWS / group;
     cache_layout layout = layout_of(dim, block, bits);
-    query_shape shape = {heads, group, window ? window : INT32_MAX, scale * 1.44269504f, 0, NULL};
+    query_shape shape = {heads, group, values, dim - values, window ? window : INT32_MAX, scale * 1.44269504f, 0, NULL};
     if (softcap != 0.0f) shape.squash = scale / softcap, shape.scale = softcap * 1.44269504f;
     ptrdiff_t num_tiles = 0, n = 0;
     for (ptrdiff_t r = 0; r < num_rows; r++) num_tiles += (cu_seqlens[r + 1] - cu_seqlens[r] + max_tokens - 1) / max_tokens;
     token_tile *tiles = scratch(num_tiles * sizeof *tiles);
     for (ptrdiff_t r = 0; tiles && r < num_rows; r++) n += cut_row(cu_seqlens, seq_lens, r, max_tokens, tiles + n);
     begin_tiles();
-    FOR_ITEMS(item, team, num_tiles * kv_heads) { /* tiles of a KV head share keys: adjacent ones meet in a thread's cache */
-        kv_sequence kv[2];                        /* of this tile and the next */
+    FOR_ITEMS(item, team,
+              num_tiles * kv_heads * parts) { /* tiles of a KV head share keys: adjacent ones meet in a thread's cache */
+        kv_sequence kv[2];                    /* of this tile and the next */
         for (int i = 0; i < 2; i++) {
             token_tile t = tiles[(item + i) % num_tiles];
-            const uint8_t *head_cache = cache + (item + i) / num_tiles % kv_heads * head_bytes;
+            const uint8_t *head_cache = cache + (item + i) / num_tiles / parts % kv_heads * head_bytes;
             kv[i] = visible_keys(&layout, head_cache, block_bytes, block_tables + t.row * table_width, t, shape.window);
         }
         token_tile t = tiles[item % num_tiles];
-        ptrdiff_t first_head = item / num_tiles * group, offset = (t.first * heads + first_head) * dim;
+        ptrdiff_t first_head = item / num_tiles * group, first = t.first * heads + first_head;
         if (sinks) shape.sinks = sinks + first_head;
-        attend(layout, shape, q + offset, out + offset, kv[0], kv[1], t.count);
+        attend(layout, shape, q + first * dim, out + first * values, kv[0], kv[1], t.count);
     }
     end_tiles();
     free(tiles);

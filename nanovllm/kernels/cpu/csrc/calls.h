@@ -2,8 +2,8 @@
 #pragma once
 void nv_attention(team *t, const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t head_bytes, ptrdiff_t block_bytes,
                   const int32_t *block_tables, ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens,
-                  const float *sinks, row_count num_rows, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t block,
-                  ptrdiff_t bits, ptrdiff_t window, float scale, float softcap);
+                  const float *sinks, row_count num_rows, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t values,
+                  ptrdiff_t block, ptrdiff_t bits, ptrdiff_t window, float scale, float softcap);
 void nv_batch(team *t, const int32_t *table, ptrdiff_t stride, ptrdiff_t columns, const int64_t *rows, ptrdiff_t num_rows,
               ptrdiff_t block, int64_t *input_ids, int64_t *positions, int64_t *slot_mapping, int32_t *cu_seqlens,
               int32_t *seq_lens, int32_t *block_tables, ptrdiff_t width, ptrdiff_t num_tables, ptrdiff_t slots_apart,
@@ -34,6 +34,9 @@ void nv_gated_delta(team *t, const bf16 *qkv, const bf16 *a, ptrdiff_t lda, cons
 void nv_pack(team *t, const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k);
 void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, const bf16 *bias, bf16 *y, token_count m, ptrdiff_t n,
                ptrdiff_t num_inputs);
+void nv_head_linear(team *t, const bf16 *x, ptrdiff_t ldx, ptrdiff_t x_head, const bf16 *packed, bf16 *y, ptrdiff_t ldy,
+                    ptrdiff_t y_head, token_count m, ptrdiff_t heads, ptrdiff_t n, ptrdiff_t num_inputs, ptrdiff_t kept,
+                    ptrdiff_t turned);
 void nv_linear_wide(team *t, const bf16 *x, ptrdiff_t ldx, const float *w, float *y, token_count m, ptrdiff_t n, ptrdiff_t k);
 void nv_gather(team *t, const int64_t *ids, const bf16 *packed, bf16 *y, token_count tokens, ptrdiff_t k);
 void nv_pack_int(team *t, const int8_t *q, const uint16_t *scales, const uint16_t *more, uint8_t *packed, uint16_t *packed_scales,
@@ -64,5 +67,5 @@ void nv_gated_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *gate, 
 void nv_store(team *t, const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin, const float *q_scale,
               const int64_t *positions, const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t head_bytes,
               ptrdiff_t block_bytes, token_count tokens, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t kv_parts, ptrdiff_t dim,
-              ptrdiff_t rotary, ptrdiff_t block, ptrdiff_t bits, float eps, ptrdiff_t norm, ptrdiff_t after_rotation,
-              ptrdiff_t interleaved, ptrdiff_t v_norm);
+              ptrdiff_t rotary, ptrdiff_t block, ptrdiff_t halves, ptrdiff_t bits, float eps, ptrdiff_t norm,
+              ptrdiff_t after_rotation, ptrdiff_t interleaved, ptrdiff_t v_norm);

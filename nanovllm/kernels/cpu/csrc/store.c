@@ -66,15 +66,15 @@ INLINE void multiply_row(bf16 *x, ptrdiff_t n, float factor) {
 }
 
 /* Prefetch the cache lines of a token into the second-level cache. The first level cannot wait for so many at once. */
-INLINE void prefetch_token(const cache_layout *c, const uint8_t *keys, ptrdiff_t token) {
+INLINE void prefetch_token(const cache_layout *c, const uint8_t *keys, ptrdiff_t token, ptrdiff_t halves) {
     ptrdiff_t bytes = c->bits / 8;
     const uint8_t *k = keys + key_offset(c, token) * bytes, *v = keys + c->half_bytes + value_offset(token) * bytes;
     for (ptrdiff_t i = 0; i < c->width; i += 2) __builtin_prefetch(k + i * PANEL * bytes, 0, 2);
-    for (ptrdiff_t i = 0; i < c->width; i += PANEL)
+    for (ptrdiff_t i = 0; halves == 2 && i < c->width; i += PANEL)
         for (int line = 0; line < 2 * bytes; line += 2) __builtin_prefetch(v + i * c->block * bytes + line * PANEL, 0, 2);
 }
 
-/* Store key[dim] and value[dim] as `token` of the block whose keys begin at `keys`. */
+/* Store key[dim] and, unless it is NULL, value[dim] as `token` of the block whose keys begin at `keys`. */
 INLINE void store_token(const cache_layout *c, const bf16 *key, const bf16 *value, uint8_t *keys, ptrdiff_t token) {
     ptrdiff_t dim = c->dim, block = c->block, bytes = c->bits / 8;
     uint8_t *values = keys + c->half_bytes;
@@ -87,12 +87,12 @@ INLINE void store_token(const cache_layout *c, const bf16 *key, const bf16 *valu
         for (ptrdiff_t i = 0; i < dim; i++) v[i / PANEL * PANEL * block + i % PANEL * 2] = ints[i];
     } else {
         for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * PANEL * 2, key + i, 4);
-        for (ptrdiff_t i = 0; i < dim; i++) ((bf16 *)v)[i / PANEL * PANEL * block + i % PANEL * 2] = value[i];
+        for (ptrdiff_t i = 0; value && i < dim; i++) ((bf16 *)v)[i / PANEL * PANEL * block + i % PANEL * 2] = value[i];
     }
 }
 
 /* Store VL tokens from `token` on, a multiple of VL, in a 16-bit cache: whole vectors instead of pairs. Rows of key[VL][width]
- * end in zeros, and rows of value are ld apart. */
+ * end in zeros, and rows of value, unless it is NULL, are ld apart. */
 INLINE void store_vl_tokens(const cache_layout *c, const bf16 *key, const bf16 *value, ptrdiff_t ld, uint8_t *keys,
                             ptrdiff_t token) {
     bf16 *k = (bf16 *)keys + key_offset(c, token), *v = (bf16 *)(keys + c->half_bytes) + value_offset(token);
@@ -102,7 +102,7 @@ INLINE void store_vl_tokens(const cache_layout *c, const bf16 *key, const bf16 *
         transpose(pairs);
         for (int j = 0; j < VL; j++) store((float *)(k + (i + 2 * j) * PANEL), pairs[j]);
     }
-    for (ptrdiff_t j = 0; j < VL; j += 2, value += 2 * ld)
+    for (ptrdiff_t j = 0; value && j < VL; j += 2, value += 2 * ld)
         for (ptrdiff_t i = 0; i < c->dim; i += VL) {
             vu even = __builtin_convertvector(load_bits16(value + i, c->dim - i), vu);
             vu odd = __builtin_convertvector(load_bits16(value + ld + i, c->dim - i), vu);
@@ -112,13 +112,14 @@ INLINE void store_vl_tokens(const cache_layout *c, const bf16 *key, const bf16 *
 
 /* Prepare q, k and v, and store k and v. A row of qkv has the q heads, then kv_parts times kv_heads heads. 2: the k heads and the
  * v heads. 1: the k heads; as they are in qkv, they are also the v heads. 0: none, and nothing is stored. q_weight and k_weight
- * may be NULL: no norm. With v_norm, values have a norm without weight. Unless q_scale is NULL, q_scale[position] multiplies a
- * query last. Work is divided into chunks of a KV head's tokens; VL tokens in adjacent cells of a block are stored together. */
+ * may be NULL: no norm. If the cache has 1 of two halves, of 16 bits, only keys are stored. With v_norm, values have a norm
+ * without weight. Unless q_scale is NULL, q_scale[position] multiplies a query last. Work is divided into chunks of a KV head's
+ * tokens; VL tokens in adjacent cells of a block are stored together. */
 void nv_store(team *team, const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin, const float *q_scale,
               const int64_t *positions, const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t head_bytes,
               ptrdiff_t block_bytes, token_count tokens, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t kv_parts, ptrdiff_t dim,
-              ptrdiff_t rotary, ptrdiff_t block, ptrdiff_t bits, float eps, ptrdiff_t norm, ptrdiff_t after_rotation,
-              ptrdiff_t interleaved, ptrdiff_t v_norm) {
+              ptrdiff_t rotary, ptrdiff_t block, ptrdiff_t halves, ptrdiff_t bits, float eps, ptrdiff_t norm,
+              ptrdiff_t after_rotation, ptrdiff_t interleaved, ptrdiff_t v_norm) {
     const cache_layout c = layout_of(dim, block, bits);
     const preparation p = {dim, rotary, interleaved, norm, after_rotation, eps};
     ptrdiff_t ld = (heads + kv_parts * kv_heads) * dim, group = heads / kv_heads;
@@ -134,7 +135,7 @@ void nv_store(team *team, const bf16 *qkv, const bf16 *q_weight, const bf16 *k_w
             for (n = 1; n < VL && t + n < end && slot_mapping[t + n] == slot_mapping[t] + n; n++) {}
             if (n < VL || slot_mapping[t] % VL || bits == 8) n = 1;
             if (n == 1 && t + 1 < end && kv_parts)
-                prefetch_token(&c, head_cache + slot_mapping[t + 1] / block * block_bytes, slot_mapping[t + 1] % block);
+                prefetch_token(&c, head_cache + slot_mapping[t + 1] / block * block_bytes, slot_mapping[t + 1] % block, halves);
             const bf16 *row = qkv + t * ld, *value = row + (heads + (kv_parts - 1) * kv_heads + head) * dim;
             ptrdiff_t ld_value = v_norm ? dim : ld;
             for (ptrdiff_t j = 0; j < n; j++, row += ld) {
@@ -151,6 +152,7 @@ void nv_store(team *team, const bf16 *qkv, const bf16 *q_weight, const bf16 *k_w
             }
             if (!kv_parts) continue;
             if (v_norm) value = normed_values;
+            if (halves == 1) value = NULL;
             if (n == 1) store_token(&c, key, value, keys, slot_mapping[t] % block);
             else store_vl_tokens(&c, key, value, ld_value, keys, slot_mapping[t] % block);
         }

@@ -117,6 +117,27 @@ INLINE void transpose(vf rows[VL]) {
     }
 }
 
+/* to[16][32][2] = the square from[16][32][2] of a panel, turned: of 32 outputs and pairs of inputs it makes 32 inputs and pairs
+ * of outputs. Only `pairs` pairs of inputs are read; the others are zeros. */
+INLINE void turn_square(const uint16_t *from, ptrdiff_t pairs, uint16_t *to) {
+    vi low = (lanes() >> 1) + (lanes() & 1) * VL, high = low + VL / 2;
+    for (int output = 0; output < 32; output += VL)
+        for (int pair = 0; pair < 16; pair += VL) {
+            vf rows[VL];
+#pragma GCC unroll 16
+            for (int i = 0; i < VL; i++)
+                rows[i] = pair + i < pairs ? load((const float *)(from + (pair + i) * 64 + output * 2)) : (vf){0};
+            transpose(rows);
+#pragma GCC unroll 16
+            for (int i = 0; i < VL; i += 2) {
+                vu a = (vu)rows[i], b = (vu)rows[i + 1];
+                vf even = (vf)((a & 0xffff) | b << 16), odd = (vf)(a >> 16 | (b & 0xffff0000));
+                float *turned = (float *)(to + (output + i) * 32 + pair * 4);
+                store(turned, shuffle2(even, odd, low)), store(turned + VL, shuffle2(even, odd, high));
+            }
+        }
+}
+
 INLINE vf from_bf16(half_vu h) {
 #if VL == 16 && defined(__AVX512F__)
     return (vf)((vu)_mm512_cvtepu16_epi32((__m256i)h) << 16);

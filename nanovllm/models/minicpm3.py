@@ -1,0 +1,38 @@
+"""The MiniCPM3 family: latent attention, and multipliers."""
+
+from typing import Any, ClassVar
+
+from nanovllm.models.decoder import DecoderLayer, GatedMLP
+from nanovllm.models.mla_parts import LatentAttention
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.parts import MultipliedForCausalLM, Multipliers
+
+
+class MiniCPM3ForCausalLM(MultipliedForCausalLM):
+    """MiniCPM3-4B: latent attention; factors on embedding, residual and logits."""
+
+    aliases: ClassVar[dict[str, str]] = {"head_dim": "qk_rope_head_dim"}
+    defaults: ClassVar[dict[str, Any]] = {
+        "kv_lora_rank": 256,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "rms_norm_eps": 1e-5,
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+        "tie_word_embeddings": True,
+    }
+
+    def read_multipliers(self, config: ModelConfig) -> Multipliers:
+        depth = config.num_layers**0.5
+        residual = config.number("scale_depth", depth) / depth
+        base = config.number("dim_model_base", config.hidden_size)
+        return Multipliers(config.number("scale_emb", 12.0), residual, config.hidden_size / base)
+
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
+        rotary_emb = self.rotary_emb(config.rope, config.head_dim)
+        attention = LatentAttention(config, rotary_emb, bias=config.flag("attention_bias"))
+        return DecoderLayer(
+            config, attention, GatedMLP(config, bias=config.flag("mlp_bias")), **self.norm
+        )

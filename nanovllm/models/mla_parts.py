@@ -1,0 +1,192 @@
+"""Multi-head latent attention (MLA): what a token leaves in the cache is one row for all heads.
+
+The row has the token's latent, from which each head's keys and values could be computed, and one
+rotated key part. Queries are multiplied by the weight of the keys instead, and the sums of latents
+by that of the values (arXiv 2405.04434, section 2.1). So all query heads read one KV head whose
+keys are the rows, and whose values are the latents in them. Prompts are computed like single
+tokens: the bits of a row do not tell where it comes from.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from nanovllm.attention.batch import Batch
+from nanovllm.attention.spec import AttentionOptions
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.kernels.torch_kernels import TORCH, Kernels
+from nanovllm.layers.attention import Attention, head_norm
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import LinearBase, RowParallelLinear, divide
+from nanovllm.layers.pieces import HeadLinear, Piece, PiecedLinear
+from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from nanovllm.models.config_fields import MAX_SIZE
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.utils.distributed import tensor_parallel
+
+_MAX_DIM = 2**12
+_LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever rms_norm_eps is, as in transformers."""
+
+
+class LatentSizes(NamedTuple):
+    """The sizes of a latent attention, under their names in config.json."""
+
+    q_lora_rank: int | None
+    """Of the latent from which queries are made; None: they are made of the hidden state."""
+    kv_lora_rank: int
+    """Of the latent that is kept."""
+    qk_nope_head_dim: int
+    """Numbers of a head's query and key that do not rotate."""
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def row(self) -> int:
+        """Numbers of what is kept for a token."""
+        return self.qk_rope_head_dim + self.kv_lora_rank
+
+
+def latent_sizes(config: ModelConfig) -> LatentSizes:
+    """Return the sizes that the config says.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: they are wrong, or do not fit each other.
+    """
+    q_lora_rank = None
+    if config.fields.get("q_lora_rank") is not None:
+        q_lora_rank = config.size("q_lora_rank")
+    v_head_dim = config.size("v_head_dim", config.hidden_size // config.num_heads, high=_MAX_DIM)
+    sizes = LatentSizes(
+        q_lora_rank,
+        config.size("kv_lora_rank", high=_MAX_DIM),
+        config.size("qk_nope_head_dim", high=_MAX_DIM),
+        config.size("qk_rope_head_dim", high=_MAX_DIM),
+        v_head_dim,
+    )
+    if config.size("qk_head_dim", sizes.qk_head_dim) != sizes.qk_head_dim:
+        raise CheckpointError(
+            f"config.json: qk_head_dim {config.size('qk_head_dim')} is not qk_nope_head_dim "
+            f"{sizes.qk_nope_head_dim} + qk_rope_head_dim {sizes.qk_rope_head_dim}"
+        )
+    if sizes.qk_rope_head_dim % 2:
+        raise CheckpointError(f"config.json: qk_rope_head_dim {sizes.qk_rope_head_dim} is odd")
+    widest = max(sizes.qk_head_dim, sizes.v_head_dim, sizes.row)
+    if config.num_heads * widest > MAX_SIZE:
+        raise CheckpointError(
+            f"config.json: num_attention_heads {config.num_heads} times {widest} must be at most "
+            f"{MAX_SIZE}"
+        )
+    if config.num_kv_heads != config.num_heads:
+        raise UnsupportedModelError(
+            f"config.json: num_key_value_heads {config.num_kv_heads} is not supported: latent "
+            f"attention makes keys for each of num_attention_heads {config.num_heads}"
+        )
+    return sizes
+
+
+class LatentAttention(nn.Module):
+    """Latent attention. Each rank has some heads, and the rows of all tokens.
+
+    Args:
+        rotary_emb: of qk_rope_head_dim numbers.
+        bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
+    """
+
+    kernels: Kernels = TORCH
+    """The loader sets those of the device."""
+
+    def __init__(
+        self, config: ModelConfig, rotary_emb: RotaryEmbedding, *, bias: bool = False
+    ) -> None:
+        super().__init__()
+        sizes = self.sizes = latent_sizes(config)
+        hidden_size = config.hidden_size
+        rope = sizes.qk_rope_head_dim
+        latent = sizes.kv_lora_rank
+        heads = divide(config.num_heads, "num_attention_heads")
+        first = tensor_parallel().rank * heads
+        own = range(first, first + heads)
+        self.rotary_emb = rotary_emb
+        self.q_a_proj = self.q_a_layernorm = None
+        name = "q_proj"
+        inputs = hidden_size
+        if sizes.q_lora_rank is not None:
+            name = "q_b_proj"
+            inputs = sizes.q_lora_rank
+            self.q_a_proj = LinearBase(hidden_size, inputs, bias=bias)
+            self.q_a_layernorm = RMSNorm(inputs, _LATENT_EPS)
+        self.q_proj = PiecedLinear(inputs, _rope_first(name, config.num_heads, own, sizes))
+        kv = "kv_a_proj_with_mqa"
+        pieces = [Piece(kv, sizes.row, latent, rope), Piece(kv, sizes.row, 0, latent)]
+        self.kv_a_proj = PiecedLinear(hidden_size, pieces, bias=bias)
+        self.kv_a_layernorm = RMSNorm(latent, _LATENT_EPS)
+        nope = sizes.qk_nope_head_dim
+        both = nope + sizes.v_head_dim
+        total = config.num_heads * both
+        keys = [Piece("kv_b_proj", total, head * both, nope) for head in own]
+        values = [piece._replace(start=piece.start + nope, size=both - nope) for piece in keys]
+        self.k_b_proj = HeadLinear(latent, keys, turned=True)
+        self.v_b_proj = HeadLinear(latent, values)
+        outputs = config.num_heads * sizes.v_head_dim
+        self.o_proj = RowParallelLinear(outputs, hidden_size, bias=bias)
+        scale = sizes.qk_head_dim**-0.5 * _mscale(config.rope) ** 2
+        options = AttentionOptions(scale=scale, value_dim=latent)
+        self.attn = Attention(heads, 1, sizes.row, options)
+
+    def forward(
+        self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Write the rows of all T tokens; return [O, hidden_size] for `hidden` [T, hidden_size]."""
+        norm = head_norm(None, None, self.rotary_emb)
+        latents = self.attn(self._queries_and_rows(hidden), norm, batch)
+        if output_indices is not None:
+            latents = latents[output_indices]
+        size = self.sizes.v_head_dim
+        heads = latents.shape[1]
+        values = torch.empty(len(latents), heads, size, dtype=hidden.dtype, device=hidden.device)
+        self.v_b_proj(latents, values)
+        return self.o_proj(values.flatten(1))
+
+    def _queries_and_rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the queries of the heads and the rows, not yet rotated: [T, (heads + 1) * row]."""
+        tokens = len(hidden)
+        heads, _, row = self.attn.sizes
+        rope = self.sizes.qk_rope_head_dim
+        shape = tokens, heads + 1, row
+        qkv = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
+        kv = self.kv_a_proj(hidden)
+        norm = self.kv_a_layernorm
+        self.kernels.copy(kv[:, :rope], qkv[:, heads, :rope])
+        out = qkv[:, heads, rope:]
+        self.kernels.rms_norm(kv[:, rope:], norm.weight, norm.eps, norm.kind, out=out)
+        if self.q_a_proj is not None and self.q_a_layernorm is not None:
+            hidden = self.q_a_layernorm(self.q_a_proj(hidden))
+        queries = self.q_proj(hidden).view(tokens, heads, self.sizes.qk_head_dim)
+        self.k_b_proj(queries, qkv[:, :heads], kept=rope)
+        return qkv.view(tokens, -1)
+
+
+def _rope_first(name: str, num_heads: int, own: range, sizes: LatentSizes) -> list[Piece]:
+    """Return the rows of the heads `own`, of each those that rotate before the others."""
+    nope = sizes.qk_nope_head_dim
+    size = sizes.qk_head_dim
+    pieces = []
+    for head in own:
+        pieces.append(Piece(name, num_heads * size, head * size + nope, size - nope))
+        pieces.append(Piece(name, num_heads * size, head * size, nope))
+    return pieces
+
+
+def _mscale(rope: RopeConfig) -> float:
+    """Return the factor on queries and on keys that a longer context asks for."""
+    weight = rope.mscale_all_dim
+    if rope.rope_type == "default" or not weight or rope.factor <= 1:
+        return 1.0
+    return 0.1 * weight * math.log(rope.factor) + 1.0
