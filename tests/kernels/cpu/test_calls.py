@@ -22,10 +22,10 @@ def test_every_kernel_fits_a_call():
 
 
 def test_a_call_has_the_kernels_number_and_its_arguments():
-    call = pack_call("nv_scale", [16, 32, 5, 64, 0.5])
+    call = pack_call("nv_scale", [16, 80, 32, 5, 64, 0.5])
     words = memoryview(call).cast("q")
     assert len(call) == CALL_BYTES
-    assert [*words[:5]] == [[*KERNELS].index("nv_scale"), 16, 32, 5, 64]
-    assert memoryview(call).cast("d")[5] == 0.5
-    assert size_of("nv_scale", [16, 32, 5, 64, 0.5]) == 5
+    assert [*words[:6]] == [[*KERNELS].index("nv_scale"), 16, 80, 32, 5, 64]
+    assert memoryview(call).cast("d")[6] == 0.5
+    assert size_of("nv_scale", [16, 80, 32, 5, 64, 0.5]) == 5
     assert size_of("nv_pack", [16, 32, 5, 64]) is None
