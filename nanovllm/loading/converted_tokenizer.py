@@ -1,4 +1,4 @@
-"""A tokenizer that transformers makes, of a GGUF file or of files older than tokenizer.json.
+"""A tokenizer made of a GGUF file, or of files without a tokenizer.json.
 
 Importing transformers and making a tokenizer with it takes 0.8 s at each start, so what it made is
 kept on disk; reading that takes a few milliseconds.
@@ -23,6 +23,7 @@ from nanovllm.loading.gguf import read_gguf
 from nanovllm.loading.gguf_tokenizer import convert_gguf_tokenizer
 from nanovllm.loading.hub import MAX_FILE_BYTES, OPENED_PATTERNS, Checkpoint
 from nanovllm.loading.text_tokenizer import TextTokenizer
+from nanovllm.loading.tiktoken_file import KIMI_CLASS, TIKTOKEN_MODEL, is_kimi, read_tiktoken
 from nanovllm.loading.tokenizer_files import read_chat_templates
 from nanovllm.options.validation import shown
 from nanovllm.utils import disk_cache
@@ -65,8 +66,9 @@ def converted_tokenizer(checkpoint: Checkpoint) -> TextTokenizer:
         if is_gguf(path):
             fields = _fields_of(convert_gguf_tokenizer(path, read_gguf(path).tokenizer))
         else:
-            fields = _fields_of(_load(path))
             settings = read_json(path / "tokenizer_config.json")
+            is_tiktoken = (path / TIKTOKEN_MODEL).is_file()
+            fields = _fields_of(read_tiktoken(path, settings) if is_tiktoken else _load(path))
             fields["chat_template"] = read_chat_templates(path, settings)
         tokenizer = _from_fields(fields)
         tokenizer.decode(tokenizer.encode("a b"))  # raises for an id that is not a token
@@ -122,6 +124,10 @@ def _what_is_missing(path: Path, settings: Mapping[str, Any]) -> str | None:
     has = {name: (path / name).is_file() for name in ("tekken.json", *_VOCABULARIES, "merges.txt")}
     if has["tekken.json"]:
         return "tekken.json, which is Mistral's own format"
+    if (path / TIKTOKEN_MODEL).is_file():
+        if is_kimi(settings):
+            return None
+        return f"{TIKTOKEN_MODEL}, and the code that comes with it is not {KIMI_CLASS}"
     vocabulary = next((name for name in _VOCABULARIES if has[name]), None)
     if vocabulary is None or (vocabulary == "vocab.json" and not has["merges.txt"]):
         return "parts of a tokenizer, without a vocabulary and its merges"
@@ -161,7 +167,7 @@ def _opened_files(path: Path, settings: Mapping[str, Any]) -> list[str]:
     return sorted(name for name in matching | other if (path / name).is_file())
 
 
-def _fields_of(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+def _fields_of(tokenizer: "PreTrainedTokenizerBase | TextTokenizer") -> dict[str, Any]:
     """Return what makes a `TextTokenizer` that does what `tokenizer` does."""
     backend: Any = tokenizer.backend_tokenizer
     return {

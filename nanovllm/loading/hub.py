@@ -14,8 +14,11 @@ from nanovllm.loading.files import check_file, is_gguf, local_path, read_json
 from nanovllm.options.config import Config
 from nanovllm.options.validation import check_int, listed, shown
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json")
-_CONFIG_PATTERNS = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model"),
+    "tekken.json",
+)
+_CONFIG_PATTERNS = ["*.json", "*.jinja", "merges.txt", "tokenizer.model", "tiktoken.model"]
 OPENED_PATTERNS = [
     "*config.json",
     "*token*.json",

@@ -3,6 +3,7 @@
 Imports transformers only for a user who asks for its tokenizer.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence as Seq
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -101,3 +102,12 @@ def transformers_tokenizer(tokenizer: TextTokenizer) -> "PreTrainedTokenizerBase
         ],
         **named,
     )
+
+
+def byte_level_chars() -> dict[int, str]:
+    """Return the character that stands for each byte in a byte-level vocabulary: itself if it is
+    printable, otherwise one from 256 on (Radford et al., 2019).
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    return {byte: chr(byte if byte in printable else next(others)) for byte in range(256)}

@@ -1,6 +1,5 @@
 """The checkpoint's tokenizer: how it is loaded, and what text one of its tokens holds."""
 
-import itertools
 import json
 import logging
 import re
@@ -13,7 +12,11 @@ from tokenizers import models
 from nanovllm.errors import ConfigError
 from nanovllm.loading.files import is_gguf
 from nanovllm.loading.hub import Checkpoint
-from nanovllm.loading.text_tokenizer import TextTokenizer, transformers_tokenizer
+from nanovllm.loading.text_tokenizer import (
+    TextTokenizer,
+    byte_level_chars,
+    transformers_tokenizer,
+)
 from nanovllm.loading.tokenizer_files import TOKENIZER_JSON, read_tokenizer
 from nanovllm.options.validation import shown
 
@@ -109,7 +112,7 @@ def token_bound(tokenizer: TextTokenizer) -> TokenBound | None:
     added = backend.get_added_tokens_decoder().values()
     normalizer = _steps(backend.normalizer)
     pre_tokenizer = _steps(backend.pre_tokenizer)
-    chars = _byte_level_chars().items()
+    chars = byte_level_chars().items()
     lost = bytes(byte for byte, char in chars if model.token_to_id(char) is None)
     keeps_other_bytes = (
         type(model) is models.BPE
@@ -141,7 +144,7 @@ def token_bytes(tokenizer: TextTokenizer) -> Callable[[int], bytes]:
     backend: Any = tokenizer.backend_tokenizer
     added = backend.get_added_tokens_decoder()
     kinds = {step["type"] for step in _steps(backend.decoder)}
-    byte_of = {char: byte for byte, char in _byte_level_chars().items()}
+    byte_of = {char: byte for byte, char in byte_level_chars().items()}
 
     @cache
     def bytes_of(token_id: int) -> bytes:
@@ -159,15 +162,6 @@ def token_bytes(tokenizer: TextTokenizer) -> Callable[[int], bytes]:
         return text.encode()
 
     return bytes_of
-
-
-def _byte_level_chars() -> dict[int, str]:
-    """Return the character that stands for each byte in a byte-level vocabulary: itself if it is
-    printable, otherwise one from 256 on (Radford et al., 2019).
-    """
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = itertools.count(256)
-    return {byte: chr(byte if byte in printable else next(others)) for byte in range(256)}
 
 
 def _steps(component: Any) -> list[dict[str, Any]]:

@@ -36,8 +36,22 @@ def read_tokenizer(path: Path) -> TextTokenizer:
     Raises:
         CheckpointError: a file is invalid; it names the file.
     """
-    settings = read_json(path / _CONFIG)
     backend, longest_entry = _read_backend(path / TOKENIZER_JSON)
+    tokenizer = with_settings(path, backend)
+    tokenizer.longest_entry = longest_entry
+    return tokenizer
+
+
+def with_settings(path: Path, backend: Tokenizer) -> TextTokenizer:
+    """Return a tokenizer with what the other files of directory `path` say of it.
+
+    Args:
+        backend: what splits text.
+
+    Raises:
+        CheckpointError: a file is invalid; it names the file.
+    """
+    settings = read_json(path / _CONFIG)
     named, special = _special_tokens(path, settings)
     _add_tokens(backend, path, settings, special)
     _mark_special(backend, special)
@@ -46,7 +60,6 @@ def read_tokenizer(path: Path) -> TextTokenizer:
     split = settings.get("split_special_tokens")
     backend.encode_special_tokens = split is True
     tokenizer = TextTokenizer(backend, named, read_chat_templates(path, settings))
-    tokenizer.longest_entry = longest_entry
     if "eos_token" in named and tokenizer.eos_token_id is None:
         logger.warning(
             "%s: eos_token %s is not a token of %s, so it does not end an answer",
