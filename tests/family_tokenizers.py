@@ -20,6 +20,8 @@ from tokenizers import (
     trainers,
 )
 
+from nanovllm.loading.tiktoken_file import PATTERN as KIMI
+
 CORPUS = [
     "In 2023 and 650841823, they're HERE.",
     "a\n\nb\n\n\nc  \n  d",
@@ -44,6 +46,18 @@ QWEN2 = rf"{_CONTRACTION}|{_WORDS}|\p{{N}}|{_SIGNS}|{_SPACES}"
 QWEN3_5 = rf"{_CONTRACTION}|{_MARKS}|\p{{N}}|{_NO_MARKS}|{_SPACES}"
 O200K = rf"{_CASES}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 TEKKEN = rf"{_CASES}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+_ASCII = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+_MARKED = (
+    rf"{_ASCII}|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
+DEEPSEEK_2 = (*(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-\u{d7ff}]+", r"\p{N}"),)
+DEEPSEEK_3 = (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _MARKED)
+AFMOE = (r"\p{N}{1,3}(?=(?:\p{N}{3})*\b)", r"[一-鿿㐀-䶿぀-ゟ゠-ヿเ-๿가-힯]+", _MARKED)
+BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+LAGUNA = (r"[^\n]+|[\n]+", QWEN2)
 
 
 def _trained(tokenizer: Tokenizer) -> Tokenizer:
@@ -131,6 +145,7 @@ def _family(classes: str, *makers: Callable[[], Tokenizer]) -> Family:
 
 
 LLAMA_3 = functools.partial(byte_level, LLAMA3, bos=True, whole=True)
+NFC = functools.partial(byte_level, nfc=True)
 GPT_2 = functools.partial(byte_level, digits=True)
 CL100K = functools.partial(byte_level, LLAMA3)
 QWEN = functools.partial(byte_level, QWEN2, nfc=True)
@@ -141,7 +156,30 @@ GEMMA = functools.partial(pieces, "gemma")
 _PLAIN = "PreTrainedTokenizerFast TokenizersBackend PreTrainedTokenizer"
 _LLAMA = "LlamaTokenizer LlamaTokenizerFast"
 _QWEN = "Qwen2Tokenizer Qwen2TokenizerFast"
+_GPT_2 = "GPT2Tokenizer GPT2TokenizerFast"
+_COHERE = "CohereTokenizer CohereTokenizerFast TokenizersBackend"
+_KIMI = "TikTokenTokenizer TokenizersBackend"
 FAMILIES = {
+    "afmoe": _family(_PLAIN, functools.partial(byte_level, *AFMOE)),
+    "bailing": _family(_PLAIN, functools.partial(byte_level, BAILING)),
+    "bamba": _family(_PLAIN, LLAMA_3),
+    "cohere2": _family(_COHERE, functools.partial(byte_level, digits=True, nfc=True, bos=True)),
+    "deepseek_v2": _family(_LLAMA, functools.partial(byte_level, *DEEPSEEK_2, bos=True)),
+    "deepseek_v3": _family(_LLAMA, functools.partial(byte_level, *DEEPSEEK_3, bos=True)),
+    "falcon_h1": _family(_PLAIN, functools.partial(byte_level, LLAMA3, whole=True)),
+    "glm4_moe": _family(_PLAIN, CL100K),
+    "glm4_moe_lite": _family(_PLAIN, CL100K),
+    "gpt2": _family(_GPT_2, byte_level),
+    "gpt_neox": _family("GPTNeoXTokenizer GPTNeoXTokenizerFast", NFC),
+    "granite_hybrid": _family(_GPT_2, GPT_2, CL100K),
+    "granite_moe": _family(_GPT_2, GPT_2, CL100K),
+    "kimi_linear": _family(_KIMI, functools.partial(byte_level, KIMI, whole=True)),
+    "laguna": _family(_PLAIN, functools.partial(byte_level, *LAGUNA)),
+    "lfm3": _family(_PLAIN, LLAMA_3),
+    "mellum": _family(f"{_PLAIN} {_GPT_2}", GPT_2),
+    "minicpm3": _family(f"{_LLAMA} MiniCPM3Tokenizer", LLAMA_2),
+    "minimax_m2": _family(_GPT_2, functools.partial(byte_level, O200K)),
+    "nemotron_h": _family(_PLAIN, MISTRAL),
     "ernie4_5": _family(f"{_LLAMA} Ernie4_5Tokenizer", GEMMA, LLAMA_2),
     "exaone4": _family("GPT2Tokenizer GPT2TokenizerFast", functools.partial(byte_level, O200K)),
     "gemma2": _family("GemmaTokenizer GemmaTokenizerFast", GEMMA),
