@@ -47,10 +47,9 @@ QWEN3_5 = rf"{_CONTRACTION}|{_MARKS}|\p{{N}}|{_NO_MARKS}|{_SPACES}"
 O200K = rf"{_CASES}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 TEKKEN = rf"{_CASES}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 _ASCII = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
-_MARKED = (
-    rf"{_ASCII}|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
-)
-DEEPSEEK_2 = (*(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-\u{d7ff}]+", r"\p{N}"),)
+_NAMES = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+_MARKED = rf"{_ASCII}|{_NAMES}|{_SPACES}"
+DEEPSEEK_2 = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")
 DEEPSEEK_3 = (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _MARKED)
 AFMOE = (r"\p{N}{1,3}(?=(?:\p{N}{3})*\b)", r"[一-鿿㐀-䶿぀-ゟ゠-ヿเ-๿가-힯]+", _MARKED)
 BAILING = (
@@ -176,6 +175,7 @@ FAMILIES = {
     "kimi_linear": _family(_KIMI, functools.partial(byte_level, KIMI, whole=True)),
     "laguna": _family(_PLAIN, functools.partial(byte_level, *LAGUNA)),
     "lfm3": _family(_PLAIN, LLAMA_3),
+    "lfm3_vl": _family(_PLAIN, LLAMA_3),
     "mellum": _family(f"{_PLAIN} {_GPT_2}", GPT_2),
     "minicpm3": _family(f"{_LLAMA} MiniCPM3Tokenizer", LLAMA_2),
     "minimax_m2": _family(_GPT_2, functools.partial(byte_level, O200K)),
