@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from tests.gguf_files import quantized, to_llama_order
 
-PERMUTED = ("llama", "mistral3", "granite", "smollm3")
+PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "smollm3")
+GRANITE = ("granite", "granitemoe")
 KIND = gguf.GGMLQuantizationType
 
 
@@ -99,7 +100,7 @@ def settings(config: Any, architecture: str) -> dict[str, Any]:
         "rope.freq_base": float(typed["rope_theta"]),
         "rope.freq_base_swa": rope.get("sliding_attention", {}).get("rope_theta"),
     }
-    if (head_dim := getattr(config, "head_dim", 0)) and architecture not in ("phi3", "granite"):
+    if (head_dim := getattr(config, "head_dim", 0)) and architecture not in ("phi3", *GRANITE):
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     if architecture in PERMUTED:
         found["rope.dimension_count"] = head_dim or config.hidden_size // config.num_attention_heads
@@ -149,13 +150,8 @@ def own_settings(config: Any, architecture: str, rope: dict[str, Any]) -> dict[s
         return qwen35_settings(config, architecture, rope)
     if architecture.startswith("lfm2"):
         return lfm2_settings(config, architecture)
-    if architecture == "granite":
-        return {
-            "attention.scale": config.attention_multiplier,
-            "embedding_scale": config.embedding_multiplier,
-            "residual_scale": config.residual_multiplier,
-            "logit_scale": config.logits_scaling,
-        }
+    if architecture in GRANITE:
+        return granite_settings(config)
     if architecture == "mistral3" and "llama_4_scaling_beta" in rope:
         return {
             "rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"],
@@ -202,6 +198,32 @@ def qwen35_settings(config: Any, architecture: str, rope: dict[str, Any]) -> dic
         found |= expert_settings(config, config.num_experts)
         shared = config.shared_expert_intermediate_size
         found |= {"feed_forward_length": None, "expert_shared_feed_forward_length": shared}
+    return found
+
+
+def granite_settings(config: Any) -> dict[str, Any]:
+    found = {
+        "attention.scale": config.attention_multiplier,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": config.logits_scaling,
+    }
+    if hasattr(config, "num_local_experts"):
+        found |= {
+            "expert_count": config.num_local_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_shared_feed_forward_length": config.shared_intermediate_size,
+        }
+    if hasattr(config, "mamba_n_heads"):
+        found |= {
+            "attention.head_count_kv": [config.num_key_value_heads] * config.num_hidden_layers,
+            "ssm.conv_kernel": config.mamba_d_conv,
+            "ssm.state_size": config.mamba_d_state,
+            "ssm.group_count": config.mamba_n_groups,
+            "ssm.inner_size": config.mamba_expand * config.hidden_size,
+            "ssm.time_step_rank": config.mamba_n_heads,
+            "rope.scaling.finetuned": True,
+        }
     return found
 
 
@@ -274,6 +296,8 @@ def parts(
         tensor = to_llama_order(tensor, config.num_key_value_heads)
     if architecture.startswith("qwen35"):
         name, tensor = qwen35_tensor(name, tensor, config)
+    if architecture in GRANITE:
+        name = granite_name(name, getattr(config, "num_local_experts", 0))
     if name.endswith(("sinks", "layer_scalar")):
         name = f"{name}.weight"
     if name.endswith("expert_bias"):
@@ -294,14 +318,24 @@ def parts(
         linears = tensor.chunk(2, dim=1) if "gate_up" in name else (tensor,)
         for linear, values in zip(gates if "gate_up" in name else ("w2",), linears, strict=True):
             yield f"{stem.removeprefix('model.')}.{linear}.weight", values
-    elif ".experts.gate_up_proj" in name:
-        gate, up = tensor.chunk(2, dim=1)
-        yield f"{name.replace('gate_up', 'gate')}.weight", gate
-        yield f"{name.replace('gate_up', 'up')}.weight", up
+    elif ".gate_up_proj" in name and architecture != "phi3":
+        ending = ".weight" if ".experts." in name else ""
+        gate, up = tensor.chunk(2, dim=-2)
+        yield f"{name.replace('gate_up', 'gate')}{ending}", gate
+        yield f"{name.replace('gate_up', 'up')}{ending}", up
     elif ".experts." in name:
         yield f"{name}.weight", tensor
     else:
         yield name, tensor
+
+
+def granite_name(name: str, num_experts: int) -> str:
+    """Return the name that other models have for a tensor of Granite's."""
+    name = name.replace("block_sparse_moe.experts.", "mlp.experts.")
+    name = name.replace("block_sparse_moe.router.", "block_sparse_moe.router.layer.")
+    module = "mlp.shared_expert" if num_experts else "mlp"
+    name = name.replace("shared_mlp.input_linear.", f"{module}.gate_up_proj.")
+    return name.replace("shared_mlp.output_linear.", f"{module}.down_proj.")
 
 
 def qwen35_tensor(name: str, tensor: torch.Tensor, config: Any) -> tuple[str, torch.Tensor]:

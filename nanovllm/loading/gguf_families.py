@@ -9,6 +9,7 @@ from collections.abc import Callable
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.loading.gguf_family import EXPERTS, SANDWICH, SOFTCAP, Fields, GgufFamily
 from nanovllm.loading.gguf_gemma4 import GEMMA4
+from nanovllm.loading.gguf_granite import GRANITE, GRANITE_MOE
 from nanovllm.loading.gguf_header import MAX_SIZE, Metadata
 from nanovllm.loading.gguf_lfm2 import LFM2, LFM2_MOE
 from nanovllm.loading.gguf_qwen35 import QWEN35, QWEN35_MOE
@@ -152,19 +153,8 @@ FAMILIES: dict[str, GgufFamily] = {
         },
         fields=_gpt_oss,
     ),
-    "granite": GgufFamily(
-        "GraniteForCausalLM",
-        permuted=True,
-        numbers={
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
-        fields=lambda metadata, config: {
-            "attention_multiplier": metadata.number("attention.scale", config["head_dim"] ** -0.5)
-        },
-        neutral={"rope.scaling.finetuned": (True,)},  # False: no layer rotates
-    ),
+    "granite": GRANITE,
+    "granitemoe": GRANITE_MOE,
     "hunyuan-dense": GgufFamily(
         "HunYuanDenseV1ForCausalLM",
         modules={

@@ -1,5 +1,7 @@
 """The Granite family: Llama with multipliers."""
 
+from torch import nn
+
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.decoder import DecoderLayer, GatedMLP, SelfAttention
@@ -19,8 +21,16 @@ class GraniteForCausalLM(MultipliedForCausalLM):
         return Multipliers(*(config.number(name, 1.0) for name in names))
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
-        mlp = GatedMLP(config, bias=config.flag("mlp_bias"))
-        return DecoderLayer(config, self.make_attention(config, config.rope), mlp, **self.norm)
+        mixer = self.make_mixer(config, index)
+        return DecoderLayer(config, mixer, self.make_mlp(config), **self.norm)
+
+    def make_mixer(self, config: ModelConfig, index: int) -> SelfAttention:
+        """Return the attention of layer `index`."""
+        return self.make_attention(config, config.rope)
+
+    def make_mlp(self, config: ModelConfig) -> nn.Module:
+        """Return the MLP of a layer, or its experts."""
+        return GatedMLP(config, bias=config.flag("mlp_bias"))
 
     def make_attention(self, config: ModelConfig, rope: RopeConfig | None) -> SelfAttention:
         """Return the attention of a layer; None: without RoPE."""

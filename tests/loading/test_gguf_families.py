@@ -71,6 +71,17 @@ DELTA = {
     },
 }
 EXPERTS = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
+GRANITE_4 = {
+    "layer_types": ["attention"] * 4,
+    "position_embedding_type": "rope",
+    "mamba_n_heads": 4,
+}
 CASES = {
     "gemma2": {"sliding_window": 17, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
     "gemma3": {
@@ -126,13 +137,21 @@ CASES = {
         "num_hidden_layers": 1,  # the factor on its scores is so large that more would amplify
         "tie_word_embeddings": True,
     },
-    "granite": {
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.2,
-        "residual_multiplier": 0.22,
-        "logits_scaling": 8.0,
-        "attention_bias": True,
-        "mlp_bias": True,
+    "granite": {**GRANITE, "attention_bias": True, "mlp_bias": True},
+    "granite of the class of Granite 4": {
+        "model_type": "granitemoehybrid",
+        **GRANITE,
+        **GRANITE_4,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+    },
+    "granitemoe": {
+        "model_type": "granitemoehybrid",
+        **GRANITE,
+        **GRANITE_4,
+        "num_local_experts": 5,
+        "shared_intermediate_size": 40,
+        **EXPERTS,
     },
     "olmo2": {},
     "olmo3": {

@@ -28,6 +28,16 @@ TYPES = [
     ["full_attention", "sliding_attention"] * 3,
     ["sliding_attention"] * 2 + ["full_attention"] * 4,
 ]
+GRANITE_MOE = {
+    "embedding_multiplier": [1.0, 12.0],
+    "attention_multiplier": [0.1, 0.3],
+    "residual_multiplier": [0.22, 1.0, 0.5],
+    "logits_scaling": [8.0, 1.0],
+    "attention_bias": [True, False],
+    "rope": [{}, LLAMA3],
+    "num_local_experts": [4, 9, 5],
+    "num_experts_per_tok": [2, 4, 1, 3],
+}
 SWITCHES = {
     "mistral": {"sliding_window": [None, *WINDOWS]},
     "ministral3": {
@@ -55,18 +65,15 @@ SWITCHES = {
         "mlp_bias": [False, True],
         "rope": [{}, LLAMA3],
     },
-    "granitemoehybrid": {
+    "granitemoe": GRANITE_MOE,
+    "granitemoeshared": GRANITE_MOE | {"shared_intermediate_size": [40, 0, 77]},
+    "granitemoehybrid": GRANITE_MOE
+    | {
         "position_embedding_type": ["rope", None, "nope"],
-        "embedding_multiplier": [1.0, 12.0],
-        "attention_multiplier": [0.1, 0.3],
-        "residual_multiplier": [0.22, 1.0, 0.5],
-        "logits_scaling": [8.0, 1.0],
-        "attention_bias": [True, False],
         "shared_intermediate_size": [40, 77],
         "layer_types": [["attention"] * 6, ["full_attention"] * 6],
-        "num_local_experts": [0],
+        "num_local_experts": [0, 5],
         "mamba_n_heads": [4],  # transformers looks at it
-        "rope": [{}, LLAMA3],
     },
     "minicpm3": {
         "latent": [(20, 24), (None, 36), (20, 16)],
@@ -207,18 +214,20 @@ NESTED = {
     },
 }
 """What a model that also takes pictures has beside its text model."""
-EIGHT_TIMES = ("smollm3", "phi3", "granite", "granitemoehybrid", "olmo2", "olmo3", "exaone4")
-EIGHT_TIMES += ("hunyuan_v1_dense",)
+EIGHT_TIMES = ("smollm3", "phi3", "granite", "olmo2", "olmo3", "exaone4")
+EIGHT_TIMES += ("hunyuan_v1_dense", "granitemoe", "granitemoeshared", "granitemoehybrid")
 """Families whose hidden size is a multiple of the number of heads."""
 LATENT = {"minicpm3"}
 """Families with latent attention."""
+ALIKE = (*NESTED, "granitemoe", "granitemoeshared")
+"""Families whose layers another family has too."""
 NUM_CASES = int(os.environ.get("FAMILY_CASES", "2"))
-"""Of each family; without FAMILY_CASES one of those in NESTED, whose layers another family has too.
-Twelve have each switch both ways, with several of the others."""
+"""Of each family; without FAMILY_CASES one of those in ALIKE. Twelve have each switch both
+ways, with several of the others."""
 CASES = [
     f"{family} {number}"
     for family in SWITCHES
-    for number in range(1 if FEW and family in NESTED else NUM_CASES)
+    for number in range(1 if FEW and family in ALIKE else NUM_CASES)
 ]
 
 

@@ -149,6 +149,14 @@ QWEN3_5_MOE = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
+GRANITE = {
+    **SILU,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
+GRANITE_MOE = {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}
 LFM3 = {
     **{name: value for name, value in SIZES.items() if name != "rms_norm_eps"},
     "norm_eps": 1e-5,
@@ -213,29 +221,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "rope_scaling": YARN,
     },
-    "GraniteForCausalLM": {
-        **SILU,
-        "mlp_bias": False,
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.1,
-        "residual_multiplier": 0.22,
-        "logits_scaling": 8.0,
-    },
+    "GraniteForCausalLM": {**GRANITE, "mlp_bias": False},
+    "GraniteMoeForCausalLM": GRANITE_MOE,
     "GraniteMoeHybridForCausalLM": {
-        **SILU,
+        **GRANITE_MOE,
         "layer_types": ["attention"] * 6,
         "position_embedding_type": "rope",
         "num_local_experts": 0,
         "num_experts_per_tok": 0,
         "shared_intermediate_size": 96,
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.1,
-        "residual_multiplier": 0.22,
-        "logits_scaling": 8.0,
         "mamba_n_heads": 128,
         "normalization_function": "rmsnorm",
         "init_method": "mup",
     },
+    "GraniteMoeSharedForCausalLM": {**GRANITE_MOE, "shared_intermediate_size": 40},
     "HunYuanDenseV1ForCausalLM": {
         **SILU,
         "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0},
