@@ -95,6 +95,7 @@ def gated_delta(
     dt_bias: torch.Tensor,
     states: States,
     rows: StateRows,
+    bound: float | None = None,
 ) -> torch.Tensor:
     """Return the gated delta rule (arXiv 2412.06464) over each row's tokens, after its state.
 
@@ -103,18 +104,24 @@ def gated_delta(
     S + k^T beta (v - k S), with g = -exp(a_log) softplus(a + dt_bias) and beta = sigmoid(b). The
     output is q S.
 
+    Kimi Delta Attention (arXiv 2510.26692) is the same with a g for each row of S: a channel of the
+    key.
+
     Args:
         qkv: [E, 2 * Hk * dk + Hv * dv]: heads of queries, of keys and of values. Value head h reads
             key head h // (Hv / Hk).
-        a, b: [E, Hv]; the rows may lie apart.
-        a_log, dt_bias: [Hv] float32.
-        states: parts 1 to Hv are [dk, dv] float32, a value head each. The last part, [Hv] float32,
-            belongs to the C kernels.
+        a: [E, Hv], or [E, Hv * dk] for Kimi Delta Attention; the rows may lie apart, as in `b`.
+        b: [E, Hv].
+        a_log: [Hv] float32.
+        dt_bias: [Hv] or [Hv * dk] float32, as `a`.
+        states: parts 1 to Hv are [dk, dv] float32, a value head each. If `a` is [E, Hv], one more,
+            [Hv] float32, belongs to the C kernels.
+        bound: if given, what g stays above: g = bound sigmoid(exp(a_log) (a + dt_bias)).
 
     Returns:
         [E, Hv, dv] in the dtype of `qkv`.
     """
-    num_heads = a.shape[1]
+    num_heads = b.shape[1]
     dk, dv = states.parts[1].shape
     qk, v = qkv.split_with_sizes([qkv.shape[1] - num_heads * dv, num_heads * dv], dim=1)
     q, k = (x.reshape(len(x), -1, dk) for x in qk.float().chunk(2, dim=1))
@@ -122,14 +129,17 @@ def gated_delta(
     q, k = (_unit(x).repeat_interleave(share, dim=1) for x in (q, k))
     q = q * dk**-0.5
     v = v.float().reshape(-1, num_heads, dv)
-    decay = (-(a_log.exp()) * _softplus(a.float() + dt_bias)).exp()
+    rate = a_log.exp()[:, None]
+    shifted = (a.float() + dt_bias).view(len(a), num_heads, -1)
+    g = -rate * _softplus(shifted) if bound is None else bound * _sigmoid(rate * shifted)
+    decay = g.exp().unsqueeze(-1)
     beta = _sigmoid(b.float())
     state = read_parts(states, rows, 1, num_heads)
     final = state.clone()
     out = torch.empty(len(qkv), num_heads, dv, dtype=torch.float32, device=qkv.device)
     for index, row, token in _turns(rows):
         key = k[token].unsqueeze(-1)
-        old = state[row] * decay[token, :, None, None]
+        old = state[row] * decay[token]
         delta = (v[token] - _tree_sum(old * key)) * beta[token].unsqueeze(-1)
         new = old + key * delta.unsqueeze(-2)
         out[token] = _tree_sum(new * q[token].unsqueeze(-1))
@@ -194,6 +204,7 @@ def gated_rms_norm(
     weight: torch.Tensor,
     eps: float,
     gate_first: bool = False,
+    sigmoid: bool = False,
 ) -> torch.Tensor:
     """Return the RMSNorm of each row of `x`, rounded, times `weight`, rounded, times silu(gate).
 
@@ -201,8 +212,14 @@ def gated_rms_norm(
         x, gate: [N, D], whose rows may lie apart; or [T, heads, D], contiguous.
         weight: [D], or [heads, D].
         gate_first: return the RMSNorm of x * silu(gate), rounded, times `weight` instead.
+        sigmoid: the last factor is sigmoid(gate), and only the result is rounded; not with
+            gate_first.
     """
-    silu = gate.float() * _sigmoid(gate.float())
+    wide_gate = gate.float()
+    factor = _sigmoid(wide_gate)
+    if sigmoid:
+        return (rms_norm(x.float(), None, eps) * weight.float() * factor).to(x.dtype)
+    silu = wide_gate * factor
     if gate_first:
         return rms_norm(x * silu, None, eps).to(x.dtype) * weight
     return (rms_norm(x, None, eps) * weight * silu).to(x.dtype)

@@ -46,7 +46,7 @@ def naive_conv(x, weight, bias, silu, kept):
     return torch.stack(out), inputs[len(x) :]
 
 
-def naive_delta(qkv, a, b, a_log, dt_bias, state):
+def naive_delta(qkv, a, b, a_log, dt_bias, state, bound=None):
     """Return the outputs [T, Hv, dv] and the state [Hv, dk, dv], for one row, in float64."""
     state = state.double().clone()
     num_heads, dk, dv = state.shape
@@ -59,9 +59,11 @@ def naive_delta(qkv, a, b, a_log, dt_bias, state):
         for head in range(num_heads):
             key_head = head // (num_heads // num_key_heads)
             q1, k1 = (x[key_head] / (x[key_head].square().sum() + 1e-6).sqrt() for x in (q, k))
-            g = a[token, head].double() + dt_bias[head].double()
-            g = -a_log[head].double().exp() * torch.log1p(g.exp())
-            state[head] *= g.exp()
+            gates = slice(head * (count := a.shape[1] // num_heads), (head + 1) * count)
+            g = a[token, gates].double() + dt_bias[gates].double()
+            rate = a_log[head].double().exp()
+            g = -rate * torch.log1p(g.exp()) if bound is None else bound * torch.sigmoid(rate * g)
+            state[head] *= g.exp()[:, None]
             delta = torch.sigmoid(b[token, head].double()) * (v[head] - k1 @ state[head])
             state[head] += torch.outer(k1, delta)
             out[token, head] = q1 @ state[head] * dk**-0.5

@@ -1,7 +1,10 @@
 """The operations of layers with state in plain torch, against loops in float64."""
 
+import functools
+
 import pytest
 import torch
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
@@ -35,7 +38,9 @@ def conv_case(dtype: torch.dtype, taps: int = 4, channels: int = 10):
     return states, x, randn(channels, taps, dtype=dtype, seed=1), randn(channels, seed=2).to(dtype)
 
 
-def delta_case(dtype: torch.dtype, key_heads: int = 2, heads: int = 4, dk: int = 6, dv: int = 5):
+def delta_case(dtype: torch.dtype, key_heads: int = 2, heads: int = 4, *, by_rows: bool = False):
+    """Return states and the inputs of a gated delta rule; by_rows: each row has its own decay."""
+    dk, dv = 6, 5
     conv = StatePart((3, 2 * key_heads * dk + heads * dv), dtype)
     states = make_states([conv, *[StatePart((dk, dv), torch.float32)] * heads], 6, 2)
     for pages in PAGES:
@@ -43,9 +48,10 @@ def delta_case(dtype: torch.dtype, key_heads: int = 2, heads: int = 4, dk: int =
             part_of(states, pages, 1 + head).copy_(randn(dk, dv, seed=pages[0] + 10 * head))
     tokens = sum(LENGTHS)
     qkv = randn(tokens, conv.shape[1], dtype=dtype)
-    gates = randn(tokens, 3 * heads, dtype=dtype, seed=1)
-    a, b = gates[:, :heads], gates[:, -heads:]
-    return states, (qkv, a, b, randn(heads, seed=2), randn(heads, seed=3))
+    width = heads * (dk if by_rows else 1)
+    gates = randn(tokens, width + 2 * heads, dtype=dtype, seed=1)
+    a, b = gates[:, :width], gates[:, -heads:]
+    return states, (qkv, a, b, randn(heads, seed=2), randn(width, seed=3))
 
 
 def mamba_case(dtype: torch.dtype, groups: int = 2, heads: int = 4, n: int = 6, p: int = 5):
@@ -93,19 +99,26 @@ def test_convolution(dtype, silu, taps) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [(1, 1), (2, 4), (3, 3), (1, 4)], ids=str)
-def test_delta_rule(dtype, heads) -> None:
-    states, (qkv, a, b, *gates) = delta_case(dtype, *heads)
+@pytest.mark.parametrize(
+    ("heads", "by_rows", "bound"),
+    [
+        *[(heads, False, None) for heads in [(1, 1), (2, 4), (3, 3), (1, 4)]],
+        *[((3, 3), True, None), ((2, 2), True, -5.0)],
+    ],
+    ids=str,
+)
+def test_delta_rule(dtype, heads, by_rows, bound) -> None:
+    states, (qkv, a, b, *gates) = delta_case(dtype, *heads, by_rows=by_rows)
     before = [
         torch.stack([part_of(states, pages, 1 + head).clone() for head in range(heads[1])])
         for pages in PAGES
     ]
-    found = TORCH.gated_delta(qkv, a, b, *gates, states, make_rows(PAGES, LENGTHS))
+    found = TORCH.gated_delta(qkv, a, b, *gates, states, make_rows(PAGES, LENGTHS), bound)
     assert found.dtype == dtype
     tolerance = 2**-8 if dtype == torch.bfloat16 else 2e-6
     parts = (x.split(LENGTHS) for x in (qkv, a, b, found))
     for (*inputs, out), pages, old in zip(zip(*parts, strict=True), PAGES, before, strict=True):
-        expected, state = naive_delta(*inputs, *gates, old)
+        expected, state = naive_delta(*inputs, *gates, old, bound)
         assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
         for head, values in enumerate(state):
             found_state = part_of(states, pages, 1 + head).double()
@@ -158,7 +171,9 @@ def test_cuts_change_no_bit(dtype, steps) -> None:
         apply = lambda xbc, dt, *where: TORCH.mamba2(xbc, dt, *fixed, limits, *where)  # noqa: E731
         return run_in_steps(apply, states, [xbc, dt], cut)
 
-    for make, call in ((conv_case, conv), (delta_case, delta), (mamba_case, mamba)):
+    by_rows = functools.partial(delta_case, by_rows=True)
+    layers = ((conv_case, conv), (delta_case, delta), (by_rows, delta), (mamba_case, mamba))
+    for make, call in layers:
         (whole, whole_pool), (cut, cut_pool) = pools(make, call)
         assert torch.equal(whole, cut)
         assert torch.equal(whole_pool, cut_pool)
@@ -212,6 +227,10 @@ def test_gated_norm(dtype) -> None:
     assert_close(found, reference(x, gate).detach(), atol=0.0, rtol=tolerance)
     heads = TORCH.gated_rms_norm(x[None], gate[None], reference.weight.data, 1e-5)
     assert torch.equal(heads, found[None])
+    other = KimiLinearRMSNormGated(24, eps=1e-5)
+    other.weight.data = reference.weight.data
+    found = TORCH.gated_rms_norm(x, gate, other.weight.data, 1e-5, sigmoid=True)
+    assert_close(found, other(x, gate).detach(), atol=0.0, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -299,14 +299,15 @@ def gated_delta(
     dt_bias: torch.Tensor,
     states: States,
     rows: StateRows,
+    bound: float | None = None,
 ) -> torch.Tensor:
     num_heads = len(a_log)
     dk, dv = states.parts[1].shape
     key_heads = (qkv.shape[1] - num_heads * dv) // (2 * dk)
     out = torch.empty(len(qkv), num_heads, dv, dtype=qkv.dtype)
     gates = a, a.stride(0), b, b.stride(0), a_log, dt_bias
-    sizes = len(rows.write_lens), key_heads, num_heads, dk, dv
-    library.call("nv_gated_delta", qkv, *gates, out, *_places(states, rows), *sizes)
+    sizes = len(rows.write_lens), key_heads, num_heads, dk, dv, len(states.parts) == 1 + num_heads
+    library.call("nv_gated_delta", qkv, *gates, out, *_places(states, rows), *sizes, bound or 0.0)
     return out
 
 
@@ -316,6 +317,7 @@ def gated_rms_norm(
     weight: torch.Tensor,
     eps: float,
     gate_first: bool = False,
+    sigmoid: bool = False,
 ) -> torch.Tensor:
     """Only [T, heads, D] can be recorded for T tokens."""
     if gate_first or weight.dim() == 2:
@@ -325,7 +327,7 @@ def gated_rms_norm(
     size = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
     inputs = x, x.stride(0), gate, gate.stride(0), weight
-    library.call("nv_gated_rms_norm", *inputs, out, tokens, heads, size, eps)
+    library.call("nv_gated_rms_norm", *inputs, out, tokens, heads, size, eps, sigmoid)
     return out
 
 

@@ -11,7 +11,7 @@ KERNELS = {
     "nv_route": "PPPPPTNNNNNFFFNNN",
     "nv_expert_gate_up": "PPPPPPPTNNNNNNNNNN",
     "nv_expert_down": "PPPPPPPPPTNNNNNNN",
-    "nv_gated_delta": "PPNPNPPPPNPPNPPRNNNN",
+    "nv_gated_delta": "PPNPNPPPPNPPNPPRNNNNNF",
     "nv_pack": "PPNN",
     "nv_linear": "PNPPPTNN",
     "nv_head_linear": "PNNPPNNTNNNNN",
@@ -26,7 +26,7 @@ KERNELS = {
     "nv_to_float": "PPN",
     "nv_forbid": "PPPNNN",
     "nv_causal_conv": "PNPPPPNPPNPPRNNN",
-    "nv_gated_rms_norm": "PNPNPPTNNF",
+    "nv_gated_rms_norm": "PNPNPPTNNFN",
     "nv_store": "PPPPPPPPPNNTNNNNNNNNFNNNN",
 }
 """By name, in the order of their numbers in csrc/calls.c: a letter an argument.

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.attention.states import CELL_TOKENS, Cells, StateRows, States
+from nanovllm.kernels import torch_states
 from nanovllm.kernels.triton.states import _part_of, _softplus, delta_by_token
 
 _CELL = tl.constexpr(CELL_TOKENS)
@@ -26,8 +27,11 @@ def gated_delta(
     dt_bias: torch.Tensor,
     states: States,
     rows: StateRows,
+    bound: float | None = None,
 ) -> torch.Tensor:
-    value_heads = a.shape[1]
+    value_heads = b.shape[1]
+    if a.shape != b.shape or bound is not None:  # Kimi Delta Attention has no kernel here yet
+        return torch_states.gated_delta(qkv, a, b, a_log, dt_bias, states, rows, bound)
     key_dim, value_dim = states.parts[1].shape
     key_heads, rest = divmod(qkv.shape[1] - value_heads * value_dim, 2 * key_dim)
     assert rest == 0

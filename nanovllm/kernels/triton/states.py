@@ -83,6 +83,7 @@ def gated_rms_norm(
     weight: torch.Tensor,
     eps: float,
     gate_first: bool = False,
+    sigmoid: bool = False,
 ) -> torch.Tensor:
     out = x.new_empty(x.shape)
     x = x.flatten(0, -2)
@@ -94,8 +95,8 @@ def gated_rms_norm(
     if count:
         _gated_rms_norm[(triton.cdiv(count, rows),)](
             x, gate, weight, out, count, x.stride(0), gate.stride(0), size, eps,
-            WEIGHTS=weight.numel() // size, GATE_FIRST=gate_first, ROWS=rows, BLOCK=block,
-            num_warps=min(max(block // 512, 4), 16),
+            WEIGHTS=weight.numel() // size, GATE_FIRST=gate_first, SIGMOID=sigmoid,
+            ROWS=rows, BLOCK=block, num_warps=min(max(block // 512, 4), 16),
         )  # fmt: skip
     return out
 
@@ -271,7 +272,8 @@ def _softplus(x):
 @triton.jit(do_not_specialize=["count"])
 def _gated_rms_norm(
     x, gate, weight, out, count, x_stride, gate_stride, size, eps,
-    WEIGHTS: tl.constexpr, GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTS: tl.constexpr, GATE_FIRST: tl.constexpr, SIGMOID: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Process ROWS rows. Row r has weight r % WEIGHTS."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -285,7 +287,10 @@ def _gated_rms_norm(
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 1, keep_dims=True) / size + eps)
     weight_at = weight + row % WEIGHTS * size + column
     factors = tl.load(weight_at, inside, 0.0).to(tl.float32)
-    normed = (normed.to(dtype).to(tl.float32) * factors).to(dtype)
-    if not GATE_FIRST:
-        normed = (normed.to(tl.float32) * _silu(wide_gate)).to(dtype)
+    if SIGMOID:
+        normed = (normed * factors * tl.sigmoid(wide_gate)).to(dtype)
+    else:
+        normed = (normed.to(dtype).to(tl.float32) * factors).to(dtype)
+        if not GATE_FIRST:
+            normed = (normed.to(tl.float32) * _silu(wide_gate)).to(dtype)
     tl.store(out + row * size + column, normed, inside)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from nanovllm.attention.states import StatePart
@@ -29,7 +30,10 @@ def make_pool(num_rows, parts, seed=0):
 
 def matrices_of(states, pages):
     """Return S of each head of a row, [Hv, dk, dv] float64."""
-    *heads, scales = (part_of(states, pages, i).double() for i in range(1, len(states.parts)))
+    parts = [part_of(states, pages, i).double() for i in range(1, len(states.parts))]
+    if parts[-1].ndim > 1:
+        return torch.stack(parts)
+    *heads, scales = parts
     scales[scales == 0] = 1
     return torch.stack(heads) * scales[:, None, None]
 
@@ -67,28 +71,33 @@ def test_causal_conv_is_float64s(channels, taps, lengths, silu):
         assert_only_parts_changed(states, before, pages)
 
 
-def make_delta(lengths, key_heads, value_heads, dk, dv, seed=0):
-    """Return the inputs of a gated delta rule, its states, and the pages of each row."""
+def make_delta(lengths, key_heads, value_heads, dk, dv, by_rows=False, seed=0):
+    """Return the inputs of a gated delta rule, its states, and the pages of each row.
+
+    Args:
+        by_rows: whether each row of a state has its own decay.
+    """
     tokens = sum(lengths)
     order = torch.Generator().manual_seed(seed)
     qkv = randn(tokens, 2 * key_heads * dk + value_heads * dv, seed=seed)
-    gates = randn(tokens, 3 * value_heads, seed=seed + 1)
+    width = value_heads * (dk if by_rows else 1)
+    gates = randn(tokens, width + 2 * value_heads, seed=seed + 1)
     a_log = torch.empty(value_heads).uniform_(0.01, 16, generator=order).log()
-    dt_bias = torch.randn(value_heads, generator=order) - 3
+    dt_bias = torch.randn(width, generator=order) - 3
     parts = [
         StatePart((2, qkv.shape[1]), torch.bfloat16),
         *[StatePart((dk, dv), torch.float32)] * value_heads,
-        StatePart((value_heads,), torch.float32),
+        *[StatePart((value_heads,), torch.float32)][by_rows:],
     ]
-    inputs = qkv, gates[:, :value_heads], gates[:, -value_heads:], a_log, dt_bias
+    inputs = qkv, gates[:, :width], gates[:, -value_heads:], a_log, dt_bias
     states, pages = make_pool(len(lengths), parts, seed)
-    for row in pages:  # a head in two has no scale, as in a new state
+    for row in [] if by_rows else pages:  # a head in two has no scale, as in a new state
         scales = part_of(states, row, 1 + value_heads)
         scales.uniform_(0.3, 1, generator=order)[::2] = 0
     return inputs, states, pages
 
 
-def exact_delta(inputs, state):
+def exact_delta(inputs, state, bound=None):
     """Return the outputs [t, Hv, dv] and the states [t + 1, Hv, dk, dv] of one row in float64."""
     qkv, a, b, a_log, dt_bias = (x.double() for x in inputs)
     value_heads, dk, dv = state.shape
@@ -96,7 +105,9 @@ def exact_delta(inputs, state):
     v = qkv[:, -value_heads * dv :].unflatten(1, (-1, dv))
     q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     q, k = (x.repeat_interleave(value_heads // x.shape[1], 1) for x in (q * dk**-0.5, k))
-    decay = torch.exp(-a_log.exp() * F.softplus(a + dt_bias))[..., None, None]
+    rate, shifted = a_log.exp()[:, None], (a + dt_bias).unflatten(1, (value_heads, -1))
+    g = -rate * F.softplus(shifted) if bound is None else bound * (rate * shifted).sigmoid()
+    decay = g.exp().unsqueeze(-1)
     beta = b.sigmoid().unsqueeze(-1)
     out, known = [], [state.double()]
     for t in range(len(qkv)):
@@ -114,22 +125,27 @@ DELTA = [
     ((2, 131), 2, 4, 77, 51),
     ((4,), 3, 3, 1, 1),
 ]
+BY_ROWS = [((1, 3, 70), 2, 2, 128, 128), ((2, 131), 2, 2, 77, 51), ((4,), 3, 3, 1, 1)]
+CASES = [
+    *[(shape, False, None) for shape in DELTA],
+    *[(shape, True, bound) for shape in BY_ROWS for bound in (None, -5.0)],
+]
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("shape", DELTA, ids=str)
-def test_gated_delta_is_float64s(shape):
+@pytest.mark.parametrize(("shape", "by_rows", "bound"), CASES, ids=str)
+def test_gated_delta_is_float64s(shape, by_rows, bound):
     lengths = shape[0]
-    inputs, states, pages = make_delta(*shape)
+    inputs, states, pages = make_delta(*shape, by_rows)
     before = states.pool.clone()
     old = [matrices_of(states, row) for row in pages]
     cut = zip(*(x.split(lengths) for x in inputs[:3]), strict=True)
-    exact = [exact_delta((*x, *inputs[3:]), old[row]) for row, x in enumerate(cut)]
+    exact = [exact_delta((*x, *inputs[3:]), old[row], bound) for row, x in enumerate(cut)]
     for share in (1, 0.5, 0):
         states.pool.copy_(before)
         written = [int(length * share) for length in lengths]
         rows = make_rows(pages, lengths, written)
-        found = ops.gated_delta(*inputs, states, rows).split(lengths)
+        found = ops.gated_delta(*inputs, states, rows, bound).split(lengths)
         for row, (expected, known) in enumerate(exact):
             assert_close(found[row].double(), expected, rtol=2**-8, atol=2e-6)
             state = matrices_of(states, pages[row])
@@ -137,13 +153,15 @@ def test_gated_delta_is_float64s(shape):
         assert_only_parts_changed(states, before, pages)
 
 
-def test_the_errors_of_many_tokens_do_not_add_up():
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_the_errors_of_many_tokens_do_not_add_up(by_rows):
     """8,192 tokens, of which the state forgets about one in 2,000. The error is the largest in the
     state, beside that of torch in float32: 7e-7 and 8e-7, in numbers up to 2.
     """
-    (*tokens, a_log, dt_bias), states, pages = make_delta((8192,), 1, 2, 16, 16)
+    (*tokens, a_log, dt_bias), states, pages = make_delta((8192,), 2, 2, 16, 16, by_rows)
     inputs = *tokens, torch.full_like(a_log, 0.01).log(), dt_bias
-    part_of(states, pages[0], 3).zero_()
+    if not by_rows:
+        part_of(states, pages[0], 3).zero_()
     old, before = matrices_of(states, pages[0]), states.pool.clone()
     _, known = exact_delta(inputs, old)
     errors = []
@@ -184,18 +202,19 @@ def make_layer(inputs):
     channels, heads = inputs[0].shape[1], len(inputs[3])
     weight, bias = randn(channels, 3, seed=5), randn(channels, seed=6)
     norm = randn((channels - 2 * 24) // heads, seed=7)
+    by_rows = len(inputs[4]) > heads
 
     def layer(x, a, b, states, rows):
         mixed = ops.causal_conv(x, weight, bias, True, states, rows)
         out = ops.gated_delta(mixed, a, b, *inputs[3:], states, rows)
         gate = x[:, : out[0].numel()].unflatten(1, (heads, -1))
-        return ops.gated_rms_norm(out, gate, norm, 1e-6)
+        return ops.gated_rms_norm(out, gate, norm, 1e-6, by_rows)
 
     return layer
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("shape", [(1, 2, 32, 256), (2, 2, 24, 40)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2, 32, 256), (2, 2, 24, 40), (2, 2, 24, 152, True)], ids=str)
 def test_no_bit_depends_on_cuts_rows_or_threads(shape):
     inputs, states, pages = make_delta(CUTS[0][0], *shape)
     layer, before, threads = make_layer(inputs), states.pool.clone(), torch.get_num_threads()
@@ -224,11 +243,16 @@ def test_gated_norm_rounds_as_transformers_does(size):
     assert_close(found.float(), expected.float(), rtol=2**-6, atol=1e-6)
     flat = ops.gated_rms_norm(x.flatten(0, 1), gate.flatten(0, 1), weight, 1e-5)
     assert torch.equal(flat, found.flatten(0, 1))
+    other = KimiLinearRMSNormGated(size, eps=1e-5).bfloat16()
+    other.weight.data = weight
+    found = ops.gated_rms_norm(x, gate, weight, 1e-5, sigmoid=True)
+    assert_close(found.float(), other(x, gate).float(), rtol=2**-7, atol=1e-6)
 
 
-def test_layers_with_state_can_be_recorded():
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_layers_with_state_can_be_recorded(by_rows):
     """The recorded calls run for fewer tokens and rows, whose pages are written behind it."""
-    inputs, states, pages = make_delta([2, 1], 1, 2, 24, 40)
+    inputs, states, pages = make_delta([2, 1], 1, 2, 24, 40, by_rows)
     layer, before = make_layer(inputs), states.pool.clone()
     recorded = [torch.zeros(8, x.shape[1], dtype=x.dtype) for x in inputs[:3]]
     rows, real = make_rows([[0, 0]] * 8, [1] * 8), make_rows(pages, [2, 1])

@@ -225,9 +225,14 @@ def test_gated_rms_norm(rows, size, dtype):
     x, gate = randn(rows, 2 * size, dtype=dtype).chunk(2, dim=1)
     weight = randn(size, dtype=dtype, seed=1)
     out = TRITON.gated_rms_norm(x, gate, weight, EPS)
-    exact = exact_norm(x.double(), weight.double()) * silu(gate.double())
+    normed = exact_norm(x.double(), weight.double())
+    exact = normed * silu(gate.double())
     torchs = TORCH.gated_rms_norm(x, gate, weight, EPS)
     assert_as_good(out, torchs, exact)
+    others = (
+        kernels.gated_rms_norm(x, gate, weight, EPS, sigmoid=True) for kernels in (TRITON, TORCH)
+    )
+    assert_as_good(*others, normed * gate.double().sigmoid())
     for row in range(0, rows, 7):
         alone = TRITON.gated_rms_norm(x[row : row + 1], gate[row : row + 1], weight, EPS)
         assert torch.equal(alone, out[row : row + 1])

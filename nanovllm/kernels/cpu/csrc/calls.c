@@ -35,7 +35,7 @@ CALL(nv_expert_down) {
 }
 CALL(nv_gated_delta) {
     nv_gated_delta(t, a[0].p, a[1].p, a[2].n, a[3].p, a[4].n, a[5].p, a[6].p, a[7].p, a[8].p, a[9].n, a[10].p, a[11].p, a[12].n,
-                   a[13].p, a[14].p, rows < 0 ? a[15].n : rows, a[16].n, a[17].n, a[18].n, a[19].n);
+                   a[13].p, a[14].p, rows < 0 ? a[15].n : rows, a[16].n, a[17].n, a[18].n, a[19].n, a[20].n, (float)a[21].f);
 }
 CALL(nv_head_linear) {
     nv_head_linear(t, a[0].p, a[1].n, a[2].n, a[3].p, a[4].p, a[5].n, a[6].n, tokens < 0 ? a[7].n : tokens, a[8].n, a[9].n,
@@ -63,7 +63,7 @@ CALL(nv_causal_conv) {
 }
 CALL(nv_gated_rms_norm) {
     nv_gated_rms_norm(t, a[0].p, a[1].n, a[2].p, a[3].n, a[4].p, a[5].p, tokens < 0 ? a[6].n : tokens, a[7].n, a[8].n,
-                      (float)a[9].f);
+                      (float)a[9].f, a[10].n);
 }
 CALL(nv_store) {
     nv_store(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].n, a[10].n,

@@ -30,7 +30,8 @@ void nv_expert_down(team *t, const bf16 *hidden, const int32_t *ids, const float
 void nv_gated_delta(team *t, const bf16 *qkv, const bf16 *a, ptrdiff_t lda, const bf16 *b, ptrdiff_t ldb, const float *a_log,
                     const float *dt_bias, bf16 *out, uint8_t *pool, ptrdiff_t page_bytes, const int64_t *places,
                     const int32_t *pages, ptrdiff_t num_pages, const int32_t *cu_seqlens, const int32_t *write_lens,
-                    row_count rows, ptrdiff_t key_heads, ptrdiff_t value_heads, ptrdiff_t dk, ptrdiff_t dv);
+                    row_count rows, ptrdiff_t key_heads, ptrdiff_t value_heads, ptrdiff_t dk, ptrdiff_t dv, ptrdiff_t by_rows,
+                    float bound);
 void nv_pack(team *t, const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k);
 void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, const bf16 *bias, bf16 *y, token_count m, ptrdiff_t n,
                ptrdiff_t num_inputs);
@@ -63,7 +64,7 @@ void nv_causal_conv(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, c
                     const int32_t *cu_seqlens, const int32_t *write_lens, row_count rows, ptrdiff_t n, ptrdiff_t taps,
                     ptrdiff_t silu);
 void nv_gated_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *gate, ptrdiff_t ldg, const bf16 *weight, bf16 *out,
-                       token_count tokens, ptrdiff_t heads, ptrdiff_t n, float eps);
+                       token_count tokens, ptrdiff_t heads, ptrdiff_t n, float eps, ptrdiff_t sigmoid);
 void nv_store(team *t, const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin, const float *q_scale,
               const int64_t *positions, const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t head_bytes,
               ptrdiff_t block_bytes, token_count tokens, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t kv_parts, ptrdiff_t dim,

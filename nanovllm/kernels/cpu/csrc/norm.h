@@ -6,14 +6,19 @@
  */
 enum { NORM_ROUNDED, NORM_WIDE, NORM_CENTRED };
 
-/* out = rmsnorm(x), rows of n numbers. weight may be NULL, and out may be x. */
-static void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, ptrdiff_t n, float eps, ptrdiff_t kind) {
+/* 1 / the root mean square of x. */
+INLINE float norm_scale(const bf16 *x, ptrdiff_t n, float eps) {
     vf sum = {0};
     for (ptrdiff_t i = 0; i < n; i += VL) {
         vf v = load_bf16(x + i, n - i);
         sum = fma_(v, v, sum);
     }
-    float scale = 1.0f / sqrtf(sum_of(sum) / n + eps);
+    return 1.0f / sqrtf(sum_of(sum) / n + eps);
+}
+
+/* out = rmsnorm(x), rows of n numbers. weight may be NULL, and out may be x. */
+static void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, ptrdiff_t n, float eps, ptrdiff_t kind) {
+    float scale = norm_scale(x, n, eps);
     if (weight && kind == NORM_ROUNDED) {
         for (ptrdiff_t i = 0; i < n; i += VL) {
             vf v = round_to_bf16(load_bf16(x + i, n - i) * scale);

@@ -87,14 +87,21 @@ void nv_causal_conv(team *team, const bf16 *x, ptrdiff_t ldx, const bf16 *weight
     }
 }
 
-/* out = round(weight * round(x / rms(x))) * silu(gate), for each head of n numbers. Tokens are ldx and ldg apart. */
+/* out = round(weight * round(x / rms(x))) * silu(gate), for each head of n numbers; sigmoid: weight * x / rms(x) * sigmoid(gate),
+ * rounded once. Tokens are ldx and ldg apart. */
 void nv_gated_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *gate, ptrdiff_t ldg, const bf16 *weight, bf16 *out,
-                       token_count tokens, ptrdiff_t heads, ptrdiff_t n, float eps) {
+                       token_count tokens, ptrdiff_t heads, ptrdiff_t n, float eps, ptrdiff_t sigmoid) {
     FOR_ITEMS(item, t, tokens * heads) {
-        const bf16 *g = gate + item / heads * ldg + item % heads * n;
+        const bf16 *head = x + item / heads * ldx + item % heads * n, *g = gate + item / heads * ldg + item % heads * n;
         bf16 *row = out + item * n;
-        norm_row(x + item / heads * ldx + item % heads * n, weight, row, n, eps, NORM_ROUNDED);
-        for (ptrdiff_t i = 0; i < n; i += VL)
-            store_bf16(row + i, n - i, load_bf16(row + i, n - i) * silu_(load_bf16(g + i, n - i)));
+        float scale = sigmoid ? norm_scale(head, n, eps) : 0.0f;
+        if (!sigmoid) norm_row(head, weight, row, n, eps, NORM_ROUNDED);
+        for (ptrdiff_t i = 0; i < n; i += VL) {
+            ptrdiff_t left = n - i;
+            vf gates = load_bf16(g + i, left);
+            vf v = sigmoid ? load_bf16(head + i, left) * scale * load_bf16(weight + i, left) / (exp_(-gates) + 1.0f)
+                           : load_bf16(row + i, left) * silu_(gates);
+            store_bf16(row + i, left, v);
+        }
     }
 }
