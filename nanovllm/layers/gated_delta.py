@@ -4,7 +4,7 @@ Shapes: T tokens of the step, O of them in `output_indices`, E that change state
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -33,44 +33,57 @@ class DeltaSizes(NamedTuple):
     """Tokens that the convolution takes."""
 
 
-class GatedDeltaNet(StateLayer):
+class DeltaRule(StateLayer):
     """Mixes the tokens of a sequence by the gated delta rule.
 
     What enters it is the causal convolution of queries, keys and values. Its output is normalised,
-    multiplied by the SiLU of a gate z, and projected. Each rank has some heads of both kinds.
+    multiplied by a gate, and projected. Each rank has some heads of both kinds. A subclass projects
+    its input to what decides how a state changes, and to the gate.
 
     Args:
         eps: of the norm.
-        grouped: whether the checkpoint has the projections of a key head and its value heads side
-            by side, in in_proj_qkvz and in_proj_ba; else in in_proj_qkv, _z, _b and _a.
+        mixed: the pieces of q, k and v, of this rank.
+        channels: those of the convolution.
+        by_rows: whether each row of a state has its own decay.
     """
 
-    def __init__(self, sizes: DeltaSizes, eps: float, *, grouped: bool = False) -> None:
+    bound: float | None = None
+    """Of the decays: see `torch_states.gated_delta`."""
+    sigmoid: ClassVar[bool] = False
+    """See `torch_states.gated_rms_norm`."""
+
+    def __init__(
+        self,
+        sizes: DeltaSizes,
+        eps: float,
+        mixed: list[Piece],
+        channels: list[Piece],
+        *,
+        by_rows: bool,
+    ) -> None:
         key_heads = divide(sizes.key_heads, "linear_num_key_heads")
         self.num_heads = heads = divide(sizes.value_heads, "linear_num_value_heads")
-        channels = 2 * key_heads * sizes.key_dim + heads * sizes.value_dim
-        kept = StatePart((sizes.taps - 1, channels), torch.get_default_dtype())
+        width = 2 * key_heads * sizes.key_dim + heads * sizes.value_dim
+        kept = StatePart((sizes.taps - 1, width), torch.get_default_dtype())
         matrix = StatePart((sizes.key_dim, sizes.value_dim), torch.float32)
-        scales = StatePart((heads,), torch.float32)
-        super().__init__((kept, *[matrix] * heads, scales))
-        parts = grouped_parts(sizes) if grouped else plain_parts(sizes)
-        hidden_size = sizes.hidden_size
-        mixed = [*parts["q"], *parts["k"], *parts["v"]]
-        self.in_proj_qkv = PiecedLinear(hidden_size, mixed)
-        self.in_proj_z = PiecedLinear(hidden_size, parts["z"])
-        self.in_proj_ab = SmallLinear(hidden_size, [*parts["a"], *parts["b"]])
-        channels_of = plain_parts(sizes)
-        conv = [piece._replace(name="conv1d") for part in "qkv" for piece in channels_of[part]]
-        self.conv1d = ChannelConv(conv, sizes.taps)
+        scales = [] if by_rows else [StatePart((heads,), torch.float32)]
+        super().__init__((kept, *[matrix] * heads, *scales))
+        self.in_proj_qkv = PiecedLinear(sizes.hidden_size, mixed)
+        self.conv1d = ChannelConv(channels, sizes.taps)
         self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32))
-        self.dt_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        biases = heads * sizes.key_dim if by_rows else heads
+        self.dt_bias = nn.Parameter(torch.empty(biases, dtype=torch.float32))
         self.norm = RMSNorm(sizes.value_dim, eps)  # holds the weight and eps
         value_size = sizes.value_heads * sizes.value_dim
-        self.out_proj = RowParallelLinear(value_size, hidden_size, bias=False)
+        self.out_proj = RowParallelLinear(value_size, sizes.hidden_size, bias=False)
 
-    @property
-    def computes_cells(self) -> bool:
-        return self.kernels.computes_cells and self.parts[0].dtype == torch.bfloat16
+    def changes(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a and b of `torch_states.gated_delta`."""
+        raise NotImplementedError
+
+    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the gate of the output, for each of its numbers."""
+        raise NotImplementedError
 
     def forward(
         self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
@@ -80,21 +93,50 @@ class GatedDeltaNet(StateLayer):
         rows = batch.state
         kernels = self.kernels
         states = self.states
-        inputs = self.in_proj_qkv(hidden), self.in_proj_ab(hidden)
-        mixed, ab = self.all_extended(inputs, rows)
-        a, b = ab[:, : self.num_heads], ab[:, self.num_heads :]
+        inputs = self.in_proj_qkv(hidden), *self.changes(hidden)
+        mixed, a, b = self.all_extended(inputs, rows)
         qkv = kernels.causal_conv(mixed, self.conv1d.taps, None, True, states, rows)
-        heads = kernels.gated_delta(qkv, a, b, self.A_log, self.dt_bias, states, rows)
-        heads = self.own(heads, rows)
+        gates = a, b, self.A_log, self.dt_bias
+        heads = self.own(kernels.gated_delta(qkv, *gates, states, rows, self.bound), rows)
         if output_indices is not None:
             heads = heads[output_indices]
             hidden = hidden[output_indices]
-        z = self.in_proj_z(hidden).view(heads.shape)
-        out = kernels.gated_rms_norm(heads, z, self.norm.weight, self.norm.eps)
+        gate = self.gate(hidden).view(heads.shape)
+        norm = self.norm.weight, self.norm.eps
+        out = kernels.gated_rms_norm(heads, gate, *norm, sigmoid=self.sigmoid)
         return self.out_proj(out.flatten(1))
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         yield from head_shards(self, prefix, "A_log", "dt_bias")
+
+
+class GatedDeltaNet(DeltaRule):
+    """The gated delta rule with one decay for each head, and the SiLU of a gate z.
+
+    Args:
+        grouped: whether the checkpoint has the projections of a key head and its value heads side
+            by side, in in_proj_qkvz and in_proj_ba; else in in_proj_qkv, _z, _b and _a.
+    """
+
+    def __init__(self, sizes: DeltaSizes, eps: float, *, grouped: bool = False) -> None:
+        parts = grouped_parts(sizes) if grouped else plain_parts(sizes)
+        mixed = [*parts["q"], *parts["k"], *parts["v"]]
+        channels_of = plain_parts(sizes)
+        conv = [piece._replace(name="conv1d") for part in "qkv" for piece in channels_of[part]]
+        super().__init__(sizes, eps, mixed, conv, by_rows=False)
+        self.in_proj_z = PiecedLinear(sizes.hidden_size, parts["z"])
+        self.in_proj_ab = SmallLinear(sizes.hidden_size, [*parts["a"], *parts["b"]])
+
+    @property
+    def computes_cells(self) -> bool:
+        return self.kernels.computes_cells and self.parts[0].dtype == torch.bfloat16
+
+    def changes(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ab = self.in_proj_ab(hidden)
+        return ab[:, : self.num_heads], ab[:, self.num_heads :]
+
+    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.in_proj_z(hidden)
 
 
 def plain_parts(sizes: DeltaSizes) -> dict[str, list[Piece]]:
