@@ -208,7 +208,7 @@ def make_layer(inputs):
         mixed = ops.causal_conv(x, weight, bias, True, states, rows)
         out = ops.gated_delta(mixed, a, b, *inputs[3:], states, rows)
         gate = x[:, : out[0].numel()].unflatten(1, (heads, -1))
-        return ops.gated_rms_norm(out, gate, norm, 1e-6, by_rows)
+        return ops.gated_rms_norm(out, gate, norm, 1e-6, sigmoid=by_rows)
 
     return layer
 
