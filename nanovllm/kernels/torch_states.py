@@ -129,17 +129,14 @@ def gated_delta(
     q, k = (_unit(x).repeat_interleave(share, dim=1) for x in (q, k))
     q = q * dk**-0.5
     v = v.float().reshape(-1, num_heads, dv)
-    rate = a_log.exp()[:, None]
-    shifted = (a.float() + dt_bias).view(len(a), num_heads, -1)
-    g = -rate * _softplus(shifted) if bound is None else bound * _sigmoid(rate * shifted)
-    decay = g.exp().unsqueeze(-1)
+    decay = _decay((a.float() + dt_bias).view(len(a), num_heads, -1), a_log.exp(), bound)
     beta = _sigmoid(b.float())
     state = read_parts(states, rows, 1, num_heads)
     final = state.clone()
     out = torch.empty(len(qkv), num_heads, dv, dtype=torch.float32, device=qkv.device)
     for index, row, token in _turns(rows):
         key = k[token].unsqueeze(-1)
-        old = state[row] * decay[token]
+        old = state[row] * decay[token].unsqueeze(-1)
         delta = (v[token] - _tree_sum(old * key)) * beta[token].unsqueeze(-1)
         new = old + key * delta.unsqueeze(-2)
         out[token] = _tree_sum(new * q[token].unsqueeze(-1))
@@ -270,6 +267,13 @@ def _tree_sum(x: torch.Tensor) -> torch.Tensor:
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
     return 1.0 / (1.0 + (-x).exp())
+
+
+def _decay(shifted: torch.Tensor, rate: torch.Tensor, bound: float | None) -> torch.Tensor:
+    """Return exp(g) of `gated_delta` for a + dt_bias [E, Hv, n] and exp(a_log) [Hv]."""
+    rate = rate.unsqueeze(-1)
+    g = -rate * _softplus(shifted) if bound is None else bound * _sigmoid(rate * shifted)
+    return g.exp()
 
 
 def _softplus(x: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ class Coarse(CKernels):
 
     computes_cells = True
 
-    def gated_delta(self, qkv, a, b, a_log, dt_bias, states, rows):
+    def gated_delta(self, qkv, a, b, a_log, dt_bias, states, rows, bound=None):
         call, out, cells = CKernels.gated_delta, [], rows.cells
         for row, pages in enumerate(rows.pages.split(1)):
             start, end = rows.cu_seqlens[row : row + 2].tolist()
