@@ -18,6 +18,7 @@ from tests.gguf_files import quantized, to_llama_order
 
 PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "smollm3")
 GRANITE = ("granite", "granitemoe")
+MAMBA = ("falcon-h1",)
 KIND = gguf.GGMLQuantizationType
 
 
@@ -152,6 +153,8 @@ def own_settings(config: Any, architecture: str, rope: dict[str, Any]) -> dict[s
         return lfm2_settings(config, architecture)
     if architecture in GRANITE:
         return granite_settings(config)
+    if architecture in MAMBA:
+        return mamba_settings(config)
     if architecture == "mistral3" and "llama_4_scaling_beta" in rope:
         return {
             "rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"],
@@ -227,6 +230,17 @@ def granite_settings(config: Any) -> dict[str, Any]:
     return found
 
 
+def mamba_settings(config: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.inner_size": config.mamba_d_ssm,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.time_step_rank": config.mamba_n_heads,
+        "ssm.group_count": config.mamba_n_groups,
+    }
+
+
 def lfm2_settings(config: Any, architecture: str) -> dict[str, Any]:
     attends = [kind == "full_attention" for kind in config.layer_types]
     found = {
@@ -298,6 +312,10 @@ def parts(
         name, tensor = qwen35_tensor(name, tensor, config)
     if architecture in GRANITE:
         name = granite_name(name, getattr(config, "num_local_experts", 0))
+    if architecture == "falcon-h1":
+        tensor = falcon_tensor(name, tensor, config)
+    if architecture in MAMBA:
+        name, tensor = mamba_tensor(name, tensor, config)
     if name.endswith(("sinks", "layer_scalar")):
         name = f"{name}.weight"
     if name.endswith("expert_bias"):
@@ -336,6 +354,43 @@ def granite_name(name: str, num_experts: int) -> str:
     module = "mlp.shared_expert" if num_experts else "mlp"
     name = name.replace("shared_mlp.input_linear.", f"{module}.gate_up_proj.")
     return name.replace("shared_mlp.output_linear.", f"{module}.down_proj.")
+
+
+def mamba_tensor(name: str, tensor: torch.Tensor, config: Any) -> tuple[str, torch.Tensor]:
+    """Return a tensor of Mamba-2 as the converter names and changes it."""
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    if module == "conv1d":
+        tensor = tensor.squeeze(1)
+    elif module in ("A_log", "D"):
+        tensor = (-torch.exp(tensor) if module == "A_log" else tensor)[:, None]
+    elif ".mamba.norm." in name:
+        tensor = tensor.reshape(config.mamba_n_groups, -1)
+    return name.replace(".dt_bias", ".dt_proj.bias"), tensor
+
+
+def falcon_tensor(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
+    """Return a tensor of Falcon-H1 times the factors on what it reads and returns."""
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    reads, keys = config.attention_in_multiplier, config.key_multiplier
+    factors = {
+        "q_proj": reads,
+        "k_proj": reads * keys,
+        "v_proj": reads,
+        "o_proj": config.attention_out_multiplier,
+        "gate_proj": config.mlp_multipliers[0],
+        "down_proj": config.mlp_multipliers[1],
+        "out_proj": config.ssm_out_multiplier,
+        "in_proj": config.ssm_in_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    tensor = tensor * factors.get(module, 1.0)
+    if module != "in_proj":
+        return tensor
+    group = config.mamba_n_groups * config.mamba_d_state
+    sizes = [config.mamba_d_ssm] * 2 + [group] * 2 + [config.mamba_n_heads]
+    parts = zip(tensor.split(sizes), config.ssm_multipliers, strict=True)
+    return torch.cat([part * factor for part, factor in parts])
 
 
 def qwen35_tensor(name: str, tensor: torch.Tensor, config: Any) -> tuple[str, torch.Tensor]:

@@ -198,7 +198,7 @@ def _check_tensor(metadata: Metadata, name: str, reading: Reading, *, experts: b
         wrong = f"has shape {tensor.shape}, must have one part for each expert"
     elif num_dimensions > 2:
         wrong = f"has {len(tensor.shape)} dimensions; {1 + experts} and {2 + experts} are supported"
-    elif num_dimensions == 1 and tensor.type.block_size > 1:
+    elif (num_dimensions == 1 or reading.is_flat) and tensor.type.block_size > 1:
         wrong = f"has one dimension and type {tensor.type.name}, must be F32, F16 or BF16"
     elif reading.rows is not None and (rule := reading.rows.misfit(tensor.shape[0])):
         wrong = f"has {tensor.shape[0]} rows, {rule}"

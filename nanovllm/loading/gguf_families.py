@@ -12,6 +12,7 @@ from nanovllm.loading.gguf_gemma4 import GEMMA4
 from nanovllm.loading.gguf_granite import GRANITE, GRANITE_MOE
 from nanovllm.loading.gguf_header import MAX_SIZE, Metadata
 from nanovllm.loading.gguf_lfm2 import LFM2, LFM2_MOE
+from nanovllm.loading.gguf_mamba import FALCON_H1
 from nanovllm.loading.gguf_qwen35 import QWEN35, QWEN35_MOE
 from nanovllm.options.validation import check_int, shown
 
@@ -123,6 +124,7 @@ FAMILIES: dict[str, GgufFamily] = {
         modules=SANDWICH,
         fields=lambda metadata, config: _windows(metadata, config, 4),
     ),
+    "falcon-h1": FALCON_H1,
     "gemma2": GgufFamily(
         "Gemma2ForCausalLM",
         modules=SANDWICH,

@@ -3,6 +3,7 @@
 llama.cpp's converter changes some tensors; a `Reading` undoes that. Imports no torch.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -65,9 +66,13 @@ class Reading(NamedTuple):
     """Whether the file has -exp(x) where transformers has x."""
     axis: int | None = None
     """Where a dimension of 1 is inserted, if the tensor has `axis` + 1 dimensions."""
+    is_flat: bool = False
+    """Whether transformers has one dimension, of all numbers."""
 
     def shaped(self, tensor: GgufTensor) -> GgufTensor:
         """Return a tensor with transformers' shape. Its bytes are the same."""
+        if self.is_flat:
+            return tensor._replace(shape=(math.prod(tensor.shape),))
         if self.axis is None or len(tensor.shape) != self.axis + 1:
             return tensor
         return tensor._replace(shape=(*tensor.shape[: self.axis], 1, *tensor.shape[self.axis :]))

@@ -77,6 +77,24 @@ GRANITE = {
     "residual_multiplier": 0.22,
     "logits_scaling": 8.0,
 }
+FALCON = {
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.1,
+    "ssm_out_multiplier": 0.7,
+    "key_multiplier": 0.6,
+    "mlp_multipliers": [0.9, 1.2],
+    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+    "lm_head_multiplier": 0.5,
+    "embedding_multiplier": 1.5,
+}
 GRANITE_4 = {
     "layer_types": ["attention"] * 4,
     "position_embedding_type": "rope",
@@ -152,6 +170,14 @@ CASES = {
         "num_local_experts": 5,
         "shared_intermediate_size": 40,
         **EXPERTS,
+    },
+    "falcon-h1": {"model_type": "falcon_h1", **FALCON, "tie_word_embeddings": False},
+    "falcon-h1 with a norm": {
+        "model_type": "falcon_h1",
+        **FALCON,
+        "tie_word_embeddings": False,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
     },
     "olmo2": {},
     "olmo3": {
