@@ -29,6 +29,21 @@ _DELTA = {
     "linear_value_head_dim": 32,
     "head_dim": 32,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+_MAMBA = {
+    "mamba_d_ssm": 128,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": _EXPERTS,
@@ -36,11 +51,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _DELTA | _EXPERTS,
     "qwen3_5": _DELTA,
     "qwen3_5_moe": _DELTA | _EXPERTS,
+    "minicpm3": _LATENT,
+    "falcon_h1": _MAMBA,
 }
 """By transformers' model type: what to change in SMALL."""
 NESTED = ("qwen3_5", "qwen3_5_moe")
 """Models that also take pictures: the text model's tensors have longer names."""
-_STORED = ("_proj", "in_proj_qkv", "in_proj_z")
+_STORED = ("_proj", "in_proj_qkv", "in_proj_z", "kv_a_proj_with_mqa")
 COVER = Cover(
     lambda linear: linear.endswith(_STORED) and "visual" not in linear,
     [

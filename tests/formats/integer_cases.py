@@ -121,4 +121,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 128,
         "norm_topk_prob": True,
     },
+    "minicpm3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 32,
+    },
 }

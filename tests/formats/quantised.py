@@ -47,7 +47,7 @@ def write(
     tensors = load_file(Path(model) / "model.safetensors")
     wide = dict(tensors)
     for name in list(tensors):
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             continue
         written = linear(name.removesuffix(".weight"), tensors[name])
         if written is not None:

@@ -20,6 +20,7 @@ from tests.models.comparison import run_in_chunks
 
 PROMPTS = [[5, 7, 11], random.Random(0).choices(range(1003), k=40)]
 LOADER = "nanovllm.worker.weight_forms"
+HEADS = "widened to bfloat16 because small linears keep their bits"
 SOME = ("W4A16 g32 asymmetric", "W8A8 static", "GPTQ desc_act", "AWQ g64")
 
 
@@ -65,10 +66,12 @@ def test_logits(name, family, models, tmp_path, caplog):
     limit = {8: 0.03, 4: 0.06}[bits]
     if family == "qwen3_moe":
         limit = 0.3  # a rounded hidden state may choose another expert
+    elif family == "minicpm3":
+        limit *= 1.5  # bfloat16 alone is farther away: latents are rounded before each head
     assert distance(found, expected) < limit
     words = "widened to bfloat16 because" if name in WIDENED else f"kept in {bits} bits"
     assert words in caplog.text
-    assert ("widened" in caplog.text) == (name in WIDENED)
+    assert ("widened" in caplog.text.replace(HEADS, "")) == (name in WIDENED)
 
 
 def test_the_logits_of_transformers(models, tmp_path):

@@ -270,6 +270,7 @@ class StoredNumbers:
         self._shape = tuple(matrix.weight.shape)
         self._device = matrix.weight.device
         self._is_experts = isinstance(matrix, StackedLinear)
+        self._is_gathered = matrix.is_gathered
         self._is_exact = isinstance(matrix, (SmallLinear, HeadLinear))
         self._loaded: list[LoadedField] = []
         """What is released once the method is made."""
@@ -295,7 +296,7 @@ class StoredNumbers:
         if method is None:
             words = f"widened to {str(dtype).removeprefix('torch.')} because {words}"
             wide = self._wide(dtype)
-            method = kernels.pack(wide, is_embedding=self._is_experts) or PlainWeight(wide)
+            method = kernels.pack(wide, is_embedding=self._is_gathered) or PlainWeight(wide)
         self.description = f"in {self.label}: {words}"
         for field in self._loaded:
             field.release()

@@ -19,6 +19,7 @@ from nanovllm.features.formats.stored import (
 )
 from nanovllm.kernels.torch_kernels import TORCH, Kernels, WeightMethod
 from nanovllm.layers.linear import Matrix
+from nanovllm.layers.pieces import HeadLinear
 from nanovllm.loading.shards import Shard
 
 _MAX_BLOCK = 1024
@@ -89,6 +90,7 @@ class StoredFp8(StoredNumbers):
     def __init__(self, scale: Field, matrix: Matrix) -> None:
         super().__init__(matrix, "FP8")
         self._is_exact = isinstance(matrix, EXACT)
+        self._is_of_heads = isinstance(matrix, HeadLinear)  # products with it are not in FP8
         self._rounding = ""
         self._values: torch.Tensor | None = None
         self._scales = LoadedField(scale, self._device)
@@ -114,6 +116,8 @@ class StoredFp8(StoredNumbers):
 
     def _kept(self, dtype: torch.dtype, kernels: Kernels) -> tuple[WeightMethod | None, str]:
         self._scales.check_finite()
+        if self._is_of_heads:
+            return None, "small linears of heads keep their bits"
         if self._device.type != "cpu":
             return self._weight(dtype, kernels), "kept in 8 bits"
         why = "CPUs have no products in FP8"
@@ -128,9 +132,9 @@ class StoredFp8(StoredNumbers):
 
     def _wide(self, dtype: torch.dtype) -> torch.Tensor:
         kept = self._weight(dtype, TORCH)
-        wide = torch.empty(self._shape, dtype=dtype)
+        wide = torch.empty(self._shape, dtype=dtype, device=self._device)
         for start, stop in row_ranges(0, *self._shape):
-            wide[start:stop] = kept.embedding(torch.arange(start, stop))
+            wide[start:stop] = kept.embedding(torch.arange(start, stop, device=self._device))
         return wide
 
     def _weight(self, dtype: torch.dtype, kernels: Kernels) -> Fp8Weight:

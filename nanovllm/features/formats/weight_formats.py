@@ -21,6 +21,7 @@ from nanovllm.features.formats.stored_fp8 import Fp8Format, StoredFp8
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.experts import StackedLinear
 from nanovllm.layers.linear import LinearBase, Matrix, StoredWeight, shared_matrices
+from nanovllm.layers.pieces import HeadLinear
 from nanovllm.loading.files import is_gguf
 from nanovllm.loading.shards import Shard, model_shards
 from nanovllm.loading.tensor_files import read_header
@@ -68,7 +69,7 @@ FORMATS: dict[str, Callable[[dict[str, Any]], WeightFormat]] = {
     "mxfp4": lambda _: Mxfp4Format(),  # it has no other settings
 }
 """By `quant_method` of config.json: what reads the other settings."""
-_LINEARS = (LinearBase, StackedLinear)
+_LINEARS = (LinearBase, StackedLinear, HeadLinear)
 """What a quantization_config is about."""
 
 
