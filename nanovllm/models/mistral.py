@@ -26,24 +26,34 @@ class MistralForCausalLM(DecoderForCausalLM):
         return DecoderLayer(config, attention, GatedMLP(config))
 
 
+class GrowingQueries:
+    """How queries grow with the logarithm of their position (Llama 4's scaling)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        settings = rope_settings(config.fields, "full_attention")
+        self._beta = config_number(settings, "llama_4_scaling_beta", 0.0, 0.0, 1e6)
+        self._original = config.rope.original_max_position
+
+    def grow(self, rotary: RotaryEmbedding) -> RotaryEmbedding:
+        """Return `rotary`, with the factors on queries."""
+        if self._beta:
+            steps = torch.arange(len(rotary.cos_sin), device="cpu") // self._original
+            scale = 1 + self._beta * torch.log1p(steps.float())
+            rotary.q_scale = scale.to(rotary.cos_sin.device)
+        return rotary
+
+
 class Ministral3ForCausalLM(MistralForCausalLM):
     """Ministral 3, text only: Mistral, but queries grow with the logarithm of their position."""
 
     reads = frozenset({"llama_4_scaling_beta"})
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
-        settings = rope_settings(config.fields, "full_attention")
-        self._beta = config_number(settings, "llama_4_scaling_beta", 0.0, 0.0, 1e6)
-        self._original = config.rope.original_max_position
+        self._queries = GrowingQueries(config)
         super().__init__(config, max_model_len)
 
     def rotary_emb(self, rope: RopeConfig | None, head_dim: int) -> RotaryEmbedding:
-        found = super().rotary_emb(rope, head_dim)
-        if self._beta:
-            steps = torch.arange(self.max_model_len, device="cpu") // self._original
-            scale = 1 + self._beta * torch.log1p(steps.float())
-            found.q_scale = scale.to(found.cos_sin.device)
-        return found
+        return self._queries.grow(super().rotary_emb(rope, head_dim))
 
 
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):

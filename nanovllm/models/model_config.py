@@ -178,6 +178,15 @@ class ModelConfig:
         name = f"config.json: a number in {key}"
         return [check_float(CheckpointError, name, value, 0.0, 1e12) for value in values]
 
+    def only(self, key: str, *values: Any) -> None:
+        """Check that the family's own field `key` is absent, null, or one of `values`."""
+        value = self.fields.get(key)
+        if value is not None and value not in values:
+            raise UnsupportedModelError(
+                f"config.json: {key} {shown(value)} is not supported (only "
+                f"{', '.join(map(str, values))})"
+            )
+
     def window(self) -> int | None:
         """Return the window of every layer in tokens; None if the config has none."""
         return None if self.fields.get("sliding_window") is None else self.size("sliding_window")

@@ -67,6 +67,13 @@ def proportional_rope(part: float) -> dict[str, Any]:
     }
 
 
+def drafting_layers(config: ModelConfig) -> frozenset[str]:
+    """Return the prefixes of the tensors of layers behind the last one, which only draft."""
+    first = config.num_layers
+    number = config.size("num_nextn_predict_layers", 0, high=64, low=0)
+    return frozenset(f"model.layers.{index}." for index in range(first, first + number))
+
+
 class RotatedNormAttention(SelfAttention):
     """Attention whose queries and keys are normalised after RoPE."""
 

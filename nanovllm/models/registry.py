@@ -13,6 +13,8 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown
 
 MODULES = {
+    "DeepseekV2ForCausalLM": "deepseek",
+    "DeepseekV3ForCausalLM": "deepseek",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Exaone4ForCausalLM": "exaone4",
     "FalconH1ForCausalLM": "falcon_h1",
@@ -23,6 +25,7 @@ MODULES = {
     "Gemma4ForConditionalGeneration": "gemma4",
     "Gemma4UnifiedForCausalLM": "gemma4",
     "Gemma4UnifiedForConditionalGeneration": "gemma4",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granite_moe",
@@ -37,6 +40,7 @@ MODULES = {
     "Ministral3ForCausalLM": "mistral",
     "Mistral3ForConditionalGeneration": "mistral",
     "MiniCPM3ForCausalLM": "minicpm3",
+    "Mistral4ForCausalLM": "mistral4",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
     "MuseGlimmerForConditionalGeneration": "muse_glimmer",

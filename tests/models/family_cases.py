@@ -3,6 +3,7 @@
 import os
 import random
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.checkpoints import random_model
@@ -144,7 +145,51 @@ SWITCHES = {
         "num_experts_per_tok": [2, 4, 1, 3],
     },
 }
+DEEPSEEK = {
+    "latent": [(20, 24), (None, 36), (20, 16)],
+    "qk_nope_head_dim": [16, 6],
+    "v_head_dim": [16, 12],
+    "rope": [
+        {},
+        {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 64},
+        {**YARN, "mscale_all_dim": 0.7},
+    ],
+    "attention_bias": [False, True],
+    "first_k_dense_replace": [1, 0, 2],
+    "n_routed_experts": [8, 12],
+    "n_shared_experts": [1, 2],
+    "num_experts_per_tok": [2, 4, 3],
+    "moe_intermediate_size": [24, 7],
+    "routed_scaling_factor": [1.0, 2.5],
+}
 SWITCHES |= {
+    "deepseek_v2": {
+        **DEEPSEEK,
+        "topk_method": ["greedy", "group_limited_greedy"],
+        "groups": [(4, 2), (2, 1), (2, 2)],
+    },
+    "deepseek_v3": {
+        **DEEPSEEK,
+        "norm_topk_prob": [True, False],
+        "groups": [(1, 1), (4, 2), (2, 1)],
+        "rope_interleave": [True, False],
+    },
+    "glm4_moe_lite": {
+        **{name: DEEPSEEK[name] for name in DEEPSEEK if name != "first_k_dense_replace"},
+        "mlp_layer_types": [None, ["sparse", "dense"] * 2],
+        "norm_topk_prob": [True, False],
+        "rope_interleave": [True, False],
+    },
+    "mistral4": {
+        **DEEPSEEK,
+        "rope": [
+            {**YARN, "llama_4_scaling_beta": beta, "original_max_position_embeddings": original}
+            for beta, original in ((0.1, 16), (0.3, 1024), (0.1, 33))
+        ],
+        "mscale": [(1.0, 1.0), (0.8, 0.4)],
+        "norm_topk_prob": [True, False],
+        "rope_interleave": [True, False],
+    },
     "gemma3": {
         name: values
         for name, values in SWITCHES["gemma3_text"].items()
@@ -217,7 +262,7 @@ NESTED = {
 EIGHT_TIMES = ("smollm3", "phi3", "granite", "olmo2", "olmo3", "exaone4")
 EIGHT_TIMES += ("hunyuan_v1_dense", "granitemoe", "granitemoeshared", "granitemoehybrid")
 """Families whose hidden size is a multiple of the number of heads."""
-LATENT = {"minicpm3"}
+LATENT = {"minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"}
 """Families with latent attention."""
 ALIKE = (*NESTED, "granitemoe", "granitemoeshared")
 """Families whose layers another family has too."""
@@ -277,6 +322,8 @@ def in_transformers_names(switches, settings):
     """Return the switches as fields of a configuration."""
     switches |= switches.pop("text", {})
     rope = {"rope_type": "default", "rope_theta": 10_000.0, **switches.pop("rope", {})}
+    if (groups := switches.pop("groups", None)) is not None:
+        switches["n_group"], switches["topk_group"] = groups
     if (latent := switches.pop("latent", None)) is not None:
         switches["q_lora_rank"], switches["kv_lora_rank"] = latent
     if (mscales := switches.pop("mscale", None)) is not None:
@@ -314,8 +361,8 @@ def make_model(case):
     """Return transformers' model of a case. All weights are random, those of norms included."""
     config = make_config(case)
     config._attn_implementation = "eager"  # the others leave out soft caps
-    nested = case.split()[0] in NESTED
-    model_class = AutoModelForImageTextToText if nested else AutoModelForCausalLM
+    with_pictures = case.split()[0] in (*NESTED, "mistral4")  # transformers has both there
+    model_class = AutoModelForImageTextToText if with_pictures else AutoModelForCausalLM
     model = random_model(config, seed=len(case), model_class=model_class)
     if "num_experts_per_tok" in SWITCHES[case.split()[0]] or case.startswith("gemma4 "):
         model.set_experts_implementation("eager")  # the default takes only some sizes
@@ -327,4 +374,8 @@ def make_model(case):
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.fill_(random.Random(name).uniform(0.5, 1.5))
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(
+                0.2 * torch.randn(buffer.shape, generator=torch.Generator().manual_seed(1))
+            )
     return model

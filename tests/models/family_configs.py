@@ -186,6 +186,28 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+DEEPSEEK = {
+    **LATENT,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 1024,
+    },
+}
 VISION = {"model_type": "vision", "hidden_size": 8}
 MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 
@@ -196,6 +218,23 @@ def nested(config: dict[str, Any]) -> dict[str, Any]:
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": {
+        **DEEPSEEK,
+        "q_lora_rank": None,
+        "scoring_func": "softmax",
+        "topk_method": "group_limited_greedy",
+        "norm_topk_prob": False,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "DeepseekV3ForCausalLM": {
+        **DEEPSEEK,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "n_group": 4,
+        "topk_group": 2,
+    },
     "Ernie4_5ForCausalLM": {**SILU, "use_bias": True},
     "Exaone4ForCausalLM": {
         **SILU,
@@ -212,6 +251,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Gemma4ForConditionalGeneration": {**nested(GEMMA4_EXPERTS), "audio_config": VISION},
     "Gemma4UnifiedForCausalLM": GEMMA4_EXPERTS,
     "Gemma4UnifiedForConditionalGeneration": nested(GEMMA4),
+    "Glm4MoeLiteForCausalLM": {
+        **DEEPSEEK,
+        "rope_scaling": None,
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "partial_rotary_factor": 1.0,
+    },
     "GptOssForCausalLM": {
         **SILU,
         "attention_bias": True,
@@ -266,11 +314,38 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "scale_emb": 12,
         "scale_depth": 1.4,
         "dim_model_base": 32,
-        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
-        "original_max_position_embeddings": 512,
+        "rope_theta": 10_000.0,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "original_max_position_embeddings": 512,
+        },
     },
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": nested(MINISTRAL3),
+    "Mistral4ForCausalLM": {
+        **{key: value for key, value in DEEPSEEK.items() if key != "rope_scaling"},
+        "first_k_dense_replace": 0,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_interleave": True,
+        "rope_parameters": {
+            "type": "yarn",
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 512,
+            "max_position_embeddings": 4096,
+            "llama_4_scaling_beta": 0.1,
+            "partial_rotary_factor": 1 / 3,
+        },
+    },
     "MistralForCausalLM": MISTRAL,
     "MixtralForCausalLM": {**MISTRAL, "num_local_experts": 4, "num_experts_per_tok": 2},
     "MuseGlimmerForConditionalGeneration": nested(

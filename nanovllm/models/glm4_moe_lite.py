@@ -1,0 +1,44 @@
+"""The GLM-4.7-Flash family: DeepSeek-V3 without groups of experts."""
+
+from typing import Any, ClassVar
+
+from nanovllm.errors import CheckpointError
+from nanovllm.models.deepseek import DeepseekV3ForCausalLM
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.options.validation import shown
+
+
+class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
+    """GLM-4.7-Flash: latent attention; experts chosen by sigmoids plus a bias, and one that all
+    tokens share.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {
+        **DeepseekV3ForCausalLM.defaults,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.8,
+        "n_group": 1,
+        "topk_group": 1,
+        "rms_norm_eps": 1e-5,
+    }
+
+    def is_dense(self, config: ModelConfig, index: int) -> bool:
+        types = config.fields.get("mlp_layer_types")
+        if types is None:
+            return super().is_dense(config, index)
+        kinds = ("dense", "sparse")
+        if (
+            not isinstance(types, list)
+            or len(types) != config.num_layers
+            or any(name not in kinds for name in types)
+        ):
+            raise CheckpointError(
+                f"config.json: mlp_layer_types must have {' or '.join(kinds)} for each of "
+                f"{config.num_layers} layers, is {shown(types)}"
+            )
+        return bool(types[index] == "dense")
