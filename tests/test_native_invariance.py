@@ -148,13 +148,18 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
     },
-    "minicpm3": {
+    "glm4_moe_lite": {
         "num_key_value_heads": 6,
         "q_lora_rank": 64,
         "kv_lora_rank": 64,
+        "head_dim": 16,
         "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
+        "v_head_dim": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "tie_word_embeddings": False,
     },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
     "lfm3": {
@@ -182,12 +187,17 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_tokens_of_other_families_do_not_depend_on_the_batch(
-    family: str, quantization: str | None, workload: Any, shared_checkpoint: Any
+    family: str,
+    quantization: str | None,
+    workload: Any,
+    shared_checkpoint: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Chunks, batches, hits, preemption, and drafts of tokens that were there before."""
     changes = {"model_type": family, **OTHER_FAMILIES[family], "eos_token_id": 7}
     model = shared_checkpoint(**{**MODEL, **changes, "pad_token_id": 0, "bos_token_id": 1})
     few = workload[0][:12], workload[1][:12]
+    caplog.set_level(logging.INFO, "nanovllm")
     kept = {"kvcache_block_size": 32, "quantization": quantization}
     expected = generate(model, few, max_num_seqs=1, enable_prefix_caching=False, **kept)
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
@@ -197,6 +207,7 @@ def test_tokens_of_other_families_do_not_depend_on_the_batch(
         {"speculative_config": drafts, "max_num_seqs": 5},
     ):
         assert generate(model, few, **kept, **options) == expected
+    assert family == "falcon_h1" or "call by call" not in caplog.text
 
 
 @pytest.mark.parametrize("sizes", [(80, 100, 20), (33, 48, 32)])
