@@ -1,5 +1,5 @@
-"""A model with states runs on the Triton kernels: a small Qwen3.5, prompts in chunks, decode steps,
-and hits of the prefix cache. Without a GPU the kernels are interpreted, or simulated.
+"""Models with states run on the Triton kernels: prompts in chunks, decode steps, and hits of the
+prefix cache. Without a GPU the kernels are interpreted, or simulated.
 """
 
 import pytest
@@ -10,26 +10,41 @@ from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.worker import attention_groups, network
 from tests.checkpoints import make_checkpoint
-from tests.kernels.triton.inputs import CUDA, each_dtype
+from tests.kernels.triton.inputs import CUDA, few_dtypes
 from tests.kernels.triton.interpreter import patch_interpreter
 
 patch_interpreter()
-QWEN3_5 = {
-    "model_type": "qwen3_5_text",
+SIZES = {
     "vocab_size": 103,
     "hidden_size": 32,
     "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 32,
     "max_position_embeddings": 64,
 }
+MODELS = {
+    "gated_delta": {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+    },
+    "mamba2": {
+        "model_type": "falcon_h1",
+        "num_hidden_layers": 1,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 2,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_rms_norm": True,
+        "ssm_in_multiplier": 1.25,
+    },
+}
+"""By the kernel that changes their states."""
 
 
 def logprobs(path, dtype):
@@ -47,18 +62,20 @@ def logprobs(path, dtype):
 
 
 @pytest.mark.skipif(CUDA, reason="the engine chooses the Triton kernels there")
-@each_dtype
-def test_the_engine_generates_the_same_tokens(dtype, tmp_path, monkeypatch):
+@few_dtypes
+@pytest.mark.parametrize("kernel", MODELS)
+def test_the_engine_generates_the_same_tokens(kernel, dtype, tmp_path, monkeypatch):
     name, steps = str(dtype).removeprefix("torch."), []
-    path = make_checkpoint(tmp_path, **QWEN3_5, dtype=name)
+    path = make_checkpoint(tmp_path, **SIZES, **MODELS[kernel], dtype=name)
     expected = logprobs(path, name)
+    triton, change = TritonKernels(), getattr(TritonKernels, kernel)
 
-    class Watched(TritonKernels):
-        def gated_delta(self, qkv, *args):
-            steps.append(len(qkv))
-            return super().gated_delta(qkv, *args)
+    def watched(inputs, *args):
+        steps.append(len(inputs))
+        return change(inputs, *args)
 
-    monkeypatch.setattr(network, "select_kernels", lambda *_, **__: Watched())
+    monkeypatch.setattr(triton, kernel, watched)
+    monkeypatch.setattr(network, "select_kernels", lambda *_, **__: triton)
     monkeypatch.setattr(attention_groups, "select_backend", lambda spec, _: TritonBackend(spec))
     results = logprobs(path, name)
     assert {1, 6} <= set(steps)
