@@ -3,7 +3,7 @@
 Shapes: T tokens of the step, O of them in `output_indices`, E that change states.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -92,6 +92,7 @@ class Mamba2(StateLayer):
         conv_bias: whether the convolution has a bias.
         bias: whether in_proj has one.
         output_bias: whether out_proj has one.
+        factors: on the outputs z, x, B, C and dt of in_proj.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Mamba2(StateLayer):
         conv_bias: bool = True,
         bias: bool = False,
         output_bias: bool = False,
+        factors: Sequence[float] = (1.0,) * 5,
     ) -> None:
         self.num_heads = heads = divide(sizes.heads, "number of Mamba-2 heads")
         parts = mamba_parts(sizes, "in_proj")
@@ -113,6 +115,7 @@ class Mamba2(StateLayer):
         matrix = StatePart((sizes.state_size, sizes.head_dim), torch.float32)
         super().__init__((kept, *[matrix] * heads))
         self.limits = limits
+        self.factors = tuple(factors)
         hidden_size = sizes.hidden_size
         self.in_proj_z = PiecedLinear(hidden_size, parts["z"], bias=bias)
         self.in_proj_xbc = PiecedLinear(hidden_size, mixed, bias=bias)
@@ -151,11 +154,24 @@ class Mamba2(StateLayer):
 
     def inputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x, B and C side by side, and dt: [T, any] for `hidden` [T, hidden_size]."""
-        return self.in_proj_xbc(hidden), self.in_proj_dt(hidden)
+        mixed = self.in_proj_xbc(hidden)
+        dt = self.in_proj_dt(hidden)
+        inner_size = self.num_heads * self.parts[1].shape[1]
+        group_size = (mixed.shape[1] - inner_size) // 2
+        parts = *mixed.split_with_sizes([inner_size, group_size, group_size], dim=1), dt
+        for part, factor in zip(parts, self.factors[1:], strict=True):
+            self._scale(part, factor)
+        return mixed, dt
 
     def gate(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return z, [O, channels] for `hidden` [O, hidden_size]."""
-        return self.in_proj_z(hidden)
+        z = self.in_proj_z(hidden)
+        self._scale(z, self.factors[0])
+        return z
+
+    def _scale(self, x: torch.Tensor, factor: float) -> None:
+        if factor != 1.0:
+            self.kernels.scale(x, factor)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         yield from head_shards(self, prefix, "A_log", "D", "dt_bias")

@@ -1,7 +1,4 @@
-"""Parts of Falcon-H1: a mixer of two, and parts with factors on what they read or return."""
-
-from collections.abc import Sequence
-from typing import Any
+"""Parts of Falcon-H1, with factors on what they read or return."""
 
 import torch
 from torch import nn
@@ -11,7 +8,6 @@ from nanovllm.errors import CheckpointError
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers.mamba2 import Mamba2
 from nanovllm.models.decoder import GatedMLP, SelfAttention
-from nanovllm.models.hybrid_parts import mamba_sizes, step_limits
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import check_float, shown
 
@@ -45,27 +41,6 @@ class ParallelMixer(nn.Module):
         return total
 
 
-class ScaledMamba2(Mamba2):
-    """Mamba-2 with factors on z, x, B, C and dt."""
-
-    def __init__(self, *args: Any, factors: Sequence[float], **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._factors = factors
-
-    def inputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mixed, dt = super().inputs(hidden)
-        *factors, of_dt = self._factors[1:]
-        inner_size = self.num_heads * self.parts[1].shape[1]
-        group_size = (mixed.shape[1] - inner_size) // 2
-        sections = mixed.split_with_sizes([inner_size, group_size, group_size], dim=1)
-        for section, factor in zip(sections, factors, strict=True):
-            _scaled(self.kernels, section, factor)
-        return mixed, _scaled(self.kernels, dt, of_dt)
-
-    def gate(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _scaled(self.kernels, super().gate(hidden), self._factors[0])
-
-
 class ScaledMLP(GatedMLP):
     """A gated linear unit with a factor on what is activated, and one on the output."""
 
@@ -73,7 +48,7 @@ class ScaledMLP(GatedMLP):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, bias=config.flag("mlp_bias"))
-        self._factors = _factors(config, "mlp_multipliers", 2)
+        self._factors = factors(config, "mlp_multipliers", 2)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         gate_up = self.gate_up_proj(hidden)
@@ -81,25 +56,7 @@ class ScaledMLP(GatedMLP):
         return _scaled(self.kernels, self.down_proj(self.act(gate_up)), self._factors[1])
 
 
-def scaled_mamba2(config: ModelConfig) -> ScaledMamba2:
-    """Return the Mamba-2 of a layer."""
-    channels = config.fields.get("mamba_d_ssm")
-    inner_size = config.size("mamba_d_ssm" if channels is not None else "mamba_expand")
-    if channels is None:
-        inner_size *= config.hidden_size
-    return ScaledMamba2(
-        mamba_sizes(config, inner_size),
-        step_limits(config),
-        config.rms_norm_eps if config.flag("mamba_rms_norm") else None,
-        gate_first=not config.flag("mamba_norm_before_gate", default=True),
-        conv_bias=config.flag("mamba_conv_bias", default=True),
-        bias=config.flag("mamba_proj_bias"),
-        output_bias=config.flag("projectors_bias"),
-        factors=_factors(config, "ssm_multipliers", 5),
-    )
-
-
-def _factors(config: ModelConfig, key: str, count: int) -> list[float]:
+def factors(config: ModelConfig, key: str, count: int) -> list[float]:
     """Return the numbers of the list `key`; ones if the config has none."""
     values = config.fields.get(key)
     if values is None:

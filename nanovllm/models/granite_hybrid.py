@@ -1,4 +1,4 @@
-"""The Granite 4 family: Granite, with or without RoPE and experts."""
+"""The Granite 4 family: Granite, with or without RoPE, Mamba-2 and experts."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -6,28 +6,33 @@ from typing import Any, ClassVar
 from torch import nn
 
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.models.decoder import GatedMLP, SelfAttention
+from nanovllm.models.decoder import GatedMLP
 from nanovllm.models.granite_moe import GraniteMoeForCausalLM
 from nanovllm.models.hybrid_parts import check_mixed
+from nanovllm.models.mamba_parts import MAMBA_DEFAULTS, MAMBA_NAMES, mamba_mixer
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown
 
 
 class GraniteMoeHybridForCausalLM(GraniteMoeForCausalLM):
-    """Granite 4 350M, 1B and 3B: Granite, with or without RoPE, and with experts if the config says
-    so, next to an MLP for all tokens.
+    """Granite 4 350M, 1B and 3B, H-350M to H-Small: Granite, with or without RoPE; nine of ten
+    layers of the H models are Mamba-2, which keeps a state; some have experts next to the MLP.
     """
 
+    names: ClassVar[dict[str, str]] = {**GraniteMoeForCausalLM.names, **MAMBA_NAMES}
     defaults: ClassVar[dict[str, Any]] = {
         **GraniteMoeForCausalLM.defaults,
+        **MAMBA_DEFAULTS,
         "shared_intermediate_size": 1024,
     }
     reads = GraniteMoeForCausalLM.reads | {"layer_types"}
     ignores = frozenset()
 
-    def make_mixer(self, config: ModelConfig, index: int) -> SelfAttention:
-        types = config.layer_types_of(("full_attention",), ["linear_attention"] * config.num_layers)
-        check_mixed(types)
+    def make_mixer(self, config: ModelConfig, index: int) -> nn.Module:
+        kinds = "linear_attention", "full_attention"
+        types = check_mixed(config.layer_types_of(kinds, ["linear_attention"] * config.num_layers))
+        if types[index] == "linear_attention":
+            return mamba_mixer(config, config.size("mamba_expand") * config.hidden_size)
         kind = config.fields.get("position_embedding_type")
         if kind not in ("rope", "nope", None):
             raise UnsupportedModelError(

@@ -1,6 +1,5 @@
 """Parts of families that mix layers with full attention and layers with a state."""
 
-import math
 from typing import Any
 
 from torch import nn
@@ -9,14 +8,12 @@ from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.kernels.torch_math import NORM_CENTRED
 from nanovllm.layers.gated_delta import DeltaSizes, GatedDeltaNet
 from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.mamba2 import MambaSizes
 from nanovllm.layers.pieces import Piece, PiecedLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.short_conv import ShortConv
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import GatedAttention, attention_biases
-from nanovllm.options.validation import check_float, shown
 from nanovllm.utils.distributed import tensor_parallel
 
 DELTA_NAMES = {
@@ -98,39 +95,6 @@ def short_conv(config: ModelConfig) -> ShortConv:
     """Return the short convolution of a layer. See `ShortConv`."""
     taps = config.size("conv_L_cache", high=MAX_TAPS, low=2)
     return ShortConv(config.hidden_size, taps, bias=config.flag("conv_bias"))
-
-
-def mamba_sizes(config: ModelConfig, inner_size: int) -> MambaSizes:
-    """Return the sizes of a Mamba-2 layer with `inner_size` channels, by the fields mamba_*."""
-    heads = config.size("mamba_n_heads")
-    head_dim = config.fields.get("mamba_d_head")
-    if head_dim in ("auto", None):
-        head_dim = inner_size // heads
-    else:
-        head_dim = config.size("mamba_d_head", high=_MAX_DIM)
-    groups = config.size("mamba_n_groups")
-    if heads * head_dim != inner_size or heads % groups:
-        raise CheckpointError(
-            f"config.json: mamba_n_heads {heads} must be a multiple of mamba_n_groups {groups}, "
-            f"and times mamba_d_head {head_dim} be the {inner_size} channels of Mamba-2"
-        )
-    state_size = config.size("mamba_d_state", high=_MAX_DIM)
-    taps = config.size("mamba_d_conv", high=MAX_TAPS, low=2)
-    return MambaSizes(config.hidden_size, heads, head_dim, groups, state_size, taps)
-
-
-def step_limits(config: ModelConfig) -> tuple[float, float]:
-    """Return the smallest and the largest step of Mamba-2: time_step_limit."""
-    given = config.fields.get("time_step_limit")
-    if given is None:
-        return 0.0, math.inf
-    name = "config.json: time_step_limit"
-    if not isinstance(given, list) or len(given) != 2:
-        raise CheckpointError(f"{name} must be a list of 2 numbers, is {shown(given)}")
-    low, high = given
-    is_open = high in (math.inf, {"__float__": "Infinity"})  # JSON's, and transformers'
-    low = check_float(CheckpointError, name, low, 0.0)
-    return low, math.inf if is_open else check_float(CheckpointError, name, high, low)
 
 
 def check_mixed(types: list[str]) -> list[str]:

@@ -68,14 +68,6 @@ SWITCHES = {
     },
     "granitemoe": GRANITE_MOE,
     "granitemoeshared": GRANITE_MOE | {"shared_intermediate_size": [40, 0, 77]},
-    "granitemoehybrid": GRANITE_MOE
-    | {
-        "position_embedding_type": ["rope", None, "nope"],
-        "shared_intermediate_size": [40, 77],
-        "layer_types": [["attention"] * 6, ["full_attention"] * 6],
-        "num_local_experts": [0, 5],
-        "mamba_n_heads": [4],  # transformers looks at it
-    },
     "minicpm3": {
         "latent": [(20, 24), (None, 36), (20, 16)],
         "qk_nope_head_dim": [16, 6],
@@ -260,7 +252,7 @@ NESTED = {
 }
 """What a model that also takes pictures has beside its text model."""
 EIGHT_TIMES = ("smollm3", "phi3", "granite", "olmo2", "olmo3", "exaone4")
-EIGHT_TIMES += ("hunyuan_v1_dense", "granitemoe", "granitemoeshared", "granitemoehybrid")
+EIGHT_TIMES += ("hunyuan_v1_dense", "granitemoe", "granitemoeshared")
 """Families whose hidden size is a multiple of the number of heads."""
 LATENT = {"minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"}
 """Families with latent attention."""

@@ -1,7 +1,6 @@
 """Families with layers that keep a state, beside transformers' own classes: logits and tokens."""
 
 import dataclasses
-import math
 import random
 
 import pytest
@@ -31,7 +30,7 @@ from tests.models.comparison import (  # noqa: F401
     test_logits_of_all_positions,
     vocab_size_of,
 )
-from tests.models.family_cases import NUM_CASES
+from tests.models.family_cases import GRANITE_MOE, NUM_CASES
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 THETA = {"rope_theta": 1e4}
@@ -71,13 +70,14 @@ CONV_SWITCHES = {
     "rope": [{}, {**YARN}],
 }
 MAMBA_SWITCHES = {
-    "mamba": [(4, 2, 8), (6, 1, 5), (2, 2, 16), (3, 3, 7)],
-    "mamba_d_state": [16, 10, 7],
-    "mamba_d_conv": [4, 2],
-    "mamba_conv_bias": [True, False],
-    "mamba_proj_bias": [False, False, True],
-    "time_step_limit": [(0.0, math.inf), (0.05, 0.3)],
+    "layer_types": orders(DELTA),
+    "mamba_heads": [(2, 4), (1, 4), (2, 2), (1, 8), (4, 8)],
+    "conv_bias": [True, True, False],
+    "conv": [4, 2, 3],
+    "bias": [False, True, False],
+    "time_step_limit": [(0.0, torch.inf), (0.02, torch.inf), (0.01, 0.4)],
 }
+"""Heads: their groups, and how many."""
 FALCON_MULTIPLIERS = {
     "embedding_multiplier": 2.5,
     "lm_head_multiplier": 0.3,
@@ -140,6 +140,15 @@ SWITCHES = {
     },
     "lfm3": LFM3_SWITCHES,
     "lfm3_vl": LFM3_SWITCHES,
+    "granitemoehybrid": MAMBA_SWITCHES
+    | GRANITE_MOE
+    | {
+        "layer_types": [*orders(DELTA), ["mamba"] * 3 + ["attention"], ["attention"] * 4],
+        "position_embedding_type": [None, "rope", "nope"],
+        "shared_intermediate_size": [40, 77],
+        "num_local_experts": [5, 0, 0],
+        "mamba_expand": [2, 1],
+    },
     "falcon_h1": MAMBA_SWITCHES
     | {
         "mamba_rms_norm": [True, False],
@@ -196,6 +205,15 @@ NATIVE = {
         "sliding_window": 33,
     },
     "lfm2": {"layer_types": CONV * 2 + FULL, "num_hidden_layers": 3, "block_multiple_of": 32},
+    "granitemoehybrid": {
+        "layer_types": DELTA * 2 + FULL,
+        "num_hidden_layers": 3,
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+    },
     "falcon_h1": {
         **FALCON_MULTIPLIERS,
         "num_hidden_layers": 2,
@@ -223,7 +241,7 @@ def make_config(case):
         "vocab_size": chooser.choice([500, 503]),
         "hidden_size": chooser.choice([48, 64]),
         "intermediate_size": chooser.choice([48, 77]),
-        "num_hidden_layers": len(switches.get("layer_types", "two")),
+        "num_hidden_layers": len(switches["layer_types"]),
         "num_attention_heads": num_heads,
         "num_key_value_heads": kv_heads,
         "head_dim": chooser.choice([16, 24]),
@@ -242,11 +260,9 @@ def make_config(case):
         settings["linear_key_head_dim"] = chooser.choice([8, 10, 16])
         settings["linear_value_head_dim"] = chooser.choice([8, 12, 16])
         settings["rms_norm_eps"] = chooser.choice([1e-6, 1e-3])
-    if "mamba" in switches:
-        heads, groups, size = switches.pop("mamba")
-        settings |= {"mamba_n_heads": heads, "mamba_n_groups": groups, "mamba_d_head": size}
-        settings |= {"mamba_d_ssm": heads * size, "rms_norm_eps": chooser.choice([1e-6, 1e-3])}
-        settings |= switches.pop("multipliers", {})
+    if "mamba_heads" in switches:
+        settings["rms_norm_eps"] = chooser.choice([1e-6, 1e-3])
+        settings |= mamba_settings(family, switches, chooser)
     if "experts" in switches:
         experts, chosen = switches.pop("experts")
         settings |= {"num_experts": experts, "num_experts_per_tok": chosen}
@@ -265,6 +281,25 @@ def make_config(case):
     )
 
 
+def mamba_settings(family, switches, chooser):
+    """Return the fields of `family` for switches of MAMBA_SWITCHES, which are taken out."""
+    groups, heads = switches.pop("mamba_heads")
+    size = chooser.choice([5, 8])
+    found = {
+        "mamba_n_heads": heads,
+        "mamba_n_groups": groups,
+        "mamba_d_state": chooser.choice([8, 10, 16]),
+        "mamba_d_conv": switches.pop("conv"),
+        "mamba_conv_bias": switches.pop("conv_bias"),
+        "mamba_proj_bias": switches.pop("bias"),
+    }
+    if family == "falcon_h1":
+        del switches["layer_types"]  # all are alike
+        found |= {"mamba_d_ssm": heads * size, "mamba_d_head": size, "num_hidden_layers": 2}
+        found |= switches.pop("multipliers")
+    return found
+
+
 def make_model(case):
     """Return transformers' model of a case. All weights are random, those of norms included."""
     nested = case.split()[0] in NESTED
@@ -272,7 +307,7 @@ def make_model(case):
     seed = random.Random(case).randrange(100)
     model = random_model(make_config(case), seed=seed, model_class=model_class)
     for name, weight in model.named_parameters():
-        if name.endswith("linear_attn.norm.weight"):
+        if name.endswith(("linear_attn.norm.weight", "mamba.norm.weight")):
             weight.data *= 0.3  # what it normalises may be small: rounding errors would grow
         elif name.endswith("A_log"):
             weight.data -= 3.0  # transformers sums up to 64 logarithms of decays: small ones
@@ -282,7 +317,7 @@ def make_model(case):
     for name, buffer in model.named_buffers():
         if name.endswith("expert_bias"):
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
-    if "experts" in SWITCHES[case.split()[0]]:
+    if {"experts", "num_local_experts"} & SWITCHES[case.split()[0]].keys():
         model.set_experts_implementation("eager")  # the default takes only some sizes
     return model
 
