@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from nanovllm.attention.states import CELL_TOKENS, Cells, StateRows, States
-from nanovllm.kernels import torch_states
 from nanovllm.kernels.triton.states import _part_of, _softplus, delta_by_token
 
 _CELL = tl.constexpr(CELL_TOKENS)
@@ -30,8 +29,6 @@ def gated_delta(
     bound: float | None = None,
 ) -> torch.Tensor:
     value_heads = b.shape[1]
-    if a.shape != b.shape or bound is not None:  # Kimi Delta Attention has no kernel here yet
-        return torch_states.gated_delta(qkv, a, b, a_log, dt_bias, states, rows, bound)
     key_dim, value_dim = states.parts[1].shape
     key_heads, rest = divmod(qkv.shape[1] - value_heads * value_dim, 2 * key_dim)
     assert rest == 0
@@ -48,9 +45,11 @@ def gated_delta(
     }
     cells = rows.cells
     if cells is not None:
+        assert a.shape == b.shape
+        assert bound is None
         _delta_by_cell(qkv, (a, b, a_log, dt_bias), out, states, rows, cells, sizes)
     if len(qkv) > (0 if cells is None else cells.num_tokens):
-        delta_by_token(qkv, (a, b, a_log, dt_bias), out, states, rows, sizes)
+        delta_by_token(qkv, (a, b, a_log, dt_bias), out, states, rows, sizes, bound)
     return out
 
 

@@ -56,12 +56,14 @@ def delta_by_token(
     states: States,
     rows: StateRows,
     sizes: dict[str, int],
+    bound: float | None,
 ) -> None:
     """Compute the tokens that are in no cell, one by one, after the row's cells.
 
     Args:
         gates: a, b, a_log and dt_bias of `gated_delta`, whose result `out` gets.
         sizes: of the heads, named as `_gated_delta` has them.
+        bound: see `gated_delta`.
     """
     a, b, *_ = gates
     key_dim = sizes["KEY_DIM"]
@@ -73,7 +75,8 @@ def delta_by_token(
         qkv, *gates, out, states.pool, states.places,
         rows.pages, begins, rows.cu_seqlens, rows.write_lens,
         a.stride(0), b.stride(0), rows.pages.stride(0), states.pool.stride(0),
-        SCALE=key_dim**-0.5, KEYS=block, VALUES=tile, **sizes, num_warps=1,
+        SCALE=key_dim**-0.5, BOUND=bound, BY_KEY=a.shape[1] > b.shape[1],
+        KEYS=block, VALUES=tile, **sizes, num_warps=1,
     )  # fmt: skip
 
 
@@ -191,11 +194,13 @@ def _gated_delta(
     qkv, a, b, a_log, dt_bias, out, pool, places, pages, begins, cu_seqlens, write_lens,
     a_stride, b_stride, pages_stride, page_bytes,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, SCALE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    VALUE_DIM: tl.constexpr, SCALE: tl.constexpr, BOUND: tl.constexpr, BY_KEY: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Take a row's tokens from `begins` on one by one through VALUES columns of one head's state.
 
-    The inputs of the next token are loaded while one is computed.
+    The inputs of the next token are loaded while one is computed. If BY_KEY, each row of the state
+    has a decay.
     """
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
@@ -210,31 +215,33 @@ def _gated_delta(
     part = _part_of(pool, places, pages + row * pages_stride, 1 + head, page_bytes, tl.float32)
     part += key[:, None] * VALUE_DIM + value[None, :]
     state = tl.load(part, inside, 0.0)
-    rate = -tl.exp(tl.load(a_log + head))
-    shift = tl.load(dt_bias + head)
+    gate = head * KEY_DIM + key if BY_KEY else head
+    is_gate = key < KEY_DIM if BY_KEY else True
+    rate = tl.exp(tl.load(a_log + head))
+    shift = tl.load(dt_bias + gate, is_gate, 0.0)
 
     WIDTH: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     q_at = qkv + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
     v_at = qkv + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
-    a_at = a + head
+    a_at = a + gate
     b_at = b + head
     q, k, v, a_next, b_next = _token(
         q_at, q_at + KEY_HEADS * KEY_DIM, v_at, a_at, b_at, begin, True,
-        key < KEY_DIM, value < VALUE_DIM, WIDTH, a_stride, b_stride,
+        key < KEY_DIM, value < VALUE_DIM, is_gate, WIDTH, a_stride, b_stride,
     )  # fmt: skip
     for token in range(begin, end):
         q_wide = q.to(tl.float32)
         k_wide = k.to(tl.float32)
         v_wide = v.to(tl.float32)
-        decay = tl.exp(rate * _softplus(a_next.to(tl.float32) + shift))
+        decay = tl.exp(_log_decay(a_next.to(tl.float32) + shift, rate, BOUND))
         beta = tl.sigmoid(b_next.to(tl.float32))
         q, k, v, a_next, b_next = _token(
             q_at, q_at + KEY_HEADS * KEY_DIM, v_at, a_at, b_at, token + 1, token + 1 < end,
-            key < KEY_DIM, value < VALUE_DIM, WIDTH, a_stride, b_stride,
+            key < KEY_DIM, value < VALUE_DIM, is_gate, WIDTH, a_stride, b_stride,
         )  # fmt: skip
         k_scale = tl.rsqrt(tl.sum(k_wide * k_wide, 0) + 1e-6)
         q_scale = tl.rsqrt(tl.sum(q_wide * q_wide, 0) + 1e-6) * SCALE
-        state *= decay
+        state *= decay[:, None] if BY_KEY else decay
         change = beta * (v_wide - tl.sum(k_wide[:, None] * state, 0) * k_scale)
         state += k_wide[:, None] * (change * k_scale)[None, :]
         target = out + (token * VALUE_HEADS + head) * VALUE_DIM + value
@@ -246,16 +253,21 @@ def _gated_delta(
 
 @triton.jit
 def _token(
-    q_at, k_at, v_at, a_at, b_at, token, exists, is_key, is_value,
+    q_at, k_at, v_at, a_at, b_at, token, exists, is_key, is_value, is_gate,
     WIDTH: tl.constexpr, a_stride, b_stride,
 ):  # fmt: skip
     """Return a token's query, key, values, and gates a and b of a head."""
     q = tl.load(q_at + token * WIDTH, is_key & exists, 0.0)
     k = tl.load(k_at + token * WIDTH, is_key & exists, 0.0)
     v = tl.load(v_at + token * WIDTH, is_value & exists, 0.0)
-    a = tl.load(a_at + token * a_stride, exists, 0.0)
+    a = tl.load(a_at + token * a_stride, is_gate & exists, 0.0)
     b = tl.load(b_at + token * b_stride, exists, 0.0)
     return q, k, v, a, b
+
+
+@triton.jit
+def _log_decay(x, rate, BOUND: tl.constexpr):
+    return -rate * _softplus(x) if BOUND is None else BOUND * tl.sigmoid(rate * x)
 
 
 @triton.jit

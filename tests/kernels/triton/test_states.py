@@ -21,7 +21,15 @@ from tests.kernels.state_cases import (
     part_of,
 )
 from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants, shapes
-from tests.kernels.triton.inputs import DEVICE, EPS, assert_as_good, each_dtype, exact_norm, randn
+from tests.kernels.triton.inputs import (
+    DEVICE,
+    EPS,
+    assert_as_good,
+    each_dtype,
+    exact_norm,
+    few_dtypes,
+    randn,
+)
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.kernels.triton.test_compile import DTYPES, assert_fits, meta
 
@@ -57,20 +65,24 @@ class Delta:
 
     roundings = 8  # torch adds up in trees
 
-    def __init__(self, dtype, key_heads, value_heads, key_dim, value_dim):
+    def __init__(
+        self, dtype, key_heads, value_heads, key_dim, value_dim, *, by_key=False, bound=None
+    ):
         state = StatePart((key_dim, value_dim), torch.float32)
         self.parts = [StatePart((3, 4), dtype), *[state] * value_heads]
         width = 2 * key_heads * key_dim + value_heads * value_dim
-        gates = randn(sum(LENGTHS), 2 * value_heads + 3, dtype=dtype, seed=1) * 3
-        a, b = gates[:, 3:].chunk(2, dim=1)
+        decays = value_heads * (key_dim if by_key else 1)
+        gates = randn(sum(LENGTHS), 3 + decays + value_heads, dtype=dtype, seed=1) * 3
+        a, b = gates[:, 3:].split([decays, value_heads], dim=1)
         self.inputs = randn(sum(LENGTHS), width, dtype=dtype), a, b
-        self.fixed = randn(value_heads, seed=2), randn(value_heads, seed=3) - 2
+        self.fixed = randn(value_heads, seed=2), randn(decays, seed=3) - 2
+        self.bound = bound
 
     def run(self, kernels, inputs, states, rows):
-        return kernels.gated_delta(*inputs, *self.fixed, states, rows)
+        return kernels.gated_delta(*inputs, *self.fixed, states, rows, self.bound)
 
     def exact(self, inputs, parts):
-        out, state = naive_delta(*inputs, *self.fixed, torch.stack(parts[1:]))
+        out, state = naive_delta(*inputs, *self.fixed, torch.stack(parts[1:]), self.bound)
         return out, [parts[0], *state]
 
 
@@ -175,6 +187,14 @@ def test_gated_delta(key_heads, value_heads, key_dim, value_dim, dtype):
     check_bits(case, 4)
 
 
+@few_dtypes
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_delta_rule_with_a_decay_for_each_row_of_the_state(bound, dtype):
+    case = Delta(dtype, 2, 2, 20, 12, by_key=True, bound=bound)
+    check_against_float64(case)
+    check_bits(case, 4)
+
+
 @each_dtype
 @pytest.mark.parametrize(
     ("groups", "heads", "state_dim", "head_dim", "limits"),
@@ -269,6 +289,18 @@ def launch_layer(key_heads, value_heads, dtype):
     TRITON.gated_rms_norm(outputs, outputs, meta(128, dtype=dtype), EPS)
 
 
+def launch_kimi_delta(heads, bound, dtype):
+    """Launch the recurrence of a layer with heads of 128, and its gated norm."""
+    state = StatePart((128, 128), torch.float32)
+    states, rows = meta_states([StatePart((3, 3 * heads * 128), dtype), *[state] * heads])
+    x, gates = meta(5, 3 * heads * 128, dtype=dtype), meta(5, heads * 129, dtype=dtype)
+    a, b = gates.split([heads * 128, heads], dim=1)
+    logs, shifts = (meta(size, dtype=torch.float32) for size in (heads, heads * 128))
+    TRITON.gated_delta(x, a, b, logs, shifts, states, rows, bound)
+    outputs = meta(5, heads, 128, dtype=dtype)
+    TRITON.gated_rms_norm(outputs, outputs, meta(128, dtype=dtype), EPS, sigmoid=True)
+
+
 def launch_mamba2(groups, heads, state_dim, dtype):
     """Launch the operations of a layer with heads of 64."""
     channels = heads * 64 + 2 * groups * state_dim
@@ -309,6 +341,13 @@ def test_other_families_compile():
     """At the shape of LFM2-1.2B."""
     compiled = compile_launches((launch_short_convolution, 2048, torch.bfloat16), archs=[90])
     assert_fits(compiled, "_causal_conv")
+
+
+@pytest.mark.parametrize("bound", shapes([-5.0], [None]))
+def test_kimi_delta_attention_compiles(bound):
+    """At the shape of Kimi-Linear, on two ranks; and bounded."""
+    compiled = compile_launches((launch_kimi_delta, 16, bound, torch.bfloat16))
+    assert_fits(compiled, "_gated_delta", "_gated_rms_norm")
 
 
 @pytest.mark.parametrize("sizes", shapes([(8, 96, 128)], [(1, 24, 256), (1, 128, 128)]))
