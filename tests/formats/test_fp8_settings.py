@@ -25,6 +25,14 @@ def test_supported_formats():
     assert found.scale == Field("weight_scale_inv", torch.float32, 64, outputs=128)
     assert found.excludes("lm_head")
     assert not found.excludes("model.layers.0.mlp.up_proj")
+    deepseek = {**BLOCKS, "scale_fmt": "ue8m0"}
+    del deepseek["modules_to_not_convert"]
+    assert checkpoint_format(deepseek).scale == found.scale
+    plain = ["gate", "e_score_correction_bias", "lm_head"]
+    minimax = {**BLOCKS, "fmt": "float8_e4m3fn", "modules_to_not_convert": plain}
+    layer = "model.layers.0.block_sparse_moe"
+    names = [f"{layer}.gate", f"{layer}.experts.0.w1", "lm_head"]
+    assert list(map(checkpoint_format(minimax).excludes, names)) == [True, False, True]
     mistral = {**BLOCKS, "activation_scheme": "static", "weight_block_size": None}
     whole = Field("weight_scale_inv", torch.float32, None, outputs=None)
     assert checkpoint_format(mistral).scale == whole
@@ -37,7 +45,7 @@ def test_supported_formats():
         ({"fmt": "e5m2"}, "fmt 'e5m2'"),
         ({"weight_block_size": 128}, "weight_block_size 128"),
         ({"weight_block_size": [128, 0]}, "weight_block_size"),
-        ({"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
+        ({"scale_fmt": "e5m2"}, "scale_fmt 'e5m2'"),
     ],
 )
 def test_unsupported_fp8_blocks(changes, named):

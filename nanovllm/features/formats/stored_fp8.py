@@ -24,16 +24,16 @@ from nanovllm.loading.shards import Shard
 
 _MAX_BLOCK = 1024
 _FIXED: dict[str, tuple[Any, ...]] = {
-    "fmt": (None, "e4m3"),
+    "fmt": (None, "e4m3", "float8_e4m3fn"),
     "activation_scheme": ("dynamic", "static"),
-    "scale_fmt": (None, "float"),
+    "scale_fmt": (None, "float", "ue8m0"),
     "weight_per_tensor": (None, False),
     "act_per_tensor": (None, False),
     "dequantize": (None, False),
 }
 """Supported values of fields that change the layout. How inputs are rounded is checked and not
 kept: GPUs that multiply FP8 find the scales of inputs while they run, other devices never round
-them."""
+them. "ue8m0" says that scales are powers of two: in a file they are float32 as any others."""
 _EXCLUDED = ("modules_to_not_convert", "ignored_layers")
 
 
