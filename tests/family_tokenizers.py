@@ -160,11 +160,15 @@ _COHERE = "CohereTokenizer CohereTokenizerFast TokenizersBackend"
 _KIMI = "TikTokenTokenizer TokenizersBackend"
 FAMILIES = {
     "afmoe": _family(_PLAIN, functools.partial(byte_level, *AFMOE)),
-    "bailing": _family(_PLAIN, functools.partial(byte_level, BAILING)),
+    "bailing_hybrid": _family(_PLAIN, functools.partial(byte_level, BAILING)),
     "bamba": _family(_PLAIN, LLAMA_3),
-    "cohere2": _family(_COHERE, functools.partial(byte_level, digits=True, nfc=True, bos=True)),
-    "deepseek_v2": _family(_LLAMA, functools.partial(byte_level, *DEEPSEEK_2, bos=True)),
-    "deepseek_v3": _family(_LLAMA, functools.partial(byte_level, *DEEPSEEK_3, bos=True)),
+    "cohere": _family(_COHERE, functools.partial(byte_level, digits=True, nfc=True, bos=True)),
+    "deepseek": _family(
+        _LLAMA,
+        functools.partial(byte_level, *DEEPSEEK_2, bos=True),
+        functools.partial(byte_level, *DEEPSEEK_3, bos=True),
+    ),
+    "ernie4_5_moe": _family(f"{_LLAMA} Ernie4_5Tokenizer", GEMMA, LLAMA_2),
     "falcon_h1": _family(_PLAIN, functools.partial(byte_level, LLAMA3, whole=True)),
     "glm4_moe": _family(_PLAIN, CL100K),
     "glm4_moe_lite": _family(_PLAIN, CL100K),
@@ -179,6 +183,7 @@ FAMILIES = {
     "mellum": _family(f"{_PLAIN} {_GPT_2}", GPT_2),
     "minicpm3": _family(f"{_LLAMA} MiniCPM3Tokenizer", LLAMA_2),
     "minimax_m2": _family(_GPT_2, functools.partial(byte_level, O200K)),
+    "mistral4": _family(f"{_PLAIN} MistralCommonBackend", MISTRAL),
     "nemotron_h": _family(_PLAIN, MISTRAL),
     "ernie4_5": _family(f"{_LLAMA} Ernie4_5Tokenizer", GEMMA, LLAMA_2),
     "exaone4": _family("GPT2Tokenizer GPT2TokenizerFast", functools.partial(byte_level, O200K)),
