@@ -37,6 +37,7 @@ PARTS = {
     "nv_attention": "attention",
     "nv_store": "glue",
     "nv_add_rms_norm": "glue",
+    "nv_add_layer_norm": "glue",
     "nv_rms_norm": "glue",
     "nv_mul_act": "glue",
     "nv_scale": "glue",

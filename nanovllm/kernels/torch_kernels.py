@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from nanovllm.kernels import adapters, decode_step, torch_experts, torch_states
 from nanovllm.kernels.torch_experts import ExpertMLP, Routing
-from nanovllm.kernels.torch_math import NORM_ROUNDED, activate, rms_norm, swiglu_oai
+from nanovllm.kernels.torch_math import NORM_ROUNDED, activate, layer_norm, rms_norm, swiglu_oai
 
 
 class WeightMethod(Protocol):
@@ -97,6 +97,25 @@ class Kernels:
         if x is not None:
             residual += x if multiplier == 1.0 else x * multiplier
         return rms_norm(residual, weight, eps, kind)
+
+    def add_layer_norm(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """Add `x`, if given, to `residual` in place, and return the LayerNorm of `residual`.
+
+        Args:
+            x, residual: [..., n], contiguous.
+            weight: [n].
+            bias: [n]; None: no bias.
+        """
+        if x is not None:
+            residual += x
+        return layer_norm(residual, weight, bias, eps)
 
     def rms_norm(
         self,

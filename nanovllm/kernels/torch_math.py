@@ -1,4 +1,4 @@
-"""RMSNorm, rotation and activations in plain torch."""
+"""Norms, rotation and activations in plain torch."""
 
 from collections.abc import Callable
 
@@ -34,6 +34,21 @@ def rms_norm(
         return normed.to(x.dtype) * weight
     factor = weight.float() + 1.0 if kind == NORM_CENTRED else weight.float()
     return (normed * factor).to(x.dtype)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """Return the LayerNorm (arXiv 1607.06450) of the last dimension, computed in float32.
+
+    Args:
+        x: [..., n].
+        weight: [n].
+        bias: [n]; None: no bias.
+    """
+    wide_bias = None if bias is None else bias.float()
+    normed = F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps)
+    return normed.to(x.dtype)
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""RMSNorm, alone or fused with the addition of the residual."""
+"""RMSNorm and LayerNorm, alone or fused with the addition of the residual."""
 
 import torch
 from torch import nn
@@ -38,3 +38,35 @@ class RMSNorm(nn.Module):
         add_rms_norm = self.kernels.add_rms_norm
         weight = self.weight
         return add_rms_norm(x, residual, weight, self.eps, self.kind, self.multiplier), residual
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation: the differences from the mean, divided by their root mean square.
+
+    Mean and mean square are computed in float32, and the result is rounded once.
+
+    Args:
+        bias: whether a learned number is added to each.
+    """
+
+    kernels: Kernels = TORCH
+
+    def __init__(self, hidden_size: int, eps: float, bias: bool = True) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.bias = nn.Parameter(torch.empty(hidden_size)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension of `x`, which is contiguous."""
+        return self.kernels.add_layer_norm(None, x, self.weight, self.bias, self.eps)
+
+    def add_norm(
+        self, x: torch.Tensor | None, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do what `RMSNorm.add_norm` does."""
+        normed = self.kernels.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+        return normed, residual
+
+
+Norm = RMSNorm | LayerNorm

@@ -17,7 +17,7 @@ from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.attention import Attention, head_norm
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import Norm, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.family import Family
@@ -108,8 +108,18 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.act(self.gate_up_proj(hidden)))
 
 
+def make_norm(config: ModelConfig, layer: Callable[..., Norm] = RMSNorm, **options: Any) -> Norm:
+    """Return a norm of hidden states.
+
+    Args:
+        layer: its class, RMSNorm or LayerNorm.
+        options: of the class.
+    """
+    return layer(config.hidden_size, config.rms_norm_eps, **options)
+
+
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each after an RMSNorm. parts.py has layers with norms elsewhere.
+    """Attention and MLP, each after a norm. parts.py has layers with norms elsewhere.
 
     The layer returns its MLP output and the residual separately; the next `add_norm` adds them and
     normalises the sum. The residual changes in place.
@@ -117,7 +127,7 @@ class DecoderLayer(nn.Module):
     Args:
         self_attn: called like `SelfAttention`.
         mlp: maps [T, hidden_size] to [T, hidden_size].
-        norm: options of the norms, see `RMSNorm`.
+        norm: options of the norms, see `make_norm`.
     """
 
     def __init__(
@@ -126,8 +136,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = self_attn
         self.mlp = mlp
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **norm)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **norm)
+        self.input_layernorm = make_norm(config, **norm)
+        self.post_attention_layernorm = make_norm(config, **norm)
         self.store_input: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         """Called with the layer's input sum of all T tokens and their slots; None: not needed."""
 
@@ -155,18 +165,18 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The embedding, the layers and the last RMSNorm.
+    """The embedding, the layers and the last norm.
 
     Args:
         layers: the family's layers, in order.
-        norm: options of the last norm, see `RMSNorm`.
+        norm: options of the last norm, see `make_norm`.
     """
 
     def __init__(self, config: ModelConfig, layers: list[DecoderLayer], **norm: Any) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **norm)
+        self.norm = make_norm(config, **norm)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         residual = self.embed_tokens(batch.input_ids)

@@ -30,7 +30,7 @@ class Family(nn.Module):
     left_out: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the names of tensors that the network does not need and does not load."""
     norm: ClassVar[dict[str, Any]] = {}
-    """Options of the norms, see `RMSNorm`."""
+    """Options of the norms, see `decoder.make_norm`."""
 
     def __init__(self, max_model_len: int) -> None:
         super().__init__()

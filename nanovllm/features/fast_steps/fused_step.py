@@ -22,7 +22,7 @@ from nanovllm.kernels.triton.packed_ints import PackedInts
 from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import LayerNorm, Norm, RMSNorm
 from nanovllm.layers.linear import Matrix
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.decoder import (
@@ -97,7 +97,9 @@ def _not_plain(model: DecoderForCausalLM, spec: AttentionSpec) -> str | None:
             return f"attention has options: {module.options}"
         if isinstance(module, ActAndMul) and module.activation != "silu":
             return f"the activation is {module.activation}"
-        if isinstance(module, RMSNorm) and (module.kind != NORM_ROUNDED or module.multiplier != 1):
+        if isinstance(module, LayerNorm) or (
+            isinstance(module, RMSNorm) and (module.kind != NORM_ROUNDED or module.multiplier != 1)
+        ):
             return "a norm is of another kind"
         if isinstance(module, RotaryEmbedding) and (
             module.interleaved
@@ -181,7 +183,7 @@ class FusedStep:
         self,
         residual: torch.Tensor,
         sums: _Sums,
-        norm: RMSNorm,
+        norm: Norm,
         linear: Matrix,
         bias: torch.Tensor | None,
         *,

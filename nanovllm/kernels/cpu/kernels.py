@@ -33,6 +33,7 @@ class CKernels(CSamplingKernels):
     """Computes models in bfloat16 in C."""
 
     add_rms_norm = staticmethod(ops.add_rms_norm)
+    add_layer_norm = staticmethod(ops.add_layer_norm)
     add = staticmethod(ops.add)
     rms_norm = staticmethod(ops.rms_norm)
     act_and_mul = staticmethod(ops.act_and_mul)

@@ -52,6 +52,20 @@ def add_rms_norm(
     return out
 
 
+def add_layer_norm(
+    x: torch.Tensor | None,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    out = torch.empty_like(residual)
+    n = residual.shape[-1]
+    rows = residual.numel() // n
+    library.call("nv_add_layer_norm", x, residual, weight, bias, out, rows, n, eps)
+    return out
+
+
 def add(x: torch.Tensor, residual: torch.Tensor) -> None:
     rows, n = residual.shape
     library.call("nv_add_rms_norm", x, residual, None, None, rows, n, 0.0, NORM_ROUNDED, 1.0)

@@ -4,6 +4,7 @@ KERNELS = {
     "nv_attention": "PPPNNPNPPPRNNNNNNNFF",
     "nv_batch": "PNNPNNPPPPPPNNNNNNPP",
     "nv_add_rms_norm": "PPPPTNFNF",
+    "nv_add_layer_norm": "PPPPPTNF",
     "nv_rms_norm": "PNPPNTNFN",
     "nv_mul_act": "PNNPNPNTNN",
     "nv_scale": "PNPTNF",

@@ -27,6 +27,7 @@ class TritonKernels(Kernels):
     ints = int4
     ngram = ngram
     add_rms_norm = staticmethod(ops.add_rms_norm)
+    add_layer_norm = staticmethod(ops.add_layer_norm)
     rms_norm = staticmethod(ops.rms_norm)
     act_and_mul = staticmethod(ops.act_and_mul)
     mul_act = staticmethod(ops.mul_act)

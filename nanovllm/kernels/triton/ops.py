@@ -36,6 +36,26 @@ def add_rms_norm(
     return out
 
 
+def add_layer_norm(
+    x: torch.Tensor | None,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """Do what `Kernels.add_layer_norm` does. `x` and `residual` [..., n] are contiguous."""
+    out = torch.empty_like(residual)
+    size = residual.shape[-1]
+    block = triton.next_power_of_2(size)
+    if rows := residual.numel() // size:
+        _add_layer_norm[(rows,)](
+            x, residual, weight, bias, out, size, eps,
+            BLOCK=block, num_warps=min(max(block // 256, 1), 16),
+            **launch_options(can_chain(out.device)),
+        )  # fmt: skip
+    return out
+
+
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -132,14 +152,7 @@ def _add_rms_norm(
     inside = columns < size
     dtype = residual.dtype.element_ty
     source = residual + row * residual_stride + columns
-    wide = tl.load(source, inside, 0.0).to(tl.float32)
-    if x is not None:
-        added = tl.load(x + row * size + columns, inside, 0.0).to(tl.float32)
-        if MULTIPLIER is not None:
-            added = (added * MULTIPLIER).to(dtype).to(tl.float32)
-        total = (wide + added).to(dtype)
-        tl.store(source, total, inside)
-        wide = total.to(tl.float32)
+    wide = _add_row(x, source, row * size + columns, inside, MULTIPLIER)
     normed = wide * tl.rsqrt(tl.sum(wide * wide) / size + eps)
     if weight is None:
         normed = normed.to(dtype)
@@ -147,6 +160,42 @@ def _add_rms_norm(
         factors = tl.load(weight + columns, inside, 0.0).to(tl.float32)
         normed = times_weight(normed, factors, dtype, KIND)
     tl.store(out + row * out_stride + columns, normed, inside)
+
+
+@triton.jit
+def _add_row(x, source, places, inside, MULTIPLIER: tl.constexpr):
+    """Add the numbers of `x` at `places`, if `x` is given, to those of `source`; return the sums,
+    rounded, in float32.
+    """
+    dtype = source.dtype.element_ty
+    wide = tl.load(source, inside, 0.0).to(tl.float32)
+    if x is not None:
+        added = tl.load(x + places, inside, 0.0).to(tl.float32)
+        if MULTIPLIER is not None:
+            added = (added * MULTIPLIER).to(dtype).to(tl.float32)
+        total = (wide + added).to(dtype)
+        tl.store(source, total, inside)
+        wide = total.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def _add_layer_norm(
+    x, residual, weight, bias, out, size, eps, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):  # fmt: skip
+    """Process one row: its mean, then the mean square of the differences from it."""
+    join_chain(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    places = row * size + columns
+    wide = _add_row(x, residual + places, places, inside, None)
+    centred = tl.where(inside, wide - tl.sum(wide) / size, 0.0)
+    normed = centred * tl.rsqrt(tl.sum(centred * centred) / size + eps)
+    normed *= tl.load(weight + columns, inside, 0.0).to(tl.float32)
+    if bias is not None:
+        normed += tl.load(bias + columns, inside, 0.0).to(tl.float32)
+    tl.store(out + places, normed.to(out.dtype.element_ty), inside)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.cpu import CPUBackend
@@ -69,6 +70,24 @@ def test_norms_of_each_kind(size, implementation):
         assert torch.equal(total, residual + (x.float() * 0.3).bfloat16())
         expected = exact_norm(total, given, eps, kind)
         assert ((found.double() - expected).abs() <= bits * expected.abs()).all()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("size", [1, 16, 77, 1000])
+def test_layer_norm(size, implementation):
+    """Of numbers whose mean is far from 0. One rounding is half a bit of the result."""
+    kernels = KERNELS[implementation]
+    weight, bias = randn(size, seed=1) + 1, randn(size, seed=2)
+    x, residual = randn(5, size, seed=size), randn(5, size, seed=3) * 3 + 10
+    for given in (bias, None):
+        for added in (x, None):
+            total = residual.clone()
+            found = kernels.add_layer_norm(added, total, weight, given, 1e-5).double()
+            assert torch.equal(total, residual if added is None else residual + added)
+            wide_bias = None if given is None else given.double()
+            exact = F.layer_norm(total.double(), (size,), weight.double(), wide_bias, 1e-5)
+            assert ((found - exact).abs() <= 1.01 * 2**-8 * exact.abs() + 3e-5).all()
 
 
 @native
@@ -207,6 +226,7 @@ def test_a_recording_computes_what_the_calls_compute(kv_parts):
     def compute(residual, cache):
         normed = kernels.add_rms_norm(x, residual, weight, 1e-6, NORM_CENTRED, 0.3)
         kernels.rms_norm(normed[:, 64:], weight[64:], 1e-6, NORM_WIDE, out=normed[:, 64:])
+        normed = kernels.add_layer_norm(normed, residual, weight, None, 1e-5)
         q = backend.store(normed, norm, cache, batch)
         out = backend.attend(q, cache, batch, sinks=sinks).flatten(1)
         kernels.scale(out, factor)

@@ -93,6 +93,7 @@ def launch_ops(dtype):
     x, rows = meta(3, 2304, dtype=dtype), meta(3, 4608, dtype=dtype)
     triton_ops.add_rms_norm(x, x, meta(2304, dtype=dtype), 1e-6, NORM_CENTRED, 0.22)
     triton_ops.rms_norm(rows[:, :256], None, 1e-6)
+    triton_ops.add_layer_norm(x, x, x[0], x[0], 1e-6)
     triton_ops.act_and_mul(rows, "gelu_tanh")
     triton_ops.act_and_mul(rows, "swiglu_oai")
     triton_ops.mul_act(rows[:, :256], rows[:, 256:512], "sigmoid")
@@ -104,7 +105,7 @@ def test_what_other_families_need():
     calls = [(f, torch.bfloat16) for f in (launch_store_of_gemma, launch_store_of_rotated_pairs)]
     assert_fits(compile_launches(*calls, archs=[90]), "_store", "_store")
     compiled = compile_launches((launch_ops, torch.bfloat16), archs=[90])
-    assert_fits(compiled, "_add_rms_norm", "_add_rms_norm", *["_mul_act"] * 5)
+    assert_fits(compiled, "_add_rms_norm", "_add_rms_norm", "_add_layer_norm", *["_mul_act"] * 5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES if EVERY_SHAPE else [torch.bfloat16])

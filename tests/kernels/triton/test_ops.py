@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import layer_norm, silu
 
 from nanovllm.kernels.cpu.kernels import CKernels, CSamplingKernels, OneDnnKernels
 from nanovllm.kernels.cpu.library import library
@@ -106,6 +106,21 @@ def test_norms_of_other_kinds(kind, dtype):
         assert torch.equal(part, ours)
         assert (wide[:, :20] == 7).all()
         assert (wide[:, 220:] == 7).all()
+
+
+@each_dtype
+@pytest.mark.parametrize("size", [1, 77, 1024])
+def test_layer_norm(size, dtype):
+    x, residual = randn(3, size, dtype=dtype), randn(3, size, dtype=dtype, seed=1) * 5 + 10
+    weight, bias = randn(size, dtype=dtype, seed=2) + 1, randn(size, dtype=dtype, seed=3)
+    for added, given in ((x, bias), (x, None), (None, bias)):
+        total, changed = residual.clone(), residual.clone()
+        torchs = TORCH.add_layer_norm(added, total, weight, given, EPS)
+        ours = triton_ops.add_layer_norm(added, changed, weight, given, EPS)
+        assert torch.equal(changed, total)
+        wide_bias = None if given is None else given.double()
+        exact = layer_norm(total.double(), (size,), weight.double(), wide_bias, EPS)
+        assert_as_good(ours, torchs, exact)
 
 
 def exact_activation(gate, name):

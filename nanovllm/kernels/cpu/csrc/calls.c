@@ -15,6 +15,9 @@ CALL(nv_add_rms_norm) {
     nv_add_rms_norm(t, a[0].p, a[1].p, a[2].p, a[3].p, tokens < 0 ? a[4].n : tokens, a[5].n, (float)a[6].f, a[7].n,
                     (float)a[8].f);
 }
+CALL(nv_add_layer_norm) {
+    nv_add_layer_norm(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, tokens < 0 ? a[5].n : tokens, a[6].n, (float)a[7].f);
+}
 CALL(nv_rms_norm) {
     nv_rms_norm(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].n, tokens < 0 ? a[5].n : tokens, a[6].n, (float)a[7].f, a[8].n);
 }
@@ -77,29 +80,30 @@ void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows) {
     case 0: call_nv_attention(t, a, tokens, rows); break;
     case 1: call_nv_batch(t, a, tokens, rows); break;
     case 2: call_nv_add_rms_norm(t, a, tokens, rows); break;
-    case 3: call_nv_rms_norm(t, a, tokens, rows); break;
-    case 4: call_nv_mul_act(t, a, tokens, rows); break;
-    case 5: nv_scale(t, a[0].p, a[1].n, a[2].p, tokens < 0 ? a[3].n : tokens, a[4].n, (float)a[5].f); break;
-    case 6: nv_copy_rows(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].n, a[5].p, tokens < 0 ? a[6].n : tokens, a[7].n); break;
-    case 7: call_nv_route(t, a, tokens, rows); break;
-    case 8: call_nv_expert_gate_up(t, a, tokens, rows); break;
-    case 9: call_nv_expert_down(t, a, tokens, rows); break;
-    case 10: call_nv_gated_delta(t, a, tokens, rows); break;
-    case 11: nv_pack(t, a[0].p, a[1].p, a[2].n, a[3].n); break;
-    case 12: nv_linear(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, tokens < 0 ? a[5].n : tokens, a[6].n, a[7].n); break;
-    case 13: call_nv_head_linear(t, a, tokens, rows); break;
-    case 14: nv_linear_wide(t, a[0].p, a[1].n, a[2].p, a[3].p, tokens < 0 ? a[4].n : tokens, a[5].n, a[6].n); break;
-    case 15: nv_gather(t, a[0].p, a[1].p, a[2].p, tokens < 0 ? a[3].n : tokens, a[4].n); break;
-    case 16: nv_pack_int(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].n, a[6].n, a[7].n, a[8].n, a[9].n); break;
-    case 17: call_nv_linear_int(t, a, tokens, rows); break;
-    case 18: call_nv_gather_int(t, a, tokens, rows); break;
-    case 19: call_nv_add_lora(t, a, tokens, rows); break;
-    case 20: nv_ngram(t, a[0].p, a[1].n, a[2].p, a[3].n, a[4].n, a[5].n, a[6].p); break;
-    case 21: call_nv_sample(t, a, tokens, rows); break;
-    case 22: nv_to_float(t, a[0].p, a[1].p, a[2].n); break;
-    case 23: nv_forbid(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].n, a[5].n); break;
-    case 24: call_nv_causal_conv(t, a, tokens, rows); break;
-    case 25: call_nv_gated_rms_norm(t, a, tokens, rows); break;
-    case 26: call_nv_store(t, a, tokens, rows); break;
+    case 3: call_nv_add_layer_norm(t, a, tokens, rows); break;
+    case 4: call_nv_rms_norm(t, a, tokens, rows); break;
+    case 5: call_nv_mul_act(t, a, tokens, rows); break;
+    case 6: nv_scale(t, a[0].p, a[1].n, a[2].p, tokens < 0 ? a[3].n : tokens, a[4].n, (float)a[5].f); break;
+    case 7: nv_copy_rows(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].n, a[5].p, tokens < 0 ? a[6].n : tokens, a[7].n); break;
+    case 8: call_nv_route(t, a, tokens, rows); break;
+    case 9: call_nv_expert_gate_up(t, a, tokens, rows); break;
+    case 10: call_nv_expert_down(t, a, tokens, rows); break;
+    case 11: call_nv_gated_delta(t, a, tokens, rows); break;
+    case 12: nv_pack(t, a[0].p, a[1].p, a[2].n, a[3].n); break;
+    case 13: nv_linear(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, tokens < 0 ? a[5].n : tokens, a[6].n, a[7].n); break;
+    case 14: call_nv_head_linear(t, a, tokens, rows); break;
+    case 15: nv_linear_wide(t, a[0].p, a[1].n, a[2].p, a[3].p, tokens < 0 ? a[4].n : tokens, a[5].n, a[6].n); break;
+    case 16: nv_gather(t, a[0].p, a[1].p, a[2].p, tokens < 0 ? a[3].n : tokens, a[4].n); break;
+    case 17: nv_pack_int(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].n, a[6].n, a[7].n, a[8].n, a[9].n); break;
+    case 18: call_nv_linear_int(t, a, tokens, rows); break;
+    case 19: call_nv_gather_int(t, a, tokens, rows); break;
+    case 20: call_nv_add_lora(t, a, tokens, rows); break;
+    case 21: nv_ngram(t, a[0].p, a[1].n, a[2].p, a[3].n, a[4].n, a[5].n, a[6].p); break;
+    case 22: call_nv_sample(t, a, tokens, rows); break;
+    case 23: nv_to_float(t, a[0].p, a[1].p, a[2].n); break;
+    case 24: nv_forbid(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].n, a[5].n); break;
+    case 25: call_nv_causal_conv(t, a, tokens, rows); break;
+    case 26: call_nv_gated_rms_norm(t, a, tokens, rows); break;
+    case 27: call_nv_store(t, a, tokens, rows); break;
     }
 }

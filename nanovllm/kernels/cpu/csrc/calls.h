@@ -10,6 +10,8 @@ void nv_batch(team *t, const int32_t *table, ptrdiff_t stride, ptrdiff_t columns
               ptrdiff_t blocks_apart, ptrdiff_t first_page, ptrdiff_t num_pages, int32_t *pages, int32_t *write_lens);
 void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, token_count rows, ptrdiff_t n,
                      float eps, ptrdiff_t kind, float multiplier);
+void nv_add_layer_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight, const bf16 *bias, bf16 *out, token_count rows,
+                       ptrdiff_t n, float eps);
 void nv_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, bf16 *out, ptrdiff_t ldo, token_count rows,
                  ptrdiff_t n, float eps, ptrdiff_t kind);
 void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, ptrdiff_t group, const bf16 *x, ptrdiff_t ldx, bf16 *out, ptrdiff_t ldo,

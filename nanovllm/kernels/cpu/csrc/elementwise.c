@@ -1,19 +1,32 @@
-/* The operations of a layer between its linears: RMSNorm, activations, factors, and copies of rows. */
+/* The operations of a layer between its linears: norms, activations, factors, and copies of rows. */
 #include "norm.h"
 
-/* residual += multiplier * x, unless x is NULL; out = rmsnorm(residual), unless out is NULL. Rows have n numbers. Unless the
- * multiplier is 1, the product is rounded before the sum. */
+/* sum += multiplier * x, rows of n numbers, unless x is NULL. Unless the multiplier is 1, the product is rounded before the sum.
+ */
+static void add_row(const bf16 *x, bf16 *sum, ptrdiff_t n, float multiplier) {
+    if (!x) return;
+    for (ptrdiff_t i = 0; i < n; i += VL) {
+        vf v = load_bf16(x + i, n - i);
+        if (multiplier != 1.0f) v = round_to_bf16(v * multiplier);
+        store_bf16(sum + i, n - i, load_bf16(sum + i, n - i) + v);
+    }
+}
+
+/* residual += multiplier * x, unless x is NULL; out = rmsnorm(residual), unless out is NULL. Rows have n numbers. */
 void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, token_count rows, ptrdiff_t n,
                      float eps, ptrdiff_t kind, float multiplier) {
     FOR_ITEMS(r, t, rows) {
-        bf16 *sum = residual + r * n;
-        if (x)
-            for (ptrdiff_t i = 0; i < n; i += VL) {
-                vf v = load_bf16(x + r * n + i, n - i);
-                if (multiplier != 1.0f) v = round_to_bf16(v * multiplier);
-                store_bf16(sum + i, n - i, load_bf16(sum + i, n - i) + v);
-            }
-        if (out) norm_row(sum, weight, out + r * n, n, eps, kind);
+        add_row(x ? x + r * n : NULL, residual + r * n, n, multiplier);
+        if (out) norm_row(residual + r * n, weight, out + r * n, n, eps, kind);
+    }
+}
+
+/* residual += x, unless x is NULL; out = layernorm(residual). Rows have n numbers; bias may be NULL. */
+void nv_add_layer_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight, const bf16 *bias, bf16 *out, token_count rows,
+                       ptrdiff_t n, float eps) {
+    FOR_ITEMS(r, t, rows) {
+        add_row(x ? x + r * n : NULL, residual + r * n, n, 1.0f);
+        layer_norm_row(residual + r * n, weight, bias, out + r * n, n, eps);
     }
 }
 

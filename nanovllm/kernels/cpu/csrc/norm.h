@@ -1,4 +1,4 @@
-/* RMSNorm of a row, by the kinds of torch_math.py. */
+/* RMSNorm of a row, by the kinds of torch_math.py, and LayerNorm of a row. */
 #pragma once
 #include "vectors.h"
 
@@ -30,6 +30,23 @@ static void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, ptrdiff_t n, 
     for (ptrdiff_t i = 0; i < n; i += VL) {
         vf v = load_bf16(x + i, n - i) * scale;
         if (weight) v *= load_bf16(weight + i, n - i) + offset;
+        store_bf16(out + i, n - i, v);
+    }
+}
+
+/* out = layernorm(x), rows of n numbers: the mean, then the mean square of the differences from it. bias may be NULL. */
+static void layer_norm_row(const bf16 *x, const bf16 *weight, const bf16 *bias, bf16 *out, ptrdiff_t n, float eps) {
+    vf sum = {0}, squares = {0};
+    for (ptrdiff_t i = 0; i < n; i += VL) sum += load_bf16(x + i, n - i);
+    float mean = sum_of(sum) / n;
+    for (ptrdiff_t i = 0; i < n; i += VL) {
+        vf v = blend(lanes() < (int32_t)(n - i < VL ? n - i : VL), load_bf16(x + i, n - i) - mean, (vf){0});
+        squares = fma_(v, v, squares);
+    }
+    float scale = 1.0f / sqrtf(sum_of(squares) / n + eps);
+    for (ptrdiff_t i = 0; i < n; i += VL) {
+        vf v = (load_bf16(x + i, n - i) - mean) * scale * load_bf16(weight + i, n - i);
+        if (bias) v += load_bf16(bias + i, n - i);
         store_bf16(out + i, n - i, v);
     }
 }
