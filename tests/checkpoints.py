@@ -92,7 +92,7 @@ def random_model(
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
             noise = 1.5 + 0.5 * noise
         elif name.endswith("bias"):
             noise = 0.7 * noise

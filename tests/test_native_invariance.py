@@ -161,6 +161,9 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "tie_word_embeddings": False,
     },
+    "gpt2": {"n_inner": 160},
+    "gpt_neox": {"head_dim": 16, "num_key_value_heads": None},
+    "cohere2": {"sliding_window": 40, "num_hidden_layers": 4, "logit_scale": 0.25},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
     "lfm3": {
         "layer_types": ["conv", "sliding_attention", "full_attention"],
@@ -193,7 +196,9 @@ def test_tokens_of_other_families_do_not_depend_on_the_batch(
     shared_checkpoint: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Chunks, batches, hits, preemption, and drafts of tokens that were there before."""
+    """Chunks, batches, hits, preemption, and drafts of tokens that were there before. Steps of a
+    few tokens are recorded.
+    """
     changes = {"model_type": family, **OTHER_FAMILIES[family], "eos_token_id": 7}
     model = shared_checkpoint(**{**MODEL, **changes, "pad_token_id": 0, "bos_token_id": 1})
     few = workload[0][:12], workload[1][:12]

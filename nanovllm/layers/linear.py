@@ -4,6 +4,7 @@ Column-parallel layers split the outputs. Row-parallel layers split the inputs a
 over the ranks. `StoredWeight` is what a format of weights says of a matrix.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -156,12 +157,21 @@ class Matrix(nn.Module):
 class LinearBase(Matrix):
     """A linear that each rank computes whole, and the base of those that are split or merged."""
 
+    transposed = False
+    """Whether plain numbers of the weight are stored as [inputs, outputs]."""
+
     def __init__(self, input_size: int, output_size: int, *, bias: bool = False) -> None:
         super().__init__(output_size, input_size)
         self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x, self.bias)
+
+    def weight_shards(self, weight: Shard) -> Iterator[Shard]:
+        if self.transposed and (self.stored is None or isinstance(self.stored, StoredRows)):
+            shape = weight.shape[::-1]
+            weight = dataclasses.replace(weight, shape=shape, transposed=True)
+        yield from super().weight_shards(weight)
 
 
 class ColumnParallelLinear(LinearBase):

@@ -179,7 +179,7 @@ class Decoder(nn.Module):
         self.norm = make_norm(config, **norm)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        residual = self.embed_tokens(batch.input_ids)
+        residual = self.embed(batch)
         hidden: torch.Tensor | None = None
         for layer in self.layers:
             # The next layer's attention needs all tokens, so only the last layer drops some.
@@ -187,6 +187,10 @@ class Decoder(nn.Module):
             hidden, residual = layer(hidden, residual, batch, output_indices)
         hidden, _ = self.norm.add_norm(hidden, residual)
         return hidden
+
+    def embed(self, batch: Batch) -> torch.Tensor:
+        """Return what the first layer reads, in memory of its own: [T, hidden_size]."""
+        return self.embed_tokens(batch.input_ids)
 
 
 class DecoderForCausalLM(Family):

@@ -2,7 +2,6 @@
 
 from typing import Any, ClassVar
 
-from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 
@@ -10,6 +9,7 @@ from nanovllm.models.model_config import ModelConfig
 class Ernie4_5ForCausalLM(DecoderForCausalLM):
     """ERNIE 4.5 0.3B: Llama with rotary pairs of adjacent numbers; biases if the config says so."""
 
+    interleaved: ClassVar[bool] = True
     defaults: ClassVar[dict[str, Any]] = {
         "rope_theta": 500_000.0,
         "tie_word_embeddings": True,
@@ -21,8 +21,3 @@ class Ernie4_5ForCausalLM(DecoderForCausalLM):
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)
         attention = SelfAttention(config, rotary_emb, bias=bias, output_bias=bias)
         return DecoderLayer(config, attention, GatedMLP(config, bias=bias))
-
-    def rotary_emb(self, rope: RopeConfig | None, head_dim: int) -> RotaryEmbedding:
-        found = super().rotary_emb(rope, head_dim)
-        found.interleaved = True
-        return found

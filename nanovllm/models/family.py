@@ -29,6 +29,8 @@ class Family(nn.Module):
     """The checkpoint's names for modules that have other names here."""
     left_out: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the names of tensors that the network does not need and does not load."""
+    interleaved: ClassVar[bool] = False
+    """Whether the pairs that rotate are adjacent numbers of a head. See `QKNorm`."""
     norm: ClassVar[dict[str, Any]] = {}
     """Options of the norms, see `decoder.make_norm`."""
 
@@ -45,6 +47,7 @@ class Family(nn.Module):
             if rope is not None:
                 frequencies = rope.inverse_frequencies(head_dim, self.max_model_len)
             self.rotary[key] = RotaryEmbedding(self.max_model_len, *frequencies)
+            self.rotary[key].interleaved = self.interleaved
         return self.rotary[key]
 
     def checkpoint_name(self, name: str, known: Collection[str]) -> str:

@@ -53,6 +53,7 @@ ONLY_SOME_READ: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (0, None),
     "attn_output_gate": (False, None),
     "rope_local_base_freq": (None,),
+    "add_cross_attention": (False, None),
 }
 """Fields that change the arithmetic and that only some families read, with the values that ask for
 nothing special. Fields that add weights are not listed: an unexpected tensor is an error."""
@@ -103,8 +104,8 @@ class ModelConfig:
             dtype: name of a torch dtype that overrides the checkpoint's, or "auto".
             defaults: the family's values of fields that are absent.
             reads: fields beyond the common ones that the family honours.
-            aliases: the family's names for head_dim, intermediate_size, rms_norm_eps and
-                tie_word_embeddings, which take precedence.
+            aliases: the family's names for fields that this method reads as sizes or numbers, which
+                take precedence.
             ignores: fields that count as absent.
 
         Raises:
@@ -115,26 +116,27 @@ class ModelConfig:
         given = text_fields(config)
         fields = {**defaults, **{key: given[key] for key in given if key not in ignores}}
         fields["layer_types"] = _layer_types(fields)
-        common = ("head_dim", "intermediate_size", "rms_norm_eps", "tie_word_embeddings")
-        name = {key: key for key in common}
-        name |= {key: own for key, own in aliases.items() if fields.get(own) is not None}
+        name = _Names({key: own for key, own in aliases.items() if fields.get(own) is not None})
         _check_supported(fields, reads)
         for key in ("attention_bias", "mlp_bias"):
             config_bool(fields, key, False)
         torch_dtype = _dtype(fields, dtype)
-        num_heads, num_kv_heads, head_dim = _heads(fields, name["head_dim"])
-        max_position = config_size(fields, "max_position_embeddings")
+        num_heads, num_kv_heads, head_dim = _heads(fields, name)
+        max_position = config_size(fields, name["max_position_embeddings"])
         check_rope(fields, reads)
         rope = read_rope(fields, max_position, head_dim)
         if rope.rope_type == "yarn":
             # Qwen3's model card tells users to add YaRN but leaves max_position_embeddings as is.
             max_position = max(max_position, int(rope.original_max_position * rope.factor))
+        hidden_size = config_size(fields, name["hidden_size"])
+        # Without GPT-2's n_inner, its MLP is four times as wide as the hidden states.
+        size = 4 * hidden_size if aliases.get("intermediate_size") == "n_inner" else None
         return cls(
             architecture=architecture,
             vocab_size=config_size(fields, "vocab_size"),
-            hidden_size=config_size(fields, "hidden_size"),
-            intermediate_size=config_size(fields, name["intermediate_size"]),
-            num_layers=config_size(fields, "num_hidden_layers", high=_MAX_LAYERS),
+            hidden_size=hidden_size,
+            intermediate_size=config_size(fields, name["intermediate_size"], size),
+            num_layers=config_size(fields, name["num_hidden_layers"], high=_MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -275,12 +277,19 @@ def _dtype(config: dict[str, Any], override: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _heads(config: dict[str, Any], head_dim_name: str) -> tuple[int, int, int]:
+class _Names(dict[str, str]):
+    """What a config.json calls the common fields: as here, but for those in the dictionary."""
+
+    def __missing__(self, key: str) -> str:
+        return key
+
+
+def _heads(config: dict[str, Any], name: Mapping[str, str]) -> tuple[int, int, int]:
     """Return (query heads, KV heads, head_dim)."""
-    num_heads = config_size(config, "num_attention_heads")
+    num_heads = config_size(config, name["num_attention_heads"])
     num_kv_heads = config_size(config, "num_key_value_heads", num_heads)
-    hidden_size = config_size(config, "hidden_size")
-    head_dim = config_size(config, head_dim_name, hidden_size // num_heads, high=_MAX_HEAD_DIM)
+    hidden_size = config_size(config, name["hidden_size"])
+    head_dim = config_size(config, name["head_dim"], hidden_size // num_heads, high=_MAX_HEAD_DIM)
     if num_heads * head_dim > MAX_SIZE:
         raise CheckpointError(
             f"config.json: num_attention_heads {num_heads} times head_dim {head_dim} must be at "

@@ -226,6 +226,50 @@ class SandwichLayer(DecoderLayer):
         return found
 
 
+class ParallelLayer(DecoderLayer):
+    """A layer whose MLP reads the layer's input, as its attention does: their outputs are added.
+
+    Args:
+        one_norm: whether both read the same norm of it; otherwise each has its own.
+        norm: options of the norms, see `make_norm`.
+    """
+
+    kernels: Kernels = TORCH
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        self_attn: SelfAttention,
+        mlp: nn.Module,
+        *,
+        one_norm: bool = False,
+        **norm: Any,
+    ) -> None:
+        super().__init__(config, self_attn, mlp, **norm)
+        self.one_norm = one_norm
+        if one_norm:
+            del self.post_attention_layernorm
+
+    def forward(
+        self,
+        hidden: torch.Tensor | None,
+        residual: torch.Tensor,
+        batch: Batch,
+        output_indices: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = self.input_layernorm.add_norm(hidden, residual)
+        if self.store_input is not None:
+            self.store_input(residual, batch.slot_mapping)
+        total: torch.Tensor = self.self_attn(hidden, batch, output_indices)
+        if output_indices is not None:
+            hidden = hidden[output_indices]
+            residual = residual[output_indices]
+        if not self.one_norm:
+            hidden = self.post_attention_layernorm(residual)
+        self.kernels.add(self.mlp(hidden), total)
+        return total, residual
+
+
 class AddOnly(nn.Module):
     """Replaces an RMSNorm: adds to the residual without normalising."""
 
@@ -270,6 +314,22 @@ class ScaledDecoder(Decoder):
         super().__init__(config, layers, **norm)
         size = config.hidden_size
         self.embed_tokens = ScaledEmbedding(config.vocab_size, size, size**0.5)
+
+
+class PositionedDecoder(Decoder):
+    """A decoder with an embedding of each position, which is added to the token's."""
+
+    kernels: Kernels = TORCH
+
+    def __init__(self, config: ModelConfig, layers: list[DecoderLayer], **norm: Any) -> None:
+        super().__init__(config, layers, **norm)
+        self.positions = nn.Embedding(config.max_position, config.hidden_size)
+
+    def embed(self, batch: Batch) -> torch.Tensor:
+        embedded = super().embed(batch)
+        rows = self.kernels.take_rows(self.positions.weight.data, batch.positions)
+        self.kernels.add(rows, embedded)
+        return embedded
 
 
 class SandwichForCausalLM(DecoderForCausalLM):

@@ -13,6 +13,8 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown
 
 MODULES = {
+    "Cohere2ForCausalLM": "cohere",
+    "CohereForCausalLM": "cohere",
     "DeepseekV2ForCausalLM": "deepseek",
     "DeepseekV3ForCausalLM": "deepseek",
     "Ernie4_5ForCausalLM": "ernie4_5",
@@ -26,6 +28,8 @@ MODULES = {
     "Gemma4UnifiedForCausalLM": "gemma4",
     "Gemma4UnifiedForConditionalGeneration": "gemma4",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "GPT2LMHeadModel": "gpt2",
+    "GPTNeoXForCausalLM": "gpt_neox",
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granite_moe",

@@ -68,7 +68,12 @@ def rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
     )
     # As in transformers: next to rope_scaling, config.json's own fields come before
     # rope_parameters, but after those of the layer type.
-    for fallback in (parameters, local, fields) if by_type else (local, fields, parameters):
+    neox = {
+        "rope_theta": fields.get("rotary_emb_base"),
+        "partial_rotary_factor": fields.get("rotary_pct"),
+    }
+    order = (parameters, local, fields) if by_type else (local, fields, parameters)
+    for fallback in (*order, neox):
         for key in ("rope_theta", "partial_rotary_factor"):
             if fallback.get(key) is not None:
                 settings.setdefault(key, fallback[key])

@@ -40,12 +40,12 @@ def test_the_report(capsys: Capture, tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_supported(capsys: Capture, tmp_path: Path) -> None:
-    write_json(tmp_path / "config.json", {"architectures": ["GPT2LMHeadModel"]})
+    write_json(tmp_path / "config.json", {"architectures": ["T5Model"]})
     assert cli.main(["models", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
     assert out.splitlines() == [
-        "architecture  GPT2LMHeadModel",
-        "supported     no: architecture 'GPT2LMHeadModel' is not supported: `nanovllm models` lists"
+        "architecture  T5Model",
+        "supported     no: architecture 'T5Model' is not supported: `nanovllm models` lists"
         " those that are",
     ]
     assert err == ""

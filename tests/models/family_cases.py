@@ -128,6 +128,26 @@ SWITCHES = {
         "rope": [{}, {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}],
     },
     "ernie4_5": {"use_bias": [True, False], "rope": [{}, LLAMA3]},
+    "gpt2": {
+        "activation_function": ["gelu_new", "gelu", "relu"],
+        "n_inner": [None, 77, 48],
+        "scale_attn_weights": [True, False],
+        "scale_attn_by_inverse_layer_idx": [False, True],
+        "reorder_and_upcast_attn": [False, True],
+    },
+    "gpt_neox": {
+        "hidden_act": ["gelu", "gelu_fast", "relu"],
+        "use_parallel_residual": [True, False],
+        "attention_bias": [True, False, True],
+        "rope": [{"partial_rotary_factor": share} for share in (0.25, 1.0, 0.5)],
+    },
+    "cohere": {"logit_scale": [0.0625, 0.8], "attention_bias": [False, True], "rope": [{}, LLAMA3]},
+    "cohere2": {
+        "sliding_window": WINDOWS,
+        "layer_types": TYPES,
+        "logit_scale": [0.25, 1.0],
+        "attention_bias": [False, True],
+    },
     "gpt_oss": {
         "sliding_window": WINDOWS,
         "layer_types": TYPES,
@@ -299,6 +319,9 @@ def make_config(case):
     if family in LATENT:
         settings |= {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_rope_head_dim": 8}
         del settings["head_dim"]
+    if family in ("gpt2", "gpt_neox", "cohere", "cohere2"):
+        settings["hidden_size"] = num_heads * settings.pop("head_dim")
+        settings["layer_norm_eps"] = settings["layer_norm_epsilon"] = settings["rms_norm_eps"]
     if family == "muse_glimmer":
         settings["hidden_size"] = 48 if num_heads < 16 else 64  # a multiple of num_heads
     fields = {**settings, **in_transformers_names(switches, settings)}

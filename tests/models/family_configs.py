@@ -208,6 +208,8 @@ DEEPSEEK = {
         "original_max_position_embeddings": 1024,
     },
 }
+NO_RMS: dict[str, Any] = {name: SILU[name] for name in SILU if name != "rms_norm_eps"}
+COHERE = {**NO_RMS, "layer_norm_eps": 1e-5, "logit_scale": 0.25}
 VISION = {"model_type": "vision", "hidden_size": 8}
 MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 
@@ -235,6 +237,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
     },
+    "Cohere2ForCausalLM": {
+        **COHERE,
+        "sliding_window": 32,
+        "sliding_window_pattern": 3,
+        "layer_types": BY_THREE,
+        "layer_switch": 3,
+        "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj",
+        "rotary_pct": 1.0,
+        "rope_scaling": None,
+    },
+    "CohereForCausalLM": {**COHERE, "use_qk_norm": False, "rope_scaling": None},
     "Ernie4_5ForCausalLM": {**SILU, "use_bias": True},
     "Exaone4ForCausalLM": {
         **SILU,
@@ -259,6 +273,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
         "partial_rotary_factor": 1.0,
+    },
+    "GPT2LMHeadModel": {
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "n_ctx": 256,
+        "n_embd": 64,
+        "n_head": 4,
+        "n_inner": None,
+        "n_layer": 6,
+        "n_positions": 256,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+        "add_cross_attention": False,
+        "summary_type": "cls_index",
+        "torch_dtype": "bfloat16",
+        "vocab_size": 300,
+    },
+    "GPTNeoXForCausalLM": {
+        **NO_RMS,
+        "attention_bias": True,
+        "head_dim": None,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        "num_key_value_heads": None,
+        "rope_theta": None,
+        "rotary_emb_base": 10_000,
+        "rotary_pct": 0.25,
+        "tie_word_embeddings": False,
+        "use_parallel_residual": True,
     },
     "GptOssForCausalLM": {
         **SILU,

@@ -330,9 +330,9 @@ def test_registry(family):
 def test_an_unknown_architecture():
     with pytest.raises(
         UnsupportedModelError,
-        match="architecture 'GPT2LMHeadModel' is not supported: `nanovllm models` lists",
+        match="architecture 'T5Model' is not supported: `nanovllm models` lists",
     ):
-        model_class(read(architectures=["GPT2LMHeadModel"]))
+        model_class(read(architectures=["T5Model"]))
 
 
 # Invalid values.

@@ -89,5 +89,5 @@ def _target(shards: list[Shard], names: list[str]) -> Target:
         if slices and slices[-1].name == name:
             slices[-1].pieces.append(piece)
         else:
-            slices.append(Slice(name, (shard.shape[0], shard.shape[1]), [piece]))
+            slices.append(Slice(name, (shard.part_shape[0], shard.part_shape[1]), [piece]))
     return Target(inputs, input_start, slices)

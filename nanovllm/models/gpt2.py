@@ -1,0 +1,69 @@
+"""The GPT-2 family: learned positions, LayerNorms, an MLP without a gate."""
+
+from collections.abc import Collection
+from typing import Any, ClassVar
+
+from nanovllm.attention.spec import AttentionOptions
+from nanovllm.layers.layernorm import LayerNorm
+from nanovllm.layers.linear import LinearBase
+from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, SelfAttention
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.parts import PlainMLP, PositionedDecoder, named_activation
+
+
+class GPT2LMHeadModel(DecoderForCausalLM):
+    """GPT-2, DistilGPT2, DialoGPT: learned positions, LayerNorms, an MLP without a gate."""
+
+    names: ClassVar[dict[str, str]] = {
+        "model.embed_tokens.": "transformer.wte.",
+        "model.positions.": "transformer.wpe.",
+        "model.layers.": "transformer.h.",
+        "model.norm.": "transformer.ln_f.",
+        "input_layernorm.": "ln_1.",
+        "post_attention_layernorm.": "ln_2.",
+        "self_attn.qkv_proj.": "attn.c_attn.",
+        "self_attn.o_proj.": "attn.c_proj.",
+        "mlp.up_proj.": "mlp.c_fc.",
+        "mlp.down_proj.": "mlp.c_proj.",
+    }
+    left_out = (".attn.bias", ".attn.masked_bias")  # masks
+    norm: ClassVar[dict[str, Any]] = {"layer": LayerNorm}
+    aliases: ClassVar[dict[str, str]] = {
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+        "rms_norm_eps": "layer_norm_epsilon",
+    }
+    defaults: ClassVar[dict[str, Any]] = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
+    ignores = frozenset({"intermediate_size", "num_key_value_heads", "head_dim"})
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        super().__init__(config, max_model_len)
+        for module in self.modules():
+            if isinstance(module, LinearBase):
+                module.transposed = True
+
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
+        scale = config.head_dim**-0.5 if config.flag("scale_attn_weights", default=True) else 1.0
+        if config.flag("scale_attn_by_inverse_layer_idx"):
+            scale /= index + 1
+        attention = SelfAttention(
+            config,
+            self.rotary_emb(None, config.head_dim),
+            output_bias=True,
+            options=AttentionOptions(scale=scale),
+            bias=True,
+            fused=True,
+        )
+        activation = named_activation(config, "activation_function", "gelu_new")
+        return DecoderLayer(config, attention, PlainMLP(config, activation, bias=True), **self.norm)
+
+    def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
+        return PositionedDecoder(config, layers, **self.norm)
+
+    def checkpoint_name(self, name: str, known: Collection[str]) -> str:
+        name = super().checkpoint_name(name, known)
+        bare = name.removeprefix("transformer.")  # as in the files of gpt2 itself
+        return bare if bare in known else name
