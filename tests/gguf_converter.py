@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from tests.gguf_files import quantized, to_llama_order
 
-PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "smollm3")
-GRANITE = ("granite", "granitemoe")
-MAMBA = ("falcon-h1",)
+PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smollm3")
+GRANITE = ("granite", "granitemoe", "granitehybrid")
+MAMBA = ("falcon-h1", "granitehybrid")
 KIND = gguf.GGMLQuantizationType
 
 
@@ -218,14 +218,10 @@ def granite_settings(config: Any) -> dict[str, Any]:
             "expert_shared_feed_forward_length": config.shared_intermediate_size,
         }
     if hasattr(config, "mamba_n_heads"):
-        found |= {
-            "attention.head_count_kv": [config.num_key_value_heads] * config.num_hidden_layers,
-            "ssm.conv_kernel": config.mamba_d_conv,
-            "ssm.state_size": config.mamba_d_state,
-            "ssm.group_count": config.mamba_n_groups,
-            "ssm.inner_size": config.mamba_expand * config.hidden_size,
-            "ssm.time_step_rank": config.mamba_n_heads,
-            "rope.scaling.finetuned": True,
+        attends = [kind == "full_attention" for kind in config.layer_types]
+        found |= mamba_settings(config) | {
+            "attention.head_count_kv": [config.num_key_value_heads * int(has) for has in attends],
+            "rope.scaling.finetuned": all(attends),
         }
     return found
 
@@ -234,7 +230,9 @@ def mamba_settings(config: Any) -> dict[str, Any]:
     return {
         "vocab_size": config.vocab_size,
         "ssm.conv_kernel": config.mamba_d_conv,
-        "ssm.inner_size": config.mamba_d_ssm,
+        "ssm.inner_size": getattr(
+            config, "mamba_d_ssm", config.mamba_n_heads * config.mamba_d_head
+        ),
         "ssm.state_size": config.mamba_d_state,
         "ssm.time_step_rank": config.mamba_n_heads,
         "ssm.group_count": config.mamba_n_groups,

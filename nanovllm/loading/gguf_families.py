@@ -9,7 +9,7 @@ from collections.abc import Callable
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.loading.gguf_family import EXPERTS, SANDWICH, SOFTCAP, Fields, GgufFamily
 from nanovllm.loading.gguf_gemma4 import GEMMA4
-from nanovllm.loading.gguf_granite import GRANITE, GRANITE_MOE
+from nanovllm.loading.gguf_granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from nanovllm.loading.gguf_header import MAX_SIZE, Metadata
 from nanovllm.loading.gguf_lfm2 import LFM2, LFM2_MOE
 from nanovllm.loading.gguf_mamba import FALCON_H1
@@ -156,6 +156,7 @@ FAMILIES: dict[str, GgufFamily] = {
         fields=_gpt_oss,
     ),
     "granite": GRANITE,
+    "granitehybrid": GRANITE_HYBRID,
     "granitemoe": GRANITE_MOE,
     "hunyuan-dense": GgufFamily(
         "HunYuanDenseV1ForCausalLM",

@@ -25,19 +25,19 @@ READINGS = {
 }
 
 
-def modules(parent: str) -> dict[str, str]:
+def mamba_modules(parent: str) -> dict[str, str]:
     """Return the modules of a Mamba-2 layer at `parent`, by llama.cpp's name."""
     names = {"in": "in_proj", "conv1d": "conv1d", "norm": "norm", "out": "out_proj"}
     return {f"ssm_{name}": f"{parent}.{module}" for name, module in names.items()}
 
 
-def tensors(parent: str) -> dict[str, str]:
+def mamba_tensors(parent: str) -> dict[str, str]:
     """Return its tensors that are of no module, by llama.cpp's name."""
     names = {"a": "A_log", "d": "D", "dt.bias": "dt_bias"}
     return {f"ssm_{name}": f"{parent}.{tensor}" for name, tensor in names.items()}
 
 
-def fields(metadata: Metadata, config: Fields) -> Fields:
+def mamba_fields(metadata: Metadata, config: Fields) -> Fields:
     """Return the fields of Mamba-2 beyond `SIZES`."""
     width = metadata.size("ssm.inner_size")
     heads = config["mamba_n_heads"]
@@ -58,7 +58,7 @@ def fields(metadata: Metadata, config: Fields) -> Fields:
 
 def _falcon_fields(metadata: Metadata, config: Fields) -> Fields:
     return {
-        **fields(metadata, config),
+        **mamba_fields(metadata, config),
         "mamba_rms_norm": any(name.endswith(".ssm_norm.weight") for name in metadata.tensors),
         "mamba_norm_before_gate": False,
     }
@@ -67,14 +67,14 @@ def _falcon_fields(metadata: Metadata, config: Fields) -> Fields:
 FALCON_H1 = GgufFamily(
     "FalconH1ForCausalLM",
     modules={
-        **modules("mamba"),
+        **mamba_modules("mamba"),
         "ffn_norm": "pre_ff_layernorm",
         "ffn_gate": "feed_forward.gate_proj",
         "ffn_up": "feed_forward.up_proj",
         "ffn_down": "feed_forward.down_proj",
     },
     tensors={
-        **tensors("mamba"),
+        **mamba_tensors("mamba"),
         "output_norm.weight": "model.final_layernorm.weight",
         "ffn_norm": "pre_ff_layernorm.weight",  # as the converter names it
     },

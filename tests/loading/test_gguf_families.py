@@ -100,6 +100,11 @@ GRANITE_4 = {
     "position_embedding_type": "rope",
     "mamba_n_heads": 4,
 }
+STATES = {
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "position_embedding_type": None,
+    "mamba_d_state": 8,
+}
 CASES = {
     "gemma2": {"sliding_window": 17, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
     "gemma3": {
@@ -162,6 +167,23 @@ CASES = {
         **GRANITE_4,
         "num_local_experts": 0,
         "shared_intermediate_size": 96,
+    },
+    "granitehybrid": {
+        "model_type": "granitemoehybrid",
+        **GRANITE,
+        **GRANITE_4,
+        **STATES,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+    },
+    "granitehybrid with experts": {
+        "model_type": "granitemoehybrid",
+        **GRANITE,
+        **GRANITE_4,
+        **STATES,
+        "num_local_experts": 5,
+        "shared_intermediate_size": 40,
+        **EXPERTS,
     },
     "granitemoe": {
         "model_type": "granitemoehybrid",
