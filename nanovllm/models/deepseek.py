@@ -60,8 +60,11 @@ class DeepseekV3ForCausalLM(DecoderForCausalLM):
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)
         attention = LatentAttention(config, rotary_emb, bias=config.flag("attention_bias"))
-        mlp = GatedMLP(config) if self.is_dense(config, index) else self.make_experts(config)
-        return DecoderLayer(config, attention, mlp)
+        return DecoderLayer(config, attention, self.make_mlp(config, index))
+
+    def make_mlp(self, config: ModelConfig, index: int) -> nn.Module:
+        """Return the MLP of layer `index`, or its experts."""
+        return GatedMLP(config) if self.is_dense(config, index) else self.make_experts(config)
 
     def is_dense(self, config: ModelConfig, index: int) -> bool:
         """Return whether layer `index` has an MLP in place of experts."""

@@ -23,6 +23,7 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown
 
 _TOGETHER = StoredExperts(linears=None)
+NUMBERED = StoredExperts(linears=("w1", "w3", "w2"))
 
 
 def is_dense(config: ModelConfig, index: int) -> bool:
@@ -37,6 +38,23 @@ def is_dense(config: ModelConfig, index: int) -> bool:
             f"config.json: mlp_only_layers must be a list of numbers, is {shown(dense)}"
         )
     return index in dense or bool((index + 1) % config.size("decoder_sparse_step", 1))
+
+
+def is_typed_dense(config: ModelConfig, index: int) -> bool:
+    """Return whether layer `index` has an MLP by mlp_layer_types or, without it, because it is one
+    of the first_k_dense_replace first.
+    """
+    types = config.fields.get("mlp_layer_types")
+    if types is None:
+        return index < config.count("first_k_dense_replace")
+    kinds = ("dense", "sparse")
+    layers = config.num_layers
+    if not isinstance(types, list) or len(types) != layers or not all(t in kinds for t in types):
+        raise CheckpointError(
+            f"config.json: mlp_layer_types must have {' or '.join(kinds)} for each of {layers} "
+            f"layers, is {shown(types)}"
+        )
+    return bool(types[index] == "dense")
 
 
 def sparse_mlp(
@@ -150,13 +168,16 @@ def num_experts_of(config: ModelConfig) -> int:
 
 
 def expect_stored(model: nn.Module, known: Collection[str]) -> None:
-    """Make the experts of `model` load the checkpoint's form: separate linears for each expert, or
-    tensors of all experts.
+    """Make the experts of `model` load the checkpoint's form: separate linears for each expert,
+    under one of two sets of names, or tensors of all experts.
 
     Args:
         known: the names of the checkpoint's tensors.
     """
-    form = PER_EXPERT if any(".experts.0." in name for name in known) else _TOGETHER
+    separate = [name for name in known if ".experts.0." in name]
+    form = PER_EXPERT if separate else _TOGETHER
+    if any(".w1." in name for name in separate):
+        form = NUMBERED
     for module in model.modules():
         if isinstance(module, StackedLinear):
             module.stored_as = form

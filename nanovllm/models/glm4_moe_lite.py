@@ -2,10 +2,9 @@
 
 from typing import Any, ClassVar
 
-from nanovllm.errors import CheckpointError
 from nanovllm.models.deepseek import DeepseekV3ForCausalLM
+from nanovllm.models.expert_parts import is_typed_dense
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.options.validation import shown
 
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
@@ -28,17 +27,4 @@ class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
     }
 
     def is_dense(self, config: ModelConfig, index: int) -> bool:
-        types = config.fields.get("mlp_layer_types")
-        if types is None:
-            return super().is_dense(config, index)
-        kinds = ("dense", "sparse")
-        if (
-            not isinstance(types, list)
-            or len(types) != config.num_layers
-            or any(name not in kinds for name in types)
-        ):
-            raise CheckpointError(
-                f"config.json: mlp_layer_types must have {' or '.join(kinds)} for each of "
-                f"{config.num_layers} layers, is {shown(types)}"
-            )
-        return bool(types[index] == "dense")
+        return is_typed_dense(config, index)

@@ -6,10 +6,9 @@ from typing import Any, ClassVar
 from torch import nn
 
 from nanovllm.errors import CheckpointError
-from nanovllm.layers.experts import StoredExperts
 from nanovllm.models.config_fields import MAX_SIZE
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
-from nanovllm.models.expert_parts import sparse_mlp
+from nanovllm.models.expert_parts import NUMBERED, sparse_mlp
 from nanovllm.models.hybrid_parts import MixerLayer, check_mixed, short_conv
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import check_int, shown
@@ -91,7 +90,7 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
         return sparse_mlp(
             config,
             config.size("moe_intermediate_size"),
-            stored=StoredExperts(linears=("w1", "w3", "w2")),
+            stored=NUMBERED,
             renormalize=config.flag("norm_topk_prob"),
             factor=config.number("routed_scaling_factor", 1.0),
             sigmoid=True,

@@ -3,9 +3,8 @@
 from typing import Any, ClassVar
 
 from nanovllm.attention.spec import AttentionOptions
-from nanovllm.layers.experts import StoredExperts
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, SelfAttention
-from nanovllm.models.expert_parts import sparse_mlp
+from nanovllm.models.expert_parts import NUMBERED, sparse_mlp
 from nanovllm.models.model_config import ModelConfig
 
 
@@ -23,6 +22,6 @@ class MixtralForCausalLM(DecoderForCausalLM):
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)
         options = AttentionOptions(window=config.window())
         attention = SelfAttention(config, rotary_emb, options=options)
-        stored = StoredExperts(linears=("w1", "w3", "w2"))
+        stored = NUMBERED
         mlp = sparse_mlp(config, config.intermediate_size, stored=stored, renormalize=True)
         return DecoderLayer(config, attention, mlp)

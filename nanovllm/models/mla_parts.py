@@ -20,7 +20,7 @@ from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers.attention import Attention, head_norm
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, RowParallelLinear, divide
-from nanovllm.layers.pieces import HeadLinear, Piece, PiecedLinear
+from nanovllm.layers.pieces import HeadLinear, Piece, PiecedLinear, SmallLinear
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.models.config_fields import MAX_SIZE
 from nanovllm.models.model_config import ModelConfig
@@ -97,13 +97,19 @@ class LatentAttention(nn.Module):
     Args:
         rotary_emb: of qk_rope_head_dim numbers.
         bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
+        gated: whether the values of each head are multiplied by the sigmoid of g_proj.
     """
 
     kernels: Kernels = TORCH
     """The loader sets those of the device."""
 
     def __init__(
-        self, config: ModelConfig, rotary_emb: RotaryEmbedding, *, bias: bool = False
+        self,
+        config: ModelConfig,
+        rotary_emb: RotaryEmbedding,
+        *,
+        bias: bool = False,
+        gated: bool = False,
     ) -> None:
         super().__init__()
         sizes = self.sizes = latent_sizes(config)
@@ -134,6 +140,8 @@ class LatentAttention(nn.Module):
         values = [piece._replace(start=piece.start + nope, size=both - nope) for piece in keys]
         self.k_b_proj = HeadLinear(latent, keys, turned=True)
         self.v_b_proj = HeadLinear(latent, values)
+        gate = Piece("g_proj", config.num_heads, first, heads)
+        self.gate = SmallLinear(hidden_size, [gate]) if gated else None
         outputs = config.num_heads * sizes.v_head_dim
         self.o_proj = RowParallelLinear(outputs, hidden_size, bias=bias)
         scale = sizes.qk_head_dim**-0.5 * _mscale(config.rope) ** 2
@@ -148,11 +156,15 @@ class LatentAttention(nn.Module):
         latents = self.attn(self._queries_and_rows(hidden), norm, batch)
         if output_indices is not None:
             latents = latents[output_indices]
+            hidden = hidden[output_indices]
         size = self.sizes.v_head_dim
         heads = latents.shape[1]
         values = torch.empty(len(latents), heads, size, dtype=hidden.dtype, device=hidden.device)
         self.v_b_proj(latents, values)
-        return self.o_proj(values.flatten(1))
+        values = values.flatten(1)
+        if self.gate is not None:
+            values = self.kernels.mul_act(self.gate(hidden), values, "sigmoid")
+        return self.o_proj(values)
 
     def _queries_and_rows(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the queries of the heads and the rows, not yet rotated: [T, (heads + 1) * row]."""

@@ -87,6 +87,10 @@ class ModelConfig:
     """What config.json says about the form of the weights: `formats.weight_formats` reads it."""
     fields: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     """The fields of the text model in config.json, with the family's defaults."""
+    names: Mapping[str, str] = dataclasses.field(
+        default_factory=lambda: _Names(), repr=False, compare=False
+    )
+    """What config.json calls a field, by its common name."""
 
     @classmethod
     def from_hf(
@@ -104,8 +108,7 @@ class ModelConfig:
             dtype: name of a torch dtype that overrides the checkpoint's, or "auto".
             defaults: the family's values of fields that are absent.
             reads: fields beyond the common ones that the family honours.
-            aliases: the family's names for fields that this method reads as sizes or numbers, which
-                take precedence.
+            aliases: the family's names for common fields, which take precedence.
             ignores: fields that count as absent.
 
         Raises:
@@ -146,20 +149,23 @@ class ModelConfig:
             tie_word_embeddings=config_bool(fields, name["tie_word_embeddings"], False),
             dtype=torch_dtype,
             fields=fields,
+            names=name,
             quantization_config=config.get("quantization_config"),
         )
 
     def flag(self, key: str, default: bool = False) -> bool:
         """Return the family's own field `key`, true or false; `default` if absent."""
+        key = self.names[key]
         value = self.fields.get(key)
         return config_bool(self.fields, key, default) if value is not None else default
 
     def size(self, key: str, default: int | None = None, high: int = MAX_SIZE, low: int = 1) -> int:
         """Return the family's own field `key`, an integer from `low` to `high`."""
-        return config_size(self.fields, key, default, high, low)
+        return config_size(self.fields, self.names[key], default, high, low)
 
     def number(self, key: str, default: float) -> float:
         """Return the family's own field `key`, a number above 0; `default` for null."""
+        key = self.names[key]
         value = self.fields.get(key)
         return default if value is None else config_number(self.fields, key, default, 1e-30, 1e6)
 

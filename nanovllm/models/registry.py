@@ -13,6 +13,7 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown
 
 MODULES = {
+    "BailingHybridForCausalLM": "bailing_hybrid",
     "Cohere2ForCausalLM": "cohere",
     "CohereForCausalLM": "cohere",
     "DeepseekV2ForCausalLM": "deepseek",
@@ -36,6 +37,7 @@ MODULES = {
     "GraniteMoeHybridForCausalLM": "granite_hybrid",
     "GraniteMoeSharedForCausalLM": "granite_moe",
     "HunYuanDenseV1ForCausalLM": "hunyuan",
+    "KimiLinearForCausalLM": "kimi_linear",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2",
     "Lfm3ForCausalLM": "lfm3",

@@ -210,6 +210,22 @@ DEEPSEEK = {
 }
 NO_RMS: dict[str, Any] = {name: SILU[name] for name in SILU if name != "rms_norm_eps"}
 COHERE = {**NO_RMS, "layer_norm_eps": 1e-5, "logit_scale": 0.25}
+KIMI = {
+    **{name: value for name, value in LATENT.items() if name != "max_position_embeddings"},
+    "q_lora_rank": None,
+    "model_max_length": 4096,
+    "moe_intermediate_size": 24,
+    "moe_renormalize": True,
+    "num_expert_group": 2,
+    "topk_group": 1,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 1,
+    "routed_scaling_factor": 2.446,
+    "first_k_dense_replace": 1,
+    "rope_theta": 10_000.0,
+    "rope_scaling": None,
+}
 VISION = {"model_type": "vision", "hidden_size": 8}
 MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 
@@ -220,6 +236,16 @@ def nested(config: dict[str, Any]) -> dict[str, Any]:
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    "BailingHybridForCausalLM": {
+        **KIMI,
+        "head_dim": 16,
+        "short_conv_kernel_size": 4,
+        "layer_group_size": 3,
+        "kda_safe_gate": True,
+        "kda_lower_bound": -5.0,
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+    },
     "DeepseekV2ForCausalLM": {
         **DEEPSEEK,
         "q_lora_rank": None,
@@ -336,6 +362,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "HunYuanDenseV1ForCausalLM": {
         **SILU,
         "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0},
+    },
+    "KimiLinearForCausalLM": {
+        **KIMI,
+        "linear_attn_config": {
+            "full_attn_layers": [3, 6],
+            "kda_layers": [1, 2, 4, 5],
+            "num_heads": 4,
+            "head_dim": 16,
+            "short_conv_kernel_size": 4,
+        },
+        "mla_use_nope": True,
+        "moe_layer_freq": 1,
+        "moe_router_activation_func": "sigmoid",
+        "use_grouped_topk": True,
+        "num_nextn_predict_layers": 0,
+        "tie_word_embeddings": False,
     },
     "Lfm2ForCausalLM": {
         **LFM2,

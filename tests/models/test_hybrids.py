@@ -89,6 +89,21 @@ FALCON_MULTIPLIERS = {
     "ssm_multipliers": [0.35, 0.25, 0.6, 0.5, 1.4],
     "mlp_multipliers": [0.88, 0.4],
 }
+KIMI_SWITCHES = {
+    "layer_types": orders(DELTA),
+    "kimi": [(2, 8, 4), (4, 10, 2), (1, 16, 4), (3, 7, 3)],
+    "kv_lora_rank": [24, 36],
+    "v_head_dim": [12, 16],
+    "groups": [(1, 1), (2, 1), (2, 2)],
+    "experts": [(4, 2), (8, 3), (6, 1)],
+    "first_k_dense_replace": [1, 0, 2],
+    "norm_topk_prob": [True, False],
+    "n_shared_experts": [1, 2],
+    "routed_scaling_factor": [2.446, 1.0],
+    "attention_bias": [False, False, True],
+    "rms_norm_eps": [1e-5, 1e-3],
+}
+"""kimi: heads, their size, and taps."""
 LFM3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {
@@ -159,6 +174,13 @@ SWITCHES = {
         "mlp_bias": [True, False],
         "rope": [{}, {**YARN}],
     },
+    "kimi_linear": KIMI_SWITCHES | {"q_lora_rank": [None, 20]},
+    "bailing_hybrid": KIMI_SWITCHES
+    | {
+        "kda_safe_gate": [True, False],
+        "kda_lower_bound": [-5.0, -0.5],
+        "rope": [{}, {**YARN}, {**YARN, "mscale": 0.8, "mscale_all_dim": 0.7}],
+    },
     "qwen3_5": DELTA_SWITCHES | {"mrope": [True, False]},
     "qwen3_5_moe": DELTA_SWITCHES | EXPERTS,
 }
@@ -196,7 +218,23 @@ DELTA_SIZES = {
     "linear_value_head_dim": 32,
 }
 EIGHT = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
+KIMI_SIZES = {
+    **EIGHT,
+    "layer_types": DELTA * 2 + FULL,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "linear_num_heads": 2,
+    "linear_head_dim": 32,
+    "n_group": 2,
+    "topk_group": 1,
+}
 NATIVE = {
+    "kimi_linear": {name: value for name, value in KIMI_SIZES.items() if "group" not in name},
+    "bailing_hybrid": KIMI_SIZES,
     "qwen3_5_text": DELTA_SIZES,
     "qwen3_5_moe_text": {**DELTA_SIZES, **EIGHT, "shared_expert_intermediate_size": 96},
     "lfm3": {
@@ -251,7 +289,7 @@ def make_config(case):
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    rope = switches.pop("rope")
+    rope = switches.pop("rope", {})
     typed = "full_attention" in rope
     settings["rope_parameters"] = rope if typed else {"rope_type": "default", **THETA, **rope}
     if "linear_heads" in switches:
@@ -263,6 +301,14 @@ def make_config(case):
     if "mamba_heads" in switches:
         settings["rms_norm_eps"] = chooser.choice([1e-6, 1e-3])
         settings |= mamba_settings(family, switches, chooser)
+    if "kimi" in switches:
+        heads, size, taps = switches.pop("kimi")
+        settings |= {"linear_num_heads": heads, "linear_head_dim": size}
+        settings |= {"linear_conv_kernel_dim": taps, "num_key_value_heads": num_heads}
+        settings |= {"qk_nope_head_dim": chooser.choice([16, 6]), "qk_rope_head_dim": 8}
+        switches["n_group"], switches["topk_group"] = switches.pop("groups")
+        if family == "kimi_linear":
+            del settings["rope_parameters"]
     if "experts" in switches:
         experts, chosen = switches.pop("experts")
         settings |= {"num_experts": experts, "num_experts_per_tok": chosen}
@@ -307,7 +353,7 @@ def make_model(case):
     seed = random.Random(case).randrange(100)
     model = random_model(make_config(case), seed=seed, model_class=model_class)
     for name, weight in model.named_parameters():
-        if name.endswith(("linear_attn.norm.weight", "mamba.norm.weight")):
+        if name.endswith(("linear_attn.norm.weight", "mamba.norm.weight", "o_norm.weight")):
             weight.data *= 0.3  # what it normalises may be small: rounding errors would grow
         elif name.endswith("A_log"):
             weight.data -= 3.0  # transformers sums up to 64 logarithms of decays: small ones
@@ -315,7 +361,7 @@ def make_model(case):
             weight.data -= 1.0  # 1 is added
     generator = torch.Generator().manual_seed(5)
     for name, buffer in model.named_buffers():
-        if name.endswith("expert_bias"):
+        if name.endswith(("expert_bias", "e_score_correction_bias")):
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
     if {"experts", "num_local_experts"} & SWITCHES[case.split()[0]].keys():
         model.set_experts_implementation("eager")  # the default takes only some sizes
@@ -359,11 +405,14 @@ def test_greedy_tokens(saved, chunk, make_llm):
     assert llm.engine.scheduler.stats.num_preemptions or chunk == 1
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_small_parts_keep_their_bits(quantization, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [("qwen3_5_moe_text", "int8"), ("qwen3_5_moe_text", "int4"), ("kimi_linear", "int4")],
+)
+def test_small_parts_keep_their_bits(family, quantization, tmp_path):
     """Those that choose experts, open gates, or say how a state decays."""
-    sizes = {**BFLOAT16, **NATIVE["qwen3_5_moe_text"], "dtype": "float32"}
-    random_model(AutoConfig.for_model("qwen3_5_moe_text", **sizes)).save_pretrained(tmp_path)
+    sizes = {**BFLOAT16, **NATIVE[family], "dtype": "float32"}
+    random_model(AutoConfig.for_model(family, **sizes)).save_pretrained(tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))
     config = Config(str(tmp_path), device="cpu", quantization=quantization)
     files = weight_files(checkpoint, str(tmp_path))
@@ -374,7 +423,11 @@ def test_small_parts_keep_their_bits(quantization, tmp_path):
         for name, module in model.named_modules()
         if isinstance(module, Matrix) and not isinstance(module.method, IntWeight)
     }
-    assert kept == {"self_attn.in_proj_ab", "mlp.gate", "mlp.shared_expert_gate"}
+    expected = {"self_attn.in_proj_ab", "mlp.gate", "mlp.shared_expert_gate"}
+    if family == "kimi_linear":
+        expected = {"f.a", "f.b", "g.a", "g.b", "self_attn.b", "mlp.gate"}
+        expected |= {"self_attn.k_b_proj", "self_attn.v_b_proj"}
+    assert kept == expected
     assert model.model.layers[0].self_attn.conv1d.weight.dtype == torch.float32
 
 
@@ -396,11 +449,37 @@ def test_published_form(tmp_path, caplog):
     assert "model.visual.* (1 tensors), mtp.* (1 tensors)" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("case", "saved", "published"),
+    [
+        ("kimi_linear 1", ".0.block_sparse_moe.", ".0.mlp."),
+        ("bailing_hybrid 0", ".attention.dense.", ".attention.o_proj."),
+    ],
+)
+def test_published_names(case, saved, published, tmp_path, caplog):
+    """transformers saves other names, where it does not matter to it. Layers for drafts are left
+    out.
+    """
+    theirs = make_model(case)
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert any(saved in name for name in tensors)
+    tensors = {name.replace(saved, published): tensors[name] for name in tensors}
+    layers = theirs.config.num_hidden_layers
+    if "bailing" in case:
+        tensors |= {f"model.layers.{layers}.eh_proj.weight": torch.ones(3, 6)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with caplog.at_level("INFO", logger="nanovllm.loading.loader"):
+        assert_logits_agree(theirs, tmp_path, case)
+    assert (f"model.layers.{layers}.* (1 tensors)" in caplog.text) == ("bailing" in case)
+
+
 @pytest.mark.skipif(library() is None, reason="no compiler here")
 @pytest.mark.parametrize(
     ("family", "quantization"),
     [
         *[("qwen3_5_text", quantization) for quantization in (None, "int8", "int4")],
+        *[("kimi_linear", None), ("bailing_hybrid", "int8")],
         *[("qwen3_5_moe_text", "int8"), ("lfm2", None), ("lfm2_moe", "int4")],
         *[("lfm3", quantization) for quantization in (None, "int8", "int4")],
     ],
@@ -409,9 +488,8 @@ def test_in_bfloat16_tokens_do_not_depend_on_the_batch(
     family, quantization, make_llm, caplog, tmp_path
 ):
     """The steps are recorded, so all of them run in C. What is small keeps its bits."""
-    random_model(AutoConfig.for_model(family, **BFLOAT16, **NATIVE[family])).save_pretrained(
-        tmp_path
-    )
+    config = AutoConfig.for_model(family, **{**BFLOAT16, **NATIVE[family]})
+    random_model(config).save_pretrained(tmp_path)
     with caplog.at_level("INFO", "nanovllm"):
         llm = make_llm(tmp_path, device="cpu", max_model_len=MAX_LENGTH, quantization=quantization)
     assert "attention backend: cpu" in caplog.text

@@ -1,0 +1,56 @@
+"""The Ling 3 family: Kimi Delta Attention, and latent attention with a gate for each head."""
+
+from collections.abc import Collection
+from typing import Any, ClassVar
+
+from nanovllm.models.config_fields import config_number
+from nanovllm.models.decoder import DecoderLayer
+from nanovllm.models.deepseek import DeepseekV3ForCausalLM
+from nanovllm.models.expert_parts import is_typed_dense
+from nanovllm.models.hybrid_parts import MixerLayer, check_mixed
+from nanovllm.models.kimi_parts import KIMI_ALIASES, LING_DEFAULTS, LING_NAMES, TYPES, kimi_delta
+from nanovllm.models.mla_parts import LatentAttention
+from nanovllm.models.model_config import ModelConfig
+
+
+class BailingHybridForCausalLM(DeepseekV3ForCausalLM):
+    """Ling 3.0 Flash: five of six layers have Kimi Delta Attention, which keeps a state; the sixth
+    has latent attention with a gate for each head; experts in groups, and one that all tokens
+    share.
+    """
+
+    names: ClassVar[dict[str, str]] = LING_NAMES
+    aliases: ClassVar[dict[str, str]] = KIMI_ALIASES
+    defaults: ClassVar[dict[str, Any]] = LING_DEFAULTS
+    ignores = frozenset({"q_lora_rank", "rope_interleave"})
+    reads = frozenset({"layer_types", "num_experts"})
+    only: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
+        mlp = self.make_mlp(config, index)
+        every = config.size("layer_group_size")
+        layers = range(1, config.num_layers + 1)
+        types = config.layer_types_of(TYPES, [TYPES[number % every == 0] for number in layers])
+        if check_mixed(types)[index] == "full_attention":
+            rotary_emb = self.rotary_emb(config.rope, config.head_dim)
+            bias = config.flag("attention_bias")
+            attention = LatentAttention(config, rotary_emb, bias=bias, gated=True)
+            return DecoderLayer(config, attention, mlp)
+        fields = {
+            "linear_num_heads": config.num_heads,
+            "linear_head_dim": config.fields["head_dim"],
+            "linear_conv_kernel_dim": config.fields["short_conv_kernel_size"],
+        }
+        fields |= {key: value for key, value in config.fields.items() if value is not None}
+        bound = None
+        if config.flag("kda_safe_gate"):
+            bound = config_number(fields, "kda_lower_bound", -5.0, -1e3, -1e-3)
+        return MixerLayer(config, kimi_delta(config, fields, low_rank=False, bound=bound), mlp)
+
+    def is_dense(self, config: ModelConfig, index: int) -> bool:
+        return is_typed_dense(config, index)
+
+    def checkpoint_name(self, name: str, known: Collection[str]) -> str:
+        found = super().checkpoint_name(name, known)
+        other = found.replace("attention.dense.", "attention.o_proj.")
+        return other if other in known else found

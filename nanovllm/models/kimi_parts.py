@@ -1,0 +1,128 @@
+"""Parts of families that mix Kimi Delta Attention and latent attention."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.errors import CheckpointError
+from nanovllm.layers.gated_delta import DeltaSizes
+from nanovllm.layers.kimi_delta import KimiDeltaAttention
+from nanovllm.models.config_fields import config_size
+from nanovllm.models.deepseek import DeepseekV3ForCausalLM
+from nanovllm.models.hybrid_parts import MAX_TAPS, check_mixed
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.options.validation import shown
+
+KIMI_NAMES = {
+    "self_attn.f.": "self_attn.",
+    "self_attn.g.": "self_attn.",
+    "self_attn.norm.": "self_attn.o_norm.",
+    "self_attn.out_proj.": "self_attn.o_proj.",
+}
+"""Checkpoint names for the modules of a `KimiDeltaAttention` in a `MixerLayer`."""
+LING_NAMES = {
+    "self_attn.norm.": "attention.o_norm.",
+    "self_attn.out_proj.": "attention.dense.",
+    "self_attn.o_proj.": "attention.dense.",
+    "self_attn.": "attention.",
+    "model.embed_tokens.": "model.word_embeddings.",
+    "mlp.expert_bias": "mlp.gate.expert_bias",
+    "mlp.shared_expert.": "mlp.shared_experts.",
+}
+"""The same in Ling's checkpoints, and those of other modules."""
+KIMI_ALIASES = {
+    "head_dim": "qk_rope_head_dim",
+    "max_position_embeddings": "model_max_length",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+}
+"""The names of common fields in both families."""
+KIMI_DEFAULTS: dict[str, Any] = {
+    **DeepseekV3ForCausalLM.defaults,
+    "q_lora_rank": None,
+    "max_position_embeddings": 1_048_576,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.446,
+    "n_group": 1,
+    "topk_group": 1,
+    "rms_norm_eps": 1e-5,
+    "linear_num_heads": 32,
+    "linear_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+LING_DEFAULTS: dict[str, Any] = {
+    **DeepseekV3ForCausalLM.defaults,
+    "q_lora_rank": None,
+    "max_position_embeddings": 262_144,
+    "first_k_dense_replace": 2,
+    "num_experts": 512,
+    "rope_theta": 6_000_000.0,
+    "head_dim": 128,
+    "short_conv_kernel_size": 4,
+    "layer_group_size": 6,
+    "kda_safe_gate": True,
+}
+TYPES = ("linear_attention", "full_attention")
+"""Of layers: with Kimi Delta Attention and with latent attention."""
+_LINEAR = {
+    "linear_num_heads": "num_heads",
+    "linear_head_dim": "head_dim",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+}
+"""The names of fields in linear_attn_config."""
+_MAX_HEADS = 2**12
+_MAX_DIM = 2**10
+
+
+def kimi_delta(
+    config: ModelConfig, fields: Mapping[str, Any], **options: Any
+) -> KimiDeltaAttention:
+    """Return the Kimi Delta Attention of a layer.
+
+    Args:
+        fields: linear_num_heads, linear_head_dim and linear_conv_kernel_dim.
+        options: of `KimiDeltaAttention`.
+    """
+    fields = dict(fields)
+    heads = config_size(fields, "linear_num_heads", high=_MAX_HEADS)
+    size = config_size(fields, "linear_head_dim", high=_MAX_DIM)
+    taps = config_size(fields, "linear_conv_kernel_dim", high=MAX_TAPS, low=2)
+    sizes = DeltaSizes(config.hidden_size, heads, heads, size, size, taps)
+    return KimiDeltaAttention(sizes, config.rms_norm_eps, **options)
+
+
+def linear_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return the config's fields, with those of linear_attn_config under transformers' names."""
+    linear = _linear_attn_config(config)
+    given = {own: linear[name] for own, name in _LINEAR.items() if name in linear}
+    return config.fields | given
+
+
+def layer_types_of_lists(config: ModelConfig) -> list[str]:
+    """Return each layer's type: that of layer_types or, without it, by two lists of numbers, which
+    are counted from 1.
+    """
+    if config.fields.get("layer_types") is not None:
+        return check_mixed(config.layer_types_of(TYPES, []))
+    linear = _linear_attn_config(config)
+    types: dict[int, str] = {}
+    lists = [linear.get(key) for key in ("kda_layers", "full_attn_layers")]
+    for name, numbers in zip(TYPES, lists, strict=True):
+        if isinstance(numbers, list) and {*map(type, numbers)} <= {int}:
+            types |= {number: name for number in numbers if number not in types}
+    if sorted(types) != list(range(1, config.num_layers + 1)):
+        raise CheckpointError(
+            "config.json: kda_layers and full_attn_layers of linear_attn_config must have the "
+            f"numbers from 1 to {config.num_layers}, are {shown(lists)}"
+        )
+    return check_mixed([types[number] for number in sorted(types)])
+
+
+def _linear_attn_config(config: ModelConfig) -> dict[str, Any]:
+    found = config.fields.get("linear_attn_config")
+    if found is not None and not isinstance(found, dict):
+        raise CheckpointError(
+            f"config.json: linear_attn_config must be an object, is {shown(found)}"
+        )
+    return found or {}
