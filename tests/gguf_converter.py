@@ -19,6 +19,7 @@ from tests.gguf_files import quantized, to_llama_order
 PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smollm3")
 GRANITE = ("granite", "granitemoe", "granitehybrid")
 MAMBA = ("falcon-h1", "granitehybrid")
+ROUTED = ("glm4moe", "ernie4_5-moe", "afmoe", "minimax-m2")
 KIND = gguf.GGMLQuantizationType
 
 
@@ -42,6 +43,8 @@ def convert(
         extra: tensors to add, by their names in the file.
     """
     config = plain(model.config)
+    if architecture == "gpt2":
+        config = gpt2_names(config)
     writer = gguf.GGUFWriter(file, architecture)
     for key, value in {**settings(config, architecture), **(metadata or {})}.items():
         if value is not None:
@@ -89,7 +92,12 @@ def settings(config: Any, architecture: str) -> dict[str, Any]:
     """Return the metadata: what the converter writes for all architectures, and for this one."""
     rope = dict(config.rope_parameters)
     typed = rope.get("full_attention", rope)
-    eps = config.norm_eps if architecture.startswith("lfm2") else config.rms_norm_eps
+    eps = {
+        ("rms_" * name.startswith(("rms", "norm")), getattr(config, name))
+        for name in ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+        if hasattr(config, name)
+    }
+    ((kind, epsilon),) = eps
     found = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -97,8 +105,8 @@ def settings(config: Any, architecture: str) -> dict[str, Any]:
         "block_count": config.num_hidden_layers,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": eps,
-        "rope.freq_base": float(typed["rope_theta"]),
+        f"attention.layer_norm_{kind}epsilon": epsilon,
+        "rope.freq_base": float(typed["rope_theta"]) or None,
         "rope.freq_base_swa": rope.get("sliding_attention", {}).get("rope_theta"),
     }
     if (head_dim := getattr(config, "head_dim", 0)) and architecture not in ("phi3", *GRANITE):
@@ -145,6 +153,16 @@ def own_settings(config: Any, architecture: str, rope: dict[str, Any]) -> dict[s
             "expert_used_count": config.num_experts_per_tok,
             "expert_feed_forward_length": config.intermediate_size,
         }
+    if architecture in ROUTED:
+        return routed_settings(config, architecture, rope)
+    if architecture in ("command-r", "cohere2"):
+        scale = {"logit_scale": config.logit_scale, "rope.scaling.type": "none"}
+        return scale | (window if architecture == "cohere2" else {})
+    if architecture == "gptneox":
+        return {
+            "use_parallel_residual": config.use_parallel_residual,
+            "rope.dimension_count": int(config.head_dim * rope["partial_rotary_factor"]),
+        }
     if architecture == "qwen3moe":
         return expert_settings(config, config.num_local_experts)
     if architecture.startswith("qwen35"):
@@ -182,6 +200,47 @@ def expert_settings(config: Any, num_experts: int) -> dict[str, Any]:
         "expert_used_count": config.num_experts_per_tok,
         "expert_feed_forward_length": config.moe_intermediate_size,
     }
+
+
+def routed_settings(config: Any, architecture: str, rope: dict[str, Any]) -> dict[str, Any]:
+    """Return what the converter writes of experts that a bias chooses, and of layers without."""
+    names = {
+        "expert_count": ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_experts"),
+        "expert_used_count": ("num_experts_per_tok", "moe_k"),
+        "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
+        "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"),
+        "leading_dense_block_count": (
+            "first_k_dense_replace",
+            "moe_layer_start_index",
+            "num_dense_layers",
+        ),
+        "interleave_moe_layer_step": ("moe_layer_interval",),
+        "expert_weights_scale": ("routed_scaling_factor", "route_scale"),
+        "expert_weights_norm": ("norm_topk_prob", "route_norm"),
+    }
+    found = {}
+    for key, fields in names.items():
+        values = [getattr(config, field) for field in fields if hasattr(config, field)]
+        if values:
+            found[key] = values[0]
+    if architecture != "ernie4_5-moe":
+        found["expert_gating_func"] = 2
+    if architecture in ("glm4moe", "minimax-m2"):
+        part = rope.get("partial_rotary_factor", 0.5)
+        found["rope.dimension_count"] = int(config.head_dim * part)
+    if architecture == "afmoe":
+        found["attention.sliding_window"] = config.sliding_window
+    return found
+
+
+def gpt2_names(config: Any) -> Any:
+    """Return the fields of GPT-2 under the names that other models have."""
+    found = SimpleNamespace(**vars(config))
+    found.max_position_embeddings, found.hidden_size = config.n_positions, config.n_embd
+    found.num_hidden_layers, found.num_attention_heads = config.n_layer, config.n_head
+    found.intermediate_size, found.num_key_value_heads = 4 * config.n_embd, None
+    found.rope_parameters, found.head_dim = {"rope_type": "default", "rope_theta": 0}, 0
+    return found
 
 
 def qwen35_settings(config: Any, architecture: str, rope: dict[str, Any]) -> dict[str, Any]:
@@ -318,6 +377,16 @@ def parts(
         name = f"{name}.weight"
     if name.endswith("expert_bias"):
         name = f"{name}.bias"
+    if name.endswith("e_score_correction_bias"):
+        name, tensor = name.replace("_bias", ".bias"), tensor.flatten()
+        name = name.replace("mlp.gate.moe_statics", "mlp.moe_statics")
+    if architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        tensor = tensor.T
+    if ".query_key_value." in name:  # query, key and value of a head, then those of the next
+        by_head = tensor.reshape(config.num_attention_heads, 3, -1, *tensor.shape[1:])
+        tensor = by_head.transpose(0, 1).reshape(tensor.shape)
+    if architecture == "minimax-m2":
+        name = name.replace(".mlp.e_score", ".block_sparse_moe.e_score")
     if ".conv.conv." in name:
         tensor = tensor.squeeze(1)
     if architecture == "gpt-oss" and ".experts." in name:

@@ -146,7 +146,7 @@ def _weights(
     norm = Reading(offset=family.norm_offset)
     weights: dict[str, GgufWeight] = {}
     for name, tensor in metadata.tensors.items():
-        if name in _IN_CONFIG:
+        if name in _IN_CONFIG or (family.leaves_out_drafts and _drafts(name, config)):
             continue
         named, module = _named(name, family, config["num_hidden_layers"])
         reading = readings.get(module, norm if module.endswith("_norm") else AS_STORED)
@@ -170,6 +170,13 @@ def _weights(
     return weights
 
 
+def _drafts(name: str, config: dict[str, Any]) -> bool:
+    """Return whether tensor `name` is of a block behind the model's layers."""
+    block, _, rest = name.partition(".")
+    layer = rest.partition(".")[0]
+    return block == "blk" and layer.isdecimal() and int(layer) >= config["num_hidden_layers"]
+
+
 def _named(name: str, family: GgufFamily, num_layers: int) -> tuple[str, str]:
     """Return transformers' name of tensor `name`, and llama.cpp's name of its module, if known."""
     block, _, rest = name.partition(".")
@@ -177,7 +184,7 @@ def _named(name: str, family: GgufFamily, num_layers: int) -> tuple[str, str]:
     if block != "blk" or not rest:
         named = {**_WHOLE_MODEL, **family.tensors}.get(name, name)
         return named, block if named != name else ""
-    prefix = f"model.layers.{layer}"
+    prefix = f"{family.layers}.{layer}"
     if family.draft_tensors and layer.isdecimal() and int(layer) >= num_layers:
         prefix = f"mtp.layers.{int(layer) - num_layers}"
         if rest in family.draft_tensors:

@@ -81,9 +81,7 @@ def make_config(metadata: Metadata, family: GgufFamily) -> dict[str, Any]:
         "vocab_size": embedding.shape[0],
         "num_key_value_heads": _size(metadata, family, "attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": metadata.setting(
-            "attention.layer_norm_rms_epsilon", check_float, 1e-30, 1.0
-        ),
+        "rms_norm_eps": _epsilon(metadata),
         "rope_parameters": rope_parameters(metadata, head_dim, partial=family.partial_rotation),
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
@@ -97,6 +95,14 @@ def make_config(metadata: Metadata, family: GgufFamily) -> dict[str, Any]:
     config |= family.fields(metadata, config)
     _check_unread(metadata, family)
     return config
+
+
+def _epsilon(metadata: Metadata) -> float:
+    """Return the epsilon of the norms, which are RMSNorms or LayerNorms."""
+    rms, layer = (f"attention.layer_norm_{kind}epsilon" for kind in ("rms_", ""))
+    key = layer if metadata.own(rms) is None and metadata.own(layer) is not None else rms
+    found: float = metadata.setting(key, check_float, 1e-30, 1.0)
+    return found
 
 
 def _size(metadata: Metadata, family: GgufFamily, key: str, default: int | None = None) -> int:

@@ -7,35 +7,15 @@ Reads metadata, no weight. Imports no torch.
 from collections.abc import Callable
 
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.loading.gguf_family import EXPERTS, SANDWICH, SOFTCAP, Fields, GgufFamily
+from nanovllm.loading.gguf_family import EXPERTS, SANDWICH, SOFTCAP, Fields, GgufFamily, windows
 from nanovllm.loading.gguf_gemma4 import GEMMA4
 from nanovllm.loading.gguf_granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
-from nanovllm.loading.gguf_header import MAX_SIZE, Metadata
+from nanovllm.loading.gguf_header import Metadata
+from nanovllm.loading.gguf_layer_norm import COHERE2, COMMAND_R, GPT2, GPT_NEOX
 from nanovllm.loading.gguf_lfm2 import LFM2, LFM2_MOE
 from nanovllm.loading.gguf_mamba import FALCON_H1
 from nanovllm.loading.gguf_qwen35 import QWEN35, QWEN35_MOE
-from nanovllm.options.validation import check_int, shown
-
-
-def _windows(metadata: Metadata, config: Fields, interval: int, default: int = 0) -> Fields:
-    """Return the window, null for none, and the type of each layer.
-
-    Args:
-        interval: without a pattern, every so many layers have full attention.
-        default: the window, if the file has none.
-    """
-    key = "attention.sliding_window"
-    num_layers = config["num_hidden_layers"]
-    window = metadata.setting(key, check_int, 0, MAX_SIZE, default=default)
-    has_window = metadata.listed(f"{key}_pattern", num_layers, bool)
-    if has_window is None:
-        interval = metadata.setting(f"{key}_pattern", check_int, 0, MAX_SIZE, default=interval)
-        layers = range(1, num_layers + 1)
-        has_window = [not interval or number % interval != 0 for number in layers]
-    types = [
-        "sliding_attention" if window and slides else "full_attention" for slides in has_window
-    ]
-    return {"sliding_window": window or None, "layer_types": types}
+from nanovllm.options.validation import shown
 
 
 def _theta_of_windows(metadata: Metadata, config: Fields, default: float) -> Fields:
@@ -60,8 +40,8 @@ def _gemma(num_layers: int) -> Callable[[Metadata, Fields], Fields]:
             scalar = config["hidden_size"] // config["num_attention_heads"]
         own = {"query_pre_attn_scalar": scalar}
         if metadata.architecture == "gemma2":
-            return own | _windows(metadata, config, 2, default=4096)
-        own |= _windows(metadata, config, 6)
+            return own | windows(metadata, config, 2, default=4096)
+        own |= windows(metadata, config, 6)
         return own | _theta_of_windows(metadata, config, 10_000.0)
 
     return fields
@@ -89,11 +69,11 @@ def _phi3(metadata: Metadata, config: Fields) -> Fields:
 
 def _olmo2(metadata: Metadata, config: Fields) -> Fields:
     """Olmo 3 is an Olmo 2 with windows."""
-    windows = _windows(metadata, config, 4)
-    windows |= _theta_of_windows(metadata, config, config["rope_parameters"]["rope_theta"])
-    if windows["sliding_window"] is None:
+    sliding = windows(metadata, config, 4)
+    sliding |= _theta_of_windows(metadata, config, config["rope_parameters"]["rope_theta"])
+    if sliding["sliding_window"] is None:
         return {}
-    return {"architectures": ["Olmo3ForCausalLM"], **windows}
+    return {"architectures": ["Olmo3ForCausalLM"], **sliding}
 
 
 def _qwen3moe(metadata: Metadata, config: Fields) -> Fields:
@@ -108,13 +88,15 @@ def _qwen3moe(metadata: Metadata, config: Fields) -> Fields:
 def _gpt_oss(metadata: Metadata, config: Fields) -> Fields:
     """The bounds of YaRN's ramp are not rounded, as in the published config.json."""
     return {
-        **_windows(metadata, config, 2),
+        **windows(metadata, config, 2),
         "rope_parameters": {**config["rope_parameters"], "truncate": False},
         "split_experts": True,
     }
 
 
 FAMILIES: dict[str, GgufFamily] = {
+    "cohere2": COHERE2,
+    "command-r": COMMAND_R,
     "ernie4_5": GgufFamily(
         "Ernie4_5ForCausalLM",
         fields=lambda metadata, config: {"use_bias": config["attention_bias"]},
@@ -122,7 +104,7 @@ FAMILIES: dict[str, GgufFamily] = {
     "exaone4": GgufFamily(
         "Exaone4ForCausalLM",
         modules=SANDWICH,
-        fields=lambda metadata, config: _windows(metadata, config, 4),
+        fields=lambda metadata, config: windows(metadata, config, 4),
     ),
     "falcon-h1": FALCON_H1,
     "gemma2": GgufFamily(
@@ -155,6 +137,8 @@ FAMILIES: dict[str, GgufFamily] = {
         },
         fields=_gpt_oss,
     ),
+    "gpt2": GPT2,
+    "gptneox": GPT_NEOX,
     "granite": GRANITE,
     "granitehybrid": GRANITE_HYBRID,
     "granitemoe": GRANITE_MOE,

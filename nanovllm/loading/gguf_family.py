@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nanovllm.loading.gguf_header import GgufTensor, Metadata
+from nanovllm.loading.gguf_header import MAX_SIZE, GgufTensor, Metadata
+from nanovllm.options.validation import check_int
 
 
 class Order(NamedTuple):
@@ -105,14 +106,18 @@ class GgufFamily(NamedTuple):
 
     architecture: str
     """transformers' name."""
+    layers: str = "model.layers"
+    """transformers' name of the list of layers."""
     modules: Mapping[str, str] = _NO_NAMES
     """A layer's modules beyond `gguf.MODULES`, by llama.cpp's name. {} stands for the number of an
     expert: such a tensor has the weights of all experts, one after the other."""
     tensors: Mapping[str, str] = _NO_NAMES
-    """Tensors with special names: those of a layer without blk.N. and model.layers.N."""
+    """Tensors with special names: those of a layer without blk.N., and without that of the list."""
     draft_tensors: Mapping[str, str] = _NO_NAMES
     """Tensors of the layer that drafts (MTP), which follows the others in the file: the names
     without blk.N. and mtp. No names: there is no such layer."""
+    leaves_out_drafts: bool = False
+    """Whether the blocks behind the layers, which are for drafts, are left out."""
     permuted: bool = False
     """Whether the rows of q and k are in llama.cpp's order: see `rotary_pairs`."""
     norm_offset: float = 0.0
@@ -151,3 +156,24 @@ EXPERT_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 SOFTCAP = {"final_logit_softcapping": "final_logit_softcapping"}
+
+
+def windows(metadata: Metadata, config: Fields, interval: int, default: int = 0) -> Fields:
+    """Return the window, null for none, and the type of each layer.
+
+    Args:
+        interval: without a pattern, every so many layers have full attention.
+        default: the window, if the file has none.
+    """
+    key = "attention.sliding_window"
+    num_layers = config["num_hidden_layers"]
+    window = metadata.setting(key, check_int, 0, MAX_SIZE, default=default)
+    has_window = metadata.listed(f"{key}_pattern", num_layers, bool)
+    if has_window is None:
+        interval = metadata.setting(f"{key}_pattern", check_int, 0, MAX_SIZE, default=interval)
+        layers = range(1, num_layers + 1)
+        has_window = [not interval or number % interval != 0 for number in layers]
+    types = [
+        "sliding_attention" if window and slides else "full_attention" for slides in has_window
+    ]
+    return {"sliding_window": window or None, "layer_types": types}

@@ -1,7 +1,7 @@
 """Granite in a GGUF file: names and settings. Gates and ups are separate tensors there.
 
-Those with layers that keep a state are an architecture of their own. The dense models and those with experts of Granite 4 are of the same class as those with layers that
-keep a state, so their files have the sizes of such a layer, too.
+Those with layers that keep a state are an architecture of their own. The others of Granite 4 are of
+the same class, so their files have the sizes of such a layer, too.
 
 Reads metadata, no weight. Imports no torch.
 """

@@ -43,7 +43,7 @@ class GPT2LMHeadModel(DecoderForCausalLM):
         super().__init__(config, max_model_len)
         for module in self.modules():
             if isinstance(module, LinearBase):
-                module.transposed = True
+                module.transposed = config.flag("transposed_linears", default=True)
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         scale = config.head_dim**-0.5 if config.flag("scale_attn_weights", default=True) else 1.0

@@ -201,6 +201,11 @@ CASES = {
         "mamba_rms_norm": True,
         "mamba_norm_before_gate": False,
     },
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128},
+    "gptneox": {"model_type": "gpt_neox", "rotary_pct": 0.5, "hidden_act": "gelu"},
+    "gptneox in turn": {"model_type": "gpt_neox", "use_parallel_residual": False},
+    "command-r": {"model_type": "cohere", "logit_scale": 0.3, "tie_word_embeddings": True},
+    "cohere2": {"sliding_window": 17, "logit_scale": 0.3, "tie_word_embeddings": True},
     "olmo2": {},
     "olmo3": {
         "sliding_window": 17,
