@@ -46,12 +46,10 @@ class FalconH1ForCausalLM(MultipliedForCausalLM):
             options=AttentionOptions(scale=scale),
             **attention_biases(config),
         )
-        given = config.fields.get("mamba_d_ssm") is not None
+        expanded = config.size("mamba_expand") * config.hidden_size
         mamba = mamba_mixer(
             config,
-            config.size("mamba_d_ssm")
-            if given
-            else config.size("mamba_expand") * config.hidden_size,
+            config.count("mamba_d_ssm") or expanded,
             eps=config.rms_norm_eps if config.flag("mamba_rms_norm") else None,
             gate_first=not config.flag("mamba_norm_before_gate", default=True),
             output_bias=config.flag("projectors_bias"),
