@@ -91,12 +91,17 @@ def sparse_mlp(
 
 
 def with_shared(
-    sparse: SparseMLP, config: ModelConfig, size: int, *, gated: bool = False
+    sparse: SparseMLP, config: ModelConfig, size: int, *, gated: bool = False, fused: bool = False
 ) -> SparseMLP:
-    """Return `sparse` plus an expert of `size` that all tokens share; 0: `sparse` alone."""
+    """Return `sparse` plus an expert of `size` that all tokens share; 0: `sparse` alone.
+
+    Args:
+        gated: see `SharedExpertMLP`.
+        fused: see `GatedMLP`.
+    """
     if not size:
         return sparse
-    shared = GatedMLP(dataclasses.replace(config, intermediate_size=size))
+    shared = GatedMLP(dataclasses.replace(config, intermediate_size=size), fused=fused)
     return SharedExpertMLP(sparse.gate, sparse.experts, shared, gated=gated)
 
 

@@ -44,4 +44,4 @@ class GraniteMoeHybridForCausalLM(GraniteMoeForCausalLM):
         size = config.size("shared_intermediate_size")
         if config.count("num_local_experts"):
             return super().make_mlp(config)
-        return GatedMLP(dataclasses.replace(config, intermediate_size=size))
+        return GatedMLP(dataclasses.replace(config, intermediate_size=size), fused=True)

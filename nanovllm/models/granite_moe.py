@@ -31,7 +31,8 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
     def make_mlp(self, config: ModelConfig) -> nn.Module:
         stored = StoredExperts(linears=None)
         sparse = sparse_mlp(config, config.intermediate_size, stored=stored, renormalize=True)
-        return with_shared(sparse, config, config.count("shared_intermediate_size"))
+        size = config.count("shared_intermediate_size")
+        return with_shared(sparse, config, size, fused=True)
 
     def expect(self, known: Collection[str]) -> None:
         """Load the form of the checkpoint: gates and ups are together, but not in GGUF files."""

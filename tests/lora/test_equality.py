@@ -261,7 +261,7 @@ def run(engine: Any) -> list[RequestOutput]:
     return outputs
 
 
-FAMILIES = ["qwen3_5_text 0", "phi3 0", "gemma3_text 0"]
+FAMILIES = ["qwen3_5_text 0", "phi3 0", "gemma3_text 0", "granitemoehybrid 0"]
 """By default: mixers, merged linears of a checkpoint, a family with other names."""
 
 
