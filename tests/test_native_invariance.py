@@ -184,6 +184,15 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "sliding_window": 40,
     },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "num_hidden_layers": 3,
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+    },
     "falcon_h1": {
         "num_hidden_layers": 2,
         "mamba_d_ssm": 128,
