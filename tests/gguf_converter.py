@@ -20,6 +20,7 @@ PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smol
 GRANITE = ("granite", "granitemoe", "granitehybrid")
 MAMBA = ("falcon-h1", "granitehybrid")
 ROUTED = ("glm4moe", "ernie4_5-moe", "afmoe", "minimax-m2")
+LATENT = ("deepseek2", "minicpm3")
 KIND = gguf.GGMLQuantizationType
 
 
@@ -155,6 +156,8 @@ def own_settings(config: Any, architecture: str, rope: dict[str, Any]) -> dict[s
         }
     if architecture in ROUTED:
         return routed_settings(config, architecture, rope)
+    if architecture in LATENT:
+        return latent_settings(config, architecture, rope)
     if architecture in ("command-r", "cohere2"):
         scale = {"logit_scale": config.logit_scale, "rope.scaling.type": "none"}
         return scale | (window if architecture == "cohere2" else {})
@@ -223,13 +226,41 @@ def routed_settings(config: Any, architecture: str, rope: dict[str, Any]) -> dic
         values = [getattr(config, field) for field in fields if hasattr(config, field)]
         if values:
             found[key] = values[0]
-    if architecture != "ernie4_5-moe":
+    if architecture not in ("ernie4_5-moe", "deepseek2"):
         found["expert_gating_func"] = 2
     if architecture in ("glm4moe", "minimax-m2"):
         part = rope.get("partial_rotary_factor", 0.5)
         found["rope.dimension_count"] = int(config.head_dim * part)
     if architecture == "afmoe":
         found["attention.sliding_window"] = config.sliding_window
+    return found
+
+
+def latent_settings(config: Any, architecture: str, rope: dict[str, Any]) -> dict[str, Any]:
+    nope, rotating = config.qk_nope_head_dim, config.qk_rope_head_dim
+    found = {
+        "vocab_size": config.vocab_size,
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length": nope + rotating,
+        "attention.value_length": None,
+        "rope.dimension_count": rotating,
+    }
+    if architecture == "minicpm3":
+        return found
+    found |= routed_settings(config, architecture, rope) | {
+        "attention.head_count_kv": 1,
+        "attention.key_length": config.kv_lora_rank + rotating,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": nope + rotating,
+        "attention.value_length_mla": config.v_head_dim,
+        "expert_group_count": getattr(config, "n_group", None),
+        "expert_group_used_count": getattr(config, "topk_group", None),
+    }
+    if "mscale_all_dim" in rope:
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    if config.model_type == "deepseek_v2":
+        found |= {"expert_gating_func": 1, "expert_weights_norm": None}
     return found
 
 
@@ -403,6 +434,11 @@ def parts(
         linears = tensor.chunk(2, dim=1) if "gate_up" in name else (tensor,)
         for linear, values in zip(gates if "gate_up" in name else ("w2",), linears, strict=True):
             yield f"{stem.removeprefix('model.')}.{linear}.weight", values
+    elif architecture == "deepseek2" and ".kv_b_proj." in name:
+        by_head = tensor.unflatten(0, (config.num_attention_heads, -1))
+        nope = config.qk_nope_head_dim
+        yield name.replace("kv_b_proj", "k_b_proj"), by_head[:, :nope].transpose(1, 2)
+        yield name.replace("kv_b_proj", "v_b_proj"), by_head[:, nope:]
     elif ".gate_up_proj" in name and architecture != "phi3":
         ending = ".weight" if ".experts." in name else ""
         gate, up = tensor.chunk(2, dim=-2)

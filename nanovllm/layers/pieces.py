@@ -72,6 +72,9 @@ class HeadLinear(Matrix):
     def __init__(self, columns: int, pieces: Sequence[Piece], *, turned: bool = False) -> None:
         self.pieces = pieces
         self.turned = turned
+        self.is_split = (
+            False  # whether the checkpoint has a tensor for each head: [outputs, inputs]
+        )
         super().__init__(sum(piece.size for piece in pieces), columns)
 
     def forward(self, x: torch.Tensor, out: torch.Tensor, kept: int = 0) -> None:
@@ -87,8 +90,20 @@ class HeadLinear(Matrix):
         self.kernels.head_linear(x, weight, out, kept)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
-        for part in _shards(self, joined(self.pieces), prefix):
+        for part in (
+            self._split_shards(prefix)
+            if self.is_split
+            else _shards(self, joined(self.pieces), prefix)
+        ):
             yield from self.weight_shards(part)
+
+    def _split_shards(self, prefix: str) -> Iterator[Shard]:
+        assert self.weight is not None
+        first = len(self.pieces) * tensor_parallel().rank
+        heads = self.weight.data.view(len(self.pieces), self.pieces[0].size, -1)
+        for head, rows in enumerate(heads, first):
+            shape = tuple(rows.T.shape if self.turned else rows.shape)
+            yield Shard(f"{prefix}.{head}.weight", shape, rows, transposed=self.turned)
 
 
 class ChannelConv(nn.Module):

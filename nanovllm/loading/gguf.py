@@ -150,7 +150,12 @@ def _weights(
             continue
         named, module = _named(name, family, config["num_hidden_layers"])
         reading = readings.get(module, norm if module.endswith("_norm") else AS_STORED)
-        _check_tensor(metadata, name, reading, experts="{}" in named)
+        parts = None
+        if "{}" in named:
+            of_heads = module in family.per_head
+            heads = config["num_attention_heads"]
+            parts = heads if of_heads else metadata.size("expert_count", 0)
+        _check_tensor(metadata, name, reading, parts)
         if "{}" in named:
             parts = _split(metadata, name)
             found = {named.format(i): GgufWeight(part) for i, part in enumerate(parts)}
@@ -196,13 +201,18 @@ def _named(name: str, family: GgufFamily, num_layers: int) -> tuple[str, str]:
     return (f"{prefix}.{known}.{kind}", module) if known else (name, "")
 
 
-def _check_tensor(metadata: Metadata, name: str, reading: Reading, *, experts: bool) -> None:
-    """Check what reading tensor `name`, of one linear or of all `experts`, relies on."""
+def _check_tensor(metadata: Metadata, name: str, reading: Reading, parts: int | None) -> None:
+    """Check what reading tensor `name` relies on.
+
+    Args:
+        parts: how many experts or heads it must have; None: it is of one linear.
+    """
     tensor = metadata.tensors[name]
     wrong = None
+    experts = parts is not None
     num_dimensions = len(tensor.shape) - experts
-    if experts and (num_dimensions < 1 or tensor.shape[0] != metadata.size("expert_count", 0)):
-        wrong = f"has shape {tensor.shape}, must have one part for each expert"
+    if experts and (num_dimensions < 1 or tensor.shape[0] != parts):
+        wrong = f"has shape {tensor.shape}, must have one part for each expert or head: {parts}"
     elif num_dimensions > 2:
         wrong = f"has {len(tensor.shape)} dimensions; {1 + experts} and {2 + experts} are supported"
     elif (num_dimensions == 1 or reading.is_flat) and tensor.type.block_size > 1:
@@ -216,7 +226,7 @@ def _check_tensor(metadata: Metadata, name: str, reading: Reading, *, experts: b
 
 
 def _split(metadata: Metadata, name: str) -> list[GgufTensor]:
-    """Return the part of each expert of tensor `name`."""
+    """Return the part of each expert or head of tensor `name`."""
     tensor = metadata.tensors[name]
     num_experts, *shape = tensor.shape
     size = tensor.num_bytes // num_experts

@@ -67,13 +67,7 @@ def make_config(metadata: Metadata, family: GgufFamily) -> dict[str, Any]:
         raise CheckpointError(f"{file} has no matrix token_embd.weight")
     config: dict[str, Any] = {name: _size(metadata, family, key) for key, name in _SIZES.items()}
     heads = config["num_attention_heads"]
-    head_dim = metadata.setting(
-        "attention.key_length", check_int, 1, 2**12, default=config["hidden_size"] // heads
-    )
-    value_length = metadata.setting("attention.value_length", check_int, 0, 2**12, default=head_dim)
-    if value_length != head_dim:
-        rule = f"the head size, {head_dim}"
-        raise metadata.unsupported("attention.value_length", value_length, rule)
+    head_dim = _head_dim(metadata, family, config["hidden_size"] // heads)
     config |= {
         "architectures": [family.architecture],
         "model_type": metadata.architecture,
@@ -95,6 +89,20 @@ def make_config(metadata: Metadata, family: GgufFamily) -> dict[str, Any]:
     config |= family.fields(metadata, config)
     _check_unread(metadata, family)
     return config
+
+
+def _head_dim(metadata: Metadata, family: GgufFamily, default: int) -> int:
+    """Return the size of a head; of latent attention, of what rotates."""
+    limits = 1, 2**12
+    if family.is_latent:
+        rotating: int = metadata.setting("rope.dimension_count", check_int, *limits)
+        return rotating
+    head_dim: int = metadata.setting("attention.key_length", check_int, *limits, default=default)
+    value_length = metadata.setting("attention.value_length", check_int, 0, 2**12, default=head_dim)
+    if value_length != head_dim:
+        rule = f"the head size, {head_dim}"
+        raise metadata.unsupported("attention.value_length", value_length, rule)
+    return head_dim
 
 
 def _epsilon(metadata: Metadata) -> float:

@@ -11,6 +11,7 @@ from nanovllm.loading.gguf_family import EXPERTS, SANDWICH, SOFTCAP, Fields, Ggu
 from nanovllm.loading.gguf_gemma4 import GEMMA4
 from nanovllm.loading.gguf_granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from nanovllm.loading.gguf_header import Metadata
+from nanovllm.loading.gguf_latent import DEEPSEEK2, MINICPM3
 from nanovllm.loading.gguf_layer_norm import COHERE2, COMMAND_R, GPT2, GPT_NEOX
 from nanovllm.loading.gguf_lfm2 import LFM2, LFM2_MOE
 from nanovllm.loading.gguf_mamba import FALCON_H1
@@ -97,6 +98,7 @@ def _gpt_oss(metadata: Metadata, config: Fields) -> Fields:
 FAMILIES: dict[str, GgufFamily] = {
     "cohere2": COHERE2,
     "command-r": COMMAND_R,
+    "deepseek2": DEEPSEEK2,
     "ernie4_5": GgufFamily(
         "Ernie4_5ForCausalLM",
         fields=lambda metadata, config: {"use_bias": config["attention_bias"]},
@@ -152,6 +154,7 @@ FAMILIES: dict[str, GgufFamily] = {
     "lfm2": LFM2,
     "lfm2moe": LFM2_MOE,
     "llama": GgufFamily("LlamaForCausalLM", permuted=True),
+    "minicpm3": MINICPM3,
     "mistral3": GgufFamily(
         "Ministral3ForCausalLM",
         permuted=True,

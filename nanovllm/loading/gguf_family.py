@@ -111,6 +111,10 @@ class GgufFamily(NamedTuple):
     modules: Mapping[str, str] = _NO_NAMES
     """A layer's modules beyond `gguf.MODULES`, by llama.cpp's name. {} stands for the number of an
     expert: such a tensor has the weights of all experts, one after the other."""
+    per_head: frozenset[str] = frozenset()
+    """Those of them, by llama.cpp's name, that have a part for each head, not for each expert."""
+    is_latent: bool = False
+    """Whether attention is latent: the heads have other sizes than what is kept of a token."""
     tensors: Mapping[str, str] = _NO_NAMES
     """Tensors with special names: those of a layer without blk.N., and without that of the list."""
     draft_tensors: Mapping[str, str] = _NO_NAMES
@@ -150,6 +154,9 @@ EXPERTS = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+SHARED_EXPERTS = {
+    f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")
+}
 EXPERT_SIZES = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -177,3 +184,18 @@ def windows(metadata: Metadata, config: Fields, interval: int, default: int = 0)
         "sliding_attention" if window and slides else "full_attention" for slides in has_window
     ]
     return {"sliding_window": window or None, "layer_types": types}
+
+
+def dense_layers(metadata: Metadata, config: Fields) -> int:
+    """Return how many of the first layers have an MLP in place of experts."""
+    key = "leading_dense_block_count"
+    num_layers = config["num_hidden_layers"]
+    found: int = metadata.setting(key, check_int, 0, num_layers, default=0)
+    return found
+
+
+def without_drafts(metadata: Metadata, config: Fields) -> Fields:
+    """Return the number of layers: the last blocks may be for drafts."""
+    num_blocks = config["num_hidden_layers"]
+    drafting = metadata.setting("nextn_predict_layers", check_int, 0, num_blocks - 1, default=0)
+    return {"num_hidden_layers": num_blocks - drafting}

@@ -13,7 +13,7 @@ from nanovllm.models.expert_parts import (
     expect_stored,
     expert_groups,
 )
-from nanovllm.models.mla_parts import LatentAttention
+from nanovllm.models.mla_parts import LatentAttention, expect_heads
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import drafting_layers
 
@@ -54,8 +54,11 @@ class DeepseekV3ForCausalLM(DecoderForCausalLM):
         self.ignored_weights |= drafting_layers(config)
 
     def expect(self, known: Collection[str]) -> None:
-        """Load experts together or each on its own, as a checkpoint has them."""
+        """Load experts, and the heads of kv_b_proj, together or each on its own, as a checkpoint
+        has them.
+        """
         expect_stored(self, known)
+        expect_heads(self, known)
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)

@@ -8,6 +8,7 @@ tokens: the bits of a row do not tell where it comes from.
 """
 
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -202,3 +203,16 @@ def _mscale(rope: RopeConfig) -> float:
     if rope.rope_type == "default" or not weight or rope.factor <= 1:
         return 1.0
     return 0.1 * weight * math.log(rope.factor) + 1.0
+
+
+def expect_heads(model: nn.Module, known: Collection[str]) -> None:
+    """Make the latent attention of `model` load the checkpoint's form of kv_b_proj: one tensor, or,
+    in GGUF files, two for each head.
+
+    Args:
+        known: the names of the checkpoint's tensors.
+    """
+    is_split = any(".k_b_proj.0." in name for name in known)
+    for module in model.modules():
+        if isinstance(module, HeadLinear):
+            module.is_split = is_split

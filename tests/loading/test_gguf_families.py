@@ -77,6 +77,20 @@ GRANITE = {
     "residual_multiplier": 0.22,
     "logits_scaling": 8.0,
 }
+LATENT = {
+    **EXPERTS,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 FALCON = {
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
@@ -206,6 +220,28 @@ CASES = {
     "gptneox in turn": {"model_type": "gpt_neox", "use_parallel_residual": False},
     "command-r": {"model_type": "cohere", "logit_scale": 0.3, "tie_word_embeddings": True},
     "cohere2": {"sliding_window": 17, "logit_scale": 0.3, "tie_word_embeddings": True},
+    "deepseek2": {
+        "model_type": "deepseek_v3",
+        **LATENT,
+        "n_group": 3,
+        "topk_group": 2,
+        "n_routed_experts": 6,
+        "norm_topk_prob": True,
+        "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.8},
+    },
+    "deepseek2 with a softmax": {
+        "model_type": "deepseek_v2",
+        **LATENT,
+        "q_lora_rank": None,
+        "n_routed_experts": 5,
+    },
+    "deepseek2 of GLM-4.7-Flash": {
+        "model_type": "glm4_moe_lite",
+        **LATENT,
+        "n_routed_experts": 5,
+        "rms_norm_eps": 1e-5,
+    },
+    "minicpm3": {**LATENT, "v_head_dim": 16, "tie_word_embeddings": True},
     "olmo2": {},
     "olmo3": {
         "sliding_window": 17,
