@@ -20,7 +20,6 @@ from nanovllm.layers.experts import (
 )
 from nanovllm.models.decoder import GatedMLP
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.options.validation import shown
 
 _TOGETHER = StoredExperts(linears=None)
 NUMBERED = StoredExperts(linears=("w1", "w3", "w2"))
@@ -32,12 +31,9 @@ def is_dense(config: ModelConfig, index: int) -> bool:
     Layers in `mlp_only_layers` have one, and so have those whose number, counted from 1, is not a
     multiple of `decoder_sparse_step`.
     """
-    dense = config.fields.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or {*map(type, dense)} - {int}:
-        raise CheckpointError(
-            f"config.json: mlp_only_layers must be a list of numbers, is {shown(dense)}"
-        )
-    return index in dense or bool((index + 1) % config.size("decoder_sparse_step", 1))
+    return index in config.numbers("mlp_only_layers") or bool(
+        (index + 1) % config.size("decoder_sparse_step", 1)
+    )
 
 
 def is_typed_dense(config: ModelConfig, index: int) -> bool:

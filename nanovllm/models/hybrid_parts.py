@@ -97,14 +97,15 @@ def short_conv(config: ModelConfig) -> ShortConv:
     return ShortConv(config.hidden_size, taps, bias=config.flag("conv_bias"))
 
 
-def check_mixed(types: list[str]) -> list[str]:
+def check_mixed(types: list[str], field: str = "layer_types") -> list[str]:
     """Check and return the `types` of a model's layers.
+
+    Args:
+        field: of the config, which says what they are.
 
     Raises:
         UnsupportedModelError: no layer has full attention.
     """
     if "full_attention" not in types:
-        raise UnsupportedModelError(
-            "config.json: layer_types without full_attention is not supported"
-        )
+        raise UnsupportedModelError(f"config.json: {field} without full_attention is not supported")
     return types

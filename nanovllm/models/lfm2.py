@@ -11,7 +11,7 @@ from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, 
 from nanovllm.models.expert_parts import NUMBERED, sparse_mlp
 from nanovllm.models.hybrid_parts import MixerLayer, check_mixed, short_conv
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.options.validation import check_int, shown
+from nanovllm.options.validation import check_int
 
 LFM_NAMES = {
     **{f"self_attn.{part}.": f"conv.{part}." for part in ("in_proj", "conv", "out_proj")},
@@ -101,13 +101,10 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 
 def _layer_types(config: ModelConfig) -> list[str]:
     """Return each layer's type: "conv" or "full_attention"."""
-    attends = config.fields.get("full_attn_idxs")
-    if config.fields.get("layer_types") is not None or attends is None:
+    given = [config.fields.get(key) is not None for key in ("layer_types", "full_attn_idxs")]
+    if given != [False, True]:
         return check_mixed(config.layer_types(0, "conv"))
-    if not isinstance(attends, list) or {*map(type, attends)} - {int}:
-        raise CheckpointError(
-            f"config.json: full_attn_idxs must be a list of numbers, is {shown(attends)}"
-        )
+    attends = config.numbers("full_attn_idxs")
     names = ("conv", "full_attention")
     return check_mixed([names[index in attends] for index in range(config.num_layers)])
 

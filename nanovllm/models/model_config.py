@@ -173,6 +173,16 @@ class ModelConfig:
         """Return the family's own field `key`, an integer of at least 0; 0 for null."""
         return self.size(key, 0, low=0)
 
+    def numbers(self, key: str) -> list[int]:
+        """Return the family's own field `key`, a list of layers' numbers; [] if absent."""
+        values = self.fields.get(key)
+        values = [] if values is None else values
+        if not isinstance(values, list) or {*map(type, values)} - {int}:
+            raise CheckpointError(
+                f"config.json: {key} must be a list of numbers, is {shown(values)}"
+            )
+        return values
+
     def per_layer(self, key: str) -> list[float] | None:
         """Return the family's own field `key`, a number for each layer; None if absent."""
         values = self.fields.get(key)

@@ -14,6 +14,7 @@ from nanovllm.options.validation import shown
 
 MODULES = {
     "BailingHybridForCausalLM": "bailing_hybrid",
+    "BambaForCausalLM": "bamba",
     "Cohere2ForCausalLM": "cohere",
     "CohereForCausalLM": "cohere",
     "DeepseekV2ForCausalLM": "deepseek",

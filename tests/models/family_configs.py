@@ -226,6 +226,22 @@ KIMI = {
     "rope_theta": 10_000.0,
     "rope_scaling": None,
 }
+BAMBA = {
+    **SILU,
+    "attn_layer_indices": [1, 4],
+    "attn_rotary_emb": 8,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 12,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 8,
+    "mamba_proj_bias": False,
+    "time_step_limit": [0.0, float("inf")],
+    "z_loss_coefficient": 0.0,
+}
 VISION = {"model_type": "vision", "hidden_size": 8}
 MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 
@@ -246,6 +262,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1,
         "tie_word_embeddings": False,
     },
+    "BambaForCausalLM": BAMBA,
     "DeepseekV2ForCausalLM": {
         **DEEPSEEK,
         "q_lora_rank": None,

@@ -155,6 +155,13 @@ SWITCHES = {
     },
     "lfm3": LFM3_SWITCHES,
     "lfm3_vl": LFM3_SWITCHES,
+    "bamba": MAMBA_SWITCHES
+    | {
+        "attention_bias": [False, True],
+        "mlp_bias": [True, False],
+        "mamba_expand": [2, 1],
+        "rope": [{}, {**YARN}],
+    },
     "granitemoehybrid": MAMBA_SWITCHES
     | GRANITE_MOE
     | {
@@ -241,6 +248,12 @@ NATIVE = {
         "layer_types": CONV + SLIDING + FULL,
         "num_hidden_layers": 3,
         "sliding_window": 33,
+    },
+    "bamba": {
+        "attn_layer_indices": [2],
+        "num_hidden_layers": 3,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 48,
     },
     "lfm2": {"layer_types": CONV * 2 + FULL, "num_hidden_layers": 3, "block_multiple_of": 32},
     "granitemoehybrid": {
@@ -339,6 +352,9 @@ def mamba_settings(family, switches, chooser):
         "mamba_conv_bias": switches.pop("conv_bias"),
         "mamba_proj_bias": switches.pop("bias"),
     }
+    if family == "bamba":
+        types = enumerate(switches.pop("layer_types"))
+        found["attn_layer_indices"] = [i for i, kind in types if kind == "full_attention"]
     if family == "falcon_h1":
         del switches["layer_types"]  # all are alike
         found |= {"mamba_d_ssm": heads * size, "mamba_d_head": size, "num_hidden_layers": 2}
@@ -480,6 +496,7 @@ def test_published_names(case, saved, published, tmp_path, caplog):
     [
         *[("qwen3_5_text", quantization) for quantization in (None, "int8", "int4")],
         *[("kimi_linear", None), ("bailing_hybrid", "int8")],
+        *[("bamba", quantization) for quantization in (None, "int8", "int4")],
         *[("qwen3_5_moe_text", "int8"), ("lfm2", None), ("lfm2_moe", "int4")],
         *[("lfm3", quantization) for quantization in (None, "int8", "int4")],
     ],

@@ -45,6 +45,7 @@ class CKernels(CSamplingKernels):
 
     causal_conv = staticmethod(ops.causal_conv)
     gated_delta = staticmethod(ops.gated_delta)
+    mamba2 = staticmethod(ops.mamba2)
     gated_rms_norm = staticmethod(ops.gated_rms_norm)
 
     wide_linear = staticmethod(ops.wide_linear)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 
 from nanovllm.attention.states import StateRows, States
-from nanovllm.kernels import torch_states
 from nanovllm.kernels.adapters import AdapterRows, AdapterTable
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import PANEL
@@ -325,6 +324,26 @@ def gated_delta(
     return out
 
 
+def mamba2(
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    a_log: torch.Tensor,
+    d: torch.Tensor,
+    dt_bias: torch.Tensor,
+    limits: tuple[float, float],
+    states: States,
+    rows: StateRows,
+) -> torch.Tensor:
+    num_heads = len(a_log)
+    n, p = states.parts[1].shape
+    groups = (xbc.shape[1] - num_heads * p) // (2 * n)
+    out = torch.empty(len(xbc), num_heads, p, dtype=xbc.dtype)
+    inputs = xbc, dt, dt.stride(0), a_log, d, dt_bias
+    sizes = len(rows.write_lens), num_heads, groups, n, p
+    library.call("nv_mamba2", *inputs, out, *_places(states, rows), *sizes, *limits)
+    return out
+
+
 def gated_rms_norm(
     x: torch.Tensor,
     gate: torch.Tensor,
@@ -334,14 +353,16 @@ def gated_rms_norm(
     sigmoid: bool = False,
 ) -> torch.Tensor:
     """Only [T, heads, D] can be recorded for T tokens."""
-    if gate_first or weight.dim() == 2:
-        return torch_states.gated_rms_norm(x, gate, weight, eps, gate_first)
     out = torch.empty(x.shape, dtype=x.dtype)
     tokens = len(x)
     size = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
-    inputs = x, x.stride(0), gate, gate.stride(0), weight
-    library.call("nv_gated_rms_norm", *inputs, out, tokens, heads, size, eps, sigmoid)
+    inputs = x, x.stride(0), gate, gate.stride(0), weight, size if weight.dim() == 2 else 0
+    numbers = tokens, heads, size, eps
+    if gate_first:
+        library.call("nv_norm_of_gated", *inputs, out, *numbers)
+    else:
+        library.call("nv_gated_rms_norm", *inputs, out, *numbers, sigmoid)
     return out
 
 

@@ -22,12 +22,14 @@ KERNELS = {
     "nv_linear_int": "PNPPPPPPTNNNNN",
     "nv_gather_int": "PPPPPPTNNNN",
     "nv_add_lora": "PNPPPPPPPPPTNNNN",
+    "nv_mamba2": "PPNPPPPPNPPNPPRNNNNFF",
     "nv_ngram": "PNPNNNP",
     "nv_sample": "PNPPPPPPPPPPNNF",
     "nv_to_float": "PPN",
     "nv_forbid": "PPPNNN",
     "nv_causal_conv": "PNPPPPNPPNPPRNNN",
-    "nv_gated_rms_norm": "PNPNPPTNNFN",
+    "nv_gated_rms_norm": "PNPNPNPTNNFN",
+    "nv_norm_of_gated": "PNPNPNPTNNF",
     "nv_store": "PPPPPPPPPNNTNNNNNNNNFNNNN",
 }
 """By name, in the order of their numbers in csrc/calls.c: a letter an argument.

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated, mamba2_chunk_scan
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from nanovllm.attention.states import StatePart
@@ -153,6 +154,105 @@ def test_gated_delta_is_float64s(shape, by_rows, bound):
         assert_only_parts_changed(states, before, pages)
 
 
+def make_mamba(lengths, groups, heads, n, p, seed=0):
+    """Return the inputs of Mamba-2's recurrence but its limits, the states, and rows' pages."""
+    order = torch.Generator().manual_seed(seed)
+    xbc = randn(sum(lengths), heads * p + 2 * groups * n, seed=seed)
+    dt = randn(sum(lengths), 2 * heads, seed=seed + 1)[:, heads:]
+    a_log = torch.empty(heads).uniform_(0.01, 16, generator=order).log()
+    d, dt_bias = torch.randn(heads, generator=order), torch.randn(heads, generator=order) - 3
+    parts = [StatePart((2, xbc.shape[1]), torch.bfloat16)]
+    parts += [StatePart((n, p), torch.float32)] * heads
+    return (xbc, dt, a_log, d, dt_bias), *make_pool(len(lengths), parts, seed)
+
+
+def states_of(states, pages):
+    """Return S of each head of a row, [H, n, p] float64."""
+    return torch.stack([part_of(states, pages, i).double() for i in range(1, len(states.parts))])
+
+
+def exact_mamba(inputs, limits, state):
+    """Return the outputs [t, H, p] and the states [t + 1, H, n, p] of one row in float64."""
+    xbc, dt, a_log, d, dt_bias = (x.double() for x in inputs)
+    heads, n, p = state.shape
+    x, bc = xbc.split([heads * p, xbc.shape[1] - heads * p], dim=1)
+    x = x.unflatten(1, (heads, p))
+    b, c = bc.unflatten(1, (2, -1, n)).unbind(1)
+    b, c = (each.repeat_interleave(heads // each.shape[1], 1) for each in (b, c))
+    step = F.softplus(dt + dt_bias).clamp(*limits)[..., None, None]
+    decay = torch.exp(-a_log.exp()[:, None, None] * step)
+    known = [state.double()]
+    for t in range(len(xbc)):
+        known.append(known[-1] * decay[t] + b[t, :, :, None] * x[t, :, None] * step[t])
+    states = torch.stack(known)
+    return (c.unsqueeze(2) @ states[1:])[:, :, 0] + d[:, None] * x, states
+
+
+MAMBA = [
+    ((1, 1), 1, 2, 128, 64),
+    ((1, 3, 70), 2, 4, 24, 100),
+    ((5, 1), 1, 4, 32, 128),
+    ((2, 131), 2, 6, 77, 51),
+    ((4,), 3, 3, 1, 1),
+]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("shape", MAMBA, ids=str)
+def test_mamba2_is_float64s(shape):
+    lengths = shape[0]
+    inputs, states, pages = make_mamba(*shape)
+    before = states.pool.clone()
+    old = [states_of(states, row) for row in pages]
+    cut = list(zip(*(x.split(lengths) for x in inputs[:2]), strict=True))
+    for share, limits in ((1, (0.0, torch.inf)), (0.5, (0.02, 0.1)), (0, (0.0, 5.0))):
+        states.pool.copy_(before)
+        written = [int(length * share) for length in lengths]
+        rows = make_rows(pages, lengths, written)
+        found = ops.mamba2(*inputs, limits, states, rows).split(lengths)
+        for row, x in enumerate(cut):
+            expected, known = exact_mamba((*x, *inputs[2:]), limits, old[row])
+            assert_close(found[row].double(), expected, rtol=2**-8, atol=1e-5)
+            assert_close(states_of(states, pages[row]), known[written[row]], rtol=1e-5, atol=1e-5)
+        assert_only_parts_changed(states, before, pages)
+
+
+def test_the_errors_of_many_tokens_do_not_add_up_in_mamba2():
+    """8,192 tokens, of which the state forgets about one in 2,000. The error is the largest in the
+    state, beside that of torch in float32, and of transformers, which sums in chunks of 256:
+    9.7e-6, 1.8e-5 and 3.0e-6, in numbers up to 13.
+    """
+    (xbc, dt, a_log, d, dt_bias), states, pages = make_mamba((8192,), 1, 2, 16, 16)
+    fixed = torch.full_like(a_log, 0.01).log(), d, dt_bias
+    old, before = states_of(states, pages[0]), states.pool.clone()
+    limits = 0.0, torch.inf
+    _, known = exact_mamba((xbc, dt, *fixed), limits, old)
+    errors = []
+    for kernels in (ops, TORCH):
+        states.pool.copy_(before)
+        kernels.mamba2(xbc, dt, *fixed, limits, states, make_rows(pages, [8192]))
+        errors.append((states_of(states, pages[0]) - known[-1]).abs().max())
+    x, b, c = xbc.float().split([32, 16, 16], dim=1)
+    _, theirs = mamba2_chunk_scan(
+        x.view(1, 8192, 2, 16),
+        dt.float()[None],
+        -fixed[0].exp(),
+        b.view(1, 8192, 1, 16),
+        c.view(1, 8192, 1, 16),
+        256,
+        D=d,
+        dt_bias=fixed[2],
+        initial_states=old.float().transpose(1, 2)[None],
+        dt_softplus=True,
+        return_final_states=True,
+    )
+    errors.append((theirs[0].transpose(1, 2) - known[-1]).abs().max())
+    ours, torchs, transformers = errors
+    assert ours <= torchs
+    assert ours <= 4 * transformers
+    assert ours <= 1e-6 * known[-1].abs().max()
+
+
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_the_errors_of_many_tokens_do_not_add_up(by_rows):
     """8,192 tokens, of which the state forgets about one in 2,000. The error is the largest in the
@@ -197,8 +297,11 @@ def run_in_steps(function, states, pages, inputs, steps):
     return torch.stack([results[token] for token in range(sum(lengths))])
 
 
-def make_layer(inputs):
-    """Return a function of x, a, b, states and rows that calls the three kernels."""
+def make_delta_layer(lengths, *shape):
+    """Return a function of x, a, b, states and rows that calls the three kernels, what it gets of
+    all tokens, the states, and the pages of each row.
+    """
+    inputs, states, pages = make_delta(lengths, *shape)
     channels, heads = inputs[0].shape[1], len(inputs[3])
     weight, bias = randn(channels, 3, seed=5), randn(channels, seed=6)
     norm = randn((channels - 2 * 24) // heads, seed=7)
@@ -210,19 +313,45 @@ def make_layer(inputs):
         gate = x[:, : out[0].numel()].unflatten(1, (heads, -1))
         return ops.gated_rms_norm(out, gate, norm, 1e-6, sigmoid=by_rows)
 
-    return layer
+    return layer, inputs[:3], states, pages
+
+
+def make_mamba_layer(lengths, groups, heads, n, p):
+    """Return the same of Mamba-2."""
+    inputs, states, pages = make_mamba(lengths, groups, heads, n, p)
+    channels = inputs[0].shape[1]
+    weight, bias = randn(channels, 3, seed=5), randn(channels, seed=6)
+    norm = randn(groups, heads * p // groups, seed=7)
+
+    def layer(x, dt, states, rows):
+        mixed = ops.causal_conv(x, weight, bias, True, states, rows)
+        out = ops.mamba2(mixed, dt, *inputs[2:], (0.0, 2.0), states, rows)
+        gate = x[:, : heads * p].unflatten(1, (groups, -1))
+        out = out.view(len(x), groups, -1)
+        return ops.gated_rms_norm(out, gate, norm, 1e-6, gate_first=True)
+
+    return layer, inputs[:2], states, pages
+
+
+LAYERS = [
+    (make_delta_layer, 1, 2, 32, 256),
+    (make_delta_layer, 2, 2, 24, 40),
+    (make_delta_layer, 2, 2, 24, 152, True),
+    (make_mamba_layer, 1, 2, 32, 128),
+    (make_mamba_layer, 2, 4, 24, 40),
+]
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("shape", [(1, 2, 32, 256), (2, 2, 24, 40), (2, 2, 24, 152, True)], ids=str)
-def test_no_bit_depends_on_cuts_rows_or_threads(shape):
-    inputs, states, pages = make_delta(CUTS[0][0], *shape)
-    layer, before, threads = make_layer(inputs), states.pool.clone(), torch.get_num_threads()
+@pytest.mark.parametrize(("make", "shape"), [(make, shape) for make, *shape in LAYERS])
+def test_no_bit_depends_on_cuts_rows_or_threads(make, shape):
+    layer, inputs, states, pages = make(CUTS[0][0], *shape)
+    before, threads = states.pool.clone(), torch.get_num_threads()
     found = []
     for cut, count in ((0, threads), (0, 1), (0, 5), (1, threads), (2, 3)):
         states.pool.copy_(before)
         torch.set_num_threads(count)
-        out = run_in_steps(layer, states, pages, inputs[:3], CUTS[cut])
+        out = run_in_steps(layer, states, pages, inputs, CUTS[cut])
         torch.set_num_threads(threads)
         found.append((out, states.pool.clone()))
     for out, pool in found[1:]:
@@ -249,16 +378,37 @@ def test_gated_norm_rounds_as_transformers_does(size):
     assert_close(found.float(), other(x, gate).float(), rtol=2**-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("by_rows", [False, True])
-def test_layers_with_state_can_be_recorded(by_rows):
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("size", [24, 77, 128])
+def test_norm_behind_a_gate_rounds_as_transformers_does(size):
+    reference = MambaRMSNormGated(3 * size, size, eps=1e-5).bfloat16()
+    reference.weight.data = weight = randn(3 * size, seed=1)
+    wide = randn(7, 2, 3 * size + 40, seed=3)[:, :, 8 : 3 * size + 8]
+    x, gate = wide.unbind(1)
+    expected = reference(x, gate)
+    groups = [each.unflatten(-1, (3, size)) for each in (x, gate, weight)]
+    found = ops.gated_rms_norm(*groups, 1e-5, gate_first=True).flatten(1)
+    assert (found != expected).float().mean() < 0.01  # torch adds in another order
+    assert_close(found.float(), expected.float(), rtol=2**-6, atol=1e-6)
+    plain = ops.gated_rms_norm(*groups, 1e-5)
+    for group in range(3):
+        alone = (each[..., group, :] for each in groups)
+        assert torch.equal(plain[:, group], ops.gated_rms_norm(*alone, 1e-5))
+
+
+@pytest.mark.parametrize(
+    ("make", "more"),
+    [(make_delta_layer, [False]), (make_delta_layer, [True]), (make_mamba_layer, [])],
+)
+def test_layers_with_state_can_be_recorded(make, more):
     """The recorded calls run for fewer tokens and rows, whose pages are written behind it."""
-    inputs, states, pages = make_delta([2, 1], 1, 2, 24, 40, by_rows)
-    layer, before = make_layer(inputs), states.pool.clone()
-    recorded = [torch.zeros(8, x.shape[1], dtype=x.dtype) for x in inputs[:3]]
+    layer, inputs, states, pages = make([2, 1], 1, 2, 24, 40, *more)
+    before = states.pool.clone()
+    recorded = [torch.zeros(8, x.shape[1], dtype=x.dtype) for x in inputs]
     rows, real = make_rows([[0, 0]] * 8, [1] * 8), make_rows(pages, [2, 1])
     with Recording(8) as recording:
         out = layer(*recorded, states, rows)
-    for x, given in zip(recorded, inputs[:3], strict=True):
+    for x, given in zip(recorded, inputs, strict=True):
         x[:3] = given
     for name in ("pages", "write_lens", "cu_seqlens"):
         given = getattr(real, name)
@@ -267,6 +417,6 @@ def test_layers_with_state_can_be_recorded(by_rows):
     recording.run(3, 2)
     found, changed = out[:3].clone(), states.pool.clone()
     states.pool.copy_(before)
-    assert torch.equal(layer(*inputs[:3], states, real), found)
+    assert torch.equal(layer(*inputs, states, real), found)
     assert torch.equal(states.pool, changed)
     assert not torch.equal(states.pool, before)

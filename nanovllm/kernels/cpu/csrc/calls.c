@@ -56,6 +56,10 @@ CALL(nv_add_lora) {
     nv_add_lora(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p,
                 tokens < 0 ? a[11].n : tokens, a[12].n, a[13].n, a[14].n, a[15].n);
 }
+CALL(nv_mamba2) {
+    nv_mamba2(t, a[0].p, a[1].p, a[2].n, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].n, a[9].p, a[10].p, a[11].n, a[12].p,
+              a[13].p, rows < 0 ? a[14].n : rows, a[15].n, a[16].n, a[17].n, a[18].n, (float)a[19].f, (float)a[20].f);
+}
 CALL(nv_sample) {
     nv_sample(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p, a[11].p, a[12].n,
               a[13].n, (float)a[14].f);
@@ -65,8 +69,12 @@ CALL(nv_causal_conv) {
                    rows < 0 ? a[12].n : rows, a[13].n, a[14].n, a[15].n);
 }
 CALL(nv_gated_rms_norm) {
-    nv_gated_rms_norm(t, a[0].p, a[1].n, a[2].p, a[3].n, a[4].p, a[5].p, tokens < 0 ? a[6].n : tokens, a[7].n, a[8].n,
-                      (float)a[9].f, a[10].n);
+    nv_gated_rms_norm(t, a[0].p, a[1].n, a[2].p, a[3].n, a[4].p, a[5].n, a[6].p, tokens < 0 ? a[7].n : tokens, a[8].n, a[9].n,
+                      (float)a[10].f, a[11].n);
+}
+CALL(nv_norm_of_gated) {
+    nv_norm_of_gated(t, a[0].p, a[1].n, a[2].p, a[3].n, a[4].p, a[5].n, a[6].p, tokens < 0 ? a[7].n : tokens, a[8].n, a[9].n,
+                     (float)a[10].f);
 }
 CALL(nv_store) {
     nv_store(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].n, a[10].n,
@@ -98,12 +106,14 @@ void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows) {
     case 18: call_nv_linear_int(t, a, tokens, rows); break;
     case 19: call_nv_gather_int(t, a, tokens, rows); break;
     case 20: call_nv_add_lora(t, a, tokens, rows); break;
-    case 21: nv_ngram(t, a[0].p, a[1].n, a[2].p, a[3].n, a[4].n, a[5].n, a[6].p); break;
-    case 22: call_nv_sample(t, a, tokens, rows); break;
-    case 23: nv_to_float(t, a[0].p, a[1].p, a[2].n); break;
-    case 24: nv_forbid(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].n, a[5].n); break;
-    case 25: call_nv_causal_conv(t, a, tokens, rows); break;
-    case 26: call_nv_gated_rms_norm(t, a, tokens, rows); break;
-    case 27: call_nv_store(t, a, tokens, rows); break;
+    case 21: call_nv_mamba2(t, a, tokens, rows); break;
+    case 22: nv_ngram(t, a[0].p, a[1].n, a[2].p, a[3].n, a[4].n, a[5].n, a[6].p); break;
+    case 23: call_nv_sample(t, a, tokens, rows); break;
+    case 24: nv_to_float(t, a[0].p, a[1].p, a[2].n); break;
+    case 25: nv_forbid(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].n, a[5].n); break;
+    case 26: call_nv_causal_conv(t, a, tokens, rows); break;
+    case 27: call_nv_gated_rms_norm(t, a, tokens, rows); break;
+    case 28: call_nv_norm_of_gated(t, a, tokens, rows); break;
+    case 29: call_nv_store(t, a, tokens, rows); break;
     }
 }

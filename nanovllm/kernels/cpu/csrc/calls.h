@@ -53,6 +53,10 @@ void nv_gather_int(team *t, const int64_t *ids, const uint8_t *packed, const uin
 void nv_add_lora(team *t, const bf16 *x, ptrdiff_t ldx, bf16 *y, const bf16 *a, const bf16 *b, const int32_t *ranks,
                  const float *scales, const int32_t *ends, const int32_t *groups, const int32_t *order, float *scratch,
                  token_count tokens, ptrdiff_t n, ptrdiff_t k, ptrdiff_t slices, ptrdiff_t max_rank);
+void nv_mamba2(team *t, const bf16 *xbc, const bf16 *dt, ptrdiff_t ldt, const float *a_log, const float *d, const float *dt_bias,
+               bf16 *out, uint8_t *pool, ptrdiff_t page_bytes, const int64_t *places, const int32_t *pages, ptrdiff_t num_pages,
+               const int32_t *cu_seqlens, const int32_t *write_lens, row_count rows, ptrdiff_t heads, ptrdiff_t groups,
+               ptrdiff_t n, ptrdiff_t p, float low, float high);
 void nv_ngram(team *t, int32_t *table, ptrdiff_t stride, const int64_t *rows, ptrdiff_t num_rows, ptrdiff_t smallest,
               ptrdiff_t largest, int64_t *counts);
 void nv_sample(team *t, const void *logits, ptrdiff_t bits, const float *temperatures, const int64_t *seeds,
@@ -65,8 +69,10 @@ void nv_causal_conv(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, c
                     ptrdiff_t page_bytes, const int64_t *places, const int32_t *pages, ptrdiff_t num_pages,
                     const int32_t *cu_seqlens, const int32_t *write_lens, row_count rows, ptrdiff_t n, ptrdiff_t taps,
                     ptrdiff_t silu);
-void nv_gated_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *gate, ptrdiff_t ldg, const bf16 *weight, bf16 *out,
-                       token_count tokens, ptrdiff_t heads, ptrdiff_t n, float eps, ptrdiff_t sigmoid);
+void nv_gated_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *gate, ptrdiff_t ldg, const bf16 *weight, ptrdiff_t ldw,
+                       bf16 *out, token_count tokens, ptrdiff_t heads, ptrdiff_t n, float eps, ptrdiff_t sigmoid);
+void nv_norm_of_gated(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *gate, ptrdiff_t ldg, const bf16 *weight, ptrdiff_t ldw,
+                      bf16 *out, token_count tokens, ptrdiff_t heads, ptrdiff_t n, float eps);
 void nv_store(team *t, const bf16 *qkv, const bf16 *q_weight, const bf16 *k_weight, const float *cos_sin, const float *q_scale,
               const int64_t *positions, const int64_t *slot_mapping, bf16 *q_out, uint8_t *cache, ptrdiff_t head_bytes,
               ptrdiff_t block_bytes, token_count tokens, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t kv_parts, ptrdiff_t dim,

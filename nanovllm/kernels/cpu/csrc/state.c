@@ -88,20 +88,40 @@ void nv_causal_conv(team *team, const bf16 *x, ptrdiff_t ldx, const bf16 *weight
 }
 
 /* out = round(weight * round(x / rms(x))) * silu(gate), for each head of n numbers; sigmoid: weight * x / rms(x) * sigmoid(gate),
- * rounded once. Tokens are ldx and ldg apart. */
-void nv_gated_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *gate, ptrdiff_t ldg, const bf16 *weight, bf16 *out,
-                       token_count tokens, ptrdiff_t heads, ptrdiff_t n, float eps, ptrdiff_t sigmoid) {
+ * rounded once. Tokens are ldx and ldg apart. The weights of heads are ldw apart: 0, if all have the same. */
+void nv_gated_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *gate, ptrdiff_t ldg, const bf16 *weight, ptrdiff_t ldw,
+                       bf16 *out, token_count tokens, ptrdiff_t heads, ptrdiff_t n, float eps, ptrdiff_t sigmoid) {
     FOR_ITEMS(item, t, tokens * heads) {
         const bf16 *head = x + item / heads * ldx + item % heads * n, *g = gate + item / heads * ldg + item % heads * n;
+        const bf16 *w = weight + item % heads * ldw;
         bf16 *row = out + item * n;
         float scale = sigmoid ? norm_scale(head, n, eps) : 0.0f;
-        if (!sigmoid) norm_row(head, weight, row, n, eps, NORM_ROUNDED);
+        if (!sigmoid) norm_row(head, w, row, n, eps, NORM_ROUNDED);
         for (ptrdiff_t i = 0; i < n; i += VL) {
             ptrdiff_t left = n - i;
             vf gates = load_bf16(g + i, left);
-            vf v = sigmoid ? load_bf16(head + i, left) * scale * load_bf16(weight + i, left) / (exp_(-gates) + 1.0f)
+            vf v = sigmoid ? load_bf16(head + i, left) * scale * load_bf16(w + i, left) / (exp_(-gates) + 1.0f)
                            : load_bf16(row + i, left) * silu_(gates);
             store_bf16(row + i, left, v);
         }
+    }
+}
+
+/* out = weight * round(y / rms(y)), y = x * silu(gate): arguments as above. */
+void nv_norm_of_gated(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *gate, ptrdiff_t ldg, const bf16 *weight, ptrdiff_t ldw,
+                      bf16 *out, token_count tokens, ptrdiff_t heads, ptrdiff_t n, float eps) {
+    FOR_ITEMS(item, t, tokens * heads) {
+        ptrdiff_t token = item / heads, head = item % heads;
+        const bf16 *from = x + token * ldx + head * n, *g = gate + token * ldg + head * n, *w = weight + head * ldw;
+        float y[(n + VL - 1) / VL * VL];
+        vf sum = {0};
+        for (ptrdiff_t i = 0; i < n; i += VL) {
+            vf product = load_bf16(from + i, n - i) * silu_(load_bf16(g + i, n - i));
+            sum = fma_(product, product, sum);
+            store(y + i, product);
+        }
+        float scale = 1.0f / sqrtf(sum_of(sum) / n + eps);
+        for (ptrdiff_t i = 0; i < n; i += VL)
+            store_bf16(out + item * n + i, n - i, round_to_bf16(load(y + i) * scale) * load_bf16(w + i, n - i));
     }
 }
