@@ -20,6 +20,7 @@ from nanovllm.layers.experts import (
 )
 from nanovllm.models.decoder import GatedMLP
 from nanovllm.models.model_config import ModelConfig
+from nanovllm.options.validation import shown
 
 _TOGETHER = StoredExperts(linears=None)
 NUMBERED = StoredExperts(linears=("w1", "w3", "w2"))
@@ -108,6 +109,14 @@ def shared_expert_mlp(config: ModelConfig, *, renormalize: bool) -> SparseMLP:
 
 
 def deepseek_mlp(config: ModelConfig, **choice: Any) -> SparseMLP:
+    """Return `deepseek_experts`, plus experts that all tokens share, as one of their size."""
+    size = config.size("moe_intermediate_size")
+    return with_shared(
+        deepseek_experts(config, **choice), config, size * config.count("n_shared_experts")
+    )
+
+
+def deepseek_experts(config: ModelConfig, **choice: Any) -> SparseMLP:
     """Return a router in float32 and its experts, with DeepSeek-V3's fields and arithmetic.
 
     Experts are chosen by their sigmoids plus a bias, in groups if n_group is above 1. The names of
@@ -116,7 +125,6 @@ def deepseek_mlp(config: ModelConfig, **choice: Any) -> SparseMLP:
     Args:
         choice: options of `sparse_mlp` in place of DeepSeek-V3's.
     """
-    size = config.size("moe_intermediate_size")
     options: dict[str, Any] = {
         "renormalize": config.flag("norm_topk_prob", default=True),
         "factor": config.number("routed_scaling_factor", 1.0),
@@ -126,8 +134,7 @@ def deepseek_mlp(config: ModelConfig, **choice: Any) -> SparseMLP:
         "wide": True,
         "groups": expert_groups(config),
     }
-    sparse = sparse_mlp(config, size, **options | choice)
-    return with_shared(sparse, config, size * config.count("n_shared_experts"))
+    return sparse_mlp(config, config.size("moe_intermediate_size"), **options | choice)
 
 
 DEEPSEEK_NAMES = {

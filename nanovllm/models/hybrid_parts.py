@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
+from nanovllm.attention.batch import Batch
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.kernels.torch_math import NORM_CENTRED
 from nanovllm.layers.gated_delta import DeltaSizes, GatedDeltaNet
@@ -43,6 +45,38 @@ class MixerLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, mixer: nn.Module, mlp: nn.Module, **norm: Any) -> None:
         super().__init__(config, mixer, mlp, **norm)
+
+
+class BlockLayer(MixerLayer):
+    """A layer that has only a mixer, as `MixerLayer` takes it, or only an MLP."""
+
+    def __init__(
+        self, config: ModelConfig, mixer: nn.Module | None, mlp: nn.Module | None, **norm: Any
+    ) -> None:
+        super().__init__(config, mixer or nn.Identity(), mlp or nn.Identity(), **norm)
+        self._mixes = mixer is not None
+        if self._mixes:
+            del self.post_attention_layernorm
+        else:
+            del self.input_layernorm
+
+    def forward(
+        self,
+        hidden: torch.Tensor | None,
+        residual: torch.Tensor,
+        batch: Batch,
+        output_indices: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        norm = self.input_layernorm if self._mixes else self.post_attention_layernorm
+        hidden, residual = norm.add_norm(hidden, residual)
+        if self.store_input is not None:
+            self.store_input(residual, batch.slot_mapping)
+        if self._mixes:
+            hidden = self.self_attn(hidden, batch, output_indices)
+        if output_indices is not None:
+            residual = residual[output_indices]
+            hidden = hidden if self._mixes else hidden[output_indices]
+        return self.mlp(hidden), residual
 
 
 class HeadGatedAttention(GatedAttention):

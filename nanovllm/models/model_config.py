@@ -118,8 +118,10 @@ class ModelConfig:
         architecture = architecture_of(config)
         given = text_fields(config)
         fields = {**defaults, **{key: given[key] for key in given if key not in ignores}}
-        fields["layer_types"] = _layer_types(fields)
         name = _Names({key: own for key, own in aliases.items() if fields.get(own) is not None})
+        types = fields["layer_types"] = _layer_types(fields, name["layer_types"])
+        if types is not None and fields.get("num_hidden_layers") is None:
+            fields["num_hidden_layers"] = len(types)
         _check_supported(fields, reads)
         for key in ("attention_bias", "mlp_bias"):
             config_bool(fields, key, False)
@@ -249,15 +251,13 @@ class ModelConfig:
         return read_rope(self.fields, self.max_position, self.head_dim, layer_type, theta)
 
 
-def _layer_types(fields: dict[str, Any]) -> list[str] | None:
+def _layer_types(fields: dict[str, Any], key: str) -> list[str] | None:
     """Return the types of layers under the names of transformers 5; None if there is no list."""
-    types = fields.get("layer_types")
+    types = fields.get(key)
     if types is None:
         return None
     if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
-        raise CheckpointError(
-            f"config.json: layer_types must be a list of names, is {shown(types)}"
-        )
+        raise CheckpointError(f"config.json: {key} must be a list of names, is {shown(types)}")
     return [_LAYER_TYPES.get(name) or name for name in types]
 
 

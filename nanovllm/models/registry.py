@@ -51,6 +51,7 @@ MODULES = {
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
     "MuseGlimmerForConditionalGeneration": "muse_glimmer",
+    "NemotronHForCausalLM": "nemotron_h",
     "Olmo2ForCausalLM": "olmo",
     "Olmo3ForCausalLM": "olmo",
     "Phi3ForCausalLM": "phi3",

@@ -132,7 +132,9 @@ def _stored_linears(network: nn.Module) -> dict[str, int]:
 
 
 def _layers(network: DecoderForCausalLM) -> Iterator[DecoderLayer]:
-    return (module for module in network.modules() if isinstance(module, DecoderLayer))
+    """Return the layers with an MLP."""
+    layers = (module for module in network.modules() if isinstance(module, DecoderLayer))
+    return (layer for layer in layers if not isinstance(layer.mlp, nn.Identity))
 
 
 def _counted(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -242,6 +242,43 @@ BAMBA = {
     "time_step_limit": [0.0, float("inf")],
     "z_loss_coefficient": 0.0,
 }
+NEMOTRON_H = {
+    **{key: value for key, value in SIZES.items() if key != "rms_norm_eps"},
+    "hybrid_override_pattern": "ME*-EM",
+    "layer_norm_epsilon": 1e-5,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "mamba_hidden_act": "silu",
+    "mamba_proj_bias": False,
+    "mamba_ssm_cache_dtype": "float32",
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "conv_kernel": 4,
+    "chunk_size": 128,
+    "expand": 2,
+    "use_conv_bias": True,
+    "use_bias": False,
+    "time_step_limit": [0.0, float("inf")],
+    "time_step_min": 0.001,
+    "time_step_max": 0.1,
+    "time_step_floor": 0.0001,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "residual_in_fp32": False,
+    "rescale_prenorm_residual": True,
+    "sliding_window": None,
+    "partial_rotary_factor": 1.0,
+    "rope_theta": 10_000,
+}
 VISION = {"model_type": "vision", "hidden_size": 8}
 MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 
@@ -469,6 +506,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "layer_rope_theta": [1e4, 1e4, 0, 1e4, 1e4, 0],
         }
     ),
+    "NemotronHForCausalLM": NEMOTRON_H,
     "Olmo2ForCausalLM": {**SILU, "rope_scaling": None},
     "Olmo3ForCausalLM": {
         **SILU,

@@ -188,6 +188,20 @@ SWITCHES = {
         "kda_lower_bound": [-5.0, -0.5],
         "rope": [{}, {**YARN}, {**YARN, "mscale": 0.8, "mscale_all_dim": 0.7}],
     },
+    "nemotron_h": MAMBA_SWITCHES
+    | EXPERTS
+    | {
+        "layer_types": [
+            [*DELTA, "moe", *FULL, "mlp", *DELTA],
+            ["moe", *FULL, *DELTA * 2, "moe"],
+            [*DELTA, "mlp", *DELTA, *FULL],
+            ["mlp", *DELTA, *FULL, "mlp"],
+        ],
+        "mlp_bias": [False, True],
+        "norm_topk_prob": [True, False],
+        "routed_scaling_factor": [2.5, 1.0],
+        "rope": [{}],
+    },
     "qwen3_5": DELTA_SWITCHES | {"mrope": [True, False]},
     "qwen3_5_moe": DELTA_SWITCHES | EXPERTS,
 }
@@ -248,6 +262,17 @@ NATIVE = {
         "layer_types": CONV + SLIDING + FULL,
         "num_hidden_layers": 3,
         "sliding_window": 33,
+    },
+    "nemotron_h": {
+        "layers_block_type": [*DELTA, "moe", *FULL, "mlp", *DELTA],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 96,
+        "moe_shared_expert_intermediate_size": 96,
     },
     "bamba": {
         "attn_layer_indices": [2],
@@ -355,11 +380,34 @@ def mamba_settings(family, switches, chooser):
     if family == "bamba":
         types = enumerate(switches.pop("layer_types"))
         found["attn_layer_indices"] = [i for i, kind in types if kind == "full_attention"]
+    if family == "nemotron_h":
+        experts, chosen = switches.pop("experts")
+        return {
+            "layers_block_type": switches.pop("layer_types"),
+            "mamba_num_heads": heads,
+            "mamba_head_dim": size,
+            "n_groups": groups,
+            "ssm_state_size": found["mamba_d_state"],
+            "conv_kernel": found["mamba_d_conv"],
+            "use_conv_bias": found["mamba_conv_bias"],
+            "use_bias": found["mamba_proj_bias"],
+            "time_step_min": switches["time_step_limit"][0],  # taken in place of time_step_limit
+            "time_step_limit": (switches.pop("time_step_limit")[0], torch.inf),
+            "layer_norm_epsilon": chooser.choice([1e-6, 1e-3]),
+            "n_routed_experts": experts,
+            "num_experts_per_tok": chosen,
+            "moe_intermediate_size": chooser.choice([7, 24]),
+            "moe_shared_expert_intermediate_size": chooser.choice([9, 40]),
+        }
     if family == "falcon_h1":
         del switches["layer_types"]  # all are alike
         found |= {"mamba_d_ssm": heads * size, "mamba_d_head": size, "num_hidden_layers": 2}
         found |= switches.pop("multipliers")
     return found
+
+
+GATED_NORMS = tuple(f"{name}.weight" for name in ("linear_attn.norm", "mamba.norm", "mixer.norm"))
+GATED_NORMS += ("o_norm.weight",)
 
 
 def make_model(case):
@@ -369,7 +417,7 @@ def make_model(case):
     seed = random.Random(case).randrange(100)
     model = random_model(make_config(case), seed=seed, model_class=model_class)
     for name, weight in model.named_parameters():
-        if name.endswith(("linear_attn.norm.weight", "mamba.norm.weight", "o_norm.weight")):
+        if name.endswith(GATED_NORMS):
             weight.data *= 0.3  # what it normalises may be small: rounding errors would grow
         elif name.endswith("A_log"):
             weight.data -= 3.0  # transformers sums up to 64 logarithms of decays: small ones
@@ -497,6 +545,7 @@ def test_published_names(case, saved, published, tmp_path, caplog):
         *[("qwen3_5_text", quantization) for quantization in (None, "int8", "int4")],
         *[("kimi_linear", None), ("bailing_hybrid", "int8")],
         *[("bamba", quantization) for quantization in (None, "int8", "int4")],
+        *[("nemotron_h", quantization) for quantization in (None, "int8", "int4")],
         *[("qwen3_5_moe_text", "int8"), ("lfm2", None), ("lfm2_moe", "int4")],
         *[("lfm3", quantization) for quantization in (None, "int8", "int4")],
     ],

@@ -1,0 +1,55 @@
+"""The Nemotron-H family: each layer is a Mamba-2 mixer, attention, an MLP, or experts."""
+
+from typing import Any, ClassVar
+
+from nanovllm.kernels.torch_math import NORM_WIDE
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, SelfAttention
+from nanovllm.models.hybrid_parts import BlockLayer
+from nanovllm.models.mamba_parts import mamba_mixer
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.nemotron_h_parts import (
+    MAMBA_FIELDS,
+    MIXER_NAMES,
+    block_types,
+    check_fields,
+    plain_experts,
+    plain_mlp,
+)
+
+
+class NemotronHForCausalLM(DecoderForCausalLM):
+    """Nemotron-H, Nemotron Nano 2, Nemotron 3 and 3.5 Nano: each layer is one of four: Mamba-2,
+    which keeps a state; attention without RoPE; an MLP without a gate; experts without gates.
+    """
+
+    names: ClassVar[dict[str, str]] = MIXER_NAMES
+    aliases: ClassVar[dict[str, str]] = {
+        "rms_norm_eps": "layer_norm_epsilon",
+        "layer_types": "layers_block_type",
+    }
+    defaults: ClassVar[dict[str, Any]] = {
+        "layer_norm_epsilon": 1e-5,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+        "use_conv_bias": True,
+        "num_experts_per_tok": 2,
+    }
+    reads = frozenset({"layer_types"})
+    left_out = ("mtp.",)
+    norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
+
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
+        check_fields(config)
+        kind = block_types(config)[index]
+        if kind == "linear_attention":
+            mixer = mamba_mixer(config, None, MAMBA_FIELDS)
+            return BlockLayer(config, mixer, None, **self.norm)
+        if kind == "full_attention":
+            attention = SelfAttention(config, self.rotary_emb(None, config.head_dim))
+            return BlockLayer(config, attention, None, **self.norm)
+        dense = kind == "mlp"
+        mlp = plain_mlp(config, config.intermediate_size) if dense else plain_experts(config)
+        return BlockLayer(config, None, mlp, **self.norm)
