@@ -187,8 +187,8 @@ def mamba_parts(sizes: MambaSizes, name: str) -> dict[str, list[Piece]]:
     groups = sizes.groups
     if groups % ranks.size and ranks.size % groups:
         raise ConfigError(
-            f"tensor_parallel_size {ranks.size} and this model's number of Mamba-2 groups "
-            f"({groups}) must be multiples one of the other"
+            f"tensor_parallel_size {ranks.size} does not divide this model's number of Mamba-2 "
+            f"groups ({groups}), and is no multiple of it"
         )
     inner_size = sizes.heads * sizes.head_dim
     widths = {"z": inner_size, "x": inner_size}

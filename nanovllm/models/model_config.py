@@ -119,9 +119,7 @@ class ModelConfig:
         given = text_fields(config)
         fields = {**defaults, **{key: given[key] for key in given if key not in ignores}}
         name = _Names({key: own for key, own in aliases.items() if fields.get(own) is not None})
-        types = fields["layer_types"] = _layer_types(fields, name["layer_types"])
-        if types is not None and fields.get("num_hidden_layers") is None:
-            fields["num_hidden_layers"] = len(types)
+        _set_layer_types(fields, name["layer_types"])
         _check_supported(fields, reads)
         for key in ("attention_bias", "mlp_bias"):
             config_bool(fields, key, False)
@@ -251,14 +249,18 @@ class ModelConfig:
         return read_rope(self.fields, self.max_position, self.head_dim, layer_type, theta)
 
 
-def _layer_types(fields: dict[str, Any], key: str) -> list[str] | None:
-    """Return the types of layers under the names of transformers 5; None if there is no list."""
+def _set_layer_types(fields: dict[str, Any], key: str) -> None:
+    """Set layer_types to those in field `key`, under the names of transformers 5; None if there is
+    no list. Without num_hidden_layers, set it to their number.
+    """
     types = fields.get(key)
-    if types is None:
-        return None
-    if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
-        raise CheckpointError(f"config.json: {key} must be a list of names, is {shown(types)}")
-    return [_LAYER_TYPES.get(name) or name for name in types]
+    if types is not None:
+        if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
+            raise CheckpointError(f"config.json: {key} must be a list of names, is {shown(types)}")
+        types = [_LAYER_TYPES.get(name) or name for name in types]
+        if fields.get("num_hidden_layers") is None:
+            fields["num_hidden_layers"] = len(types)
+    fields["layer_types"] = types
 
 
 def _check_supported(fields: dict[str, Any], reads: Collection[str]) -> None:

@@ -97,7 +97,7 @@ def test_as_transformers(case, num_ranks, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "groups", "match"), [(3, 2, "Mamba-2 heads"), (4, 6, "multiples")]
+    ("num_ranks", "groups", "match"), [(3, 2, "Mamba-2 heads"), (4, 6, "Mamba-2 groups")]
 )
 def test_sizes_that_the_ranks_cannot_split(num_ranks, groups, match, monkeypatch):
     sizes = MambaSizes(24, heads=groups * 2, head_dim=4, groups=groups, state_size=8, taps=4)
