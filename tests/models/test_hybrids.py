@@ -545,6 +545,8 @@ def test_published_names(case, saved, published, tmp_path, caplog):
         *[("qwen3_5_text", quantization) for quantization in (None, "int8", "int4")],
         *[("kimi_linear", None), ("bailing_hybrid", "int8")],
         *[("bamba", quantization) for quantization in (None, "int8", "int4")],
+        *[("falcon_h1", quantization) for quantization in (None, "int8", "int4")],
+        *[("granitemoehybrid", quantization) for quantization in (None, "int8", "int4")],
         *[("nemotron_h", quantization) for quantization in (None, "int8", "int4")],
         *[("qwen3_5_moe_text", "int8"), ("lfm2", None), ("lfm2_moe", "int4")],
         *[("lfm3", quantization) for quantization in (None, "int8", "int4")],
