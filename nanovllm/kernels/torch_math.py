@@ -79,6 +79,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
     "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
     "identity": lambda x: x,
 }
 """By name: "gelu" is the exact one, by erf, and "relu2" the square of ReLU."""

@@ -202,10 +202,15 @@ class DecoderForCausalLM(Family):
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__(max_model_len)
+        for key, values in self.only.items():
+            config.only(key, *values)
         layers = [self.make_layer(config, index) for index in range(config.num_layers)]
         self.model = self.make_decoder(config, layers)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         self.ignored_weights = frozenset(self.left_out)  # checkpoint names not to load
+        num_drafting = config.size("num_nextn_predict_layers", 0, high=64, low=0)
+        for index in range(config.num_layers, config.num_layers + num_drafting):
+            self.ignored_weights |= {f"model.layers.{index}."}
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
             self.ignored_weights |= {"lm_head.weight", "language_model.lm_head.weight"}

@@ -15,7 +15,6 @@ from nanovllm.models.expert_parts import (
 )
 from nanovllm.models.mla_parts import LatentAttention, expect_heads
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.parts import drafting_layers
 
 
 class DeepseekV3ForCausalLM(DecoderForCausalLM):
@@ -44,14 +43,10 @@ class DeepseekV3ForCausalLM(DecoderForCausalLM):
         "topk_method": ("noaux_tc",),
         "moe_layer_freq": (1,),
     }
-    """The values of some fields, if they are there."""
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
-        for key, values in self.only.items():
-            config.only(key, *values)
         self._interleaved = config.flag("rope_interleave")
         super().__init__(config, max_model_len)
-        self.ignored_weights |= drafting_layers(config)
 
     def expect(self, known: Collection[str]) -> None:
         """Load experts, and the heads of kv_b_proj, together or each on its own, as a checkpoint

@@ -22,6 +22,13 @@ from nanovllm.models.decoder import GatedMLP
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown
 
+BY_SIGMOID: dict[str, Any] = {
+    "sigmoid": True,
+    "choice_bias": True,
+    "renormalize": True,
+    "epsilon": 1e-20,
+}
+"""Options of `sparse_mlp` where experts are chosen by their sigmoids plus a bias."""
 _TOGETHER = StoredExperts(linears=None)
 NUMBERED = StoredExperts(linears=("w1", "w3", "w2"))
 
@@ -73,7 +80,8 @@ def sparse_mlp(
         choice: see `Router`.
     """
     num_experts = num_experts_of(config)
-    top_k = config.size("num_experts_per_tok", 8, high=num_experts)
+    key = "moe_k" if "moe_k" in config.fields else "num_experts_per_tok"
+    top_k = config.size(key, 8, high=num_experts)
     router = Router(config.hidden_size, num_experts, top_k, bias=bias, **choice)
     experts = Experts(
         num_experts,
@@ -125,12 +133,9 @@ def deepseek_experts(config: ModelConfig, **choice: Any) -> SparseMLP:
     Args:
         choice: options of `sparse_mlp` in place of DeepSeek-V3's.
     """
-    options: dict[str, Any] = {
+    options = BY_SIGMOID | {
         "renormalize": config.flag("norm_topk_prob", default=True),
         "factor": config.number("routed_scaling_factor", 1.0),
-        "sigmoid": True,
-        "choice_bias": True,
-        "epsilon": 1e-20,
         "wide": True,
         "groups": expert_groups(config),
     }

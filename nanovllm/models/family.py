@@ -31,6 +31,8 @@ class Family(nn.Module):
     """Prefixes of the names of tensors that the network does not need and does not load."""
     interleaved: ClassVar[bool] = False
     """Whether the pairs that rotate are adjacent numbers of a head. See `QKNorm`."""
+    only: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """The values that some fields may have: others are refused."""
     norm: ClassVar[dict[str, Any]] = {}
     """Options of the norms, see `decoder.make_norm`."""
 

@@ -67,13 +67,6 @@ def proportional_rope(part: float) -> dict[str, Any]:
     }
 
 
-def drafting_layers(config: ModelConfig) -> frozenset[str]:
-    """Return the prefixes of the tensors of layers behind the last one, which only draft."""
-    first = config.num_layers
-    number = config.size("num_nextn_predict_layers", 0, high=64, low=0)
-    return frozenset(f"model.layers.{index}." for index in range(first, first + number))
-
-
 class RotatedNormAttention(SelfAttention):
     """Attention whose queries and keys are normalised after RoPE."""
 
@@ -129,12 +122,19 @@ class WideNorm(RMSNorm):
 
 
 class GatedAttention(SelfAttention):
-    """Attention whose output is multiplied by the sigmoid of a projection of its input."""
+    """Attention whose output is multiplied by the activation of a projection of its input.
+
+    Args:
+        activation: see `Kernels.mul_act`.
+    """
 
     kernels: Kernels = TORCH
 
-    def __init__(self, config: ModelConfig, *args: Any, **options: Any) -> None:
+    def __init__(
+        self, config: ModelConfig, *args: Any, activation: str = "sigmoid", **options: Any
+    ) -> None:
         super().__init__(config, *args, **options)
+        self.activation = activation
         self.gate = self.make_gate(config)
 
     def make_gate(self, config: ModelConfig) -> LinearBase:
@@ -149,7 +149,7 @@ class GatedAttention(SelfAttention):
         if output_indices is not None:
             heads = heads[output_indices]
             hidden = hidden[output_indices]
-        gated = self.kernels.mul_act(self.gate(hidden), heads.flatten(1), "sigmoid")
+        gated = self.kernels.mul_act(self.gate(hidden), heads.flatten(1), self.activation)
         return self.o_proj(gated)
 
 

@@ -77,6 +77,10 @@ def rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
         for key in ("rope_theta", "partial_rotary_factor"):
             if fallback.get(key) is not None:
                 settings.setdefault(key, fallback[key])
+    if fields.get("rotary_dim") is not None:  # MiniMax-M2's
+        head_dim = config_size(fields, "head_dim", config_size(fields, "rotary_dim"))
+        rotary_dim = config_size(fields, "rotary_dim", high=head_dim)
+        settings.setdefault("partial_rotary_factor", rotary_dim / head_dim)
     original = "original_max_position_embeddings"
     if fields.get(original) is not None:
         settings[original] = fields[original]

@@ -47,7 +47,7 @@ _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}
 _PARTS = {
     "vision": ("visual", "vision", "multi_modal_projector"),
     "audio": ("audio",),
-    "mtp": ("mtp", "nextn"),
+    "mtp": ("mtp", "nextn", "eh_proj"),
 }
 """What is left out: by its name here, words in the names of its tensors and fields."""
 _SETTINGS = ("vision_config", "audio_config", "num_nextn_predict_layers")

@@ -174,6 +174,77 @@ DEEPSEEK = {
     "moe_intermediate_size": [24, 7],
     "routed_scaling_factor": [1.0, 2.5],
 }
+EXPERTS = {"num_experts_per_tok": [2, 3, 1], "moe_intermediate_size": [24, 7]}
+SPARSE = ["dense", "sparse", "sparse", "dense", "sparse", "sparse"]
+SWITCHES |= {
+    "glm4_moe": {
+        "use_qk_norm": [True, False],
+        "attention_bias": [False, True],
+        "rope": [{"partial_rotary_factor": 0.5}, {}],
+        "n_routed_experts": [8, 16],
+        "groups": [(1, 1), (4, 2), (2, 1)],
+        "first_k_dense_replace": [1, 0, 2],
+        "n_shared_experts": [1, 2],
+        "norm_topk_prob": [True, False],
+        "routed_scaling_factor": [2.5, 1.0],
+        **EXPERTS,
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": [8, 5],
+        "moe_k": [2, 3, 1],
+        "moe_num_shared_experts": [1, 2, 0],
+        "moe_layer_start_index": [1, 0],
+        "moe_layer_end_index": [-1, 2],
+        "moe_layer_interval": [1, 2],
+        "moe_intermediate_size": [24, 7],
+    },
+    "laguna": {
+        "sliding_window": WINDOWS,
+        "layer_types": TYPES,
+        "typed_rope": [
+            None,
+            {
+                **BY_TYPE,
+                "full_attention": {**YARN, "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+            },
+        ],
+        "gating": [True, "per-element", "per-head"],
+        "more_heads": [True, False],
+        "attention_bias": [False, True],
+        "mlp_layer_types": [None, SPARSE],
+        "moe_routed_scaling_factor": [2.5, 1.0],
+        "shared_expert_intermediate_size": [24, 7],
+        "num_experts": [8, 5],
+        **EXPERTS,
+    },
+    "mellum": {
+        "sliding_window": WINDOWS,
+        "layer_types": TYPES,
+        "typed_rope": [BY_TYPE, None],
+        "attention_bias": [False, True],
+        "norm_topk_prob": [True, False],
+        "mlp_layer_types": [None, SPARSE],
+        "num_experts": [8, 5],
+        **EXPERTS,
+    },
+    "afmoe": {
+        "sliding_window": WINDOWS,
+        "layer_types": TYPES,
+        "global_attn_every_n_layers": [4, 2],
+        "attention_bias": [False, True],
+        "mup_enabled": [True, False],
+        "num_dense_layers": [1, 0, 2],
+        "num_shared_experts": [1, 2],
+        "route_scale": [2.5, 1.0],
+        "num_experts": [8, 5],
+        **EXPERTS,
+    },
+    "minimax_m2": {
+        "rope": [{"partial_rotary_factor": 0.5}, {}, YARN],
+        "num_local_experts": [8, 5],
+        "num_experts_per_tok": [2, 3, 1],
+    },
+}
 SWITCHES |= {
     "deepseek_v2": {
         **DEEPSEEK,
@@ -351,6 +422,9 @@ def in_transformers_names(switches, settings):
     original = 2 if switches.pop("long", False) else 2048  # shorter texts have other angles there
     if rope["rope_type"] == "longrope":
         switches["original_max_position_embeddings"] = original
+    if switches.pop("more_heads", False):
+        heads = settings["num_attention_heads"]
+        switches["num_attention_heads_per_layer"] = [heads, 2 * heads] * 3
     if (shared := switches.pop("shared", None)) is not None:
         switches["num_kv_shared_layers"] = shared
         if shared:  # transformers fails without the other two
@@ -379,7 +453,7 @@ def make_model(case):
     with_pictures = case.split()[0] in (*NESTED, "mistral4")  # transformers has both there
     model_class = AutoModelForImageTextToText if with_pictures else AutoModelForCausalLM
     model = random_model(config, seed=len(case), model_class=model_class)
-    if "num_experts_per_tok" in SWITCHES[case.split()[0]] or case.startswith("gemma4 "):
+    if {"num_experts_per_tok", "moe_k"} & SWITCHES[case.split()[0]].keys() or "gemma4 " in case:
         model.set_experts_implementation("eager")  # the default takes only some sizes
     for name, weight in model.named_parameters():
         if case.startswith("gemma4") and name.endswith("q_norm.weight"):

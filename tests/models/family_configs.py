@@ -279,6 +279,108 @@ NEMOTRON_H = {
     "partial_rotary_factor": 1.0,
     "rope_theta": 10_000,
 }
+GLM4_MOE = {
+    **SILU,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": True,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+}
+TYPED_YARN = {key: value for key, value in YARN.items() if key != "truncate"}
+TYPED_YARN["rope_theta"] = 500_000.0
+ERNIE4_5_MOE = {
+    **SILU,
+    "use_bias": False,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_intermediate_size": 24,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": 5,
+    "moe_layer_interval": 1,
+    "moe_capacity": [4, 4, 4],
+    "moe_use_aux_free": True,
+    "moe_gate": "topk",
+}
+LAGUNA = {
+    **{key: value for key, value in SILU.items() if key != "rope_theta"},
+    "layer_types": BY_THREE,
+    "sliding_window": 32,
+    "gating": "per-head",
+    "num_attention_heads_per_layer": [8, 8, 4] * 2,
+    "mlp_layer_types": ["dense", *["sparse"] * 5],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "moe_routed_scaling_factor": 2.5,
+    "moe_apply_router_weight_on_input": False,
+    "moe_router_logit_softcapping": 0.0,
+    "rope_parameters": {
+        "full_attention": {**TYPED_YARN, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+}
+MELLUM = {
+    **{key: value for key, value in SILU.items() if key != "rope_theta"},
+    "layer_types": BY_THREE,
+    "sliding_window": 32,
+    "mlp_layer_types": ["sparse"] * 6,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    "rope_parameters": {
+        "full_attention": TYPED_YARN,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+    },
+}
+AFMOE = {
+    **SILU,
+    "layer_types": BY_THREE,
+    "sliding_window": 32,
+    "global_attn_every_n_layers": 3,
+    "mup_enabled": True,
+    "num_dense_layers": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "route_norm": True,
+    "route_scale": 2.826,
+    "score_func": "sigmoid",
+    "n_group": 1,
+    "topk_group": 1,
+    "num_expert_groups": 1,
+    "num_limited_groups": 1,
+    "load_balance_coeff": 0.001,
+    "use_grouped_mm": True,
+    "rope_scaling": None,
+}
+MINIMAX_M2 = {
+    **SILU,
+    "rotary_dim": 8,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "attn_type_list": [1] * 6,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "shared_intermediate_size": 0,
+    "mtp_transformer_layers": 1,
+    "num_mtp_modules": 3,
+    "use_mtp": True,
+}
 VISION = {"model_type": "vision", "hidden_size": 8}
 MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 
@@ -329,7 +431,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": None,
     },
     "CohereForCausalLM": {**COHERE, "use_qk_norm": False, "rope_scaling": None},
+    "AfmoeForCausalLM": AFMOE,
     "Ernie4_5ForCausalLM": {**SILU, "use_bias": True},
+    "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
     "Exaone4ForCausalLM": {
         **SILU,
         "sliding_window": 32,
@@ -384,6 +488,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "use_parallel_residual": True,
     },
+    "Glm4MoeForCausalLM": GLM4_MOE,
     "GptOssForCausalLM": {
         **SILU,
         "attention_bias": True,
@@ -433,6 +538,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
         "tie_word_embeddings": False,
     },
+    "LagunaForCausalLM": LAGUNA,
     "Lfm2ForCausalLM": {
         **LFM2,
         "layer_types": None,
@@ -455,6 +561,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Lfm3ForCausalLM": LFM3,
     "Lfm3VlForConditionalGeneration": nested(LFM3),
     "LlamaForCausalLM": {**SILU, "mlp_bias": False, "rope_scaling": LLAMA3},
+    "MellumForCausalLM": MELLUM,
     "MiniCPM3ForCausalLM": {
         **LATENT,
         "scale_emb": 12,
@@ -468,6 +575,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 512,
         },
     },
+    "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": nested(MINISTRAL3),
     "Mistral4ForCausalLM": {

@@ -27,7 +27,17 @@ from nanovllm.options.sampling_params import GREEDY_BELOW
 _ACTIVATIONS = {
     name: number
     for number, name in enumerate(
-        ("silu", "gelu_tanh", "sigmoid", "swiglu_oai", "identity", "gelu", "relu", "relu2")
+        (
+            "silu",
+            "gelu_tanh",
+            "sigmoid",
+            "swiglu_oai",
+            "identity",
+            "gelu",
+            "relu",
+            "relu2",
+            "softplus",
+        )
     )
 }
 """The numbers of the activations in csrc/elementwise.c."""

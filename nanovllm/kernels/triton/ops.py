@@ -14,6 +14,7 @@ from nanovllm.kernels.triton.launch import (
     join_chain,
     launch_options,
 )
+from nanovllm.kernels.triton.states import _softplus
 
 _BLOCK = 1024
 """Numbers that a program processes at once, at most, where they do not depend on one another."""
@@ -222,6 +223,8 @@ def _activate_and_multiply(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constex
             activated = tl.where(gate < 0.0, 0.0, gate * gate)
         elif ACTIVATION == "sigmoid":
             activated = tl.sigmoid(gate)
+        elif ACTIVATION == "softplus":
+            activated = _softplus(gate)
         else:
             activated = gate
         product = activated.to(dtype).to(tl.float32) * up

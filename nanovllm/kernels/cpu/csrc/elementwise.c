@@ -36,7 +36,7 @@ void nv_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, bf16
     FOR_ITEMS(r, t, rows) norm_row(x + r * ldx, weight, out + r * ldo, n, eps, kind);
 }
 
-enum { SILU, GELU_TANH, SIGMOID, SWIGLU_OAI, IDENTITY, GELU, RELU, RELU2, CHUNK = 512 };
+enum { SILU, GELU_TANH, SIGMOID, SWIGLU_OAI, IDENTITY, GELU, RELU, RELU2, SOFTPLUS, CHUNK = 512 };
 
 /* x times the normal distribution Phi(x), with a relative error below 1e-5. Phi(-size) is erfc(z) / 2, z = size /
  * sqrt(2), and erfc(z) is t exp(p(t) - z^2), t = 1 / (1 + z / 2). The polynomial p is a Chebyshev fit for z from 0 to 14. */
@@ -62,6 +62,7 @@ INLINE vf activate(int activation, vf x) {
     case GELU: return gelu_(x);
     case RELU: return larger(broadcast(0.0f), x);
     case RELU2: x = larger(broadcast(0.0f), x); return x * x;
+    case SOFTPLUS: return softplus_(x);
     default: return x;
     }
 }
@@ -97,7 +98,8 @@ void nv_mul_act(team *t, const bf16 *gate, ptrdiff_t ldg, ptrdiff_t group, const
 #define GATED(a) \
     case a: gated_row(a, gate + r * ldg, group, x ? x + r * ldx : NULL, out + r * ldo, i, end); break;
         switch (activation) {
-            GATED(SILU) GATED(GELU_TANH) GATED(SIGMOID) GATED(SWIGLU_OAI) GATED(IDENTITY) GATED(GELU) GATED(RELU) GATED(RELU2)
+            GATED(SILU)
+            GATED(GELU_TANH) GATED(SIGMOID) GATED(SWIGLU_OAI) GATED(IDENTITY) GATED(GELU) GATED(RELU) GATED(RELU2) GATED(SOFTPLUS)
         }
     }
 }

@@ -252,6 +252,8 @@ INLINE vf log1p_(vf x) {
     p = fma_(e, broadcast(-2.12194440e-4f), p * m * square) + lost;
     return fma_(e, broadcast(0.693359375f), fma_(square, broadcast(-0.5f), p) + m);
 }
+/* log(1 + exp(x)), which is x above 20. The result for NaN is NaN. */
+INLINE vf softplus_(vf x) { return blend(x > 20.0f, x, log1p_(exp_(x))); }
 /* tanh within 2 ulp: of small numbers by the minimax polynomial of Cephes, else by exp. The result for NaN is NaN. */
 INLINE vf tanh_(vf x) {
     vf size = larger(x, -x), square = x * x, e = exp_(size * -2.0f), p = broadcast(-5.70498872745e-3f);

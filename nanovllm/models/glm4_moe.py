@@ -1,0 +1,40 @@
+"""The GLM-4-MoE family: half of each head rotates; experts behind the first layers."""
+
+from typing import Any, ClassVar
+
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.models.expert_parts import DEEPSEEK_NAMES, deepseek_mlp
+from nanovllm.models.model_config import ModelConfig
+
+
+class Glm4MoeForCausalLM(DecoderForCausalLM):
+    """GLM-4.5, GLM-4.5-Air, GLM-4.6 and GLM-4.7: half of each head rotates; experts behind the
+    first layers, chosen by sigmoids, and one that all tokens share.
+    """
+
+    names: ClassVar[dict[str, str]] = DEEPSEEK_NAMES
+    defaults: ClassVar[dict[str, Any]] = {
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    }
+    only: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    }
+    reads = frozenset({"partial_rotary_factor"})
+
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
+        attention = SelfAttention(
+            config,
+            self.rotary_emb(config.rope, config.head_dim),
+            qk_norm=config.flag("use_qk_norm"),
+            bias=config.flag("attention_bias"),
+        )
+        is_dense = index < config.count("first_k_dense_replace")
+        return DecoderLayer(
+            config, attention, GatedMLP(config) if is_dense else deepseek_mlp(config)
+        )

@@ -1,0 +1,45 @@
+"""The Mellum 2 family: Qwen3-MoE with windows, and rotary angles by the type of layer."""
+
+from typing import Any, ClassVar
+
+from nanovllm.attention.spec import AttentionOptions
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.models.expert_parts import is_typed_dense, sparse_mlp
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.parts import OTHER_MODALITIES, attention_biases
+
+
+class MellumForCausalLM(DecoderForCausalLM):
+    """Mellum 2 12B-A2.5B: Qwen3-MoE with a window in some layers, which have their own rotary
+    angles.
+    """
+
+    left_out = OTHER_MODALITIES
+    defaults: ClassVar[dict[str, Any]] = {
+        "head_dim": 128,
+        "sliding_window": 1024,
+        "num_experts": 64,
+        "moe_intermediate_size": 896,
+        "norm_topk_prob": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    }
+    ignores = frozenset({"original_max_position_embeddings", "first_k_dense_replace"})
+    """The first but not in rope_parameters."""
+    reads = frozenset({"layer_types", "rope_parameters", "num_experts", "num_local_experts"})
+
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
+        attention = SelfAttention(
+            config,
+            self.rotary_emb(config.rope_of(config.layer_types(0)[index]), config.head_dim),
+            qk_norm=True,
+            options=AttentionOptions(window=config.windows(0)[index]),
+            **attention_biases(config),
+        )
+        if is_typed_dense(config, index):
+            return DecoderLayer(config, attention, GatedMLP(config))
+        size = config.size("moe_intermediate_size")
+        renormalize = config.flag("norm_topk_prob")
+        return DecoderLayer(config, attention, sparse_mlp(config, size, renormalize=renormalize))
