@@ -8,7 +8,7 @@ from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.deepseek import DeepseekV3ForCausalLM
 from nanovllm.models.expert_parts import is_typed_dense
 from nanovllm.models.hybrid_parts import MixerLayer, check_mixed
-from nanovllm.models.kimi_parts import KIMI_ALIASES, LING_DEFAULTS, LING_NAMES, TYPES, kimi_delta
+from nanovllm.models.kimi_parts import KIMI_ALIASES, KIMI_NAMES, LING_DEFAULTS, TYPES, kimi_delta
 from nanovllm.models.mla_parts import LatentAttention
 from nanovllm.models.model_config import ModelConfig
 
@@ -19,7 +19,7 @@ class BailingHybridForCausalLM(DeepseekV3ForCausalLM):
     share.
     """
 
-    names: ClassVar[dict[str, str]] = LING_NAMES
+    names: ClassVar[dict[str, str]] = KIMI_NAMES
     aliases: ClassVar[dict[str, str]] = KIMI_ALIASES
     defaults: ClassVar[dict[str, Any]] = LING_DEFAULTS
     ignores = frozenset({"q_lora_rank", "rope_interleave"})
@@ -52,5 +52,15 @@ class BailingHybridForCausalLM(DeepseekV3ForCausalLM):
 
     def checkpoint_name(self, name: str, known: Collection[str]) -> str:
         found = super().checkpoint_name(name, known)
-        other = found.replace("attention.dense.", "attention.o_proj.")
-        return other if other in known else found
+        published = found.replace("forget_gate.", "")
+        for ours, theirs in _PUBLISHED:
+            published = published.replace(ours, theirs)
+        others = published, published.replace("attention.o_proj.", "attention.dense.")
+        return next((each for each in others if each in known), found)
+
+
+_PUBLISHED = (
+    ("self_attn.", "attention."),
+    ("embed_tokens.", "word_embeddings."),
+    ("e_score_correction_bias", "expert_bias"),
+)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.deepseek import DeepseekV3ForCausalLM
-from nanovllm.models.expert_parts import DEEPSEEK_NAMES, is_typed_dense
+from nanovllm.models.expert_parts import is_typed_dense
 from nanovllm.models.hybrid_parts import MixerLayer
 from nanovllm.models.kimi_parts import (
     KIMI_ALIASES,
@@ -24,7 +24,7 @@ class KimiLinearForCausalLM(DeepseekV3ForCausalLM):
     fourth has latent attention without positions; experts, and one that all tokens share.
     """
 
-    names: ClassVar[dict[str, str]] = {**KIMI_NAMES, **DEEPSEEK_NAMES}
+    names: ClassVar[dict[str, str]] = KIMI_NAMES
     aliases: ClassVar[dict[str, str]] = KIMI_ALIASES
     defaults: ClassVar[dict[str, Any]] = KIMI_DEFAULTS
     ignores = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "rope_interleave"})
@@ -50,5 +50,6 @@ class KimiLinearForCausalLM(DeepseekV3ForCausalLM):
 
     def checkpoint_name(self, name: str, known: Collection[str]) -> str:
         found = super().checkpoint_name(name, known)
-        other = found.replace(".mlp.", ".block_sparse_moe.")
-        return other if other in known else found
+        published = found.replace("forget_gate.", "")
+        others = published, published.replace(".mlp.", ".block_sparse_moe.")
+        return next((each for each in others if each in known), found)

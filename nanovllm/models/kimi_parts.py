@@ -8,27 +8,21 @@ from nanovllm.layers.gated_delta import DeltaSizes
 from nanovllm.layers.kimi_delta import KimiDeltaAttention
 from nanovllm.models.config_fields import config_size
 from nanovllm.models.deepseek import DeepseekV3ForCausalLM
+from nanovllm.models.expert_parts import DEEPSEEK_NAMES
 from nanovllm.models.hybrid_parts import MAX_TAPS, check_mixed
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown
 
 KIMI_NAMES = {
-    "self_attn.f.": "self_attn.",
+    "self_attn.f.": "self_attn.forget_gate.",
+    "self_attn.f_proj.": "self_attn.forget_gate.f_proj.",
     "self_attn.g.": "self_attn.",
     "self_attn.norm.": "self_attn.o_norm.",
     "self_attn.out_proj.": "self_attn.o_proj.",
+    **DEEPSEEK_NAMES,
 }
-"""Checkpoint names for the modules of a `KimiDeltaAttention` in a `MixerLayer`."""
-LING_NAMES = {
-    "self_attn.norm.": "attention.o_norm.",
-    "self_attn.out_proj.": "attention.dense.",
-    "self_attn.o_proj.": "attention.dense.",
-    "self_attn.": "attention.",
-    "model.embed_tokens.": "model.word_embeddings.",
-    "mlp.expert_bias": "mlp.gate.expert_bias",
-    "mlp.shared_expert.": "mlp.shared_experts.",
-}
-"""The same in Ling's checkpoints, and those of other modules."""
+"""transformers' names for the modules of a `KimiDeltaAttention` in a `MixerLayer`, and of experts.
+Published checkpoints have others, see `checkpoint_name` of the families."""
 KIMI_ALIASES = {
     "head_dim": "qk_rope_head_dim",
     "max_position_embeddings": "model_max_length",

@@ -148,4 +148,5 @@ def adapt(theirs: torch.nn.Module, path: Path, **options: Any) -> str:
 
 
 OTHERS = ("visual", "vision", "multi_modal", "audio", "projector", "experts", "router", "mlp.gate.")
+OTHERS = (*OTHERS, "kv_b_proj")
 """Parts of the names of linears that adapters do not change here."""
