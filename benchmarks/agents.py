@@ -21,6 +21,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput
 
 SLACK = 1024
+_TEMPLATE = 2048
+"""Room for tools and what the template writes."""
 _NAMES = ("read_file", "write_file", "list_files", "run_command", "search", "fetch_page")
 TOOLS: list[dict[str, Any]] = [
     {
@@ -154,13 +156,14 @@ def main() -> None:
     parser.add_argument("--question", type=int, default=200, help="tokens of a tool's result")
     parser.add_argument("--answer", type=int, default=64, help="tokens of an answer")
     args = parser.parse_args()
+    longest = args.system + 2 * args.turns * (args.question + args.answer) + _TEMPLATE
     print("| model | turn | prompt | new | computed | |")
     print("| --- | --- | --- | --- | --- | --- |")
     failed = False
     for name in args.models:
         with tempfile.TemporaryDirectory() as directory:
             model, load_format = checkpoint(name, directory)
-            llm = LLM(model, load_format=load_format)
+            llm = LLM(model, load_format=load_format, max_model_len=longest)
             found = converse(llm, (args.system, args.question, args.answer), args.turns)
             llm.shutdown()
         for number, turn in enumerate(found, 1):
