@@ -137,7 +137,8 @@ class ChatTemplates:
             conversation[-1]["content"] += _END_OF_MESSAGE
         if chat_template is None and tokenizer.chat_template is None:
             raise InvalidRequestError(
-                "this checkpoint has no chat template: give chat_template, or use generate"
+                "this checkpoint has no chat template, so it may not know conversations: give "
+                "chat_template (--chat-template), or continue texts: generate, /v1/completions"
             )
         try:
             template: Any = tokenizer.get_chat_template(chat_template, tools=variables["tools"])

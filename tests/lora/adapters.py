@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.pytorch_utils import Conv1D
 
 from tests.checkpoints import write_json
 
@@ -134,19 +135,24 @@ def adapt(theirs: torch.nn.Module, path: Path, **options: Any) -> str:
     layers = {
         name: module
         for name, module in theirs.named_modules()
-        if isinstance(module, torch.nn.Linear) and name.startswith(("model.", "language_model."))
+        if isinstance(module, torch.nn.Linear | Conv1D) and name.startswith(NETWORKS)
         if not any(part in f"{name}." for part in OTHERS)
     }
-    shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+    weights = {
+        name: layer.weight.data.T if isinstance(layer, Conv1D) else layer.weight.data
+        for name, layer in layers.items()
+    }
+    shapes = {name: (weight.shape[0], weight.shape[1]) for name, weight in weights.items()}
     write_adapter(path, shapes, target_modules="all-linear", **options)
     scale = options.get("lora_alpha", 16) / options.get("r", 8)
     factors = load_file(path / "adapter_model.safetensors")
-    for name, layer in layers.items():
+    for name, weight in weights.items():
         a, b = (factors[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
-        layer.weight.data += (b.float() @ a.float() * scale).to(layer.weight.dtype)
+        weight += (b.float() @ a.float() * scale).to(weight.dtype)
     return str(path)
 
 
+NETWORKS = ("model.", "language_model.", "transformer.", "gpt_neox.")
 OTHERS = ("visual", "vision", "multi_modal", "audio", "projector", "experts", "router", "mlp.gate.")
 OTHERS = (*OTHERS, "kv_b_proj")
 """Parts of the names of linears that adapters do not change here."""

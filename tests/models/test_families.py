@@ -1,8 +1,11 @@
 """Each family beside transformers' own class: logits, greedy tokens, batching, windows, hits."""
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.models.comparison import (  # noqa: F401
+    assert_logits_agree,
     check_answers,
     runs,
     saved_models,
@@ -17,3 +20,40 @@ saved = saved_models(make_model, CASES)
 @pytest.mark.parametrize(("saved", "chunk"), runs(CASES, every=2), indirect=["saved"])
 def test_greedy_tokens(saved, chunk, make_llm):
     check_answers(saved, chunk, make_llm)
+
+
+MASKS = {
+    "bias": torch.ones(1, 1, 64, 64, dtype=torch.bool).tril(),
+    "masked_bias": torch.tensor(-1e9),
+}
+ON_THE_HUB = {
+    "gpt2 0": (
+        {"transformer.": ""},
+        {f"h.0.attn.{name}": mask for name, mask in MASKS.items()},
+    ),
+    "gpt_neox 4": (
+        {"lm_head.": "embed_out."},  # transformers writes it thus, too
+        {
+            **{f"gpt_neox.layers.0.attention.{name}": mask for name, mask in MASKS.items()},
+            "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(2),
+        },
+    ),
+}
+"""How the first files of a family differ: beginnings of names, and tensors that nothing needs."""
+
+
+@pytest.mark.parametrize("case", ON_THE_HUB)
+def test_files_as_they_were_first_published(case, tmp_path):
+    theirs = make_model(case)
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    names, more = ON_THE_HUB[case]
+    tensors = load_file(file)
+    for own, published in names.items():
+        tensors = {
+            name.replace(own, published) if name.startswith(own) else name: tensor
+            for name, tensor in tensors.items()
+        }
+    assert any(name.startswith(published) for name in tensors)
+    save_file(tensors | more, file)
+    assert_logits_agree(theirs, tmp_path, case)

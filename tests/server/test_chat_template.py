@@ -39,6 +39,23 @@ def test_template_of_the_server(async_llm: AsyncLLM, tmp_path: Path) -> None:
     assert tokenizer.chat_template == own
 
 
+def test_a_checkpoint_without_a_template(
+    async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says what to do; with a template of the server's, conversations work."""
+    tokenizer = async_llm.engine.input_processor.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with running(async_llm) as server:
+        assert not server.state.has_chat_template
+        reply = server.send("/v1/chat/completions", CHAT)
+        assert reply.status == 400
+        for advice in ("has no chat template", "--chat-template", "/v1/completions"):
+            assert advice in reply.body["error"]["message"]
+    with running(async_llm, chat_template=TEMPLATE) as server:
+        assert server.state.has_chat_template
+        assert server.send("/v1/chat/completions", CHAT).status == 200
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

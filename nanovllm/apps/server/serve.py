@@ -246,9 +246,13 @@ def _show_banner(log: Log, server: ServerState, listener: socket.socket, seconds
     if log.is_plain:
         key = " -H 'Authorization: Bearer KEY'" if options.api_keys else ""
         json_type = "-H 'Content-Type: application/json'"
-        log.tell(f"  try: {curl}/v1/chat/completions {json_type}{key} \\")
-        question = {"role": "user", "content": "What is paged attention?"}
-        log.tell(f"       -d '{json.dumps({'messages': [question]})}'")
+        path = "completions"
+        body: dict[str, Any] = {"prompt": "Paged attention is"}
+        if server.has_chat_template:
+            path = "chat/completions"
+            body = {"messages": [{"role": "user", "content": "What is paged attention?"}]}
+        log.tell(f"  try: {curl}/v1/{path} {json_type}{key} \\")
+        log.tell(f"       -d '{json.dumps(body)}'")
     if not (options.is_local or options.api_keys):
         log.tell(
             f"  WARNING: anyone who can reach {options.host} can use it: give --api-key, or leave "

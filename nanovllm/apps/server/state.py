@@ -70,6 +70,13 @@ class ServerState:
         self.start_time = int(time.time())
         """Unix time in seconds."""
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether there is a template for conversations, of the checkpoint or from an option."""
+        tokenizer = self.llm.engine.input_processor.tokenizer
+        own = tokenizer is not None and tokenizer.chat_template is not None
+        return own or self.chat_template is not None
+
     @cached_property
     def answer_format(self) -> AnswerFormat:
         """How the model marks reasoning and tool calls. It may render the chat template."""
