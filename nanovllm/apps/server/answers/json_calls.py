@@ -167,7 +167,7 @@ class SectionParser(HermesParser):
 
     def _tagged_call(self) -> Steps[None]:
         """Read a call after its tag, up to the tag that closes it."""
-        yield from self._skip_space()
+        yield from self._skip_tags(self._call_tag)
         if (yield from self._peek()) == "{":
             yield from self._call()
         else:
