@@ -52,6 +52,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": _DELTA,
     "qwen3_5_moe": _DELTA | _EXPERTS,
     "minicpm3": _LATENT,
+    "deepseek_v3": _LATENT
+    | {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 96,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "head_dim": 16,  # of what rotates
+    },
     "falcon_h1": _MAMBA,
 }
 """By transformers' model type: what to change in SMALL."""

@@ -112,6 +112,14 @@ CASES: dict[str, Case] = {
 }
 WIDENED = ("W4A16 g16",)
 """The cases that no kernel holds."""
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {"attention_bias": True, "mlp_bias": True},
@@ -121,13 +129,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 128,
         "norm_topk_prob": True,
     },
-    "minicpm3": {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 128,
-        "kv_lora_rank": 128,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
+    "minicpm3": LATENT,
+    "deepseek_v3": {
+        **LATENT,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 128,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
     },
     "falcon_h1": {
         "mamba_d_ssm": 128,

@@ -64,7 +64,7 @@ def test_logits(name, family, models, tmp_path, caplog):
         found = logits(stored, "bfloat16")
     bits = settings.get("bits") or settings["config_groups"]["group_0"]["weights"]["num_bits"]
     limit = {8: 0.03, 4: 0.06}[bits]
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", "deepseek_v3"):
         limit = 0.3  # a rounded hidden state may choose another expert
     elif family == "minicpm3":
         limit *= 1.5  # bfloat16 alone is farther away: latents are rounded before each head
