@@ -168,7 +168,6 @@ FAMILIES = {
         functools.partial(byte_level, *DEEPSEEK_2, bos=True),
         functools.partial(byte_level, *DEEPSEEK_3, bos=True),
     ),
-    "ernie4_5_moe": _family(f"{_LLAMA} Ernie4_5Tokenizer", GEMMA, LLAMA_2),
     "falcon_h1": _family(_PLAIN, functools.partial(byte_level, LLAMA3, whole=True)),
     "glm4_moe": _family(_PLAIN, CL100K),
     "glm4_moe_lite": _family(_PLAIN, CL100K),
