@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from nanovllm.attention.backend import NO_VALUES_IN_KEYS, Backend
+from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionSpec, QKNorm
 
@@ -21,7 +21,8 @@ _FP8_CAPABILITY = (8, 9)
 
 
 class PagedBackend(Backend):
-    """KV cache of a layer: [2, num_blocks, block_size, num_kv_heads, head_dim].
+    """KV cache of a layer: [2, num_blocks, block_size, num_kv_heads, head_dim], or 1 in place of 2
+    where the values are a part of the keys.
 
     Base of the GPU backends. One Triton kernel normalises, rotates and stores.
     """
@@ -62,7 +63,7 @@ class TritonBackend(PagedBackend):
 
         self._decode = decode_attention
         self._prefill = prefill_attention
-        self._scores = Scores(spec.scale, spec.window, spec.softcap)
+        self._scores = Scores(spec.scale, spec.window, spec.softcap, spec.value_dim)
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
@@ -70,11 +71,11 @@ class TritonBackend(PagedBackend):
             return "keeps keys and values in the queries' dtype or FP8"
         if spec.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"no kernel for {str(spec.dtype).removeprefix('torch.')}"
-        if spec.value_dim:
-            return NO_VALUES_IN_KEYS
-        if spec.head_dim % 8 or spec.head_dim > 512:
+        if (reason := _values_in_keys(spec)) is not None:
+            return reason
+        if spec.head_dim % 8 or spec.output_dim > 512:
             return f"head_dim {spec.head_dim} is no multiple of 8 up to 512"
-        if spec.head_dim > 256 and spec.dtype == torch.float32:
+        if spec.output_dim > 256 and spec.dtype == torch.float32:
             return f"head_dim {spec.head_dim} in float32 takes too many registers"
         if spec.device.type == "cuda":
             capability = torch.cuda.get_device_capability(spec.device)
@@ -109,7 +110,7 @@ class TritonBackend(PagedBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         decode, prefill = batch.metadata
-        out = torch.empty_like(q) if out is None else out
+        out = self.make_output(q) if out is None else out
         if decode is not None:
             self._decode.decode(q, kv_cache, batch.block_tables, decode, out, sinks)
         if prefill is not None:
@@ -124,3 +125,14 @@ class TritonBackend(PagedBackend):
                 sinks,
             )
         return out
+
+
+def _values_in_keys(spec: AttentionSpec) -> str | None:
+    """Return why the values of `spec` cannot be a part of its keys; None if they can or are not."""
+    if not spec.value_dim:
+        return None
+    if spec.num_kv_heads != 1:
+        return "takes values that are a part of the keys only of one KV head"
+    if spec.value_dim % 8 or spec.head_dim - spec.value_dim not in range(8, 129, 8):
+        return f"the values are {spec.value_dim} of the keys' {spec.head_dim} numbers"
+    return "keeps keys that are also values in the queries' dtype" if spec.quantized_kv else None

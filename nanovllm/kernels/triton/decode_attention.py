@@ -27,6 +27,7 @@ from nanovllm.kernels.triton.online_softmax import (
     block_ids,
     block_stride,
     finish_split,
+    load_queries,
     padded,
     register_limit,
     store_result,
@@ -73,9 +74,9 @@ class DecodePlan:
     splits_taken: torch.Tensor
     """[1] int32, the splits that programs have taken after their first; 0 between two launches."""
     splits_done: torch.Tensor
-    """[R, num_kv_heads] int32, the finished splits of a row; 0 between two launches."""
+    """[R, groups] int32, the finished splits of a row; 0 between two launches."""
     partial_out: torch.Tensor
-    """[R, max_splits, num_heads, head_dim] float32, the weighted sum of values of each split."""
+    """[R, max_splits, num_heads, output_dim] float32, the weighted sum of values of each split."""
     partial_stats: torch.Tensor
     """[R, max_splits, num_heads, 2] float32: maximum score (log2), and sum of weights."""
     max_splits: int
@@ -105,13 +106,15 @@ def plan_decode(
     """
     rows, device = len(seq_lens), seq_lens.device
     max_splits = splits_of_row(scores.visible(max_seq_len))
+    groups = scores.groups(num_heads, num_kv_heads)
+    output_dim = scores.output_dim(head_dim)
     per_head = (rows, max_splits, num_heads)
     plan = DecodePlan(
         splits=torch.empty(rows * max_splits, 4, dtype=torch.int32, device=device),
         num_splits=torch.empty(1, dtype=torch.int32, device=device),
         splits_taken=torch.empty(1, dtype=torch.int32, device=device),
-        splits_done=torch.empty(rows, num_kv_heads, dtype=torch.int32, device=device),
-        partial_out=torch.empty(*per_head, head_dim, dtype=torch.float32, device=device),
+        splits_done=torch.empty(rows, groups, dtype=torch.int32, device=device),
+        partial_out=torch.empty(*per_head, output_dim, dtype=torch.float32, device=device),
         partial_stats=torch.empty(*per_head, 2, dtype=torch.float32, device=device),
         max_splits=max_splits,
         max_programs=_PROGRAMS_PER_SM * _multiprocessors(device),
@@ -120,7 +123,7 @@ def plan_decode(
     )
     _plan_decode[(triton.cdiv(rows, _PLAN_ROWS.value),)](
         cu_seqlens_q, seq_lens, plan.splits, plan.num_splits, plan.splits_taken, plan.splits_done,
-        rows, KV_HEADS=num_kv_heads, WINDOW=scores.window,
+        rows, KV_HEADS=groups, WINDOW=scores.window,
     )  # fmt: skip
     return plan
 
@@ -152,19 +155,23 @@ def decode(
 
     Args:
         q: [T, num_heads, head_dim].
-        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], `q`'s dtype or float8_e4m3fn.
+        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], `q`'s dtype or float8_e4m3fn;
+            [1, ...] of `q`'s dtype and one KV head if the plan's values are a part of the keys.
         block_tables: [R, width] int32. Columns past a row's last block are not read, nor those
             before a window.
-        out: like `q`. Only the tokens of the plan's rows are written.
+        out: [T, num_heads, output_dim]. Only the tokens of the plan's rows are written.
         sinks: [num_heads] float32, a logit more in the denominator of each head's softmax.
     """
     assert q.is_contiguous()
-    k_cache, v_cache = kv_cache.unbind()
+    k_cache = kv_cache[0]
+    v_cache = kv_cache[-1]
 
     def arguments() -> Arguments:
         num_heads, head_dim = q.shape[1:]
         block_size, num_kv_heads = kv_cache.shape[2:4]
-        group = num_heads // num_kv_heads
+        groups = plan.scores.groups(num_heads, num_kv_heads)
+        group = num_heads // groups
+        output_dim = plan.scores.output_dim(head_dim)
         fixed = (
             block_tables, block_tables.stride(0),
             plan.splits, plan.num_splits, plan.splits_taken, plan.splits_done,
@@ -172,30 +179,33 @@ def decode(
             plan.scores.factor(head_dim),
         )  # fmt: skip
         options = {
-            "KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim,
+            "KV_HEADS": groups, "GROUP": group, "HEAD_DIM": head_dim,
             "BLOCK_SIZE": block_size, "BLOCK_STRIDE": block_stride(kv_cache),
             **plan.scores.constants(),
-            "M": max(8, triton.next_power_of_2(group)), "D": padded(head_dim),
-            **_decode_options(q.dtype, head_dim), **register_limit(q.dtype, kv_cache),
-            **launch_options(can_chain(q.device)),
+            "D": padded(output_dim), **_decode_options(q.dtype, output_dim, group),
+            **register_limit(q.dtype, kv_cache), **launch_options(can_chain(q.device)),
         }  # fmt: skip
-        grid = (min(len(plan.splits) * num_kv_heads, plan.max_programs),)
+        grid = (min(len(plan.splits) * groups, plan.max_programs),)
         return Arguments(grid, fixed, options)
 
     plan.launch(q, k_cache, v_cache, out, sinks, arguments=arguments)
 
 
-def _decode_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
-    """Return the launch options. N is the number of keys in a tile.
+def _decode_options(dtype: torch.dtype, output_dim: int, group: int) -> dict[str, int]:
+    """Return the launch options. M is the number of rows of a query tile, N that of keys in a tile.
 
     A tile of keys and values takes at most 32 KiB of shared memory (64 for 512 numbers of float32,
     because a tile has at least 16 keys), and loads of two are in flight. In half precision, 168
     registers let an SM run _PROGRAMS_PER_SM programs. Above a head_dim of 128 there is no limit:
-    with this one ptxas takes more registers than without, and may spill a few.
+    with this one ptxas takes more registers than without, and may spill a few. Four warps have
+    registers for 4,096 sums of values.
     """
-    row_bytes = padded(head_dim) * dtype.itemsize
-    options = {"N": min(64, max(16, 16384 // row_bytes)), "num_warps": 4, "num_stages": 3}
-    return options | ({"maxnreg": 168} if dtype.itemsize == 2 and head_dim <= 128 else {})
+    row_bytes = padded(output_dim) * dtype.itemsize
+    rows = max(8, triton.next_power_of_2(group))
+    warps = 8 if rows * padded(output_dim) > 4096 else 4
+    options = {"N": min(64, max(16, 16384 // row_bytes)), "num_warps": warps, "num_stages": 3}
+    options["M"] = rows
+    return options | ({"maxnreg": 168} if dtype.itemsize == 2 and output_dim <= 128 else {})
 
 
 @triton.jit
@@ -264,17 +274,17 @@ def _plan_decode(
 def _decode(
     q, k_cache, v_cache, out, sinks, block_tables, table_stride,
     splits, num_splits, splits_taken, splits_done, partial_out, partial_stats, max_splits, scale,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, CHAINED: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Process splits, each for one KV head. The M rows of a tile are the head's query heads.
 
     A program's first split has the program's number. The others come from the queue: each is taken
     while the block table of the one before is on its way, and looked up while results are stored.
     """
-    dims, member = tl.arange(0, D), tl.arange(0, M)
-    mask = (member < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    OUT_DIM: tl.constexpr = HEAD_DIM if VALUE_DIM is None else VALUE_DIM
+    member = tl.arange(0, M)
     programs, index = tl.num_programs(0), tl.program_id(0)
     join_chain(CHAINED)
     # Loaded before it is known that there is such a split, so that the two loads do not take turns.
@@ -290,8 +300,8 @@ def _decode(
         table = block_tables + row.to(tl.int64) * table_stride
         block = block_ids(table, first, last, seq_len, BLOCK_SIZE, N, begin, WINDOW)
         first_head = (token.to(tl.int64) * KV_HEADS + head) * GROUP
-        place = (first_head + member)[:, None] * HEAD_DIM + dims[None, :]
-        queries = tl.load(q + place, mask=mask, other=0.0)
+        heads = first_head + member
+        queries, rest, place, mask = load_queries(q, heads, member < GROUP, HEAD_DIM, VALUE_DIM, D)
         index = total
         if total > programs:
             # Each program finds the queue empty once. The last to do so leaves it as it was.
@@ -300,9 +310,9 @@ def _decode(
                 tl.store(splits_taken, 0)
         acc, score_max, weight_sum = attend(
             tl.zeros([M, D], tl.float32), tl.full([M], float("-inf"), tl.float32),
-            tl.zeros([M], tl.float32), queries, k_cache, v_cache, table, block, head,
+            tl.zeros([M], tl.float32), queries, rest, k_cache, v_cache, table, block, head,
             tl.full([M], 0, tl.int32) + seq_len - 1, begin, seq_len, first, last, scale,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, N, D, MASKED=True,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, VALUE_DIM, N, D, True,
         )  # fmt: skip
         next_row, next_split, next_seq_len, next_token = _load_entry(
             splits, index // KV_HEADS, index < total
@@ -314,11 +324,11 @@ def _decode(
             )  # fmt: skip
         else:
             finish_split(
-                out + first_head * HEAD_DIM, partial_out, partial_stats,
+                out + first_head * OUT_DIM, partial_out, partial_stats,
                 (row.to(tl.int64) * max_splits * KV_HEADS + head) * GROUP,
                 ((row.to(tl.int64) * max_splits + split) * KV_HEADS + head) * GROUP,
                 count, splits_done + row * KV_HEADS + head, acc, score_max, weight_sum, sinks, head,
-                KV_HEADS, GROUP, HEAD_DIM, M, D, AT_ONCE=4 if GROUP <= 4 else 2,
+                KV_HEADS, GROUP, OUT_DIM, M, D, AT_ONCE=4 if GROUP <= 4 else 2,
             )  # fmt: skip
         row, split, seq_len, token = next_row, next_split, next_seq_len, next_token
 

@@ -2,7 +2,9 @@
 the merge of results over parts of a row's keys, its splits.
 
 k_cache and v_cache are [num_blocks, block_size, num_kv_heads, head_dim]; blocks need not be
-contiguous.
+contiguous. Where the values are the last VALUE_DIM numbers of the keys, there is one KV head, and
+v_cache is not read: a tile's values are multiplied by queries and by weights, and the rest of its
+keys by the rest of the queries.
 """
 
 from typing import NamedTuple
@@ -16,6 +18,9 @@ LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
 """Maximum number of splits of a row's keys. Bounds the scratch memory."""
 
+MAX_GROUP = 16
+"""Maximum query heads of a tile, where all query heads share a KV head: the sums of 16 fit the
+registers. Programs of the same keys run side by side and share them in the L2."""
 NO_SCORE = tl.constexpr(-1e30)
 """The maximum score of a query that has seen no key yet, where whole tiles may be masked for it:
 the difference of two infinities would be NaN."""
@@ -26,11 +31,14 @@ _MERGED_NUMBERS = tl.constexpr(4096)
 
 
 class Scores(NamedTuple):
-    """Which scores a softmax is taken of: the fields of `AttentionSpec` of the same names."""
+    """Which scores a softmax is taken of, and which values are summed: the fields of
+    `AttentionSpec` of the same names.
+    """
 
     scale: float | None = None
     window: int | None = None
     softcap: float = 0.0
+    value_dim: int | None = None
 
     def visible(self, keys: int) -> int:
         """Return how many of the last `keys` keys the last token sees."""
@@ -43,7 +51,24 @@ class Scores(NamedTuple):
 
     def constants(self) -> dict[str, float | None]:
         """Return the constants of the same names in the kernels; None where there is none."""
-        return {"WINDOW": self.window, "SOFTCAP": self.softcap or None}
+        softcap = self.softcap or None
+        return {"WINDOW": self.window, "SOFTCAP": softcap, "VALUE_DIM": self.value_dim}
+
+    def groups(self, num_heads: int, num_kv_heads: int) -> int:
+        """Return the number of groups of query heads, each of which has its own programs.
+
+        They are those of the KV heads; of a KV head whose keys are also values, so many that a
+        tile of queries has at most MAX_GROUP heads.
+        """
+        if self.value_dim is None:
+            return num_kv_heads
+        return next(
+            n for n in range(1, num_heads + 1) if num_heads % n == 0 and num_heads // n <= MAX_GROUP
+        )
+
+    def output_dim(self, head_dim: int) -> int:
+        """Return the numbers of a head's result."""
+        return self.value_dim or head_dim
 
 
 PLAIN = Scores()
@@ -75,18 +100,19 @@ def register_limit(dtype: torch.dtype, kv_cache: torch.Tensor) -> dict[str, int]
 
 @triton.jit
 def attend(
-    acc, score_max, weight_sum, q, k_cache, v_cache, table, block, head, position, begin, seq_len,
-    first, last, scale,
+    acc, score_max, weight_sum, q, rest, k_cache, v_cache, table, block, head, position, begin,
+    seq_len, first, last, scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    N: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
+    VALUE_DIM: tl.constexpr, N: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Process the key tiles [first, last) with online softmax (arXiv 1805.02867) in base 2.
 
     Args:
         acc, score_max, weight_sum: [M, D], [M] and [M] float32, the state so far: the weighted sum
             of values, the maximum score and the sum of weights. Return their new values.
-        q: [M, D].
+        q: [M, D], the queries; with a VALUE_DIM, their last numbers, as many as values have.
+        rest: with a VALUE_DIM, the numbers before them; see `load_queries`.
         table: the row's block table.
         block: what `block_ids` returns for tile `first`.
         head: the KV head.
@@ -100,12 +126,19 @@ def attend(
     """
     for tile in range(first, last):
         keys = tile * N + tl.arange(0, N)
-        k_places, v_places = _places_of_tile(
-            k_cache, v_cache, block, tile, head, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D
-        )
+        if VALUE_DIM is None:
+            k_places, v_places = _places_of_tile(
+                k_cache, v_cache, block, tile, head,
+                KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D,
+            )  # fmt: skip
+            k, v = _load_tile(k_places, v_places, keys, begin, seq_len, HEAD_DIM, WINDOW, D, MASKED)
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="tf32x3")
+        else:
+            rows = _rows_of_tile(k_cache, block, tile, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N)
+            k, v = _load_rows(rows, keys, begin, seq_len, HEAD_DIM, VALUE_DIM, WINDOW, D, MASKED)
+            scores = tl.dot(q, tl.trans(v), input_precision="tf32x3")
+            scores = tl.dot(rest, tl.trans(k), scores, input_precision="tf32x3")
         block = block_ids(table, tile + 1, last, seq_len, BLOCK_SIZE, N, begin, WINDOW)
-        k, v = _load_tile(k_places, v_places, keys, begin, seq_len, HEAD_DIM, WINDOW, D, MASKED)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="tf32x3")
         factor = scale
         if SOFTCAP is not None:
             scores = 1 - 2 / (tl.exp2(scores * scale) + 1)  # tanh
@@ -166,6 +199,65 @@ def _load_tile(
     else:
         k = tl.load(k_places, mask=inside, other=0.0)
         v = tl.load(v_places, mask=inside, other=0.0)
+    return k, v
+
+
+@triton.jit
+def load_queries(
+    q, heads, valid, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """Return the arguments `q` and `rest` of `attend` for the query heads `heads` [M], and for
+    `store_result` the places of their results, from 0 on, and the mask.
+
+    Args:
+        q: [., HEAD_DIM] pointer.
+        valid: [M], which of the queries are not padding.
+    """
+    OUT_DIM: tl.constexpr = HEAD_DIM if VALUE_DIM is None else VALUE_DIM
+    dims = tl.arange(0, D)
+    mask = valid[:, None] & (dims < OUT_DIM)[None, :]
+    places = heads[:, None] * HEAD_DIM + (HEAD_DIM - OUT_DIM) + dims[None, :]
+    queries = tl.load(q + places, mask=mask, other=0.0)
+    rest = queries
+    if VALUE_DIM is not None:
+        R: tl.constexpr = max(16, triton.next_power_of_2(HEAD_DIM - VALUE_DIM))
+        first = tl.arange(0, R)
+        inside = valid[:, None] & (first < HEAD_DIM - VALUE_DIM)[None, :]
+        rest = tl.load(q + heads[:, None] * HEAD_DIM + first[None, :], mask=inside, other=0.0)
+    return queries, rest, heads[:, None] * OUT_DIM + dims[None, :], mask
+
+
+@triton.jit
+def _rows_of_tile(
+    k_cache, block, tile, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Return where the rows [N] of a tile begin, in a cache of one KV head."""
+    keys = tile * N + tl.arange(0, N)
+    return k_cache + block * BLOCK_STRIDE + keys % BLOCK_SIZE * HEAD_DIM
+
+
+@triton.jit
+def _load_rows(
+    rows, keys, begin, seq_len, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    WINDOW: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load a tile of rows: the first numbers of each, and the last VALUE_DIM. If MASKED, rows that
+    no query sees are 0.
+    """
+    SKIPPED: tl.constexpr = HEAD_DIM - VALUE_DIM
+    R: tl.constexpr = max(16, triton.next_power_of_2(SKIPPED))
+    first = tl.arange(0, R)
+    dims = tl.arange(0, D)
+    seen = keys >= 0
+    if MASKED:
+        seen = keys < seq_len
+        if WINDOW is not None:
+            seen = seen & (keys >= begin)
+    mask = seen[:, None] & (first < SKIPPED)[None, :]
+    k = tl.load(rows[:, None] + first[None, :], mask=mask, other=0.0)
+    mask = seen[:, None] & (dims < VALUE_DIM)[None, :]
+    v = tl.load(rows[:, None] + SKIPPED + dims[None, :], mask=mask, other=0.0)
     return k, v
 
 

@@ -56,7 +56,7 @@ class PrefillPlan:
 
     launches: tuple[PrefillLaunch, ...]
     partial_out: torch.Tensor
-    """[P, num_heads, head_dim] float32, the weighted sum of values of each split. The splits of a
+    """[P, num_heads, output_dim] float32, the weighted sum of values of each split. The splits of a
     token follow one another, then come those of the next. P is 0 if no row is split."""
     partial_stats: torch.Tensor
     """[P, num_heads, 2] float32: maximum score (log2), and sum of weights."""
@@ -87,14 +87,16 @@ def plan_prefill(
 
     The tiles and splits of a row depend on its own lengths only.
     """
-    group = num_heads // num_kv_heads
-    tokens = _prefill_options(dtype, head_dim, group)["M"] // group
+    groups = scores.groups(num_heads, num_kv_heads)
+    group = num_heads // groups
+    output_dim = scores.output_dim(head_dim)
+    tokens = _prefill_options(dtype, output_dim, group)["M"] // group
     parts = [_Part()]
     start = 0
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         if query_len > 1:
             tiles = triton.cdiv(query_len, tokens)
-            splits = splits_of_row(scores.visible(seq_len - query_len), tiles * num_kv_heads)
+            splits = splits_of_row(scores.visible(seq_len - query_len), tiles * groups)
             partials = query_len * splits if splits > 1 else 0
             needed = (parts[-1].partials + partials) * num_heads
             if parts[-1].partials and needed > _MAX_PARTIAL_ROWS:
@@ -107,7 +109,7 @@ def plan_prefill(
     most = max(part.partials for part in parts)
     return PrefillPlan(
         _upload(parts, device),
-        torch.empty(most, num_heads, head_dim, dtype=torch.float32, device=device),
+        torch.empty(most, num_heads, output_dim, dtype=torch.float32, device=device),
         torch.empty(most, num_heads, 2, dtype=torch.float32, device=device),
         scores,
     )
@@ -180,26 +182,24 @@ def prefill(
 
     Args:
         q: [T, num_heads, head_dim].
-        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], `q`'s dtype or float8_e4m3fn.
-        block_tables: [R, width] int32. Columns past a row's last block are not read, nor those
-            before a window.
+        kv_cache, block_tables: see `decode_attention.decode`.
         cu_seqlens_q: [R + 1] int32.
         seq_lens: [R] int32.
-        out: like `q`. Only the tokens of the plan's rows are written.
+        out: [T, num_heads, output_dim]. Only the tokens of the plan's rows are written.
         sinks: [num_heads] float32, a logit more in the denominator of each head's softmax.
     """
     assert q.is_contiguous()
-    tensors = q, *kv_cache.unbind(), out, sinks
+    tensors = q, kv_cache[0], kv_cache[-1], out, sinks
     partial = plan.partial_out, plan.partial_stats
-    num_kv_heads, head_dim = kv_cache.shape[3:]
-    group = q.shape[1] // num_kv_heads
+    head_dim = q.shape[2]
+    groups = plan.scores.groups(q.shape[1], kv_cache.shape[3])
+    group = q.shape[1] // groups
+    output_dim = plan.scores.output_dim(head_dim)
 
-    def constants() -> dict[str, int]:
-        shape = {"KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim}
-        return shape | {"D": padded(head_dim)}
+    constants = {"KV_HEADS": groups, "GROUP": group, "D": padded(output_dim)}
 
     def tiles(launch: PrefillLaunch) -> Arguments:
-        sizes = _prefill_options(q.dtype, head_dim, group)
+        sizes = _prefill_options(q.dtype, output_dim, group)
         if kv_cache.dtype != q.dtype:  # four warps have no registers left to convert 8 bits in
             sizes |= {"num_warps": 8, "num_stages": 2}
         fixed = (
@@ -207,15 +207,18 @@ def prefill(
             plan.scores.factor(head_dim),
         )  # fmt: skip
         options = {
-            **constants(), **plan.scores.constants(), "BLOCK_SIZE": kv_cache.shape[2],
-            "BLOCK_STRIDE": block_stride(kv_cache), "TOKENS": sizes["M"] // group,
-            "SPLIT": len(launch.merges) > 0, **sizes, **register_limit(q.dtype, kv_cache),
+            **constants, **plan.scores.constants(), "HEAD_DIM": head_dim,
+            "BLOCK_SIZE": kv_cache.shape[2], "BLOCK_STRIDE": block_stride(kv_cache),
+            "TOKENS": sizes["M"] // group, "SPLIT": len(launch.merges) > 0, **sizes,
+            **register_limit(q.dtype, kv_cache),
         }  # fmt: skip
-        return Arguments((len(launch.tiles) * num_kv_heads,), fixed, options)
+        return Arguments((len(launch.tiles) * groups,), fixed, options)
 
     def merges(launch: PrefillLaunch) -> Arguments:
-        grid = (len(launch.merges) * MERGED_TOKENS.value * num_kv_heads,)
-        return Arguments(grid, (*partial, launch.merges), {**constants(), "num_warps": 4})
+        grid = (len(launch.merges) * MERGED_TOKENS.value * groups,)
+        warps = 8 if triton.next_power_of_2(group) * padded(output_dim) > 4096 else 4
+        options = {**constants, "HEAD_DIM": output_dim, "num_warps": warps}
+        return Arguments(grid, (*partial, launch.merges), options)
 
     for launch in plan.launches:
         launch.launch_tiles(*tensors, arguments=functools.partial(tiles, launch))
@@ -223,7 +226,7 @@ def prefill(
             launch.launch_merges(out, sinks, arguments=functools.partial(merges, launch))
 
 
-def _prefill_options(dtype: torch.dtype, head_dim: int, group: int) -> dict[str, int]:
+def _prefill_options(dtype: torch.dtype, output_dim: int, group: int) -> dict[str, int]:
     """Return the launch options.
 
     M is the number of rows of a query tile, tokens times the query heads of a KV head. N is the
@@ -232,11 +235,11 @@ def _prefill_options(dtype: torch.dtype, head_dim: int, group: int) -> dict[str,
     the same: two programs fit an SM.
     """
     if dtype == torch.float32:
-        options = {"M": 16, "N": 16 if head_dim > 128 else 32, "num_warps": 4, "num_stages": 2}
-    elif head_dim <= 128:
+        options = {"M": 16, "N": 16 if output_dim > 128 else 32, "num_warps": 4, "num_stages": 2}
+    elif output_dim <= 128:
         options = {"M": 128, "N": 32, "num_warps": 4, "num_stages": 3}
     else:
         options = {"M": 64, "N": 32, "num_warps": 8, "num_stages": 2}
-        if head_dim > 256:
+        if output_dim > 256:
             options |= {"M": 32, "N": 16}
     return {**options, "M": max(options["M"], triton.next_power_of_2(group))}

@@ -10,6 +10,7 @@ from nanovllm.kernels.triton.online_softmax import (
     NO_SCORE,
     attend,
     block_ids,
+    load_queries,
     merge,
     store_result,
     store_split,
@@ -31,7 +32,8 @@ def prefill_tile(
     partial_out, partial_stats, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    TOKENS: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Process one query tile for one KV head: TOKENS query tokens times GROUP query heads.
 
@@ -45,14 +47,12 @@ def prefill_tile(
     start = tl.load(cu_seqlens_q + row)
     query_len = tl.load(cu_seqlens_q + row + 1) - start
     seq_len = tl.load(seq_lens + row)
-    dims = tl.arange(0, D)
+    OUT_DIM: tl.constexpr = HEAD_DIM if VALUE_DIM is None else VALUE_DIM
     member = tl.arange(0, M)
     token = first + member // GROUP
     valid = (member < TOKENS * GROUP) & (token < query_len)
-    mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
     heads = ((start + token).to(tl.int64) * KV_HEADS + head) * GROUP + member % GROUP
-    place = heads[:, None] * HEAD_DIM + dims[None, :]
-    queries = tl.load(q + place, mask=mask, other=0.0)
+    queries, rest, place, mask = load_queries(q, heads, valid, HEAD_DIM, VALUE_DIM, D)
     num_computed = seq_len - query_len
     split = 0
     splits = 1
@@ -64,9 +64,9 @@ def prefill_tile(
         WINDOW, SPLIT, N,
     )  # fmt: skip
     acc, score_max, weight_sum = _attend_tiles(
-        queries, k_cache, v_cache, block_tables + row * table_stride, head, num_computed + token,
-        seq_len, key_tiles, scale,
-        KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, M, N, D,
+        queries, rest, k_cache, v_cache, block_tables + row * table_stride, head,
+        num_computed + token, seq_len, key_tiles, scale,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, VALUE_DIM, M, N, D,
     )  # fmt: skip
     if not SPLIT or splits == 1:
         store_result(
@@ -78,16 +78,16 @@ def prefill_tile(
         scratch = (scratch * KV_HEADS + head) * GROUP + member % GROUP
         store_split(
             partial_out, partial_stats, scratch, acc, score_max, weight_sum, valid, mask,
-            HEAD_DIM, D,
+            OUT_DIM, D,
         )  # fmt: skip
 
 
 @triton.jit
 def _attend_tiles(
-    queries, k_cache, v_cache, table, head, position, seq_len, key_tiles, scale,
+    queries, rest, k_cache, v_cache, table, head, position, seq_len, key_tiles, scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries [M, D] to `key_tiles`, which `_key_tiles` returned; see `attend`."""
     first_key = key_tiles[0]
@@ -99,10 +99,11 @@ def _attend_tiles(
         first = bounds[part]
         stop = bounds[part + 1]
         acc, score_max, weight_sum = attend(
-            acc, score_max, weight_sum, queries, k_cache, v_cache, table,
+            acc, score_max, weight_sum, queries, rest, k_cache, v_cache, table,
             block_ids(table, first, stop, seq_len, BLOCK_SIZE, N, first_key, WINDOW), head,
             position, first_key, seq_len, first, stop, scale,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, N, D, MASKED=part != 1,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, VALUE_DIM, N, D,
+            MASKED=part != 1,
         )  # fmt: skip
     return acc, score_max, weight_sum
 

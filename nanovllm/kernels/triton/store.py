@@ -50,7 +50,8 @@ def store(
         positions: [t] int64.
         slot_mapping: [t] int64. A token with a negative slot is not stored.
         kv_cache: [2, blocks, block_size, kv_heads, dim], in qkv's dtype or float8_e4m3fn. The
-            latter has scale 1 and clamps to its largest magnitude, 448. Blocks may lie apart.
+            latter has scale 1 and clamps to its largest magnitude, 448. Blocks may lie apart. With
+            1 in place of 2, only keys are stored.
         kind, after_rotation, interleaved, v_norm, q_scale: see `QKNorm`.
     """
     block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
@@ -58,14 +59,16 @@ def store(
     q = qkv.new_empty(len(qkv), num_heads, head_dim)
     stride = block_stride(kv_cache)
     half_block = triton.next_power_of_2(head_dim // 2)
-    heads = num_heads + (2 * num_kv_heads if parts > 1 else 0)
+    halves = len(kv_cache) if parts > 1 else 0
+    heads = num_heads + halves * num_kv_heads
     grid = (len(qkv), triton.cdiv(heads, _HEADS))
     if grid[0]:
         _store[grid](
             qkv, q_weight, q_weight if k_weight is None else k_weight, eps,
             cos_sin, positions, slot_mapping, q, kv_cache, kv_cache.stride(0), q_scale,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, PARTS=parts,
-            HALF=head_dim // 2, HALF_ROTARY=cos_sin.shape[1] // 2, BLOCK_SIZE=block_size,
+            HALVES=halves, HALF=head_dim // 2, HALF_ROTARY=cos_sin.shape[1] // 2,
+            BLOCK_SIZE=block_size,
             BLOCK_STRIDE=None if stride == block_size * num_kv_heads * head_dim else stride,
             KIND=kind, NORM_AFTER=after_rotation, INTERLEAVED=interleaved, V_NORM=v_norm,
             HALF_BLOCK=half_block, HEADS=_HEADS,
@@ -90,27 +93,27 @@ def _parts_of(qkv: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: in
 def _store(
     qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, q, kv_cache, value_offset,
     q_scale,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PARTS: tl.constexpr, HALF: tl.constexpr,
-    HALF_ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
-    KIND: tl.constexpr, NORM_AFTER: tl.constexpr, INTERLEAVED: tl.constexpr, V_NORM: tl.constexpr,
-    HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr, LIMIT: tl.constexpr, CHAINED: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PARTS: tl.constexpr, HALVES: tl.constexpr,
+    HALF: tl.constexpr, HALF_ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, KIND: tl.constexpr, NORM_AFTER: tl.constexpr,
+    INTERLEAVED: tl.constexpr, V_NORM: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    LIMIT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Process HEADS heads of one token. The heads of q come first, then those of k, then of v.
+    """Process HEADS heads of one token: first those of q, then of k, then of v.
 
     A head is loaded as two halves, which rotation combines. If it rotates only the first numbers,
-    the others are divided among the halves too. PARTS is what `_parts_of` returns. `value_offset`
-    is the distance from keys to values in the cache, BLOCK_STRIDE that of blocks which lie apart,
-    else None. LIMIT is the largest magnitude of an 8-bit cache, else None.
+    the others are divided among the halves too. PARTS is what `_parts_of` returns; of keys and
+    values HALVES are stored. `value_offset` is the distance between them, BLOCK_STRIDE that of
+    blocks which lie apart, else None. LIMIT is the largest magnitude of an 8-bit cache, else None.
     """
     join_chain(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     position = tl.load(positions + token)
-    # Broadcast to whole tiles, also for values that all heads share, so that every tensor has the
-    # same register layout.
+    # Broadcast to whole tiles, so that every tensor has the same register layout.
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     head, column = tl.broadcast(heads[:, None], tl.arange(0, HALF_BLOCK)[None, :])
-    inside = (head < NUM_HEADS + (2 * NUM_KV_HEADS if PARTS > 1 else 0)) & (column < HALF)
+    inside = (head < NUM_HEADS + HALVES * NUM_KV_HEADS) & (column < HALF)
 
     is_query = head < NUM_HEADS
     is_value = head >= NUM_HEADS + NUM_KV_HEADS

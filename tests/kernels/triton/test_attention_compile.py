@@ -22,18 +22,20 @@ def launch(heads, dtype, cache_dtype, block_size, scores=PLAIN, sinks=False):
     Args:
         heads: query heads, KV heads, head_dim.
     """
-    cache = meta(2, 1000, block_size, *heads[1:], dtype=cache_dtype)
+    halves = 1 if scores.value_dim else 2
+    cache = meta(halves, 1000, block_size, *heads[1:], dtype=cache_dtype)
     q = meta(64, heads[0], heads[2], dtype=dtype)
+    out = meta(64, heads[0], scores.output_dim(heads[2]), dtype=dtype)
     logits = meta(heads[0], dtype=torch.float32) if sinks else None
     decode = decode_attention.plan_decode(meta(9), meta(8), 4096, *heads, scores)
-    decode_attention.decode(q, cache, meta(8, 64), decode, q, logits)
+    decode_attention.decode(q, cache, meta(8, 64), decode, out, logits)
     splits = scores.visible(2000) >= 2 * prefill_attention.SPLIT_TOKENS
     for seq_len in (3, 2000) if splits else (3,):
         prefill = prefill_attention.plan_prefill(
             (3,), (seq_len,), *heads, dtype, torch.device("meta"), scores
         )
         lens = meta(9), meta(8)
-        prefill_attention.prefill(q, cache, meta(8, 64), *lens, prefill, q, logits)
+        prefill_attention.prefill(q, cache, meta(8, 64), *lens, prefill, out, logits)
 
 
 def assert_fits(call, archs):
@@ -91,11 +93,16 @@ def test_attention(num_heads, head_dim, dtype, cache_dtype, block_size, archs):
         ((16, 2, 512), Scores(scale=1.0), False, [100]),
         ((24, 4, 256), PLAIN, False, [80]),
         ((32, 8, 120), PLAIN, False, [90]),
+        ((20, 1, 576), Scores(scale=0.07, value_dim=512), False, ARCHS),
+        ((128, 1, 576), Scores(scale=0.07, value_dim=512), False, [90]),
+        ((40, 1, 288), Scores(value_dim=256), False, [80]),
     ],
     ids=str,
 )
 def test_options(heads, scores, sinks, archs):
-    """Shapes of gpt-oss, Gemma 2 9B, Gemma 4 26B and Qwen3.5-27B; then 120, no multiple of 16."""
+    """Shapes of gpt-oss, Gemma 2 9B, Gemma 4 26B and Qwen3.5-27B; then 120, no multiple of 16; then
+    of GLM-4.7-Flash, DeepSeek-V3 and MiniCPM3-4B.
+    """
     assert_fits((launch, heads, BF16, BF16, 64, scores, sinks), archs)
 
 

@@ -37,6 +37,9 @@ def case_of(rows, num_kv_heads, group, head_dim, block_size, dtype=torch.float32
     case = make_case(rows, num_kv_heads, group, head_dim, block_size, dtype, 0, NAN, DEVICE)
     case.spec = dataclasses.replace(case.spec, **options)
     cache, tables = case.stored(), case.batch.block_tables
+    if value_dim := case.spec.value_dim:
+        cache = cache[:1]
+        case.values = [keys[..., -value_dim:] for keys in case.keys]
     for row, (query_len, seq_len) in enumerate(rows):
         unseen = max(seq_len - query_len + 1 - (case.spec.window or seq_len), 0)
         keys = torch.arange(unseen, device=DEVICE)
@@ -48,7 +51,7 @@ def case_of(rows, num_kv_heads, group, head_dim, block_size, dtype=torch.float32
 
 def plans_of(case):
     spec, batch = case.spec, case.batch
-    scores = Scores(spec.scale, spec.window, spec.softcap)
+    scores = Scores(spec.scale, spec.window, spec.softcap, spec.value_dim)
     heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
     width = batch.block_tables.shape[1] * spec.block_size
     decode = decode_attention.plan_decode(batch.cu_seqlens_q, batch.seq_lens, width, *heads, scores)
@@ -58,7 +61,7 @@ def plans_of(case):
 
 def attend(case, cache, sinks):
     batch = case.batch
-    out = torch.full_like(case.q, NAN)
+    out = torch.full_like(case.q[..., : case.spec.output_dim], NAN).contiguous()
     decode, prefill = plans_of(case)
     decode.partial_out.fill_(NAN)
     decode_attention.decode(case.q, cache, batch.block_tables, decode, out, sinks)
@@ -73,7 +76,7 @@ def attend(case, cache, sinks):
 def reference(case, sinks):
     """Return attention in float64, one token at a time."""
     spec, token = case.spec, 0
-    out = torch.empty(case.q.shape, dtype=torch.float64, device=DEVICE)
+    out = torch.empty(*case.q.shape[:2], spec.output_dim, dtype=torch.float64, device=DEVICE)
     group = spec.num_heads // spec.num_kv_heads
     for keys, values, query_len in zip(
         case.keys, case.values, case.batch.lengths.query_lens, strict=True
@@ -164,6 +167,21 @@ def test_a_sink_may_be_far_from_all_scores():
     out = attend(case, cache, sinks)
     assert torch.equal(out[:, 0], attend(case, cache, None)[:, 0])
     assert (out[:, 1] == 0).all()
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "value_dim", "options"),
+    [
+        (20, 96, 64, {"scale": 0.1}),
+        (40, 72, 56, {"window": 30, "sinks": True}),
+        (5, 40, 24, {"softcap": 5.0}),
+    ],
+)
+def test_values_in_keys(heads, head_dim, value_dim, options, dtype):
+    """Of one KV head; 20 query heads are divided into two tiles, 40 into four. One row is split."""
+    rows = [(1, 600), (1, 3), (5, 1100), (9, 9)]
+    assert_accurate(*case_of(rows, 1, heads, head_dim, 16, dtype, value_dim=value_dim, **options))
 
 
 @pytest.mark.parametrize("head_dim", [256, 384, 512])

@@ -205,17 +205,19 @@ def exact_head(x, weight, norm, positions):
         (3, 64, 64, False, {"q_scale": True}),
         (2, 512, 512, True, {"v_norm": True, "kind": NORM_WIDE}),
         (2, 64, 32, True, {"interleaved": True}),
+        (2, 96, 32, False, {"interleaved": True, "halves": 1}),
         (1, 64, 64, True, {"kind": NORM_WIDE, "q_scale": True}),
     ],
     ids=str,
 )
 def test_options(parts, head_dim, rotary_dim, weighted, options, dtype):
-    """The blocks of the cache lie apart."""
+    """The blocks of the cache lie apart. One half of it has only keys."""
     tokens, heads, kv_heads, block_size = 5, 6, 3, 4
     weights = [randn(head_dim, dtype=dtype, seed=n) * 0.3 + 1 if weighted else None for n in (1, 2)]
     if parts == 1:
         weights[1] = None
     options = dict(options)
+    halves = options.pop("halves", 2)
     if "q_scale" in options:
         options["q_scale"] = randn(50, seed=5).abs() + 0.5
     angles = randn(50, rotary_dim // 2, seed=3)
@@ -238,11 +240,12 @@ def test_options(parts, head_dim, rotary_dim, weighted, options, dtype):
     block = 2 * block_size * kv_heads * head_dim
     pages = torch.full((3, block + 32), 7.0).to(DEVICE, dtype)
     cache = pages[:, :block].view(3, 2, block_size, kv_heads, head_dim).movedim(0, 1)
+    cache = cache[:halves]
     fields = norm._asdict()
     head = [fields.pop(name) for name in ("q_weight", "k_weight", "eps", "cos_sin")]
     ours = [store(qkv, *head, positions, slots, cache, heads, **fields)]
     if kv:
-        ours += [cache[part, slots // block_size, slots % block_size] for part in (0, 1)]
+        ours += [cache[part, slots // block_size, slots % block_size] for part in range(halves)]
     else:
         assert (pages == 7).all()
     for result, expected, truth in zip(ours, torchs, exact, strict=False):
