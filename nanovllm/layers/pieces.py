@@ -72,9 +72,8 @@ class HeadLinear(Matrix):
     def __init__(self, columns: int, pieces: Sequence[Piece], *, turned: bool = False) -> None:
         self.pieces = pieces
         self.turned = turned
-        self.is_split = (
-            False  # whether the checkpoint has a tensor for each head: [outputs, inputs]
-        )
+        self.is_split = False
+        """Whether the checkpoint has a tensor for each head: [outputs, inputs]."""
         super().__init__(sum(piece.size for piece in pieces), columns)
 
     def forward(self, x: torch.Tensor, out: torch.Tensor, kept: int = 0) -> None:
@@ -90,11 +89,8 @@ class HeadLinear(Matrix):
         self.kernels.head_linear(x, weight, out, kept)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
-        for part in (
-            self._split_shards(prefix)
-            if self.is_split
-            else _shards(self, joined(self.pieces), prefix)
-        ):
+        merged = _shards(self, joined(self.pieces), prefix)
+        for part in self._split_shards(prefix) if self.is_split else merged:
             yield from self.weight_shards(part)
 
     def _split_shards(self, prefix: str) -> Iterator[Shard]:
