@@ -17,10 +17,14 @@ from transformers import PreTrainedModel
 from tests.gguf_files import quantized, to_llama_order
 
 PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smollm3")
+PERMUTED += ("nemotron_h", "nemotron_h_moe")
 GRANITE = ("granite", "granitemoe", "granitehybrid")
 MAMBA = ("falcon-h1", "granitehybrid")
 ROUTED = ("glm4moe", "ernie4_5-moe", "afmoe", "minimax-m2")
 LATENT = ("deepseek2", "minicpm3")
+NEMOTRON = ("nemotron_h", "nemotron_h_moe")
+MAMBA += NEMOTRON
+NO_ROPE = {"rope_type": "default", "rope_theta": 0}
 KIND = gguf.GGMLQuantizationType
 
 
@@ -46,6 +50,8 @@ def convert(
     config = plain(model.config)
     if architecture == "gpt2":
         config = gpt2_names(config)
+    if architecture in NEMOTRON:
+        config.num_hidden_layers = len(config.layers_block_type)
     writer = gguf.GGUFWriter(file, architecture)
     for key, value in {**settings(config, architecture), **(metadata or {})}.items():
         if value is not None:
@@ -91,7 +97,7 @@ def random_mxfp4(values: np.ndarray[Any, Any], rng: np.random.Generator) -> Any:
 
 def settings(config: Any, architecture: str) -> dict[str, Any]:
     """Return the metadata: what the converter writes for all architectures, and for this one."""
-    rope = dict(config.rope_parameters)
+    rope = dict(getattr(config, "rope_parameters", None) or NO_ROPE)
     typed = rope.get("full_attention", rope)
     eps = {
         ("rms_" * name.startswith(("rms", "norm")), getattr(config, name))
@@ -174,6 +180,8 @@ def own_settings(config: Any, architecture: str, rope: dict[str, Any]) -> dict[s
         return lfm2_settings(config, architecture)
     if architecture in GRANITE:
         return granite_settings(config)
+    if architecture in NEMOTRON:
+        return nemotron_settings(config, architecture, rope)
     if architecture in MAMBA:
         return mamba_settings(config)
     if architecture == "mistral3" and "llama_4_scaling_beta" in rope:
@@ -270,7 +278,7 @@ def gpt2_names(config: Any) -> Any:
     found.max_position_embeddings, found.hidden_size = config.n_positions, config.n_embd
     found.num_hidden_layers, found.num_attention_heads = config.n_layer, config.n_head
     found.intermediate_size, found.num_key_value_heads = 4 * config.n_embd, None
-    found.rope_parameters, found.head_dim = {"rope_type": "default", "rope_theta": 0}, 0
+    found.head_dim = 0
     return found
 
 
@@ -327,6 +335,31 @@ def mamba_settings(config: Any) -> dict[str, Any]:
         "ssm.time_step_rank": config.mamba_n_heads,
         "ssm.group_count": config.mamba_n_groups,
     }
+
+
+def nemotron_settings(config: Any, architecture: str, rope: dict[str, Any]) -> dict[str, Any]:
+    types, is_moe = config.layers_block_type, architecture.endswith("moe")
+    size = config.moe_intermediate_size if is_moe else config.intermediate_size
+    heads = config.num_key_value_heads
+    found = {
+        "vocab_size": config.vocab_size,
+        "attention.head_count_kv": [heads * (kind == "full_attention") for kind in types],
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        "feed_forward_length": [size * (kind in ("mlp", "moe")) for kind in types],
+        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+        "rope.scaling.finetuned": False,
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
+        "ssm.state_size": config.ssm_state_size,
+        "ssm.time_step_rank": config.mamba_num_heads,
+        "ssm.group_count": config.n_groups,
+    }
+    if is_moe:
+        found |= routed_settings(config, architecture, rope)
+        found["expert_shared_feed_forward_length"] = config.moe_shared_expert_intermediate_size
+        found["expert_group_count"] = config.n_group
+        del found["expert_gating_func"]
+    return found
 
 
 def lfm2_settings(config: Any, architecture: str) -> dict[str, Any]:
@@ -402,6 +435,8 @@ def parts(
         name = granite_name(name, getattr(config, "num_local_experts", 0))
     if architecture == "falcon-h1":
         tensor = falcon_tensor(name, tensor, config)
+    if architecture in NEMOTRON:
+        name = name.replace("model.", "backbone.")
     if architecture in MAMBA:
         name, tensor = mamba_tensor(name, tensor, config)
     if name.endswith(("sinks", "layer_scalar")):
@@ -468,6 +503,10 @@ def mamba_tensor(name: str, tensor: torch.Tensor, config: Any) -> tuple[str, tor
         tensor = (-torch.exp(tensor) if module == "A_log" else tensor)[:, None]
     elif ".mamba.norm." in name:
         tensor = tensor.reshape(config.mamba_n_groups, -1)
+    elif ".mixer.norm." in name:
+        tensor = tensor.reshape(config.n_groups, -1)
+    if ".mixer.experts." in name:
+        name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
     return name.replace(".dt_bias", ".dt_proj.bias"), tensor
 
 
@@ -527,7 +566,7 @@ def tiled(rows: torch.Tensor, key_heads: int, share: int, dim: int) -> torch.Ten
 
 
 def rope_tensors(config: Any, architecture: str) -> Iterator[tuple[str, torch.Tensor]]:
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", NO_ROPE)
     if architecture == "phi3" and rope.get("long_factor"):
         yield "rope_factors_long.weight", torch.tensor(rope["long_factor"])
         yield "rope_factors_short.weight", torch.tensor(rope["short_factor"])

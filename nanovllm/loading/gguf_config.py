@@ -108,7 +108,8 @@ def _head_dim(metadata: Metadata, family: GgufFamily, default: int) -> int:
 def _epsilon(metadata: Metadata) -> float:
     """Return the epsilon of the norms, which are RMSNorms or LayerNorms."""
     rms, layer = (f"attention.layer_norm_{kind}epsilon" for kind in ("rms_", ""))
-    key = layer if metadata.own(rms) is None and metadata.own(layer) is not None else rms
+    values = {key: metadata.own(key) for key in (rms, layer)}
+    key = layer if values[rms] is None and values[layer] is not None else rms
     found: float = metadata.setting(key, check_float, 1e-30, 1.0)
     return found
 

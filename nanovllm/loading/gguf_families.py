@@ -14,7 +14,7 @@ from nanovllm.loading.gguf_header import Metadata
 from nanovllm.loading.gguf_latent import DEEPSEEK2, MINICPM3
 from nanovllm.loading.gguf_layer_norm import COHERE2, COMMAND_R, GPT2, GPT_NEOX
 from nanovllm.loading.gguf_lfm2 import LFM2, LFM2_MOE
-from nanovllm.loading.gguf_mamba import FALCON_H1
+from nanovllm.loading.gguf_mamba import FALCON_H1, NEMOTRON_H, NEMOTRON_H_MOE
 from nanovllm.loading.gguf_qwen35 import QWEN35, QWEN35_MOE
 from nanovllm.options.validation import shown
 
@@ -160,6 +160,8 @@ FAMILIES: dict[str, GgufFamily] = {
         permuted=True,
         fields=_mistral3,
     ),
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_moe": NEMOTRON_H_MOE,
     "olmo2": GgufFamily(
         "Olmo2ForCausalLM",
         modules=SANDWICH,

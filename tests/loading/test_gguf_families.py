@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from nanovllm import SamplingParams
@@ -90,6 +91,14 @@ LATENT = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
+}
+NEMOTRON = {
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "time_step_min": 0.0,  # transformers takes it in place of time_step_limit
+    "tie_word_embeddings": False,
 }
 FALCON = {
     "rms_norm_eps": 1e-5,
@@ -242,6 +251,17 @@ CASES = {
         "rms_norm_eps": 1e-5,
     },
     "minicpm3": {**LATENT, "v_head_dim": 16, "tie_word_embeddings": True},
+    "nemotron_h": {"layers_block_type": [LINEAR, "mlp", FULL, LINEAR], **NEMOTRON},
+    "nemotron_h_moe": {
+        "model_type": "nemotron_h",
+        "layers_block_type": [LINEAR, "moe", FULL, "moe"],
+        **NEMOTRON,
+        **EXPERTS,
+        "n_routed_experts": 5,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+        "routed_scaling_factor": 2.5,
+    },
     "olmo2": {},
     "olmo3": {
         "sliding_window": 17,
@@ -324,9 +344,16 @@ def make_model(case):
     config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
     config._attn_implementation = "eager"  # the others leave out soft caps
     model = random_model(config, seed=len(case))
+    for name, weight in model.named_parameters():
+        if name.endswith("mixer.norm.weight"):
+            weight.data *= 0.3  # what it normalises may be small: rounding errors would grow
+        elif name.endswith("mixer.A_log"):
+            weight.data -= 3.0  # transformers sums logarithms of decays: small ones
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.fill_(random.Random(name).uniform(0.5, 1.5))
+        elif name.endswith(("expert_bias", "e_score_correction_bias")):
+            buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(5)))
     if "num_experts_per_tok" in changes:
         model.set_experts_implementation("eager")
     return model
