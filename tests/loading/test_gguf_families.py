@@ -97,7 +97,7 @@ NEMOTRON = {
     "mamba_head_dim": 8,
     "n_groups": 2,
     "ssm_state_size": 8,
-    "time_step_min": 0.0,  # transformers takes it in place of time_step_limit
+    "time_step_min": 1e-9,  # transformers takes it in place of time_step_limit
     "tie_word_embeddings": False,
 }
 FALCON = {
