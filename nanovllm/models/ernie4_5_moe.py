@@ -1,0 +1,59 @@
+"""The ERNIE 4.5 MoE family: ERNIE 4.5 with experts chosen by a softmax plus a bias."""
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+from nanovllm.models.decoder import GatedMLP
+from nanovllm.models.ernie4_5 import Ernie4_5ForCausalLM
+from nanovllm.models.expert_parts import sparse_mlp, with_shared
+from nanovllm.models.model_config import ModelConfig
+
+
+class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
+    """ERNIE 4.5 21B-A3B and 300B-A47B: ERNIE 4.5 with experts behind the first layers, and one that
+    all tokens share.
+    """
+
+    names: ClassVar[dict[str, str]] = {
+        "mlp.expert_bias": "mlp.moe_statics.e_score_correction_bias",
+        "mlp.shared_expert.": "mlp.shared_experts.",
+    }
+    left_out = tuple(
+        f"model.mtp_{part}." for part in ("block", "emb_norm", "hidden_norm", "linear_proj")
+    )
+    defaults: ClassVar[dict[str, Any]] = {
+        **Ernie4_5ForCausalLM.defaults,
+        "rms_norm_eps": 1e-5,
+        "moe_k": 6,
+        "moe_num_experts": 64,
+        "moe_intermediate_size": 1536,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+    }
+
+    only: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "use_bias": (False,),
+        "moe_gate": ("topk",),
+        "moe_norm_min": (1e-12,),
+        "moe_use_aux_free": (True,),
+    }
+
+    def make_mlp(self, config: ModelConfig, index: int, bias: bool) -> nn.Module:
+        first = config.count("moe_layer_start_index")
+        last = config.size("moe_layer_end_index", -1, low=-1)
+        last = config.num_layers if last == -1 else last
+        if not first <= index <= last or (index + 1) % config.size("moe_layer_interval", 1):
+            return GatedMLP(config)
+        size = config.size("moe_intermediate_size")
+        sparse = sparse_mlp(
+            config,
+            size,
+            renormalize=True,
+            epsilon=1e-12,
+            choice_bias=True,
+            bias_index=0,
+            wide=True,
+        )
+        shared_size = size * config.count("moe_num_shared_experts")
+        return with_shared(sparse, config, shared_size)
