@@ -1,4 +1,4 @@
-"""Adds a layer for drafts (MTP) to a checkpoint of Qwen3.5 or Qwen3-Next, and computes it.
+"""Adds a layer for drafts (MTP) to a checkpoint of some families, and computes it.
 
 Made of transformers' modules: transformers has no such layer itself. Knows nothing of the engine.
 """
@@ -26,13 +26,25 @@ STATEFUL: dict[str, Any] = {
 """A model with a state: what to change in `checkpoints.SMALL`."""
 
 
+BEHIND = {
+    "pre_fc_norm_embedding.": "enorm.",
+    "pre_fc_norm_hidden.": "hnorm.",
+    "fc.": "eh_proj.",
+    "norm.": "shared_head.norm.",
+    "layers.0.": "",
+}
+"""Names of modules in the layer of GLM-4-MoE, which is behind the target's last one."""
+
+
 class Reference(nn.Module):
     """The layer beside its target. Its modules have the checkpoint's names."""
 
     def __init__(self, target: Any, seed: int = 0) -> None:
         super().__init__()
         object.__setattr__(self, "target", target)
-        full = target.config.layer_types.index("full_attention")
+        self.kinds = ["sliding_attention"] if target.config.model_type == "mellum" else []
+        types = getattr(target.config, "layer_types", None)
+        full = types.index(*self.kinds or ["full_attention"]) if types else -1
         size, norm = target.config.hidden_size, target.model.norm
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = map(copy.deepcopy, (norm, norm))
         self.fc = nn.Linear(2 * size, size, bias=False)
@@ -60,7 +72,7 @@ class Reference(nn.Module):
         parts = self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)
         x = self.fc(torch.cat(parts, -1))
         positions = torch.arange(x.shape[1])[None]
-        angles = self.target.model.rotary_emb(x, positions)
+        angles = self.target.model.rotary_emb(x, positions, *self.kinds)
         x = self.layers[0](x, position_embeddings=angles, position_ids=positions)
         return self.norm(x[0] if isinstance(x, tuple) else x)
 
@@ -80,7 +92,13 @@ def add_mtp(path: Path, model: str, seed: int = 0) -> tuple[str, Reference]:
 def save_mtp(path: Path, head: Reference) -> None:
     """Write the tensors of `head` to the checkpoint at `path`, in place of any others."""
     file = path / "model.safetensors"
-    tensors = load_file(file) | {
-        f"mtp.{name}": tensor.contiguous() for name, tensor in head.state_dict().items()
-    }
-    save_file(tensors, file)
+    config = head.target.config
+    behind = f"model.layers.{config.num_hidden_layers}."
+    own = {}
+    for name, tensor in head.state_dict().items():
+        name = f"mtp.{name}"
+        if config.model_type == "glm4_moe":
+            for begin, theirs in BEHIND.items():
+                name = name.replace(f"mtp.{begin}", behind + theirs)
+        own[name] = tensor.contiguous()
+    save_file(load_file(file) | own, file)

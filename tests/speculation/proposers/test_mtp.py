@@ -39,6 +39,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dense": STATEFUL,
     "experts": {**STATEFUL, "model_type": "qwen3_5_moe_text", **EXPERTS},
     "next": {**STATEFUL, "model_type": "qwen3_next", **EXPERTS},
+    "behind the last layer": {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "num_nextn_predict_layers": 1,
+    },
+    "with a window": {
+        "model_type": "mellum",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_hidden_layers": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "sliding_window": 64,
+    },
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "chunks of 7": {"kvcache_block_size": 4, "max_num_batched_tokens": 7},

@@ -1,6 +1,7 @@
 """`MTPConfig`: what a checkpoint says of the layer that it has for drafts (multi-token prediction).
 
-Its tensors are those whose names begin with "mtp.", in the same files as the target's.
+Its tensors are those whose names begin with "mtp.", in the same files as the target's, or they are
+those of a layer behind the target's last one, as in DeepSeek-V3.
 """
 
 import dataclasses
@@ -14,7 +15,11 @@ from nanovllm.options.validation import shown
 from nanovllm.worker.model_loader import NetworkSpec, check_weights
 
 PREFIX = "mtp."
+BEHIND = ("Glm4MoeForCausalLM",)
+"""Architectures of targets whose layer is behind the last one."""
 FAMILIES = (
+    *BEHIND,
+    "MellumForCausalLM",
     "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM",
@@ -34,12 +39,19 @@ _SUFFIXES = ("_scale", "_scale_inv", "_packed", ".qweight", "_blocks")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPConfig(ModelConfig):
-    """The target's sizes and settings, of one layer with full attention."""
+    """The target's sizes and settings, of one layer: with full attention, unless they say more."""
 
     module: ClassVar[str | None] = "nanovllm.features.speculation.proposers.mtp_head"
 
     family: str
     """The target's architecture."""
+    num_target_layers: int
+
+    @property
+    def prefix(self) -> str:
+        """Return what the names of the layer's tensors begin with."""
+        behind = f"model.layers.{self.num_target_layers}."
+        return behind if self.family in BEHIND else PREFIX
 
 
 def check_mtp(target: NetworkSpec) -> NetworkSpec:
@@ -53,16 +65,19 @@ def check_mtp(target: NetworkSpec) -> NetworkSpec:
         CheckpointError: its tensors are missing, or as for `check_weights`.
     """
     names = [name for file in target.files for name in read_header(file)]
-    own = [name for name in names if name.startswith(PREFIX)]
     config = _read(target.model_config)
+    own = [name for name in names if name.startswith(config.prefix)]
     if not any(name.endswith(_SUFFIXES) for name in own):
         config = dataclasses.replace(config, quantization_config=None)
     if target.files:
         if not own:
+            needed = f"{PREFIX}fc.weight, {PREFIX}norm.weight, {PREFIX}layers.0.*"
+            if config.prefix != PREFIX:
+                needed = f"{config.prefix}eh_proj.weight, {config.prefix}self_attn.*"
             raise CheckpointError(
                 f"{_place(target.files[0])}: speculative_config: method mtp needs the tensors "
-                f"{PREFIX}fc.weight, {PREFIX}norm.weight, {PREFIX}layers.0.* and others, but the "
-                f"checkpoint has none whose name begins with {PREFIX}"
+                f"{needed} and others, but the checkpoint has none whose name begins with "
+                f"{config.prefix}"
             )
         check_weights(config, target.files)
     options = dataclasses.replace(
@@ -87,6 +102,17 @@ def _read(target: ModelConfig) -> MTPConfig:
             raise UnsupportedModelError(
                 f"config.json: {key} {shown(value)} is not supported with method mtp (only {only})"
             )
-    layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    layer: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "first_k_dense_replace": 0,
+    }
+    if target.architecture == "MellumForCausalLM":
+        layer["layer_types"] = target.fields.get("mtp_layer_types") or ["sliding_attention"]
+        layer["mlp_layer_types"] = target.fields.get("mtp_mlp_layer_types") or ["sparse"]
     settings = vars(target) | {"architecture": "MTPHead", "num_layers": 1}
-    return MTPConfig(**settings | {"fields": target.fields | layer}, family=target.architecture)
+    return MTPConfig(
+        **settings | {"fields": target.fields | layer},
+        family=target.architecture,
+        num_target_layers=target.num_layers,
+    )

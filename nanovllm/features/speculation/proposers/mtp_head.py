@@ -49,15 +49,31 @@ class MTPParts(nn.Module):
         return hidden
 
 
+_OF_TARGET = frozenset({"lm_head.", "language_model.", *OTHER_MODALITIES}) - {PREFIX}
+"""Prefixes of tensors that are not the layer's."""
+_BEHIND = {
+    "pre_fc_norm_embedding.": "enorm.",
+    "pre_fc_norm_hidden.": "hnorm.",
+    "fc.": "eh_proj.",
+    "norm.": "shared_head.norm.",
+    "layers.0.": "",
+}
+"""The names of modules in a layer behind the target's last one."""
+
+
 class MTPHead(Head):
     """The head. Its embedding and its language-model head are the target's."""
 
-    ignored_weights = frozenset({"model.", "lm_head.", "language_model.", *OTHER_MODALITIES}) - {
-        PREFIX
-    }
-
     def __init__(self, config: MTPConfig, max_model_len: int) -> None:
         super().__init__()
+        self._prefix = config.prefix
+        self.ignored_weights = _OF_TARGET | {"model."}
+        if config.prefix != PREFIX:
+            own = {f"{config.prefix}{name}." for name in ("embed_tokens", "shared_head.head")}
+            layers = {f"model.layers.{index}." for index in range(config.num_target_layers)}
+            self.ignored_weights = (
+                _OF_TARGET | own | layers | {"model.embed_tokens.", "model.norm."}
+            )
         self.features_size = config.hidden_size
         # The family without its network: it makes one layer.
         family = family_class(config.family)
@@ -79,11 +95,15 @@ class MTPHead(Head):
 
     def checkpoint_name(self, name: str, known: Collection[str]) -> str:
         """Return the checkpoint's name of tensor `name`, as the target's family has it."""
+        if self._prefix != PREFIX:
+            own = name.removeprefix(PREFIX)
+            begin = next(each for each in _BEHIND if own.startswith(each))
+            name = self._prefix + _BEHIND[begin] + own.removeprefix(begin)
         return self._checkpoint_name(name, known)
 
     def expect(self, known: Collection[str]) -> None:
         """Prepare for the form in which the checkpoint has the layer's experts."""
-        expect_stored(self, [name for name in known if name.startswith(PREFIX)])
+        expect_stored(self, [name for name in known if name.startswith(self._prefix)])
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         """Return the target's hidden states as they are."""
