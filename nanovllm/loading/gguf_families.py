@@ -16,6 +16,7 @@ from nanovllm.loading.gguf_layer_norm import COHERE2, COMMAND_R, GPT2, GPT_NEOX
 from nanovllm.loading.gguf_lfm2 import LFM2, LFM2_MOE
 from nanovllm.loading.gguf_mamba import FALCON_H1, NEMOTRON_H, NEMOTRON_H_MOE
 from nanovllm.loading.gguf_qwen35 import QWEN35, QWEN35_MOE
+from nanovllm.loading.gguf_routed import AFMOE, ERNIE4_5_MOE, GLM4_MOE, MINIMAX_M2
 from nanovllm.options.validation import shown
 
 
@@ -96,6 +97,7 @@ def _gpt_oss(metadata: Metadata, config: Fields) -> Fields:
 
 
 FAMILIES: dict[str, GgufFamily] = {
+    "afmoe": AFMOE,
     "cohere2": COHERE2,
     "command-r": COMMAND_R,
     "deepseek2": DEEPSEEK2,
@@ -103,6 +105,7 @@ FAMILIES: dict[str, GgufFamily] = {
         "Ernie4_5ForCausalLM",
         fields=lambda metadata, config: {"use_bias": config["attention_bias"]},
     ),
+    "ernie4_5-moe": ERNIE4_5_MOE,
     "exaone4": GgufFamily(
         "Exaone4ForCausalLM",
         modules=SANDWICH,
@@ -124,6 +127,7 @@ FAMILIES: dict[str, GgufFamily] = {
         fields=_gemma(62),
     ),
     "gemma4": GEMMA4,
+    "glm4moe": GLM4_MOE,
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
         modules={
@@ -155,6 +159,7 @@ FAMILIES: dict[str, GgufFamily] = {
     "lfm2moe": LFM2_MOE,
     "llama": GgufFamily("LlamaForCausalLM", permuted=True),
     "minicpm3": MINICPM3,
+    "minimax-m2": MINIMAX_M2,
     "mistral3": GgufFamily(
         "Ministral3ForCausalLM",
         permuted=True,

@@ -78,6 +78,8 @@ GRANITE = {
     "residual_multiplier": 0.22,
     "logits_scaling": 8.0,
 }
+ROUTED = {**EXPERTS, "moe_intermediate_size": 24}
+PART = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 LATENT = {
     **EXPERTS,
     "num_key_value_heads": 4,
@@ -261,6 +263,44 @@ CASES = {
         "moe_intermediate_size": 24,
         "moe_shared_expert_intermediate_size": 40,
         "routed_scaling_factor": 2.5,
+    },
+    "glm4moe": {
+        "model_type": "glm4_moe",
+        **ROUTED,
+        "rope_parameters": PART,
+        "n_routed_experts": 5,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+    "ernie4_5-moe": {
+        "model_type": "ernie4_5_moe",
+        **ROUTED,
+        "moe_num_experts": 5,
+        "moe_k": 2,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 3,
+    },
+    "afmoe": {
+        **ROUTED,
+        "num_experts": 5,
+        "num_shared_experts": 1,
+        "num_dense_layers": 1,
+        "sliding_window": 17,
+        "route_scale": 1.5,
+        "mup_enabled": True,
+    },
+    "minimax-m2": {
+        "model_type": "minimax_m2",
+        **EXPERTS,
+        "num_local_experts": 5,
+        "rope_parameters": PART,
     },
     "olmo2": {},
     "olmo3": {
