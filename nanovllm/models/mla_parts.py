@@ -9,7 +9,7 @@ tokens: the bits of a row do not tell where it comes from.
 
 import math
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from nanovllm.layers.linear import LinearBase, RowParallelLinear, divide
 from nanovllm.layers.pieces import HeadLinear, Piece, PiecedLinear, SmallLinear
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.models.config_fields import MAX_SIZE
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP
+from nanovllm.models.expert_parts import DEEPSEEK_NAMES, deepseek_mlp, expect_stored
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.distributed import tensor_parallel
 
@@ -216,3 +218,43 @@ def expect_heads(model: nn.Module, known: Collection[str]) -> None:
     for module in model.modules():
         if isinstance(module, HeadLinear):
             module.is_split = is_split
+
+
+class LatentForCausalLM(DecoderForCausalLM):
+    """The base of families with latent attention and DeepSeek's experts."""
+
+    names: ClassVar[dict[str, str]] = DEEPSEEK_NAMES
+    aliases: ClassVar[dict[str, str]] = {"head_dim": "qk_rope_head_dim"}
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        self._interleaved = config.flag("rope_interleave", default=True)
+        super().__init__(config, max_model_len)
+
+    def expect(self, known: Collection[str]) -> None:
+        """Load experts, and the heads of kv_b_proj, together or each on its own, as a checkpoint
+        has them.
+        """
+        expect_stored(self, known)
+        expect_heads(self, known)
+
+    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
+        rotary_emb = self.rotary_emb(config.rope, config.head_dim)
+        attention = LatentAttention(config, rotary_emb, bias=config.flag("attention_bias"))
+        return DecoderLayer(config, attention, self.make_mlp(config, index))
+
+    def make_mlp(self, config: ModelConfig, index: int) -> nn.Module:
+        """Return the MLP of layer `index`, or its experts."""
+        return GatedMLP(config) if self.is_dense(config, index) else self.make_experts(config)
+
+    def is_dense(self, config: ModelConfig, index: int) -> bool:
+        """Return whether layer `index` has an MLP in place of experts."""
+        return index < config.count("first_k_dense_replace")
+
+    def make_experts(self, config: ModelConfig) -> nn.Module:
+        """Return the experts of a layer."""
+        return deepseek_mlp(config)
+
+    def rotary_emb(self, rope: RopeConfig | None, head_dim: int) -> RotaryEmbedding:
+        found = super().rotary_emb(rope, head_dim)
+        found.interleaved = self._interleaved
+        return found
