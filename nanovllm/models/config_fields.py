@@ -9,6 +9,11 @@ MAX_SIZE = 2**24
 """Far above every known model, and low enough that no product of sizes overflows."""
 
 
+_TEXT_ARCHITECTURES = {("Mistral3ForConditionalGeneration", "mistral4"): "Mistral4ForCausalLM"}
+"""The architectures of text models, by that of a model for pictures and their own model_type: of
+those whose layers do not follow from the first alone."""
+
+
 def text_fields(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of the text model: those of a nested text_config, if there is one.
 
@@ -24,7 +29,7 @@ def text_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def architecture_of(config: dict[str, Any]) -> str:
-    """Return the architecture that a parsed config.json names.
+    """Return the architecture that a parsed config.json names, or that of its text model.
 
     Raises:
         CheckpointError: it does not name one.
@@ -32,7 +37,9 @@ def architecture_of(config: dict[str, Any]) -> str:
     names = config.get("architectures")
     if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):
         raise CheckpointError(f"config.json must name one architecture, has {shown(names)}")
-    return names[0]
+    nested = config.get("text_config")
+    kind = nested.get("model_type") if isinstance(nested, dict) else None
+    return _TEXT_ARCHITECTURES.get((names[0], str(kind)), names[0])
 
 
 def config_size(

@@ -11,11 +11,12 @@ from nanovllm.models.deepseek import DeepseekV3ForCausalLM
 from nanovllm.models.expert_parts import deepseek_mlp
 from nanovllm.models.mistral import GrowingQueries
 from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.parts import OTHER_MODALITIES
 
 
 class Mistral4ForCausalLM(DeepseekV3ForCausalLM):
-    """Mistral Small 4, text only: latent attention whose queries grow with the logarithm of their
-    position; experts chosen by a softmax, and one that all tokens share.
+    """Mistral Small 4, without images: latent attention whose queries grow with the logarithm of
+    their position; experts chosen by a softmax, and one that all tokens share.
     """
 
     defaults: ClassVar[dict[str, Any]] = {
@@ -30,6 +31,7 @@ class Mistral4ForCausalLM(DeepseekV3ForCausalLM):
         "n_group": 1,
         "topk_group": 1,
     }
+    left_out = OTHER_MODALITIES
     reads = frozenset({"llama_4_scaling_beta", "partial_rotary_factor"})
     only: ClassVar[dict[str, tuple[Any, ...]]] = {"moe_layer_freq": (1,)}
 

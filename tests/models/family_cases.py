@@ -245,6 +245,24 @@ SWITCHES |= {
         "num_experts_per_tok": [2, 3, 1],
     },
 }
+MISTRAL4_TEXT = {
+    "model_type": "mistral4",
+    "num_key_value_heads": None,
+    "latent": (20, 24),
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "rope": {
+        **YARN,
+        "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 33,
+        "partial_rotary_factor": 1 / 3,
+    },
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 SWITCHES |= {
     "deepseek_v2": {
         **DEEPSEEK,
@@ -291,7 +309,8 @@ SWITCHES |= {
         if name != "hidden_size_per_layer_input"
     },
     "mistral3": {
-        "text": [
+        "text": [MISTRAL4_TEXT]
+        + [
             {"model_type": "ministral3", "rope": rope, "mscale": mscale}
             for rope in SWITCHES["ministral3"]["rope"]
             for mscale in SWITCHES["ministral3"]["mscale"]
@@ -453,12 +472,14 @@ def make_model(case):
     with_pictures = case.split()[0] in (*NESTED, "mistral4")  # transformers has both there
     model_class = AutoModelForImageTextToText if with_pictures else AutoModelForCausalLM
     model = random_model(config, seed=len(case), model_class=model_class)
-    if {"num_experts_per_tok", "moe_k"} & SWITCHES[case.split()[0]].keys() or "gemma4 " in case:
+    with_experts = {"num_experts_per_tok", "moe_k"} & SWITCHES[case.split()[0]].keys()
+    if with_experts or case.startswith(("gemma4 ", "mistral3 ")):
         model.set_experts_implementation("eager")  # the default takes only some sizes
     for name, weight in model.named_parameters():
         if case.startswith("gemma4") and name.endswith("q_norm.weight"):
             weight.data *= 0.3  # its scores have no other scale: rounding errors would grow
-        if case.split()[0] in LATENT and name.endswith(("q_proj.weight", "q_b_proj.weight")):
+        latent = case.split()[0] in LATENT and name.endswith("q_proj.weight")
+        if latent or name.endswith("q_b_proj.weight"):
             weight.data *= 0.2  # the same: there are no norms of queries and keys
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
