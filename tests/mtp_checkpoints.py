@@ -97,7 +97,7 @@ def save_mtp(path: Path, head: Reference) -> None:
     own = {}
     for name, tensor in head.state_dict().items():
         name = f"mtp.{name}"
-        if config.model_type == "glm4_moe":
+        if config.model_type in ("glm4_moe", "glm4_moe_lite"):
             for begin, theirs in BEHIND.items():
                 name = name.replace(f"mtp.{begin}", behind + theirs)
         own[name] = tensor.contiguous()

@@ -32,9 +32,8 @@ class BailingHybridForCausalLM(DeepseekV3ForCausalLM):
         layers = range(1, config.num_layers + 1)
         types = config.layer_types_of(TYPES, [TYPES[number % every == 0] for number in layers])
         if check_mixed(types)[index] == "full_attention":
-            rotary_emb = self.rotary_emb(config.rope, config.head_dim)
             bias = config.flag("attention_bias")
-            attention = LatentAttention(config, rotary_emb, bias=bias, gated=True)
+            attention = LatentAttention(config, self.latent_rope(config), bias=bias, gated=True)
             return DecoderLayer(config, attention, mlp)
         fields = {
             "linear_num_heads": config.num_heads,

@@ -226,10 +226,6 @@ class LatentForCausalLM(DecoderForCausalLM):
     names: ClassVar[dict[str, str]] = DEEPSEEK_NAMES
     aliases: ClassVar[dict[str, str]] = {"head_dim": "qk_rope_head_dim"}
 
-    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
-        self._interleaved = config.flag("rope_interleave", default=True)
-        super().__init__(config, max_model_len)
-
     def expect(self, known: Collection[str]) -> None:
         """Load experts, and the heads of kv_b_proj, together or each on its own, as a checkpoint
         has them.
@@ -238,9 +234,15 @@ class LatentForCausalLM(DecoderForCausalLM):
         expect_heads(self, known)
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
-        rotary_emb = self.rotary_emb(config.rope, config.head_dim)
-        attention = LatentAttention(config, rotary_emb, bias=config.flag("attention_bias"))
+        bias = config.flag("attention_bias")
+        attention = LatentAttention(config, self.latent_rope(config), bias=bias)
         return DecoderLayer(config, attention, self.make_mlp(config, index))
+
+    def latent_rope(self, config: ModelConfig) -> RotaryEmbedding:
+        """Return the rotary embedding of a `LatentAttention`."""
+        found = self.rotary_emb(config.rope, config.head_dim)
+        found.interleaved = config.flag("rope_interleave", default=True)
+        return found
 
     def make_mlp(self, config: ModelConfig, index: int) -> nn.Module:
         """Return the MLP of layer `index`, or its experts."""
@@ -253,8 +255,3 @@ class LatentForCausalLM(DecoderForCausalLM):
     def make_experts(self, config: ModelConfig) -> nn.Module:
         """Return the experts of a layer."""
         return deepseek_mlp(config)
-
-    def rotary_emb(self, rope: RopeConfig | None, head_dim: int) -> RotaryEmbedding:
-        found = super().rotary_emb(rope, head_dim)
-        found.interleaved = self._interleaved
-        return found

@@ -48,6 +48,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "num_nextn_predict_layers": 1,
     },
+    "latents": {
+        "model_type": "glm4_moe_lite",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "head_dim": 8,  # the same: another name
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "num_nextn_predict_layers": 1,
+    },
     "with a window": {
         "model_type": "mellum",
         "layer_types": ["sliding_attention", "full_attention"],

@@ -15,7 +15,7 @@ from nanovllm.options.validation import shown
 from nanovllm.worker.model_loader import NetworkSpec, check_weights
 
 PREFIX = "mtp."
-BEHIND = ("Glm4MoeForCausalLM",)
+BEHIND = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
 """Architectures of targets whose layer is behind the last one."""
 FAMILIES = (
     *BEHIND,
@@ -106,6 +106,7 @@ def _read(target: ModelConfig) -> MTPConfig:
         "num_hidden_layers": 1,
         "layer_types": ["full_attention"],
         "first_k_dense_replace": 0,
+        "mlp_layer_types": ["sparse"],
     }
     if target.architecture == "MellumForCausalLM":
         layer["layer_types"] = target.fields.get("mtp_layer_types") or ["sliding_attention"]
