@@ -59,6 +59,7 @@ DIFFER = {
     ): "transformers: only in rope_scaling",
 }
 """What is meant to differ, and how."""
+BLOCKS = ["mlp", "moe", "attention", "mamba", "moe"]
 PROMPT = random.Random(0).choices(range(300), k=45)
 """Longer than the windows of the configurations."""
 NO_ARITHMETIC = {*PreTrainedConfig().to_dict(), "text_config", "use_cache", "initializer_range"}
@@ -256,6 +257,9 @@ def is_far(found: Any) -> bool:
         ("Exaone4ForCausalLM", "rope_parameters", ROPES[0], False),
         ("Olmo3ForCausalLM", "use_cache", True, False),
         ("Gemma4ForCausalLM", "partial_rotary_factor", 0.5, False),
+        ("NemotronHForCausalLM", "moe_latent_size", 16, True),
+        ("NemotronHForCausalLM", "n_shared_experts", 2, True),
+        ("NemotronHForCausalLM", "layers_block_type", [*BLOCKS, "mamba"], False),
     ],
 )
 def test_what_was_found(

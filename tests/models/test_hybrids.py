@@ -391,8 +391,8 @@ def mamba_settings(family, switches, chooser):
             "conv_kernel": found["mamba_d_conv"],
             "use_conv_bias": found["mamba_conv_bias"],
             "use_bias": found["mamba_proj_bias"],
-            "time_step_min": switches["time_step_limit"][0],  # taken in place of time_step_limit
-            "time_step_limit": (switches.pop("time_step_limit")[0], torch.inf),
+            "time_step_min": (shortest := switches.pop("time_step_limit")[0] or 1e-9),
+            "time_step_limit": (shortest, torch.inf),  # transformers takes time_step_min instead
             "layer_norm_epsilon": chooser.choice([1e-6, 1e-3]),
             "n_routed_experts": experts,
             "num_experts_per_tok": chosen,
