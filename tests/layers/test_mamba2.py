@@ -1,5 +1,7 @@
 """Mamba-2 against transformers' modules, of Bamba, of Falcon-H1 and of Nemotron-H."""
 
+import contextlib
+
 import pytest
 import torch
 from transformers import AutoConfig
@@ -8,7 +10,7 @@ from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Mixer
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
 from nanovllm.errors import ConfigError
-from nanovllm.layers.mamba2 import Mamba2, MambaSizes
+from nanovllm.layers.mamba2 import GatedNorm, Mamba2, MambaSizes
 from tests.closeness import assert_close
 from tests.layers import mixer_cases
 
@@ -104,3 +106,23 @@ def test_sizes_that_the_ranks_cannot_split(num_ranks, groups, match, monkeypatch
     for _ in mixer_cases.on_ranks(monkeypatch, "nanovllm.layers.mamba2", num_ranks):
         with pytest.raises(ConfigError, match=match):
             Mamba2(sizes, NO_LIMITS, 1e-5)
+
+
+@pytest.mark.parametrize("gate_first", [True, False])
+@pytest.mark.parametrize(("groups", "num_ranks"), [(1, 2), (2, 4)])
+def test_norm_of_groups_that_are_on_several_ranks(groups, num_ranks, gate_first, monkeypatch):
+    whole = GatedNorm(24, groups, 1e-3, gate_first=gate_first)
+    whole.weight.data = torch.randn(24, generator=torch.Generator().manual_seed(0))
+    x, gate = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(1))
+    expected = whole(x, gate)
+    squares, found = [], []
+    for sums in (squares.append, lambda _: sum(squares)):  # the ranks run one after the other
+        monkeypatch.setattr("nanovllm.layers.mamba2.all_reduce", lambda own, sums=sums: sums(own))
+        ranks = mixer_cases.on_ranks(monkeypatch, "nanovllm.layers.mamba2", num_ranks)
+        for rank, _ in enumerate(ranks):
+            norm = GatedNorm(24, groups, 1e-3, gate_first=gate_first)
+            inputs = [each.chunk(num_ranks, -1)[rank] for each in (whole.weight, x, gate)]
+            norm.weight.data = inputs[0].data
+            with contextlib.suppress(TypeError):  # in the first round the sums are not known
+                found.append(norm(*inputs[1:]))
+    assert_close(torch.cat(found, dim=1), expected, of_largest=1e-6)
