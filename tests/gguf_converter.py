@@ -20,11 +20,13 @@ PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smol
 PERMUTED += ("nemotron_h", "nemotron_h_moe")
 GRANITE = ("granite", "granitemoe", "granitehybrid")
 MAMBA = ("falcon-h1", "granitehybrid")
-ROUTED = ("glm4moe", "ernie4_5-moe", "afmoe", "minimax-m2")
+ROUTED = ("laguna", "mellum", "glm4moe", "ernie4_5-moe", "afmoe", "minimax-m2")
 LATENT = ("deepseek2", "minicpm3")
 NEMOTRON = ("nemotron_h", "nemotron_h_moe")
 MAMBA += NEMOTRON
 NO_ROPE = {"rope_type": "default", "rope_theta": 0}
+LAGUNA = {"g_proj": "attn_gate", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
+LAGUNA |= {"e_score_correction": "exp_probs_b"}
 KIND = gguf.GGMLQuantizationType
 
 
@@ -234,7 +236,23 @@ def routed_settings(config: Any, architecture: str, rope: dict[str, Any]) -> dic
         values = [getattr(config, field) for field in fields if hasattr(config, field)]
         if values:
             found[key] = values[0]
-    if architecture not in ("ernie4_5-moe", "deepseek2"):
+    if architecture in ("mellum", "laguna"):
+        types = config.layer_types
+        found["attention.sliding_window"] = config.sliding_window
+    if architecture == "mellum":
+        windows = [kind == "sliding_attention" for kind in types]
+        found["attention.sliding_window_pattern"] = windows
+        found["expert_weights_norm"] = None
+    if architecture == "laguna":
+        found["attention.head_count"] = config.num_attention_heads_per_layer
+        found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+        found["expert_weights_scale"] = config.moe_routed_scaling_factor
+        found["expert_weights_norm"] = True
+        found["leading_dense_block_count"] = config.mlp_layer_types.count("dense")
+        for kind, key in (("full_attention", ""), ("sliding_attention", "_swa")):
+            part = config.rope_parameters[kind].get("partial_rotary_factor", 1.0)
+            found[f"rope.dimension_count{key}"] = int(config.head_dim * part)
+    if architecture not in ("ernie4_5-moe", "deepseek2", "mellum"):
         found["expert_gating_func"] = 2
     if architecture in ("glm4moe", "minimax-m2"):
         part = rope.get("partial_rotary_factor", 0.5)
@@ -407,7 +425,8 @@ def tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors as the converter writes them."""
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    table = gguf.get_tensor_name_map(numbers[architecture], config.num_hidden_layers)
+    like = {"mellum": "qwen3moe", "laguna": "ernie4_5-moe"}.get(architecture, architecture)
+    table = gguf.get_tensor_name_map(numbers[like], config.num_hidden_layers)
     for name, tensor in rope_tensors(config, architecture):
         yield name, tensor
     for name, tensor in model.state_dict().items():
@@ -415,6 +434,9 @@ def tensors(
             continue
         for part, values in parts(name, tensor, config, architecture):
             named = table.get_name(part, (".weight", ".bias"))
+            if named is None and architecture == "laguna":  # the gguf package does not know it
+                _, _, layer, *_, module, kind = part.split(".")
+                named = f"blk.{layer}.{LAGUNA[module]}.{kind}"
             assert named is not None, part
             yield named, values
 

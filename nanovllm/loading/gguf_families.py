@@ -7,7 +7,15 @@ Reads metadata, no weight. Imports no torch.
 from collections.abc import Callable
 
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.loading.gguf_family import EXPERTS, SANDWICH, SOFTCAP, Fields, GgufFamily, windows
+from nanovllm.loading.gguf_family import (
+    EXPERTS,
+    SANDWICH,
+    SOFTCAP,
+    Fields,
+    GgufFamily,
+    theta_of_windows,
+    windows,
+)
 from nanovllm.loading.gguf_gemma4 import GEMMA4
 from nanovllm.loading.gguf_granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from nanovllm.loading.gguf_header import Metadata
@@ -16,19 +24,15 @@ from nanovllm.loading.gguf_layer_norm import COHERE2, COMMAND_R, GPT2, GPT_NEOX
 from nanovllm.loading.gguf_lfm2 import LFM2, LFM2_MOE
 from nanovllm.loading.gguf_mamba import FALCON_H1, NEMOTRON_H, NEMOTRON_H_MOE
 from nanovllm.loading.gguf_qwen35 import QWEN35, QWEN35_MOE
-from nanovllm.loading.gguf_routed import AFMOE, ERNIE4_5_MOE, GLM4_MOE, MINIMAX_M2
+from nanovllm.loading.gguf_routed import (
+    AFMOE,
+    ERNIE4_5_MOE,
+    GLM4_MOE,
+    LAGUNA,
+    MELLUM,
+    MINIMAX_M2,
+)
 from nanovllm.options.validation import shown
-
-
-def _theta_of_windows(metadata: Metadata, config: Fields, default: float) -> Fields:
-    """Return rotary settings by type of layer: those with a window have no scaling."""
-    theta = metadata.number("rope.freq_base_swa", default)
-    return {
-        "rope_parameters": {
-            "full_attention": config["rope_parameters"],
-            "sliding_attention": {"rope_theta": theta},
-        }
-    }
 
 
 def _gemma(num_layers: int) -> Callable[[Metadata, Fields], Fields]:
@@ -44,7 +48,7 @@ def _gemma(num_layers: int) -> Callable[[Metadata, Fields], Fields]:
         if metadata.architecture == "gemma2":
             return own | windows(metadata, config, 2, default=4096)
         own |= windows(metadata, config, 6)
-        return own | _theta_of_windows(metadata, config, 10_000.0)
+        return own | theta_of_windows(metadata, config, 10_000.0)
 
     return fields
 
@@ -72,7 +76,7 @@ def _phi3(metadata: Metadata, config: Fields) -> Fields:
 def _olmo2(metadata: Metadata, config: Fields) -> Fields:
     """Olmo 3 is an Olmo 2 with windows."""
     sliding = windows(metadata, config, 4)
-    sliding |= _theta_of_windows(metadata, config, config["rope_parameters"]["rope_theta"])
+    sliding |= theta_of_windows(metadata, config, config["rope_parameters"]["rope_theta"])
     if sliding["sliding_window"] is None:
         return {}
     return {"architectures": ["Olmo3ForCausalLM"], **sliding}
@@ -155,9 +159,11 @@ FAMILIES: dict[str, GgufFamily] = {
             "attn_k_norm": "self_attn.key_layernorm",
         },
     ),
+    "laguna": LAGUNA,
     "lfm2": LFM2,
     "lfm2moe": LFM2_MOE,
     "llama": GgufFamily("LlamaForCausalLM", permuted=True),
+    "mellum": MELLUM,
     "minicpm3": MINICPM3,
     "minimax-m2": MINIMAX_M2,
     "mistral3": GgufFamily(

@@ -186,6 +186,17 @@ def windows(metadata: Metadata, config: Fields, interval: int, default: int = 0)
     return {"sliding_window": window or None, "layer_types": types}
 
 
+def theta_of_windows(metadata: Metadata, config: Fields, default: float) -> Fields:
+    """Return rotary settings by type of layer: those with a window have no scaling."""
+    theta = metadata.number("rope.freq_base_swa", default)
+    return {
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_theta": theta},
+        }
+    }
+
+
 def dense_layers(metadata: Metadata, config: Fields) -> int:
     """Return how many of the first layers have an MLP in place of experts."""
     key = "leading_dense_block_count"

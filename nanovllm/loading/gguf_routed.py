@@ -1,4 +1,5 @@
-"""Models with routed experts in a GGUF file: GLM-4-MoE, ERNIE 4.5, Trinity and MiniMax-M2.
+"""Models with routed experts in a GGUF file: GLM-4-MoE, ERNIE 4.5, Trinity, MiniMax-M2, Mellum 2
+and Laguna.
 
 The blocks after the others are for drafts (MTP), and are left out. Reads metadata, no weight.
 Imports no torch.
@@ -12,6 +13,7 @@ from nanovllm.loading.gguf_family import (
     GgufFamily,
     Reading,
     dense_layers,
+    theta_of_windows,
     windows,
     without_drafts,
 )
@@ -54,6 +56,43 @@ def _afmoe(metadata: Metadata, config: Fields) -> Fields:
         "num_shared_experts": metadata.size("expert_shared_count", 0),
         "route_scale": metadata.number("expert_weights_scale", 1.0),
         "mup_enabled": True,
+    }
+
+
+def _mellum(metadata: Metadata, config: Fields) -> Fields:
+    """llama.cpp always normalises the weights of a token's experts."""
+    theta = config["rope_parameters"]["rope_theta"]
+    own = {**windows(metadata, config, 4), **theta_of_windows(metadata, config, theta)}
+    return {**own, "norm_topk_prob": True}
+
+
+def _laguna(metadata: Metadata, config: Fields) -> Fields:
+    """Without a list of windows, every fourth layer from the first on has full attention."""
+    num_layers = config["num_hidden_layers"]
+    head_dim = config["head_dim"]
+    metadata.own("expert_shared_count")
+    key = "attention.sliding_window"
+    window = metadata.size(key, 0)
+    slides = metadata.listed(f"{key}_pattern", num_layers, bool)
+    slides = slides or [index % 4 > 0 for index in range(num_layers)]
+    types = ["sliding_attention" if window and each else "full_attention" for each in slides]
+    heads = metadata.listed("attention.head_count", num_layers, int)
+    heads = heads or [config["num_attention_heads"]] * num_layers
+    gate = metadata.tensors.get("blk.0.attn_gate.weight")
+    by_number = gate is not None and gate.shape[0] == heads[0] * head_dim
+    dense = dense_layers(metadata, config)
+    theta = theta_of_windows(metadata, config, config["rope_parameters"]["rope_theta"])
+    part = metadata.size("rope.dimension_count_swa", head_dim) / head_dim
+    theta["rope_parameters"]["sliding_attention"]["partial_rotary_factor"] = part
+    theta["rope_parameters"]["full_attention"] = _rotating_part(config)["rope_parameters"]
+    return {
+        "sliding_window": window or None,
+        "layer_types": types,
+        "num_attention_heads_per_layer": heads,
+        "gating": "per-element" if by_number else "per-head",
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (num_layers - dense),
+        "moe_routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+        **theta,
     }
 
 
@@ -120,5 +159,32 @@ MINIMAX_M2 = GgufFamily(
     },
     partial_rotation=True,
     fields=lambda metadata, config: _rotating_part(config),
+    neutral=_NORMALISED,
+)
+MELLUM = GgufFamily(
+    "MellumForCausalLM",
+    modules={**EXPERTS, "ffn_gate_inp": "mlp.gate"},
+    sizes=EXPERT_SIZES,
+    fields=_mellum,
+    neutral={"expert_gating_func": (1,)},  # a softmax
+)
+LAGUNA = GgufFamily(
+    "LagunaForCausalLM",
+    modules={
+        **EXPERTS,
+        **{
+            f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")
+        },
+        "attn_gate": "self_attn.g_proj",
+        "ffn_gate_inp": "mlp.gate",
+    },
+    tensors={"exp_probs_b.bias": "mlp.experts.e_score_correction_bias"},
+    per_layer=frozenset({"attention.head_count"}),
+    sizes={
+        **EXPERT_SIZES,
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+    partial_rotation=True,
+    fields=_laguna,
     neutral=_NORMALISED,
 )
