@@ -64,21 +64,48 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 16,  # of what rotates
     },
     "falcon_h1": _MAMBA,
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+        "num_hidden_layers": 4,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 32,
+        "time_step_min": 1e-9,  # otherwise transformers' prompts and steps differ
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 96,
+        "moe_shared_expert_intermediate_size": 96,
+    },
+    "kimi_linear": {
+        **_LATENT,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_heads": 2,
+        "linear_head_dim": 32,
+        "pad_token_id": 0,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 96,
+    },
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16},
 }
 """By transformers' model type: what to change in SMALL."""
 NESTED = ("qwen3_5", "qwen3_5_moe")
 """Models that also take pictures: the text model's tensors have longer names."""
-_STORED = ("_proj", "in_proj_qkv", "in_proj_z", "kv_a_proj_with_mqa")
+_STORED = ("_proj", "in_proj_qkv", "in_proj_z", "kv_a_proj_with_mqa", ".w1", ".w2", ".w3")
 COVER = Cover(
     lambda linear: linear.endswith(_STORED) and "visual" not in linear,
     [
         "lm_head",
-        "re:.*mlp.gate$",
+        "re:.*(mlp|moe|mixer).gate$",
         "re:.*shared_expert_gate$",
         "re:.*in_proj_[ab]$",
         "re:.*visual.*",
     ],
-    ["lm_head", "*mlp.gate", "*shared_expert_gate", "*in_proj_a", "*in_proj_b", "model.visual*"],
+    [
+        *("lm_head", "*mlp.gate", "*moe.gate", "*mixer.gate", "*shared_expert_gate"),
+        *("*in_proj_a", "*in_proj_b", "model.visual*", "backbone.layers.*.mixer.conv1d"),
+    ],
 )
 """All linears of the text model but those that choose experts or open gates."""
 
