@@ -31,13 +31,13 @@ class PlainWeight:
     """A weight [n, k] that plain torch multiplies, as a layer without a method does."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight
+        self.weight = weight
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return F.linear(x, self._weight, bias)
+        return F.linear(x, self.weight, bias)
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self._weight)
+        return F.embedding(ids, self.weight)
 
 
 class HeadWeight(NamedTuple):
@@ -52,7 +52,7 @@ class HeadWeight(NamedTuple):
 
     def dense(self, device: torch.device) -> torch.Tensor:
         """Return the weights [H, outputs, inputs]."""
-        rows = self.rows
+        rows = self.rows.weight if isinstance(self.rows, PlainWeight) else self.rows
         if not isinstance(rows, torch.Tensor):
             rows = rows.embedding(torch.arange(self.heads * self.rows_per_head, device=device))
         heads = rows.view(-1, self.rows_per_head, rows.shape[1])
