@@ -360,6 +360,7 @@ def test_windows_softcap_and_sinks(
     check_prompts_and_chunks(spec)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "value_dim", "block_size", "window", "sinks"),
