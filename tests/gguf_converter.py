@@ -67,7 +67,8 @@ def convert(
     for name, tensor in (*tensors(model, config, architecture), *(extra or {}).items()):
         if shapes and name in shapes:
             tensor = torch.zeros(shapes[name])
-        used = kind if tensor.ndim > 1 and name.endswith("weight") else "F32"
+        is_matrix = tensor.ndim > 1 and name.endswith("weight") and "_norm." not in name
+        used = kind if is_matrix else "F32"
         block = gguf.GGML_QUANT_SIZES[KIND[used]][0]
         used = used if tensor.shape[-1] % block == 0 else "F16"
         values = tensor.contiguous().float().numpy()

@@ -94,11 +94,15 @@ class HeadLinear(Matrix):
             yield from self.weight_shards(part)
 
     def _split_shards(self, prefix: str) -> Iterator[Shard]:
+        """Yield each head's tensor; of those of other ranks, no rows."""
         assert self.weight is not None
-        first = len(self.pieces) * tensor_parallel().rank
-        heads = self.weight.data.view(len(self.pieces), self.pieces[0].size, -1)
-        for head, rows in enumerate(heads, first):
-            shape = tuple(rows.T.shape if self.turned else rows.shape)
+        ranks = tensor_parallel()
+        own = len(self.pieces)
+        heads = self.weight.data.view(own, self.pieces[0].size, -1)
+        shape = tuple(heads[0].T.shape if self.turned else heads[0].shape)
+        for head in range(own * ranks.size):
+            rank, index = divmod(head, own)
+            rows = heads[index, : None if rank == ranks.rank else 0]
             yield Shard(f"{prefix}.{head}.weight", shape, rows, transposed=self.turned)
 
 
