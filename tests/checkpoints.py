@@ -90,12 +90,14 @@ def random_model(
     """
     model = model_class.from_config(config).to(config.dtype or torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
+    # Where all linears have one, larger biases would make all texts go on alike.
+    bias_size = 0.1 if config.model_type in ("gpt2", "gpt_neox") else 0.7
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
             noise = 1.5 + 0.5 * noise
         elif name.endswith("bias"):
-            noise = 0.7 * noise
+            noise = bias_size * noise
         else:
             noise = noise * 1.5 / parameter.shape[-1] ** 0.5
         parameter.data = noise.to(parameter.dtype)

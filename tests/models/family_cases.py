@@ -366,7 +366,7 @@ EIGHT_TIMES += ("hunyuan_v1_dense", "granitemoe", "granitemoeshared")
 """Families whose hidden size is a multiple of the number of heads."""
 LATENT = {"minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"}
 """Families with latent attention."""
-ALIKE = (*NESTED, "granitemoe", "granitemoeshared", "deepseek_v3", "mistral4")
+ALIKE = (*NESTED, "cohere", "granitemoe", "granitemoeshared", "deepseek_v3", "mistral4")
 """Families whose layers another family has too."""
 NUM_CASES = int(os.environ.get("FAMILY_CASES", "2"))
 """Of each family; without FAMILY_CASES one of those in ALIKE. Twelve have each switch both

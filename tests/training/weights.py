@@ -20,7 +20,7 @@ FAMILIES = {
             "pad_token_id": 0,
             "bos_token_id": 1,
         }
-        for family in ("qwen3_5_text", "qwen3_moe", "glm4_moe_lite")
+        for family in ("qwen3_5_text", "qwen3_moe", "glm4_moe_lite", "gpt2")
     },
 }
 """Configs of small models in bfloat16, with shapes that the C kernels take."""

@@ -86,6 +86,7 @@ class Targets:
         twin = make_modules(network.model_config, network.max_model_len, torch.device("meta"))
         self._ignored: frozenset[str] = twin.ignored_weights  # type: ignore[assignment]
         self._left_out = tuple(name for name in self._ignored if name.endswith("."))
+        self._ends = tuple(name for name in self._ignored if name.startswith("."))
         by_storage = _weights(twin, network.model)
         for _ in _forms_of_experts(twin):
             for shard in itertools.chain.from_iterable(own for _, own in model_shards(twin)):
@@ -102,7 +103,8 @@ class Targets:
         weight.regions.setdefault(target.region, shard.name)
 
     def _is_ignored(self, name: str) -> bool:
-        return name in self._ignored or name.startswith(self._left_out)
+        is_part = name.startswith(self._left_out) or name.endswith(self._ends)
+        return is_part or name in self._ignored
 
     def of(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Target]:
         """Return what a tensor fills; nothing, if the network needs none of it.
