@@ -107,21 +107,24 @@ void nv_gated_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *gate, 
     }
 }
 
+/* x * silu(gate), of the next numbers of rows that have `left` numbers more. */
+INLINE vf gated(const bf16 *x, const bf16 *gate, ptrdiff_t left) { return load_bf16(x, left) * silu_(load_bf16(gate, left)); }
+
 /* out = weight * round(y / rms(y)), y = x * silu(gate): arguments as above. */
 void nv_norm_of_gated(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *gate, ptrdiff_t ldg, const bf16 *weight, ptrdiff_t ldw,
                       bf16 *out, token_count tokens, ptrdiff_t heads, ptrdiff_t n, float eps) {
     FOR_ITEMS(item, t, tokens * heads) {
         ptrdiff_t token = item / heads, head = item % heads;
         const bf16 *from = x + token * ldx + head * n, *g = gate + token * ldg + head * n, *w = weight + head * ldw;
-        float y[(n + VL - 1) / VL * VL];
         vf sum = {0};
         for (ptrdiff_t i = 0; i < n; i += VL) {
-            vf product = load_bf16(from + i, n - i) * silu_(load_bf16(g + i, n - i));
-            sum = fma_(product, product, sum);
-            store(y + i, product);
+            vf y = gated(from + i, g + i, n - i);
+            sum = fma_(y, y, sum);
         }
         float scale = 1.0f / sqrtf(sum_of(sum) / n + eps);
-        for (ptrdiff_t i = 0; i < n; i += VL)
-            store_bf16(out + item * n + i, n - i, round_to_bf16(load(y + i) * scale) * load_bf16(w + i, n - i));
+        for (ptrdiff_t i = 0; i < n; i += VL) {
+            vf y = round_to_bf16(gated(from + i, g + i, n - i) * scale);
+            store_bf16(out + item * n + i, n - i, y * load_bf16(w + i, n - i));
+        }
     }
 }
