@@ -12,11 +12,13 @@ from nanovllm import SamplingParams
 from nanovllm.errors import CheckpointError
 from nanovllm.features.formats.gguf import StoredBlocks
 from nanovllm.layers.experts import StackedLinear
+from nanovllm.layers.pieces import HeadLinear, Piece
 from nanovllm.loading import gguf
 from nanovllm.loading.gguf_families import FAMILIES
 from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
 from nanovllm.parallel.worker import check_network
+from nanovllm.utils import distributed
 from tests.checkpoints import random_model
 from tests.gguf_converter import convert
 from tests.models.comparison import assert_logits_agree
@@ -559,6 +561,21 @@ def test_what_is_refused(case, metadata, shapes, said, tmp_path):
     with pytest.raises(CheckpointError, match=said) as raised:
         check_network(Config(file), open_checkpoint(file))
     assert file in str(raised.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_reads_its_own_heads_of_latent_attention(rank, monkeypatch):
+    """Symptom: the tensors of another rank's heads are unexpected."""
+    monkeypatch.setattr(distributed, "_tensor_parallel", distributed.TensorParallel(rank, 2))
+    own = range(2 * rank, 2 * rank + 2)
+    pieces = [Piece("kv_b_proj", 80, 20 * head, 12) for head in own]
+    layer = HeadLinear(8, pieces, turned=True)
+    layer.is_split = True
+    shards = list(layer.shards("self_attn.k_b_proj"))
+    assert [each.name for each in shards] == [f"self_attn.k_b_proj.{i}.weight" for i in range(4)]
+    assert {each.shape for each in shards} == {(8, 12)}
+    rows = [12 * (head in own) for head in range(4)]
+    assert [each.target.shape for each in shards] == [(count, 8) for count in rows]
 
 
 def test_too_many_experts(tmp_path, monkeypatch):
