@@ -213,7 +213,7 @@ SWITCHES |= {
         "attention_bias": [False, True],
         "mlp_layer_types": [None, SPARSE],
         "moe_routed_scaling_factor": [2.5, 1.0],
-        "shared_expert_intermediate_size": [24, 7],
+        "shared_expert_intermediate_size": [24, 40],
         "num_experts": [8, 5],
         **EXPERTS,
     },
