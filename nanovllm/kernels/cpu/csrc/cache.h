@@ -2,7 +2,7 @@
  * tokens, then their values. The heads' parts of a block are adjacent in a model's pool, and so are the layers' parts, so that
  * the first token of a block writes to few new pages.
  * Keys are [block/32][width/2][32][2], values [width/32][block/2][32][2]: for a tile both are panels of weights.
- * width is dim rounded up to a multiple of 32; the padding stays zero. block is a multiple of 32.
+ * width is dim rounded up to a multiple of 32; the padding of keys is zero, if they have 16 bits. block is a multiple of 32.
  * Where the last numbers of keys are the values, there are keys alone.
  * 16 bits: bfloat16. 8 bits: int8, and after the keys, and after the values, [block] bfloat16 scales, one for each token.
  */

@@ -74,7 +74,8 @@ INLINE void prefetch_token(const cache_layout *c, const uint8_t *keys, ptrdiff_t
         for (int line = 0; line < 2 * bytes; line += 2) __builtin_prefetch(v + i * c->block * bytes + line * PANEL, 0, 2);
 }
 
-/* Store key[dim] and, unless it is NULL, value[dim] as `token` of the block whose keys begin at `keys`. */
+/* Store key[width] and, unless it is NULL, value[dim] as `token` of the block whose keys begin at `keys`. The key ends in zeros,
+ * which must be in the cache, too: another owner of the page may have left NaN there. */
 INLINE void store_token(const cache_layout *c, const bf16 *key, const bf16 *value, uint8_t *keys, ptrdiff_t token) {
     ptrdiff_t dim = c->dim, block = c->block, bytes = c->bits / 8;
     uint8_t *values = keys + c->half_bytes;
@@ -86,7 +87,7 @@ INLINE void store_token(const cache_layout *c, const bf16 *key, const bf16 *valu
         ((bf16 *)(values + c->scale_offset))[token] = quantize_token(value, ints, dim);
         for (ptrdiff_t i = 0; i < dim; i++) v[i / PANEL * PANEL * block + i % PANEL * 2] = ints[i];
     } else {
-        for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * PANEL * 2, key + i, 4);
+        for (ptrdiff_t i = 0; i < c->width; i += 2) memcpy(k + i * PANEL * 2, key + i, 4);
         for (ptrdiff_t i = 0; value && i < dim; i++) ((bf16 *)v)[i / PANEL * PANEL * block + i % PANEL * 2] = value[i];
     }
 }
