@@ -16,7 +16,6 @@ from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.pieces import Piece, SmallLinear, head_shards
-from nanovllm.layers.state_layer import StateLayer
 from nanovllm.loading.shards import Shard
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig
@@ -189,7 +188,7 @@ class SandwichLayer(DecoderLayer):
     def __init__(
         self,
         config: ModelConfig,
-        self_attn: SelfAttention | StateLayer,
+        self_attn: nn.Module,
         mlp: nn.Module,
         *,
         before: bool = True,
@@ -239,7 +238,7 @@ class ParallelLayer(DecoderLayer):
     def __init__(
         self,
         config: ModelConfig,
-        self_attn: SelfAttention,
+        self_attn: nn.Module,
         mlp: nn.Module,
         *,
         one_norm: bool = False,
