@@ -1,10 +1,11 @@
-"""A made-up model that mixes all kinds of layers: full attention, two windows, and two states.
+"""A made-up model that mixes all kinds of layers: full and latent attention, windows, two states.
 
 Its weights are random. `logits` is what it computes, in float64 and over a whole sequence: plain
 torch that shares no code with the engine.
 """
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from nanovllm.layers.short_conv import ShortConv
 from nanovllm.models import registry
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.hybrid_parts import MixerLayer, delta_net
+from nanovllm.models.mla_parts import LatentAttention
 from nanovllm.models.model_config import ModelConfig
 from tests.checkpoints import write_json
 
@@ -26,13 +28,19 @@ NAME = "MixtureForCausalLM"
 CONV = "conv"
 DELTA = "delta"
 FULL = "full"
-LAYERS: list[str | int] = [CONV, 8, DELTA, FULL, 8, 40]
+LATENT = "latent"
+LAYERS: list[str | int] = [CONV, 8, LATENT, DELTA, FULL, 8, 40]
 """What each layer has; a number is a window in tokens."""
 TAPS = 3
 HEADS = 4
 KV_HEADS = 2
 HEAD_DIM = 32
 HIDDEN = 64
+LATENT_DIM = 32
+NOPE = 32
+ROPE = 8
+"""With LATENT_DIM no multiple of 32, as the layout of the C kernels has it: it is padded."""
+VALUE_DIM = 32
 MLP = 96
 KEY_HEADS = 2
 VALUE_HEADS = 4
@@ -57,6 +65,10 @@ CONFIG: dict[str, Any] = {
     "rope_theta": THETA,
     "tie_word_embeddings": False,
     "eos_token_id": [7, 11],
+    "kv_lora_rank": LATENT_DIM,
+    "qk_nope_head_dim": NOPE,
+    "qk_rope_head_dim": ROPE,
+    "v_head_dim": VALUE_DIM,
     "linear_num_key_heads": KEY_HEADS,
     "linear_num_value_heads": VALUE_HEADS,
     "linear_key_head_dim": DELTA_DIM,
@@ -83,6 +95,10 @@ class MixtureForCausalLM(DecoderForCausalLM):
             return MixerLayer(config, ShortConv(config.hidden_size, TAPS, bias=False), mlp)
         if kind == DELTA:
             return MixerLayer(config, delta_net(config), mlp)
+        if kind == LATENT:
+            config = dataclasses.replace(config, num_kv_heads=HEADS)
+            rotary = self.rotary_emb(config.rope, ROPE)
+            return DecoderLayer(config, LatentAttention(config, rotary), mlp)
         rotary = self.rotary_emb(config.rope, config.head_dim)
         options = AttentionOptions(window=None if kind == FULL else kind)
         mixer = SelfAttention(config, rotary, qk_norm=True, options=options)
@@ -124,6 +140,13 @@ def make_weights(seed: int = 0) -> dict[str, torch.Tensor]:
             "dt_bias": (VALUE_HEADS,),
             "norm.weight": (DELTA_DIM,),
             "out_proj.weight": (HIDDEN, values),
+        },
+        LATENT: {
+            "q_proj.weight": (HEADS * (NOPE + ROPE), HIDDEN),
+            "kv_a_proj_with_mqa.weight": (LATENT_DIM + ROPE, HIDDEN),
+            "kv_a_layernorm.weight": (LATENT_DIM,),
+            "kv_b_proj.weight": (HEADS * (NOPE + VALUE_DIM), LATENT_DIM),
+            "o_proj.weight": (HIDDEN, HEADS * VALUE_DIM),
         },
         FULL: {
             "q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
@@ -187,6 +210,8 @@ def logits(weights: Weights, tokens: list[int]) -> torch.Tensor:
             hidden = hidden + _short_conv(mixer, x)
         elif kind == DELTA:
             hidden = hidden + _delta_net(mixer, x)
+        elif kind == LATENT:
+            hidden = hidden + _latent_attention(mixer, x)
         else:
             hidden = hidden + _attention(mixer, x, None if kind == FULL else int(kind))
         x = _norm(hidden, layer["post_attention_layernorm.weight"])
@@ -247,20 +272,34 @@ def _attention(mixer: Weights, x: torch.Tensor, window: int | None) -> torch.Ten
     q = _rotate(_norm(q, mixer["q_norm.weight"]))
     k = _rotate(_norm(k, mixer["k_norm.weight"])).repeat_interleave(HEADS // KV_HEADS, dim=1)
     v = v.repeat_interleave(HEADS // KV_HEADS, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
-    positions = torch.arange(len(x))
+    return _attend(q, k, v, window) @ mixer["o_proj.weight"].T
+
+
+def _latent_attention(mixer: Weights, x: torch.Tensor) -> torch.Tensor:
+    q = (x @ mixer["q_proj.weight"].T).view(len(x), HEADS, NOPE + ROPE)
+    latent, rotated = (x @ mixer["kv_a_proj_with_mqa.weight"].T).split([LATENT_DIM, ROPE], dim=1)
+    kv = _norm(latent, mixer["kv_a_layernorm.weight"]) @ mixer["kv_b_proj.weight"].T
+    k, v = kv.view(len(x), HEADS, -1).split([NOPE, VALUE_DIM], dim=2)
+    rotated = _rotate(rotated[:, None]).expand(-1, HEADS, -1)
+    q = torch.cat([q[..., :NOPE], _rotate(q[..., NOPE:])], dim=2)
+    return _attend(q, torch.cat([k, rotated], dim=2), v, None) @ mixer["o_proj.weight"].T
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Return the heads of all tokens side by side, for q, k and v [T, HEADS, any]."""
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
+    positions = torch.arange(len(q))
     distance = positions[:, None] - positions
     hidden_keys = distance < 0
     if window is not None:
         hidden_keys |= distance >= window
     scores = scores.masked_fill(hidden_keys, -torch.inf)
-    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
-    return out.flatten(1) @ mixer["o_proj.weight"].T
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
 
 
 def _rotate(x: torch.Tensor) -> torch.Tensor:
-    """Return the heads [T, heads, HEAD_DIM], rotated by their positions."""
-    half = HEAD_DIM // 2
+    """Return the heads [T, heads, any], rotated by their positions."""
+    half = x.shape[2] // 2
     angles = torch.arange(len(x)).double()[:, None] * THETA ** (-torch.arange(half).double() / half)
     cos = angles.cos()[:, None]
     sin = angles.sin()[:, None]

@@ -1,4 +1,4 @@
-"""A model of full attention, windows and states in one: the promise of test_invariance.py, in bits.
+"""A model of full and latent attention, windows and states, in bits: as test_invariance.py promises.
 
 tests/mixture.py has the model, and what it computes in float64.
 """
@@ -31,7 +31,7 @@ native = pytest.mark.skipif(library() is None, reason="no compiler here")
 
 OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 256, "kvcache_block_size": 32}
 """Of the C kernels, whose rows have the same bits in each batch."""
-FEW_PAGES = 70
+FEW_PAGES = 50
 """A pool for one sequence of 256 tokens, or for a few of the usual length."""
 ADAPTED = ("in_proj", "out_proj", "in_proj_qkv", "q_proj", "v_proj", "o_proj", "down_proj")
 

@@ -1,4 +1,4 @@
-"""A model of full attention, windows and states in one, beside float64: see tests/mixture.py.
+"""A model of full and latent attention, windows and states beside float64: see tests/mixture.py.
 
 Runs hand-made schedules: tests/test_mixture.py has the engine.
 """
@@ -138,10 +138,14 @@ def test_a_recording_computes_the_same_bits(model: str) -> None:
 
 def test_the_report(model: str) -> None:
     found = report(model)
-    assert [(each["num_layers"], each["window"]) for each in found["attention"]] == [
-        (2, 8),
-        (1, None),
-        (1, 40),
+    attention = [
+        (each["num_layers"], each["window"], each["value_dim"]) for each in found["attention"]
+    ]
+    assert attention == [
+        (2, 8, None),
+        (1, None, mixture.LATENT_DIM),
+        (1, None, None),
+        (1, 40, None),
     ]
     assert [each["kind"] for each in found["states"]] == ["ShortConv", "GatedDeltaNet"]
     conv = (mixture.TAPS - 1) * mixture.HIDDEN
