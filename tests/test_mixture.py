@@ -1,4 +1,4 @@
-"""A model of full and latent attention, windows and states, in bits: as test_invariance.py promises.
+"""A model of full and latent attention, windows and states, in bits: see test_invariance.py.
 
 tests/mixture.py has the model, and what it computes in float64.
 """
