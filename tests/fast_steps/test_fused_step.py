@@ -333,6 +333,7 @@ def test_models_with_other_layers_are_refused() -> None:
         (layer.input_layernorm, "multiplier", 0.5, "a norm is of another kind"),
         (attention.rotary_emb, "interleaved", True, "heads rotate in another way"),
         (attention.rotary_emb, "cos_sin", torch.ones(9, 8), "heads rotate in another way"),
+        (layer, "self_attn", torch.nn.Identity(), "Identity is no plain SelfAttention"),
         (layer, "mlp", torch.nn.Identity(), "Identity is no plain GatedMLP"),
     ):
         kept = getattr(part, name)

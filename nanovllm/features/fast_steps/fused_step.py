@@ -91,8 +91,10 @@ def _not_plain(model: DecoderForCausalLM, spec: AttentionSpec) -> str | None:
         for part in (Decoder, DecoderLayer, SelfAttention, VocabParallelEmbedding):
             if isinstance(module, part) and type(module) not in (part, ParallelLMHead):
                 return f"{type(module).__name__} is no plain {part.__name__}"
-        if isinstance(module, DecoderLayer) and type(module.mlp) is not GatedMLP:
-            return f"{type(module.mlp).__name__} is no plain GatedMLP"
+        if isinstance(module, DecoderLayer):
+            for own, plain in ((module.self_attn, SelfAttention), (module.mlp, GatedMLP)):
+                if type(own) is not plain:
+                    return f"{type(own).__name__} is no plain {plain.__name__}"
         if isinstance(module, Attention) and module.options != PLAIN:
             return f"attention has options: {module.options}"
         if isinstance(module, ActAndMul) and module.activation != "silu":
