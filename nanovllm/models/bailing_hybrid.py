@@ -1,6 +1,5 @@
 """The Ling 3 family: Kimi Delta Attention, and latent attention with a gate for each head."""
 
-from collections.abc import Collection
 from typing import Any, ClassVar
 
 from nanovllm.models.config_fields import config_number
@@ -49,13 +48,11 @@ class BailingHybridForCausalLM(DeepseekV3ForCausalLM):
     def is_dense(self, config: ModelConfig, index: int) -> bool:
         return is_typed_dense(config, index)
 
-    def checkpoint_name(self, name: str, known: Collection[str]) -> str:
-        found = super().checkpoint_name(name, known)
-        published = found.replace("forget_gate.", "")
+    def published_names(self, name: str) -> tuple[str, ...]:
+        published = name.replace("forget_gate.", "")
         for ours, theirs in _PUBLISHED:
             published = published.replace(ours, theirs)
-        others = published, published.replace("attention.o_proj.", "attention.dense.")
-        return next((each for each in others if each in known), found)
+        return published, published.replace("attention.o_proj.", "attention.dense.")
 
 
 _PUBLISHED = (

@@ -57,7 +57,18 @@ class Family(nn.Module):
         if self.names:
             pattern = "|".join(map(re.escape, self.names))
             name = re.sub(pattern, lambda found: self.names[found[0]], name)
-        return next((each for each in placed_names(name) if each in known), name)
+        return next((each for each in self.all_names(name) if each in known), name)
+
+    def all_names(self, name: str) -> list[str]:
+        """Return the names that checkpoints may have for the tensor that transformers calls `name`,
+        which is the first.
+        """
+        names = name, *self.published_names(name)
+        return [placed for each in names for placed in placed_names(each)]
+
+    def published_names(self, name: str) -> tuple[str, ...]:
+        """Return the names that files of the family have in place of transformers' `name`."""
+        return ()
 
 
 def placed_names(name: str) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """The GPT-2 family: learned positions, LayerNorms, an MLP without a gate."""
 
-from collections.abc import Collection
 from typing import Any, ClassVar
 
 from nanovllm.attention.spec import AttentionOptions
@@ -63,7 +62,5 @@ class GPT2LMHeadModel(DecoderForCausalLM):
     def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
         return PositionedDecoder(config, layers, **self.norm)
 
-    def checkpoint_name(self, name: str, known: Collection[str]) -> str:
-        name = super().checkpoint_name(name, known)
-        bare = name.removeprefix("transformer.")  # as in the files of gpt2 itself
-        return bare if bare in known else name
+    def published_names(self, name: str) -> tuple[str, ...]:
+        return (name.removeprefix("transformer."),)  # as in the files of gpt2 itself

@@ -1,6 +1,5 @@
 """The GPT-NeoX family: attention and MLP in parallel, LayerNorms, an MLP without a gate."""
 
-from collections.abc import Collection
 from typing import Any, ClassVar
 
 from nanovllm.layers.layernorm import LayerNorm
@@ -56,7 +55,5 @@ class GPTNeoXForCausalLM(DecoderForCausalLM):
         parallel = config.flag("use_parallel_residual", default=True)
         return (ParallelLayer if parallel else DecoderLayer)(config, attention, mlp, **self.norm)
 
-    def checkpoint_name(self, name: str, known: Collection[str]) -> str:
-        name = super().checkpoint_name(name, known)
-        older = name.replace("lm_head.", "embed_out.")
-        return older if older in known else name
+    def published_names(self, name: str) -> tuple[str, ...]:
+        return (name.replace("lm_head.", "embed_out."),)

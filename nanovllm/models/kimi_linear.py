@@ -1,6 +1,5 @@
 """The Kimi-Linear family: Kimi Delta Attention, and latent attention without positions."""
 
-from collections.abc import Collection
 from typing import Any, ClassVar
 
 from nanovllm.models.decoder import DecoderLayer
@@ -48,8 +47,6 @@ class KimiLinearForCausalLM(DeepseekV3ForCausalLM):
     def is_dense(self, config: ModelConfig, index: int) -> bool:
         return is_typed_dense(config, index)
 
-    def checkpoint_name(self, name: str, known: Collection[str]) -> str:
-        found = super().checkpoint_name(name, known)
-        published = found.replace("forget_gate.", "")
-        others = published, published.replace(".mlp.", ".block_sparse_moe.")
-        return next((each for each in others if each in known), found)
+    def published_names(self, name: str) -> tuple[str, ...]:
+        published = name.replace("forget_gate.", "")
+        return published, published.replace(".mlp.", ".block_sparse_moe.")

@@ -22,7 +22,7 @@ KIMI_NAMES = {
     **DEEPSEEK_NAMES,
 }
 """transformers' names for the modules of a `KimiDeltaAttention` in a `MixerLayer`, and of experts.
-Published checkpoints have others, see `checkpoint_name` of the families."""
+Published checkpoints have others, see `published_names` of the families."""
 KIMI_ALIASES = {
     "head_dim": "qk_rope_head_dim",
     "max_position_embeddings": "model_max_length",

@@ -20,6 +20,7 @@ from nanovllm.utils.distributed import tensor_parallel
 from tests.checkpoints import make_fp8_checkpoint
 from tests.helpers import random_prompt, token_ids
 from tests.lora.adapters import linears_of, write_adapter
+from tests.test_native_invariance import MODEL, OTHER_FAMILIES
 from tests.training.weights import FAMILIES, SMALL, Weights, changed, checkpoint_of, read_weights
 
 NUM_UPDATES = int(os.environ.get("UPDATE_CASES", "0"))
@@ -318,6 +319,39 @@ def test_tied_heads_and_other_names(model: str, make_llm: Callable[..., LLM]) ->
     nested = {name.replace("model.", "model.language_model.", 1): new[name] for name in new}
     other.update_weights(nested | {"lm_head.weight": new["model.embed_tokens.weight"]})
     assert tokens_of(other) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "saved", "published"),
+    [
+        ("kimi_linear", ".0.block_sparse_moe.", ".0.block_sparse_moe."),
+        ("bailing_hybrid", ".attention.dense.", ".attention.o_proj."),
+        ("gpt2", "transformer.", ""),
+        ("gpt_neox", "embed_out.", "embed_out."),
+    ],
+)
+def test_names_of_its_own_checkpoint(
+    family: str,
+    saved: str,
+    published: str,
+    shared_checkpoint: Any,
+    make_llm: Callable[..., LLM],
+    tmp_path: Path,
+) -> None:
+    """Symptom: only transformers' names are known, under which a published file may not be."""
+    sizes = OTHER_FAMILIES["kimi_linear" if family == "bailing_hybrid" else family]
+    more = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 7, "tie_word_embeddings": False}
+    if family == "bailing_hybrid":
+        more |= {"n_group": 1, "topk_group": 1}
+    given = shared_checkpoint(**{**MODEL, **sizes, "model_type": family, **more})
+    weights = read_weights(given)
+    assert any(saved in name for name in weights)
+    named = {name.replace(saved, published): weights[name] for name in weights}
+    llm = make_llm(checkpoint_of(given, named, tmp_path / "own"), **OPTIONS)
+    new = changed(named, 1)
+    llm.update_weights(new)
+    fresh = make_llm(checkpoint_of(given, new, tmp_path / "new"), **OPTIONS)
+    assert tokens_of(llm) == tokens_of(fresh)
 
 
 def test_experts_of_one_tensor(

@@ -15,7 +15,8 @@ from nanovllm.errors import InvalidRequestError, UnsupportedModelError
 from nanovllm.layers.experts import PER_EXPERT, StackedLinear, StoredExperts
 from nanovllm.layers.linear import Matrix
 from nanovllm.loading.shards import Shard, model_shards
-from nanovllm.models.family import placed_names
+from nanovllm.models.expert_parts import NUMBERED
+from nanovllm.models.family import Family
 from nanovllm.options.validation import shown
 from nanovllm.worker.model_loader import make_modules
 from nanovllm.worker.network import Network
@@ -87,20 +88,22 @@ class Targets:
         self._ignored: frozenset[str] = twin.ignored_weights  # type: ignore[assignment]
         self._left_out = tuple(name for name in self._ignored if name.endswith("."))
         self._ends = tuple(name for name in self._ignored if name.startswith("."))
+        assert isinstance(twin, Family)
         by_storage = _weights(twin, network.model)
         for _ in _forms_of_experts(twin):
             for shard in itertools.chain.from_iterable(own for _, own in model_shards(twin)):
                 if not self._is_ignored(shard.name):
-                    self._add(shard, by_storage[_storage(shard.target)])
+                    names = twin.all_names(shard.name)
+                    self._add(names, Target(by_storage[_storage(shard.target)], shard))
         self.weights = [weight for weight in by_storage.values() if weight.regions]
 
-    def _add(self, shard: Shard, weight: Weight) -> None:
-        target = Target(weight, shard)
-        for name in placed_names(shard.name):
+    def _add(self, names: list[str], target: Target) -> None:
+        weight = target.weight
+        for name in names:
             targets = self._by_name.setdefault(name, [])
             if all((each.weight, each.region) != (weight, target.region) for each in targets):
                 targets.append(target)
-        weight.regions.setdefault(target.region, shard.name)
+        weight.regions.setdefault(target.region, target.shard.name)
 
     def _is_ignored(self, name: str) -> bool:
         is_part = name.startswith(self._left_out) or name.endswith(self._ends)
@@ -135,13 +138,13 @@ class Targets:
 
 
 def _forms_of_experts(twin: nn.Module) -> Iterator[StoredExperts | None]:
-    """Have experts load each expert's linears, then tensors of all of them: checkpoints of a family
-    often have the first, transformers the second.
+    """Have experts load each expert's linears, under each set of names, then tensors of all of
+    them: checkpoints of a family often have the first, transformers the last.
     """
     stacked = [module for module in twin.modules() if isinstance(module, StackedLinear)]
     own = stacked[0].stored_as if stacked else None
     yield own
-    for form in (PER_EXPERT, StoredExperts(linears=None)):
+    for form in (PER_EXPERT, NUMBERED, StoredExperts(linears=None)):
         if own is not None and form != own and not (own.transposed or own.interleaved):
             for module in stacked:
                 module.stored_as = form
