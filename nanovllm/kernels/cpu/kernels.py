@@ -63,7 +63,13 @@ class CKernels(CSamplingKernels):
         if isinstance(rows, PackedWeight) and weight.rows_per_head % PANEL == 0:
             ops.head_linear(x, rows, out, kept=kept, turned=weight.turned)
         else:
-            super().head_linear(x, weight, out, kept)
+            # Panels hold rows of two heads, so torch multiplies: each token alone, because its sums
+            # are in another order with others.
+            dense = weight.dense(x.device)
+            out[:, :, :kept] = x[:, :, :kept]
+            for token in range(len(x)):
+                product = torch.einsum("hk,hnk->hn", x[token, :, kept:], dense)
+                out[token, :, kept:] = product
 
     def copy(self, x: torch.Tensor, out: torch.Tensor) -> None:
         ops.copy_rows(x, out)
