@@ -185,6 +185,7 @@ FAMILIES = {
     "mistral4": _family(f"{_PLAIN} MistralCommonBackend", MISTRAL),
     "nemotron_h": _family(_PLAIN, MISTRAL),
     "ernie4_5": _family(f"{_LLAMA} Ernie4_5Tokenizer", GEMMA, LLAMA_2),
+    "ernie4_5_moe": _family(f"{_LLAMA} Ernie4_5Tokenizer", GEMMA, LLAMA_2),
     "exaone4": _family("GPT2Tokenizer GPT2TokenizerFast", functools.partial(byte_level, O200K)),
     "gemma2": _family("GemmaTokenizer GemmaTokenizerFast", GEMMA),
     "gemma3": _family("GemmaTokenizer GemmaTokenizerFast", GEMMA),

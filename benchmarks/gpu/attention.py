@@ -103,7 +103,7 @@ def launch_options(module: ModuleType, kind: str) -> dict[str, int]:
     import torch
 
     function: Callable[..., dict[str, int]] = vars(module)[f"_{kind}_options"]
-    known = {"dtype": torch.bfloat16, "head_dim": 128, "group": 2}
+    known = {"dtype": torch.bfloat16, "head_dim": 128, "output_dim": 128, "group": 2}
     return function(*(known[name] for name in inspect.signature(function).parameters))
 
 

@@ -15,7 +15,7 @@ from nanovllm.models.parts import OTHER_MODALITIES
 
 
 class Mistral4ForCausalLM(DeepseekV3ForCausalLM):
-    """Mistral Small 4, without images: latent attention whose queries grow with the logarithm of
+    """Mistral Small 4, text only: latent attention whose queries grow with the logarithm of
     their position; experts chosen by a softmax, and one that all tokens share.
     """
 

@@ -27,6 +27,7 @@ _COMMON_ROPE_KEYS = (
     "rope_theta",
     "factor",
     "original_max_position_embeddings",
+    "max_position_embeddings",
     "truncate",
     *_YARN_FLOATS,
 )

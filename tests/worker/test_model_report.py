@@ -40,17 +40,27 @@ def test_every_architecture_says_what_it_is_known_for() -> None:
         assert ("without" in row["models"]) == (row["architecture"][-10:] == "Generation"), row
 
 
+LAYERS = {"FalconH1ForCausalLM": (12, 6), "NemotronHForCausalLM": (3, 3)}
+"""Mixers and MLPs where a layer does not have one of each: two mixers, or one part in all."""
+
+
 @pytest.mark.parametrize("architecture", MODULES)
 def test_layers_add_up(architecture: str, report_of: Any) -> None:
     found = report_of(architecture)
     assert found["supported"]
     config = CONFIGS[architecture].get("text_config", CONFIGS[architecture])
-    for rows in (found["attention"] + found["states"], found["mlps"]):
-        assert sum(row["num_layers"] for row in rows) == found["num_layers"] == 6
+    mixers, mlps = (
+        sum(row["num_layers"] for row in rows)
+        for rows in (found["attention"] + found["states"], found["mlps"])
+    )
+    assert (mixers, mlps) == LAYERS.get(architecture, (6, 6))
+    assert found["num_layers"] == 6
     windows = {row["window"] for row in found["attention"]} - {None}
     assert windows == ({32} if config.get("sliding_window") and windows else set())
     parts = {name.removesuffix("_config") for name in CONFIGS[architecture] if "_config" in name}
-    assert set(found["left_out"]) == parts - {"text"}
+    if config.get("num_nextn_predict_layers"):
+        parts.add("mtp")
+    assert set(found["left_out"]) == parts - {"text", "linear_attn"}
 
 
 def test_what_a_config_asks_for(report_of: Any) -> None:
