@@ -244,7 +244,7 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
 """With windows, sinks, experts, states and latents."""
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_tokens_of_other_families_do_not_depend_on_the_batch(

@@ -7,7 +7,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.checkpoints import random_model
-from tests.models.comparison import FEW
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -366,16 +365,9 @@ EIGHT_TIMES += ("hunyuan_v1_dense", "granitemoe", "granitemoeshared")
 """Families whose hidden size is a multiple of the number of heads."""
 LATENT = {"minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"}
 """Families with latent attention."""
-ALIKE = (*NESTED, "cohere", "granitemoe", "granitemoeshared", "deepseek_v3", "mistral4")
-"""Families whose layers another family has too."""
-NUM_CASES = int(os.environ.get("FAMILY_CASES", "2"))
-"""Of each family; without FAMILY_CASES one of those in ALIKE. Twelve have each switch both
-ways, with several of the others."""
-CASES = [
-    f"{family} {number}"
-    for family in SWITCHES
-    for number in range(1 if FEW and family in ALIKE else NUM_CASES)
-]
+NUM_CASES = int(os.environ.get("FAMILY_CASES", "1"))
+"""Of each family. Twelve have each switch both ways, with several of the others."""
+CASES = [f"{family} {number}" for family in SWITCHES for number in range(NUM_CASES)]
 
 
 def make_config(case):

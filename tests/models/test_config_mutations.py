@@ -18,7 +18,7 @@ from nanovllm.models.family import Family
 from nanovllm.models.registry import MODULES, model_class, read_config
 from tests.models.family_configs import CONFIGS, config_of
 
-NUM_MUTATIONS = 75
+NUM_MUTATIONS = 36
 """Of each architecture: more than 2,000 in all."""
 MAX_MESSAGE = 400
 WRONG: tuple[Any, ...] = (

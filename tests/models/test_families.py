@@ -20,7 +20,7 @@ saved = saved_models(make_model, CASES)
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize(("saved", "chunk"), runs(CASES, every=2), indirect=["saved"])
+@pytest.mark.parametrize(("saved", "chunk"), runs(CASES), indirect=["saved"])
 def test_greedy_tokens(saved, chunk, make_llm):
     check_answers(saved, chunk, make_llm)
 

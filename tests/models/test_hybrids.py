@@ -20,7 +20,6 @@ from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.network import Network
 from tests.checkpoints import random_model
 from tests.models.comparison import (  # noqa: F401
-    FEW,
     MAX_LENGTH,
     assert_logits_agree,
     assert_tokens_are_greedy,
@@ -215,7 +214,7 @@ NESTED = {
     "lfm3_vl": {"vision_config": LFM_VISION, "projector_hidden_size": 32},
 }
 """What a model that also takes pictures has beside its text model."""
-CASES = [f"{family} {number}" for family in SWITCHES for number in range(1 if FEW else NUM_CASES)]
+CASES = [f"{family} {number}" for family in SWITCHES for number in range(NUM_CASES)]
 
 
 BFLOAT16 = {
@@ -521,6 +520,7 @@ def test_published_names(case, saved, published, tmp_path, caplog):
     assert (f"model.layers.{layers}.* (1 tensors)" in caplog.text) == ("bailing" in case)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.skipif(library() is None, reason="no compiler here")
 @pytest.mark.parametrize(
     ("family", "quantization"),
