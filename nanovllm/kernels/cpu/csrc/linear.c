@@ -73,7 +73,7 @@ INLINE const bf16 *panel_of(head_weights w, ptrdiff_t head, ptrdiff_t p, bf16 *p
 /* y[m][heads][outputs] = x[m][heads][inputs] . w + bias, rounded to nearest even, behind `kept` numbers that are copied. An item
  * is the product of a block of a head's x with a panel, or of a single row with STREAMS panels. Each thread prepares the blocks
  * that it multiplies, so that a block fits its cache. */
-static void multiply_heads(team *t, head_inputs x, head_weights w, head_outputs y, ptrdiff_t m, ptrdiff_t kept) {
+INLINE void multiply_heads(team *t, head_inputs x, head_weights w, head_outputs y, ptrdiff_t m, ptrdiff_t kept) {
     ptrdiff_t k = packed_inputs(w.inputs), n = w.outputs;
     ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = rows_that_fit(m, k * sizeof(operand), LINEAR_BYTES), prepared = -1;
     ptrdiff_t group = m == 1 && !w.turned ? STREAMS : 1, groups = (panels + group - 1) / group;
