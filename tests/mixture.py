@@ -19,7 +19,7 @@ from nanovllm.attention.spec import AttentionOptions
 from nanovllm.layers.short_conv import ShortConv
 from nanovllm.models import registry
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
-from nanovllm.models.hybrid_parts import MixerLayer, delta_net
+from nanovllm.models.hybrid_parts import delta_net
 from nanovllm.models.mla_parts import LatentAttention
 from nanovllm.models.model_config import ModelConfig
 from tests.checkpoints import write_json
@@ -92,9 +92,9 @@ class MixtureForCausalLM(DecoderForCausalLM):
         kind = config.fields["mixers"][index]
         mlp = GatedMLP(config)
         if kind == CONV:
-            return MixerLayer(config, ShortConv(config.hidden_size, TAPS, bias=False), mlp)
+            return DecoderLayer(config, ShortConv(config.hidden_size, TAPS, bias=False), mlp)
         if kind == DELTA:
-            return MixerLayer(config, delta_net(config), mlp)
+            return DecoderLayer(config, delta_net(config), mlp)
         if kind == LATENT:
             config = dataclasses.replace(config, num_kv_heads=HEADS)
             rotary = self.rotary_emb(config.rope, ROPE)

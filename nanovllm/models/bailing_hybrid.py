@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 from nanovllm.models.config_fields import config_number
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.deepseek import DeepseekV3ForCausalLM
-from nanovllm.models.expert_parts import is_typed_dense
-from nanovllm.models.hybrid_parts import MixerLayer, check_mixed
+from nanovllm.models.hybrid_parts import check_mixed
 from nanovllm.models.kimi_parts import KIMI_ALIASES, KIMI_NAMES, LING_DEFAULTS, TYPES, kimi_delta
 from nanovllm.models.mla_parts import LatentAttention
 from nanovllm.models.model_config import ModelConfig
@@ -43,10 +42,7 @@ class BailingHybridForCausalLM(DeepseekV3ForCausalLM):
         bound = None
         if config.flag("kda_safe_gate"):
             bound = config_number(fields, "kda_lower_bound", -5.0, -1e3, -1e-3)
-        return MixerLayer(config, kimi_delta(config, fields, low_rank=False, bound=bound), mlp)
-
-    def is_dense(self, config: ModelConfig, index: int) -> bool:
-        return is_typed_dense(config, index)
+        return DecoderLayer(config, kimi_delta(config, fields, low_rank=False, bound=bound), mlp)
 
     def published_names(self, name: str) -> tuple[str, ...]:
         published = name.replace("forget_gate.", "")

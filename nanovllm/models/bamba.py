@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
-from nanovllm.models.hybrid_parts import MixerLayer, check_mixed
+from nanovllm.models.hybrid_parts import check_mixed
 from nanovllm.models.mamba_parts import MAMBA_DEFAULTS, MAMBA_NAMES, mamba_mixer
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import attention_biases
@@ -34,7 +34,7 @@ class BambaForCausalLM(DecoderForCausalLM):
         types = ["full_attention" if i in attending else "mamba" for i in range(config.num_layers)]
         if check_mixed(types, "attn_layer_indices")[index] == "mamba":
             inner_size = config.size("mamba_expand") * config.hidden_size
-            return MixerLayer(config, mamba_mixer(config, inner_size), mlp)
+            return DecoderLayer(config, mamba_mixer(config, inner_size), mlp)
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)
         return DecoderLayer(
             config, SelfAttention(config, rotary_emb, **attention_biases(config)), mlp

@@ -154,14 +154,25 @@ class DecoderLayer(nn.Module):
             hidden: [T, hidden_size], the previous layer's MLP output; None in the first layer.
             residual: [T, hidden_size].
         """
-        hidden, residual = self.input_layernorm.add_norm(hidden, residual)
-        if self.store_input is not None:
-            self.store_input(residual, batch.slot_mapping)
+        hidden, residual = self.add_input(hidden, residual, batch)
         hidden = self.self_attn(hidden, batch, output_indices)
         if output_indices is not None:
             residual = residual[output_indices]
         hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual)
         return self.mlp(hidden), residual
+
+    def add_input(
+        self, hidden: torch.Tensor | None, residual: torch.Tensor, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Begin `forward`, which has these arguments: add `hidden` to `residual` in place.
+
+        Returns:
+            (norm of the sum, the sum), [T, hidden_size] each.
+        """
+        hidden, residual = self.input_layernorm.add_norm(hidden, residual)
+        if self.store_input is not None:
+            self.store_input(residual, batch.slot_mapping)
+        return hidden, residual
 
 
 class Decoder(nn.Module):

@@ -27,6 +27,7 @@ class DeepseekV3ForCausalLM(LatentForCausalLM):
         "n_group": 8,
         "topk_group": 4,
     }
+    ignores = frozenset({"mlp_layer_types"})
     only: ClassVar[dict[str, tuple[Any, ...]]] = {
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
@@ -49,7 +50,7 @@ class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):
         "topk_group": None,
         "topk_method": "greedy",
     }
-    ignores = frozenset({"rope_interleave"})
+    ignores = DeepseekV3ForCausalLM.ignores | {"rope_interleave"}
     only: ClassVar[dict[str, tuple[Any, ...]]] = {
         "scoring_func": ("softmax",),
         "topk_method": ("greedy", "group_limited_greedy"),

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.models.decoder import DecoderLayer, SelfAttention
 from nanovllm.models.falcon_h1_parts import ParallelMixer, ScaledMLP, factors
-from nanovllm.models.hybrid_parts import MixerLayer
 from nanovllm.models.mamba_parts import MAMBA_DEFAULTS, mamba_mixer
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import MultipliedForCausalLM, Multipliers, attention_biases
@@ -55,4 +54,4 @@ class FalconH1ForCausalLM(MultipliedForCausalLM):
             output_bias=config.flag("projectors_bias"),
             factors=factors(config, "ssm_multipliers", 5),
         )
-        return MixerLayer(config, ParallelMixer(config, attention, mamba), ScaledMLP(config))
+        return DecoderLayer(config, ParallelMixer(config, attention, mamba), ScaledMLP(config))

@@ -3,8 +3,6 @@
 from typing import Any, ClassVar
 
 from nanovllm.models.deepseek import DeepseekV3ForCausalLM
-from nanovllm.models.expert_parts import is_typed_dense
-from nanovllm.models.model_config import ModelConfig
 
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
@@ -25,6 +23,4 @@ class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
         "topk_group": 1,
         "rms_norm_eps": 1e-5,
     }
-
-    def is_dense(self, config: ModelConfig, index: int) -> bool:
-        return is_typed_dense(config, index)
+    ignores = frozenset()

@@ -5,7 +5,6 @@ from torch import nn
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.decoder import DecoderLayer, GatedMLP, SelfAttention
-from nanovllm.models.hybrid_parts import MixerLayer
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import MultipliedForCausalLM, Multipliers, attention_biases
 
@@ -23,7 +22,7 @@ class GraniteForCausalLM(MultipliedForCausalLM):
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         mixer = self.make_mixer(config, index)
-        return MixerLayer(config, mixer, self.make_mlp(config), **self.norm)
+        return DecoderLayer(config, mixer, self.make_mlp(config), **self.norm)
 
     def make_mixer(self, config: ModelConfig, index: int) -> nn.Module:
         """Return the attention of layer `index`, or what it has in place of it."""

@@ -22,7 +22,7 @@ DELTA_NAMES = {
     f"self_attn.{part}": f"linear_attn.{part}"
     for part in ("in_proj_", "conv1d.", "A_log", "dt_bias", "norm.", "out_proj.")
 }
-"""Checkpoint names for the modules of a `GatedDeltaNet` in a `MixerLayer`."""
+"""Checkpoint names for the modules of a `GatedDeltaNet` in a `DecoderLayer`."""
 DELTA_DEFAULTS: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
@@ -40,25 +40,15 @@ MAX_TAPS = 64
 _MAX_DIM = 2**10
 
 
-class MixerLayer(DecoderLayer):
-    """A layer with attention, with a `StateLayer` in place of it, or with both."""
-
-    def __init__(self, config: ModelConfig, mixer: nn.Module, mlp: nn.Module, **norm: Any) -> None:
-        super().__init__(config, mixer, mlp, **norm)
-
-
-class BlockLayer(MixerLayer):
-    """A layer that has only a mixer, as `MixerLayer` takes it, or only an MLP."""
+class BlockLayer(DecoderLayer):
+    """A layer with one part after one norm: a mixer, or an MLP."""
 
     def __init__(
         self, config: ModelConfig, mixer: nn.Module | None, mlp: nn.Module | None, **norm: Any
     ) -> None:
         super().__init__(config, mixer or nn.Identity(), mlp or nn.Identity(), **norm)
         self._mixes = mixer is not None
-        if self._mixes:
-            del self.post_attention_layernorm
-        else:
-            del self.input_layernorm
+        del self.post_attention_layernorm
 
     def forward(
         self,
@@ -67,10 +57,7 @@ class BlockLayer(MixerLayer):
         batch: Batch,
         output_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        norm = self.input_layernorm if self._mixes else self.post_attention_layernorm
-        hidden, residual = norm.add_norm(hidden, residual)
-        if self.store_input is not None:
-            self.store_input(residual, batch.slot_mapping)
+        hidden, residual = self.add_input(hidden, residual, batch)
         if self._mixes:
             hidden = self.self_attn(hidden, batch, output_indices)
         if output_indices is not None:

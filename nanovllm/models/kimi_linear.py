@@ -4,8 +4,6 @@ from typing import Any, ClassVar
 
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.deepseek import DeepseekV3ForCausalLM
-from nanovllm.models.expert_parts import is_typed_dense
-from nanovllm.models.hybrid_parts import MixerLayer
 from nanovllm.models.kimi_parts import (
     KIMI_ALIASES,
     KIMI_DEFAULTS,
@@ -39,13 +37,10 @@ class KimiLinearForCausalLM(DeepseekV3ForCausalLM):
         if layer_types_of_lists(config)[index] == "linear_attention":
             sizes = linear_fields(config)
             mixer = kimi_delta(config, sizes, low_rank=True, wide_log=True)
-            return MixerLayer(config, mixer, mlp)
+            return DecoderLayer(config, mixer, mlp)
         rotary_emb = self.rotary_emb(None, config.head_dim)
         bias = config.flag("attention_bias")
         return DecoderLayer(config, LatentAttention(config, rotary_emb, bias=bias), mlp)
-
-    def is_dense(self, config: ModelConfig, index: int) -> bool:
-        return is_typed_dense(config, index)
 
     def published_names(self, name: str) -> tuple[str, ...]:
         published = name.replace("forget_gate.", "")

@@ -21,7 +21,7 @@ KIMI_NAMES = {
     "self_attn.out_proj.": "self_attn.o_proj.",
     **DEEPSEEK_NAMES,
 }
-"""transformers' names for the modules of a `KimiDeltaAttention` in a `MixerLayer`, and of experts.
+"""transformers' names for the modules of a layer with `KimiDeltaAttention`, and of experts.
 Published checkpoints have others, see `published_names` of the families."""
 KIMI_ALIASES = {
     "head_dim": "qk_rope_head_dim",

@@ -9,7 +9,7 @@ from nanovllm.errors import CheckpointError
 from nanovllm.models.config_fields import MAX_SIZE
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.expert_parts import NUMBERED, sparse_mlp
-from nanovllm.models.hybrid_parts import MixerLayer, check_mixed, short_conv
+from nanovllm.models.hybrid_parts import check_mixed, short_conv
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import check_int
 
@@ -58,7 +58,7 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         mlp = self.make_mlp(config, index)
         if _layer_types(config)[index] == "conv":
-            return MixerLayer(config, short_conv(config), mlp)
+            return DecoderLayer(config, short_conv(config), mlp)
         rotary_emb = self.rotary_emb(config.rope, config.head_dim)
         return DecoderLayer(config, SelfAttention(config, rotary_emb, qk_norm=True), mlp)
 

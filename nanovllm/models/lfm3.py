@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
-from nanovllm.models.hybrid_parts import MixerLayer, check_mixed, short_conv
+from nanovllm.models.hybrid_parts import check_mixed, short_conv
 from nanovllm.models.lfm2 import LFM_NAMES
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import (
@@ -38,7 +38,7 @@ class Lfm3ForCausalLM(DecoderForCausalLM):
         kind = check_mixed(config.layer_types_of(_KINDS, default))[index]
         mixer = short_conv(config) if kind == "conv" else self.make_attention(config, kind)
         sandwich = config.flag("use_sandwich_norm", default=True)
-        return (SandwichLayer if sandwich else MixerLayer)(config, mixer, GatedMLP(config))
+        return (SandwichLayer if sandwich else DecoderLayer)(config, mixer, GatedMLP(config))
 
     def make_attention(self, config: ModelConfig, kind: str) -> SelfAttention:
         """Return the attention of a layer of type `kind`."""

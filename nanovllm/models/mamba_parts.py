@@ -13,7 +13,7 @@ MAMBA_NAMES = {
     f"self_attn.{part}": f"mamba.{part}"
     for part in ("in_proj.", "conv1d.", "A_log", "D", "dt_bias", "norm.", "out_proj.")
 }
-"""Checkpoint names for the modules of a `Mamba2` in a `MixerLayer`."""
+"""Checkpoint names for the modules of a `Mamba2` in a `DecoderLayer`."""
 MAMBA_DEFAULTS: dict[str, Any] = {
     "mamba_n_heads": 128,
     "mamba_d_head": "auto",

@@ -25,7 +25,7 @@ from nanovllm.layers.pieces import HeadLinear, Piece, PiecedLinear, SmallLinear
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.models.config_fields import MAX_SIZE
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP
-from nanovllm.models.expert_parts import DEEPSEEK_NAMES, deepseek_mlp, expect_stored
+from nanovllm.models.expert_parts import DEEPSEEK_NAMES, deepseek_mlp, expect_stored, is_typed_dense
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.distributed import tensor_parallel
 
@@ -246,11 +246,7 @@ class LatentForCausalLM(DecoderForCausalLM):
 
     def make_mlp(self, config: ModelConfig, index: int) -> nn.Module:
         """Return the MLP of layer `index`, or its experts."""
-        return GatedMLP(config) if self.is_dense(config, index) else self.make_experts(config)
-
-    def is_dense(self, config: ModelConfig, index: int) -> bool:
-        """Return whether layer `index` has an MLP in place of experts."""
-        return index < config.count("first_k_dense_replace")
+        return GatedMLP(config) if is_typed_dense(config, index) else self.make_experts(config)
 
     def make_experts(self, config: ModelConfig) -> nn.Module:
         """Return the experts of a layer."""

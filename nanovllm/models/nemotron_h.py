@@ -11,7 +11,6 @@ from nanovllm.models.nemotron_h_parts import (
     MAMBA_FIELDS,
     MIXER_NAMES,
     block_types,
-    check_fields,
     plain_experts,
     plain_mlp,
 )
@@ -37,12 +36,17 @@ class NemotronHForCausalLM(DecoderForCausalLM):
         "use_conv_bias": True,
         "num_experts_per_tok": 2,
     }
+    only: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "mamba_hidden_act": ("silu",),
+        "n_shared_experts": (1,),
+        "residual_in_fp32": (False,),
+        "moe_latent_size": (None,),
+    }
     reads = frozenset({"layer_types"})
     left_out = ("mtp.",)
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
-        check_fields(config)
         kind = block_types(config)[index]
         if kind == "linear_attention":
             mixer = mamba_mixer(config, None, MAMBA_FIELDS)

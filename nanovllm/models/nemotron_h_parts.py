@@ -1,9 +1,8 @@
 """Parts of Nemotron-H: the types of its layers, and MLPs and experts without a gate."""
 
 import dataclasses
-from typing import Any
 
-from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.errors import CheckpointError
 from nanovllm.layers.experts import SharedExpertMLP
 from nanovllm.models.expert_parts import deepseek_experts
 from nanovllm.models.hybrid_parts import check_mixed
@@ -19,7 +18,7 @@ MIXER_NAMES = {
     "mlp.expert_bias": "mixer.gate.e_score_correction_bias",
     "mlp.shared_expert.": "mixer.shared_experts.",
     **dict.fromkeys(("mlp.", "self_attn."), "mixer."),
-    **dict.fromkeys(("input_layernorm.", "post_attention_layernorm."), "norm."),
+    "input_layernorm.": "norm.",
 }
 """Checkpoint names for the modules of a decoder of `BlockLayer`s."""
 MAMBA_FIELDS = MambaFields(
@@ -33,23 +32,6 @@ MAMBA_FIELDS = MambaFields(
 )
 _KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """The types of layers, by their letters in hybrid_override_pattern."""
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "mamba_hidden_act": ("silu",),
-    "n_shared_experts": (1,),
-    "residual_in_fp32": (False,),
-}
-"""The values of some fields, if they are there."""
-
-
-def check_fields(config: ModelConfig) -> None:
-    """Raise if the config asks for arithmetic that is not implemented."""
-    for key, values in _ONLY.items():
-        config.only(key, *values)
-    if (size := config.fields.get("moe_latent_size")) is not None:
-        raise UnsupportedModelError(
-            f"config.json: moe_latent_size {shown(size)} is not supported: experts read the hidden "
-            "states themselves"
-        )
 
 
 def block_types(config: ModelConfig) -> list[str]:

@@ -210,9 +210,7 @@ class SandwichLayer(DecoderLayer):
         batch: Batch,
         output_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, residual = self.input_layernorm.add_norm(hidden, residual)
-        if self.store_input is not None:
-            self.store_input(residual, batch.slot_mapping)
+        hidden, residual = self.add_input(hidden, residual, batch)
         hidden = self.after_attention_norm(self.self_attn(hidden, batch, output_indices))
         if output_indices is not None:
             residual = residual[output_indices]
@@ -256,9 +254,7 @@ class ParallelLayer(DecoderLayer):
         batch: Batch,
         output_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, residual = self.input_layernorm.add_norm(hidden, residual)
-        if self.store_input is not None:
-            self.store_input(residual, batch.slot_mapping)
+        hidden, residual = self.add_input(hidden, residual, batch)
         total: torch.Tensor = self.self_attn(hidden, batch, output_indices)
         if output_indices is not None:
             hidden = hidden[output_indices]

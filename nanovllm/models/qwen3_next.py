@@ -11,7 +11,6 @@ from nanovllm.models.hybrid_parts import (
     DELTA_DEFAULTS,
     DELTA_NAMES,
     HeadGatedAttention,
-    MixerLayer,
     check_mixed,
     delta_net,
 )
@@ -45,7 +44,7 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
         types = check_mixed(config.layer_types(interval, "linear_attention"))
         if types[index] == "linear_attention":
             mixer = delta_net(config, grouped=self.grouped)
-            return MixerLayer(config, mixer, mlp, **self.norm)
+            return DecoderLayer(config, mixer, mlp, **self.norm)
         attention = HeadGatedAttention(config, self.rotary_emb(config.rope, config.head_dim))
         return DecoderLayer(config, attention, mlp, **self.norm)
 
