@@ -46,7 +46,7 @@ class Turn(NamedTuple):
 
     prompt: int
     new: int
-    """Those behind what the turns before have in common with the prompt."""
+    """Those after what the prompt has in common with the turn before and its answer."""
     computed: int
 
     def is_good(self) -> bool:

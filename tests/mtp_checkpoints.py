@@ -26,14 +26,14 @@ STATEFUL: dict[str, Any] = {
 """A model with a state: what to change in `checkpoints.SMALL`."""
 
 
-BEHIND = {
+AFTER = {
     "pre_fc_norm_embedding.": "enorm.",
     "pre_fc_norm_hidden.": "hnorm.",
     "fc.": "eh_proj.",
     "norm.": "shared_head.norm.",
     "layers.0.": "",
 }
-"""Names of modules in the layer of GLM-4-MoE, which is behind the target's last one."""
+"""Names of modules in the layer of GLM-4-MoE, after the target's last one."""
 
 
 class Reference(nn.Module):
@@ -58,12 +58,12 @@ class Reference(nn.Module):
 
     @torch.inference_mode()
     def drafts(self, tokens: list[int], count: int) -> list[int]:
-        """Return the most likely `count` tokens behind `tokens`, as the layer guesses them."""
+        """Return the most likely `count` tokens after `tokens`, as the layer guesses them."""
         model, ids = self.target.model, torch.tensor([tokens])
         hidden = model(ids[:, :-1], use_cache=False).last_hidden_state
         for _ in range(count):
             output = self(model.embed_tokens(ids[:, 1:]), hidden)
-            # Position i takes token i + 1, so the last one guesses what is behind the last token.
+            # Position i takes token i + 1, so the last one guesses what comes after the last token.
             draft = self.target.lm_head(output[:, -1:]).argmax(-1)
             ids, hidden = torch.cat([ids, draft], 1), torch.cat([hidden, output[:, -1:]], 1)
         return ids[0, len(tokens) :].tolist()
@@ -93,12 +93,12 @@ def save_mtp(path: Path, head: Reference) -> None:
     """Write the tensors of `head` to the checkpoint at `path`, in place of any others."""
     file = path / "model.safetensors"
     config = head.target.config
-    behind = f"model.layers.{config.num_hidden_layers}."
+    after = f"model.layers.{config.num_hidden_layers}."
     own = {}
     for name, tensor in head.state_dict().items():
         name = f"mtp.{name}"
         if config.model_type in ("glm4_moe", "glm4_moe_lite"):
-            for begin, theirs in BEHIND.items():
-                name = name.replace(f"mtp.{begin}", behind + theirs)
+            for begin, theirs in AFTER.items():
+                name = name.replace(f"mtp.{begin}", after + theirs)
         own[name] = tensor.contiguous()
     save_file(load_file(file) | own, file)

@@ -176,7 +176,7 @@ def _weights(
 
 
 def _drafts(name: str, config: dict[str, Any]) -> bool:
-    """Return whether tensor `name` is of a block behind the model's layers."""
+    """Return whether tensor `name` is of a block after the model's layers."""
     block, _, rest = name.partition(".")
     layer = rest.partition(".")[0]
     return block == "blk" and layer.isdecimal() and int(layer) >= config["num_hidden_layers"]

@@ -121,7 +121,7 @@ class GgufFamily(NamedTuple):
     """Tensors of the layer that drafts (MTP), which follows the others in the file: the names
     without blk.N. and mtp. No names: there is no such layer."""
     leaves_out_drafts: bool = False
-    """Whether the blocks behind the layers, which are for drafts, are left out."""
+    """Whether the blocks after the layers, which are for drafts, are left out."""
     permuted: bool = False
     """Whether the rows of q and k are in llama.cpp's order: see `rotary_pairs`."""
     norm_offset: float = 0.0

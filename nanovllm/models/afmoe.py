@@ -12,7 +12,7 @@ from nanovllm.models.parts import GatedAttention, SandwichLayer, ScaledDecoder, 
 
 class AfmoeForCausalLM(DecoderForCausalLM):
     """Trinity Nano and Mini: norms on both sides, gated attention; three of four layers have a
-    window, the fourth has no RoPE; experts behind the first layers, and one for all tokens.
+    window, the fourth has no RoPE; experts after the first layers, and one for all tokens.
     """
 
     names: ClassVar[dict[str, str]] = {

@@ -1,4 +1,4 @@
-"""The DeepSeek families V2 and V3: latent attention, and experts behind the first layers."""
+"""The DeepSeek families V2 and V3: latent attention, and experts after the first layers."""
 
 from typing import Any, ClassVar
 

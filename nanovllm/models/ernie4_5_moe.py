@@ -11,7 +11,7 @@ from nanovllm.models.model_config import ModelConfig
 
 
 class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
-    """ERNIE 4.5 21B-A3B and 300B-A47B: ERNIE 4.5 with experts behind the first layers, and one that
+    """ERNIE 4.5 21B-A3B and 300B-A47B: ERNIE 4.5 with experts after the first layers, and one that
     all tokens share.
     """
 

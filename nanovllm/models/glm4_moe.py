@@ -1,4 +1,4 @@
-"""The GLM-4-MoE family: half of each head rotates; experts behind the first layers."""
+"""The GLM-4-MoE family: half of each head rotates; experts after the first layers."""
 
 from typing import Any, ClassVar
 
@@ -8,7 +8,7 @@ from nanovllm.models.model_config import ModelConfig
 
 
 class Glm4MoeForCausalLM(DecoderForCausalLM):
-    """GLM-4.5, GLM-4.5-Air, GLM-4.6 and GLM-4.7: half of each head rotates; experts behind the
+    """GLM-4.5, GLM-4.5-Air, GLM-4.6 and GLM-4.7: half of each head rotates; experts after the
     first layers, chosen by sigmoids, and one that all tokens share.
     """
 

@@ -14,7 +14,7 @@ from nanovllm.models.parts import GatedAttention, NarrowGateAttention, attention
 
 class LagunaForCausalLM(DecoderForCausalLM):
     """Laguna XS 2.1: attention with a gate for each head; some layers have a window, other rotary
-    angles and more heads; experts behind the first layer, and one for all tokens.
+    angles and more heads; experts after the first layer, and one for all tokens.
     """
 
     names: ClassVar[dict[str, str]] = {

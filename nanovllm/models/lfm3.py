@@ -54,4 +54,4 @@ class Lfm3ForCausalLM(DecoderForCausalLM):
 
 
 _KINDS = ("conv", "full_attention", "conv", "sliding_attention")
-"""The types of four layers behind the first, which is a convolution, too."""
+"""The types of four layers after the first, which is a convolution, too."""

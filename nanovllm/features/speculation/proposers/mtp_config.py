@@ -1,7 +1,7 @@
 """`MTPConfig`: what a checkpoint says of the layer that it has for drafts (multi-token prediction).
 
 Its tensors are those whose names begin with "mtp.", in the same files as the target's, or they are
-those of a layer behind the target's last one, as in DeepSeek-V3.
+those of a layer after the target's last one, as in DeepSeek-V3.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ from nanovllm.options.validation import shown
 from nanovllm.worker.model_loader import NetworkSpec, check_weights
 
 PREFIX = "mtp."
-BEHIND = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
-"""Architectures of targets whose layer is behind the last one."""
+AFTER = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+"""Architectures of targets whose layer comes after the last one."""
 FAMILIES = (
-    *BEHIND,
+    *AFTER,
     "MellumForCausalLM",
     "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration",
@@ -50,8 +50,8 @@ class MTPConfig(ModelConfig):
     @property
     def prefix(self) -> str:
         """Return what the names of the layer's tensors begin with."""
-        behind = f"model.layers.{self.num_target_layers}."
-        return behind if self.family in BEHIND else PREFIX
+        after = f"model.layers.{self.num_target_layers}."
+        return after if self.family in AFTER else PREFIX
 
 
 def check_mtp(target: NetworkSpec) -> NetworkSpec:

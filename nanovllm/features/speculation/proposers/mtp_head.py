@@ -51,14 +51,14 @@ class MTPParts(nn.Module):
 
 _OF_TARGET = frozenset({"lm_head.", "language_model.", *OTHER_MODALITIES}) - {PREFIX}
 """Prefixes of tensors that are not the layer's."""
-_BEHIND = {
+_AFTER = {
     "pre_fc_norm_embedding.": "enorm.",
     "pre_fc_norm_hidden.": "hnorm.",
     "fc.": "eh_proj.",
     "norm.": "shared_head.norm.",
     "layers.0.": "",
 }
-"""The names of modules in a layer behind the target's last one."""
+"""The names of modules in a layer after the target's last one."""
 
 
 class MTPHead(Head):
@@ -97,8 +97,8 @@ class MTPHead(Head):
         """Return the checkpoint's name of tensor `name`, as the target's family has it."""
         if self._prefix != PREFIX:
             own = name.removeprefix(PREFIX)
-            begin = next(each for each in _BEHIND if own.startswith(each))
-            name = self._prefix + _BEHIND[begin] + own.removeprefix(begin)
+            begin = next(each for each in _AFTER if own.startswith(each))
+            name = self._prefix + _AFTER[begin] + own.removeprefix(begin)
         return self._checkpoint_name(name, known)
 
     def expect(self, known: Collection[str]) -> None:
