@@ -96,6 +96,11 @@ class Row(NamedTuple):
         """The position of the row's first sample, and of its first draft; `end` if it has none."""
         return self.end - self.num_draft_tokens
 
+    def begun_blocks(self, block_size: int) -> range:
+        """Return which blocks the row begins and may not fill: some drafts may be missing."""
+        begun = -(-self.num_computed_tokens // block_size)
+        return range(max(begun, self.sample_position // block_size), -(-self.end // block_size))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:

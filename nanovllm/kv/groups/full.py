@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence as Seq
 
-from nanovllm.kv.groups.group import Group, StepPages, begun_blocks
+from nanovllm.kv.groups.group import Group, StepPages
 from nanovllm.kv.trie import Hit, Node
 from nanovllm.scheduler.messages import Admission, Row
 from nanovllm.scheduler.sequence import Sequence
@@ -123,6 +123,6 @@ class FullGroup(Group):
         size = self.block_size
         for row in rows:
             if -row.num_computed_tokens % size < row.num_scheduled_tokens:  # it begins a block
-                begun = begun_blocks(row, size)
+                begun = row.begun_blocks(size)
                 table = sequences[row.seq_id].block_table
                 step.blocks_to_zero += table[begun.start : begun.stop]

@@ -19,12 +19,6 @@ class StepPages:
     copies: list[PageCopy] = dataclasses.field(default_factory=list)
 
 
-def begun_blocks(row: Row, block_size: int) -> range:
-    """Return which blocks a row begins and may not fill, because some drafts may be missing."""
-    begun = -(-row.num_computed_tokens // block_size)
-    return range(max(begun, row.sample_position // block_size), -(-row.end // block_size))
-
-
 class Group(ABC):
     """What layers with equal caches keep of each sequence, in pages of the pool.
 

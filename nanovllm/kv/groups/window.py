@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence as Seq
 from itertools import islice
 
-from nanovllm.kv.groups.group import Group, StepPages, begun_blocks
+from nanovllm.kv.groups.group import Group, StepPages
 from nanovllm.kv.trie import Hit, Node
 from nanovllm.kv.windows import WindowSpec
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row
@@ -189,7 +189,7 @@ class WindowGroup(Group):
                     where = start + number * width + index
                     step.new_blocks.append(NewBlocks(row.table_idx, where, pages))
                 table.num_sent = table.end
-            for index in begun_blocks(row, self.block_size):
+            for index in row.begun_blocks(self.block_size):
                 step.blocks_to_zero += table.blocks[index - table.start].pages
 
     def _end(self, seq: Sequence, num_tokens: int) -> int:
