@@ -53,6 +53,7 @@ def test_every_route_of_vllms_is_here_or_says_what_to_use() -> None:
         absent_routes,
         chat_route,
         completions_route,
+        messages_route,
         models_route,
         prometheus,
         responses_route,
@@ -60,8 +61,9 @@ def test_every_route_of_vllms_is_here_or_says_what_to_use() -> None:
         tokens,
     )
 
-    modules = (chat_route, completions_route, models_route, responses_route, status, tokens)
-    here = {route.path for module in (*modules, prometheus) for route in module.router.routes}
+    modules = (chat_route, completions_route, messages_route, responses_route, models_route)
+    modules += (prometheus, status, tokens)
+    here = {route.path for module in modules for route in module.router.routes}
     absent = absent_routes.ABSENT_ROUTES
     assert [path for path in vllm_names.ROUTES.split() if path not in here | absent.keys()] == []
     assert here.isdisjoint(absent)

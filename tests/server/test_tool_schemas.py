@@ -25,7 +25,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
     ],
 )
 def test_right_keywords(schema: dict[str, Any]) -> None:
-    check_keywords(schema)
+    check_keywords(schema, "parameters")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_right_keywords(schema: dict[str, Any]) -> None:
 )
 def test_wrong_keywords(schema: dict[str, Any], message: str) -> None:
     with pytest.raises(PydanticCustomError, match=message):
-        check_keywords(schema)
+        check_keywords(schema, "parameters")
 
 
 def test_values_are_counted_over_all_schemas() -> None:

@@ -113,7 +113,7 @@ class _Forward:
             if answer.has_begun:
                 await answer.break_off(found, scope["path"])
             else:
-                await found.response()(scope, receive, send)
+                await found.response(scope["path"])(scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         """Return the body, None if the client goes away first.

@@ -25,9 +25,7 @@ ABSENT_ROUTES = {
     **dict.fromkeys(
         ("/v1/chat/completions/derender", "/v1/completions/derender"), "use POST /detokenize"
     ),
-    **dict.fromkeys(
-        ("/v1/messages", "/v1/messages/count_tokens", "/cohere/v2/chat", "/invocations"), _OPENAI
-    ),
+    **dict.fromkeys(("/cohere/v2/chat", "/invocations"), _OPENAI),
     **dict.fromkeys(("/v1/decisions", "/v1/systemone"), _OPENAI),
     "/inference/v1/generate": "use POST /v1/completions with token ids as the prompt, and "
     "return_token_ids",

@@ -11,6 +11,7 @@ from nanovllm import __version__
 from nanovllm.apps.server import (
     chat_route as chat,
     completions_route as completions,
+    messages_route as messages,
     models_route as models,
     prometheus as metrics,
     responses_route as responses,
@@ -39,7 +40,9 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
         responses={"4XX": _ERROR, "5XX": _ERROR},
     )
     app.state.server = ServerState(llm, options)
-    routers = [m.router for m in (chat, completions, responses, models, tokens, metrics, status)]
+    routers = [
+        m.router for m in (chat, completions, responses, messages, models, tokens, metrics, status)
+    ]
     for router in routers:
         app.include_router(router)
     routes = [route for router in routers for route in router.routes if isinstance(route, Route)]

@@ -1,4 +1,4 @@
-"""Errors as answers: every error leaves the server with a status and OpenAI's JSON body."""
+"""Errors as answers: every error leaves the server with a status and the JSON body of its API."""
 
 import json
 import re
@@ -25,6 +25,17 @@ _TYPES = {
     504: "timeout_error",
 }
 """OpenAI's kinds of errors by status; others are an "invalid_request_error"."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's kinds of errors by status; others are an "invalid_request_error"."""
 _OBJECT = ("dict_type", "model_type", "model_attributes_type")
 """Pydantic's errors for what should be an object of JSON."""
 
@@ -68,11 +79,18 @@ class APIError(HTTPException):
         type = type or _TYPES.get(status, "invalid_request_error")
         self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
 
-    def response(self) -> Response:
-        """Return the answer that carries this error."""
-        text = json.dumps(self.body)
+    def response(self, path: str) -> Response:
+        """Return the answer that carries this error, in the form of the route `path`."""
+        is_anthropic = path.startswith("/v1/messages")
+        text = json.dumps(anthropic_body(self) if is_anthropic else self.body)
         headers = dict(self.headers or {})
         return Response(text, self.status_code, headers, media_type="application/json")
+
+
+def anthropic_body(error: APIError) -> dict[str, Any]:
+    """Return the body of an error in Anthropic's form."""
+    kind = _ANTHROPIC_TYPES.get(error.status_code, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.body["error"]["message"]}}
 
 
 def as_api_error(error: BaseException) -> APIError:
@@ -203,7 +221,7 @@ def _path(place: Seq[Any]) -> str:
 
 
 def add_error_handlers(app: FastAPI, paths: Collection[str]) -> None:
-    """Make every error of `app` leave with OpenAI's body.
+    """Make every error of `app` leave with a body of its API.
 
     Args:
         paths: those of its routes.
@@ -213,7 +231,7 @@ def add_error_handlers(app: FastAPI, paths: Collection[str]) -> None:
         found = as_api_error(error)
         if found is not error and found.status_code == 404:  # the router's
             found = _unknown_route(request.url.path, paths)
-        return found.response()
+        return found.response(request.url.path)
 
     for kind in (RequestValidationError, HTTPException, NanoVLLMError, Exception):
         app.add_exception_handler(kind, handle)

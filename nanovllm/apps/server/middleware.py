@@ -53,7 +53,7 @@ class GuardMiddleware:
                 raise self._too_large()
         except APIError as error:
             error.headers = {**(error.headers or {}), "Connection": "close"}
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         await self._app(scope, self._limited(receive), send)
 

@@ -24,6 +24,9 @@ _NO_SOUND = "the models here read and write text only; leave it out"
 class Tool(RequestModel):
     """A function that the model may call."""
 
+    schema_field: ClassVar[str] = "parameters"
+    """What the request calls the schema of the arguments."""
+
     name: str = Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -32,8 +35,8 @@ class Tool(RequestModel):
 
     @model_validator(mode="after")
     def _check_parameters(self) -> Self:
-        check_size([self.parameters], "parameters")
-        check_keywords(self.parameters or {})
+        check_size([self.parameters], self.schema_field)
+        check_keywords(self.parameters or {}, self.schema_field)
         return self
 
 

@@ -40,15 +40,18 @@ def check_size(schemas: Iterable[Any], field: str) -> None:
             unread += value.values() if isinstance(value, dict) else value
 
 
-def check_keywords(schema: Mapping[str, Any]) -> None:
+def check_keywords(schema: Mapping[str, Any], field: str) -> None:
     """Refuse the schema of a tool's parameters in which a keyword has no value that it can have.
 
     An empty value counts as absent.
 
+    Args:
+        field: what the request calls the schema.
+
     Raises:
         PydanticCustomError: it names the place and the rule.
     """
-    unread: list[tuple[str, Any]] = [("parameters", schema)]
+    unread: list[tuple[str, Any]] = [(field, schema)]
     while unread:
         place, part = unread.pop()
         if not isinstance(part, dict):

@@ -1,0 +1,197 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's form of a chat."""
+
+import logging
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from nanovllm.apps.server import generation
+from nanovllm.apps.server.answers.parameter_types import typed
+from nanovllm.apps.server.conversation import AnswerReader, params_in_form, render
+from nanovllm.apps.server.error_bodies import APIError, anthropic_body, as_api_error, naming_params
+from nanovllm.apps.server.json_route import JSONRoute
+from nanovllm.apps.server.message_blocks import MessageBuilder, messages_of
+from nanovllm.apps.server.params import chat_params, structured_names
+from nanovllm.apps.server.protocol.message_objects import (
+    MessageEvent,
+    MessageObject,
+    MessageUsage,
+    StopReason,
+    ThinkingTokens,
+    TokenCount,
+)
+from nanovllm.apps.server.protocol.messages import CountTokensRequest, MessagesRequest
+from nanovllm.apps.server.response_items import new_id
+from nanovllm.apps.server.sse import frame, sse
+from nanovllm.apps.server.state import ServerState, state_of
+from nanovllm.engine.prompt import Prompt
+from nanovllm.errors import InvalidRequestError
+from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.outputs import CompletionOutput, RequestOutput
+
+router = APIRouter(tags=["messages"], route_class=JSONRoute)
+
+logger = logging.getLogger(__name__)
+
+_STOP_REASONS: dict[str | None, StopReason] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+}
+
+
+@router.post("/v1/messages", response_model=MessageObject)
+async def answer(request: Request, body: MessagesRequest) -> Response:
+    """Answer a conversation."""
+    server = state_of(request)
+    renamed = {"stop": "stop_sequences", **structured_names(body)}
+    fields = MessagesRequest.model_fields
+    with naming_params(fields, "messages", renamed), _saying_too_long():
+        place = generation.admit(request, 1, body)
+        prompt, params = await place.prepare(_prepare, server, body)
+        answer = _Answer(server, body, prompt)
+        outputs = await generation.run(
+            place,
+            Prompt(prompt, rendered=True, salt=body.cache_salt),
+            params,
+            stream=bool(body.stream),
+        )
+        if body.stream:
+            return sse(answer.frames(outputs), done="")
+        text = answer.whole(await anext(outputs)).model_dump_json()
+        return Response(text, media_type="application/json")
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(request: Request, body: CountTokensRequest) -> TokenCount:
+    """Return how many tokens a conversation has."""
+    server = state_of(request)
+    server.check_model(body.model)
+    fields = CountTokensRequest.model_fields
+    with naming_params(fields, "messages"), _saying_too_long():
+        place = generation.admit(request, 1)
+        return TokenCount(input_tokens=await place.prepare(_count, server, body))
+
+
+@contextmanager
+def _saying_too_long() -> Iterator[None]:
+    """Make the error for a long conversation begin as Anthropic's does: agents then shorten it."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if "max_model_len" not in str(error):
+            raise
+        raise InvalidRequestError(f"prompt is too long: {error}") from None
+
+
+def _count(server: ServerState, body: CountTokensRequest) -> int:
+    prompt = _render(server, body)
+    return len(server.llm.engine.input_processor.encode(prompt, rendered=True))
+
+
+def _prepare(server: ServerState, body: MessagesRequest) -> tuple[str, SamplingParams]:
+    """Return the prompt and the parameters. Making them takes a while: call it in a thread."""
+    changes: dict[str, Any] = {}
+    if body.stop_sequences:
+        changes["stop"] = tuple(body.stop_sequences)
+    # First, for its checks cost little.
+    params = chat_params(server, body, max_tokens=body.max_tokens, **changes)
+    prompt = _render(server, body)
+    return prompt, params_in_form(server, body, prompt, params)
+
+
+def _render(server: ServerState, body: CountTokensRequest) -> str:
+    """Return the prompt. A last message of the model's is continued."""
+    variables: dict[str, Any] = {"enable_thinking": body.thinks, "thinking": body.thinks}
+    if body.output_config is not None and body.output_config.effort is not None:
+        variables["reasoning_effort"] = body.output_config.effort
+    messages = messages_of(body.system, body.messages)
+    last = messages[-1]
+    continues = last.role == "assistant" and bool(last.content) and not last.tool_calls
+    return render(
+        server,
+        messages,
+        tools=body.functions,
+        continue_final_message=continues,
+        chat_template_kwargs={**variables, **(body.chat_template_kwargs or {})},
+    )
+
+
+class _Answer:
+    """Makes the message of one request."""
+
+    def __init__(self, server: ServerState, body: MessagesRequest, prompt: str) -> None:
+        self._reader = AnswerReader(server, body, prompt, typed(body.functions))
+        self._stop_sequences = frozenset(body.stop_sequences or ())
+        self._max_model_len = server.max_model_len
+        self._builder = MessageBuilder(
+            MessageObject(
+                id=new_id("msg") if body.request_id is None else f"msg_{body.request_id}",
+                model=server.name_in_answer(body.model),
+            )
+        )
+
+    def whole(self, output: RequestOutput) -> MessageObject:
+        (completion,) = output.outputs
+        for part in self._reader.parts(completion):
+            for _ in self._builder.add(part):
+                pass
+        self._note_usage(output, len(completion.token_ids))
+        self._end(completion)
+        for _ in self._builder.finish():
+            pass
+        return self._builder.message
+
+    async def frames(
+        self, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[str, None]:
+        """Yield the events of a streamed message; those that come at once together."""
+        num_output = 0
+        has_started = False
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    (completion,) = output.outputs
+                    num_output += len(completion.token_ids)
+                    self._note_usage(output, num_output)
+                    events = [] if has_started else self._builder.start()
+                    has_started = True
+                    for part in self._reader.parts(completion):
+                        events += self._builder.add(part)
+                    if completion.finish_reason is not None:
+                        self._end(completion)
+                        events += self._builder.finish()
+                    yield _frames(events)
+        except Exception as error:
+            if not isinstance(error, APIError):
+                logger.exception("a stream ended with an error")
+            yield _frames([MessageEvent(**anthropic_body(as_api_error(error)))])
+
+    def _note_usage(self, output: RequestOutput, num_output: int) -> None:
+        self._builder.message.usage = MessageUsage(
+            input_tokens=len(output.prompt_token_ids) - output.num_cached_tokens,
+            cache_read_input_tokens=output.num_cached_tokens,
+            output_tokens=num_output,
+            output_tokens_details=ThinkingTokens(),
+        )
+
+    def _end(self, completion: CompletionOutput) -> None:
+        """Set why the message ends."""
+        if completion.finish_reason == "abort":
+            raise APIError(500, "the request was aborted")
+        message, usage = self._builder.message, self._builder.message.usage
+        usage.output_tokens_details.thinking_tokens = self._reader.num_reasoning_tokens
+        num_tokens = usage.input_tokens + usage.cache_read_input_tokens + usage.output_tokens
+        message.stop_reason = _STOP_REASONS[self._reader.finish_reason(completion)]
+        if message.stop_reason == "max_tokens" and num_tokens >= self._max_model_len:
+            message.stop_reason = "model_context_window_exceeded"
+        if message.stop_reason == "end_turn" and completion.stop_reason in self._stop_sequences:
+            message.stop_reason = "stop_sequence"
+            message.stop_sequence = str(completion.stop_reason)
+
+
+def _frames(events: list[MessageEvent]) -> str:
+    return "".join(frame(event, event.type) for event in events)

@@ -1,0 +1,312 @@
+"""Requests of /v1/messages and /v1/messages/count_tokens, by the names of Anthropic's API."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from nanovllm.apps.server.answers.answer_format import ToolChoice
+from nanovllm.apps.server.protocol.chat import ConversationRequest, FunctionName, Tool
+from nanovllm.apps.server.protocol.common import (
+    STRING_OR_LIST,
+    JSONSchema,
+    RequestModel,
+    ShortText,
+    refused,
+)
+from nanovllm.apps.server.protocol.request_messages import SentBack
+from nanovllm.options.other_names import OtherName, other_names
+from nanovllm.options.validation import shown
+
+_TEXT_ONLY = "the models here read text only: send it as a text block"
+_ONLY_CUSTOM = "this server runs no tools itself; define it as a custom tool with an input_schema"
+_OF_OTHER_ROUTES = other_names(
+    ("n", (1,), "an answer is one message"),
+    ("stop", (), "use stop_sequences"),
+    ("user", (), "use metadata.user_id"),
+    ("response_format", (), "use output_config.format"),
+    ("stream_options", (), "usage is always sent"),
+    ("parallel_tool_calls", (), "use tool_choice.disable_parallel_tool_use"),
+    ("prompt_logprobs", (), "use /v1/completions"),
+    ("return_token_ids return_tokens_as_token_ids", (False,), "use /v1/chat/completions"),
+)
+_MANY = Field(max_length=4096, fail_fast=True)
+_FEW = Field(max_length=128, fail_fast=True)
+
+
+class Block(RequestModel):
+    """A part of a message. Every prompt is cached, so marks of what to cache are dropped."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        ["cache_control", "citations", "caller", "toolset_name"]
+    )
+
+
+class TextBlock(Block):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class PlainTextSource(RequestModel):
+    """The text of a document."""
+
+    type: Literal["text"]
+    media_type: Literal["text/plain"] = "text/plain"
+    data: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("type") != "text":
+            raise refused(
+                "type", f"a source of type {shown(given.get('type'))} is not read: {_TEXT_ONLY}"
+            )
+        return given
+
+
+class DocumentBlock(Block):
+    """A document."""
+
+    type: Literal["document"]
+    source: PlainTextSource
+    title: str | None = None
+    context: str | None = None
+
+
+class ThinkingBlock(SentBack):
+    """What the model thought before it answered. Its signature is not checked."""
+
+    type: Literal["thinking"]
+    thinking: str = ""
+
+
+class RedactedThinkingBlock(SentBack):
+    """Thoughts of another server that nobody can read."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Block):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+def _type_of(block: Any) -> str | None:
+    return block.get("type") if isinstance(block, dict) else None
+
+
+def _kind_of(content: Any) -> str | None:
+    if isinstance(content, str):
+        return "text"
+    return "blocks" if isinstance(content, list) else None
+
+
+_TEXT_OR_BLOCKS = Discriminator(
+    _kind_of, custom_error_type="kind", custom_error_message=STRING_OR_LIST
+)
+_TextOnly = Annotated[
+    Annotated[TextBlock, Tag("text")] | Annotated[DocumentBlock, Tag("document")],
+    Discriminator(
+        _type_of,
+        custom_error_type="block_type",
+        custom_error_message=f"must be of type text or document: {_TEXT_ONLY}",
+    ),
+]
+
+
+class ToolResultBlock(Block):
+    """What a tool returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: (
+        Annotated[
+            Annotated[str, Tag("text")] | Annotated[list[_TextOnly], _MANY, Tag("blocks")],
+            _TEXT_OR_BLOCKS,
+        ]
+        | None
+    ) = None
+    is_error: bool | None = None
+
+
+AnyBlock = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")],
+    Discriminator(
+        _type_of,
+        custom_error_type="block_type",
+        custom_error_message="must be of type text, document, thinking, redacted_thinking, "
+        f"tool_use or tool_result: {_TEXT_ONLY}",
+    ),
+]
+
+
+class InputMessage(RequestModel):
+    """What one side said."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        Annotated[str, Tag("text")] | Annotated[list[AnyBlock], _MANY, Tag("blocks")],
+        _TEXT_OR_BLOCKS,
+    ]
+
+
+class CustomTool(Tool):
+    """A tool that the client runs."""
+
+    schema_field: ClassVar[str] = "input_schema"
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("cache_control", "input_examples", "allowed_callers"),
+            *("defer_loading", "eager_input_streaming"),
+        )
+    )
+
+    type: Literal["custom"] = "custom"
+    parameters: dict[str, Any] = Field(alias="input_schema")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, given: Any) -> Any:
+        """Refuse tools of Anthropic's by name: their schemas are not in the request."""
+        kind = given.get("type") if isinstance(given, dict) else None
+        if kind not in (None, "custom"):
+            raise refused("type", f"the tool {shown(kind)} is not supported: {_ONLY_CUSTOM}")
+        return given
+
+
+class ToolChoiceOption(RequestModel):
+    """Whether the answer may or must call tools."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if self.type == "tool" and self.name is None:
+            raise refused("name", "a tool_choice of type tool needs a name")
+        return self
+
+
+class Thinking(RequestModel):
+    """Whether the model thinks before it answers. How long it does is its own choice."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(["budget_tokens", "display"])
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+
+
+class OutputFormat(JSONSchema):
+    """What form the text must have."""
+
+    type: Literal["json_schema"]
+
+
+class OutputConfig(RequestModel):
+    """What the answer should be like."""
+
+    effort: str | None = None
+    """Passed to the chat template as reasoning_effort."""
+    format: OutputFormat | None = None
+
+
+class Metadata(RequestModel):
+    """Whose request it is."""
+
+    user_id: str | None = None
+
+
+class CountTokensRequest(ConversationRequest):
+    """A conversation whose tokens are to be counted."""
+
+    others: ClassVar[Mapping[str, OtherName]] = {
+        **ConversationRequest.others,
+        **_OF_OTHER_ROUTES,
+        **other_names(
+            ("container mcp_servers", ([],), _ONLY_CUSTOM),
+            ("output_format", (), "use output_config.format"),
+        ),
+    }
+    not_taken: ClassVar[frozenset[str]] = frozenset(_OF_OTHER_ROUTES)
+    ignored: ClassVar[frozenset[str]] = ConversationRequest.ignored | {
+        *("cache_control", "context_management", "inference_geo", "speed"),
+        *("diagnostics", "user_profile_id", "workspace_id"),
+    }
+    empty_is_absent = ConversationRequest.empty_is_absent | {"tool_choice", "output_config"}
+
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
+    system: (
+        Annotated[
+            Annotated[str, Tag("text")] | Annotated[list[TextBlock], _MANY, Tag("blocks")],
+            _TEXT_OR_BLOCKS,
+        ]
+        | None
+    ) = None
+    tools: Annotated[list[CustomTool], _FEW] | None = None
+    tool_choice: ToolChoiceOption | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    metadata: Metadata | None = None
+    """Its user_id is the key of fairness."""
+
+    @property
+    def functions(self) -> list[Tool]:
+        """The tools by name: clients send them in changing orders, and prompts begin with them."""
+        if self.tool_choice is not None and self.tool_choice.type == "none":
+            return []
+        return sorted(self.tools or (), key=lambda tool: tool.name)
+
+    @property
+    def choice(self) -> ToolChoice:
+        match self.tool_choice:
+            case ToolChoiceOption(type="tool", name=str(name)):
+                return FunctionName(name=name)
+            case ToolChoiceOption(type="any"):
+                return "required"
+            case ToolChoiceOption(type="none"):
+                return "none"
+        return "auto"
+
+    @property
+    def may_repeat(self) -> bool:
+        return self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model is to think: only if it is told to, as in Anthropic's API."""
+        return self.thinking is not None and self.thinking.type != "disabled"
+
+    def forms(self) -> dict[str, dict[str, Any]]:
+        found = super().forms()
+        match self.output_config:
+            case OutputConfig(format=OutputFormat(schema_=schema)):
+                found["output_config.format"] = {"json": schema if isinstance(schema, dict) else {}}
+        return found
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
+        if self.choice not in ("none", "auto") and not self.tools:
+            raise refused("tool_choice", "tool_choice needs tools")
+        if self.include_reasoning is None:
+            self.include_reasoning = self.thinks
+        if self.metadata is not None:
+            self.user = self.metadata.user_id
+        return self
+
+
+class MessagesRequest(CountTokensRequest):
+    """A conversation to answer, and how."""
+
+    max_tokens: int
+    stop_sequences: Annotated[list[ShortText], Field(max_length=64, fail_fast=True)] | None = None

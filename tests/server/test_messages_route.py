@@ -1,0 +1,289 @@
+"""/v1/messages by Anthropic's client, unmodified."""
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic import Anthropic
+from anthropic.types import RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from nanovllm.apps.server.answers.answer_format import find_answer_format
+from nanovllm.apps.server.message_blocks import MessageBuilder, messages_of
+from nanovllm.apps.server.protocol.message_objects import MessageEvent, MessageObject
+from nanovllm.apps.server.protocol.messages import MessagesRequest
+from tests.glossary import ANSWERS, QUESTIONS
+from tests.server.conftest import Running
+
+MODEL = "model"
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"name": "weather", "description": "of a city", "input_schema": CITY}
+OTHER_TOOL: Any = {"name": "now", "input_schema": {"type": "object", "properties": {}}}
+
+
+@pytest.fixture(scope="module")
+def anthropic_client(server: Running) -> Anthropic:
+    return Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+GREEDY: Any = {"temperature": 0.0}  # not an argument of today's client
+
+
+def ask(client: Anthropic, content: Any, **fields: Any) -> Any:
+    given = {"model": MODEL, "max_tokens": 64, "messages": [{"role": "user", "content": content}]}
+    return client.messages.create(**(given | fields), extra_body=GREEDY)
+
+
+def test_answers_a_question(anthropic_client: Anthropic) -> None:
+    found = ask(anthropic_client, QUESTIONS[0], metadata={"user_id": "me"})
+    (block,) = found.content
+    assert (block.type, block.text) == ("text", ANSWERS[0])
+    assert (found.role, found.type, found.model) == ("assistant", "message", MODEL)
+    assert found.id.startswith("msg_")
+    assert (found.stop_reason, found.stop_sequence) == ("end_turn", None)
+    again = ask(anthropic_client, QUESTIONS[0]).usage
+    assert again.output_tokens == found.usage.output_tokens > 0
+    assert again.cache_read_input_tokens + again.input_tokens == (
+        found.usage.cache_read_input_tokens + found.usage.input_tokens
+    )
+
+
+def test_streams_by_named_events(anthropic_client: Anthropic, server: Running) -> None:
+    question = {"role": "user", "content": QUESTIONS[1]}
+    fields: Any = {"model": MODEL, "max_tokens": 64, "messages": [question]}
+    with anthropic_client.messages.stream(**fields, extra_body=GREEDY) as stream:
+        assert "".join(stream.text_stream) == ANSWERS[1]
+        found = stream.get_final_message()
+    assert found.stop_reason == "end_turn"
+    assert found.usage.output_tokens > 0
+    reply = server.send("/v1/messages", {**fields, **GREEDY, "stream": True})
+    names = [
+        line.removeprefix("event: ") for line in reply.body.splitlines() if line[:6] == "event:"
+    ]
+    assert names[:3] == ["message_start", "ping", "content_block_start"]
+    assert set(names[3:-3]) == {"content_block_delta"}
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+
+
+def test_ends_of_a_message(anthropic_client: Anthropic) -> None:
+    assert ask(anthropic_client, QUESTIONS[0], max_tokens=2).stop_reason == "max_tokens"
+    word = ANSWERS[0].split()[2]
+    found = ask(anthropic_client, QUESTIONS[0], stop_sequences=["#", word])
+    assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", word)
+    assert found.content[0].text == ANSWERS[0][: ANSWERS[0].index(word)]
+
+
+def test_continues_the_models_own_message(anthropic_client: Anthropic) -> None:
+    begin = ANSWERS[0][:20]
+    messages = [
+        {"role": "user", "content": QUESTIONS[0]},
+        {"role": "assistant", "content": begin},
+    ]
+    found = ask(anthropic_client, "", messages=messages)
+    assert begin + found.content[0].text == ANSWERS[0]
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+def test_a_round_of_tool_calls(anthropic_client: Anthropic, choice: Any) -> None:
+    choice = {**choice, "disable_parallel_tool_use": True}
+    asked = {"role": "user", "content": "The weather in Rome?"}
+    fields: Any = {"model": MODEL, "max_tokens": 96, "messages": [asked], "tools": [TOOL]}
+    found = anthropic_client.messages.create(**fields, tool_choice=choice)
+    (call,) = found.content
+    assert isinstance(call, anthropic.types.ToolUseBlock)
+    assert (call.name, call.input.keys()) == ("weather", {"city"})
+    assert found.stop_reason == "tool_use"
+    with anthropic_client.messages.stream(**fields, tool_choice=choice) as stream:
+        streamed = stream.get_final_message()
+    assert streamed.stop_reason == "tool_use"
+    assert streamed.content[0].input.keys() == {"city"}  # type: ignore[union-attr]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "25 C"}
+    turn: Any = [
+        {"role": "assistant", "content": found.content},
+        {"role": "user", "content": [result, {"type": "text", "text": "Thank you."}]},
+    ]
+    fields["messages"] += turn
+    last = anthropic_client.messages.create(**fields, tool_choice={"type": "none"})
+    assert last.content[0].type == "text"
+
+
+def test_counts_tokens(anthropic_client: Anthropic) -> None:
+    given: Any = {"model": MODEL, "messages": [{"role": "user", "content": QUESTIONS[0]}]}
+    count = anthropic_client.messages.count_tokens(**given).input_tokens
+    usage = ask(anthropic_client, QUESTIONS[0]).usage
+    assert count == usage.input_tokens + usage.cache_read_input_tokens
+    with_system = anthropic_client.messages.count_tokens(**given, system="Be brief.")
+    assert with_system.input_tokens > count
+
+
+def test_a_turn_of_an_agent_hits_the_one_before(anthropic_client: Anthropic) -> None:
+    """A header that differs in each request stays out, and tools come in one order."""
+    rules = "Answer in one sentence. " * 20
+    tools = [TOOL, OTHER_TOOL]
+    messages: list[Any] = [{"role": "user", "content": QUESTIONS[2]}]
+    cached = []
+    for turn in range(3):
+        header = f"x-anthropic-billing-header: cc_version=2.1.{turn}; cch={turn * 7919:05x};"
+        system: Any = [
+            {"type": "text", "text": header},
+            {"type": "text", "text": rules, "cache_control": {"type": "ephemeral"}},
+        ]
+        found = anthropic_client.messages.create(
+            model=MODEL,
+            max_tokens=8,
+            messages=messages,
+            system=system,
+            tools=tools[:: -1 if turn % 2 else 1],
+            tool_choice={"type": "auto"},
+            extra_body={"context_management": {"edits": []}},
+        )
+        cached.append(found.usage.cache_read_input_tokens)
+        new = found.usage.input_tokens
+        messages += [
+            {"role": "assistant", "content": found.content},
+            {"role": "user", "content": QUESTIONS[turn]},
+        ]
+    assert cached[2] >= cached[1] > 150
+    assert new < 120
+
+
+def converted(*messages: Any, system: Any = None) -> list[dict[str, Any]]:
+    body = MessagesRequest.model_validate(
+        {"max_tokens": 1, "messages": list(messages), "system": system}
+    )
+    found = messages_of(body.system, body.messages)
+    return [message.model_dump(exclude_unset=True) for message in found]
+
+
+def test_blocks_become_messages() -> None:
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": "any"}
+    call = {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}
+    document = {"type": "document", "title": "T", "source": {"type": "text", "data": "D"}}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "c1",
+        "content": [{"type": "text", "text": "5"}],
+    }
+    found = converted(
+        {"role": "user", "content": [document, {"type": "text", "text": "Sum it."}]},
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "I do."}, call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+        {"role": "user", "content": "Well?"},
+        system="x-anthropic-billing-header: a=1;\nBe kind.",
+    )
+    function = {"name": "f", "arguments": {"a": 1}}
+    assert found == [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "T\nD\n\nSum it."},
+        {
+            "role": "assistant",
+            "content": "I do.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "5", "name": "f"},
+        {"role": "user", "content": "And?\n\nWell?"},
+    ]
+
+
+def built(answer: str, *, cut: bool = False) -> tuple[MessageObject, Seq[MessageEvent]]:
+    """Return what a text of a model that reasons and calls tools becomes."""
+    format_ = find_answer_format("<tool_call></think>", "auto", "auto")
+    parser = format_.parser(has_tools=True, starts_in_reasoning=False)
+    builder = MessageBuilder(MessageObject(id="msg_1", model=MODEL))
+    events = builder.start()
+    for start in range(0, len(answer), 3):
+        for part in parser.feed(answer[start : start + 3]):
+            events += builder.add(part)
+    for part in parser.finish(cut=cut):
+        events += builder.add(part)
+    builder.message.stop_reason = "end_turn"
+    events += builder.finish()
+    return builder.message, events
+
+
+def test_every_kind_of_block_is_streamed() -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    message, events = built(f"<think>Hm.</think>Let me see.{call}")
+    assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
+    adapter: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+    stream = anthropic.lib.streaming._messages  # what the client makes of the events
+    snapshot, buffers = None, {}
+    for event in events:
+        data = event.model_dump(mode="json", exclude_unset=True)
+        if event.type != "ping":
+            snapshot = stream.accumulate_event(
+                event=adapter.validate_python(data), current_snapshot=snapshot, json_bufs=buffers
+            )
+    assert snapshot is not None
+    blocks: Any = snapshot.content
+    assert blocks[0].thinking.strip() == "Hm."
+    assert blocks[0].signature == message.content[0].signature  # type: ignore[union-attr]
+    assert blocks[1].text.strip() == "Let me see."
+    assert blocks[2].input == {"city": "Rome"} == message.content[2].input  # type: ignore[union-attr]
+
+
+def test_a_call_that_is_cut_off_keeps_what_is_there() -> None:
+    message, _ = built('<tool_call>\n{"name": "f", "arguments": {"a": 1, "b": [2', cut=True)
+    (call,) = message.content
+    assert call.type == "tool_use"
+    assert call.input.get("a") == 1
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+PDF = {"type": "document", "source": IMAGE["source"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": None}, "max_tokens should be a valid integer"),
+        ({"max_tokens": 0}, "max_tokens must be"),
+        ({"messages": []}, "messages should have at least 1 item"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "models here read text only"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "document", "source": IMAGE["source"]}]}
+                ]
+            },
+            "'base64' is not read",
+        ),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            "runs no tools itself",
+        ),
+        ({"tools": [{"name": "f", "input_schema": {"type": 5}}]}, "input_schema.type must be"),
+        ({"tools": [{"name": "f"}]}, "input_schema is missing"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+        ({"tools": [OTHER_TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "named 'f'"),
+        ({"mcp_servers": [{"url": "http://x"}]}, "runs no tools itself"),
+        ({"stop": "a"}, "use stop_sequences"),
+        ({"temperature": -1.0}, "temperature must be"),
+        ({"stop_sequences": [""]}, "stop"),
+        ({"unknown": 1}, "there is no field 'unknown'"),
+    ],
+)
+def test_bad_requests_say_what_is_wrong(server: Running, fields: Any, words: str) -> None:
+    body = {"max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}], **fields}
+    reply = server.send("/v1/messages", body)
+    assert reply.status == 400
+    assert reply.body.keys() == {"type", "error"}
+    assert reply.body["error"]["type"] == "invalid_request_error"
+    assert words in reply.body["error"]["message"]
+
+
+def test_errors_have_anthropics_form(anthropic_client: Anthropic, server: Running) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+        ask(anthropic_client, "Hi", model="claude-opus-9")
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: .*max_model_len"):
+        ask(anthropic_client, "word " * 5000)
+    reply = server.send("/v1/messages/batches", {})
+    assert reply.status == 404
+    assert reply.body["error"]["type"] == "not_found_error"
