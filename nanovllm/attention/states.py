@@ -44,16 +44,13 @@ class Replay(NamedTuple):
 
     own: torch.Tensor
     """[T] int64: the index in E of each of the step's own tokens."""
-    logged: torch.Tensor
-    """[E - T] int64: the index in E of each token that is computed again."""
-    log_rows: torch.Tensor
-    """[E - T] int64: the row of the log that has it."""
-    draft_tokens: torch.Tensor
-    """[D] int64: the index in T of each draft to keep."""
-    draft_rows: torch.Tensor
-    """[D] int64: the row of the log that takes it; it may be one of `log_rows`."""
+    sources: torch.Tensor
+    """[E] int64: of each token of E, its index in T; or -1 - i, if row i of the log has it."""
+    kept: torch.Tensor
+    """[E] int64: the row of the log that takes what enters for the token, perhaps one that an
+    earlier token of its row comes from. -1: nothing is kept."""
     num_log_rows: int
-    """Rows of a log."""
+    """Rows of a log. It has one more, which no token comes from."""
 
 
 class Cells(NamedTuple):

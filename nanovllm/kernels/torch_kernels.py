@@ -260,6 +260,7 @@ class Kernels:
 
     add_lora = staticmethod(adapters.add_lora)
 
+    extend = staticmethod(torch_states.extend)
     causal_conv = staticmethod(torch_states.causal_conv)
     gated_delta = staticmethod(torch_states.gated_delta)
     mamba2 = staticmethod(torch_states.mamba2)

@@ -8,12 +8,12 @@ Shapes: E tokens of R rows, row after row. A state is read before a row's first 
 after `StateRows.write_lens` of its tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.states import ALIGNMENT, StateRows, States, aligned
+from nanovllm.attention.states import ALIGNMENT, Replay, StateRows, States, aligned
 from nanovllm.kernels.torch_math import rms_norm
 
 
@@ -35,6 +35,25 @@ def write_parts(states: States, rows: StateRows, first: int, values: torch.Tenso
     parts = values.to(states.parts[first].dtype).flatten(2)[written].view(torch.uint8)
     padding = index.shape[2] * ALIGNMENT - parts.shape[2]
     units[index[written]] = F.pad(parts, (0, padding)).view(*parts.shape[:2], -1, ALIGNMENT)
+
+
+def extend(
+    parts: Sequence[torch.Tensor], log: torch.Tensor, rows: StateRows, replay: Replay
+) -> list[torch.Tensor]:
+    """Return what enters a layer for the tokens of E, [E, n] for each of `parts` [T, n], and keep
+    in the log what `replay` says.
+
+    Args:
+        parts: of the step's own tokens; rows may lie apart.
+        log: [num_log_rows + 1, sum of all n]: a row has the parts of a token side by side.
+    """
+    x = torch.cat(list(parts), dim=1)
+    sources = replay.sources
+    logged = log[(-1 - sources).clamp(min=0)]
+    found = torch.where((sources < 0)[:, None], logged, x[sources.clamp(min=0)])
+    log[replay.kept] = found  # -1 is the last row
+    first, *others = found.split_with_sizes([part.shape[1] for part in parts], dim=1)
+    return [first.contiguous(), *others]
 
 
 def causal_conv(

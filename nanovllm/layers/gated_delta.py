@@ -94,7 +94,7 @@ class DeltaRule(StateLayer):
         kernels = self.kernels
         states = self.states
         inputs = self.in_proj_qkv(hidden), *self.changes(hidden)
-        mixed, a, b = self.all_extended(inputs, rows)
+        mixed, a, b = self.extended(inputs, rows)
         qkv = kernels.causal_conv(mixed, self.conv1d.taps, None, True, states, rows)
         gates = a, b, self.A_log, self.dt_bias
         heads = self.own(kernels.gated_delta(qkv, *gates, states, rows, self.bound), rows)

@@ -140,7 +140,7 @@ class Mamba2(StateLayer):
         rows = batch.state
         kernels = self.kernels
         states = self.states
-        mixed, dt = self.all_extended(self.inputs(hidden), rows)
+        mixed, dt = self.extended(self.inputs(hidden), rows)
         xbc = kernels.causal_conv(mixed, self.conv1d.taps, self.conv1d.bias, True, states, rows)
         fixed = self.A_log, self.D, self.dt_bias, self.limits
         heads = self.own(kernels.mamba2(xbc, dt, *fixed, states, rows), rows)

@@ -38,7 +38,7 @@ class ShortConv(StateLayer):
         rows = batch.state
         kernels = self.kernels
         before, after, x = self.in_proj(hidden).split_with_sizes([self.size] * 3, dim=1)
-        inputs = self.extended(kernels.mul_act(before, x, "identity"), rows)
+        (inputs,) = self.extended([kernels.mul_act(before, x, "identity")], rows)
         weight = self.conv.taps
         bias = self.conv.bias
         mixed = kernels.causal_conv(inputs, weight, bias, False, self.states, rows)

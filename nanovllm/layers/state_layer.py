@@ -36,45 +36,27 @@ class StateLayer(nn.Module):
         """Use `states`, this layer's parts in the pool."""
         self.states = states
 
-    def extended(self, inputs: torch.Tensor, rows: StateRows) -> torch.Tensor:
-        """Return [E, n]: the `inputs` [T, n] of the step's own tokens, and those of drafts that are
-        computed again. Keep those of the step's drafts.
+    def extended(self, parts: Sequence[torch.Tensor], rows: StateRows) -> Sequence[torch.Tensor]:
+        """Return [E, n] for each of `parts` [T, n]: the inputs of the step's own tokens, and those
+        of drafts that are computed again. Keep those of the step's drafts.
 
         Call it once in a forward pass, with all that the state depends on. Without drafts, it
-        returns `inputs` itself.
+        returns `parts` itself.
 
         Args:
-            inputs: its rows may lie apart.
+            parts: rows may lie apart. The first is contiguous in the result if it is here.
         """
         if (replay := rows.replay) is None:
-            return inputs
-        kernels = self.kernels
-        if self._log is None:
-            self._log = inputs.new_empty(replay.num_log_rows, inputs.shape[1])
-        found = inputs
-        if len(replay.logged):
-            found = inputs.new_empty(len(inputs) + len(replay.logged), inputs.shape[1])
-            kernels.store_rows(found, inputs, replay.own)
-            kernels.store_rows(found, kernels.take_rows(self._log, replay.log_rows), replay.logged)
-        if len(replay.draft_rows):
-            drafts = kernels.take_rows(inputs, replay.draft_tokens)
-            kernels.store_rows(self._log, drafts, replay.draft_rows)
-        return found
-
-    def all_extended(
-        self, parts: Sequence[torch.Tensor], rows: StateRows
-    ) -> Sequence[torch.Tensor]:
-        """Return `parts` [T, any], which together are what `extended` takes, extended. The first
-        is contiguous if it was before.
-        """
-        if rows.replay is None:
             return parts
-        found = self.extended(self.kernels.join_columns(parts), rows)
-        first, *others = found.split_with_sizes([part.shape[1] for part in parts], dim=1)
-        return first.contiguous(), *others
+        if self._log is None:
+            first = parts[0]
+            sizes = replay.num_log_rows + 1, sum(part.shape[1] for part in parts)
+            self._log = torch.empty(sizes, dtype=first.dtype, device=first.device)
+        return self.kernels.extend(parts, self._log, rows, replay)
 
     def own(self, outputs: torch.Tensor, rows: StateRows) -> torch.Tensor:
         """Return the rows of `outputs` [E, ...] that are of the step's own tokens: [T, ...]."""
-        if (replay := rows.replay) is None or not len(replay.logged):
+        replay = rows.replay
+        if replay is None or len(replay.own) == len(replay.sources):
             return outputs
         return self.kernels.take_rows(outputs.flatten(1), replay.own).view(-1, *outputs.shape[1:])

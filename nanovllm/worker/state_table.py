@@ -5,6 +5,7 @@ change it: those that it computes, and accepted drafts of the last step, which i
 import dataclasses
 from array import array
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +13,16 @@ from nanovllm.attention.states import Cells, Replay, StateRows
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.transfer import upload
+
+
+class ReplayedRows(NamedTuple):
+    """The numbers of `Replay` and `StateRows` for a step with drafts, or after accepted ones."""
+
+    own: "array[int]"
+    sources: "array[int]"
+    kept: "array[int]"
+    cu_seqlens: "array[int]"
+    write_lens: "array[int]"
 
 
 class Replays:
@@ -26,8 +37,8 @@ class Replays:
     """
 
     def __init__(self, num_table_rows: int, num_drafts: int, device: torch.device) -> None:
-        self._num_drafts = num_drafts
-        self._num_log_rows = num_table_rows * num_drafts
+        self.num_drafts = num_drafts
+        self.num_log_rows = num_table_rows * num_drafts
         self._device = device
         # By table row:
         self._first_drafts: dict[int, int] = {}  # of its last step, if that had any: the position
@@ -51,43 +62,42 @@ class Replays:
         return self._accepted.get(table_idx, 0)
 
     def concern(self, rows: Seq[Row]) -> bool:
-        """Return whether the step's `rows` have drafts, or follow accepted ones.
-
-        If so, a way to run steps that knows no log must not run it.
-        """
+        """Return whether the step's `rows` have drafts, or follow accepted ones."""
         return any(row.num_draft_tokens or row.table_idx in self._accepted for row in rows)
+
+    def lay_out(self, rows: Seq[Row]) -> ReplayedRows:
+        """Return what a step of `rows` computes, which they `concern`."""
+        found = ReplayedRows(*(array("q") for _ in ReplayedRows._fields))
+        own, sources, kept, cu_seqlens, write_lens = found
+        cu_seqlens.append(0)
+        for row in rows:
+            count = self.count(row.table_idx)
+            first = cu_seqlens[-1] + count
+            num_tokens = row.num_scheduled_tokens
+            known = num_tokens - row.num_draft_tokens
+            num_kept = min(row.num_draft_tokens, self.num_drafts)
+            log_row = row.table_idx * self.num_drafts
+            sources.extend(range(-1 - log_row, -1 - log_row - count, -1))
+            sources.extend(range(len(own), len(own) + num_tokens))
+            own.extend(range(first, first + num_tokens))
+            kept.extend([-1] * (count + known))
+            kept.extend(range(log_row, log_row + num_kept))
+            kept.extend([-1] * (row.num_draft_tokens - num_kept))
+            write_lens.append(count + known)
+            cu_seqlens.append(first + num_tokens)
+        return found
 
     def extend(self, state: StateRows, rows: Seq[Row]) -> StateRows:
         """Return `state`, of a step of `rows`, with the tokens that it computes again."""
         if not self.concern(rows):
             return state
-        own, logged, log_rows, draft_tokens, draft_rows = (array("q") for _ in range(5))
-        cu_seqlens = array("q", [0])
-        write_lens = array("q")
-        num_own = 0
-        for row in rows:
-            start = cu_seqlens[-1]
-            count = self.count(row.table_idx)
-            end = start + count
-            first_log_row = row.table_idx * self._num_drafts
-            logged.extend(range(start, end))
-            log_rows.extend(range(first_log_row, first_log_row + count))
-            own.extend(range(end, end + row.num_scheduled_tokens))
-            known = row.num_scheduled_tokens - row.num_draft_tokens
-            num_kept = min(row.num_draft_tokens, self._num_drafts)
-            draft_tokens.extend(range(num_own + known, num_own + known + num_kept))
-            draft_rows.extend(range(first_log_row, first_log_row + num_kept))
-            num_own += row.num_scheduled_tokens
-            write_lens.append(count + known)
-            cu_seqlens.append(end + row.num_scheduled_tokens)
-        parts = (own, logged, log_rows, draft_tokens, draft_rows, cu_seqlens, write_lens)
+        parts = self.lay_out(rows)
         numbers = array("q")
         for part in parts:
             numbers.extend(part)
         uploaded = torch.split(upload(numbers, self._device), [len(part) for part in parts])
-        ends = uploaded[5].int()
-        lens = uploaded[6].int()
-        replay = Replay._make((*uploaded[:5], self._num_log_rows))
+        replay = Replay(uploaded[0], uploaded[1], uploaded[2], self.num_log_rows)
+        ends, lens = (x.int() for x in uploaded[3:])
         return dataclasses.replace(state, cu_seqlens=ends, write_lens=lens, replay=replay)
 
 

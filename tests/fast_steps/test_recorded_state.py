@@ -10,6 +10,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.features.fast_steps.recording import RecordedModel
 from tests.helpers import random_prompt, token_ids
 from tests.kernels.cpu.helpers import native
+from tests.speculation.proposers.drafting import allow_all
 
 DELTA = {"linear_key_head_dim": 24, "linear_value_head_dim": 16, "linear_num_key_heads": 2}
 EXPERTS = {
@@ -38,13 +39,13 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of rows of all recorded steps."""
-    found: list[int] = []
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The numbers of drafts of the rows of all recorded steps."""
+    found: list[list[int]] = []
     forward = RecordedModel.forward
 
     def count(self: RecordedModel, rows: Any) -> Any:
-        found.append(len(rows))
+        found.append([row.num_draft_tokens for row in rows])
         return forward(self, rows)
 
     monkeypatch.setattr(RecordedModel, "forward", count)
@@ -68,17 +69,17 @@ def test_recorded_steps_change_no_token(
     model: str,
     shared_checkpoint: Callable[..., str],
     make_llm: Callable[..., LLM],
-    recorded: list[int],
+    recorded: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = shared_checkpoint(**{**MODELS[model], "dtype": "bfloat16"})
     options: dict[str, Any] = {"device": "cpu", "max_model_len": 160, "max_num_seqs": 4}
     expected = generate(make_llm(path, enforce_eager=True, **options))
     assert not recorded
     assert generate(make_llm(path, **options)) == expected
-    assert {1, 4} <= set(recorded)
-    num_steps = len(recorded)
-    found = generate(make_llm(path, speculative_config=NGRAM, **options))
-    assert (
-        found == expected
-    )  # drafts of rows, and steps that follow accepted ones, are not recorded
-    assert len(recorded) > num_steps
+    assert {1, 4} <= set(map(len, recorded))
+    llm = make_llm(path, speculative_config=NGRAM, **options)
+    recorded.clear()
+    allow_all(monkeypatch)
+    assert generate(llm) == expected
+    assert 4 in {len(drafts) for drafts in recorded if any(drafts)}

@@ -35,7 +35,7 @@ class Mixer(StateLayer):
         self.states.pool.zero_()
 
     def forward(self, inputs: torch.Tensor, rows: StateRows) -> torch.Tensor:
-        inputs = self.extended(inputs, rows)
+        (inputs,) = self.extended([inputs], rows)
         x, a, b = inputs.split([CHANNELS, HEADS, HEADS], dim=1)
         kernels, states = self.kernels, self.states
         x = kernels.causal_conv(x.contiguous(), self._weight, None, True, states, rows)
@@ -170,6 +170,6 @@ def test_more_drafts_than_the_log_holds() -> None:
         rows = [Row(0, table_idx, 0, 9, True, 8)]
         replay = replays.extend(make_rows([pages_of(0)], [9]), rows).replay
         assert replay is not None
-        assert replay.draft_rows.tolist() == list(range(4 * table_idx, 4 * table_idx + 4))
-        assert replay.draft_tokens.tolist() == [1, 2, 3, 4]
-        assert len(replay.logged) == 0
+        log_rows = range(4 * table_idx, 4 * table_idx + 4)
+        assert replay.kept.tolist() == [-1, *log_rows, -1, -1, -1, -1]
+        assert replay.sources.tolist() == replay.own.tolist() == list(range(9))

@@ -15,12 +15,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.states import StateRows
+from nanovllm.attention.states import Replay, StateRows
 from nanovllm.kernels.cpu import library, table_ops
 from nanovllm.kernels.cpu.calls import pack_call, size_of
 from nanovllm.scheduler.messages import Row
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.extensions import Computed
+from nanovllm.worker.state_table import Replays
 
 Forward = Callable[[Batch], torch.Tensor]
 """Returns hidden states [T, hidden_size]."""
@@ -110,6 +111,13 @@ def _is_part_of(x: torch.Tensor, viewed: torch.Tensor | Seq[torch.Tensor]) -> bo
     return all(view.untyped_storage().data_ptr() == memory for view in views)
 
 
+def _record(model: Forward, batch: Batch) -> tuple[Recording, torch.Tensor]:
+    """Return the recorded forward pass over `batch`, and where it writes the hidden states."""
+    with Recording(MAX_TOKENS) as recording:
+        hidden = model(batch)
+    return recording, hidden
+
+
 class RecordedModel:
     """A forward pass for batches of up to MAX_TOKENS tokens.
 
@@ -141,27 +149,34 @@ class RecordedModel:
             Batch(input_ids, positions, slots[i], cu_seqlens_q, seq_lens, blocks[i])
             for i in range(num_tables)
         )
+        batch = dataclasses.replace(batch, others=tuple(others))
         self._state: table_ops.StateColumns | None = None
-        state = None
+        self._replays: Replays | None = None  # of the rows that `_replaying` is for
         if tables.state_table is not None:
             source = tables.state_table.pages
             pages = zeros(MAX_TOKENS, source.shape[1])
             write_lens = zeros(MAX_TOKENS)
             self._state = table_ops.StateColumns(source, pages, write_lens)
             state = StateRows(pages, cu_seqlens_q, write_lens)
-        batch = dataclasses.replace(batch, state=state, others=tuple(others))
-        with Recording(MAX_TOKENS) as self._recording:
-            self._hidden: torch.Tensor = model(batch)
+            batch = dataclasses.replace(batch, state=state)
+            if tables.state_table.replays.num_drafts:
+                self._replays = tables.state_table.replays
+        self._plain = _record(model, batch)
+        if self._replays is not None and batch.state is not None:
+            own = zeros(MAX_TOKENS, dtype=torch.int64)
+            sources, kept = zeros(2, 2 * MAX_TOKENS, dtype=torch.int64)
+            ends = zeros(MAX_TOKENS + 1)
+            replay = Replay(own, sources, kept, self._replays.num_log_rows)
+            state = dataclasses.replace(batch.state, cu_seqlens=ends, replay=replay)
+            self._replayed = [x.numpy() for x in (own, sources, kept, ends, state.write_lens)]
+            self._replaying = _record(model, dataclasses.replace(batch, state=state))
 
     def fits(self, rows: Seq[Row]) -> bool:
-        """Return whether the recording is large enough for `rows`.
-
-        In a model with state layers, it cannot run rows that follow or verify drafts.
-        """
-        states = self._tables.state_table
-        if states is not None and states.replays.concern(rows):
-            return False
-        return sum(row.num_scheduled_tokens for row in rows) <= MAX_TOKENS
+        """Return whether the recordings are large enough for `rows`."""
+        counts = [row.num_scheduled_tokens for row in rows]
+        replays = self._replays
+        again = [] if replays is None else [replays.count(row.table_idx) for row in rows]
+        return sum(counts) <= MAX_TOKENS and sum(again) <= MAX_TOKENS
 
     def run(self, rows: Seq[Row]) -> Computed:
         """Write the KV of the tokens of `rows`; return their hidden states."""
@@ -184,5 +199,10 @@ class RecordedModel:
             self._inputs,
             self._state,
         )
-        self._recording.run(num_tokens, len(rows))
-        return self._hidden[:num_tokens]
+        recording, hidden = self._plain
+        if self._replays is not None and self._replays.concern(rows):
+            recording, hidden = self._replaying
+            for numbers, found in zip(self._replayed, self._replays.lay_out(rows), strict=True):
+                numbers[: len(found)] = found
+        recording.run(num_tokens, len(rows))
+        return hidden[:num_tokens]

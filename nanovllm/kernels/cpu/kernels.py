@@ -43,6 +43,7 @@ class CKernels(CSamplingKernels):
 
     add_lora = staticmethod(ops.add_lora)
 
+    extend = staticmethod(ops.extend)
     causal_conv = staticmethod(ops.causal_conv)
     gated_delta = staticmethod(ops.gated_delta)
     mamba2 = staticmethod(ops.mamba2)

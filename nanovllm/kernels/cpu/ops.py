@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nanovllm.attention.states import StateRows, States
+from nanovllm.attention.states import Replay, StateRows, States
 from nanovllm.kernels.adapters import AdapterRows, AdapterTable
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import PANEL
@@ -295,6 +295,22 @@ def _distances(kv_cache: torch.Tensor) -> tuple[int, int]:
     """Return the bytes from one KV head of a layer's cache to the next, and from block to block."""
     head, block, *_ = kv_cache.stride()
     return head * kv_cache.element_size(), block * kv_cache.element_size()
+
+
+def extend(
+    parts: Sequence[torch.Tensor], log: torch.Tensor, rows: StateRows, replay: Replay
+) -> list[torch.Tensor]:
+    found = []
+    column = 0
+    for part in parts:
+        n = part.shape[1]
+        out = torch.empty(len(replay.sources), n, dtype=part.dtype)
+        places = log[:, column : column + n], log.stride(0), out, replay.sources, replay.kept
+        sizes = len(rows.write_lens), n
+        library.call("nv_extend", part, part.stride(0), *places, rows.cu_seqlens, *sizes)
+        found.append(out)
+        column += n
+    return found
 
 
 def causal_conv(

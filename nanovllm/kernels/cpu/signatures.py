@@ -27,6 +27,7 @@ KERNELS = {
     "nv_sample": "PNPPPPPPPPPPNNF",
     "nv_to_float": "PPN",
     "nv_forbid": "PPPNNN",
+    "nv_extend": "PNPNPPPPRN",
     "nv_causal_conv": "PNPPPPNPPNPPRNNN",
     "nv_gated_rms_norm": "PNPNPNPTNNFN",
     "nv_norm_of_gated": "PNPNPNPTNNF",

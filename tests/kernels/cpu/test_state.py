@@ -7,7 +7,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNo
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated, mamba2_chunk_scan
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
-from nanovllm.attention.states import StatePart
+from nanovllm.attention.states import Replay, StatePart
 from nanovllm.features.fast_steps.recording import Recording
 from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.torch_kernels import TORCH
@@ -395,6 +395,20 @@ def test_norm_behind_a_gate_rounds_as_transformers_does(size):
     for group in range(3):
         alone = (each[..., group, :] for each in groups)
         assert torch.equal(plain[:, group], ops.gated_rms_norm(*alone, 1e-5))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_tokens_from_the_log_are_torchs():
+    """Row 0 follows two drafts and has one; row 1 has nothing of a log; row 2 has two drafts."""
+    sources = torch.tensor([-1, -2, 0, 1, 2, 3, 4, 5])
+    kept = torch.tensor([-1, -1, -1, 0, -1, -1, 4, 5])
+    rows, replay = make_rows([[0]] * 3, [4, 1, 3]), Replay(torch.arange(0), sources, kept, 6)
+    parts = randn(6, 340, seed=1).split([300, 7, 33], dim=1)
+    logs = [randn(7, 340, seed=2) for _ in range(2)]
+    found = ops.extend(parts, logs[0], rows, replay)
+    expected = TORCH.extend(parts, logs[1], rows, replay)
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(logs[0][:6], logs[1][:6])
 
 
 @pytest.mark.parametrize(

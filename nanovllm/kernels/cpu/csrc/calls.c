@@ -64,6 +64,9 @@ CALL(nv_sample) {
     nv_sample(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p, a[11].p, a[12].n,
               a[13].n, (float)a[14].f);
 }
+CALL(nv_extend) {
+    nv_extend(t, a[0].p, a[1].n, a[2].p, a[3].n, a[4].p, a[5].p, a[6].p, a[7].p, rows < 0 ? a[8].n : rows, a[9].n);
+}
 CALL(nv_causal_conv) {
     nv_causal_conv(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, a[5].p, a[6].n, a[7].p, a[8].p, a[9].n, a[10].p, a[11].p,
                    rows < 0 ? a[12].n : rows, a[13].n, a[14].n, a[15].n);
@@ -111,9 +114,10 @@ void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows) {
     case 23: call_nv_sample(t, a, tokens, rows); break;
     case 24: nv_to_float(t, a[0].p, a[1].p, a[2].n); break;
     case 25: nv_forbid(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].n, a[5].n); break;
-    case 26: call_nv_causal_conv(t, a, tokens, rows); break;
-    case 27: call_nv_gated_rms_norm(t, a, tokens, rows); break;
-    case 28: call_nv_norm_of_gated(t, a, tokens, rows); break;
-    case 29: call_nv_store(t, a, tokens, rows); break;
+    case 26: call_nv_extend(t, a, tokens, rows); break;
+    case 27: call_nv_causal_conv(t, a, tokens, rows); break;
+    case 28: call_nv_gated_rms_norm(t, a, tokens, rows); break;
+    case 29: call_nv_norm_of_gated(t, a, tokens, rows); break;
+    case 30: call_nv_store(t, a, tokens, rows); break;
     }
 }

@@ -65,6 +65,8 @@ void nv_sample(team *t, const void *logits, ptrdiff_t bits, const float *tempera
 void nv_to_float(team *t, const bf16 *x, float *y, ptrdiff_t n);
 void nv_forbid(team *t, float *logits, const int64_t *rows, const uint8_t *masks, ptrdiff_t num_masks, ptrdiff_t mask_bytes,
                ptrdiff_t n);
+void nv_extend(team *t, const bf16 *x, ptrdiff_t ldx, bf16 *log, ptrdiff_t ldl, bf16 *out, const int64_t *sources,
+               const int64_t *kept, const int32_t *cu_seqlens, row_count rows, ptrdiff_t n);
 void nv_causal_conv(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *weight, const bf16 *bias, bf16 *out, uint8_t *pool,
                     ptrdiff_t page_bytes, const int64_t *places, const int32_t *pages, ptrdiff_t num_pages,
                     const int32_t *cu_seqlens, const int32_t *write_lens, row_count rows, ptrdiff_t n, ptrdiff_t taps,

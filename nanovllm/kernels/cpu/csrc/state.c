@@ -7,6 +7,24 @@
 
 enum { CHANNELS = 256 /* of an item; a multiple of VL */, TOKENS = 4 /* convolved together */ };
 
+/* Set the n numbers of each token of a batch: row r has the tokens [cu_seqlens[r], cu_seqlens[r + 1]) of out. Those of a token
+ * come from row sources[token] of x, or, if that is negative, from row -1 - sources[token] of the log. Unless kept[token] is -1,
+ * row kept[token] of the log takes them. A row's tokens come one after another, and share no row of the log with other rows. */
+void nv_extend(team *team, const bf16 *x, ptrdiff_t ldx, bf16 *log, ptrdiff_t ldl, bf16 *out, const int64_t *sources,
+               const int64_t *kept, const int32_t *cu_seqlens, row_count rows, ptrdiff_t n) {
+    ptrdiff_t blocks = (n + CHANNELS - 1) / CHANNELS;
+    FOR_ITEMS(item, team, rows * blocks) {
+        ptrdiff_t row = item / blocks, c = item % blocks * CHANNELS;
+        size_t bytes = (n - c < CHANNELS ? n - c : CHANNELS) * sizeof *x;
+        for (ptrdiff_t t = cu_seqlens[row]; t < cu_seqlens[row + 1]; t++) {
+            int64_t source = sources[t];
+            const bf16 *from = (source < 0 ? log + (-1 - source) * ldl : x + source * ldx) + c;
+            memcpy(out + t * n + c, from, bytes);
+            if (kept[t] >= 0) memcpy(log + kept[t] * ldl + c, from, bytes);
+        }
+    }
+}
+
 /* A convolution of some channels. */
 typedef struct {
     ptrdiff_t taps, channels;
