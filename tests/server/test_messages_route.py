@@ -153,6 +153,22 @@ def test_a_turn_of_an_agent_hits_the_one_before(anthropic_client: Anthropic) -> 
     assert new < 120
 
 
+def test_the_log_names_what_changes_in_a_prompt(
+    anthropic_client: Anthropic, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = "Answer in one short sentence, and be kind to those who ask. " * 12
+    for day in ("Thu 26", "Fri 27", "Fri 27"):
+        with caplog.at_level("WARNING", "nanovllm.apps.server.prompt_watch"):
+            ask(anthropic_client, QUESTIONS[3], system=f"Today is {day}.\n{rules}", max_tokens=1)
+    (record,) = caplog.records
+    assert "a piece like 'Aaa 99" in record.getMessage()
+    assert "tokens were computed again" in record.getMessage()
+    caplog.clear()
+    for name in ("Ann", "Bob"):  # other conversations are not warned of
+        ask(anthropic_client, f"{rules} My name is {name}. Hi!", max_tokens=1)
+    assert not caplog.records
+
+
 def converted(*messages: Any, system: Any = None) -> list[dict[str, Any]]:
     body = MessagesRequest.model_validate(
         {"max_tokens": 1, "messages": list(messages), "system": system}

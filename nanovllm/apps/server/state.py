@@ -16,6 +16,7 @@ from nanovllm.apps.server.answers.answer_format import AnswerFormat, find_answer
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.options import ServerOptions, model_name
 from nanovllm.apps.server.prometheus import ServerMetrics
+from nanovllm.apps.server.prompt_watch import PromptWatch
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.engine.fair_executor import FairExecutor
 from nanovllm.loading.tokenizer import token_bytes
@@ -67,6 +68,7 @@ class ServerState:
         """Compiles grammars, so that nothing but other grammars waits for a heavy one."""
         self.loading = FairExecutor(1, "nanovllm-adapters")
         """Reads adapters, one at a time."""
+        self.prompts = PromptWatch()
         self.start_time = int(time.time())
         """Unix time in seconds."""
 
