@@ -90,15 +90,15 @@ class StoredWeight(Protocol):
 
 @runtime_checkable
 class StoredRows(StoredWeight, Protocol):
-    """One that takes plain numbers, row by row. `shards` yields what it is given."""
+    """One that takes numbers or a GGUF file's blocks row by row, for targets on the meta device."""
 
     def store(self, target: torch.Tensor, values: torch.Tensor) -> None:
         """Store some rows.
 
         Args:
-            target: the view of the matrix on the meta device where they belong.
-            values: [rows, k], of any float dtype, on the CPU, maybe not contiguous. The memory is
-                used again after this call.
+            target: the view on the meta device where they belong, one of `shards`.
+            values: [rows, k] of any float dtype, or uint8 [rows, bytes of a row]; on the CPU, maybe
+                not contiguous. The memory is used again after this call.
         """
         ...
 

@@ -12,6 +12,8 @@ import torch
 from nanovllm.errors import ConfigError
 from nanovllm.features.formats.integer import IntRows, IntTensor
 from nanovllm.features.formats.rounding import EXACT
+from nanovllm.features.formats.stored import PanelRows, first_row
+from nanovllm.kernels.cpu.library import torch_on_one_thread
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.linear import LinearBase, Matrix
 from nanovllm.loading.gguf_header import GGUF_TYPES
@@ -23,8 +25,8 @@ BLOCK_BITS = {"Q8_0": 8, "Q5_0": 8, "Q4_0": 4, "Q4_1": 4}
 """Bits in which a value is kept, by the name of the type."""
 BLOCK_TYPES = {found.name: found for found in GGUF_TYPES.values() if found.name in BLOCK_BITS}
 """The types, by name."""
-_ROWS_AT_ONCE = 1024
-"""Unpacked at once; a multiple of 32."""
+_BYTES_AT_ONCE = 2**20
+"""Unpacked at once: what the loader reads at once."""
 
 
 class GgufFormat:
@@ -40,9 +42,12 @@ class GgufFormat:
 
     name = "GGUF"
 
-    def __init__(self, header: dict[str, TensorInfo], quantization: str | None) -> None:
+    def __init__(
+        self, header: dict[str, TensorInfo], quantization: str | None, kernels: Kernels
+    ) -> None:
         self._header = header
         self._quantization = quantization
+        self._kernels = kernels
         self._kept: Counter[str] = Counter()
         self._dtype = torch.float32
 
@@ -62,7 +67,7 @@ class GgufFormat:
                 f'{stored.block_size}; use a smaller size, or quantization="none"'
             )
         self._kept[block_type] += len(names)
-        return StoredBlocks(block_type, matrix.weight)
+        return StoredBlocks(block_type, matrix.weight, self._kernels)
 
     def summary(self) -> str:
         """Say how many tensors stay in their bits, after all matrices were asked for."""
@@ -82,43 +87,47 @@ class GgufFormat:
 
 
 class StoredBlocks:
-    """A weight that receives the bytes of blocks of `block_type`.
+    """A weight whose blocks of `block_type` are packed as they are read, a few rows at a time.
 
     Args:
         like: has the shape of the weight, and is on its device.
     """
 
-    def __init__(self, block_type: str, like: torch.Tensor) -> None:
+    def __init__(self, block_type: str, like: torch.Tensor, kernels: Kernels) -> None:
         self.block_type = self.label = block_type
         self.description = f"in {block_type}, kept in {BLOCK_BITS[block_type]} bits"
-        self._rows, self._inputs = like.shape
+        self._row_bytes = BLOCK_TYPES[block_type].row_bytes(like.shape[1])
         self._device = like.device
-        self._blocks: torch.Tensor | None = None
+        self._rows = IntRows(len(like), like.dtype, kernels)
+        self._coming = PanelRows(len(like), self._store_part, _BYTES_AT_ONCE)
 
     def shards(self, weight: Shard) -> Iterator[Shard]:
         """Yield the tensor of `weight` as bytes: [outputs, bytes of a row]."""
         row_bytes = BLOCK_TYPES[self.block_type].row_bytes
-        if self._blocks is None:
-            shape = self._rows, row_bytes(self._inputs)
-            self._blocks = torch.zeros(shape, dtype=torch.uint8, device=self._device)
-        first = weight.target.storage_offset() // self._inputs
+        first = first_row(weight)
+        self._coming.expect(first)
         outputs, inputs = weight.shape
+        rows = torch.empty(
+            first + len(weight.target), self._row_bytes, dtype=torch.uint8, device="meta"
+        )
         yield dataclasses.replace(
             weight,
             shape=(outputs, row_bytes(inputs)),
-            target=self._blocks[first : first + len(weight.target)],
+            target=rows[first:],
             start=row_bytes(weight.start) if weight.dim else weight.start,
         )
 
+    def store(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        first = target.storage_offset() // self._row_bytes
+        self._coming.add(first, values.to(self._device))
+
     def method(self, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
-        assert self._blocks is not None
-        blocks = self._blocks
-        self._blocks = None
-        rows = IntRows(len(blocks), dtype, kernels)
-        for start in range(0, len(blocks), _ROWS_AT_ONCE):
-            part = unpack_blocks(blocks[start : start + _ROWS_AT_ONCE], self.block_type)
-            rows.store(start, part)
-        return rows.method()
+        self._coming.finish()
+        return self._rows.method()
+
+    def _store_part(self, first: int, blocks: torch.Tensor) -> None:
+        with torch_on_one_thread():  # so that none spins beside the kernel that packs
+            self._rows.store(first, unpack_blocks(blocks, self.block_type))
 
 
 def unpack_blocks(blocks: torch.Tensor, block_type: str) -> IntTensor:

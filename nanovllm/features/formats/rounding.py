@@ -8,8 +8,7 @@ import torch
 from nanovllm.errors import ConfigError
 from nanovllm.features.formats.fp8 import FP8, Fp8Weight, quantize_fp8
 from nanovllm.features.formats.integer import IntRows, choose_group_size, quantize
-from nanovllm.features.formats.stored import row_ranges
-from nanovllm.kernels.cpu.build import PANEL
+from nanovllm.features.formats.stored import PanelRows, first_row
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.experts import Router, StackedLinear
 from nanovllm.layers.linear import LinearBase, Matrix
@@ -43,8 +42,6 @@ class Rounding:
 class StoredRounded:
     """Loads plain numbers, and rounds them as they come, a few rows at a time.
 
-    Rows that are not cut where the kernels' panels are wait for the rest of their weight.
-
     Args:
         like: has the shape, dtype and device of the weight.
     """
@@ -54,28 +51,18 @@ class StoredRounded:
         self.description = f"rounded to {quantization}"
         self._like = like
         self._rows = rounded_rows(quantization, like, kernels)
-        self._waiting: torch.Tensor | None = None
-        self._has_panels = True
+        self._coming = PanelRows(len(like), self._rows.store)
 
     def shards(self, weight: Shard) -> Iterator[Shard]:
-        if weight.target.storage_offset() // self._like.shape[1] % PANEL:
-            self._has_panels = False
+        self._coming.expect(first_row(weight))
         yield weight
 
     def store(self, target: torch.Tensor, values: torch.Tensor) -> None:
         first = target.storage_offset() // self._like.shape[1]
-        values = values.to(self._like.device, self._like.dtype).contiguous()
-        if self._has_panels:
-            _store(self._rows, first, values)
-            return
-        if self._waiting is None:
-            self._waiting = torch.zeros_like(self._like, memory_format=torch.contiguous_format)
-        self._waiting[first : first + len(values)] = values
+        self._coming.add(first, values.to(self._like.device, self._like.dtype).contiguous())
 
     def method(self, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
-        if self._waiting is not None:
-            _store(self._rows, 0, self._waiting)
-            self._waiting = None
+        self._coming.finish()
         return self._rows.method()
 
 
@@ -129,9 +116,3 @@ class _RowsInFp8:
         width = self._like.shape[1]
         dtype = self._like.dtype
         return Fp8Weight(self._values, self._scales, width, dtype, self._kernels)
-
-
-def _store(rows: Rows, first: int, values: torch.Tensor) -> None:
-    """Store all rows of `values`, few at a time: rounding makes several copies in float32."""
-    for start, stop in row_ranges(0, *values.shape):
-        rows.store(first + start, values[start:stop])

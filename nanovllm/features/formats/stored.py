@@ -6,12 +6,13 @@ Integers of 4 or 8 bits are in words of 32, the lowest bits first. They are numb
 lose half of their range, so that they fit int8.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.torch_kernels import Kernels, PlainWeight, WeightMethod
 from nanovllm.layers.experts import StackedLinear
 from nanovllm.layers.linear import Matrix
@@ -211,14 +212,66 @@ def first_row(weight: Shard) -> int:
     return weight.target.storage_offset() // weight.target.shape[1]
 
 
-def row_ranges(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
+def row_ranges(
+    start: int, stop: int, width: int, at_once: int = _NUMBERS_AT_ONCE
+) -> Iterator[tuple[int, int]]:
     """Yield the first row of each part of rows [start, stop), and the row after the part.
 
-    Parts bound the memory of temporary copies. They have a multiple of 32 rows, but for the last.
+    Parts bound the memory of temporary copies. They have a multiple of 32 rows, but for the last,
+    and at most `at_once` numbers, if 32 rows have no more.
     """
-    count = max(1, _NUMBERS_AT_ONCE // max(1, width) // 32) * 32
+    count = max(1, at_once // max(1, width) // 32) * 32
     for first in range(start, stop, count):
         yield first, min(first + count, stop)
+
+
+class PanelRows:
+    """Passes the rows of a weight on as they are loaded, in parts of whole panels.
+
+    Rows that are not cut where the kernels' panels are wait for the rest of their weight.
+
+    Args:
+        num_rows: of the weight.
+        store: takes the number of a part's first row, and the part.
+        at_once: see `row_ranges`.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        store: Callable[[int, torch.Tensor], None],
+        at_once: int = _NUMBERS_AT_ONCE,
+    ) -> None:
+        self._num_rows = num_rows
+        self._store = store
+        self._at_once = at_once
+        self._waiting: torch.Tensor | None = None
+        self._has_panels = True
+
+    def expect(self, first: int) -> None:
+        """Expect a tensor that begins with row `first`. Comes before its rows are added."""
+        if first % PANEL:
+            self._has_panels = False
+
+    def add(self, first: int, rows: torch.Tensor) -> None:
+        """Take rows, whose memory the caller may use again."""
+        if self._has_panels:
+            self._pass_on(first, rows)
+            return
+        if self._waiting is None:
+            self._waiting = rows.new_zeros(self._num_rows, rows.shape[1])
+        self._waiting[first : first + len(rows)] = rows
+
+    def finish(self) -> None:
+        """Pass on what waits. Comes after all rows."""
+        if self._waiting is not None:
+            self._pass_on(0, self._waiting)
+            self._waiting = None
+
+    def _pass_on(self, first: int, rows: torch.Tensor) -> None:
+        num_rows, width = rows.shape
+        for start, stop in row_ranges(0, num_rows, width, self._at_once):
+            self._store(first + start, rows[start:stop])
 
 
 def unpack_columns(words: torch.Tensor, bits: int) -> torch.Tensor:

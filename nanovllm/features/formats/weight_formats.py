@@ -179,7 +179,7 @@ def expect_weights(
     if stored is not None:
         expect_format(model, stored, known, device)
     for file in filter(is_gguf, headers):
-        blocks = GgufFormat(headers[file], config.quantization)
+        blocks = GgufFormat(headers[file], config.quantization, kernels)
         store_as(model, blocks, known, device, (Matrix,))
         if tensor_parallel().rank == 0:
             logger.info("%s: %s", file, blocks.summary())
