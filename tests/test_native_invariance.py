@@ -76,7 +76,7 @@ QUANTIZATIONS = pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 
 
 def generate(model: str, workload: Any, **options: Any) -> list[list[int]]:
-    llm = LLM(model, max_model_len=MAX_MODEL_LEN, device="cpu", **options)
+    llm = LLM(model, **{"max_model_len": MAX_MODEL_LEN, **options}, device="cpu")
     assert llm.engine.executor._runner.network.backend.name == "cpu"  # type: ignore[attr-defined]
     try:
         return token_ids(llm.generate(*workload, use_tqdm=False))
@@ -128,6 +128,24 @@ def test_tokens_do_not_depend_on_the_batch(
     num = 8 if options.get("max_num_batched_tokens") == 1 else len(prompts)  # a step for each token
     found = generate(each_model, (prompts[:num], params[:num]), **options)
     assert found == one_by_one(each_model, **kept)[:num]
+
+
+def test_rows_behind_one_prompt_share_its_blocks(shared_checkpoint: Callable[..., str]) -> None:
+    model = shared_checkpoint(**{**MODEL, "max_position_embeddings": 600})
+    rng = random.Random(1)
+    prompt = random_prompt(rng, 530)
+    prompts = [prompt + random_prompt(rng, rng.randint(1, 20)) for _ in range(16)]
+    params = [SamplingParams(seed=i, max_tokens=6) for i in range(16)]
+    alone: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False}
+    expected = generate(model, (prompts, params), max_model_len=600, **alone)
+    llm = LLM(model, max_model_len=600, device="cpu")
+    try:
+        llm.generate(prompts[:1], params[:1], use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    finally:
+        llm.shutdown()
+    assert token_ids(outputs) == expected
+    assert {output.num_cached_tokens for output in outputs[1:]} == {512}
 
 
 OTHER_FAMILIES: dict[str, dict[str, Any]] = {

@@ -2,6 +2,8 @@
 processor.
 """
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -305,18 +307,23 @@ class Stored:
         for line, (row, start, _) in zip(tables, chunks, strict=True):
             line[: len(self.blocks[row])] = self.blocks[row]
             line[: max(start + 1 - window, 0) // size] = self.stale
-        lens = [stop - start for _, start, stop in chunks]
         queries = self.q.split(self.seq_lens)
-        q = torch.cat([queries[row][start:stop] for row, start, stop in chunks])
+        queries = [queries[row][start:stop] for row, start, stop in chunks]
+        return self.attend_rows(queries, tables, [stop for _, _, stop in chunks])
+
+    def attend_rows(self, queries, tables, seq_lens):
+        """Return the attention of rows whose last tokens have `queries`, by row."""
+        lens = [len(q) for q in queries]
         empty = torch.empty(0)
         batch = Batch(
             input_ids=empty,
             positions=empty,
             slot_mapping=empty,
             cu_seqlens_q=torch.tensor([0, *lens]).cumsum(0).int(),
-            seq_lens=torch.tensor([stop for _, _, stop in chunks], dtype=torch.int32),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
             block_tables=tables,
         )
+        q = torch.cat(queries)
         return self.backend.attend(q, self.cache, batch, sinks=self.sinks).split(lens)
 
 
@@ -401,6 +408,48 @@ def check_prompts_and_chunks(spec):
     for together in (chunks, [(1, 33, 69)], [(2, 300, 301)]):
         for (row, start, stop), found in zip(together, stored.attend(together), strict=True):
             assert torch.equal(found, whole[row][start:stop])
+
+
+@pytest.mark.thinned(5)
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "options"),
+    [
+        (4, 2, {}),
+        (4, 2, {"kv_dtype": torch.int8, "window": 450, "sinks": True}),
+        (3, 1, {"value_dim": 32, "window": 333, "softcap": 5.0}),
+        (8, 1, {"kv_dtype": torch.int8, "sinks": True}),
+        (20, 1, {"value_dim": 48, "sinks": True}),
+        (6, 2, {"window": 450, "sinks": True}),
+    ],
+)
+def test_rows_that_share_blocks_are_alone_to_the_bit(heads, kv_heads, options):
+    rng = random.Random(heads)
+    spec = AttentionSpec(heads, kv_heads, 64, torch.bfloat16, torch.device("cpu"), 64, **options)
+    num_blocks, size, width, window = 24, 64, 12, spec.window or 2**30
+    stored = Stored(spec, [512] * 3)
+    for num_rows in (3, 25):
+        trunks = [rng.choices(range(num_blocks), k=width) for _ in range(3)]
+        trunks[1][:5] = trunks[0][:5]
+        queries, tables, seq_lens = [], [], []
+        for _ in range(num_rows):
+            trunk = rng.choice(trunks)
+            shared = rng.choice([0, 4, 8, 9, 11, width, rng.randint(0, width)])
+            table = [*trunk[:shared], *rng.choices(range(num_blocks), k=width - shared)]
+            tokens = rng.choice([1, 1, 1, 2, 5, 20])
+            seq_len = rng.choice([rng.randint(tokens, width * size), 512, 516, 600])
+            begin = max(seq_len - tokens + 1 - window, 0) // size
+            end = -(-seq_len // size)
+            tables.append([stored.stale] * begin + table[begin:end] + [2**30] * (width - end))
+            seq_lens.append(seq_len)
+            at = rng.randrange(num_blocks * size - tokens)
+            queries.append(stored.q[at : at + tokens])
+        block_tables = torch.tensor(tables, dtype=torch.int32)
+        together = stored.attend_rows(queries, block_tables, seq_lens)
+        for row, found in enumerate(together):
+            one = slice(row, row + 1)
+            (alone,) = stored.attend_rows(queries[one], block_tables[one], seq_lens[one])
+            assert torch.equal(found, alone)
 
 
 def test_unsupported_shapes_are_named():

@@ -1,7 +1,7 @@
 /* Attention over the paged cache, as flash attention computes it: a tile of up to 32 query rows goes once through the keys and
  * values of its sequence, in passes. Each row keeps its largest score so far, the sum of its weights, and the sum of its weighted
  * values; when a pass finds a larger score, both sums are rescaled. A row is one query head of one token; the query heads of a KV
- * head share a tile.
+ * head share a tile. Tiles whose sequences begin with the same blocks go through these passes as one tile.
  */
 #include "cache.h"
 #define FROM_SCALES from_bf16 /* the scales of keys */
@@ -26,20 +26,37 @@ typedef struct {
     const float *sinks; /* [heads]: a sink is a score more of each row, whose value is 0; NULL: there are none */
 } query_shape;
 
-/* The keys and values of a sequence in one KV head that a tile sees, from a pass's first key on. attend() advances block_table by
- * the blocks of each pass. */
+/* Tokens [first, first + count) of a sequence in the batch, the last of which sees num_keys. */
 typedef struct {
-    const uint8_t *cache;  /* the KV head's part of block 0 */
+    const int32_t *block_table;
+    int32_t first, count, num_keys;
+    int32_t shareable; /* so many blocks, whole passes that all tokens see in full, may be read together with another tile's */
+} token_tile;
+
+/* Adjacent tiles, which go through their first `passes` passes as one tile. */
+typedef struct {
+    const token_tile *tiles;
+    ptrdiff_t count, passes;
+} tile_group;
+
+/* A KV head of all sequences. */
+typedef struct {
+    const uint8_t *cache;  /* its part of block 0 */
     ptrdiff_t block_bytes; /* from a block to the next */
+} kv_head;
+
+/* The keys and values of a sequence in one KV head that a tile sees, from a pass's first key on. */
+typedef struct {
+    kv_head head;
     const int32_t *block_table;
     ptrdiff_t num_keys;
     ptrdiff_t first; /* the blocks before this key are outside the window of all rows: they and their ids are not read */
 } kv_sequence;
 
-/* A tile of query rows and its state between the passes. Row r is head r % group of the group, token r / group of `tokens`. */
+/* A tile of query rows and its state between the passes. Row r is head r % group of the group, in token r / group of the tile. */
 typedef struct {
     query_shape shape;
-    int rows, tokens;
+    int rows;
     ptrdiff_t pass_keys, pass_blocks;
     operand *query;                  /* [rows][width] */
     float *scores;                   /* [rows][pass_keys]; a row's weights overwrite its scores, from the row's start on */
@@ -48,8 +65,9 @@ typedef struct {
     bf16 *turned;                    /* [pass_keys/2][32][2]: a panel of values, made of keys; NULL: the cache has values */
     float *row_max, *row_sum;        /* [rows]: the largest score, and the sum of weights */
     float *rescale, *pass_sum;       /* [rows]: the factor for earlier sums, and the pass's sum of weights */
-    const quantized_rows *queries;   /* 8 bits: `query` and its scales */
-    quantized_rows *weights;         /* 8 bits: the weights at `scores` and their scales */
+    quantized_rows queries;          /* 8 bits: `query` and its scales */
+    quantized_rows weights;          /* 8 bits: the weights at `scores` and their scales */
+    const bf16 *unit_scales;         /* 8 bits: [block] times 1 */
     const bf16 **values, **prefetch; /* [pass_blocks]: a block's values, and what to prefetch while they are read. Of keys that
                                       * are also values, the block itself, and what to prefetch while its keys are read */
 } query_tile;
@@ -57,17 +75,19 @@ typedef struct {
 typedef struct {
     ptrdiff_t first; /* the keys before this one are not read; a block's first key */
     ptrdiff_t left;  /* keys from the pass's first to the sequence's last */
+    ptrdiff_t seen;  /* keys from the pass's first to the last that the tile's first token sees */
     ptrdiff_t keys;  /* keys of the pass, rounded up to whole panels */
     ptrdiff_t k;     /* keys of the pass, rounded up to K_MULTIPLE: where the product with the values ends */
 } key_pass;
 
 /* Blocks of a pass, which has PASS_KEYS keys, but at least a block. */
 INLINE ptrdiff_t blocks_of_pass(const cache_layout *c) { return c->block < PASS_KEYS ? PASS_KEYS / c->block : 1; }
+INLINE ptrdiff_t keys_of_pass(const cache_layout *c) { return blocks_of_pass(c) * c->block; }
 
 /* With an 8-bit cache, a product with keys has int_groups() groups of inputs with a scale each, because a group fits K_STEP. */
 INLINE int int_groups(const cache_layout *c) { return c->width > K_STEP ? 2 : 1; }
 
-INLINE const uint8_t *block_at(kv_sequence kv, ptrdiff_t b) { return kv.cache + kv.block_table[b] * kv.block_bytes; }
+INLINE const uint8_t *block_at(kv_sequence kv, ptrdiff_t b) { return kv.head.cache + kv.block_table[b] * kv.head.block_bytes; }
 
 /* Return which of the heads of the batch's tokens row r is, counted from the tile's first row. */
 INLINE ptrdiff_t head_of_row(const query_tile *t, int r) { return r / t->shape.group * t->shape.heads + r % t->shape.group; }
@@ -83,7 +103,7 @@ INLINE void load_queries(const cache_layout *c, const query_tile *t, const bf16 
             bf16 padded[c->width];
             memset(padded, 0, sizeof padded);
             memcpy(padded, from, c->dim * sizeof *from);
-            quantize_row(padded, 2, t->queries, r, c->width / int_groups(c), 8, PLAIN);
+            quantize_row(padded, 2, &t->queries, r, c->width / int_groups(c), 8, PLAIN);
         }
     }
 }
@@ -108,7 +128,7 @@ INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence k
             ptrdiff_t k = c->width / int_groups(c);
             for (int g = 0; g < int_groups(c); g++) {
                 int_panel panel = {keys + in_block * c->width + g * k * PANEL, scales, 0};
-                cache_tile(t->rows, k, k, columns_from(*t->queries, 8, g * k, g), panel, found, g);
+                cache_tile(t->rows, k, k, columns_from(t->queries, 8, g * k, g), panel, found, g);
             }
         }
     }
@@ -116,7 +136,7 @@ INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence k
 
 /* Squash a row's scores of a pass, if there is a softcap, and set those that its token does not see to -inf. */
 INLINE void mask_row(const query_tile *t, key_pass pass, int r, float *scores) {
-    ptrdiff_t visible = pass.left - t->tokens + r / t->shape.group + 1, hidden = visible - t->shape.window;
+    ptrdiff_t visible = pass.seen + r / t->shape.group, hidden = visible - t->shape.window;
     if (t->shape.squash != 0.0f)
         for (ptrdiff_t j = pass.first; j < pass.keys; j += VL) store(scores + j, tanh_(load(scores + j) * t->shape.squash));
     for (ptrdiff_t j = visible < 0 ? 0 : visible / VL * VL; j < pass.keys; j += VL)
@@ -144,7 +164,7 @@ INLINE void softmax_row(const cache_layout *c, const query_tile *t, key_pass pas
         }
     }
     t->rescale[r] = t->row_max[r] - known_max, t->row_max[r] = row_max, t->pass_sum[r] = sum_of(sum);
-    if (c->bits == 8) quantize_row(scores + pass.first, 4, t->weights, r, PANEL, 8, PLAIN);
+    if (c->bits == 8) quantize_row(scores + pass.first, 4, &t->weights, r, PANEL, 8, PLAIN);
 }
 
 /* Rescale the sums of earlier passes to the new row_max, and add the pass's weights to row_sum. */
@@ -168,7 +188,7 @@ INLINE void turn_keys(const cache_layout *c, const query_tile *t, key_pass pass,
 }
 
 /* acc += weights . values of a pass. With 8 bits the values' scales are already in the weights, so the tile gets unit_scales. */
-INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass, const bf16 *unit_scales) {
+INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass) {
     ptrdiff_t ld = t->pass_keys * (ptrdiff_t)(sizeof *t->scores / sizeof(operand));
     input_rows weights = {(const operand *)t->scores + pass.first, ld};
     ptrdiff_t first_block = pass.first / c->block;
@@ -187,9 +207,9 @@ INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass
             }
         } else {
             for (ptrdiff_t j = pass.first, b = first_block; j < pass.keys; j += c->block, b++) {
-                int_panel panel = {(const uint8_t *)t->values[b] + d * c->block, unit_scales, 0};
+                int_panel panel = {(const uint8_t *)t->values[b] + d * c->block, t->unit_scales, 0};
                 ptrdiff_t keys = pass.keys - j < c->block ? pass.keys - j : c->block;
-                quantized_rows from = columns_from(*t->weights, 8, j - pass.first, (j - pass.first) / PANEL);
+                quantized_rows from = columns_from(t->weights, 8, j - pass.first, (j - pass.first) / PANEL);
                 cache_tile(t->rows, keys, PANEL, from, panel, acc, 1);
             }
         }
@@ -212,16 +232,57 @@ INLINE void begin_row(const query_tile *t, int r) {
     t->row_sum[r] = sinks ? 1.0f : 0.0f;
 }
 
-/* Compute the attention of a tile of queries: the last `tokens` of the tokens in kv, in the query heads of its KV head, at most
- * 32 rows. q and out point at the first row. With an 8-bit cache, queries and weights are rounded to 16 bits, like the inputs of
- * a linear. In long passes a block's values are read long after its keys. The tiles of AVX512-BF16 prefetch them; without this, a
- * single token takes 1.2 to 1.5 times as long. They also prefetch the first keys of next_kv, which belong to the next tile:
+/* Go with a tile through the next `passes` passes of kv. With an 8-bit cache, queries and weights are rounded to 16 bits, like
+ * the inputs of a linear. In long passes a block's values are read long after its keys. The tiles of AVX512-BF16 prefetch them;
+ * without this, a single token takes 1.2 to 1.5 times as long. They also prefetch the first keys of next_kv, which come next:
  * decoding is 1.1 to 1.2 times as fast. With AMX neither makes a difference. Not inlined: inside a parallel region GCC 12 keeps
  * the constants of its loops in memory. */
-static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, const bf16 *q, bf16 *out, kv_sequence kv,
-                                             kv_sequence next_kv, int tokens) {
-    int rows = tokens * shape.group;
-    ptrdiff_t pass_blocks = blocks_of_pass(&c), pass_keys = pass_blocks * c.block, panels = pass_keys / PANEL;
+static __attribute__((noinline)) void attend_passes(const cache_layout *c, query_tile t, kv_sequence kv, kv_sequence next_kv,
+                                                    ptrdiff_t seen, ptrdiff_t passes) {
+    for (key_pass pass = {kv.first, kv.num_keys, seen, t.pass_keys, t.pass_keys}; passes > 0; passes--) {
+        if (pass.left < t.pass_keys) {
+            pass.keys = (pass.left + PANEL - 1) / PANEL * PANEL;
+            pass.k = (pass.left + K_MULTIPLE - 1) / K_MULTIPLE * K_MULTIPLE;
+        }
+        score_keys(c, &t, kv, next_kv, pass);
+        t.weights.ints = (int16_t *)t.scores + pass.first, t.weights.groups = (pass.keys - pass.first) / PANEL;
+        for (int r = 0; r < t.rows; r++) softmax_row(c, &t, pass, r);
+        rescale_sums(c, &t);
+        add_values(c, &t, pass);
+        pass.first = 0, pass.left -= t.pass_keys, pass.seen -= t.pass_keys, kv.block_table += t.pass_blocks;
+    }
+}
+
+/* Return what a tile sees of its sequence. Passes begin at multiples of their size, wherever the window begins, so that a row's
+ * result does not depend on the other tokens of its tile. */
+INLINE kv_sequence visible_keys(const cache_layout *c, kv_head head, token_tile t, ptrdiff_t window) {
+    ptrdiff_t start = t.num_keys - t.count + 1 - window, pass_blocks = blocks_of_pass(c);
+    ptrdiff_t block = start > 0 ? start / c->block : 0, skipped = block / pass_blocks * pass_blocks;
+    return (kv_sequence){head, t.block_table + skipped, t.num_keys - skipped * c->block, (block - skipped) * c->block};
+}
+
+/* Return what is left of kv after whole passes. */
+INLINE kv_sequence after_passes(const cache_layout *c, kv_sequence kv, ptrdiff_t passes) {
+    kv.block_table += passes * blocks_of_pass(c), kv.num_keys -= passes * keys_of_pass(c);
+    return kv;
+}
+
+/* Return a part of a tile: `rows` rows from `first` on. */
+INLINE query_tile part_of_tile(const cache_layout *c, query_tile t, int first, int rows) {
+    t.rows = rows;
+    t.query += first * c->width, t.queries = rows_from(t.queries, 8, first);
+    t.acc += first * t.value_width, t.row_max += first, t.row_sum += first;
+    return t;
+}
+
+/* Compute the attention of a group of tiles, at most 32 rows, in the query heads of a KV head. q and out point at these heads of
+ * the batch's first token. next_kv is what the next group's first tile sees. */
+static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, const bf16 *q, bf16 *out, kv_head head,
+                                             tile_group g, kv_sequence next_kv) {
+    int rows = 0;
+    if (g.passes) shape.window = INT32_MAX; /* all its tokens see key 0 */
+    for (ptrdiff_t i = 0; i < g.count; i++) rows += g.tiles[i].count * shape.group;
+    ptrdiff_t pass_blocks = blocks_of_pass(&c), pass_keys = keys_of_pass(&c), panels = pass_keys / PANEL;
     ptrdiff_t value_width = (shape.values + PANEL - 1) / PANEL * PANEL;
     int turns = shape.values < c.dim; /* the values are a part of the keys */
     operand query[TILE_ROWS * c.width] __attribute__((aligned(64)));
@@ -229,16 +290,13 @@ static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, 
     float acc[TILE_ROWS * value_width] __attribute__((aligned(64)));
     bf16 turned[turns ? pass_keys * PANEL : 1] __attribute__((aligned(64)));
     float query_scales[TILE_ROWS * 2], weight_scales[TILE_ROWS * panels];
-    float row_max[TILE_ROWS], row_sum[TILE_ROWS] = {0}, rescale[TILE_ROWS] = {0}, pass_sum[TILE_ROWS] = {0};
+    float row_max[TILE_ROWS], row_sum[TILE_ROWS + VL] = {0}, rescale[TILE_ROWS] = {0}, pass_sum[TILE_ROWS] = {0};
     group_sum query_sums[TILE_ROWS * 2], sums[TILE_ROWS * panels];
-    quantized_rows queries = {query, query_scales, query_sums, c.width, int_groups(&c)};
-    quantized_rows weights = {scores, weight_scales, sums, pass_keys * 2, panels};
     const bf16 *values[pass_blocks], *prefetch[pass_blocks];
     bf16 unit_scales[c.block];
     query_tile t = {
         .shape = shape,
         .rows = rows,
-        .tokens = tokens,
         .pass_keys = pass_keys,
         .pass_blocks = pass_blocks,
         .query = query,
@@ -250,8 +308,9 @@ static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, 
         .row_sum = row_sum,
         .rescale = rescale,
         .pass_sum = pass_sum,
-        .queries = &queries,
-        .weights = &weights,
+        .queries = {query, query_scales, query_sums, c.width, int_groups(&c)},
+        .weights = {scores, weight_scales, sums, pass_keys * 2, panels},
+        .unit_scales = unit_scales,
         .values = values,
         .prefetch = prefetch,
     };
@@ -259,46 +318,76 @@ static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, 
     for (ptrdiff_t j = 0; c.bits == 8 && j < c.block; j++) unit_scales[j] = 0x3f80;
     for (int r = 0; r < rows; r++) begin_row(&t, r);
     memset(acc, 0, rows * value_width * sizeof *acc);
-    load_queries(&c, &t, q);
-    for (ptrdiff_t start = 0; start < kv.num_keys; start += pass_keys, kv.block_table += pass_blocks) {
-        ptrdiff_t left = kv.num_keys - start;
-        key_pass pass = {start ? 0 : kv.first, left, pass_keys, pass_keys};
-        if (left < pass_keys) {
-            pass.keys = (left + PANEL - 1) / PANEL * PANEL;
-            pass.k = (left + K_MULTIPLE - 1) / K_MULTIPLE * K_MULTIPLE;
-        }
-        score_keys(&c, &t, kv, next_kv, pass);
-        weights.ints = (int16_t *)scores + pass.first, weights.groups = (pass.keys - pass.first) / PANEL;
-        for (int r = 0; r < rows; r++) softmax_row(&c, &t, pass, r);
-        rescale_sums(&c, &t);
-        add_values(&c, &t, pass, unit_scales);
+    for (ptrdiff_t i = 0, first = 0, n; i < g.count; i++, first += n) {
+        n = g.tiles[i].count * shape.group;
+        query_tile part = part_of_tile(&c, t, first, n);
+        load_queries(&c, &part, q + g.tiles[i].first * shape.heads * c.dim);
     }
-    store_output(&t, out);
+    kv_sequence kv = visible_keys(&c, head, g.tiles[g.count - 1], shape.window), next;
+    attend_passes(&c, t, kv, next_kv, kv.num_keys, g.passes);
+    /* From the last tile on, because rescale_sums() changes the sums of up to VL - 1 rows behind a part. */
+    kv = after_passes(&c, kv, g.passes);
+    for (ptrdiff_t i = g.count - 1; i >= 0; i--, kv = next) {
+        int n = g.tiles[i].count * shape.group;
+        next = i ? after_passes(&c, visible_keys(&c, head, g.tiles[i - 1], shape.window), g.passes) : next_kv;
+        query_tile part = part_of_tile(&c, t, rows -= n, n);
+        attend_passes(&c, part, kv, next, kv.num_keys - g.tiles[i].count + 1, (kv.num_keys + pass_keys - 1) / pass_keys);
+        store_output(&part, out + g.tiles[i].first * shape.heads * shape.values);
+    }
 }
 
-/* Tokens [first, first + count) of the batch, which belong to `row`; the last of them sees num_keys. */
+/* What decides how the rows of a batch are cut into tiles: parts of `group` query heads, max_tokens to a tile. */
 typedef struct {
-    int32_t row, first, count, num_keys;
-} token_tile;
+    int group, max_tokens;
+    ptrdiff_t window;
+} tiling;
 
-/* Cut a row of the batch into tiles of up to max_tokens, the one with the most keys first. Return their number. */
-static ptrdiff_t cut_row(const int32_t *cu_seqlens, const int32_t *seq_lens, int32_t row, int max_tokens, token_tile *tiles) {
+/* Cut a row of `tokens` of the batch, the first of which is token `first`, the last sees num_keys. The tile with the most keys
+ * comes first. Return the number of tiles. */
+static ptrdiff_t cut_row(const cache_layout *c, tiling by, const int32_t *block_table, int32_t first, int32_t tokens,
+                         int32_t num_keys, token_tile *tiles) {
     ptrdiff_t n = 0;
-    for (int32_t rest = cu_seqlens[row + 1] - cu_seqlens[row], cut = 0, count; rest > 0; rest -= count, cut += count) {
-        count = (rest - 1) % max_tokens + 1;
-        tiles[n++] = (token_tile){row, cu_seqlens[row] + rest - count, count, seq_lens[row] - cut};
+    for (int32_t rest = tokens, count; rest > 0; rest -= count, num_keys -= count) {
+        count = (rest - 1) % by.max_tokens + 1;
+        ptrdiff_t passes = count < by.max_tokens && num_keys <= by.window ? (num_keys - count + 1) / keys_of_pass(c) : 0;
+        int32_t shareable = (int32_t)(passes * blocks_of_pass(c));
+        tiles[n++] = (token_tile){block_table, first + rest - count, count, num_keys, shareable};
     }
     return n;
 }
 
-/* Return what a tile sees of the sequence whose blocks are in block_table. Passes begin at multiples of their size, wherever the
- * window begins, so that a row's result does not depend on the other tokens of its tile. */
-INLINE kv_sequence visible_keys(const cache_layout *c, const uint8_t *cache, ptrdiff_t block_bytes, const int32_t *block_table,
-                                token_tile t, ptrdiff_t window) {
-    ptrdiff_t start = t.num_keys - t.count + 1 - window, pass_blocks = blocks_of_pass(c);
-    ptrdiff_t block = start > 0 ? start / c->block : 0, skipped = block / pass_blocks * pass_blocks;
-    return (kv_sequence){cache, block_bytes, block_table + skipped, t.num_keys - skipped * c->block,
-                         (block - skipped) * c->block};
+/* Order tiles by the blocks that they may share, those of a row as they were cut. */
+static int compare_tiles(const void *x, const void *y) {
+    const token_tile *a = x, *b = y;
+    int32_t common = a->shareable < b->shareable ? a->shareable : b->shareable;
+    int order = memcmp(a->block_table, b->block_table, common * sizeof *a->block_table);
+    if (!order) order = (a->shareable > b->shareable) - (a->shareable < b->shareable);
+    return order ? order : (a->first < b->first) - (a->first > b->first);
+}
+
+/* Return the passes that two adjacent tiles can share. */
+static ptrdiff_t common_passes(const cache_layout *c, const token_tile *tiles) {
+    const token_tile *a = tiles, *b = tiles + 1;
+    int32_t same = 0;
+    while (same < a->shareable && same < b->shareable && a->block_table[same] == b->block_table[same]) same++;
+    return same / blocks_of_pass(c);
+}
+
+/* Make groups of up to max_rows rows of adjacent tiles. A tile joins the neighbour with which it shares most passes, so all of a
+ * group share as many. Return the number of groups. */
+static ptrdiff_t group_tiles(const cache_layout *c, tiling by, const token_tile *tiles, ptrdiff_t num_tiles, int max_rows,
+                             tile_group *groups) {
+    ptrdiff_t n = 0;
+    int rows = 0;
+    /* What tile i - 1 shares with the one before it, tile i with tile i - 1, and tile i with the next. */
+    for (ptrdiff_t i = 0, earlier = 0, passes = 0, later; i < num_tiles; i++, earlier = passes, passes = later) {
+        later = i + 1 < num_tiles ? common_passes(c, tiles + i) : 0;
+        int more = tiles[i].count * by.group;
+        if (passes && passes >= earlier && passes >= later && rows + more <= max_rows) {
+            groups[n - 1].count++, groups[n - 1].passes = passes, rows += more;
+        } else groups[n++] = (tile_group){tiles + i, 1, 0}, rows = more;
+    }
+    return n;
 }
 
 /* Return into how many parts to cut the query heads of a KV head, so that a part fits a tile, and tiles are few. Heads that fill
@@ -324,29 +413,38 @@ void nv_attention(team *team, const bf16 *q, bf16 *out, const uint8_t *cache, pt
                   const int32_t *block_tables, ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens,
                   const float *sinks, row_count num_rows, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t values,
                   ptrdiff_t block, ptrdiff_t bits, ptrdiff_t window, float scale, float softcap) {
-    int parts = parts_of_group(heads / kv_heads, cu_seqlens[num_rows], num_rows);
-    int group = heads / kv_heads / parts, max_tokens = TILE_ROWS / group;
+    int parts = parts_of_group(heads / kv_heads, cu_seqlens[num_rows], num_rows), group = heads / kv_heads / parts;
     cache_layout layout = layout_of(dim, block, bits);
     query_shape shape = {heads, group, values, dim - values, window ? window : INT32_MAX, scale * 1.44269504f, 0, NULL};
     if (softcap != 0.0f) shape.squash = scale / softcap, shape.scale = softcap * 1.44269504f;
-    ptrdiff_t num_tiles = 0, n = 0;
-    for (ptrdiff_t r = 0; r < num_rows; r++) num_tiles += (cu_seqlens[r + 1] - cu_seqlens[r] + max_tokens - 1) / max_tokens;
-    token_tile *tiles = scratch(num_tiles * sizeof *tiles);
-    for (ptrdiff_t r = 0; tiles && r < num_rows; r++) n += cut_row(cu_seqlens, seq_lens, r, max_tokens, tiles + n);
+    tiling by = {group, TILE_ROWS / group, shape.window};
+    ptrdiff_t num_tiles = 0, n = 0, num_groups = 0;
+    for (ptrdiff_t r = 0; r < num_rows; r++) num_tiles += (cu_seqlens[r + 1] - cu_seqlens[r] + by.max_tokens - 1) / by.max_tokens;
+    tile_group *groups = scratch(num_tiles * (sizeof *groups + sizeof(token_tile)));
+    if (groups) {
+        token_tile *tiles = (token_tile *)(groups + num_tiles);
+        for (ptrdiff_t r = 0; r < num_rows; r++)
+            n += cut_row(&layout, by, block_tables + r * table_width, cu_seqlens[r], cu_seqlens[r + 1] - cu_seqlens[r],
+                         seq_lens[r], tiles + n);
+        /* Groups are smaller where there would be few of them for each thread. */
+        int max_rows = TILE_ROWS;
+        ptrdiff_t rows = cu_seqlens[num_rows] * group, enough = 2 * team->threads;
+        while (max_rows > group && rows / max_rows * kv_heads * parts < enough) max_rows /= 2;
+        qsort(tiles, num_tiles, sizeof *tiles, compare_tiles);
+        num_groups = group_tiles(&layout, by, tiles, num_tiles, max_rows, groups);
+    }
     begin_tiles();
-    FOR_ITEMS(item, team,
-              num_tiles * kv_heads * parts) { /* tiles of a KV head share keys: adjacent ones meet in a thread's cache */
-        kv_sequence kv[2];                    /* of this tile and the next */
-        for (int i = 0; i < 2; i++) {
-            token_tile t = tiles[(item + i) % num_tiles];
-            const uint8_t *head_cache = cache + (item + i) / num_tiles / parts % kv_heads * head_bytes;
-            kv[i] = visible_keys(&layout, head_cache, block_bytes, block_tables + t.row * table_width, t, shape.window);
-        }
-        token_tile t = tiles[item % num_tiles];
-        ptrdiff_t first_head = item / num_tiles * group, first = t.first * heads + first_head;
+    /* Groups in a KV head share keys: adjacent ones meet in a thread's cache. */
+    FOR_ITEMS(item, team, num_groups * kv_heads * parts) {
+        ptrdiff_t first_head = item / num_groups * group;
+        kv_head head[2]; /* of this group and the next */
+        for (int i = 0; i < 2; i++)
+            head[i] = (kv_head){cache + (item + i) / num_groups / parts % kv_heads * head_bytes, block_bytes};
+        const tile_group *g = groups + item % num_groups, *next = groups + (item + 1) % num_groups;
         if (sinks) shape.sinks = sinks + first_head;
-        attend(layout, shape, q + first * dim, out + first * values, kv[0], kv[1], t.count);
+        attend(layout, shape, q + first_head * dim, out + first_head * values, head[0], *g,
+               visible_keys(&layout, head[1], next->tiles[next->count - 1], shape.window));
     }
     end_tiles();
-    free(tiles);
+    free(groups);
 }
