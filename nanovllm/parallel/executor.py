@@ -5,7 +5,8 @@ torch is imported only when an executor is made.
 """
 
 import contextlib
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _MIN_RESERVE = 64 * 2**20
 """Bytes of weights below which a separate thread gains nothing."""
+_PACKED_BITS = {None: 16, "none": 16, "int8": 8.125, "int4": 4.5}
+"""Of a packed number and its share of a scale, by the option `quantization`."""
 
 
 class Future(Protocol):
@@ -105,7 +108,8 @@ def make_executor(
     if config.load_format != "dummy":
         read_ahead(_files(checkpoint))  # before torch is imported, which takes a second
     reserve = _reserve(config, checkpoint) if config.runs_in_process else None  # before it, too
-    from nanovllm.parallel.worker import check_networks
+    with _collector_off():  # imports torch: many objects, and all stay
+        from nanovllm.parallel.worker import check_networks
 
     target, drafting = check_networks(config, checkpoint, draft)
     if config.runs_in_process:
@@ -123,6 +127,18 @@ def make_executor(
     return RankExecutor(PipeRanks(target, drafting))
 
 
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """Keep Python's garbage collector from looking through what is made inside."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def _files(checkpoint: Checkpoint) -> list[Path]:
     """Return the files of weights that are there; a checkpoint of the hub may lack them."""
     if is_gguf(checkpoint.path):
@@ -132,7 +148,7 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _reserve(config: Config, checkpoint: Checkpoint) -> PageReserve | None:
-    """Return memory for weights that a CPU packs in 16 bits; None where others are expected."""
+    """Return memory for weights that a CPU packs; None where others are expected."""
     on_cpu = config.device == "cpu" or (
         config.device == "auto" and not Path("/dev/nvidiactl").exists()
     )
@@ -143,13 +159,14 @@ def _reserve(config: Config, checkpoint: Checkpoint) -> PageReserve | None:
         and config.dtype in ("auto", "bfloat16")
         and config.native_kernels
         and config.load_format != "dummy"
-        and config.quantization in (None, "none")
+        and config.quantization in _PACKED_BITS
         and "quantization_config" not in checkpoint.config
         and not is_gguf(checkpoint.path)
     )
     if not is_packed:
         return None
-    size = sum(file.stat().st_size for file in _files(checkpoint))
+    num_bytes = sum(file.stat().st_size for file in _files(checkpoint))
+    size = int(num_bytes * _PACKED_BITS[config.quantization] / 16)
     with contextlib.suppress(OSError):  # not so much memory: loading finds what is missing
         return PageReserve(size) if size >= _MIN_RESERVE else None
     return None

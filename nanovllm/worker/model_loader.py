@@ -138,7 +138,7 @@ def build_model(
         if has_format:
             from nanovllm.features.formats.weight_formats import expect_weights
 
-            expect_weights(model, config, stored, files, device, kernels)
+            expect_weights(model, config, stored, files, device, kernels, spec.reserve)
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:  # otherwise it is stored in another form
                 tensor.data = tensor.data.to(device)

@@ -68,6 +68,8 @@ class ModelRunner:
         # Larger steps take more memory; on a CPU they do not make a token cheaper.
         default_num_tokens = 1024 if device.type == "cpu" else 16384
         self.max_num_batched_tokens = config.max_num_batched_tokens or default_num_tokens
+        if device.type == "cpu":
+            keep_freed()  # what is freed with one weight, and with each step, serves the next
         network = self.network = Network(target, self.max_model_len, device)
         self.steps = make_steps and make_steps(network, self.max_num_batched_tokens)
         self.uses_graphs = self.steps is not None and self.steps.uses_graphs
@@ -76,8 +78,6 @@ class ModelRunner:
         self.parts: list[RunnerPart] = []
         self.masks: GrammarMasks | None = None
         self.weights: RankWeights | None = None
-        if device.type == "cpu":
-            keep_freed()  # each step reuses the memory that the last one freed
         self.step_runners: list[StepRunner] = []
         self._launched: deque[PendingResult] = deque()  # the last LAPS steps at most
 

@@ -222,16 +222,16 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> IntTensor:
     becomes its largest number, but a weight that is not a number makes its scale infinite or NaN.
     """
     n, k = weight.shape
-    groups = weight.float().view(n, k // group_size, group_size)
+    groups = weight.to(torch.float32, copy=True).view(n, k // group_size, group_size)
     if bits == 8:
         scales = groups.abs().amax(-1) / 127
     else:
-        low, high = groups.aminmax(dim=-1)
+        low, high = groups.amin(-1), groups.amax(-1)  # aminmax takes five times as long
         scales = torch.where(high > -low, high, low) / -8
     scales = scales.clamp(-_FLOAT16_MAX, _FLOAT16_MAX).where(scales.isfinite(), scales).half()
-    rounded = (groups / scales.float().masked_fill(scales == 0, 1.0)[..., None]).round_()
+    groups.div_(scales.float().masked_fill_(scales == 0, 1.0)[..., None]).round_()
     limit = 2 ** (bits - 1)
-    values = rounded.clamp_(-limit, limit - 1).flatten(1).to(torch.int8)
+    values = groups.clamp_(-limit, limit - 1).flatten(1).to(torch.int8)
     return IntTensor(values, scales, None, bits)
 
 

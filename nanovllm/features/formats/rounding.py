@@ -14,6 +14,7 @@ from nanovllm.layers.experts import Router, StackedLinear
 from nanovllm.layers.linear import LinearBase, Matrix
 from nanovllm.layers.pieces import HeadLinear, SmallLinear
 from nanovllm.loading.shards import Shard
+from nanovllm.utils.pages import PageReserve
 
 EXACT = (Router, SmallLinear, HeadLinear)
 """Matrices that are not rounded: small, and a rounded logit may choose another expert, or close a
@@ -21,11 +22,18 @@ gate."""
 
 
 class Rounding:
-    """All weights in "int8" or "int4", or those of linears in "fp8"."""
+    """All weights in "int8" or "int4", or those of linears in "fp8".
 
-    def __init__(self, quantization: str, kernels: Kernels) -> None:
+    Args:
+        reserve: gives integers for the C kernels their memory while it lasts.
+    """
+
+    def __init__(
+        self, quantization: str, kernels: Kernels, reserve: PageReserve | None = None
+    ) -> None:
         self.name = quantization
         self._kernels = kernels
+        self._reserve = reserve
 
     def stored(self, matrix: Matrix, names: list[str]) -> "StoredRounded | None":
         assert matrix.weight is not None
@@ -36,7 +44,7 @@ class Rounding:
             raise ConfigError(
                 f"quantization {self.name!r} is not for experts on a GPU; leave it out"
             )
-        return StoredRounded(self.name, matrix.weight, self._kernels)
+        return StoredRounded(self.name, matrix.weight, self._kernels, self._reserve)
 
 
 class StoredRounded:
@@ -44,13 +52,20 @@ class StoredRounded:
 
     Args:
         like: has the shape, dtype and device of the weight.
+        reserve: see `Rounding`.
     """
 
-    def __init__(self, quantization: str, like: torch.Tensor, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        quantization: str,
+        like: torch.Tensor,
+        kernels: Kernels,
+        reserve: PageReserve | None = None,
+    ) -> None:
         self.label = quantization
         self.description = f"rounded to {quantization}"
         self._like = like
-        self._rows = rounded_rows(quantization, like, kernels)
+        self._rows = rounded_rows(quantization, like, kernels, reserve)
         self._coming = PanelRows(len(like), self._rows.store)
 
     def shards(self, weight: Shard) -> Iterator[Shard]:
@@ -74,21 +89,33 @@ class Rows(Protocol):
     def method(self) -> WeightMethod: ...
 
 
-def rounded_rows(quantization: str, like: torch.Tensor, kernels: Kernels) -> Rows:
+def rounded_rows(
+    quantization: str, like: torch.Tensor, kernels: Kernels, reserve: PageReserve | None = None
+) -> Rows:
     """Return what rounds the rows of a weight of `like`'s shape, dtype and device.
+
+    Args:
+        reserve: see `Rounding`.
 
     Raises:
         ConfigError: no group size of `quantization` divides the inputs.
     """
-    rows = _RowsInFp8 if quantization == "fp8" else _RowsInIntegers
-    return rows(quantization, like, kernels)
+    if quantization == "fp8":
+        return _RowsInFp8(like, kernels)
+    return _RowsInIntegers(quantization, like, kernels, reserve)
 
 
 class _RowsInIntegers:
-    def __init__(self, quantization: str, like: torch.Tensor, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        quantization: str,
+        like: torch.Tensor,
+        kernels: Kernels,
+        reserve: PageReserve | None,
+    ) -> None:
         self._bits = int(quantization.removeprefix("int"))
         self._group = choose_group_size(quantization, like.shape[1])
-        self._rows = IntRows(len(like), like.dtype, kernels)
+        self._rows = IntRows(len(like), like.dtype, kernels, reserve)
 
     def store(self, start: int, values: torch.Tensor) -> None:
         self._rows.store(start, quantize(values, self._bits, self._group))
@@ -98,7 +125,7 @@ class _RowsInIntegers:
 
 
 class _RowsInFp8:
-    def __init__(self, quantization: str, like: torch.Tensor, kernels: Kernels) -> None:
+    def __init__(self, like: torch.Tensor, kernels: Kernels) -> None:
         self._like = like
         self._kernels = kernels
         self._values = torch.empty(0)

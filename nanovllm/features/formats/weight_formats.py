@@ -28,6 +28,7 @@ from nanovllm.loading.tensor_files import read_header
 from nanovllm.options.config import Config
 from nanovllm.options.validation import shown
 from nanovllm.utils.distributed import tensor_parallel
+from nanovllm.utils.pages import PageReserve
 
 logger = logging.getLogger(__name__)
 
@@ -164,12 +165,14 @@ def expect_weights(
     files: Iterable[Path],
     device: torch.device,
     kernels: Kernels,
+    reserve: PageReserve | None,
 ) -> None:
     """Prepare the matrices of `model` for the form in which `files` have their weights, and the
     others for the rounding that the user asks for.
 
     Args:
         stored: the quantization_config of config.json.
+        reserve: see `Rounding`.
 
     Raises:
         ConfigError, UnsupportedModelError, CheckpointError: as for `expect_format`.
@@ -185,7 +188,7 @@ def expect_weights(
             logger.info("%s: %s", file, blocks.summary())
     asked = config.quantization
     if asked in ("int8", "int4") or (asked == "fp8" and stored is None):
-        store_as(model, Rounding(asked, kernels), known, device, (Matrix,))
+        store_as(model, Rounding(asked, kernels, reserve), known, device, (Matrix,))
     if asked in ("int8", "int4"):
         for module in model.modules():
             if isinstance(module, Matrix) and isinstance(module.stored, StoredFp8):
