@@ -1,9 +1,10 @@
 """The files of weights: what their headers say, and parts of their tensors. Nothing is mapped for
-longer than a call: pages of a mapped file count as this process's memory.
+longer than a part is used: pages of a mapped file count as this process's memory.
 """
 
 import contextlib
 import math
+import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -136,15 +137,14 @@ class TensorFile:
 
             self._weights = dict(read_gguf(file).weights)
         else:
-            self._opened = file.open("rb", buffering=0)
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+            self._opened = file.open("rb")
 
     def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
 
     def read(self, name: str, slices: tuple[slice, ...], *, raw: bool) -> torch.Tensor:
-        """Return a part of tensor `name`. It is valid until the next call.
+        """Return a part of tensor `name`.
 
         Args:
             slices: with a start and a stop for each dimension. The first is kept, even if its
@@ -180,16 +180,14 @@ class TensorFile:
         return found.view(size, *shape)[(slice(None), *others)]
 
     def _bytes(self, name: str, offset: int, size: int) -> torch.Tensor:
-        """Return `size` bytes of tensor `name` from `offset` of the file on."""
+        """Return `size` bytes of tensor `name` from `offset` of the file on: its pages, no copy."""
         assert self._opened is not None
-        if len(self._buffer) < size:
-            self._buffer = torch.empty(size, dtype=torch.uint8)
-        found = self._buffer[:size]
-        view = found.numpy().data
-        self._opened.seek(offset)
-        while view:
-            count = self._opened.readinto(view)
-            if not count:
-                raise CheckpointError(f"{self._file} ends within tensor {name}; download it again")
-            view = view[count:]
-        return found
+        start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        length = offset - start + size
+        try:  # a copy is what a write would make of a page: torch has no tensors that forbid it
+            pages = mmap.mmap(self._opened.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self._file} ends within tensor {name}; download it again"
+            ) from error
+        return torch.frombuffer(pages, dtype=torch.uint8, offset=offset - start)
