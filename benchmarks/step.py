@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from benchmarks.comparison import processor_name
-from benchmarks.shapes import CONFIGS, SMALL, checkpoint, described, read_config, weight_bytes
+from benchmarks.rates import Meter
+from benchmarks.shapes import checkpoint, described, read_config, weight_bytes
 from benchmarks.step_times import StepTimes
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import processor_flags
-from nanovllm.kernels.cpu.packed import PackedWeight
 from nanovllm.worker.sampling_rows import SamplingRows
 
 PARTS = {
@@ -109,34 +109,6 @@ def instruction_sets(flags: Set[str]) -> list[str]:
     return [*matrices, *vectors] or [platform.machine()]
 
 
-def read_bandwidth() -> float:
-    """Return the bytes per second at which all threads together read memory."""
-    memory = torch.ones(2**27)  # 512 MiB
-    best = 0.0
-    for _ in range(5):
-        start = time.perf_counter()
-        memory.sum()
-        best = max(best, memory.nbytes / (time.perf_counter() - start))
-    return best
-
-
-def product_rate() -> float:
-    """Return the operations per second of a large bfloat16 product.
-
-    1024 tokens pass through the largest linear layer of Qwen3-0.6B: gate_proj and up_proj.
-    """
-    num_tokens, config = 1024, CONFIGS[SMALL]
-    k, n = config["hidden_size"], 2 * config["intermediate_size"]
-    x = torch.randn(num_tokens, k).bfloat16()
-    packed = PackedWeight(n, k)
-    packed.store(0, torch.randn(n, k))
-    best, end = 0.0, time.perf_counter() + 0.5
-    while (start := time.perf_counter()) < end:
-        packed.apply(x)
-        best = max(best, 2 * num_tokens * n * k / (time.perf_counter() - start))
-    return best
-
-
 def medians(llm: LLM, clock: Clock, batch: int, context: int, num_steps: int) -> dict[str, float]:
     """Return the median milliseconds of a step of `batch` sequences, by part.
 
@@ -163,13 +135,14 @@ def medians(llm: LLM, clock: Clock, batch: int, context: int, num_steps: int) ->
 def measure(args: argparse.Namespace) -> StepTimes:
     """Measure each batch size.
 
-    The limits are the best of three measurements, before, between and after the steps, because a
+    The rates are the best of three measurements, before, between and after the steps, because a
     machine's speed changes within minutes.
     """
     with tempfile.TemporaryDirectory() as directory:
         model, load_format = checkpoint(args.model, directory)
         config = read_config(model)
-        limits = [(read_bandwidth(), product_rate())]
+        meter = Meter()
+        rates = meter.measure()
         found: list[list[dict[str, float]]] = []
         for enforce_eager in (True, False):  # each kernel as a separate call, then recorded
             clock = Clock()
@@ -183,8 +156,7 @@ def measure(args: argparse.Namespace) -> StepTimes:
                 )
                 found.append([medians(llm, clock, n, args.context, args.steps) for n in args.batch])
                 llm.shutdown()
-            limits.append((read_bandwidth(), product_rate()))
-    bandwidths, product_rates = zip(*limits, strict=True)
+            rates = rates.best(meter.measure())
     return StepTimes(
         command=f"python -m benchmarks.step {shlex.join(sys.argv[1:])}",
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -196,8 +168,8 @@ def measure(args: argparse.Namespace) -> StepTimes:
         instruction_sets=instruction_sets(processor_flags()),
         num_threads=torch.get_num_threads(),
         torch=torch.__version__,
-        bytes_per_second=max(bandwidths),
-        flop_per_second=max(product_rates),
+        bytes_per_second=rates.bytes_per_second,
+        flop_per_second=rates.multiplying(16),
         weight_bytes=weight_bytes(config, args.quantization),
         token_flop=weight_bytes(config),  # two operations a weight; bfloat16 has two bytes a weight
         milliseconds={

@@ -27,7 +27,7 @@ class StepTimes:
     bytes_per_second: float
     """How fast all threads together read memory."""
     flop_per_second: float
-    """The rate of a large bfloat16 product."""
+    """How fast all threads multiply numbers of bfloat16 in registers."""
     weight_bytes: float
     """Bytes of weights that a step reads."""
     token_flop: float

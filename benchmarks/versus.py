@@ -27,6 +27,7 @@ from benchmarks.shapes import CONFIGS, SMALL, checkpoint, described
 
 GREEDY = {"temperature": 0.0}
 DRAWN = {"temperature": 0.6}
+GGUF_TYPES = ("BF16", "Q8_0", "Q4_0")
 READY = "ready to be measured "
 """Prefix of the line that an engine prints when it is done, followed by its seconds."""
 
@@ -176,9 +177,22 @@ def engine_parser(prog: str, description: str | None, cases: list[str]) -> argpa
     parser.add_argument("--rounds", type=int, default=3)
     models = parser.add_mutually_exclusive_group()
     models.add_argument("--model", help=f"a checkpoint or {', '.join(CONFIGS)} (default: {SMALL})")
-    models.add_argument("--gguf", choices=["BF16", "Q8_0", "Q4_0"], help="a random GGUF file")
+    models.add_argument("--gguf", choices=GGUF_TYPES, help="a random GGUF file")
     parser.add_argument("--load-format", choices=["auto", "dummy"], default="dummy")
     return parser
+
+
+def prepared(model: str | None, gguf: str | None, directory: str) -> tuple[str, str]:
+    """Return the model and its load_format, as `checkpoint` does; with `gguf` a file of that type,
+    with random weights in the shape `model`.
+    """
+    if gguf is None:
+        return checkpoint(model, directory)
+    from benchmarks.random_gguf import write_random_gguf  # an engine may lack the package
+
+    file = Path(directory, "model.gguf")
+    write_random_gguf(file, CONFIGS[model or SMALL], gguf)
+    return str(file), "auto"
 
 
 @contextlib.contextmanager
@@ -187,12 +201,9 @@ def started(args: argparse.Namespace) -> Iterator[list[Engine]]:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))  # so that `finally` stops the engines
     with tempfile.TemporaryDirectory() as directory:
-        model, load_format = checkpoint(args.model, directory)[0], args.load_format
-        if args.gguf:
-            from benchmarks.random_gguf import write_random_gguf  # an engine may lack the package
-
-            model, load_format = str(Path(directory, "model.gguf")), "auto"
-            write_random_gguf(Path(model), CONFIGS[SMALL], args.gguf)
+        model, load_format = prepared(args.model, args.gguf, directory)
+        if not args.gguf:
+            load_format = args.load_format
         engines: list[Engine] = []
         try:
             for given in args.engines:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import step
+from benchmarks.rates import Meter, Rates
 from benchmarks.step_times import StepTimes
 from nanovllm import demo_model
 from nanovllm.kernels.cpu import library
@@ -75,23 +76,16 @@ def test_instruction_sets(flags: set[str], expected: list[str]) -> None:
 
 
 @pytest.mark.skipif(library.library() is None, reason="no compiler here")
-def test_product_rate_is_positive() -> None:
-    assert step.product_rate() > 0
-
-
-@pytest.mark.skipif(library.library() is None, reason="no compiler here")
 def test_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rates = iter([(1e9, 3e9), (2e9, 4e9), (1.5e9, 2e9)])
-    measured: list[tuple[float, float]] = []
 
-    def read_bandwidth() -> float:
-        measured.append(next(rates))
-        return measured[-1][0]
+    def measure(self: Meter) -> Rates:
+        reading, multiplying = next(rates)
+        return Rates(reading, {"float32": multiplying})
 
-    monkeypatch.setattr(step, "read_bandwidth", read_bandwidth)
-    monkeypatch.setattr(step, "product_rate", lambda: measured[-1][1])
+    monkeypatch.setattr(Meter, "measure", measure)
     path = tmp_path / "times.json"
     arguments = ["--model", demo_model.MODEL, "--batch", "1", "3", "--context", "8", "--steps", "2"]
     monkeypatch.setattr(sys, "argv", ["step.py", *arguments, "--json", str(path)])

@@ -1,0 +1,386 @@
+"""How near nanovllm is to what the machine allows: each case's seconds beside its limit.
+
+The limit of a step is the time to read all bytes that it must, or to compute all operations that it
+must, whichever is longer: even an engine that overlaps everything cannot be faster. What must be
+read: each weight once, of experts those that are chosen, the keys and values of each row, and
+states, which are also written. What must be computed: the products of each token with the weights,
+of those that sample with the head, and attention. Norms, activations, sampling and what stays in
+caches count nothing. The steps are those that the engine makes.
+
+The speeds are measured before and after each round, and the better of both counts: how fast all
+threads read memory, and multiply in registers. The peak of resident memory is that of the case,
+without the buffer that is read. Without --model: random weights in the shape of Qwen3-0.6B. Linux
+only.
+"""
+
+import argparse
+import datetime
+import json
+import re
+import shlex
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from benchmarks.comparison import processor_name
+from benchmarks.loading_memory import tensors_in
+from benchmarks.rates import BUFFER_BYTES, Meter, Rates
+from benchmarks.shapes import CONFIGS, SMALL, described
+from benchmarks.versus import CASES, GGUF_TYPES, WARM_UP, Case, prepared
+from nanovllm import LLM, SamplingParams
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.experts import SparseMLP, StackedLinear
+from nanovllm.layers.linear import Matrix
+from nanovllm.layers.state_layer import StateLayer
+from nanovllm.scheduler.messages import Row
+from nanovllm.worker.model_loader import make_modules
+from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.worker.network import Network
+from nanovllm.worker.step_output import StepOutput
+
+
+class Work(NamedTuple):
+    """What a step, or several, must do."""
+
+    nbytes: float
+    operations: Counter[int]
+    """By the bits of the weights."""
+
+    def reading(self, rates: Rates) -> float:
+        """Return the seconds for the bytes."""
+        return self.nbytes / rates.bytes_per_second
+
+    def computing(self, rates: Rates) -> float:
+        """Return the seconds for the operations."""
+        return sum(count / rates.multiplying(bits) for bits, count in self.operations.items())
+
+    def limit(self, rates: Rates) -> float:
+        """Return the longer of both."""
+        return max(self.reading(rates), self.computing(rates))
+
+
+class Matrices(NamedTuple):
+    """Weights that are read by the same steps, together."""
+
+    bits: int
+    numbers: int
+    nbytes: int
+    is_head: bool = False
+    experts: tuple[int, int] | None = None
+    """How many there are, and how many a token has; None: all tokens use the weight."""
+
+    def add(self, work: Work, num_tokens: int, num_sampled: int) -> Work:
+        """Return `work` with that of a step."""
+        tokens = num_sampled if self.is_head else num_tokens
+        numbers, used = self.numbers * tokens, 1.0
+        if self.experts is not None:  # the mean if each expert is as likely as any other
+            count, chosen = self.experts
+            numbers = numbers * chosen // count
+            used = 1 - (1 - chosen / count) ** tokens
+        work.operations[self.bits] += 2 * numbers
+        return work._replace(nbytes=work.nbytes + (self.nbytes * used if tokens else 0))
+
+
+class Steps:
+    """The work of a loaded network's steps."""
+
+    def __init__(self, network: Network) -> None:
+        model = network.model
+        self._matrices = list(_matrices(network))
+        self._attention = [layer for layer in model.modules() if isinstance(layer, Attention)]
+        self._states = [layer for layer in model.modules() if isinstance(layer, StateLayer)]
+
+    @property
+    def bits(self) -> set[int]:
+        """The bits of the weights."""
+        return {each.bits for each in self._matrices}
+
+    def work(self, rows: Iterable[Row]) -> Work:
+        """Return the work of a step."""
+        rows = list(rows)
+        tokens = sum(row.num_scheduled_tokens for row in rows)
+        sampled = sum(row.samples for row in rows)
+        work = Work(0.0, Counter())
+        for matrices in self._matrices:
+            work = matrices.add(work, tokens, sampled)
+        nbytes = work.nbytes
+        for row in rows:
+            for layer in self._attention:
+                nbytes += _attend(layer, row, work.operations)
+            for state in self._states:
+                nbytes += 2 * sum(part.nbytes for part in state.parts)
+                numbers = sum(torch.Size(part.shape).numel() for part in state.parts)
+                # At least a product with what comes in, and one with what asks.
+                work.operations[32] += 4 * numbers * row.num_scheduled_tokens
+        return work._replace(nbytes=nbytes)
+
+
+def _attend(layer: Attention, row: Row, operations: Counter[int]) -> int:
+    """Add the operations of a row's attention; return the bytes of keys and values."""
+    num_heads, num_kv_heads, head_dim = layer.sizes
+    window, values = layer.options.window, layer.options.value_dim
+    first, end = row.num_computed_tokens, row.end
+    longest = end if window is None else min(window, end)
+    # The token at position p sees p + 1 keys, or a window of them.
+    growing = range(first + 1, min(end, longest) + 1)
+    pairs = sum(growing) + longest * (end - first - len(growing))
+    bits = 32 if layer.kv_cache.itemsize == 4 else 16
+    operations[bits] += 2 * num_heads * (head_dim + (values or head_dim)) * pairs
+    before = first if window is None else min(window - 1, first)
+    numbers = num_kv_heads * head_dim * (1 if values else 2)
+    return (before + (end - first)) * numbers * layer.kv_cache.itemsize
+
+
+def _matrices(network: Network) -> Iterator[Matrices]:
+    """Yield the weights of each form and use."""
+    shapes = make_modules(network.model_config, network.max_model_len, torch.device("meta"))
+    shape_of = dict(shapes.named_modules())
+    chosen: dict[Matrix, tuple[int, int]] = {
+        linear: (mlp.experts.down_proj.num_experts, mlp.gate.choice.top_k)
+        for mlp in network.model.modules()
+        if isinstance(mlp, SparseMLP)
+        for linear in mlp.experts.modules()
+        if isinstance(linear, StackedLinear)
+    }
+    found: dict[Any, list[int]] = {}
+    for name, module in network.model.named_modules():
+        is_head = isinstance(module, ParallelLMHead)
+        twin = shape_of.get(name)
+        if not isinstance(module, Matrix) or not isinstance(twin, Matrix) or twin.weight is None:
+            continue
+        if isinstance(module, VocabParallelEmbedding) and not is_head:
+            continue  # a row a token
+        numbers = twin.weight.numel()
+        nbytes = sum(tensor.nbytes for tensor in weight_tensors(module))
+        ratio = 8 * nbytes / numbers  # with scales
+        bits = next(
+            bits for bits, least in ((32, 24), (16, 12), (8, 6.5), (4, 0)) if ratio >= least
+        )
+        sums = found.setdefault((bits, is_head, chosen.get(module)), [0, 0])
+        sums[0] += numbers
+        sums[1] += nbytes
+    for (bits, is_head, experts), (numbers, nbytes) in found.items():
+        yield Matrices(bits, numbers, nbytes, is_head, experts)
+
+
+_LEAST_BITS = {32: 24.0, 16: 12.0, 8: 6.5, 4: 0.0}
+"""By the bits of a number: those that it has at least with its share of a scale."""
+
+
+def weight_tensors(module: Matrix) -> list[torch.Tensor]:
+    """Return what a loaded matrix multiplies with."""
+    return [module.weight.data] if module.weight is not None else tensors_in(module.method)
+
+
+def network_of(llm: LLM) -> Network:
+    """Return the network of an engine in this process."""
+    [network] = llm.engine.executor.call_all(lambda runner: runner.network)
+    assert isinstance(network, Network)
+    return network
+
+
+def weights_meter(network: Network) -> Meter:
+    """Return the meter of the rates at which this network's weights can be read, and multiplied."""
+    tensors = {
+        tensor.data_ptr(): tensor
+        for module in network.model.modules()
+        if isinstance(module, Matrix)
+        for tensor in weight_tensors(module)
+        if tensor.is_contiguous()
+    }
+    return Meter(list(tensors.values()))
+
+
+def reset_peak() -> None:
+    """Set the process's peak to what it holds now (proc_pid_clear_refs(5))."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_megabytes() -> float:
+    """Return the peak resident memory since `reset_peak`, in MB of a million bytes."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024 / 1e6
+
+
+class Round(NamedTuple):
+    """One run of a case."""
+
+    seconds: float
+    limit: float
+    reading: float
+    """Seconds to read what all its steps must."""
+    computing: float
+    """Seconds to compute what they must."""
+    rates: Rates
+
+    @property
+    def share(self) -> float:
+        """The share of the limit that is reached."""
+        return self.limit / self.seconds
+
+
+class Found(NamedTuple):
+    """A case: its rounds, the work of each, and the memory."""
+
+    case: str
+    rounds: list[Round]
+    gigabytes: float
+    gigaoperations: float
+    steps: int
+    peak_megabytes: float
+
+    @property
+    def median(self) -> Round:
+        """The round with the median share."""
+        return sorted(self.rounds, key=lambda each: each.share)[(len(self.rounds) - 1) // 2]
+
+    def line(self) -> str:
+        """Return a row of the table."""
+        found = self.median
+        cells = [
+            self.case,
+            f"{found.seconds:.2f}",
+            f"{found.limit:.2f}",
+            f"{found.share:.0%}",
+            f"{self.gigabytes:.1f}",
+            f"{found.reading:.2f}",
+            f"{self.gigaoperations:.0f}",
+            f"{found.computing:.2f}",
+            f"{self.peak_megabytes:.0f}",
+        ]
+        return f"| {' | '.join(cells)} |"
+
+
+HEAD = (
+    "| case | seconds | limit, s | share | GB | to read, s | Gop | to compute, s | peak, MB |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+)
+
+
+@contextmanager
+def _observed(steps: list[list[Row]]) -> Iterator[None]:
+    """Add the rows of each step inside to `steps`."""
+    run_rows = ModelRunner.run_rows
+
+    def observed(self: ModelRunner, rows: list[Row]) -> StepOutput:
+        steps.append(rows)
+        return run_rows(self, rows)
+
+    with mock.patch.object(ModelRunner, "run_rows", observed):
+        yield
+
+
+def run_case(llm: LLM, case: Case, seed: int) -> float:
+    """Return the seconds of a case's requests."""
+    prompts, output_lens = case.requests(seed)
+    params = [
+        SamplingParams(max_tokens=length, ignore_eos=True, **case.sampling)  # type: ignore[arg-type]
+        for length in output_lens
+    ]
+    start = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - start
+
+
+def measure(llm: LLM, name: str, meter: Meter, rounds: int) -> Found:
+    """Run a case."""
+    work_of = Steps(network_of(llm))
+    found = []
+    reset_peak()
+    before = meter.measure()
+    for seed in range(rounds):
+        rows: list[list[Row]] = []
+        with _observed(rows):
+            seconds = run_case(llm, CASES[name], seed)
+        after = meter.measure()
+        rates, before = before.best(after), after
+        works = [work_of.work(step) for step in rows]
+        sums = (
+            sum(work.limit(rates) for work in works),
+            sum(work.reading(rates) for work in works),
+            sum(work.computing(rates) for work in works),
+        )
+        found.append(Round(seconds, *sums, rates))
+    return Found(
+        name,
+        found,
+        sum(work.nbytes for work in works) / 1e9,
+        sum(sum(work.operations.values()) for work in works) / 1e9,
+        len(works),
+        peak_megabytes() - BUFFER_BYTES / 1e6,
+    )
+
+
+def parse_args() -> argparse.Namespace:
+    """Return the command line's arguments."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.limit", description=__doc__)
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument("--model", help=f"a checkpoint or {', '.join(CONFIGS)} (default: {SMALL})")
+    models.add_argument("--gguf", choices=GGUF_TYPES, help="a random GGUF file")
+    parser.add_argument("--quantization")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write all rounds to this file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run each case and print its row."""
+    args = parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        model, load_format = prepared(args.model, args.gguf, directory)
+        reset_peak()
+        llm = LLM(
+            model,
+            load_format=load_format,
+            quantization=args.quantization,
+            kv_cache_dtype=args.kv_cache_dtype,
+            enable_prefix_caching=False,
+            max_model_len=4096,
+        )
+    form = args.gguf or args.quantization or "as stored"
+    loading = peak_megabytes()
+    meter = weights_meter(network_of(llm))
+    print(f"{described(args.model)}, {form}; {processor_name()}, {torch.get_num_threads()} threads")
+    print(f"{meter.measure().summary()}; peak while loading {loading:.0f} MB\n\n{HEAD}")
+    run_case(llm, WARM_UP, 0)
+    found = []
+    for name in args.cases:
+        found.append(measure(llm, name, meter, args.rounds))
+        print(found[-1].line(), flush=True)
+    llm.shutdown()
+    if args.json is not None:
+        saved = {
+            "command": f"python -m benchmarks.limit {shlex.join(sys.argv[1:])}",
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "processor": processor_name(),
+            "num_threads": torch.get_num_threads(),
+            "model": described(args.model),
+            "form": form,
+            "loading_peak_megabytes": loading,
+            "cases": [
+                {
+                    **each._asdict(),
+                    "rounds": [
+                        {**one._asdict(), "rates": one.rates._asdict()} for one in each.rounds
+                    ],
+                }
+                for each in found
+            ],
+        }
+        args.json.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
