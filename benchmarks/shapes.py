@@ -13,6 +13,13 @@ from bench import QWEN3_06B
 SMALL = "Qwen3-0.6B"
 CONFIGS: dict[str, dict[str, Any]] = {
     SMALL: QWEN3_06B,
+    "Qwen3-4B": {
+        **QWEN3_06B,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
     "Qwen3-8B": {
         **QWEN3_06B,
         "hidden_size": 4096,
@@ -146,6 +153,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "swiglu_limit": 7.0,
         "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    },
+    "LFM2-1.2B": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "vocab_size": 65536,
+        "hidden_size": 2048,
+        "intermediate_size": 12288,
+        "block_dim": 2048,
+        "block_ff_dim": 12288,
+        "block_auto_adjust_ff_dim": True,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "layer_types": [
+            *["conv", "conv", "full_attention"] * 3,
+            *["conv", "full_attention"] * 3,
+            "conv",
+        ],
+        "max_position_embeddings": 128000,
+        "norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
     },
     "LFM3-1.7B": {

@@ -4,12 +4,14 @@ its ratio to the first engine's time (the median over rounds).
 An engine is NAME or NAME=PYTHON: one of bench.py's engines, and an interpreter that has it
 installed. Each engine is a separate process. It is stopped while another engine runs, because an
 idle engine may spin. Prefix caching is off, because `nano` and `sampled` have the same prompts.
-Without --model: random weights in the shape of Qwen3-0.6B; with --gguf, in a GGUF file, which
-llamacpp needs.
+Prompts are random, by the number of the round. Without --model: random weights in the shape of
+Qwen3-0.6B; with --gguf, in a GGUF file, which llamacpp needs. `benchmarks.comparison` makes one
+table of several --json files.
 """
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import os
 import signal
@@ -72,12 +74,18 @@ WARM_UP = Case(2, (16, 16), (4, 4), GREEDY)
 class Engine:
     """A process that runs one of bench.py's engines."""
 
-    def __init__(self, given: str, model: str, load_format: str) -> None:
+    def __init__(
+        self, given: str, model: str, load_format: str, quantization: str | None = None
+    ) -> None:
         self.name, _, python = given.partition("=")
+        self.version = ""
         start = time.perf_counter()
         command = [python or sys.executable, "-m", "benchmarks.versus", self.name, "--serve"]
+        command += ["--model", model, "--load-format", load_format]
+        if quantization is not None:
+            command += ["--quantization", quantization]
         self._process = subprocess.Popen(
-            [*command, "--model", model, "--load-format", load_format],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -122,19 +130,24 @@ class Engine:
         assert self._process.stdout is not None
         for line in self._process.stdout:  # an engine may print other lines
             if line.startswith(READY):
-                return float(line.removeprefix(READY))
+                seconds, *version = line.removeprefix(READY).split()
+                self.version = "".join(version) or self.version
+                return float(seconds)
         sys.exit(f"versus.py: {self.name} ended with {self._process.wait()}")
 
     def _signal(self, number: int) -> None:
         os.killpg(self._process.pid, number)
 
 
-def serve(name: str, model: str, load_format: str) -> None:
+def serve(name: str, model: str, load_format: str, quantization: str | None) -> None:
     """Start an engine, run the requests of each line of standard input, and print the seconds."""
-    option = {"enable_prefix_caching": False} if name == "nanovllm" else {}
+    option: dict[str, Any] = {}
+    if name == "nanovllm":
+        option = {"enable_prefix_caching": False, "quantization": quantization}
     args = {"load_format": load_format, "max_model_len": 4096, "option": option, "hf_batch": 64}
     run = bench.ENGINES[name](model, argparse.Namespace(**args, json=True))
-    print(f"\n{READY}0", flush=True)
+    package = "llama-cpp-python" if name == "llamacpp" else name
+    print(f"\n{READY}0 {importlib.metadata.version(package)}", flush=True)
     for line in sys.stdin:
         requests: list[Any] = json.loads(line)
         start = time.perf_counter()
@@ -150,6 +163,7 @@ def compare(
     print("| --- | --- | --- | --- | --- | --- |")
     for engine in engines:
         comparison.startup[engine.name] = engine.startup
+        comparison.versions[engine.name] = engine.version
         print(f"| start until ready | {engine.name} | {engine.startup:.1f} | | | |", flush=True)
     for name in cases:
         times: dict[str, list[float]] = {engine.name: [] for engine in engines}
@@ -165,6 +179,8 @@ def compare(
             print(f"| {name} | {other} | {cells} |", flush=True)
             comparison.rows.append(row)
         comparison.cases[name] = CASES[name].describe()
+        prompts, output_lens = CASES[name].requests(0)
+        comparison.tokens[name] = [sum(map(len, prompts)), sum(output_lens)]
         if path is not None:
             comparison.save(path)
 
@@ -175,9 +191,10 @@ def engine_parser(prog: str, description: str | None, cases: list[str]) -> argpa
     parser.add_argument("engines", nargs="+", metavar="NAME[=PYTHON]")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=cases)
     parser.add_argument("--rounds", type=int, default=3)
-    models = parser.add_mutually_exclusive_group()
-    models.add_argument("--model", help=f"a checkpoint or {', '.join(CONFIGS)} (default: {SMALL})")
-    models.add_argument("--gguf", choices=GGUF_TYPES, help="a random GGUF file")
+    parser.add_argument("--model", help=f"a checkpoint or {', '.join(CONFIGS)} (default: {SMALL})")
+    parser.add_argument("--gguf", choices=GGUF_TYPES, help="a random GGUF file of --model's shape")
+    parser.add_argument("--quantization", help="nanovllm's")
+    parser.add_argument("--cores", type=int, nargs="+", help="those of all engines (default: all)")
     parser.add_argument("--load-format", choices=["auto", "dummy"], default="dummy")
     return parser
 
@@ -188,6 +205,8 @@ def prepared(model: str | None, gguf: str | None, directory: str) -> tuple[str, 
     """
     if gguf is None:
         return checkpoint(model, directory)
+    if model is not None and model not in CONFIGS:
+        sys.exit(f"--gguf makes a file of one of these shapes: {', '.join(CONFIGS)}")
     from benchmarks.random_gguf import write_random_gguf  # an engine may lack the package
 
     file = Path(directory, "model.gguf")
@@ -200,6 +219,8 @@ def started(args: argparse.Namespace) -> Iterator[list[Engine]]:
     """Start the engines of `engine_parser`'s arguments; stop them at the end, also of a SIGTERM."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))  # so that `finally` stops the engines
+    if args.cores:
+        os.sched_setaffinity(0, args.cores)  # the engines inherit it
     with tempfile.TemporaryDirectory() as directory:
         model, load_format = prepared(args.model, args.gguf, directory)
         if not args.gguf:
@@ -207,7 +228,7 @@ def started(args: argparse.Namespace) -> Iterator[list[Engine]]:
         engines: list[Engine] = []
         try:
             for given in args.engines:
-                engines.append(Engine(given, model, load_format))
+                engines.append(Engine(given, model, load_format, args.quantization))
             yield engines
         finally:
             for engine in engines:
@@ -230,9 +251,10 @@ def main() -> None:
     """Start the engines, compare them and stop them."""
     args = parse_args()
     if args.serve:
-        serve(args.engines[0], args.model, args.load_format)
+        serve(args.engines[0], args.model, args.load_format, args.quantization)
         return
-    comparison = Comparison.begin(described(args.model) + (f", {args.gguf}" if args.gguf else ""))
+    form = args.gguf or args.quantization
+    comparison = Comparison.begin(described(args.model) + (f", {form}" if form else ""), args.cores)
     with started(args) as engines:
         compare(engines, args.cases, args.rounds, comparison, args.json)
 

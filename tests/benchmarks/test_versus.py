@@ -12,6 +12,7 @@ from bench import QWEN3_06B
 from benchmarks import versus
 from benchmarks.comparison import Comparison, Row
 from benchmarks.random_gguf import write_random_gguf
+from benchmarks.shapes import CONFIGS
 from nanovllm import LLM, SamplingParams
 from nanovllm.loading.gguf import read_gguf
 
@@ -53,9 +54,9 @@ def test_requests_are_the_cases_own() -> None:
     assert {32 <= length <= 128 for length in lens} == {True}
 
 
-def fake(path: Path, answer: str) -> str:
+def fake(path: Path, answer: str, version: str = "") -> str:
     """Return an executable that is ready at once and runs `answer` for each line of its input."""
-    ready = "echo 'ready to be measured 0'"
+    ready = f"echo 'ready to be measured 0 {version}'"
     path.write_text(f"#!/bin/sh\n{ready}\nwhile read line; do {answer}; done\n")
     path.chmod(0o755)
     return str(path)
@@ -85,13 +86,17 @@ def test_ratio(tmp_path: Path) -> None:
 
 
 def test_json_has_the_tables_rows(tmp_path: Path) -> None:
-    two = fake(tmp_path / "two", "echo 'ready to be measured 2'")
+    two = fake(tmp_path / "two", "echo 'ready to be measured 2'", "1.5")
     three = fake(tmp_path / "three", "echo 'ready to be measured 3'")
     path = tmp_path / "comparison.json"
     done = run(f"vllm={two}", f"transformers={three}", "--cases", "decode1", "--rounds", "2",
-               "--json", str(path))  # fmt: skip
+               "--json", str(path), "--cores", "0")  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = Comparison.load(path)
+    assert found.table()[0] == (
+        "| random weights, Qwen3-0.6B's shape | 1 sequence, 32 tokens in, 64 out | vllm | 2.00 "
+        "| 32.0 out | 1.00 |"
+    )
     assert found.rows == [
         Row("decode1", "vllm", 2.0, 1.0, [2.0, 2.0]),
         Row("decode1", "transformers", 3.0, 1.5, [3.0, 3.0]),
@@ -99,13 +104,17 @@ def test_json_has_the_tables_rows(tmp_path: Path) -> None:
     assert list(found.startup) == ["vllm", "transformers"]
     assert found.cases == {"decode1": "1 sequence, 32 tokens in, 64 out"}
     assert found.command.startswith(f"python -m benchmarks.versus vllm={two} ")
+    assert (found.cores, found.tokens) == ([0], {"decode1": [32, 64]})
+    assert found.versions == {"vllm": "1.5", "transformers": ""}
     assert "random weights" in found.model
 
 
-def test_random_gguf_is_a_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", ["Qwen3-0.6B", "Llama-3.2-1B"])
+def test_random_gguf_is_a_model(shape: str, tmp_path: Path) -> None:
     small = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     path = tmp_path / "model.gguf"
-    config = {**QWEN3_06B, **small, "head_dim": 32, "eos_token_id": 0}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32}
+    config = {**CONFIGS[shape], **small, **heads, "eos_token_id": 0}
     write_random_gguf(path, config, "Q8_0")
     found = read_gguf(path).config
     assert {name: found[name] for name in small} == small
@@ -114,10 +123,11 @@ def test_random_gguf_is_a_model(tmp_path: Path) -> None:
     assert first.token_ids != second.token_ids
 
 
-def test_gguf_and_a_model_exclude_each_other() -> None:
-    done = run("nanovllm", "--gguf", "Q8_0", "--model", "other")
-    assert done.returncode == 2
-    assert "not allowed with argument" in done.stderr
+@pytest.mark.parametrize("model", ["other", "gpt-oss-3L"])
+def test_shapes_without_a_random_gguf(model: str) -> None:
+    done = run("nanovllm", "--gguf", "Q8_0", "--model", model)
+    assert done.returncode == 1
+    assert "shape" in done.stderr
 
 
 def test_an_engine_that_does_not_start() -> None:
