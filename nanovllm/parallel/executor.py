@@ -6,6 +6,7 @@ torch is imported only when an executor is made.
 
 import contextlib
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,7 +109,7 @@ def make_executor(
     if config.load_format != "dummy":
         read_ahead(_files(checkpoint))  # before torch is imported, which takes a second
     reserve = _reserve(config, checkpoint) if config.runs_in_process else None  # before it, too
-    with _collector_off():  # imports torch: many objects, and all stay
+    with _first_import_of("torch"):
         from nanovllm.parallel.worker import check_networks
 
     target, drafting = check_networks(config, checkpoint, draft)
@@ -128,15 +129,19 @@ def make_executor(
 
 
 @contextlib.contextmanager
-def _collector_off() -> Iterator[None]:
-    """Keep Python's garbage collector from looking through what is made inside."""
-    was_on = gc.isenabled()
+def _first_import_of(library: str) -> Iterator[None]:
+    """Keep Python's garbage collector, now and later, from looking through what `library` makes
+    while it is imported: hundreds of thousands of objects that stay.
+    """
+    if library in sys.modules or not gc.isenabled():
+        yield
+        return
     gc.disable()
     try:
         yield
+        gc.freeze()
     finally:
-        if was_on:
-            gc.enable()
+        gc.enable()
 
 
 def _files(checkpoint: Checkpoint) -> list[Path]:

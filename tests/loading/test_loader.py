@@ -668,3 +668,15 @@ def test_loading_needs_little_memory_beside_the_weights(tmp_path):
     assert done.returncode == 0, done.stderr
     for size, growth in zip(sizes, done.stdout.split(), strict=True):
         assert size * 0.9 < int(growth) < size + 200 * 2**20
+
+
+def test_a_file_cut_after_its_header_was_read(tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file({"weight": torch.arange(6000.0).view(60, 100)}, file)
+    header = tensor_files.read_header(file)
+    rows = (slice(7, 60), slice(0, 100))
+    found = tensor_files.TensorFile(file, header).read("weight", rows, raw=False)
+    assert torch.equal(found, torch.arange(700.0, 6000.0).view(53, 100))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="ends within tensor weight"):
+        tensor_files.TensorFile(file, header).read("weight", rows, raw=False)
