@@ -71,12 +71,13 @@ INLINE const bf16 *panel_of(head_weights w, ptrdiff_t head, ptrdiff_t p, bf16 *p
 }
 
 /* y[m][heads][outputs] = x[m][heads][inputs] . w + bias, rounded to nearest even, behind `kept` numbers that are copied. An item
- * is the product of a block of a head's x with a panel, or of a single row with STREAMS panels. Each thread prepares the blocks
- * that it multiplies, so that a block fits its cache. */
+ * is the product of a block of a head's x with a panel, or of a single row with STREAMS panels, if there are more. Each
+ * thread prepares the blocks that it multiplies, so that a block fits its cache. */
 INLINE void multiply_heads(team *t, head_inputs x, head_weights w, head_outputs y, ptrdiff_t m, ptrdiff_t kept) {
     ptrdiff_t k = packed_inputs(w.inputs), n = w.outputs;
     ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = rows_that_fit(m, k * sizeof(operand), LINEAR_BYTES), prepared = -1;
-    ptrdiff_t group = m == 1 && !w.turned ? STREAMS : 1, groups = (panels + group - 1) / group;
+    int streams = m == 1 && !w.turned && w.heads * panels > STREAMS; /* otherwise one thread would read all */
+    ptrdiff_t group = streams ? STREAMS : 1, groups = (panels + group - 1) / group;
     ptrdiff_t acc_rows = block > TILE_ROWS ? block : TILE_ROWS;
     operand *buffer = scratch(block * (k + 16) * sizeof(operand) + 64);
     float *acc = scratch(acc_rows * PANEL * sizeof(float));
@@ -95,7 +96,7 @@ INLINE void multiply_heads(team *t, head_inputs x, head_weights w, head_outputs 
         if (part != prepared && padded) pad_rows(from, x.ld, rows, w.inputs, padded);
         if (part != prepared) inputs = prepare_inputs(padded ? padded : from, padded ? k : x.ld, rows, step, k, buffer);
         prepared = part;
-        if (m == 1 && last - first == STREAMS) {
+        if (streams && last - first == STREAMS) {
             tile_streams(inputs.p, panel_of(w, head, first, turned), k, acc);
             store_row(acc, bias_from(w.bias, first * PANEL), to + first * PANEL, STREAMS * PANEL, n - first * PANEL);
             continue;
