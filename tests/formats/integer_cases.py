@@ -147,4 +147,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 2,
         "mamba_d_state": 32,
     },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+        "num_hidden_layers": 4,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 32,
+        "time_step_min": 1e-9,  # otherwise transformers' prompts and steps differ
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 8,  # all: of some, a rounded hidden state might choose others
+        "moe_intermediate_size": 128,
+        "moe_shared_expert_intermediate_size": 128,
+    },
 }
