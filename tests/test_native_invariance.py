@@ -148,24 +148,40 @@ def test_rows_behind_one_prompt_share_its_blocks(shared_checkpoint: Callable[...
     assert {output.num_cached_tokens for output in outputs[1:]} == {512}
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+DELTA = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "num_hidden_layers": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+KIMI = {
+    **EXPERTS,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "linear_num_heads": 3,
+    "linear_head_dim": 32,
+}
+LFM2 = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
 OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 40, "num_hidden_layers": 6, "query_pre_attn_scalar": 32},
     "olmo3": {"sliding_window": 70, "num_hidden_layers": 4},
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64},
+    "qwen3_moe": EXPERTS,
     "gpt_oss": {
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "sliding_window": 33,
         "num_hidden_layers": 2,
     },
-    "qwen3_5_text": {
-        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-        "num_hidden_layers": 3,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-    },
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 96},
     "glm4_moe_lite": {
         "num_key_value_heads": 6,
         "q_lora_rank": 64,
@@ -182,20 +198,8 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_inner": 160},
     "gpt_neox": {"head_dim": 16, "num_key_value_heads": None},
     "cohere2": {"sliding_window": 40, "num_hidden_layers": 4, "logit_scale": 0.25},
-    "kimi_linear": {
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 6,
-        "kv_lora_rank": 64,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "linear_num_heads": 3,
-        "linear_head_dim": 32,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 64,
-    },
+    "kimi_linear": KIMI,
+    "bailing_hybrid": {**KIMI, "n_group": 2, "topk_group": 1},
     "glm4_moe": {
         "num_hidden_layers": 3,
         "n_routed_experts": 8,
@@ -205,16 +209,15 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
     },
     "laguna": {
+        **EXPERTS,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         "num_attention_heads_per_layer": [6, 12, 6],
         "num_hidden_layers": 3,
         "sliding_window": 40,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64,
     },
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
+    "lfm2": LFM2,
+    "lfm2_moe": {**LFM2, **EXPERTS},
     "lfm3": {
         "layer_types": ["conv", "sliding_attention", "full_attention"],
         "num_hidden_layers": 3,

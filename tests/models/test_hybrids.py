@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from nanovllm import SamplingParams
 from nanovllm.features.formats.integer import IntWeight
-from nanovllm.kernels.cpu.library import library
 from nanovllm.kv.windows import pages_for
 from nanovllm.layers.linear import Matrix
 from nanovllm.loading.hub import open_checkpoint, weight_files
@@ -30,6 +29,7 @@ from tests.models.comparison import (  # noqa: F401
     vocab_size_of,
 )
 from tests.models.family_cases import GRANITE_MOE, NUM_CASES
+from tests.test_native_invariance import MODEL, OTHER_FAMILIES
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 THETA = {"rope_theta": 1e4}
@@ -217,74 +217,6 @@ NESTED = {
 CASES = [f"{family} {number}" for family in SWITCHES for number in range(NUM_CASES)]
 
 
-BFLOAT16 = {
-    "vocab_size": 600,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "dtype": "bfloat16",
-}
-DELTA_SIZES = {
-    "layer_types": DELTA * 2 + FULL,
-    "num_hidden_layers": 3,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-}
-EIGHT = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
-KIMI_SIZES = {
-    **EIGHT,
-    "layer_types": DELTA * 2 + FULL,
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 2,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "linear_num_heads": 2,
-    "linear_head_dim": 32,
-    "n_group": 2,
-    "topk_group": 1,
-}
-NATIVE = {
-    "kimi_linear": {name: value for name, value in KIMI_SIZES.items() if "group" not in name},
-    "bailing_hybrid": KIMI_SIZES,
-    "qwen3_5_text": DELTA_SIZES,
-    "qwen3_5_moe_text": {**DELTA_SIZES, **EIGHT, "shared_expert_intermediate_size": 96},
-    "lfm3": {
-        "layer_types": CONV + SLIDING + FULL,
-        "num_hidden_layers": 3,
-        "sliding_window": 33,
-    },
-    "lfm2": {"layer_types": CONV * 2 + FULL, "num_hidden_layers": 3, "block_multiple_of": 32},
-    "granitemoehybrid": {
-        "layer_types": DELTA * 2 + FULL,
-        "num_hidden_layers": 3,
-        "shared_intermediate_size": 96,
-        "mamba_n_heads": 4,
-        "mamba_d_state": 32,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 3,
-    },
-    "falcon_h1": {
-        **FALCON_MULTIPLIERS,
-        "num_hidden_layers": 2,
-        "mamba_d_ssm": 128,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 32,
-        "mamba_d_state": 32,
-        "mamba_rms_norm": True,
-    },
-    "lfm2_moe": {"layer_types": CONV * 2 + FULL, "num_hidden_layers": 3, **EIGHT},
-}
-
-
 def make_config(case):
     """Return the configuration of a case; its sizes are random, and each switch has its turn."""
     family, number = case.split()
@@ -455,13 +387,13 @@ def test_greedy_tokens(saved, chunk, make_llm):
     ("family", "quantization"),
     [("qwen3_5_moe_text", "int8"), ("qwen3_5_moe_text", "int4"), ("kimi_linear", "int4")],
 )
-def test_small_parts_keep_their_bits(family, quantization, tmp_path):
+def test_small_parts_keep_their_bits(family, quantization, shared_checkpoint):
     """Those that choose experts, open gates, or say how a state decays."""
-    sizes = {**BFLOAT16, **NATIVE[family], "dtype": "float32"}
-    random_model(AutoConfig.for_model(family, **sizes)).save_pretrained(tmp_path)
-    checkpoint = open_checkpoint(str(tmp_path))
-    config = Config(str(tmp_path), device="cpu", quantization=quantization)
-    files = weight_files(checkpoint, str(tmp_path))
+    sizes = {**MODEL, **OTHER_FAMILIES[family], "model_type": family, "dtype": "float32"}
+    path = shared_checkpoint(**sizes, pad_token_id=0, bos_token_id=1)
+    checkpoint = open_checkpoint(path)
+    config = Config(path, device="cpu", quantization=quantization)
+    files = weight_files(checkpoint, path)
     spec = NetworkSpec(config, read_config(checkpoint.config), files)
     model = Network(spec, MAX_LENGTH, torch.device("cpu")).model
     kept = {
@@ -518,34 +450,3 @@ def test_published_names(case, saved, published, tmp_path, caplog):
     with caplog.at_level("INFO", logger="nanovllm.loading.loader"):
         assert_logits_agree(theirs, tmp_path, case)
     assert (f"model.layers.{layers}.* (1 tensors)" in caplog.text) == ("bailing" in case)
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.skipif(library() is None, reason="no compiler here")
-@pytest.mark.parametrize(
-    ("family", "quantization"),
-    [
-        *[("qwen3_5_text", quantization) for quantization in (None, "int8", "int4")],
-        *[("kimi_linear", None), ("bailing_hybrid", "int8")],
-        *[("falcon_h1", quantization) for quantization in (None, "int8", "int4")],
-        *[("granitemoehybrid", quantization) for quantization in (None, "int8", "int4")],
-        *[("qwen3_5_moe_text", "int8"), ("lfm2", None), ("lfm2_moe", "int4")],
-        *[("lfm3", quantization) for quantization in (None, "int8", "int4")],
-    ],
-)
-def test_in_bfloat16_tokens_do_not_depend_on_the_batch(
-    family, quantization, make_llm, caplog, tmp_path
-):
-    """The steps are recorded, so all of them run in C. What is small keeps its bits."""
-    config = AutoConfig.for_model(family, **{**BFLOAT16, **NATIVE[family]})
-    random_model(config).save_pretrained(tmp_path)
-    with caplog.at_level("INFO", "nanovllm"):
-        llm = make_llm(tmp_path, device="cpu", max_model_len=MAX_LENGTH, quantization=quantization)
-    assert "attention backend: cpu" in caplog.text
-    assert "call by call" not in caplog.text
-    prompts = random_prompts(0, 600, [3, 50, 17, 90, 1, 33])
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    together = llm.generate(prompts, params, use_tqdm=False)
-    for prompt, output in zip(prompts, together, strict=True):
-        (alone,) = llm.generate([prompt], params, use_tqdm=False)
-        assert alone.token_ids == output.token_ids
