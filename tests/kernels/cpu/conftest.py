@@ -21,7 +21,7 @@ EMULATE = (
     f"-DEMULATED={zlib.crc32(EMULATED.read_bytes())}",
 )
 VARIANTS = {
-    "native": ((), "-march=native"),
+    "native": ((),),
     "avx512-bf16": (("avx512_bf16",), "-march=cooperlake"),
     "avx512": (("avx512bw",), "-march=skylake-avx512"),
     "avx2": (("avx2", "fma"), "-march=haswell"),

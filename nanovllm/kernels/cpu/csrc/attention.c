@@ -233,7 +233,7 @@ INLINE void begin_row(const query_tile *t, int r) {
 }
 
 /* Go with a tile through the next `passes` passes of kv. With an 8-bit cache, queries and weights are rounded to 16 bits, like
- * the inputs of a linear. In long passes a block's values are read long after its keys. The tiles of AVX512-BF16 prefetch them;
+ * the inputs of a linear. In long passes a block's values are read long after its keys. The tiles of AVX-512 prefetch them;
  * without this, a single token takes 1.2 to 1.5 times as long. They also prefetch the first keys of next_kv, which come next:
  * decoding is 1.1 to 1.2 times as fast. With AMX neither makes a difference. Not inlined: inside a parallel region GCC 12 keeps
  * the constants of its loops in memory. */

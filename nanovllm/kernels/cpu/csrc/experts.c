@@ -169,13 +169,8 @@ static prepared place(const expert_weight *w, ptrdiff_t rows, char *buffer) {
     ptrdiff_t step = even_block(rows, TILE_ROWS), ld = w->k + 64;
     ptrdiff_t groups = w->bits == 16 ? 0 : w->k / input_group(w->bits, w->group);
     float *scales = (float *)(buffer + rows * ld * 2);
-#if defined(HAVE_AMX) || defined(HAVE_DPBF16)
-    ptrdiff_t x_ld = w->k;
-#else
-    ptrdiff_t x_ld = w->k + 16;
-#endif
     quantized_rows q = {buffer, scales, (group_sum *)(scales + rows * groups), ld, groups};
-    return (prepared){{(operand *)buffer, x_ld}, q, rows, step};
+    return (prepared){{(operand *)buffer, w->k + PREPARED_GAP}, q, rows, step};
 }
 
 /* Prepare a block of rows x, ldx apart, in `buffer`. */

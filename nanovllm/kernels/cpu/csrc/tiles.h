@@ -1,5 +1,5 @@
 /* Tiles: products of up to 32 rows of inputs with 32 columns of bfloat16 weights, the loop that linears and attention share.
- * tiles_amx.h, tiles_bf16.h and tiles_float.h implement the functions declared below; one of them is included.
+ * tiles_amx.h, tiles_avx512.h and tiles_float.h implement the functions declared below; one of them is included.
  * A panel of weights is [k/2][32][2], see kernels.h. Each output is summed in the order of k, whatever the number of rows is.
  */
 #pragma once
@@ -9,7 +9,7 @@
 
 #if defined(__AMX_BF16__) && defined(__linux__)
 #define HAVE_AMX 1
-#elif defined(__AVX512BF16__) && VL == 16
+#elif defined(__AVX512BF16__) && VL == 16 && !defined(SLOW_DPBF16)
 #define HAVE_DPBF16 1
 #endif
 
@@ -82,6 +82,7 @@ INLINE void linear_panel(linear_inputs in, const bf16 *w, linear_outputs out, fl
  *   K_MULTIPLE: see tile();
  *   PASS_KEYS: at least so many keys make a pass of attention;
  *   LINEAR_BYTES: the part of a thread's second-level cache for a linear's inputs;
+ *   PREPARED_GAP: rows of prepared inputs are k + PREPARED_GAP operands apart;
  *   STREAM_BYTES: larger outputs are written past the caches. */
 
 /* A tile is computed in parts whose accumulators fit the registers: up to WIDE_ROWS rows with WIDE_COLS vectors of columns, or up
@@ -176,10 +177,26 @@ INLINE void end_stream(int stream) {
 #endif
 }
 
+#ifndef HAVE_AMX
+/* acc[rows][32] = x . w for a tile of prepared inputs and a panel w. With `prefetch` it may prefetch the weights behind w. */
+static void linear_tile(int rows, ptrdiff_t k, input_rows x, const bf16 *w, int prefetch, float *acc);
+
+/* linear_panel() tile by tile, each of them over all inputs. */
+INLINE void panel_by_tiles(linear_inputs in, const bf16 *w, linear_outputs out, float *acc) {
+    int stream = can_stream(out);
+    for (ptrdiff_t r = 0; r < in.rows; r += in.step) {
+        int rows = in.rows - r < in.step ? (int)(in.rows - r) : (int)in.step;
+        linear_tile(rows, in.k, inputs_from(in.x, r), w, r == 0, out.y ? acc : acc + r * PANEL);
+        if (out.y) store_outputs(acc, out, r, rows, stream);
+    }
+    end_stream(stream);
+}
+#endif
+
 #if defined(HAVE_AMX)
 #include "tiles_amx.h"
-#elif defined(HAVE_DPBF16)
-#include "tiles_bf16.h"
+#elif VL == 16
+#include "tiles_avx512.h"
 #else
 #include "tiles_float.h"
 #endif
@@ -196,14 +213,4 @@ INLINE int can_stream(linear_outputs out) {
 #ifndef HAVE_AMX
 static void begin_tiles(void) {}
 static void end_tiles(void) {}
-
-INLINE void linear_panel(linear_inputs in, const bf16 *w, linear_outputs out, float *acc) {
-    int stream = can_stream(out);
-    for (ptrdiff_t r = 0; r < in.rows; r += in.step) {
-        int rows = in.rows - r < in.step ? (int)(in.rows - r) : (int)in.step;
-        linear_tile(rows, in.k, inputs_from(in.x, r), w, r == 0, out.y ? acc : acc + r * PANEL);
-        if (out.y) store_outputs(acc, out, r, rows, stream);
-    }
-    end_stream(stream);
-}
 #endif

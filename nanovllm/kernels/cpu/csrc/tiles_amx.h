@@ -1,7 +1,7 @@
 /* Tiles by AMX: the processor's tile registers hold 16 rows of 64 bytes, and one instruction multiplies two of them.
  * Included by tiles.h, which describes the functions.
  */
-enum { PASS_KEYS = 256, K_MULTIPLE = 32, LINEAR_BYTES = 3 << 18, STREAM_BYTES = 1 << 20 };
+enum { PASS_KEYS = 256, K_MULTIPLE = 32, LINEAR_BYTES = 3 << 18, PREPARED_GAP = 0, STREAM_BYTES = 1 << 20 };
 
 typedef struct {
     uint8_t palette, start_row, reserved[14];

@@ -1,7 +1,7 @@
 /* Tiles in float32: weights are widened as they are multiplied, and a linear's inputs once beforehand.
- * For AVX2, AVX-512 without bfloat16 products, and any other processor. Included by tiles.h, which describes the functions.
+ * For AVX2 and any other processor without AVX-512. Included by tiles.h, which describes the functions.
  */
-enum { PASS_KEYS = PANEL, K_MULTIPLE = 2, LINEAR_BYTES = CACHE_BYTES, STREAM_BYTES = 4 << 20 };
+enum { PASS_KEYS = PANEL, K_MULTIPLE = 2, LINEAR_BYTES = CACHE_BYTES, PREPARED_GAP = 16, STREAM_BYTES = 4 << 20 };
 
 /* a += x * v and b += x * w. In assembly, because GCC keeps one accumulator of the largest tile in memory, and then each step
  * waits for a store. */
@@ -58,16 +58,18 @@ static void tile(int rows, ptrdiff_t k, input_rows x, panel_pieces w, output_row
 
 /* Convert x to float32 in `buffer`. Rows lie 64 bytes further apart than k, so that they do not share a cache set. */
 INLINE input_rows prepare_inputs(const bf16 *x, ptrdiff_t ldx, ptrdiff_t rows, ptrdiff_t step, ptrdiff_t k, operand *buffer) {
-    ptrdiff_t ld = k + 16;
+    ptrdiff_t ld = k + PREPARED_GAP;
     for (ptrdiff_t r = 0; r < rows; r++)
         for (ptrdiff_t i = 0; i < k; i += VL) store(buffer + r * ld + i, from_bf16(*(const half_vu *)(x + r * ldx + i)));
     return (input_rows){buffer, ld};
 }
 
-INLINE void linear_tile(int rows, ptrdiff_t k, input_rows x, const bf16 *w, int prefetch, float *acc) {
+static void linear_tile(int rows, ptrdiff_t k, input_rows x, const bf16 *w, int prefetch, float *acc) {
     tile(rows, k, x, (panel_pieces){&w, &w, k}, (output_rows){acc, PANEL}, 0);
 }
 
 static void tile_streams(const operand *x, const bf16 *w, ptrdiff_t k, float *acc) {
     tile_rows(1, STREAM_COLS, k, (input_rows){x, 0}, w, 0, (output_rows){acc, 0}, 0);
 }
+
+INLINE void linear_panel(linear_inputs in, const bf16 *w, linear_outputs out, float *acc) { panel_by_tiles(in, w, out, acc); }
