@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 import torch
 
 from nanovllm.attention.spec import AttentionOptions
-from nanovllm.errors import UnsupportedModelError
 from nanovllm.layers.layernorm import LayerNorm
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
@@ -26,6 +25,10 @@ class CohereForCausalLM(DecoderForCausalLM):
         "rope_theta": 500_000.0,
         "tie_word_embeddings": True,
     }
+    only: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "use_parallel_block": (True,),
+        "use_qk_norm": (False,),
+    }
     reads = frozenset({"logit_scale"})
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
@@ -33,8 +36,6 @@ class CohereForCausalLM(DecoderForCausalLM):
         self._logit_scale = config.number("logit_scale", 0.0625)
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
-        if config.flag("use_qk_norm"):
-            raise UnsupportedModelError("config.json: use_qk_norm True is not supported")
         window, rotates = self.window_of(config, index)
         attention = SelfAttention(
             config,

@@ -257,6 +257,8 @@ def is_far(found: Any) -> bool:
         ("Exaone4ForCausalLM", "rope_parameters", ROPES[0], False),
         ("Olmo3ForCausalLM", "use_cache", True, False),
         ("Gemma4ForCausalLM", "partial_rotary_factor", 0.5, False),
+        ("CohereForCausalLM", "use_qk_norm", True, True),
+        ("Cohere2ForCausalLM", "use_parallel_block", False, True),
         ("NemotronHForCausalLM", "moe_latent_size", 16, True),
         ("NemotronHForCausalLM", "n_shared_experts", 2, True),
         ("NemotronHForCausalLM", "layers_block_type", [*BLOCKS, "mamba"], False),
