@@ -53,7 +53,7 @@ class RunningMean(StateLayer):
     ) -> torch.Tensor:
         rows = batch.state
         assert rows is not None
-        inputs = self.extended(self.in_proj(hidden), rows)
+        (inputs,) = self.extended([self.in_proj(hidden)], rows)
         means = torch.empty_like(inputs)
         total, count = (read_parts(self.states, rows, part)[:, 0] for part in (0, 1))
         ends, lens = rows.cu_seqlens.tolist(), rows.write_lens.tolist()

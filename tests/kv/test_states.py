@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, rule
 
-from nanovllm.kv.groups.state import State, StateGroup
+from nanovllm.kv.groups.state import ROOM_TO_GROW, State, StateGroup
 from nanovllm.kv.trie import Node
 from nanovllm.scheduler.messages import Schedule
 from nanovllm.scheduler.sequence import Sequence
@@ -396,3 +396,15 @@ def test_no_snapshot_is_dropped_for_a_row_that_does_not_fit_anyway() -> None:
     assert not states_of(engine)._held
     engine.manager.trim(seq, seq.num_tokens)
     engine.run()
+
+
+@pytest.mark.parametrize("num_spare", [0, ROOM_TO_GROW - 1, ROOM_TO_GROW])
+def test_an_admission_leaves_the_others_room_to_grow(num_spare: int) -> None:
+    """Not one that is alone: a sequence may take the whole pool."""
+    engine = make_engine(num_blocks=2 * (6 + 5) + num_spare, max_model_len=48)
+    for number in range(2):
+        engine.add(random_prompt(number, 22), max_tokens=2)
+    engine.step()
+    assert len(engine.scheduler.running) == (2 if num_spare == ROOM_TO_GROW else 1)
+    engine.run()
+    assert engine.scheduler.stats.num_preemptions == 0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.eviction import EvictionOrder
 from nanovllm.kv.groups.group import Group
-from nanovllm.kv.groups.state import StateGroup
+from nanovllm.kv.groups.state import ROOM_TO_GROW, StateGroup
 from nanovllm.kv.groups.window import WindowGroup
 from nanovllm.kv.trie import Node
 from nanovllm.kv.windows import WindowSpec, num_tables
@@ -668,6 +668,8 @@ class Engine:
         for window, pages in self.windows:
             held = self.manager.blocks_for(window + budget) + 1
             num_pages += pages * min(num_blocks, held)
+        if self.states is not None:
+            num_pages += ROOM_TO_GROW * len(self.scheduler.running)
         return num_pages + self.state_pages
 
     def _check_turns(self, admitted: list[Sequence], waiting: list[Sequence]) -> None:

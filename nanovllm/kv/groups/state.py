@@ -14,6 +14,9 @@ from nanovllm.kv.trie import Hit, Node, PrefixTrie
 from nanovllm.scheduler.messages import Admission, NewBlocks, PageCopy, Row
 from nanovllm.scheduler.sequence import Sequence
 
+ROOM_TO_GROW = 2
+"""Pages that are left for each running sequence when another one is admitted. One that is preempted
+computes most of its tokens again, because it loses its state."""
 SNAPSHOT_INTERVAL = 1024
 """Each time that so many tokens more of a long prompt are computed, a snapshot is taken."""
 
@@ -86,7 +89,8 @@ class StateGroup(Group):
     **Room.** A snapshot takes free pages only. Those of held snapshots count as free: they are
     dropped as soon as a sequence needs pages, the oldest first, so no sequence waits for them. If
     pages are short, a hit takes the pages of its snapshot instead of a copy. A rolling one leaves
-    free an eighth of the pool, and a page for each running sequence. So a full pool has none.
+    free an eighth of the pool, and a page for each running sequence. So a full pool has none. An
+    admission leaves room for the next blocks of the others: ROOM_TO_GROW.
 
     **Cells.** If the device computes prompts in cells, counted from position 0, a prompt's rows end
     at multiples of `cell_tokens`, or with the prompt. Snapshots are taken at such multiples, so a
@@ -140,17 +144,19 @@ class StateGroup(Group):
         return snapshot is not None and bool(snapshot.pages)
 
     def num_missing(self, seq: Sequence, num_tokens: int, hit: Hit | None = None) -> int:
-        return 0 if hit is None else self.num_pages
+        return 0 if hit is None else self.num_pages + self._room_to_grow
 
     def begin(self, seq: Sequence, hit: Hit, num_missing: int) -> int:
         """Admit a sequence. If pages are short it takes those of the snapshot that it hits."""
+        room = self._room_to_grow
+        num_missing -= room
         state = self._states[seq] = self._new_state(seq, hit)
         snapshot = None
         last = hit.num_blocks - 1
         if last >= 0 and (last, self.suffix) not in hit.loaded:
             snapshot = self._snapshots[hit.matched[last].uid]
         if snapshot is None:
-            return 0
+            return room
         num_free = self.pool.num_free
         if snapshot in self._held:
             must_give = num_missing > num_free
@@ -159,11 +165,11 @@ class StateGroup(Group):
             self.pool.hold(snapshot.pages)
         if not must_give:
             state.hit = snapshot
-            return 0
+            return room
         state.pages = snapshot.pages
         self._forget(snapshot, evicted=True)
         self.pool.rewrite(state.pages)
-        return self.num_pages
+        return room + self.num_pages
 
     def extend(self, seq: Sequence, num_tokens: int) -> None:
         state = self._states[seq]
@@ -314,6 +320,11 @@ class StateGroup(Group):
             entry = self.pool.blocks[copy.targets[0]].entry
             if isinstance(entry, Snapshot):
                 self.drop(entry, evicted=False)
+
+    @property
+    def _room_to_grow(self) -> int:
+        """Pages that an admission leaves for the others, free or in held snapshots."""
+        return ROOM_TO_GROW * len(self._states)
 
     def _new_state(self, seq: Sequence, hit: Hit) -> State:
         """Return the state, still without pages, of a sequence that begins after a hit."""
