@@ -72,7 +72,10 @@ class PanelWeight:
         if panels.scales is None:
             library.call("nv_linear", x, x.stride(0), panels.packed, bias, y, m, n, k)
         else:
-            tensors = panels.packed, panels.scales, panels.factors, panels.inputs, bias, y
+            # What they are rounded to, with a scale and a sum for at least 16; and their order.
+            prepared = torch.empty(m, 4 * k if panels.inputs is None else 6 * k, dtype=torch.uint8)
+            weight = panels.packed, panels.scales, panels.factors, panels.inputs
+            tensors = *weight, bias, prepared, y
             sizes = m, n, k, *panels.arguments(k)
             library.call("nv_linear_int", x, x.stride(0), *tensors, *sizes)
         return y

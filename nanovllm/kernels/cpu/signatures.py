@@ -19,7 +19,7 @@ KERNELS = {
     "nv_linear_wide": "PNPPTNN",
     "nv_gather": "PPPTN",
     "nv_pack_int": "PPPPPNNNNN",
-    "nv_linear_int": "PNPPPPPPTNNNNN",
+    "nv_linear_int": "PNPPPPPPPTNNNNN",
     "nv_gather_int": "PPPPPPTNNNN",
     "nv_add_lora": "PNPPPPPPPPPTNNNN",
     "nv_mamba2": "PPNPPPPPNPPNPPRNNNNFF",

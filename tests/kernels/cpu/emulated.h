@@ -33,6 +33,8 @@ EMULATED(__m512, _loadu_ps, (const float *p), memcpy(&out, p, 64);)
 EMULATED(__m512i, _loadu_si512, (const void *p), memcpy(&out, p, 64);)
 EMULATED(__m512, _max_ps, (__m512 a, __m512 b), for (int i = 0; i < 16; i++) out[i] = a[i] > b[i] ? a[i] : b[i];)
 EMULATED(__m512, _min_ps, (__m512 a, __m512 b), for (int i = 0; i < 16; i++) out[i] = a[i] < b[i] ? a[i] : b[i];)
+EMULATED(__m512i, _max_epi32, (__m512i a, __m512i b), emulated_ints x = {a}; emulated_ints y = {b}; emulated_ints o;
+         for (int i = 0; i < 16; i++) o.w[i] = x.w[i] > y.w[i] ? x.w[i] : y.w[i]; out = o.v;)
 EMULATED(__m512i, _cvtepu16_epi32, (__m256i a), uint16_t h[16]; memcpy(h, &a, 32); emulated_ints o;
          for (int i = 0; i < 16; i++) o.w[i] = h[i]; out = o.v;)
 EMULATED(__m512, _cvtph_ps, (__m256i a), for (int i = 0; i < 16; i++) out[i] = _cvtsh_ss(((__v16hi)a)[i]);)
@@ -52,6 +54,7 @@ EMULATED(__m512i, _cvtepi8_epi16, (__m256i a), int8_t b[32]; memcpy(b, &a, 32); 
 #define _mm512_fmadd_ps emulated_fmadd_ps
 #define _mm512_max_ps emulated_max_ps
 #define _mm512_min_ps emulated_min_ps
+#define _mm512_max_epi32 emulated_max_epi32
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
 #define _mm512_cvtph_ps emulated_cvtph_ps
 #define _mm512_loadu_ps emulated_loadu_ps

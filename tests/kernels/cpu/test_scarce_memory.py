@@ -73,8 +73,8 @@ def attention() -> Callable[[], torch.Tensor]:
 
 CALLS: dict[str, tuple[int, Callable[[], Callable[[], torch.Tensor]]]] = {
     "linear": (2, lambda: linear(randn(70, 96, seed=1))),
-    "8 bits": (3, lambda: linear(quantize(randn(70, 96, seed=1), 8, 32))),
-    "4 bits": (3, lambda: linear(quantize(randn(70, 96, seed=1), 4, 32))),
+    "8 bits": (1, lambda: linear(quantize(randn(70, 96, seed=1), 8, 32))),
+    "4 bits": (1, lambda: linear(quantize(randn(70, 96, seed=1), 4, 32))),
     "attention": (1, attention),
     "route": (1, route),
     "experts": (11, lambda: experts(16)),

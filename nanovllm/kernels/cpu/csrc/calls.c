@@ -45,8 +45,8 @@ CALL(nv_head_linear) {
                    a[10].n, a[11].n, a[12].n);
 }
 CALL(nv_linear_int) {
-    nv_linear_int(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, tokens < 0 ? a[8].n : tokens, a[9].n,
-                  a[10].n, a[11].n, a[12].n, a[13].n);
+    nv_linear_int(t, a[0].p, a[1].n, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, tokens < 0 ? a[9].n : tokens,
+                  a[10].n, a[11].n, a[12].n, a[13].n, a[14].n);
 }
 CALL(nv_gather_int) {
     nv_gather_int(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].p, tokens < 0 ? a[6].n : tokens, a[7].n, a[8].n, a[9].n,

@@ -45,8 +45,8 @@ void nv_gather(team *t, const int64_t *ids, const bf16 *packed, bf16 *y, token_c
 void nv_pack_int(team *t, const int8_t *q, const uint16_t *scales, const uint16_t *more, uint8_t *packed, uint16_t *packed_scales,
                  ptrdiff_t n, ptrdiff_t k, ptrdiff_t source, ptrdiff_t group, ptrdiff_t bits);
 void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const uint16_t *scales, const float *factors,
-                   const int32_t *inputs, const bf16 *bias, bf16 *y, token_count m, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group,
-                   ptrdiff_t bits, ptrdiff_t kind);
+                   const int32_t *inputs, const bf16 *bias, char *buffer, bf16 *y, token_count m, ptrdiff_t n, ptrdiff_t k,
+                   ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind);
 void nv_gather_int(team *t, const int64_t *ids, const uint8_t *packed, const uint16_t *scales, const float *factors,
                    const int32_t *inputs, bf16 *y, token_count tokens, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits,
                    ptrdiff_t kind);

@@ -150,36 +150,36 @@ typedef struct {
     ptrdiff_t n, k, group, bits, kind;
 } expert_weight;
 
-/* Inputs of a block, prepared for bfloat16 tiles or quantised, cut into tiles of `step` rows. */
+/* Inputs of a block, prepared for bfloat16 tiles of `step` rows, or quantised. */
 typedef struct {
     input_rows x;
     quantized_rows q;
     ptrdiff_t rows, step;
 } prepared;
 
-/* Bytes of a prepared row, its scales and sums included. A block has room for what prepare_inputs() writes behind its rows. */
+/* Bytes of a prepared row. For bfloat16, a block has room for what prepare_inputs() writes behind its rows. */
 static ptrdiff_t prepared_bytes(const expert_weight *w) {
-    if (w->bits == 16) return (w->k + 64) * sizeof(operand);
-    ptrdiff_t groups = w->k / input_group(w->bits, w->group);
-    return ((w->k + 64) * 2 + groups * (sizeof(float) + sizeof(group_sum)) + 63) / 64 * 64;
+    return w->bits == 16 ? (w->k + 64) * (ptrdiff_t)sizeof(operand)
+                         : quantized_bytes(w->k, input_group(w->bits, w->group), w->bits);
 }
 
 /* Say where the inputs of a block of `rows` rows are in `buffer`. */
 static prepared place(const expert_weight *w, ptrdiff_t rows, char *buffer) {
-    ptrdiff_t step = even_block(rows, TILE_ROWS), ld = w->k + 64;
-    ptrdiff_t groups = w->bits == 16 ? 0 : w->k / input_group(w->bits, w->group);
-    float *scales = (float *)(buffer + rows * ld * 2);
-    quantized_rows q = {buffer, scales, (group_sum *)(scales + rows * groups), ld, groups};
-    return (prepared){{(operand *)buffer, w->k + PREPARED_GAP}, q, rows, step};
+    ptrdiff_t step = even_block(rows, TILE_ROWS);
+    if (w->bits != 16)
+        return (prepared){{0}, quantized_at(buffer, rows, w->k, input_group(w->bits, w->group), w->bits), rows, step};
+    return (prepared){{(operand *)buffer, w->k + PREPARED_GAP}, {0}, rows, step};
 }
 
 /* Prepare a block of rows x, ldx apart, in `buffer`. */
 static void prepare(const expert_weight *w, const bf16 *x, ptrdiff_t ldx, ptrdiff_t rows, char *buffer) {
     prepared p = place(w, rows, buffer);
-    if (w->bits == 16) prepare_inputs(x, ldx, rows, p.step, w->k, (operand *)buffer);
-    else
-        for (ptrdiff_t r = 0; r < rows; r++)
-            quantize_row(x + r * ldx, 2, &p.q, r, input_group(w->bits, w->group), (int)w->bits, (int)w->kind);
+    if (w->bits == 16) {
+        prepare_inputs(x, ldx, rows, p.step, w->k, (operand *)buffer);
+        return;
+    }
+    for (ptrdiff_t item = 0; item < quantize_items(rows, (int)w->bits); item++)
+        quantize_rows(x, ldx, rows, p.q, input_group(w->bits, w->group), (int)w->bits, (int)w->kind, item);
 }
 
 static int_panel int_panel_of(const expert_weight *w, ptrdiff_t panel) {
@@ -194,12 +194,7 @@ static void panel_sums(const expert_weight *w, prepared in, ptrdiff_t panel, flo
         linear_panel((linear_inputs){in.x, in.rows, in.step, w->k}, weights, (linear_outputs){0}, acc);
         return;
     }
-    int_panel p = int_panel_of(w, panel);
-    for (ptrdiff_t r = 0; r < in.rows; r += in.step) {
-        int rows = in.rows - r < in.step ? (int)(in.rows - r) : (int)in.step;
-        output_rows out = {acc + r * PANEL, PANEL};
-        int_tile((int)w->bits, rows, w->k, w->group, rows_from(in.q, (int)w->bits, r), p, out, 0);
-    }
+    int_tile((int)w->bits, (int)in.rows, w->k, w->group, in.q, int_panel_of(w, panel), acc);
 }
 
 /* Panels that a block multiplies side by side, out of `count`: a single row STREAMS, if there are so many. */

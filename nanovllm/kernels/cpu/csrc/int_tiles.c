@@ -6,8 +6,8 @@
 /* Not inlined: inside a parallel region GCC 12 keeps the accumulators in memory. */
 #define DEFINE(name, bits, kind, inputs, wide)                                                                        \
     static __attribute__((noinline)) void name(int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel p, \
-                                               output_rows acc, int add) {                                            \
-        int_tile_of(bits, kind, inputs, wide, rows, k, group, x, p, acc, add);                                        \
+                                               float *acc) {                                                          \
+        int_tile_steps(bits, kind, inputs, wide, 1, rows, k, group, x, p, (output_rows){acc, PANEL}, 0);              \
     }                                                                                                                 \
     static __attribute__((noinline)) void name##_streams(ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel p, \
                                                          float *acc) {                                                \
@@ -22,8 +22,8 @@ DEFINE(int4_zeros, 4, ZEROS, INT4_INPUTS, 1)
 DEFINE(fp4, 4, FP4, INT4_INPUTS, 0)
 DEFINE(fp4_of_16, 4, FP4, INT4_INPUTS / 2, 0)
 
-void int_tile(int bits, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel, output_rows acc, int add) {
-#define TILE(name) name(rows, k, group, x, panel, acc, add)
+void int_tile(int bits, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel, float *acc) {
+#define TILE(name) name(rows, k, group, x, panel, acc)
     if (bits == 8) panel.kind == ZEROS ? TILE(int8_zeros) : TILE(int8);
     else if (panel.kind == MINIMUMS) TILE(int4_minimums);
     else if (panel.kind == ZEROS) TILE(int4_zeros);
@@ -38,4 +38,125 @@ void int_streams(int bits, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_p
     else if (panel.kind == ZEROS) STREAM(int4_zeros);
     else if (panel.kind == FP4) group < INT4_INPUTS ? STREAM(fp4_of_16) : STREAM(fp4);
     else group > INT4_INPUTS ? STREAM(int4_wide) : STREAM(int4);
+}
+
+/* Packing inputs. Many rows are turned first, so that each has a lane: VL = 16 has lanes for two parts of a tile with weights of
+ * 4 bits. */
+enum { LANES = (MAX_ROWS + VL - 1) / VL, CHUNK = 2 * VL }; /* vectors of so many rows; inputs that a square holds */
+
+/* pairs[inputs/2][LANES] = x[rows][inputs], a row in each lane; zeros fill them. x has `left` inputs. */
+static void turn_rows(const bf16 *x, ptrdiff_t ldx, int rows, ptrdiff_t inputs, ptrdiff_t left, vu (*pairs)[LANES]) {
+    for (ptrdiff_t i = 0; i < inputs; i += CHUNK)
+        for (int v = 0; v < LANES; v++) {
+            vf square[VL];
+#pragma GCC unroll 16
+            for (int r = 0; r < VL; r++) {
+                ptrdiff_t row = v * VL + r;
+                square[r] = row < rows ? (vf)load_pairs(x + row * ldx + i, left - i) : (vf){0};
+            }
+            transpose(square);
+            for (int r = 0; r < VL; r++) pairs[i / 2 + r][v] = (vu)square[r];
+        }
+}
+
+/* Rows [0, first) and [first, rows) of some inputs are those of two parts; the second may have none. */
+typedef struct {
+    int rows, first;
+} lanes_of_parts;
+
+/* Write a number of 4 bytes of each row, the lanes from v * VL on, at place i of [..][rows] of the parts that begin at `out` and
+ * have `places`. A store overwrites what is behind the rows; the next ones correct it, and none passes the end of a part. */
+INLINE void put_lanes(vi lane, int v, lanes_of_parts of, ptrdiff_t i, ptrdiff_t places, int32_t *out) {
+    for (int part = 0; part < (VL == 16 ? 2 : 1); part++) {
+        int rows = part ? of.rows - of.first : of.first, count = rows - v * VL;
+        int32_t *to = out + i * rows + v * VL;
+        if (count <= 0) return;
+        if ((places - i) * rows - v * VL >= VL) *(vi *)to = lane;
+        else memcpy(to, &lane, (count < VL ? count : VL) * sizeof *to);
+        out += places * rows;
+        lane = (vi)shuffle((vf)lane, (lanes() + of.first) & (VL - 1));
+    }
+}
+
+/* The two numbers of each pair times `factor`, as integers in the last bits of the two results. */
+INLINE void nearest_pair(vu pair, vf factor, vu *even, vu *odd) {
+    *even = (vu)fma_((vf)(pair << 16), factor, broadcast(ROUND_TO_INT));
+    *odd = (vu)fma_((vf)(pair & 0xffff0000), factor, broadcast(ROUND_TO_INT));
+}
+
+/* Quantise group g of parts from its pairs; see quantize_rows(). */
+INLINE void quantize_group(vu (*pairs)[LANES], lanes_of_parts of, ptrdiff_t g, ptrdiff_t group, quantized_rows q, int bits,
+                           int kind) {
+    const ptrdiff_t unit = 4 / input_bytes(bits), places = q.ld / unit;
+    vf inverse[LANES];
+    vi total[LANES];
+    for (int v = 0; v < LANES && v * VL < of.rows; v++) {
+        vi top = {0};
+        for (ptrdiff_t i = 0; i < group / 2; i++)
+            top = larger_int(top, larger_int((vi)(pairs[i][v] << 16) & 0x7fffffff, (vi)(pairs[i][v] & 0x7fff0000)));
+        inverse[v] = inverse_of(top, limit_of(bits));
+        total[v] = (vi)broadcast(ROUND_TO_INT) * (int32_t)-group;
+        put_lanes((vi)scale_of(top, limit_of(bits)), v, of, g, q.groups, (int32_t *)q.scales);
+    }
+    for (ptrdiff_t i = 0; i < group; i += unit)
+        for (int v = 0; v < LANES && v * VL < of.rows; v++) {
+            vu even, odd, third, fourth, ints;
+            nearest_pair(pairs[i / 2][v], inverse[v], &even, &odd);
+            total[v] += (vi)(even + odd);
+            if (bits == 8) ints = (even & 0xffff) | odd << 16;
+            else {
+                nearest_pair(pairs[i / 2 + 1][v], inverse[v], &third, &fourth);
+                total[v] += (vi)(third + fourth);
+                ints = (even & 255) | (odd & 255) << 8 | (third & 255) << 16 | fourth << 24;
+            }
+            put_lanes((vi)ints, v, of, (g * group + i) / unit, places, q.ints);
+        }
+    for (int v = 0; v < LANES && v * VL < of.rows; v++) put_lanes(group_sums(total[v], bits, kind), v, of, g, q.groups, q.sums);
+}
+
+INLINE void quantize_lanes(const bf16 *x, ptrdiff_t ldx, lanes_of_parts of, quantized_rows q, ptrdiff_t group, int bits,
+                           int kind) {
+    vu pairs[K_STEP / 2][LANES];
+    ptrdiff_t chunk = group > CHUNK ? group : CHUNK;
+    for (ptrdiff_t i = 0; i < q.ld; i += chunk) {
+        turn_rows(x + i, ldx, of.rows, chunk, q.ld - i, pairs);
+        for (ptrdiff_t j = 0; j < chunk && i + j < q.ld; j += group)
+            quantize_group(pairs + j / 2, of, (i + j) / group, group, q, bits, kind);
+    }
+}
+
+/* The same for a part of few rows, one after the other. */
+static void quantize_few(const bf16 *x, ptrdiff_t ldx, int rows, quantized_rows q, ptrdiff_t group, int bits, int kind) {
+    int32_t ints[K_STEP];
+    float scale;
+    group_sum sum;
+    const ptrdiff_t places = group * input_bytes(bits) / 4;
+    const quantized_rows one = {ints, &scale, &sum, group, 1};
+    for (int r = 0; r < rows; r++)
+        for (ptrdiff_t g = 0; g < q.groups; g++) {
+            quantize_row(x + r * ldx + g * group, 2, &one, 0, group, bits, kind);
+            for (ptrdiff_t i = 0; i < places; i++) ((int32_t *)q.ints)[(g * places + i) * rows + r] = ints[i];
+            q.scales[g * rows + r] = scale, q.sums[g * rows + r] = sum;
+        }
+}
+
+enum { PARTS_AT_ONCE = MAX_ROWS / FEW_ROWS, FEWEST_LANES = 4 };
+
+ptrdiff_t quantize_items(ptrdiff_t rows, int bits) {
+    return bits == 8 ? PARTS(rows) : (FEW_PARTS(rows) + PARTS_AT_ONCE - 1) / PARTS_AT_ONCE;
+}
+
+void quantize_rows(const bf16 *x, ptrdiff_t ldx, ptrdiff_t rows, quantized_rows q, ptrdiff_t group, int bits, int kind,
+                   ptrdiff_t item) {
+    ptrdiff_t parts = bits == 8 ? PARTS(rows) : FEW_PARTS(rows), part = bits == 8 ? item : item * PARTS_AT_ONCE;
+    ptrdiff_t size = rows / parts, larger = rows % parts; /* parts have `size` rows, the first ones one more */
+    ptrdiff_t at = part * size + (part < larger ? part : larger);
+    int first = (int)(size + (part < larger)), second = 0;
+    if (bits == 4 && PARTS_AT_ONCE == 2 && part + 1 < parts) second = (int)(size + (part + 1 < larger));
+    x += at * ldx;
+    q = rows_from(q, bits, at);
+    if (rows == 1) quantize_row(x, 2, &q, 0, group, bits, kind);
+    else if (first + second <= FEWEST_LANES) quantize_few(x, ldx, first, q, group, bits, kind);
+    else if (bits == 8) quantize_lanes(x, ldx, (lanes_of_parts){first, first}, q, group, 8, kind);
+    else quantize_lanes(x, ldx, (lanes_of_parts){first + second, first}, q, group, 4, kind);
 }

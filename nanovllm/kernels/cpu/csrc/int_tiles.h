@@ -72,65 +72,104 @@ INLINE vi add_zeros(vi a, vi zeros, int32_t x) {
 #endif
 }
 
-/* out += sum * x_scale * w_scale, for the integer sum of a group. */
-INLINE void add_scaled(float *out, vi sum, float x_scale, vf w_scale) {
-    store(out, fma_(__builtin_convertvector(sum, vf) * x_scale, w_scale, load(out)));
-}
+/* Let a loop load sums from memory in each of its steps. GCC would keep some of them on the stack, and store them twice. */
+#define FORGET_MEMORY() __asm__ volatile("" ::: "memory")
 
-/* With AVX-512 and 5 rows or more, prefetch `share` bytes from `ahead` on for each 64 bytes of w. */
+/* What a part of a tile prefetches into the second-level cache: of the lines of 64 bytes from `ahead` on every one whose number
+ * is `first` more than a multiple of `parts`. NULL: none. */
 typedef struct {
     const uint8_t *ahead;
-    ptrdiff_t share;
+    int first, parts;
 } prefetch_plan;
+INLINE void prefetch_ahead(prefetch_plan *f, int rows, int bytes) {
+    if (VL < 16 || rows <= 4) return;
+    for (int line = f->first; line < bytes / 64; line += f->parts) __builtin_prefetch(f->ahead + 64 * line, 0, 2);
+    f->ahead += bytes;
+}
 
-/* One part of a tile with weights of 8 bits: acc += x . w. `kind` is a constant where this is inlined. */
-INLINE void int8_rows(int kind, int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows q, int_panel p, prefetch_plan f,
-                      output_rows acc) {
+/* A step of a panel as parts of a tile multiply it: widened to int16 or to a byte each, [step/2][32][2] or [step/4][32][4]. With
+ * 4 bits, two floats for each scale: the scale, and its product with -ROUND_TO_INT. The first part of a tile writes this while it
+ * computes, in the time in which its products let the stores pass; the others read it. */
+typedef struct {
+    uint8_t w[K_STEP * PANEL * 2];
+    float scales[K_STEP / 16 * 2 * PANEL];
+} wide_step __attribute__((aligned(64)));
+
+/* READ weights as they are stored, READ and WRITE a wide_step meanwhile, or read only that. */
+enum { FROM_PANEL, TO_WIDE, FROM_WIDE };
+
+/* Where the integers of row r of a part of `rows` are, from input i on; `unit` of them are side by side. */
+#define INPUTS_AT(q, packed, rows, r, i, unit) ((packed) ? (i) * (rows) + (r) * (unit) : (r) * (q).ld + (i))
+#define SUM_AT(q, packed, rows, r, g) ((packed) ? (g) * (rows) + (r) : (r) * (q).groups + (g))
+
+/* One part of a tile with weights of 8 bits: acc += x . w. `kind`, `packed` and `from` are constants where this is inlined. */
+INLINE void int8_rows(int kind, int packed, int from, int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows q,
+                      int_panel p, uint8_t *wide, prefetch_plan f, output_rows acc) {
     const int16_t *x = q.ints;
-    const uint8_t *w = p.w, *ahead = f.ahead;
+    const ptrdiff_t scale_rows = rows_of_scales(kind), groups = scale_rows * (k / group);
     for (ptrdiff_t g = 0, i = 0; g < k / group; g++) {
         vi a[MAX_ROWS][STREAM_COLS];
+        FORGET_MEMORY();
         zero_sums(rows, cols, a);
-        for (ptrdiff_t end = i + group; i < end; i += 8, w += 8 * PANEL, ahead += 4 * f.share)
+        for (ptrdiff_t end = i + group; i < end; i += 8) {
+            prefetch_ahead(&f, rows, 8 * PANEL);
 #pragma GCC unroll 4
-            for (int j = 0; j < 8; j += 2) {
-                if (VL == 16 && rows > 4) __builtin_prefetch(ahead + j / 2 * f.share, 0, 2);
+            for (int j = 0; j < 8; j += 2)
 #pragma GCC unroll 4
                 for (int c = 0; c < cols; c += 2) {
-                    const uint8_t *at = w + c / PANEL_VECTORS * (k * PANEL) + j * PANEL + c % PANEL_VECTORS * 2 * VL;
-                    if (c % 4 == 0) prefetch_stream(cols, at);
-                    vs w0 = widen_int8(at), w1 = widen_int8(at + 2 * VL);
+                    ptrdiff_t at = (i + j) * PANEL + c % PANEL_VECTORS * 2 * VL;
+                    const uint8_t *narrow = p.w + c / PANEL_VECTORS * (k * PANEL) + at;
+                    vs *both = (vs *)(wide + 2 * at), w0, w1;
+                    if (c % 4 == 0) prefetch_stream(cols, narrow);
+                    if (from == FROM_WIDE) w0 = both[0], w1 = both[1];
+                    else w0 = widen_int8(narrow), w1 = widen_int8(narrow + 2 * VL);
+                    if (from == TO_WIDE) both[0] = w0, both[1] = w1;
 #pragma GCC unroll 12
-                    for (int r = 0; r < rows; r++) multiply_add_pairs(&a[r][c], &a[r][c + 1], w0, w1, x + r * q.ld + i + j);
+                    for (int r = 0; r < rows; r++)
+                        multiply_add_pairs(&a[r][c], &a[r][c + 1], w0, w1, x + INPUTS_AT(q, packed, rows, r, i + j, 2));
                 }
-            }
+        }
 #pragma GCC unroll 8
         for (int c = 0; c < cols; c++) {
-            ptrdiff_t scale_rows = rows_of_scales(kind), groups = scale_rows * (k / group);
             vf scale = load_scales(p.scales, groups, scale_rows * g, c, kind);
             vi zeros = {0};
             if (kind == ZEROS) zeros = load_zeros(p.scales, groups, 2 * g + 1, c) << 16 >> 16;
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
                 vi sum = a[r][c];
-                if (kind == ZEROS) sum += zeros * q.sums[r * q.groups + g].multiple;
-                add_scaled(acc.p + r * acc.ld + c * VL, sum, q.scales[r * q.groups + g], scale);
+                float *out = acc.p + r * acc.ld + c * VL;
+                if (kind == ZEROS) sum += zeros * q.sums[SUM_AT(q, packed, rows, r, g)];
+                vf scaled = __builtin_convertvector(sum, vf) * q.scales[SUM_AT(q, packed, rows, r, g)];
+                store(out, fma_(scaled, scale, load(out)));
             }
         }
     }
+}
+
+INLINE void int8_part(int kind, int packed, int from, int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows q,
+                      int_panel p, uint8_t *wide, prefetch_plan f, output_rows acc) {
+#define INT8_ROWS(from) int8_rows(kind, packed, from, rows, cols, k, group, q, p, wide, f, acc)
+    if (rows <= 2) INT8_ROWS(FROM_PANEL);
+    else if (from == FROM_WIDE) INT8_ROWS(FROM_WIDE);
+    else INT8_ROWS(TO_WIDE);
 }
 
 /* a += v . x and b += w . x, where each lane holds four bytes from 0 to 24, and all lanes multiply the four signed bytes at x.
  * Without VNNI a lane of a and b is a pair of int16, which can hold the sum of a group of bytes up to 15: 8 * 2 * 15 * 127 <
  * 2^15. */
 INLINE void multiply_add_fours(vi *a, vi *b, vi v, vi w, const int8_t *x) {
-#if VL == 16 && defined(__AVX512VNNI__)
+#if VL == 16 && defined(HAVE_DPBUSD)
     __m512i four = _mm512_set1_epi32(*(const int32_t *)x);
     *a = (vi)_mm512_dpbusd_epi32((__m512i)*a, (__m512i)v, four), *b = (vi)_mm512_dpbusd_epi32((__m512i)*b, (__m512i)w, four);
 #elif VL == 16 && defined(__AVX512BW__)
     __m512i four = _mm512_set1_epi32(*(const int32_t *)x);
     *a = (vi)_mm512_add_epi16((__m512i)*a, _mm512_maddubs_epi16((__m512i)v, four));
     *b = (vi)_mm512_add_epi16((__m512i)*b, _mm512_maddubs_epi16((__m512i)w, four));
+#elif VL == 8 && defined(HAVE_DPBUSD)
+    vi t;
+    __asm__("vpbroadcastd %5, %2\n\t%{vex%} vpdpbusd %2, %3, %0\n\t%{vex%} vpdpbusd %2, %4, %1"
+            : "+x"(*a), "+x"(*b), "=&x"(t)
+            : "x"(v), "x"(w), "m"(*(const int32_t *)x));
 #elif VL == 8 && defined(__AVX2__)
     vi t, u;
     __asm__("vpbroadcastd %6, %2\n\tvpmaddubsw %2, %4, %3\n\tvpmaddubsw %2, %5, %2\n\tvpaddw %3, %0, %0\n\tvpaddw %2, %1, %1"
@@ -141,16 +180,16 @@ INLINE void multiply_add_fours(vi *a, vi *b, vi v, vi w, const int8_t *x) {
 #endif
 }
 
-/* Without VNNI, add the int16 pair in each lane of a. */
+#ifdef INT16_PAIRS
+/* Add the int16 pair in each lane of a. */
 INLINE vi pairs_to_int32(vi a) {
-#if VL == 16 && defined(__AVX512BW__) && !defined(__AVX512VNNI__)
+#if VL == 16
     return (vi)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi16(1));
-#elif VL == 8 && defined(__AVX2__)
-    return (vi)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi16(1));
 #else
-    return a;
+    return (vi)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi16(1));
 #endif
 }
+#endif
 
 /* The bytes of fp4_table for four numbers from 0 to 15 in each lane. */
 INLINE vi fp4_lookup(vi from) {
@@ -167,109 +206,158 @@ INLINE vi fp4_lookup(vi from) {
 #endif
 }
 
-/* -12 times the sum of a group of x, where the sum of FP4 products begins. So pairs of int16, which wrap around meanwhile, end as
- * the sum of products with -12 to 12: 8 * 2 * 12 * 127 < 2^15. */
-INLINE vi fp4_start(const int8_t *x, int inputs, int32_t eightfold) {
-#if (VL == 16 && defined(__AVX512BW__) && !defined(__AVX512VNNI__)) || (VL == 8 && defined(__AVX2__))
+#ifdef INT16_PAIRS
+/* Where the pairs of int16 of FP4 products begin: at -12 times the sum of a group of x. So pairs, which wrap around meanwhile,
+ * end as the sum of products with -12 to 12: 8 * 2 * 12 * 127 < 2^15. x is the first input of a row in a part of `rows`. */
+INLINE vi fp4_start(const int8_t *x, int rows, int inputs) {
     vi twelve = (vi)BROADCAST(0x0c0c0c0c), sums = {0}, unused = {0};
-    (void)eightfold;
-    for (int i = 0; i < inputs; i += 4) multiply_add_fours(&sums, &unused, twelve, twelve, x + i);
+    for (int i = 0; i < inputs; i += 4) multiply_add_fours(&sums, &unused, twelve, twelve, x + i * rows);
     return (vi) - (vs)sums;
-#else
-    (void)x, (void)inputs;
-    return (vi)BROADCAST(-(eightfold / 8 * FP4_OFFSET));
-#endif
 }
+#endif
 
 /* With 4 bits, the number of a group of x, of `inputs`, shifted by this to the right is that of the weights' group: a division
  * takes as long as a tenth of a step. Weights that are not `wide` have groups of `inputs`. */
 INLINE int group_shift(int wide, ptrdiff_t group, int inputs) { return wide ? __builtin_ctzl(group / inputs) : 0; }
 
-/* One part of a tile with weights of 4 bits: acc += x . w. `kind`, `inputs`, those of a group of x, and `wide` are
- * constants where this is inlined. */
-INLINE void int4_rows(int kind, int inputs, int wide, int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows q,
-                      int_panel p, prefetch_plan f, output_rows acc) {
-    const int8_t *x = q.ints;
-    const uint8_t *w = p.w, *ahead = f.ahead;
-    const int shift = group_shift(wide, group, inputs);
+/* Where the integer sum of a group begins: see group_sums(). */
+INLINE vi sum_begin(int kind, group_sum sum) {
+    return kind == PLAIN || kind == FP4 ? (vi)BROADCAST(sum) : (vi)broadcast(ROUND_TO_INT);
+}
+
+/* With 4 bits, parts have up to FEW_ROWS rows: with AVX-512 a part's sums, in integers and in floats, then fit the registers. */
+enum { FEW_ROWS = 6 };
+
+/* One part of a tile with weights of 4 bits: acc += x . w for packed x. `kind`, `inputs`, those of a group of x, `wide` and
+ * `from` are constants where this is inlined. */
+INLINE void int4_rows(int kind, int inputs, int wide, int from, int rows, int cols, ptrdiff_t k, ptrdiff_t group,
+                      quantized_rows q, int_panel p, uint8_t *bytes, float *floats, prefetch_plan f, output_rows acc) {
+    const int in_registers = VL == 16, shift = group_shift(wide, group, inputs);
     const ptrdiff_t scale_rows = rows_of_scales(kind), groups = scale_rows * (k / inputs >> shift);
-    for (ptrdiff_t g = 0; g < k / inputs; g++) {
-        vi a[MAX_ROWS][STREAM_COLS];
-        zero_sums(rows, cols, a);
-        if (kind == FP4)
-#pragma GCC unroll 12
-            for (int r = 0; r < rows; r++) {
-                vi start = fp4_start(x + r * q.ld, inputs, q.sums[r * q.groups + g].multiple);
+    const int8_t *x = q.ints;
+    const uint8_t *w = p.w;
+    vf sums[FEW_ROWS][STREAM_COLS];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < cols && in_registers; c++) sums[r][c] = load(acc.p + r * acc.ld + c * VL);
+    for (ptrdiff_t g = 0; g < k / inputs; g++, q.scales += rows, q.sums += rows) {
+        vi a[FEW_ROWS][STREAM_COLS];
+        if (!in_registers) FORGET_MEMORY();
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+#ifdef INT16_PAIRS
+            vi start = kind == FP4 ? fp4_start(x + 4 * r, rows, inputs) : (vi){0};
+#else
+            vi start = sum_begin(kind, q.sums[r]);
+#endif
 #pragma GCC unroll 8
-                for (int c = 0; c < cols; c++) a[r][c] = start;
-            }
-        for (int i = 0; VL == 16 && rows > 4 && i < inputs; i += 4, ahead += f.share) __builtin_prefetch(ahead, 0, 2);
-        for (int i = 0; i < inputs; i += 8, x += 8, w += 4 * PANEL) {
+            for (int c = 0; c < cols; c++) a[r][c] = start;
+        }
+        prefetch_ahead(&f, rows, inputs * PANEL / 2);
+        for (int i = 0; i < inputs; i += 8, x += 8 * rows, w += 4 * PANEL, bytes += 8 * PANEL) {
 #pragma GCC unroll 4
             for (int c = 0; c < cols; c += 2) {
                 const vu *both = (const vu *)(w + c / PANEL_VECTORS * (k * PANEL / 2)) + c % PANEL_VECTORS;
-                prefetch_stream(cols, both);
-                vi w0 = (vi)(both[0] & 0x0f0f0f0f), w1 = (vi)(both[1] & 0x0f0f0f0f);
-                if (kind == FP4) w0 = fp4_lookup(w0), w1 = fp4_lookup(w1);
-#pragma GCC unroll 12
-                for (int r = 0; r < rows; r++) multiply_add_fours(&a[r][c], &a[r][c + 1], w0, w1, x + r * q.ld);
-                w0 = (vi)(both[0] >> 4 & 0x0f0f0f0f), w1 = (vi)(both[1] >> 4 & 0x0f0f0f0f);
-                if (kind == FP4) w0 = fp4_lookup(w0), w1 = fp4_lookup(w1);
-#pragma GCC unroll 12
-                for (int r = 0; r < rows; r++) multiply_add_fours(&a[r][c], &a[r][c + 1], w0, w1, x + r * q.ld + 4);
+                vi *wide_at = (vi *)bytes + c;
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++, wide_at += PANEL_VECTORS) {
+                    vi w0, w1;
+                    if (from == FROM_WIDE) w0 = wide_at[0], w1 = wide_at[1];
+                    else {
+                        if (!half) prefetch_stream(cols, both);
+                        w0 = (vi)(both[0] >> 4 * half & 0x0f0f0f0f), w1 = (vi)(both[1] >> 4 * half & 0x0f0f0f0f);
+                        if (kind == FP4) w0 = fp4_lookup(w0), w1 = fp4_lookup(w1);
+                        if (from == TO_WIDE) wide_at[0] = w0, wide_at[1] = w1;
+                    }
+#pragma GCC unroll 6
+                    for (int r = 0; r < rows; r++) multiply_add_fours(&a[r][c], &a[r][c + 1], w0, w1, x + 4 * (half * rows + r));
+                }
             }
         }
+        float *wide_scales = floats + g * 2 * PANEL;
 #pragma GCC unroll 8
         for (int c = 0; c < cols; c++) {
             ptrdiff_t at = scale_rows * (g >> shift);
-            vf scale = load_scales(p.scales, groups, at, c, kind), minimum = {0};
+            vf scale, less, minimum = {0};
             vi zeros = {0};
+            if (from == FROM_WIDE) scale = load(wide_scales + c * VL), less = load(wide_scales + PANEL + c * VL);
+            else scale = load_scales(p.scales, groups, at, c, kind), less = scale * -ROUND_TO_INT;
+            if (from == TO_WIDE) store(wide_scales + c * VL, scale), store(wide_scales + PANEL + c * VL, less);
             if (kind == MINIMUMS) minimum = load_scales(p.scales, groups, at + 1, c, kind);
             if (kind == ZEROS) zeros = load_zeros(p.scales, groups, at + 1, c);
-#pragma GCC unroll 12
+#pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
-                float *out = acc.p + r * acc.ld + c * VL, x_scale = q.scales[r * q.groups + g];
-                group_sum x_sum = q.sums[r * q.groups + g];
-                vi sum = pairs_to_int32(a[r][c]);
-                if (kind == PLAIN) sum -= x_sum.multiple;
-                if (kind == ZEROS) sum = add_zeros(sum, zeros, x_sum.multiple);
-                add_scaled(out, sum, x_scale, scale);
-                if (kind == MINIMUMS) store(out, fma_(minimum, broadcast(x_sum.scaled), load(out)));
+                float *out = acc.p + r * acc.ld + c * VL;
+                vi sum = a[r][c];
+#ifdef INT16_PAIRS
+                sum = pairs_to_int32(sum) + sum_begin(kind, q.sums[r]);
+#endif
+                if (kind == ZEROS) sum = add_zeros(sum, zeros, q.sums[r]);
+                /* exactly the integer times the scale, rounded once: ROUND_TO_INT times a scale of 16 bits has few digits */
+                vf product = fma_((vf)sum, scale, less);
+                if (kind == MINIMUMS) product = fma_(minimum, broadcast(((const float *)q.sums)[r]), product);
+                if (in_registers) sums[r][c] = fma_(product, broadcast(q.scales[r]), sums[r][c]);
+                else store(out, fma_(product, broadcast(q.scales[r]), load(out)));
             }
         }
     }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < cols && in_registers; c++) store(acc.p + r * acc.ld + c * VL, sums[r][c]);
 }
 
-/* acc[rows][32] = x[rows][k] . w, or with `add` acc += x . w. `bits`, `kind`, and with 4 bits `inputs`, those of a group of x,
- * and `wide` are constants where this is inlined. */
-INLINE void int_tile_of(int bits, int kind, int inputs, int wide, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x,
-                        int_panel panel, output_rows acc, int add) {
+INLINE void int4_part(int kind, int inputs, int wide, int from, int rows, int cols, ptrdiff_t k, ptrdiff_t group,
+                      quantized_rows q, int_panel p, uint8_t *bytes, float *floats, prefetch_plan f, output_rows acc) {
+#define INT4_ROWS(from) int4_rows(kind, inputs, wide, from, rows, cols, k, group, q, p, bytes, floats, f, acc)
+    if (rows <= 2) INT4_ROWS(FROM_PANEL);
+    else if (from == FROM_WIDE) INT4_ROWS(FROM_WIDE);
+    else INT4_ROWS(TO_WIDE);
+}
+
+/* As FOR_ROWS, in parts of up to FEW_ROWS. */
+#define FEW_PARTS(rows) (((rows) + FEW_ROWS - 1) / FEW_ROWS)
+#define FOR_FEW_ROWS(rows, part)                                                                           \
+    for (int parts = FEW_PARTS(rows), at = 0, n; parts; parts--, at += n) {                                \
+        n = ((rows) - at + parts - 1) / parts;                                                             \
+        switch (n) { CASE(1, part) CASE(2, part) CASE(3, part) CASE(4, part) CASE(5, part) CASE(6, part) } \
+    }
+
+/* acc[rows][32] = x[rows][k] . w, or with `add` acc += x . w. `bits`, `kind`, `packed`, and with 4 bits `inputs`, those of a
+ * group of x, and `wide` are constants where this is inlined. */
+INLINE void int_tile_steps(int bits, int kind, int inputs, int wide, int packed, int rows, ptrdiff_t k, ptrdiff_t group,
+                           quantized_rows x, int_panel panel, output_rows acc, int add) {
+    wide_step widened;
     for (int r = 0; r < rows && !add; r++) memset(acc.p + r * acc.ld, 0, PANEL * sizeof *acc.p);
     for (ptrdiff_t i = 0; i < k; i += K_STEP) {
         ptrdiff_t step = k - i < K_STEP ? k - i : K_STEP, x_group = bits == 8 ? i / group : i / inputs;
         ptrdiff_t g = bits == 8 ? x_group : x_group >> group_shift(wide, group, inputs);
-        quantized_rows xi = columns_from(x, bits, i, x_group);
         const uint8_t *w = panel.w + i * PANEL * bits / 8, *next = w + k * PANEL * bits / 8;
         const uint16_t *scales = panel.scales + g * PANEL * rows_of_scales(kind);
-/* Together the parts of the tile prefetch the panel behind this one. */
-#define PREFETCH_INT (prefetch_plan){next + at * step * PANEL * bits / 8 / rows, 2 * PANEL / PARTS(rows)}
-#define PART8(R, cols, c)                                                                                                   \
-    int8_rows(kind, R, cols, step, group, rows_from(xi, 8, at), (int_panel){w + 2 * (c), scales + (c), kind}, PREFETCH_INT, \
+/* Together the parts of a tile prefetch the panel behind this one. */
+#define FROM(R) (at ? FROM_WIDE : TO_WIDE)
+#define ROWS(R) columns_from(rows_from(x, bits, at), bits, packed ? i * R : i, packed ? x_group * R : x_group)
+#define PART8(R, cols, c)                                                                                         \
+    int8_part(kind, packed, FROM(R), R, cols, step, group, ROWS(R), (int_panel){w + 2 * (c), scales + (c), kind}, \
+              widened.w + 4 * (c), (prefetch_plan){next, PARTS(rows) - parts, PARTS(rows)}, outputs_from(acc, at, c))
+#define PART4(R, cols, c)                                                                                                 \
+    int4_part(kind, inputs, wide, FROM(R), R, cols, step, group, ROWS(R), (int_panel){w + 4 * (c), scales + (c), kind},   \
+              widened.w + 4 * (c), widened.scales + (c), (prefetch_plan){next, FEW_PARTS(rows) - parts, FEW_PARTS(rows)}, \
               outputs_from(acc, at, c))
-#define PART4(R, cols, c)                                                                                                   \
-    int4_rows(kind, inputs, wide, R, cols, step, group, rows_from(xi, 4, at), (int_panel){w + 4 * (c), scales + (c), kind}, \
-              PREFETCH_INT, outputs_from(acc, at, c))
         if (bits == 8) FOR_ROWS(rows, PART8)
-        else FOR_ROWS(rows, PART4)
+        else FOR_FEW_ROWS(rows, PART4)
     }
+}
+
+/* The same for 8 bits and rows of inputs that are not packed. */
+INLINE void int_tile_of(int bits, int kind, int inputs, int wide, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x,
+                        int_panel panel, output_rows acc, int add) {
+    int_tile_steps(bits, kind, inputs, wide, 0, rows, k, group, x, panel, acc, add);
 }
 
 /* acc[STREAMS][32] = x[k] . w for STREAMS panels; constants as above. */
 INLINE void int_streams_of(int bits, int kind, int inputs, int wide, ptrdiff_t k, ptrdiff_t group, quantized_rows x,
                            int_panel panel, float *acc) {
-    const prefetch_plan none = {NULL, 0};
+    const prefetch_plan none = {NULL, 0, 1};
     output_rows out = {acc, 0};
     memset(acc, 0, STREAMS * PANEL * sizeof *acc);
-    if (bits == 8) int8_rows(kind, 1, STREAM_COLS, k, group, x, panel, none, out);
-    else int4_rows(kind, inputs, wide, 1, STREAM_COLS, k, group, x, panel, none, out);
+    if (bits == 8) int8_rows(kind, 1, FROM_PANEL, 1, STREAM_COLS, k, group, x, panel, NULL, none, out);
+    else int4_rows(kind, inputs, wide, FROM_PANEL, 1, STREAM_COLS, k, group, x, panel, NULL, NULL, none, out);
 }

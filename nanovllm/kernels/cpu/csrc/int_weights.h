@@ -12,6 +12,9 @@
  * - With minimums and with FP4, group is at most 32.
  * - With zeros a weight is scale * (integer - zero). Zeros are int16: -zero, with 4 bits -(zero + 8).
  * - Scales of weights: [ceil(n/32)][k/group][32]; with minimums or zeros [ceil(n/32)][k/group][2][32], scales first.
+ *
+ * For a tile, inputs are packed in its parts (see FOR_ROWS): a part of R rows is [k/2][R][2] int16 or [k/4][R][4] int8, with
+ * [k/group][R] scales and sums. So a step of a part reads one or two cache lines, however far apart the rows of x are.
  */
 #pragma once
 #include "tiles.h"
@@ -31,22 +34,33 @@ enum { FP4_OFFSET = 12 };
 static const uint8_t fp4_table[64] __attribute__((aligned(64))) = {X4(FP4_TABLE)};
 
 /* Bytes of a quantised input, for weights of `bits`. */
-INLINE ptrdiff_t input_bytes(int bits) { return bits == 8 ? 2 : 1; }
+INLINE ptrdiff_t input_bytes(ptrdiff_t bits) { return bits == 8 ? 2 : 1; }
 
 /* Where in its panel the weight of input i and column c is: the byte, and with 4 bits the shift in it. */
 INLINE ptrdiff_t offset8(ptrdiff_t i, ptrdiff_t c) { return (i / 2 * PANEL + c) * 2 + i % 2; }
 INLINE ptrdiff_t offset4(ptrdiff_t i, ptrdiff_t c) { return (i / 8 * PANEL + c) * 4 + i % 4; }
 INLINE int shift4(ptrdiff_t i) { return i % 8 < 4 ? 0 : 4; }
 
-/* Two multiples of the sum of a row's group: by sum_multiple(), to correct the products of weights to which 8 was added, or which
- * have zeros; and by the row's scale, for the weights' minimums. */
-typedef struct {
-    int32_t multiple;
-    float scaled;
-} group_sum;
-INLINE int sum_multiple(int bits, int kind) { return bits == 8 || kind == ZEROS ? 1 : 8; }
+#if (VL == 16 && defined(__AVX512VNNI__)) || (VL == 8 && defined(__AVXVNNI__))
+#define HAVE_DPBUSD 1
+#elif (VL == 16 && defined(__AVX512BW__)) || (VL == 8 && defined(__AVX2__))
+#define INT16_PAIRS 1 /* products of 8 bits are summed in pairs of int16 */
+#endif
 
-/* Quantised inputs: rows of int16 or int8, ld apart, and a scale and a sum for each row and group. */
+/* What the product of a group needs of the sum of its inputs, `total`: with zeros the sum, with minimums its bits as a float. Of
+ * other weights with 4 bits it is where the integer sum of a group begins, so that it ends as the bits of ROUND_TO_INT plus the
+ * sum of products with the weights themselves, not with those to which 8 was added. As a float this needs no conversion. */
+typedef int32_t group_sum;
+INLINE vi group_sums(vi total, int bits, int kind) {
+    if (bits == 8 || kind == ZEROS) return total;
+    if (kind == MINIMUMS) return (vi) __builtin_convertvector(total, vf);
+#ifdef INT16_PAIRS
+    if (kind == FP4) return (vi)broadcast(ROUND_TO_INT); /* see fp4_start() */
+#endif
+    return (vi)broadcast(ROUND_TO_INT) - total * (kind == FP4 ? FP4_OFFSET : 8);
+}
+
+/* Quantised inputs: rows of int16 or int8, ld apart, and `groups` scales and sums of each row. */
 typedef struct {
     void *ints;
     float *scales;
@@ -54,13 +68,23 @@ typedef struct {
     ptrdiff_t ld, groups;
 } quantized_rows;
 
-/* Return the part of x from `row` on, or from input i on, where group g begins. `bits` are those of the weights. */
+/* Return the part of x from `row` on, or from input i on, where group g begins. `bits` are those of the weights. Rows of packed
+ * inputs are those of a whole part, or a part's `i` is a multiple of its rows, and so is g. */
 INLINE quantized_rows rows_from(quantized_rows x, int bits, ptrdiff_t row) {
     ptrdiff_t g = row * x.groups;
     return (quantized_rows){(char *)x.ints + row * x.ld * input_bytes(bits), x.scales + g, x.sums + g, x.ld, x.groups};
 }
 INLINE quantized_rows columns_from(quantized_rows x, int bits, ptrdiff_t i, ptrdiff_t g) {
     return (quantized_rows){(char *)x.ints + i * input_bytes(bits), x.scales + g, x.sums + g, x.ld, x.groups};
+}
+
+/* Rows of k inputs in groups of `group` that begin at `buffer`, for weights of `bits`, and the bytes of each. */
+INLINE ptrdiff_t quantized_bytes(ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits) {
+    return k * input_bytes(bits) + k / group * (ptrdiff_t)(sizeof(float) + sizeof(group_sum));
+}
+INLINE quantized_rows quantized_at(char *buffer, ptrdiff_t rows, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits) {
+    float *scales = (float *)(buffer + rows * k * input_bytes(bits));
+    return (quantized_rows){buffer, scales, (group_sum *)(scales + rows * (k / group)), k, k / group};
 }
 
 /* The bytes and the scales of a panel, from some column on, and the kind of its weights. */
@@ -70,13 +94,20 @@ typedef struct {
     int kind;
 } int_panel;
 
-/* acc[rows][32] = x[rows][k] . w, or with `add` acc += x . w; in int_tiles.c. Scales are float16, those of FP4 bfloat16. */
+/* acc[rows][32] = x[rows][k] . w for packed inputs of any number of rows; in int_tiles.c. Scales are float16, those of FP4
+ * bfloat16. */
 __attribute__((visibility("hidden"))) void int_tile(int bits, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x,
-                                                    int_panel panel, output_rows acc, int add);
+                                                    int_panel panel, float *acc);
 
 /* acc[STREAMS][32] = x[k] . w for STREAMS panels, one behind the other in memory; see tile_streams(). */
 __attribute__((visibility("hidden"))) void int_streams(int bits, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel,
                                                        float *acc);
+
+/* Pack rows of bfloat16 x, ldx apart, for int_tile(): x = scale * integer, with a scale for each row and `group` inputs; q.ld is
+ * the number of inputs. All quantize_items() do it, each for some of the rows. */
+__attribute__((visibility("hidden"))) ptrdiff_t quantize_items(ptrdiff_t rows, int bits);
+__attribute__((visibility("hidden"))) void quantize_rows(const bf16 *x, ptrdiff_t ldx, ptrdiff_t rows, quantized_rows q,
+                                                         ptrdiff_t group, int bits, int kind, ptrdiff_t item);
 
 /* acc[rows][columns] *= factors[columns]. */
 INLINE void multiply_columns(float *acc, ptrdiff_t rows, ptrdiff_t columns, const float *factors) {
@@ -89,27 +120,31 @@ INLINE vf load_any(const void *x, int bytes, ptrdiff_t i) {
     return bytes == 4 ? load((const float *)x + i) : load_bf16((const bf16 *)x + i, VL);
 }
 
+/* The size of v as an integer that is the larger the larger |v| is, and largest for NaN, so that no NaN is lost. */
+INLINE vi magnitude(vf v) { return (vi)v & 0x7fffffff; }
+
+/* The scale of numbers whose largest magnitude is given, and by what they are multiplied to be integers up to `limit`. */
+INLINE vf scale_of(vi largest, float limit) { return (vf)largest / limit; }
+INLINE vf inverse_of(vi largest, float limit) { return blend((vf)largest > 0.0f, limit / (vf)largest, (vf){0}); }
+INLINE float limit_of(int bits) { return bits == 8 ? 32767.0f : 127.0f; }
+
 /* Quantise a row of x, whose numbers have `bytes`, into `row` of q, for weights of `bits` and `kind`: x = scale * integer, with a
  * scale for each `group` inputs. */
 INLINE void quantize_row(const void *x, int bytes, const quantized_rows *q, ptrdiff_t row, ptrdiff_t group, int bits, int kind) {
-    const float limit = bits == 8 ? 32767.0f : 127.0f;
+    const float limit = limit_of(bits);
     for (ptrdiff_t g = 0; g < q->groups; g++) {
-        vf top = {0};
+        vi top = {0}, total = {0};
+        for (ptrdiff_t i = 0; i < group; i += VL) top = larger_int(top, magnitude(load_any(x, bytes, g * group + i)));
+        for (int n = VL / 2; n; n /= 2) top = larger_int(top, (vi)shuffle_xor((vf)top, n));
+        vf inverse = inverse_of(top, limit);
         for (ptrdiff_t i = 0; i < group; i += VL) {
-            vf v = load_any(x, bytes, g * group + i);
-            top = larger(top, larger(v, -v));
-        }
-        float largest = largest_of(top), inverse = largest > 0 ? limit / largest : 0;
-        q->scales[row * q->groups + g] = largest / limit;
-        vi sum = {0};
-        for (ptrdiff_t i = 0; i < group; i += VL) {
-            vi v = nearest(load_any(x, bytes, g * group + i) * inverse);
-            sum += v;
+            vi v = nearest_product(load_any(x, bytes, g * group + i), inverse);
+            total += v;
             if (bits == 8) *(half_vs *)((int16_t *)q->ints + row * q->ld + g * group + i) = __builtin_convertvector(v, half_vs);
             else *(quarter_vb *)((int8_t *)q->ints + row * q->ld + g * group + i) = __builtin_convertvector(v, quarter_vb);
         }
-        int32_t total = 0;
-        for (int i = 0; i < VL; i++) total += sum[i];
-        q->sums[row * q->groups + g] = (group_sum){sum_multiple(bits, kind) * total, total * q->scales[row * q->groups + g]};
+        for (int n = VL / 2; n; n /= 2) total += (vi)shuffle_xor((vf)total, n);
+        q->scales[row * q->groups + g] = scale_of(top, limit)[0];
+        q->sums[row * q->groups + g] = group_sums(total, bits, kind)[0];
     }
 }

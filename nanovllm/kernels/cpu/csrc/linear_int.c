@@ -28,35 +28,42 @@ void nv_pack_int(team *t, const int8_t *q, const uint16_t *scales, const uint16_
 }
 
 /* y[m][n] = x[m][k] . w * factors[n] + bias[n], rounded to nearest even; rows of x are ldx apart. If `inputs` is not NULL,
- * inputs[i] of x belongs to input i of w. `factors`, for whole panels, and bias may be NULL, too. `kind`: see int_weights.h. An
- * item is the product of a block of x with a panel, or of a single row with STREAMS of them. Each thread quantises the blocks
- * that it multiplies. */
+ * inputs[i] of x belongs to input i of w. `factors`, for whole panels, and bias may be NULL, too. `kind`: see int_weights.h.
+ * `buffer` has quantized_bytes() for each row, and with `inputs` the row itself behind these. All threads share what they
+ * quantise, except a single row, which takes less time than waiting for another thread. An item is the product of a block of x
+ * with a panel, or of a single row with STREAMS of them. */
 void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const uint16_t *scales, const float *factors,
-                   const int32_t *inputs, const bf16 *bias, bf16 *y, token_count m, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group,
-                   ptrdiff_t bits, ptrdiff_t kind) {
-    ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = rows_that_fit(m, k * 2, CACHE_BYTES), ld = k + 64;
-    ptrdiff_t streams = m == 1 ? STREAMS : 1, items_per_block = (panels + streams - 1) / streams, prepared = -1;
+                   const int32_t *inputs, const bf16 *bias, char *buffer, bf16 *y, token_count m, ptrdiff_t n, ptrdiff_t k,
+                   ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind) {
+    ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = rows_that_fit(m, k * input_bytes(bits), CACHE_BYTES);
+    ptrdiff_t streams = m == 1 ? STREAMS : 1, items_per_block = (panels + streams - 1) / streams;
     ptrdiff_t panel_bytes = PANEL * k * bits / 8, panel_scales = PANEL * (k / group) * rows_of_scales(kind);
-    ptrdiff_t x_group = input_group(bits, group), groups = k / x_group;
-    float acc[TILE_ROWS * PANEL] __attribute__((aligned(64)));
-    bf16 *ordered = inputs ? scratch(k * sizeof *ordered) : NULL;
-    quantized_rows q = {
-        .ints = scratch(block * ld * 2),
-        .scales = scratch(block * groups * 4),
-        .sums = scratch(block * groups * sizeof(group_sum)),
-        .ld = ld,
-        .groups = groups,
-    };
-    FOR_ITEMS(item, t, (m + block - 1) / block * items_per_block) {
+    ptrdiff_t x_group = input_group(bits, group), row_bytes = quantized_bytes(k, x_group, bits), blocks = (m + block - 1) / block;
+    ptrdiff_t parts = quantize_items(block, (int)bits);
+    float *acc = scratch((block > STREAMS ? block : STREAMS) * PANEL * sizeof *acc);
+    char *own = m == 1 ? scratch(row_bytes + k * sizeof *x) : NULL;
+    if (own) buffer = own;
+    bf16 *ordered = (bf16 *)(buffer + m * row_bytes);
+    quantized_rows all = quantized_at(buffer, m, k, x_group, bits);
+    if (own) {
+        for (ptrdiff_t j = 0; inputs && j < k; j++) ordered[j] = x[inputs[j]];
+        quantize_rows(inputs ? ordered : x, k, 1, all, x_group, (int)bits, (int)kind, 0);
+    } else {
+        if (inputs)
+            FOR_ITEMS(r, t, m)
+                for (ptrdiff_t j = 0; j < k; j++) ordered[r * k + j] = x[r * ldx + inputs[j]];
+        FOR_ITEMS(item, t, blocks * parts) {
+            ptrdiff_t i = item / parts * block, rows = m - i < block ? m - i : block;
+            const bf16 *from = inputs ? ordered + i * k : x + i * ldx;
+            if (item % parts < quantize_items(rows, (int)bits))
+                quantize_rows(from, inputs ? k : ldx, rows, rows_from(all, (int)bits, i), x_group, (int)bits, (int)kind,
+                              item % parts);
+        }
+    }
+    FOR_ITEMS(item, t, blocks * items_per_block) {
         ptrdiff_t i = item / items_per_block * block, first = item % items_per_block * streams;
-        ptrdiff_t count = m - i < block ? m - i : block, step = even_block(count, TILE_ROWS);
-        if (i != prepared)
-            for (ptrdiff_t r = 0; r < count; r++) {
-                const bf16 *row = x + (i + r) * ldx;
-                for (ptrdiff_t j = 0; inputs && j < k; j++) ordered[j] = row[inputs[j]];
-                quantize_row(inputs ? ordered : row, 2, &q, r, x_group, (int)bits, (int)kind);
-            }
-        prepared = i;
+        ptrdiff_t rows = m - i < block ? m - i : block;
+        quantized_rows q = rows_from(all, (int)bits, i);
         if (m == 1 && first + STREAMS <= panels) {
             int_panel panel = {packed + first * panel_bytes, scales + first * panel_scales, (int)kind};
             int_streams((int)bits, k, group, q, panel, acc);
@@ -66,18 +73,13 @@ void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed,
         }
         for (ptrdiff_t p = first; p < first + streams && p < panels; p++) {
             int_panel panel = {packed + p * panel_bytes, scales + p * panel_scales, (int)kind};
-            for (ptrdiff_t r = 0; r < count; r += step) {
-                int rows = count - r < step ? (int)(count - r) : (int)step;
-                int_tile((int)bits, rows, k, group, rows_from(q, (int)bits, r), panel, (output_rows){acc, PANEL}, 0);
-                if (factors) multiply_columns(acc, rows, PANEL, factors + p * PANEL);
-                store_tile(acc, bias_from(bias, p * PANEL), y + (i + r) * n + p * PANEL, n, rows, n - p * PANEL);
-            }
+            int_tile((int)bits, (int)rows, k, group, q, panel, acc);
+            if (factors) multiply_columns(acc, rows, PANEL, factors + p * PANEL);
+            store_tile(acc, bias_from(bias, p * PANEL), y + i * n + p * PANEL, n, (int)rows, n - p * PANEL);
         }
     }
-    free(q.ints);
-    free(q.scales);
-    free(q.sums);
-    free(ordered);
+    free(acc);
+    free(own);
 }
 
 /* y[t] = row ids[t] of the unpacked weight, [k]; `factors` and `inputs` as above. */

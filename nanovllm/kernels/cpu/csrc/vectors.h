@@ -55,6 +55,16 @@ INLINE vf blend(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no
 /* The larger and the smaller of each lane; b if a or b is NaN. */
 INLINE vf larger(vf a, vf b) { return MAX_MIN(max, >, a, b); }
 INLINE vf smaller(vf a, vf b) { return MAX_MIN(min, <, a, b); }
+INLINE vi larger_int(vi a, vi b) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif VL == 8 && defined(__AVX2__)
+    return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    vi first = a > b;
+    return (a & first) | (b & ~first);
+#endif
+}
 
 INLINE vf fma_(vf a, vf b, vf c) {
 #if VL == 16 && defined(__AVX512F__)
@@ -205,6 +215,8 @@ INLINE void store_f32(float *p, ptrdiff_t left, vf v) {
 
 /* The nearest integers of v; |v| < 2^22. */
 INLINE vi nearest(vf v) { return (vi)(v + ROUND_TO_INT) - (vi)broadcast(ROUND_TO_INT); }
+/* The nearest integers of v * factor, whose sizes are below 2^22. */
+INLINE vi nearest_product(vf v, vf factor) { return (vi)fma_(v, factor, broadcast(ROUND_TO_INT)) - (vi)broadcast(ROUND_TO_INT); }
 
 /* 2^r * 2^n for |r| <= 1/2 and an integer n >= -126, given as `shifted` = n + ROUND_TO_INT. The polynomial is the minimax fit of
  * 2^r by relative error. */
