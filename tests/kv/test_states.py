@@ -398,13 +398,16 @@ def test_no_snapshot_is_dropped_for_a_row_that_does_not_fit_anyway() -> None:
     engine.run()
 
 
-@pytest.mark.parametrize("num_spare", [0, ROOM_TO_GROW - 1, ROOM_TO_GROW])
-def test_an_admission_leaves_the_others_room_to_grow(num_spare: int) -> None:
-    """Not one that is alone: a sequence may take the whole pool."""
+@pytest.mark.parametrize(
+    ("max_tokens", "num_spare", "num_running"),
+    [(20, 0, 1), (20, ROOM_TO_GROW - 1, 1), (20, ROOM_TO_GROW, 2), (6, 0, 1), (6, 1, 2), (2, 0, 2)],
+)
+def test_an_admission_leaves_the_others_room_to_grow(
+    max_tokens: int, num_spare: int, num_running: int
+) -> None:
     engine = make_engine(num_blocks=2 * (6 + 5) + num_spare, max_model_len=48)
     for number in range(2):
-        engine.add(random_prompt(number, 22), max_tokens=2)
+        engine.add(random_prompt(number, 22), max_tokens=max_tokens, ignore_eos=True)
     engine.step()
-    assert len(engine.scheduler.running) == (2 if num_spare == ROOM_TO_GROW else 1)
+    assert len(engine.scheduler.running) == num_running
     engine.run()
-    assert engine.scheduler.stats.num_preemptions == 0

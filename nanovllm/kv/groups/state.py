@@ -15,8 +15,8 @@ from nanovllm.scheduler.messages import Admission, NewBlocks, PageCopy, Row
 from nanovllm.scheduler.sequence import Sequence
 
 ROOM_TO_GROW = 2
-"""Pages that are left for each running sequence when another one is admitted. One that is preempted
-computes most of its tokens again, because it loses its state."""
+"""Pages that are left for each running sequence when another one is admitted, if it can grow by as
+many. One that is preempted computes most of its tokens again, because it loses its state."""
 SNAPSHOT_INTERVAL = 1024
 """Each time that so many tokens more of a long prompt are computed, a snapshot is taken."""
 
@@ -324,7 +324,11 @@ class StateGroup(Group):
     @property
     def _room_to_grow(self) -> int:
         """Pages that an admission leaves for the others, free or in held snapshots."""
-        return ROOM_TO_GROW * len(self._states)
+        room = 0
+        for seq in self._states:
+            num_blocks = -(-seq.max_num_tokens // self.block_size)
+            room += max(0, min(ROOM_TO_GROW, num_blocks - len(seq.block_table)))
+        return room
 
     def _new_state(self, seq: Sequence, hit: Hit) -> State:
         """Return the state, still without pages, of a sequence that begins after a hit."""
