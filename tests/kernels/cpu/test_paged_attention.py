@@ -355,7 +355,7 @@ def test_sinks_are_given_if_the_spec_has_them(sinks):
         (4, 4, 64, 32, 1, 0.0, False, None),
         (4, 2, 80, 64, 5, 0.0, True, None),
         (8, 1, 256, 64, 64, 30.0, False, 0.1),
-        (2, 1, 512, 64, 65, 0.0, True, 1.0),
+        (2, 1, 576, 64, 65, 0.0, True, 1.0),
         (4, 4, 64, 32, 33, 0.0, False, None),
         (4, 2, 64, 128, 1000, 2.0, True, 0.5),
         (3, 1, 288, 32, None, 5.0, False, None),
