@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=48, help="output tokens of a request")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quantization", choices=["int8", "int4"])
+    parser.add_argument("--quantization", choices=["int8", "w8a8", "int4"])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path, config = Path(folder), CONFIGS[args.shape]

@@ -77,7 +77,8 @@ def main() -> None:
         texts = [line for line in args.text.read_text().splitlines() if line.strip()]
     expected = _logprobs_of(args.model, texts, quantization="none")
     print(f"{len(texts)} texts, {len(expected)} positions, {expected.shape[1]} tokens")
-    for options in ({"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}):
+    forms = [{"quantization": form} for form in ("int8", "w8a8", "int4")]
+    for options in (*forms, {"kv_cache_dtype": "int8"}):
         found = _logprobs_of(args.model, texts, **{"quantization": "none", **options})
         mean, high, same = divergence(expected, found)
         ((name, value),) = options.items()

@@ -104,6 +104,7 @@ ONE_FAMILY: list[tuple[str | None, dict[str, Any]]] = [
     (None, {"kvcache_block_size": 32}),
     (None, {"enable_prefix_caching": False}),
     ("int8", {"enforce_eager": True}),
+    ("w8a8", {"max_num_batched_tokens": 17}),
     ("int4", {"max_num_seqs": 3}),
     (None, {"kv_cache_dtype": "int8", "enforce_eager": True, "kvcache_block_size": 32}),
     ("int4", {"kv_cache_dtype": "int8", "max_num_seqs": 3}),

@@ -27,7 +27,7 @@ from nanovllm.options.validation import (
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
-QUANTIZATIONS = ("int8", "int4", "fp8", "none")
+QUANTIZATIONS = ("int8", "int4", "w8a8", "fp8", "none")
 EXECUTOR_BACKENDS = ("mp", "uni", "ray")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8")
@@ -135,9 +135,10 @@ class Config:
     needs only config.json."""
     quantization: Annotated[str | None, check_choice, QUANTIZATIONS] = None
     """Weight quantization: "int8" and "int4" store linear layers, embedding and language-model head
-    in 8 or 4 bits, except those that the checkpoint has in few bits; "fp8" stores linear layers in
-    FP8 (E4M3); "none" converts the blocks of a GGUF file to the model's dtype. None is the form
-    that each weight has in the checkpoint."""
+    in 8 or 4 bits, except those that the checkpoint has in few bits; "w8a8" is "int8" whose inputs
+    the C kernels of a CPU round to 8 bits, too; "fp8" stores linear layers in FP8 (E4M3); "none"
+    converts the blocks of a GGUF file to the model's dtype. None is the form that each weight has
+    in the checkpoint."""
     kv_cache_dtype: Annotated[str, check_choice, KV_CACHE_DTYPES] = "auto"
     """Data type of the KV cache: "fp8" (E4M3, scale 1; GPU only), "int8" (one scale per token and
     head; CPU only), or "auto" for the model's dtype."""

@@ -150,6 +150,7 @@ def test_the_method_follows_dtype_and_quantization():
     weight = randn(64, 64)
     assert isinstance(method_of(weight, None), PackedWeight)
     assert isinstance(method_of(weight, "int8"), PanelWeight)
+    assert isinstance(method_of(weight, "w8a8"), PanelWeight)
     assert isinstance(method_of(weight, "int8", native=False), IntWeight)
     assert isinstance(method_of(weight.float(), "int4"), IntWeight)
     assert method_of(weight, None, native=False) is None

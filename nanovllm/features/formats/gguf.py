@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from nanovllm.errors import ConfigError
-from nanovllm.features.formats.integer import IntRows, IntTensor
+from nanovllm.features.formats.integer import BITS, IntRows, IntTensor
 from nanovllm.features.formats.rounding import EXACT
 from nanovllm.features.formats.stored import PanelRows, first_row
 from nanovllm.kernels.cpu.library import torch_on_one_thread
@@ -167,4 +167,4 @@ def _keeps(block_type: str, matrix: Matrix, quantization: str | None) -> bool:
         return False
     if quantization == "fp8":
         return not isinstance(matrix, LinearBase)
-    return quantization is None or BLOCK_BITS[block_type] <= int(quantization.removeprefix("int"))
+    return quantization is None or BLOCK_BITS[block_type] <= BITS[quantization]

@@ -8,12 +8,14 @@ import torch.nn.functional as F
 
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu.kernels import CKernels
-from nanovllm.kernels.cpu.packed import FP4, MINIMUMS, PLAIN, ZEROS, IntPanelWeight
+from nanovllm.kernels.cpu.packed import FP4, MINIMUMS, PLAIN, W8A8, ZEROS, IntPanelWeight
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.utils.pages import PageReserve
 
-GROUP_SIZES = {"int8": (128, 64, 32), "int4": (32,)}
+GROUP_SIZES = {"int8": (128, 64, 32), "w8a8": (128, 64, 32), "int4": (32,)}
 """Allowed numbers of inputs that share a scale, preferred first."""
+BITS = {"int8": 8, "w8a8": 8, "int4": 4}
+"""Of a weight."""
 
 _FLOAT16_MAX = torch.finfo(torch.float16).max
 
@@ -42,6 +44,8 @@ class IntTensor(NamedTuple):
     fp4: bool = False
     """Whether 4 bits stand for a number of E2M1, see FP4_NUMBERS: a weight is
     factor * scale * number."""
+    short_inputs: bool = False
+    """Whether the C kernels round inputs to 8 bits, not 16: of weights of 8 bits without zeros."""
 
     def by_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "IntTensor":
         """Return the weight with `change` of each tensor that has a row for each of its rows."""
@@ -181,7 +185,7 @@ class IntRows:
 
     def _panels(self, part: IntTensor) -> IntPanelWeight:
         k = part.values.shape[1]
-        kind = FP4 if part.fp4 else PLAIN
+        kind = FP4 if part.fp4 else W8A8 if part.short_inputs else PLAIN
         if part.minimums is not None:
             kind = MINIMUMS
         elif part.zeros is not None:

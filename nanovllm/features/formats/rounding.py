@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.errors import ConfigError
 from nanovllm.features.formats.fp8 import FP8, Fp8Weight, quantize_fp8
-from nanovllm.features.formats.integer import IntRows, choose_group_size, quantize
+from nanovllm.features.formats.integer import BITS, IntRows, choose_group_size, quantize
 from nanovllm.features.formats.stored import PanelRows, first_row
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.experts import Router, StackedLinear
@@ -22,7 +22,7 @@ gate."""
 
 
 class Rounding:
-    """All weights in "int8" or "int4", or those of linears in "fp8".
+    """All weights in "int8", "w8a8" or "int4", or those of linears in "fp8".
 
     Args:
         reserve: gives integers for the C kernels their memory while it lasts.
@@ -113,12 +113,14 @@ class _RowsInIntegers:
         kernels: Kernels,
         reserve: PageReserve | None,
     ) -> None:
-        self._bits = int(quantization.removeprefix("int"))
+        self._bits = BITS[quantization]
+        self._short_inputs = quantization == "w8a8"
         self._group = choose_group_size(quantization, like.shape[1])
         self._rows = IntRows(len(like), like.dtype, kernels, reserve)
 
     def store(self, start: int, values: torch.Tensor) -> None:
-        self._rows.store(start, quantize(values, self._bits, self._group))
+        rounded = quantize(values, self._bits, self._group)
+        self._rows.store(start, rounded._replace(short_inputs=self._short_inputs))
 
     def method(self) -> WeightMethod:
         return self._rows.method()

@@ -105,7 +105,7 @@ class StoredFp8(StoredNumbers):
         yield self._scales.shard(weight)
 
     def round_to(self, quantization: str, kernels: Kernels) -> None:
-        """Let `method` round a weight that it would widen to `quantization`, "int8" or "int4".
+        """Let `method` round a weight that it would widen to `quantization`, in integers.
 
         Raises:
             ConfigError: no group size of `quantization` divides the inputs.

@@ -13,6 +13,7 @@ from nanovllm.features.formats.awq import Awq
 from nanovllm.features.formats.compressed_tensors import CompressedTensors
 from nanovllm.features.formats.gguf import GgufFormat
 from nanovllm.features.formats.gptq import Gptq
+from nanovllm.features.formats.integer import GROUP_SIZES
 from nanovllm.features.formats.modelopt import ModelOpt
 from nanovllm.features.formats.mxfp4 import Mxfp4Format
 from nanovllm.features.formats.rounding import Rounding
@@ -187,9 +188,9 @@ def expect_weights(
         if tensor_parallel().rank == 0:
             logger.info("%s: %s", file, blocks.summary())
     asked = config.quantization
-    if asked in ("int8", "int4") or (asked == "fp8" and stored is None):
+    if asked in GROUP_SIZES or (asked == "fp8" and stored is None):
         store_as(model, Rounding(asked, kernels, reserve), known, device, (Matrix,))
-    if asked in ("int8", "int4"):
+    if asked in GROUP_SIZES:
         for module in model.modules():
             if isinstance(module, Matrix) and isinstance(module.stored, StoredFp8):
                 module.stored.round_to(asked, kernels)

@@ -11,7 +11,7 @@ from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.utils.memory import lazy_zeros
 from nanovllm.utils.pages import PageReserve
 
-PLAIN, MINIMUMS, FP4, ZEROS = range(4)
+PLAIN, MINIMUMS, FP4, ZEROS, W8A8 = range(5)
 """The kinds of weights of 8 or 4 bits, and their numbers in csrc/int_weights.h, which says what
 the numbers of such a weight mean."""
 
@@ -48,8 +48,8 @@ class Panels(NamedTuple):
 class PanelWeight:
     """A weight [n, k] in the layout of the C kernels, for inputs in bfloat16.
 
-    The kernels round the inputs to 16 bits for a weight of 8 bits, and to 8 bits for one of 4. A
-    row's result is the same, bit for bit, whatever the other rows are.
+    The kernels round the inputs to 16 bits for a weight of 8 bits, and to 8 bits for one of 4 and
+    for W8A8. A row's result is the same, bit for bit, whatever the other rows are.
 
     Args:
         num_outputs: n.
@@ -99,7 +99,7 @@ class IntPanelWeight(PanelWeight):
 
     Args:
         group: inputs that share a scale, a multiple of 32; of 16 for FP4.
-        kind: PLAIN, MINIMUMS, FP4 or ZEROS.
+        kind: PLAIN, MINIMUMS, FP4, ZEROS or W8A8.
         inputs: see `Panels`.
         reserve: gives the memory while it lasts.
     """
@@ -158,6 +158,7 @@ class IntPanelWeight(PanelWeight):
             k // scales.shape[1],
             k // packed_scales.shape[1],
             bits,
+            kind,
         )
         if factors is None:
             return

@@ -18,7 +18,7 @@ KERNELS = {
     "nv_head_linear": "PNNPPNNTNNNNN",
     "nv_linear_wide": "PNPPTNN",
     "nv_gather": "PPPTN",
-    "nv_pack_int": "PPPPPNNNNN",
+    "nv_pack_int": "PPPPPNNNNNN",
     "nv_linear_int": "PNPPPPPPPTNNNNN",
     "nv_gather_int": "PPPPPPTNNNN",
     "nv_add_lora": "PNPPPPPPPPPTNNNN",

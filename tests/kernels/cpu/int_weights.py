@@ -16,7 +16,7 @@ class Form(NamedTuple):
     """What a weight of 8 or 4 bits has."""
 
     bits: int
-    kind: str  # "plain", "minimums", "zeros" or "fp4"
+    kind: str  # "plain", "minimums", "zeros", "fp4" or "w8a8"
     group: int | None
     """None: a row."""
     has_factors: bool
@@ -28,7 +28,7 @@ def forms() -> st.SearchStrategy[Form]:
     any_group = st.sampled_from([32, 64, 96, 128, 256, 512, None])
     rest = st.booleans(), st.booleans()
     return st.one_of(
-        st.builds(Form, st.just(8), st.sampled_from(["plain", "zeros"]), any_group, *rest),
+        st.builds(Form, st.just(8), st.sampled_from(["plain", "zeros", "w8a8"]), any_group, *rest),
         st.builds(Form, st.just(4), st.sampled_from(["plain", "zeros"]), any_group, *rest),
         st.builds(Form, st.just(4), st.just("minimums"), st.just(32), *[st.just(False)] * 2),
         st.builds(Form, st.just(4), st.just("fp4"), st.sampled_from([16, 32, 48, 64, None]), *rest),
@@ -69,6 +69,7 @@ def random_weight(form: Form, n: int, k: int, seed: int, extreme: bool = False) 
         torch.randn(n, generator=generator) if form.has_factors else None,
         torch.randperm(k, generator=generator).int() if form.has_order else None,
         form.kind == "fp4",
+        form.kind == "w8a8",
     )
 
 
@@ -100,9 +101,11 @@ class Rounded(NamedTuple):
 
 
 def rounded_inputs(x: torch.Tensor, weight: IntTensor) -> Rounded:
-    """Round x [m, k] bfloat16, to 16 bits for weights of 8 bits and to 8 bits for those of 4."""
+    """Round x [m, k] bfloat16, to 16 bits for weights of 8 bits and to 8 bits for others."""
     m, k = x.shape
-    group, limit = _input_group(weight), 32767.0 if weight.bits == 8 else 127.0
+    group, limit = _input_group(weight), 127.0
+    if weight.bits == 8 and not weight.short_inputs:
+        limit = 32767.0
     grouped = x.float().view(m, k // group, group)
     largest = grouped.abs().amax(-1, keepdim=True)
     inverse = torch.where(largest > 0, limit / largest, 0.0)

@@ -26,6 +26,7 @@ pytestmark = [native, pytest.mark.usefixtures("kernels", "inference_mode")]
 KINDS = {
     "zeros": Form(4, "zeros", 128, False, False),
     "zeros of 8 bits": Form(8, "zeros", 128, False, False),
+    "w8a8": Form(8, "w8a8", 128, True, False),
     "in another order": Form(4, "plain", 128, False, True),
     "a scale for each row": Form(4, "plain", None, True, False),
     "nvfp4": Form(4, "fp4", 16, True, False),

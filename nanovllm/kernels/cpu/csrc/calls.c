@@ -105,7 +105,7 @@ void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows) {
     case 14: call_nv_head_linear(t, a, tokens, rows); break;
     case 15: nv_linear_wide(t, a[0].p, a[1].n, a[2].p, a[3].p, tokens < 0 ? a[4].n : tokens, a[5].n, a[6].n); break;
     case 16: nv_gather(t, a[0].p, a[1].p, a[2].p, tokens < 0 ? a[3].n : tokens, a[4].n); break;
-    case 17: nv_pack_int(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].n, a[6].n, a[7].n, a[8].n, a[9].n); break;
+    case 17: nv_pack_int(t, a[0].p, a[1].p, a[2].p, a[3].p, a[4].p, a[5].n, a[6].n, a[7].n, a[8].n, a[9].n, a[10].n); break;
     case 18: call_nv_linear_int(t, a, tokens, rows); break;
     case 19: call_nv_gather_int(t, a, tokens, rows); break;
     case 20: call_nv_add_lora(t, a, tokens, rows); break;

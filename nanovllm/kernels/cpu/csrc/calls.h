@@ -43,7 +43,7 @@ void nv_head_linear(team *t, const bf16 *x, ptrdiff_t ldx, ptrdiff_t x_head, con
 void nv_linear_wide(team *t, const bf16 *x, ptrdiff_t ldx, const float *w, float *y, token_count m, ptrdiff_t n, ptrdiff_t k);
 void nv_gather(team *t, const int64_t *ids, const bf16 *packed, bf16 *y, token_count tokens, ptrdiff_t k);
 void nv_pack_int(team *t, const int8_t *q, const uint16_t *scales, const uint16_t *more, uint8_t *packed, uint16_t *packed_scales,
-                 ptrdiff_t n, ptrdiff_t k, ptrdiff_t source, ptrdiff_t group, ptrdiff_t bits);
+                 ptrdiff_t n, ptrdiff_t k, ptrdiff_t source, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind);
 void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const uint16_t *scales, const float *factors,
                    const int32_t *inputs, const bf16 *bias, char *buffer, bf16 *y, token_count m, ptrdiff_t n, ptrdiff_t k,
                    ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind);

@@ -160,14 +160,15 @@ typedef struct {
 /* Bytes of a prepared row. For bfloat16, a block has room for what prepare_inputs() writes behind its rows. */
 static ptrdiff_t prepared_bytes(const expert_weight *w) {
     return w->bits == 16 ? (w->k + 64) * (ptrdiff_t)sizeof(operand)
-                         : quantized_bytes(w->k, input_group(w->bits, w->group), w->bits);
+                         : quantized_bytes(w->k, input_group(w->bits, w->group), input_bytes(w->bits, w->kind));
 }
 
 /* Say where the inputs of a block of `rows` rows are in `buffer`. */
 static prepared place(const expert_weight *w, ptrdiff_t rows, char *buffer) {
     ptrdiff_t step = even_block(rows, TILE_ROWS);
     if (w->bits != 16)
-        return (prepared){{0}, quantized_at(buffer, rows, w->k, input_group(w->bits, w->group), w->bits), rows, step};
+        return (prepared){
+            {0}, quantized_at(buffer, rows, w->k, input_group(w->bits, w->group), input_bytes(w->bits, w->kind)), rows, step};
     return (prepared){{(operand *)buffer, w->k + PREPARED_GAP}, {0}, rows, step};
 }
 

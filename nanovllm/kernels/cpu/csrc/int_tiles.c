@@ -15,6 +15,9 @@
     }
 DEFINE(int8, 8, PLAIN, 0, 0)
 DEFINE(int8_zeros, 8, ZEROS, 0, 0)
+#ifdef HAVE_DPBUSD
+DEFINE(w8a8, 8, W8A8, 0, 0)
+#endif
 DEFINE(int4, 4, PLAIN, INT4_INPUTS, 0)
 DEFINE(int4_wide, 4, PLAIN, INT4_INPUTS, 1)
 DEFINE(int4_minimums, 4, MINIMUMS, INT4_INPUTS, 0)
@@ -24,6 +27,12 @@ DEFINE(fp4_of_16, 4, FP4, INT4_INPUTS / 2, 0)
 
 void int_tile(int bits, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel, float *acc) {
 #define TILE(name) name(rows, k, group, x, panel, acc)
+#ifdef HAVE_DPBUSD
+    if (panel.kind == W8A8) {
+        TILE(w8a8);
+        return;
+    }
+#endif
     if (bits == 8) panel.kind == ZEROS ? TILE(int8_zeros) : TILE(int8);
     else if (panel.kind == MINIMUMS) TILE(int4_minimums);
     else if (panel.kind == ZEROS) TILE(int4_zeros);
@@ -33,6 +42,12 @@ void int_tile(int bits, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x
 
 void int_streams(int bits, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel, float *acc) {
 #define STREAM(name) name##_streams(k, group, x, panel, acc)
+#ifdef HAVE_DPBUSD
+    if (panel.kind == W8A8) {
+        STREAM(w8a8);
+        return;
+    }
+#endif
     if (bits == 8) panel.kind == ZEROS ? STREAM(int8_zeros) : STREAM(int8);
     else if (panel.kind == MINIMUMS) STREAM(int4_minimums);
     else if (panel.kind == ZEROS) STREAM(int4_zeros);
@@ -85,25 +100,25 @@ INLINE void nearest_pair(vu pair, vf factor, vu *even, vu *odd) {
 }
 
 /* Quantise group g of parts from its pairs; see quantize_rows(). */
-INLINE void quantize_group(vu (*pairs)[LANES], lanes_of_parts of, ptrdiff_t g, ptrdiff_t group, quantized_rows q, int bits,
-                           int kind) {
-    const ptrdiff_t unit = 4 / input_bytes(bits), places = q.ld / unit;
+INLINE void quantize_group(vu (*pairs)[LANES], lanes_of_parts of, ptrdiff_t g, ptrdiff_t group, quantized_rows q, int bytes,
+                           int bits, int kind) {
+    const ptrdiff_t unit = 4 / bytes, places = q.ld / unit;
     vf inverse[LANES];
     vi total[LANES];
     for (int v = 0; v < LANES && v * VL < of.rows; v++) {
         vi top = {0};
         for (ptrdiff_t i = 0; i < group / 2; i++)
             top = larger_int(top, larger_int((vi)(pairs[i][v] << 16) & 0x7fffffff, (vi)(pairs[i][v] & 0x7fff0000)));
-        inverse[v] = inverse_of(top, limit_of(bits));
+        inverse[v] = inverse_of(top, limit_of(bits, kind));
         total[v] = (vi)broadcast(ROUND_TO_INT) * (int32_t)-group;
-        put_lanes((vi)scale_of(top, limit_of(bits)), v, of, g, q.groups, (int32_t *)q.scales);
+        put_lanes((vi)scale_of(top, limit_of(bits, kind)), v, of, g, q.groups, (int32_t *)q.scales);
     }
     for (ptrdiff_t i = 0; i < group; i += unit)
         for (int v = 0; v < LANES && v * VL < of.rows; v++) {
             vu even, odd, third, fourth, ints;
             nearest_pair(pairs[i / 2][v], inverse[v], &even, &odd);
             total[v] += (vi)(even + odd);
-            if (bits == 8) ints = (even & 0xffff) | odd << 16;
+            if (bytes == 2) ints = (even & 0xffff) | odd << 16;
             else {
                 nearest_pair(pairs[i / 2 + 1][v], inverse[v], &third, &fourth);
                 total[v] += (vi)(third + fourth);
@@ -114,14 +129,14 @@ INLINE void quantize_group(vu (*pairs)[LANES], lanes_of_parts of, ptrdiff_t g, p
     for (int v = 0; v < LANES && v * VL < of.rows; v++) put_lanes(group_sums(total[v], bits, kind), v, of, g, q.groups, q.sums);
 }
 
-INLINE void quantize_lanes(const bf16 *x, ptrdiff_t ldx, lanes_of_parts of, quantized_rows q, ptrdiff_t group, int bits,
-                           int kind) {
+INLINE void quantize_lanes(const bf16 *x, ptrdiff_t ldx, lanes_of_parts of, quantized_rows q, ptrdiff_t group, int bytes,
+                           int bits, int kind) {
     vu pairs[K_STEP / 2][LANES];
     ptrdiff_t chunk = group > CHUNK ? group : CHUNK;
     for (ptrdiff_t i = 0; i < q.ld; i += chunk) {
         turn_rows(x + i, ldx, of.rows, chunk, q.ld - i, pairs);
         for (ptrdiff_t j = 0; j < chunk && i + j < q.ld; j += group)
-            quantize_group(pairs + j / 2, of, (i + j) / group, group, q, bits, kind);
+            quantize_group(pairs + j / 2, of, (i + j) / group, group, q, bytes, bits, kind);
     }
 }
 
@@ -130,7 +145,7 @@ static void quantize_few(const bf16 *x, ptrdiff_t ldx, int rows, quantized_rows 
     int32_t ints[K_STEP];
     float scale;
     group_sum sum;
-    const ptrdiff_t places = group * input_bytes(bits) / 4;
+    const ptrdiff_t places = group * input_bytes(bits, kind) / 4;
     const quantized_rows one = {ints, &scale, &sum, group, 1};
     for (int r = 0; r < rows; r++)
         for (ptrdiff_t g = 0; g < q.groups; g++) {
@@ -154,9 +169,10 @@ void quantize_rows(const bf16 *x, ptrdiff_t ldx, ptrdiff_t rows, quantized_rows 
     int first = (int)(size + (part < larger)), second = 0;
     if (bits == 4 && PARTS_AT_ONCE == 2 && part + 1 < parts) second = (int)(size + (part + 1 < larger));
     x += at * ldx;
-    q = rows_from(q, bits, at);
+    ptrdiff_t bytes = input_bytes(bits, kind);
+    q = part_from(q, bytes, at);
     if (rows == 1) quantize_row(x, 2, &q, 0, group, bits, kind);
     else if (first + second <= FEWEST_LANES) quantize_few(x, ldx, first, q, group, bits, kind);
-    else if (bits == 8) quantize_lanes(x, ldx, (lanes_of_parts){first, first}, q, group, 8, kind);
-    else quantize_lanes(x, ldx, (lanes_of_parts){first + second, first}, q, group, 4, kind);
+    else if (bytes == 2) quantize_lanes(x, ldx, (lanes_of_parts){first, first}, q, group, 2, bits, kind);
+    else quantize_lanes(x, ldx, (lanes_of_parts){first + second, first}, q, group, 1, bits, kind);
 }

@@ -154,9 +154,9 @@ INLINE void int8_part(int kind, int packed, int from, int rows, int cols, ptrdif
     else INT8_ROWS(TO_WIDE);
 }
 
-/* a += v . x and b += w . x, where each lane holds four bytes from 0 to 24, and all lanes multiply the four signed bytes at x.
- * Without VNNI a lane of a and b is a pair of int16, which can hold the sum of a group of bytes up to 15: 8 * 2 * 15 * 127 <
- * 2^15. */
+/* a += v . x and b += w . x, where each lane holds four bytes, and without VNNI bytes from 0 to 24, and all lanes multiply the
+ * four signed bytes at x. Without VNNI a lane of a and b is a pair of int16, which can hold the sum of a group of bytes up to 15:
+ * 8 * 2 * 15 * 127 < 2^15. */
 INLINE void multiply_add_fours(vi *a, vi *b, vi v, vi w, const int8_t *x) {
 #if VL == 16 && defined(HAVE_DPBUSD)
     __m512i four = _mm512_set1_epi32(*(const int32_t *)x);
@@ -312,6 +312,43 @@ INLINE void int4_part(int kind, int inputs, int wide, int from, int rows, int co
     else INT4_ROWS(TO_WIDE);
 }
 
+#ifdef HAVE_DPBUSD
+/* One part of a tile with W8A8: acc += x . w for packed x. */
+INLINE void w8a8_rows(int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows q, int_panel p, prefetch_plan f,
+                      output_rows acc) {
+    const int8_t *x = q.ints;
+    for (ptrdiff_t g = 0, i = 0; g < k / group; g++, q.scales += rows, q.sums += rows) {
+        vi a[MAX_ROWS][STREAM_COLS];
+        FORGET_MEMORY();
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int c = 0; c < cols; c++) a[r][c] = (vi)BROADCAST(q.sums[r]);
+        for (ptrdiff_t end = i + group; i < end; i += 16) {
+            prefetch_ahead(&f, rows, 16 * PANEL);
+#pragma GCC unroll 4
+            for (int j = 0; j < 16; j += 4, x += 4 * rows)
+#pragma GCC unroll 4
+                for (int c = 0; c < cols; c += 2) {
+                    const vi *w = (const vi *)(p.w + c / PANEL_VECTORS * (k * PANEL) + (i + j) * PANEL) + c % PANEL_VECTORS;
+                    prefetch_stream(cols, w), prefetch_stream(cols, w + 1);
+#pragma GCC unroll 12
+                    for (int r = 0; r < rows; r++) multiply_add_fours(&a[r][c], &a[r][c + 1], w[0], w[1], x + 4 * r);
+                }
+        }
+#pragma GCC unroll 8
+        for (int c = 0; c < cols; c++) {
+            vf scale = load_scales(p.scales, k / group, g, c, W8A8), less = scale * -ROUND_TO_INT;
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) {
+                float *out = acc.p + r * acc.ld + c * VL;
+                store(out, fma_(fma_((vf)a[r][c], scale, less), broadcast(q.scales[r]), load(out)));
+            }
+        }
+    }
+}
+#endif
+
 /* As FOR_ROWS, in parts of up to FEW_ROWS. */
 #define FEW_PARTS(rows) (((rows) + FEW_ROWS - 1) / FEW_ROWS)
 #define FOR_FEW_ROWS(rows, part)                                                                           \
@@ -324,6 +361,7 @@ INLINE void int4_part(int kind, int inputs, int wide, int from, int rows, int co
  * group of x, and `wide` are constants where this is inlined. */
 INLINE void int_tile_steps(int bits, int kind, int inputs, int wide, int packed, int rows, ptrdiff_t k, ptrdiff_t group,
                            quantized_rows x, int_panel panel, output_rows acc, int add) {
+    const ptrdiff_t bytes = input_bytes(bits, kind);
     wide_step widened;
     for (int r = 0; r < rows && !add; r++) memset(acc.p + r * acc.ld, 0, PANEL * sizeof *acc.p);
     for (ptrdiff_t i = 0; i < k; i += K_STEP) {
@@ -333,7 +371,7 @@ INLINE void int_tile_steps(int bits, int kind, int inputs, int wide, int packed,
         const uint16_t *scales = panel.scales + g * PANEL * rows_of_scales(kind);
 /* Together the parts of a tile prefetch the panel behind this one. */
 #define FROM(R) (at ? FROM_WIDE : TO_WIDE)
-#define ROWS(R) columns_from(rows_from(x, bits, at), bits, packed ? i * R : i, packed ? x_group * R : x_group)
+#define ROWS(R) inputs_at(part_from(x, bytes, at), bytes, packed ? i * R : i, packed ? x_group * R : x_group)
 #define PART8(R, cols, c)                                                                                         \
     int8_part(kind, packed, FROM(R), R, cols, step, group, ROWS(R), (int_panel){w + 2 * (c), scales + (c), kind}, \
               widened.w + 4 * (c), (prefetch_plan){next, PARTS(rows) - parts, PARTS(rows)}, outputs_from(acc, at, c))
@@ -341,8 +379,14 @@ INLINE void int_tile_steps(int bits, int kind, int inputs, int wide, int packed,
     int4_part(kind, inputs, wide, FROM(R), R, cols, step, group, ROWS(R), (int_panel){w + 4 * (c), scales + (c), kind},   \
               widened.w + 4 * (c), widened.scales + (c), (prefetch_plan){next, FEW_PARTS(rows) - parts, FEW_PARTS(rows)}, \
               outputs_from(acc, at, c))
-        if (bits == 8) FOR_ROWS(rows, PART8)
-        else FOR_FEW_ROWS(rows, PART4)
+#define PART_W8A8(R, cols, c)                                                              \
+    w8a8_rows(R, cols, step, group, ROWS(R), (int_panel){w + 4 * (c), scales + (c), kind}, \
+              (prefetch_plan){next, PARTS(rows) - parts, PARTS(rows)}, outputs_from(acc, at, c))
+        if (bits == 4) FOR_FEW_ROWS(rows, PART4)
+#ifdef HAVE_DPBUSD
+        else if (kind == W8A8) FOR_ROWS(rows, PART_W8A8)
+#endif
+        else FOR_ROWS(rows, PART8)
     }
 }
 
@@ -358,6 +402,9 @@ INLINE void int_streams_of(int bits, int kind, int inputs, int wide, ptrdiff_t k
     const prefetch_plan none = {NULL, 0, 1};
     output_rows out = {acc, 0};
     memset(acc, 0, STREAMS * PANEL * sizeof *acc);
-    if (bits == 8) int8_rows(kind, 1, FROM_PANEL, 1, STREAM_COLS, k, group, x, panel, NULL, none, out);
-    else int4_rows(kind, inputs, wide, FROM_PANEL, 1, STREAM_COLS, k, group, x, panel, NULL, NULL, none, out);
+    if (bits == 4) int4_rows(kind, inputs, wide, FROM_PANEL, 1, STREAM_COLS, k, group, x, panel, NULL, NULL, none, out);
+#ifdef HAVE_DPBUSD
+    else if (kind == W8A8) w8a8_rows(1, STREAM_COLS, k, group, x, panel, none, out);
+#endif
+    else int8_rows(kind, 1, FROM_PANEL, 1, STREAM_COLS, k, group, x, panel, NULL, none, out);
 }

@@ -7,6 +7,9 @@
  * - 8 bits: inputs have 16 bits; packed weights are [ceil(n/32)][k/2][32][2] int8.
  * - 4 bits: inputs have 8 bits; packed weights are [ceil(n/32)][k/8][32][4] bytes. Of eight inputs, byte b holds weight b in its
  *   low half and weight b + 4 in its high half, and 8 is added to each. (llama.cpp's Q4_0 rounds in the same way.)
+ * - W8A8 are 8 bits whose inputs have 8 bits, too. Where the processor multiplies bytes, packed weights are
+ *   [ceil(n/32)][k/4][32][4] bytes to which 128 is added. Elsewhere they are as other weights of 8 bits, and so are the inputs,
+ * but for their range.
  * - With minimums a weight is scale * (integer + 8) + minimum, as in llama.cpp's Q4_1.
  * - FP4 weights are scale * twice the number of E2M1 that the 4 bits stand for; their scales are bfloat16.
  * - With minimums and with FP4, group is at most 32.
@@ -19,7 +22,7 @@
 #pragma once
 #include "tiles.h"
 
-enum { PLAIN, MINIMUMS, FP4, ZEROS }; /* the kinds of weights; with 8 bits PLAIN or ZEROS */
+enum { PLAIN, MINIMUMS, FP4, ZEROS, W8A8 }; /* the kinds of weights; with 8 bits PLAIN, ZEROS or W8A8 */
 
 /* Rows of 32 scales for each panel and group. */
 INLINE ptrdiff_t rows_of_scales(ptrdiff_t kind) { return kind == MINIMUMS || kind == ZEROS ? 2 : 1; }
@@ -33,31 +36,38 @@ INLINE ptrdiff_t input_group(ptrdiff_t bits, ptrdiff_t group) { return bits == 8
 enum { FP4_OFFSET = 12 };
 static const uint8_t fp4_table[64] __attribute__((aligned(64))) = {X4(FP4_TABLE)};
 
-/* Bytes of a quantised input, for weights of `bits`. */
-INLINE ptrdiff_t input_bytes(ptrdiff_t bits) { return bits == 8 ? 2 : 1; }
+#if (VL == 16 && defined(__AVX512VNNI__)) || (VL == 8 && defined(__AVXVNNI__))
+#define HAVE_DPBUSD 1
+enum { W8A8_OFFSET = 128 };
+#else
+enum { W8A8_OFFSET = 0 };
+#if (VL == 16 && defined(__AVX512BW__)) || (VL == 8 && defined(__AVX2__))
+#define INT16_PAIRS 1 /* products of 8 bits are summed in pairs of int16 */
+#endif
+#endif
+
+/* Bytes of a quantised input, for weights of `bits` and `kind`. */
+INLINE ptrdiff_t input_bytes(ptrdiff_t bits, ptrdiff_t kind) { return bits == 4 || (kind == W8A8 && W8A8_OFFSET) ? 1 : 2; }
 
 /* Where in its panel the weight of input i and column c is: the byte, and with 4 bits the shift in it. */
-INLINE ptrdiff_t offset8(ptrdiff_t i, ptrdiff_t c) { return (i / 2 * PANEL + c) * 2 + i % 2; }
+INLINE ptrdiff_t offset8(ptrdiff_t i, ptrdiff_t c, ptrdiff_t kind) {
+    return input_bytes(8, kind) == 1 ? (i / 4 * PANEL + c) * 4 + i % 4 : (i / 2 * PANEL + c) * 2 + i % 2;
+}
 INLINE ptrdiff_t offset4(ptrdiff_t i, ptrdiff_t c) { return (i / 8 * PANEL + c) * 4 + i % 4; }
 INLINE int shift4(ptrdiff_t i) { return i % 8 < 4 ? 0 : 4; }
 
-#if (VL == 16 && defined(__AVX512VNNI__)) || (VL == 8 && defined(__AVXVNNI__))
-#define HAVE_DPBUSD 1
-#elif (VL == 16 && defined(__AVX512BW__)) || (VL == 8 && defined(__AVX2__))
-#define INT16_PAIRS 1 /* products of 8 bits are summed in pairs of int16 */
-#endif
-
 /* What the product of a group needs of the sum of its inputs, `total`: with zeros the sum, with minimums its bits as a float. Of
  * other weights with 4 bits it is where the integer sum of a group begins, so that it ends as the bits of ROUND_TO_INT plus the
- * sum of products with the weights themselves, not with those to which 8 was added. As a float this needs no conversion. */
+ * sum of products with the weights themselves, not with those to which 8 or 128 was added. As a float this needs no conversion.
+ */
 typedef int32_t group_sum;
 INLINE vi group_sums(vi total, int bits, int kind) {
-    if (bits == 8 || kind == ZEROS) return total;
+    if (input_bytes(bits, kind) == 2 || kind == ZEROS) return total;
     if (kind == MINIMUMS) return (vi) __builtin_convertvector(total, vf);
 #ifdef INT16_PAIRS
     if (kind == FP4) return (vi)broadcast(ROUND_TO_INT); /* see fp4_start() */
 #endif
-    return (vi)broadcast(ROUND_TO_INT) - total * (kind == FP4 ? FP4_OFFSET : 8);
+    return (vi)broadcast(ROUND_TO_INT) - total * (kind == FP4 ? FP4_OFFSET : kind == W8A8 ? W8A8_OFFSET : 8);
 }
 
 /* Quantised inputs: rows of int16 or int8, ld apart, and `groups` scales and sums of each row. */
@@ -68,22 +78,27 @@ typedef struct {
     ptrdiff_t ld, groups;
 } quantized_rows;
 
-/* Return the part of x from `row` on, or from input i on, where group g begins. `bits` are those of the weights. Rows of packed
- * inputs are those of a whole part, or a part's `i` is a multiple of its rows, and so is g. */
-INLINE quantized_rows rows_from(quantized_rows x, int bits, ptrdiff_t row) {
-    ptrdiff_t g = row * x.groups;
-    return (quantized_rows){(char *)x.ints + row * x.ld * input_bytes(bits), x.scales + g, x.sums + g, x.ld, x.groups};
+/* Return the part of x from input i on, where group g begins, or from `row` on, for inputs of `bytes`. In packed inputs these are
+ * a part's `rows` times as far, and only whole parts are such rows. */
+INLINE quantized_rows inputs_at(quantized_rows x, ptrdiff_t bytes, ptrdiff_t i, ptrdiff_t g) {
+    return (quantized_rows){(char *)x.ints + i * bytes, x.scales + g, x.sums + g, x.ld, x.groups};
 }
-INLINE quantized_rows columns_from(quantized_rows x, int bits, ptrdiff_t i, ptrdiff_t g) {
-    return (quantized_rows){(char *)x.ints + i * input_bytes(bits), x.scales + g, x.sums + g, x.ld, x.groups};
+INLINE quantized_rows part_from(quantized_rows x, ptrdiff_t bytes, ptrdiff_t row) {
+    return inputs_at(x, bytes, row * x.ld, row * x.groups);
 }
 
-/* Rows of k inputs in groups of `group` that begin at `buffer`, for weights of `bits`, and the bytes of each. */
-INLINE ptrdiff_t quantized_bytes(ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits) {
-    return k * input_bytes(bits) + k / group * (ptrdiff_t)(sizeof(float) + sizeof(group_sum));
+/* The same for weights of `bits` that are not W8A8. */
+INLINE quantized_rows rows_from(quantized_rows x, int bits, ptrdiff_t row) { return part_from(x, input_bytes(bits, PLAIN), row); }
+INLINE quantized_rows columns_from(quantized_rows x, int bits, ptrdiff_t i, ptrdiff_t g) {
+    return inputs_at(x, input_bytes(bits, PLAIN), i, g);
 }
-INLINE quantized_rows quantized_at(char *buffer, ptrdiff_t rows, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bits) {
-    float *scales = (float *)(buffer + rows * k * input_bytes(bits));
+
+/* Rows of k inputs of `bytes` in groups of `group` that begin at `buffer`, and the bytes of each. */
+INLINE ptrdiff_t quantized_bytes(ptrdiff_t k, ptrdiff_t group, ptrdiff_t bytes) {
+    return k * bytes + k / group * (ptrdiff_t)(sizeof(float) + sizeof(group_sum));
+}
+INLINE quantized_rows quantized_at(char *buffer, ptrdiff_t rows, ptrdiff_t k, ptrdiff_t group, ptrdiff_t bytes) {
+    float *scales = (float *)(buffer + rows * k * bytes);
     return (quantized_rows){buffer, scales, (group_sum *)(scales + rows * (k / group)), k, k / group};
 }
 
@@ -126,12 +141,12 @@ INLINE vi magnitude(vf v) { return (vi)v & 0x7fffffff; }
 /* The scale of numbers whose largest magnitude is given, and by what they are multiplied to be integers up to `limit`. */
 INLINE vf scale_of(vi largest, float limit) { return (vf)largest / limit; }
 INLINE vf inverse_of(vi largest, float limit) { return blend((vf)largest > 0.0f, limit / (vf)largest, (vf){0}); }
-INLINE float limit_of(int bits) { return bits == 8 ? 32767.0f : 127.0f; }
+INLINE float limit_of(int bits, int kind) { return bits == 4 || kind == W8A8 ? 127.0f : 32767.0f; }
 
 /* Quantise a row of x, whose numbers have `bytes`, into `row` of q, for weights of `bits` and `kind`: x = scale * integer, with a
  * scale for each `group` inputs. */
 INLINE void quantize_row(const void *x, int bytes, const quantized_rows *q, ptrdiff_t row, ptrdiff_t group, int bits, int kind) {
-    const float limit = limit_of(bits);
+    const float limit = limit_of(bits, kind);
     for (ptrdiff_t g = 0; g < q->groups; g++) {
         vi top = {0}, total = {0};
         for (ptrdiff_t i = 0; i < group; i += VL) top = larger_int(top, magnitude(load_any(x, bytes, g * group + i)));
@@ -140,7 +155,8 @@ INLINE void quantize_row(const void *x, int bytes, const quantized_rows *q, ptrd
         for (ptrdiff_t i = 0; i < group; i += VL) {
             vi v = nearest_product(load_any(x, bytes, g * group + i), inverse);
             total += v;
-            if (bits == 8) *(half_vs *)((int16_t *)q->ints + row * q->ld + g * group + i) = __builtin_convertvector(v, half_vs);
+            if (input_bytes(bits, kind) == 2)
+                *(half_vs *)((int16_t *)q->ints + row * q->ld + g * group + i) = __builtin_convertvector(v, half_vs);
             else *(quarter_vb *)((int8_t *)q->ints + row * q->ld + g * group + i) = __builtin_convertvector(v, quarter_vb);
         }
         for (int n = VL / 2; n; n /= 2) total += (vi)shuffle_xor((vf)total, n);

@@ -6,7 +6,7 @@
 /* Pack q[n][k] int8 with scales [n][k/source] and `more`, minimums or zeros of the same shape, or NULL. Each stands for the
  * groups of `group` inputs in its group of `source`. Zeros fill the last panel. */
 void nv_pack_int(team *t, const int8_t *q, const uint16_t *scales, const uint16_t *more, uint8_t *packed, uint16_t *packed_scales,
-                 ptrdiff_t n, ptrdiff_t k, ptrdiff_t source, ptrdiff_t group, ptrdiff_t bits) {
+                 ptrdiff_t n, ptrdiff_t k, ptrdiff_t source, ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind) {
     ptrdiff_t groups = k / group, rows_of_group = more ? 2 : 1;
     FOR_ITEMS(p, t, (n + PANEL - 1) / PANEL) {
         uint8_t *out = packed + p * PANEL * k * bits / 8;
@@ -20,7 +20,7 @@ void nv_pack_int(team *t, const int8_t *q, const uint16_t *scales, const uint16_
                 if (more) out_scales[(2 * g + 1) * PANEL + c] = more[from];
             }
             for (ptrdiff_t i = 0; i < k; i++) {
-                if (bits == 8) out[offset8(i, c)] = (uint8_t)q[row * k + i];
+                if (bits == 8) out[offset8(i, c, kind)] = (uint8_t)(q[row * k + i] + (kind == W8A8 ? W8A8_OFFSET : 0));
                 else out[offset4(i, c)] |= (q[row * k + i] + 8) << shift4(i);
             }
         }
@@ -35,16 +35,18 @@ void nv_pack_int(team *t, const int8_t *q, const uint16_t *scales, const uint16_
 void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed, const uint16_t *scales, const float *factors,
                    const int32_t *inputs, const bf16 *bias, char *buffer, bf16 *y, token_count m, ptrdiff_t n, ptrdiff_t k,
                    ptrdiff_t group, ptrdiff_t bits, ptrdiff_t kind) {
-    ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = rows_that_fit(m, k * input_bytes(bits), CACHE_BYTES);
+    ptrdiff_t panels = (n + PANEL - 1) / PANEL, bytes = input_bytes(bits, kind);
+    ptrdiff_t block = rows_that_fit(m, k * bytes, CACHE_BYTES);
     ptrdiff_t streams = m == 1 ? STREAMS : 1, items_per_block = (panels + streams - 1) / streams;
     ptrdiff_t panel_bytes = PANEL * k * bits / 8, panel_scales = PANEL * (k / group) * rows_of_scales(kind);
-    ptrdiff_t x_group = input_group(bits, group), row_bytes = quantized_bytes(k, x_group, bits), blocks = (m + block - 1) / block;
+    ptrdiff_t x_group = input_group(bits, group), row_bytes = quantized_bytes(k, x_group, bytes),
+              blocks = (m + block - 1) / block;
     ptrdiff_t parts = quantize_items(block, (int)bits);
     float *acc = scratch((block > STREAMS ? block : STREAMS) * PANEL * sizeof *acc);
     char *own = m == 1 ? scratch(row_bytes + k * sizeof *x) : NULL;
     if (own) buffer = own;
     bf16 *ordered = (bf16 *)(buffer + m * row_bytes);
-    quantized_rows all = quantized_at(buffer, m, k, x_group, bits);
+    quantized_rows all = quantized_at(buffer, m, k, x_group, bytes);
     if (own) {
         for (ptrdiff_t j = 0; inputs && j < k; j++) ordered[j] = x[inputs[j]];
         quantize_rows(inputs ? ordered : x, k, 1, all, x_group, (int)bits, (int)kind, 0);
@@ -56,14 +58,14 @@ void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed,
             ptrdiff_t i = item / parts * block, rows = m - i < block ? m - i : block;
             const bf16 *from = inputs ? ordered + i * k : x + i * ldx;
             if (item % parts < quantize_items(rows, (int)bits))
-                quantize_rows(from, inputs ? k : ldx, rows, rows_from(all, (int)bits, i), x_group, (int)bits, (int)kind,
+                quantize_rows(from, inputs ? k : ldx, rows, part_from(all, bytes, i), x_group, (int)bits, (int)kind,
                               item % parts);
         }
     }
     FOR_ITEMS(item, t, blocks * items_per_block) {
         ptrdiff_t i = item / items_per_block * block, first = item % items_per_block * streams;
         ptrdiff_t rows = m - i < block ? m - i : block;
-        quantized_rows q = rows_from(all, (int)bits, i);
+        quantized_rows q = part_from(all, bytes, i);
         if (m == 1 && first + STREAMS <= panels) {
             int_panel panel = {packed + first * panel_bytes, scales + first * panel_scales, (int)kind};
             int_streams((int)bits, k, group, q, panel, acc);
@@ -92,7 +94,8 @@ void nv_gather_int(team *t, const int64_t *ids, const uint8_t *packed, const uin
         const uint8_t *w = packed + p * PANEL * k * bits / 8;
         for (ptrdiff_t i = 0; i < k; i++) {
             const uint16_t *scale = scales + (p * groups + i / group) * rows_of_group * PANEL + c;
-            int value = bits == 8 ? (int8_t)w[offset8(i, c)] : w[offset4(i, c)] >> shift4(i) & 15;
+            int value = bits == 8 ? (int8_t)(w[offset8(i, c, kind)] - (kind == W8A8 ? W8A8_OFFSET : 0))
+                                  : w[offset4(i, c)] >> shift4(i) & 15;
             if (kind == FP4) value = fp4_table[value] - FP4_OFFSET;
             else if (kind == ZEROS) value += (int16_t)scale[PANEL];
             else if (bits == 4 && kind == PLAIN) value -= 8;
