@@ -31,7 +31,8 @@ from nanovllm.apps.server.protocol.messages import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from nanovllm.apps.server.protocol.request_messages import Message
+from nanovllm.apps.server.protocol.request_messages import MAX_CALLS, Message
+from nanovllm.errors import InvalidRequestError
 
 _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 """A line of Claude Code's that differs in each request. In the prompt, it would leave nothing of a
@@ -43,57 +44,75 @@ def messages_of(system: str | Seq[TextBlock] | None, given: Seq[InputMessage]) -
 
     What one side says in several messages becomes one message, as templates want it. The result of
     a tool is a message of its own.
+
+    Raises:
+        InvalidRequestError: there is no content, or a side calls very many tools at once.
     """
     texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
     texts = [text for text in (_BILLING.sub("", text, count=1) for text in texts) if text]
-    turns: list[dict[str, Any]] = []
-    if texts:
-        turns.append({"role": "system", "content": "\n\n".join(texts)})
+    turns = _Turns()
+    for text in texts:
+        turns.add_text("system", text)
     for message in given:
         if isinstance(message.content, str):
-            _add_text(turns, message.role, message.content)
+            turns.add_text(message.role, message.content)
         else:
             for block in message.content:
-                _add_block(turns, message.role, block)
-    return [Message(**turn) for turn in turns]
+                turns.add_block(message.role, block)
+    return turns.messages()
 
 
-def _add_block(turns: list[dict[str, Any]], role: str, block: AnyBlock) -> None:
-    match block:
-        case TextBlock() | DocumentBlock():
-            _add_text(turns, role, _text_of(block))
-        case ThinkingBlock():
-            turn = _turn(turns, "assistant")
-            thoughts = (turn.get("reasoning_content"), block.thinking)
-            turn["reasoning_content"] = "\n".join(filter(None, thoughts))
-        case ToolUseBlock():
-            calls = _turn(turns, "assistant").setdefault("tool_calls", [])
-            function = {"name": block.name, "arguments": block.input}
-            calls.append({"id": block.id, "type": "function", "function": function})
-        case ToolResultBlock():
-            given = block.content or ""
-            text = given if isinstance(given, str) else "\n".join(map(_text_of, given))
-            result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
-            names = (
-                call["function"]["name"]
-                for turn in reversed(turns)
-                for call in turn.get("tool_calls", ())
-                if call["id"] == block.tool_use_id
-            )
-            name = next(names, None)
-            turns.append(result if name is None else {**result, "name": name})
+class _Turns:
+    """Collects what the sides say. Its work is linear in the size of the request."""
+
+    def __init__(self) -> None:
+        self._turns: list[dict[str, Any]] = []  # fields of messages; texts are lists of parts
+        self._tool_names: dict[str, str] = {}  # by the id of a call
+
+    def add_text(self, role: str, text: str) -> None:
+        self._turn(role).setdefault("content", []).append(text)
+
+    def add_block(self, role: str, block: AnyBlock) -> None:
+        match block:
+            case TextBlock() | DocumentBlock():
+                self.add_text(role, _text_of(block))
+            case ThinkingBlock():
+                turn = self._turn("assistant")
+                turn.setdefault("reasoning_content", []).append(block.thinking)
+            case ToolUseBlock():
+                calls = self._turn("assistant").setdefault("tool_calls", [])
+                if len(calls) == MAX_CALLS:
+                    raise InvalidRequestError(
+                        f"messages must have at most {MAX_CALLS} tool_use blocks in succession"
+                    )
+                function = {"name": block.name, "arguments": block.input}
+                calls.append({"id": block.id, "type": "function", "function": function})
+                self._tool_names[block.id] = block.name
+            case ToolResultBlock():
+                given = block.content or ""
+                parts = [given] if isinstance(given, str) else ["\n".join(map(_text_of, given))]
+                result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": parts}
+                name = self._tool_names.get(block.tool_use_id)
+                self._turns.append(result if name is None else {**result, "name": name})
+
+    def messages(self) -> list[Message]:
+        if not self._turns:
+            raise InvalidRequestError("messages must have some content, got empty lists of blocks")
+        return [Message(**{name: _joined(name, v) for name, v in t.items()}) for t in self._turns]
+
+    def _turn(self, role: str) -> dict[str, Any]:
+        """Return the turn at the end, a new one if the last is another side's."""
+        if not self._turns or self._turns[-1]["role"] != role:
+            self._turns.append({"role": role})
+        return self._turns[-1]
 
 
-def _add_text(turns: list[dict[str, Any]], role: str, text: str) -> None:
-    turn = _turn(turns, role)
-    turn["content"] = "\n\n".join(filter(None, (turn.get("content"), text)))
+_BETWEEN_PARTS = {"content": "\n\n", "reasoning_content": "\n"}
 
 
-def _turn(turns: list[dict[str, Any]], role: str) -> dict[str, Any]:
-    """Return the turn at the end, a new one if the last is another side's."""
-    if not turns or turns[-1]["role"] != role:
-        turns.append({"role": role})
-    return turns[-1]
+def _joined(name: str, value: Any) -> Any:
+    """Return the value of a message's field: if it is a text, its parts joined."""
+    return _BETWEEN_PARTS[name].join(filter(None, value)) if name in _BETWEEN_PARTS else value
 
 
 def _text_of(block: TextBlock | DocumentBlock) -> str:

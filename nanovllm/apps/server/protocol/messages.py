@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from nanovllm.apps.server.answers.answer_format import ToolChoice
 from nanovllm.apps.server.protocol.chat import ConversationRequest, FunctionName, Tool
@@ -30,6 +31,7 @@ _OF_OTHER_ROUTES = other_names(
     ("prompt_logprobs", (), "use /v1/completions"),
     ("return_token_ids return_tokens_as_token_ids", (False,), "use /v1/chat/completions"),
 )
+_MAX_BLOCKS = 2**14
 _MANY = Field(max_length=4096, fail_fast=True)
 _FEW = Field(max_length=128, fail_fast=True)
 
@@ -93,7 +95,7 @@ class ToolUseBlock(Block):
 
     type: Literal["tool_use"]
     id: str
-    name: str
+    name: Annotated[str, Field(min_length=1)]
     input: dict[str, Any]
 
 
@@ -159,6 +161,19 @@ class InputMessage(RequestModel):
         Annotated[str, Tag("text")] | Annotated[list[AnyBlock], _MANY, Tag("blocks")],
         _TEXT_OR_BLOCKS,
     ]
+
+
+def _few_blocks(messages: Any) -> Any:
+    """Refuse very many blocks in all: checking each of them takes time."""
+    if isinstance(messages, list):
+        contents = [m.get("content") for m in messages if isinstance(m, dict)]
+        blocks = [block for each in contents if isinstance(each, list) for block in each]
+        inner = [block.get("content") for block in blocks if isinstance(block, dict)]
+        if len(blocks) + sum(len(each) for each in inner if isinstance(each, list)) > _MAX_BLOCKS:
+            raise PydanticCustomError(
+                "too_many_blocks", "must have at most {limit} blocks", {"limit": _MAX_BLOCKS}
+            )
+    return messages
 
 
 class CustomTool(Tool):
@@ -245,7 +260,11 @@ class CountTokensRequest(ConversationRequest):
     }
     empty_is_absent = ConversationRequest.empty_is_absent | {"tool_choice", "output_config"}
 
-    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
+    messages: Annotated[
+        list[InputMessage],
+        Field(min_length=1, max_length=4096, fail_fast=True),
+        BeforeValidator(_few_blocks),
+    ]
     system: (
         Annotated[
             Annotated[str, Tag("text")] | Annotated[list[TextBlock], _MANY, Tag("blocks")],

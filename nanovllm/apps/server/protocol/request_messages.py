@@ -9,6 +9,8 @@ from nanovllm.apps.server.protocol.common import Objects, RequestModel
 from nanovllm.chat.messages import counts_as_absent, is_empty
 
 _MAX_ITEMS = 4096
+MAX_CALLS = 128
+"""Of a message."""
 
 
 class SentBack(RequestModel):
@@ -49,7 +51,7 @@ class Message(RequestModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Objects | None = None
     name: str | None = None
-    tool_calls: list[EarlierCall] | None = Field(default=None, max_length=128, fail_fast=True)
+    tool_calls: list[EarlierCall] | None = Field(default=None, max_length=MAX_CALLS, fail_fast=True)
     tool_call_id: str | None = None
     function_call: EarlierFunction | None = None
     """OpenAI's form before there were tools."""
