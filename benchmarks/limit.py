@@ -36,6 +36,7 @@ from benchmarks.rates import BUFFER_BYTES, Meter, Rates
 from benchmarks.shapes import CONFIGS, SMALL, described
 from benchmarks.versus import CASES, GGUF_TYPES, WARM_UP, Case, prepared
 from nanovllm import LLM, SamplingParams
+from nanovllm.kernels.cpu.packed import W8A8, PanelWeight
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import SparseMLP, StackedLinear
@@ -165,6 +166,8 @@ def _matrices(network: Network) -> Iterator[Matrices]:
         bits = next(
             bits for bits, least in ((32, 24), (16, 12), (8, 6.5), (4, 0)) if ratio >= least
         )
+        if isinstance(module.method, PanelWeight) and module.method.panels.kind == W8A8:
+            bits = 4  # inputs have 8 bits, as beside weights of 4
         sums = found.setdefault((bits, is_head, chosen.get(module)), [0, 0])
         sums[0] += numbers
         sums[1] += nbytes
