@@ -23,6 +23,7 @@ from nanovllm.utils import disk_cache
 logger = logging.getLogger(__name__)
 
 _FLAGS = ("-O3", "-pthread", "-fPIC")
+_NATIVE = "-mcpu=native" if os.uname().machine in ("aarch64", "arm64") else "-march=native"
 COMPILING = "compiling the kernels for this processor"
 _WITHOUT_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 _GUARDED = """exec 3<&0 </dev/null
@@ -50,14 +51,14 @@ def load(*architecture: str) -> ctypes.CDLL:
     """Return the library of kernels for this processor, after testing it.
 
     Args:
-        architecture: compiler flags that replace -march=native.
+        architecture: compiler flags that replace _NATIVE.
 
     Raises:
         Unavailable: the kernels cannot be built, or they compute wrong products.
     """
     if os.name != "posix":
         raise Unavailable("they need Linux or another POSIX system")
-    flags = architecture or ("-march=native", *_choice_of_tiles())
+    flags = architecture or (_NATIVE, *_choice_of_tiles())
     try:
         compiler = find_compiler()
         (version,) = _run([*compiler, "--version"])

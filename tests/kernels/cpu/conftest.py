@@ -1,8 +1,11 @@
 """Fixtures of the tests of the C kernels."""
 
+import contextlib
 import fcntl
 import functools
 import logging
+import os
+import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 
 from nanovllm.kernels.cpu import build, library as library_module
 from nanovllm.kernels.cpu.library import library
+from tests.kernels.cpu import served
 from tests.kernels.cpu.helpers import built_library
 
 EMULATED = Path(__file__).with_name("emulated.h")
@@ -36,6 +40,13 @@ EMULATES = {
     "emulated-amx": "amx_bf16",
 }
 """By variant: what it is for. A processor that has it runs the real instructions instead."""
+ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
+ARM_VARIANTS = {
+    "neon": ("cortex-a72", "-march=armv8-a"),
+    "neon-bf16": ("max", "-march=armv8.6-a"),
+}
+"""By variant: what the emulator emulates, and the compiler's flag. test_arm.py runs some tests with
+each; KERNELS=neon runs all tests of the kernels with one."""
 
 
 @pytest.fixture(scope="session")
@@ -52,9 +63,31 @@ def load(tmp_path_factory):
     return load_alone
 
 
-@pytest.fixture(params=VARIANTS)
-def kernels(request, load, monkeypatch):
+@pytest.fixture(scope="session")
+def serve():
+    """Return a function that compiles and starts the kernels of a variant for Arm."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def start(name):
+            for tool in (ARM_COMPILER, ARM_EMULATOR):
+                if shutil.which(tool) is None:
+                    pytest.skip(f"no {tool} here")
+            processor, flag = ARM_VARIANTS[name]
+            program = served.compiled([ARM_COMPILER, "-Og", "-w", "-pthread", flag])
+            emulator = [ARM_EMULATOR, "-cpu", processor]
+            return stack.enter_context(served.ServedKernels(program, emulator))
+
+        yield start
+
+
+@pytest.fixture(params=os.environ.get("KERNELS", "").split() or VARIANTS)
+def kernels(request, load, serve, monkeypatch):
     """Use the kernels built for each kind of processor. Skip what this processor cannot run."""
+    if request.param in ARM_VARIANTS:
+        emulated = serve(request.param)
+        monkeypatch.setattr(library_module, "library", lambda: emulated)
+        return
     needed, *_ = VARIANTS[request.param]
     if missing := set(needed) - build.processor_flags():
         pytest.skip(f"no {missing} here")

@@ -15,8 +15,8 @@ INLINE vs widen_int8(const uint8_t *w) {
 #endif
 }
 
-/* a += v . x and b += w . x, where each lane holds a pair of int16, and all lanes multiply the pair at x. In assembly for AVX2,
- * because GCC keeps accumulators in memory, as in tiles_float.h. */
+/* a += v . x and b += w . x, where each lane holds a pair of int16, and all lanes multiply the pair at x. In assembly for AVX2
+ * and Arm, because GCC keeps accumulators in memory, as in tiles_float.h. */
 INLINE void multiply_add_pairs(vi *a, vi *b, vs v, vs w, const int16_t *x) {
     int32_t pair;
     memcpy(&pair, x, 4);
@@ -26,6 +26,13 @@ INLINE void multiply_add_pairs(vi *a, vi *b, vs v, vs w, const int16_t *x) {
 #elif VL == 16 && defined(__AVX512BW__)
     __m512i both = _mm512_set1_epi32(pair);
     *a += (vi)_mm512_madd_epi16((__m512i)v, both), *b += (vi)_mm512_madd_epi16((__m512i)w, both);
+#elif VL == 4 && defined(__aarch64__)
+    int16x8_t even = vuzp1q_s16((int16x8_t)v, (int16x8_t)w), odd = vuzp2q_s16((int16x8_t)v, (int16x8_t)w);
+    int16x8_t t; /* in a register whose parts smlal takes */
+    __asm__("ldr %s2, %5\n\tsmlal %0.4s, %3.4h, %2.h[0]\n\tsmlal2 %1.4s, %3.8h, %2.h[0]\n\t"
+            "smlal %0.4s, %4.4h, %2.h[1]\n\tsmlal2 %1.4s, %4.8h, %2.h[1]"
+            : "+w"(*a), "+w"(*b), "=&x"(t)
+            : "w"(even), "w"(odd), "m"(*(const int16_t (*)[2])x));
 #elif VL == 8 && defined(__AVX2__)
     vi t, u;
     __asm__("vpbroadcastd %6, %2\n\tvpmaddwd %4, %2, %3\n\tvpmaddwd %5, %2, %2\n\tvpaddd %3, %0, %0\n\tvpaddd %2, %1, %1"
@@ -170,6 +177,11 @@ INLINE void multiply_add_fours(vi *a, vi *b, vi v, vi w, const int8_t *x) {
     __asm__("vpbroadcastd %5, %2\n\t%{vex%} vpdpbusd %2, %3, %0\n\t%{vex%} vpdpbusd %2, %4, %1"
             : "+x"(*a), "+x"(*b), "=&x"(t)
             : "x"(v), "x"(w), "m"(*(const int32_t *)x));
+#elif VL == 4 && defined(__ARM_FEATURE_DOTPROD)
+    vi t;
+    __asm__("ldr %s2, %5\n\tsdot %0.4s, %3.16b, %2.4b[0]\n\tsdot %1.4s, %4.16b, %2.4b[0]"
+            : "+w"(*a), "+w"(*b), "=&w"(t)
+            : "w"(v), "w"(w), "m"(*(const int8_t (*)[4])x));
 #elif VL == 8 && defined(__AVX2__)
     vi t, u;
     __asm__("vpbroadcastd %6, %2\n\tvpmaddubsw %2, %4, %3\n\tvpmaddubsw %2, %5, %2\n\tvpaddw %3, %0, %0\n\tvpaddw %2, %1, %1"
@@ -197,6 +209,8 @@ INLINE vi fp4_lookup(vi from) {
     return (vi)_mm512_shuffle_epi8(_mm512_loadu_si512(fp4_table), (__m512i)from);
 #elif VL == 8 && defined(__AVX2__)
     return (vi)_mm256_shuffle_epi8(_mm256_load_si256((const __m256i *)fp4_table), (__m256i)from);
+#elif VL == 4 && defined(__aarch64__)
+    return (vi)vqtbl1q_u8(vld1q_u8(fp4_table), (uint8x16_t)from);
 #else
     uint8_t bytes[4 * VL];
     memcpy(bytes, &from, sizeof bytes);

@@ -1,5 +1,5 @@
 /* Tiles: products of up to 32 rows of inputs with 32 columns of bfloat16 weights, the loop that linears and attention share.
- * tiles_amx.h, tiles_avx512.h and tiles_float.h implement the functions declared below; one of them is included.
+ * tiles_amx.h, tiles_avx512.h, tiles_neon.h and tiles_float.h implement the functions declared below; one of them is included.
  * A panel of weights is [k/2][32][2], see kernels.h. Each output is summed in the order of k, whatever the number of rows is.
  */
 #pragma once
@@ -11,12 +11,14 @@
 #define HAVE_AMX 1
 #elif defined(__AVX512BF16__) && VL == 16 && !defined(SLOW_DPBF16)
 #define HAVE_DPBF16 1
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && VL == 4
+#define HAVE_BFMMLA 1
 #endif
 
 enum { TILE_ROWS = 32 };
 
 /* `operand` is the type of a tile's inputs: bfloat16 where an instruction multiplies bfloat16, else float32. */
-#if defined(HAVE_AMX) || defined(HAVE_DPBF16)
+#if defined(HAVE_AMX) || defined(HAVE_DPBF16) || defined(HAVE_BFMMLA)
 typedef bf16 operand;
 INLINE void store_operand(operand *p, vf v) { *(half_vu *)p = to_bf16(v); }
 #else
@@ -87,7 +89,15 @@ INLINE void linear_panel(linear_inputs in, const bf16 *w, linear_outputs out, fl
 
 /* A tile is computed in parts whose accumulators fit the registers: up to WIDE_ROWS rows with WIDE_COLS vectors of columns, or up
  * to MAX_ROWS rows with two. */
-enum { MAX_ROWS = VL == 16 ? 12 : 6, WIDE_COLS = VL == 16 ? 2 : 4, WIDE_ROWS = VL == 16 ? 12 : 3 };
+#if VL == 16
+enum { MAX_ROWS = 12, WIDE_COLS = 2, WIDE_ROWS = 12 };
+#elif defined(HAVE_BFMMLA) /* two registers for a vector of columns and two rows */
+enum { MAX_ROWS = 12, WIDE_COLS = 4, WIDE_ROWS = 6 };
+#elif defined(__aarch64__)
+enum { MAX_ROWS = 6, WIDE_COLS = 4, WIDE_ROWS = 6 };
+#else
+enum { MAX_ROWS = 6, WIDE_COLS = 4, WIDE_ROWS = 3 };
+#endif
 
 enum { K_STEP = 256 }; /* so many inputs' weights of a panel fit the first-level cache together with the inputs */
 
@@ -115,7 +125,7 @@ INLINE void prefetch_stream(int cols, const void *w) {
     case R:                                                                                                                  \
         for (int c = 0; c < PANEL; c += (R <= WIDE_ROWS ? WIDE_COLS : 2) * VL) part(R, (R <= WIDE_ROWS ? WIDE_COLS : 2), c); \
         break;
-#if VL == 16
+#if VL == 16 || defined(HAVE_BFMMLA)
 #define WIDE_CASES(part) CASE(7, part) CASE(8, part) CASE(9, part) CASE(10, part) CASE(11, part) CASE(12, part)
 #else
 #define WIDE_CASES(part)
@@ -197,6 +207,8 @@ INLINE void panel_by_tiles(linear_inputs in, const bf16 *w, linear_outputs out, 
 #include "tiles_amx.h"
 #elif VL == 16
 #include "tiles_avx512.h"
+#elif defined(HAVE_BFMMLA)
+#include "tiles_neon.h"
 #else
 #include "tiles_float.h"
 #endif

@@ -11,6 +11,11 @@ INLINE void multiply_add2(vf *a, vf *b, vf v, vf w, const float *x) {
     __asm__("vbroadcastss %5, %2\n\tvfmadd231ps %3, %2, %0\n\tvfmadd231ps %4, %2, %1"
             : "+x"(*a), "+x"(*b), "=&x"(t)
             : "x"(v), "x"(w), "m"(*x));
+#elif VL == 4 && defined(__aarch64__)
+    vf t;
+    __asm__("ldr %s2, %5\n\tfmla %0.4s, %3.4s, %2.s[0]\n\tfmla %1.4s, %4.4s, %2.s[0]"
+            : "+w"(*a), "+w"(*b), "=&w"(t)
+            : "w"(v), "w"(w), "m"(*x));
 #else
     *a = fma_(v, broadcast(*x), *a), *b = fma_(w, broadcast(*x), *b);
 #endif

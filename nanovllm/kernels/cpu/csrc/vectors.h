@@ -6,6 +6,8 @@
 #include <string.h>
 #ifdef __x86_64__
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "kernels.h"
@@ -71,6 +73,8 @@ INLINE vf fma_(vf a, vf b, vf c) {
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif VL == 8 && defined(__FMA__)
     return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif VL == 4 && defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
@@ -160,6 +164,8 @@ INLINE vf from_f16(half_vu h) {
     return (vf)_mm512_cvtph_ps((__m256i)h);
 #elif VL == 8 && defined(__F16C__)
     return (vf)_mm256_cvtph_ps((__m128i)h);
+#elif VL == 4 && defined(__aarch64__)
+    return (vf)vcvt_f32_f16((float16x4_t)h);
 #else
     /* The bits of h in their places are the number times 2^-112. Infinity and NaN keep an exponent of all ones. */
     vu u = __builtin_convertvector(h, vu), special = (vu)((u & 0x7c00) == 0x7c00) & 0x7f800000;
@@ -170,6 +176,8 @@ INLINE vf from_f16(half_vu h) {
 INLINE half_vu to_bf16(vf v) {
 #if VL == 16 && defined(__AVX512BF16__)
     return (half_vu)_mm512_cvtneps_pbh((__m512)v);
+#elif VL == 4 && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (half_vu)vcvt_bf16_f32((float32x4_t)v);
 #else
     vu u = (vu)v;
     u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
