@@ -89,6 +89,9 @@ def return_pages(memory: torch.Tensor) -> None:
     """
     start = memory.data_ptr()
     size = memory.nbytes
+    if sys.platform != "linux":  # others may keep the contents
+        memory.zero_()
+        return
     first = min(-(-start // mmap.PAGESIZE) * mmap.PAGESIZE, start + size)
     last = max(first, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE)
     memory[: first - start].zero_()

@@ -182,7 +182,7 @@ def test_windows_ask_for_the_length(tmp_path):
         ("_version", lambda package: f"{package} 99"),
         ("source_digest", lambda: "changed"),
         ("processor_flags", lambda: frozenset({"avx1024"})),
-        ("processor_field", lambda *beginnings: "Zen 9"),
+        ("processor_name", lambda: "Zen 9"),
         ("_FORMAT", 99),
     ],
 )

@@ -22,7 +22,7 @@ import torch
 
 import nanovllm
 from nanovllm.features.tiers.weight_files import WeightFiles
-from nanovllm.kernels.cpu.build import processor_field, processor_flags
+from nanovllm.kernels.cpu.build import processor_flags, processor_name
 from nanovllm.kernels.cpu.library import library_name
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.model_config import ModelConfig
@@ -156,7 +156,7 @@ def device_kind(device: torch.device) -> dict[str, Any]:
     kind["capability"] = torch.backends.cpu.get_cpu_capability()
     kind["flags"] = sorted(processor_flags())
     # torch's libraries choose blocks by the size of the processor's caches.
-    kind["name"] = processor_field("model name") or platform.processor()
+    kind["name"] = processor_name() or platform.processor()
     return kind
 
 

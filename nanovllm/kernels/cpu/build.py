@@ -8,10 +8,12 @@ import ctypes
 import hashlib
 import logging
 import os
+import platform
 import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from nanovllm.utils import disk_cache
 logger = logging.getLogger(__name__)
 
 _FLAGS = ("-O3", "-pthread", "-fPIC")
-_NATIVE = "-mcpu=native" if os.uname().machine in ("aarch64", "arm64") else "-march=native"
+NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 COMPILING = "compiling the kernels for this processor"
 _WITHOUT_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 _GUARDED = """exec 3<&0 </dev/null
@@ -51,14 +53,14 @@ def load(*architecture: str) -> ctypes.CDLL:
     """Return the library of kernels for this processor, after testing it.
 
     Args:
-        architecture: compiler flags that replace _NATIVE.
+        architecture: compiler flags that replace NATIVE.
 
     Raises:
         Unavailable: the kernels cannot be built, or they compute wrong products.
     """
     if os.name != "posix":
         raise Unavailable("they need Linux or another POSIX system")
-    flags = architecture or (_NATIVE, *_choice_of_tiles())
+    flags = architecture or (NATIVE, *_choice_of_tiles())
     try:
         compiler = find_compiler()
         (version,) = _run([*compiler, "--version"])
@@ -124,7 +126,7 @@ def find_compiler() -> list[str]:
 def _key(command: list[str], version: bytes) -> str:
     """Return a hash of all that decides the code."""
     sources = [(path.name, path.read_bytes()) for path in SOURCES]
-    processor = (os.uname().machine, sorted(processor_flags()))
+    processor = (os.uname().machine, processor_name(), sorted(processor_flags()))
     decisive = (sources, command, version, processor)
     return hashlib.sha256(repr(decisive).encode()).hexdigest()[:24]
 
@@ -209,6 +211,14 @@ def _open(path: Path) -> ctypes.CDLL | None:
 def processor_flags() -> frozenset[str]:
     """Return the processor's feature flags in /proc/cpuinfo, or none on other systems."""
     return frozenset(processor_field("flags", "Features").split())  # x86, ARM
+
+
+def processor_name() -> str:
+    """Return what /proc/cpuinfo or macOS calls the processor, "" on other systems."""
+    if sys.platform == "darwin":
+        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return processor_field("model name", "CPU part")  # x86, ARM
 
 
 def processor_field(*beginnings: str) -> str:

@@ -29,7 +29,7 @@ Refuse = Callable[[int], None]
 @pytest.fixture
 def refuse_after(monkeypatch: pytest.MonkeyPatch) -> Refuse:
     """Return a function that lets `n` allocations of the kernels succeed and refuses the next."""
-    built = build.load("-march=native", *COMPILED)
+    built = build.load(build.NATIVE, *COMPILED)
     monkeypatch.setattr(library_module, "library", lambda: built)
     counter = ctypes.c_int.in_dll(built, "allocations_before_refusal")
 

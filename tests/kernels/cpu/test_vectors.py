@@ -13,7 +13,7 @@ CSRC = Path(build.__file__).with_name("csrc")
 
 
 @native
-@pytest.mark.parametrize("flags", ["-march=native", "-O2"])
+@pytest.mark.parametrize("flags", [build.NATIVE, "-O2"])
 def test_tanh_exp_and_log1p_are_as_accurate_as_float32(tmp_path: Path, flags: str) -> None:
     program = tmp_path / "check"
     source = Path(__file__).with_name("check_vectors.c")
