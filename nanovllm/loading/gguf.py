@@ -111,12 +111,19 @@ def read_rows(file: Path, weight: GgufWeight, rows: slice, *, raw: bool) -> npt.
     Args:
         raw: return the blocks as bytes, [rows, bytes of a row], for which the weight must have
             blocks; otherwise float32 of the tensor's shape.
+
+    Raises:
+        CheckpointError: the file has become shorter.
     """
     import gguf
 
     tensor, reading = weight
     num_rows = tensor.shape[0]
-    stored = np.memmap(file, np.uint8, "r", tensor.offset, (num_rows, tensor.num_bytes // num_rows))
+    shape = num_rows, tensor.num_bytes // num_rows
+    try:
+        stored = np.memmap(file, np.uint8, "r", tensor.offset, shape)
+    except ValueError as error:
+        raise CheckpointError(f"{file} ends within its tensors; download it again") from error
     blocks = stored[rows] if reading.rows is None else stored[reading.rows.indices(num_rows)[rows]]
     if raw:
         return _ordered_blocks(blocks, weight)

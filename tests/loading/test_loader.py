@@ -1,6 +1,7 @@
 """Loading safetensors: every tensor must match, each rank reads its part, memory stays small."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.worker.model_loader import NetworkSpec, build_model
 from tests.checkpoints import random_model
+from tests.gguf_files import make_gguf
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -680,3 +682,14 @@ def test_a_file_cut_after_its_header_was_read(tmp_path):
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="ends within tensor weight"):
         tensor_files.TensorFile(file, header).read("weight", rows, raw=False)
+
+
+def test_a_gguf_file_cut_after_its_header_was_read(tmp_path):
+    file = Path(make_gguf(tmp_path, kind="Q8_0")[0])
+    header = tensor_files.read_header(file)
+    tensors = tensor_files.TensorFile(file, header)
+    os.truncate(file, max(info.offset for info in header.values()))
+    name = max(header, key=lambda name: header[name].offset)
+    slices = tuple(slice(0, size) for size in header[name].shape)
+    with pytest.raises(CheckpointError, match="ends within its tensors"):
+        tensors.read(name, slices, raw=False)
