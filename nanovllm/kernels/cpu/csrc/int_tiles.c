@@ -155,7 +155,7 @@ static void quantize_few(const bf16 *x, ptrdiff_t ldx, int rows, quantized_rows 
         }
 }
 
-enum { PARTS_AT_ONCE = MAX_ROWS / FEW_ROWS, FEWEST_LANES = 4 };
+enum { PARTS_AT_ONCE = VL == 16 ? 2 : 1, FEWEST_LANES = 4 };
 
 ptrdiff_t quantize_items(ptrdiff_t rows, int bits) {
     return bits == 8 ? PARTS(rows) : (FEW_PARTS(rows) + PARTS_AT_ONCE - 1) / PARTS_AT_ONCE;
