@@ -159,6 +159,7 @@ class IntRows:
         self._dtype = dtype
         self._reserve = reserve
         self._native = isinstance(kernels, CKernels)
+        self.rounds_in_c = self._native and dtype == torch.bfloat16
         self._ints = kernels.ints
         self._weight: Any = None  # with `store`, each in its way
 
@@ -177,6 +178,20 @@ class IntRows:
             scales = halves if part.fp4 else part.scales
             more = part.minimums if part.zeros is None else part.zeros
             self._weight.store(start, part.values, scales, more, part.factors)
+
+    def store_rounded(
+        self, start: int, part: torch.Tensor, bits: int, group: int, *, short_inputs: bool = False
+    ) -> None:
+        """Store plain rows of `dtype`, rounded as `quantize` does; else like `store`."""
+        if not self.rounds_in_c:
+            rounded = quantize(part, bits, group)
+            self.store(start, rounded._replace(short_inputs=short_inputs))
+            return
+        if self._weight is None:
+            sizes = self._num_rows, part.shape[1], group, bits
+            kind = W8A8 if short_inputs else PLAIN
+            self._weight = IntPanelWeight(*sizes, kind, reserve=self._reserve)
+        self._weight.store_rounded(start, part)
 
     def method(self) -> WeightMethod:
         """Return the method, after all rows were stored."""
@@ -224,6 +239,7 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> IntTensor:
     The scale maps the largest magnitude of a group to 127 in 8 bits, and to -8 in 4 bits, whose
     range is -8 to 7 (llama.cpp's Q8_0 and Q4_0 do the same). A larger scale than float16 can hold
     becomes its largest number, but a weight that is not a number makes its scale infinite or NaN.
+    csrc/round.c computes the same.
     """
     n, k = weight.shape
     groups = weight.to(torch.float32, copy=True).view(n, k // group_size, group_size)

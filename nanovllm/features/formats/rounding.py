@@ -1,5 +1,6 @@
 """Weights that are rounded while they are loaded, because the user asks for it."""
 
+import sys
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -7,8 +8,8 @@ import torch
 
 from nanovllm.errors import ConfigError
 from nanovllm.features.formats.fp8 import FP8, Fp8Weight, quantize_fp8
-from nanovllm.features.formats.integer import BITS, IntRows, choose_group_size, quantize
-from nanovllm.features.formats.stored import PanelRows, first_row
+from nanovllm.features.formats.integer import BITS, IntRows, choose_group_size
+from nanovllm.features.formats.stored import NUMBERS_AT_ONCE, PanelRows, first_row
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.experts import Router, StackedLinear
 from nanovllm.layers.linear import LinearBase, Matrix
@@ -66,7 +67,7 @@ class StoredRounded:
         self.description = f"rounded to {quantization}"
         self._like = like
         self._rows = rounded_rows(quantization, like, kernels, reserve)
-        self._coming = PanelRows(len(like), self._rows.store)
+        self._coming = PanelRows(len(like), self._rows.store, self._rows.at_once)
 
     def shards(self, weight: Shard) -> Iterator[Shard]:
         self._coming.expect(first_row(weight))
@@ -83,6 +84,9 @@ class StoredRounded:
 
 class Rows(Protocol):
     """Rounds the rows of a weight, which come in parts of whole panels."""
+
+    at_once: int
+    """Numbers of a part, at most; see `row_ranges`."""
 
     def store(self, start: int, values: torch.Tensor) -> None: ...
 
@@ -117,10 +121,12 @@ class _RowsInIntegers:
         self._short_inputs = quantization == "w8a8"
         self._group = choose_group_size(quantization, like.shape[1])
         self._rows = IntRows(len(like), like.dtype, kernels, reserve)
+        self.at_once = sys.maxsize if self._rows.rounds_in_c else NUMBERS_AT_ONCE
 
     def store(self, start: int, values: torch.Tensor) -> None:
-        rounded = quantize(values, self._bits, self._group)
-        self._rows.store(start, rounded._replace(short_inputs=self._short_inputs))
+        self._rows.store_rounded(
+            start, values, self._bits, self._group, short_inputs=self._short_inputs
+        )
 
     def method(self) -> WeightMethod:
         return self._rows.method()
@@ -130,6 +136,7 @@ class _RowsInFp8:
     def __init__(self, like: torch.Tensor, kernels: Kernels) -> None:
         self._like = like
         self._kernels = kernels
+        self.at_once = NUMBERS_AT_ONCE
         self._values = torch.empty(0)
         self._scales = torch.empty(0)
 

@@ -21,7 +21,7 @@ from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import tensor_parallel
 
 WORD_BITS = 32
-_NUMBERS_AT_ONCE = 2**18
+NUMBERS_AT_ONCE = 2**18
 
 
 class Field(NamedTuple):
@@ -213,7 +213,7 @@ def first_row(weight: Shard) -> int:
 
 
 def row_ranges(
-    start: int, stop: int, width: int, at_once: int = _NUMBERS_AT_ONCE
+    start: int, stop: int, width: int, at_once: int = NUMBERS_AT_ONCE
 ) -> Iterator[tuple[int, int]]:
     """Yield the first row of each part of rows [start, stop), and the row after the part.
 
@@ -240,7 +240,7 @@ class PanelRows:
         self,
         num_rows: int,
         store: Callable[[int, torch.Tensor], None],
-        at_once: int = _NUMBERS_AT_ONCE,
+        at_once: int = NUMBERS_AT_ONCE,
     ) -> None:
         self._num_rows = num_rows
         self._store = store

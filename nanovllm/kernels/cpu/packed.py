@@ -167,6 +167,19 @@ class IntPanelWeight(PanelWeight):
         assert self.panels.factors is not None
         self.panels.factors[start : start + len(factors)] = factors
 
+    def store_rounded(self, start: int, rows: torch.Tensor) -> None:
+        """Store `rows` [m, k] bfloat16, rounded as `integer.quantize` does. For PLAIN and W8A8.
+
+        Args:
+            start: see `store`, also for m.
+        """
+        packed, scales, *_ = self.panels
+        assert scales is not None
+        first = start // PANEL
+        m, k = rows.shape
+        tensors = rows.contiguous(), packed[first:], scales[first:]
+        library.call("nv_pack_rounded", *tensors, m, k, *self.panels.arguments(k))
+
 
 class PackedWeight(PanelWeight):
     """An unquantised bfloat16 weight [n, k] in the layout of the C kernels, of zeros at first.

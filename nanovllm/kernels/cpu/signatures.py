@@ -24,6 +24,7 @@ KERNELS = {
     "nv_add_lora": "PNPPPPPPPPPTNNNN",
     "nv_mamba2": "PPNPPPPPNPPNPPRNNNNFF",
     "nv_ngram": "PNPNNNP",
+    "nv_pack_rounded": "PPPNNNNN",
     "nv_sample": "PNPPPPPPPPPPNNF",
     "nv_to_float": "PPN",
     "nv_forbid": "PPPNNN",

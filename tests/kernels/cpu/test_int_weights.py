@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from nanovllm.features.fast_steps.recording import Recording
-from nanovllm.features.formats.integer import IntRows, IntWeight
+from nanovllm.features.formats.integer import IntRows, IntWeight, quantize
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.utils.pages import PageReserve
 from tests.closeness import assert_close
@@ -105,6 +105,45 @@ def test_rows_may_come_in_parts(form):
         weight.factors[64:128] = 1
     whole = make_int_method(weight, torch.bfloat16, CKernels())
     assert torch.equal(rows.method().apply(x), whole.apply(x))
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "short"), [(8, 128, False), (8, 64, True), (8, 32, False), (4, 32, False)]
+)
+def test_rounding_in_c_is_that_of_torch(bits, group, short):
+    for weight in weights_to_round(70, 384):
+        rounded, whole = (IntRows(70, torch.bfloat16, CKernels()) for _ in range(2))
+        for start, stop in ((32, 70), (0, 32)):
+            rounded.store_rounded(start, weight[start:stop], bits, group, short_inputs=short)
+        whole.store(0, quantize(weight, bits, group)._replace(short_inputs=short))
+        ours, torchs = rounded.method(), whole.method()
+        for tensor in ("packed", "scales"):
+            found, expected = (getattr(each.panels, tensor)[:2] for each in (ours, torchs))
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        last = torch.arange(64, 70)  # of a panel with rows that are not there
+        found, expected = (each.embedding(last) for each in (ours, torchs))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def weights_to_round(n, k):
+    """Yield all sizes; quotients between two integers; zeros; numbers that are none."""
+    generator = torch.Generator().manual_seed(0)
+    for exponent in (-140, -133, -24, -21, -18, -15, -6, 0, 15, 23, 120):
+        weight = torch.randn(n, k, generator=generator)
+        yield torch.ldexp(weight, torch.tensor(exponent)).bfloat16()
+    yield (torch.randint(-128, 129, (n, k), generator=generator) / 8).bfloat16()
+    yield randn(n, k).abs()
+    bits = torch.randint(-(2**15), 2**15, (n, k), generator=generator, dtype=torch.int16)
+    yield bits.view(torch.bfloat16)
+    special = randn(n, k)
+    special[:, :128] = 0
+    special[3, :32] = -0.0
+    special[4, 32] = special[5, 130] = torch.inf
+    special[6, 64] = special[7, 131] = -torch.inf
+    special[8, 96] = special[9, 132] = torch.nan
+    special[10, 200:202] = torch.tensor([torch.inf, -torch.inf])
+    special[11, 200:202] = torch.tensor([torch.inf, -torch.nan])
+    yield special
 
 
 def test_a_scale_or_a_factor_that_is_no_number_shows():

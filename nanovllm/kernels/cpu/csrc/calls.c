@@ -111,13 +111,14 @@ void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows) {
     case 20: call_nv_add_lora(t, a, tokens, rows); break;
     case 21: call_nv_mamba2(t, a, tokens, rows); break;
     case 22: nv_ngram(t, a[0].p, a[1].n, a[2].p, a[3].n, a[4].n, a[5].n, a[6].p); break;
-    case 23: call_nv_sample(t, a, tokens, rows); break;
-    case 24: nv_to_float(t, a[0].p, a[1].p, a[2].n); break;
-    case 25: nv_forbid(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].n, a[5].n); break;
-    case 26: call_nv_extend(t, a, tokens, rows); break;
-    case 27: call_nv_causal_conv(t, a, tokens, rows); break;
-    case 28: call_nv_gated_rms_norm(t, a, tokens, rows); break;
-    case 29: call_nv_norm_of_gated(t, a, tokens, rows); break;
-    case 30: call_nv_store(t, a, tokens, rows); break;
+    case 23: nv_pack_rounded(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].n, a[5].n, a[6].n, a[7].n); break;
+    case 24: call_nv_sample(t, a, tokens, rows); break;
+    case 25: nv_to_float(t, a[0].p, a[1].p, a[2].n); break;
+    case 26: nv_forbid(t, a[0].p, a[1].p, a[2].p, a[3].n, a[4].n, a[5].n); break;
+    case 27: call_nv_extend(t, a, tokens, rows); break;
+    case 28: call_nv_causal_conv(t, a, tokens, rows); break;
+    case 29: call_nv_gated_rms_norm(t, a, tokens, rows); break;
+    case 30: call_nv_norm_of_gated(t, a, tokens, rows); break;
+    case 31: call_nv_store(t, a, tokens, rows); break;
     }
 }

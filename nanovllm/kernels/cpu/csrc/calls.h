@@ -59,6 +59,8 @@ void nv_mamba2(team *t, const bf16 *xbc, const bf16 *dt, ptrdiff_t ldt, const fl
                ptrdiff_t n, ptrdiff_t p, float low, float high);
 void nv_ngram(team *t, int32_t *table, ptrdiff_t stride, const int64_t *rows, ptrdiff_t num_rows, ptrdiff_t smallest,
               ptrdiff_t largest, int64_t *counts);
+void nv_pack_rounded(team *t, const bf16 *w, uint8_t *packed, uint16_t *packed_scales, ptrdiff_t n, ptrdiff_t k, ptrdiff_t group,
+                     ptrdiff_t bits, ptrdiff_t kind);
 void nv_sample(team *t, const void *logits, ptrdiff_t bits, const float *temperatures, const int64_t *seeds,
                const int64_t *positions, const int64_t *top_ks, const float *top_ps, const float *min_ps, float *maxima,
                float *sums, float *scratch, int64_t *out, ptrdiff_t rows, ptrdiff_t n, float coldest);

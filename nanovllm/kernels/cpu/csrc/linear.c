@@ -16,23 +16,11 @@ int nv_enable(void) { return 1; }
 /* The inputs of a packed weight with k inputs: zeros are added up to a multiple of 32. */
 INLINE ptrdiff_t packed_inputs(ptrdiff_t k) { return (k + PANEL - 1) / PANEL * PANEL; }
 
-/* Write rows [0, count) of w, k apart, to a panel; zeros fill it. Squares of VL rows and VL pairs of inputs are transposed. */
-static void pack_panel(const bf16 *w, ptrdiff_t count, ptrdiff_t k, bf16 *panel) {
-    for (ptrdiff_t i = 0; i < packed_inputs(k); i += 2 * VL)
-        for (ptrdiff_t first = 0; first < PANEL; first += VL) {
-            vf pairs[VL];
-            for (ptrdiff_t r = 0; r < VL; r++)
-                pairs[r] = first + r < count && i < k ? (vf)load_pairs(w + (first + r) * k + i, k - i) : (vf){0};
-            transpose(pairs);
-            for (ptrdiff_t j = 0; j < VL; j++) store((float *)(panel + (i + 2 * j) * PANEL + first * 2), pairs[j]);
-        }
-}
-
 /* packed[ceil(n/32)][packed_inputs(k)/2][32][2] = w[n][k]. */
 void nv_pack(team *t, const bf16 *w, bf16 *packed, ptrdiff_t n, ptrdiff_t k) {
     FOR_ITEMS(p, t, (n + PANEL - 1) / PANEL) {
         ptrdiff_t first = p * PANEL;
-        pack_panel(w + first * k, n - first < PANEL ? n - first : PANEL, k, packed + first * packed_inputs(k));
+        turn_panel(w + first * k, k, n - first < PANEL ? n - first : PANEL, k, packed + first * packed_inputs(k));
     }
 }
 

@@ -172,7 +172,16 @@ INLINE vf from_f16(half_vu h) {
     return (vf)((vu)((vf)((u & 0x7fff) << 13) * 0x1p112f) | special | (u & 0x8000) << 16);
 #endif
 }
-/* Round to nearest, ties to even. */
+/* Round to nearest, ties to even. The result for NaN is NaN; other numbers are infinite or within float16's range. */
+INLINE half_vu to_f16(vf v) {
+    vu sign = ((vu)v >> 16) & 0x8000, size = (vu)v & 0x7fffffff;
+    vu normal = ((size + 0xfff + ((size >> 13) & 1)) >> 13) - (112 << 10);
+    vu subnormal = (vu)((vf)size + 0.5f) - 0x3f000000; /* 0.5 has float16's last place */
+    vi small = (vi)size < 0x38800000, special = (vi)size >= 0x7f800000, nan = (vi)size > 0x7f800000;
+    vu bits = (vu)blend(small, (vf)subnormal, (vf)normal);
+    bits = (vu)blend(special, (vf)(0x7c00 | ((vu)nan & 0x200)), (vf)bits);
+    return __builtin_convertvector(sign | bits, half_vu);
+}
 INLINE half_vu to_bf16(vf v) {
 #if VL == 16 && defined(__AVX512BF16__)
     return (half_vu)_mm512_cvtneps_pbh((__m512)v);
@@ -206,6 +215,19 @@ INLINE vu load_pairs(const bf16 *p, ptrdiff_t left) {
     vu pairs = {0};
     memcpy(&pairs, p, left * sizeof *p);
     return pairs;
+}
+
+/* to[k/2][32][2] = `count` rows of from[..][k], ld apart, turned in squares of VL rows and VL pairs. Zeros fill the rows up to 32
+ * and k up to a multiple of 32. */
+INLINE void turn_panel(const bf16 *from, ptrdiff_t ld, ptrdiff_t count, ptrdiff_t k, bf16 *to) {
+    for (ptrdiff_t i = 0; i < (k + PANEL - 1) / PANEL * PANEL; i += 2 * VL)
+        for (ptrdiff_t first = 0; first < PANEL; first += VL) {
+            vf pairs[VL];
+            for (ptrdiff_t r = 0; r < VL; r++)
+                pairs[r] = first + r < count && i < k ? (vf)load_pairs(from + (first + r) * ld + i, k - i) : (vf){0};
+            transpose(pairs);
+            for (ptrdiff_t j = 0; j < VL; j++) store((float *)(to + (i + 2 * j) * PANEL + first * 2), pairs[j]);
+        }
 }
 INLINE vf load_f32(const float *p, ptrdiff_t left) {
     if (left >= VL) return load(p);
