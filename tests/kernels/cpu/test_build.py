@@ -100,7 +100,7 @@ def test_built_once_into_a_private_cache(tmp_path, monkeypatch):
 @native
 def test_a_wrong_compilation_is_found_by_the_self_test(tmp_path, answers):
     """With a compiler that breaks the code, the kernels are off and the answers are right."""
-    shown = answers(compiler_that(r"s/(first + r) \* k + i, k/first * k + i, k/", tmp_path))
+    shown = answers(compiler_that(r"s/panel(w + first \* k, k/panel(w, k/", tmp_path))
     assert "False True" in shown
     assert "wrong products" in shown
 

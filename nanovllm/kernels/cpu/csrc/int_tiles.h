@@ -239,6 +239,17 @@ INLINE vi sum_begin(int kind, group_sum sum) {
     return kind == PLAIN || kind == FP4 ? (vi)BROADCAST(sum) : (vi)broadcast(ROUND_TO_INT);
 }
 
+/* The product of an integer sum, given as the bits of ROUND_TO_INT plus it, with a scale of 16 bits. It is rounded once, with and
+ * without a fused multiply-add: `less`, the scale times -ROUND_TO_INT, has few digits. */
+INLINE vf scaled_sum(vi sum, vf scale, vf less) {
+#ifdef HAVE_FMA
+    return fma_((vf)sum, scale, less);
+#else
+    (void)less;
+    return ((vf)sum - ROUND_TO_INT) * scale;
+#endif
+}
+
 /* With 4 bits, parts have up to FEW_ROWS rows: with AVX-512 a part's sums, in integers and in floats, then fit the registers. */
 enum { FEW_ROWS = 6 };
 
@@ -306,8 +317,7 @@ INLINE void int4_rows(int kind, int inputs, int wide, int from, int rows, int co
                 sum = pairs_to_int32(sum) + sum_begin(kind, q.sums[r]);
 #endif
                 if (kind == ZEROS) sum = add_zeros(sum, zeros, q.sums[r]);
-                /* exactly the integer times the scale, rounded once: ROUND_TO_INT times a scale of 16 bits has few digits */
-                vf product = fma_((vf)sum, scale, less);
+                vf product = scaled_sum(sum, scale, less);
                 if (kind == MINIMUMS) product = fma_(minimum, broadcast(((const float *)q.sums)[r]), product);
                 if (in_registers) sums[r][c] = fma_(product, broadcast(q.scales[r]), sums[r][c]);
                 else store(out, fma_(product, broadcast(q.scales[r]), load(out)));
@@ -356,7 +366,7 @@ INLINE void w8a8_rows(int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantize
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
                 float *out = acc.p + r * acc.ld + c * VL;
-                store(out, fma_(fma_((vf)a[r][c], scale, less), broadcast(q.scales[r]), load(out)));
+                store(out, fma_(scaled_sum(a[r][c], scale, less), broadcast(q.scales[r]), load(out)));
             }
         }
     }

@@ -68,6 +68,9 @@ INLINE vi larger_int(vi a, vi b) {
 #endif
 }
 
+#if (VL == 16 && defined(__AVX512F__)) || (VL == 8 && defined(__FMA__)) || (VL == 4 && defined(__aarch64__))
+#define HAVE_FMA 1 /* fma_() rounds once */
+#endif
 INLINE vf fma_(vf a, vf b, vf c) {
 #if VL == 16 && defined(__AVX512F__)
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
