@@ -23,6 +23,10 @@ class InvalidRequestError(NanoVLLMError, ValueError):
     """A prompt or a sampling parameter is invalid or unsupported; the engine continues to work."""
 
 
+class PromptTooLongError(InvalidRequestError):
+    """A prompt and one token of output do not fit `max_model_len`."""
+
+
 class CheckpointError(NanoVLLMError, ValueError):
     """A model cannot be found or read, or its weights do not match its architecture."""
 

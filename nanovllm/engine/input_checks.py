@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence as Seq
 from functools import cached_property
 from typing import Any
 
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import InvalidRequestError, PromptTooLongError
 from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.loading.tokenizer import TokenBound, token_bound
 from nanovllm.options.sampling_params import SamplingParams
@@ -154,10 +154,10 @@ class PromptLimit:
                 raise self.exceeded(f"more than {num_tokens}")
             size *= 2
 
-    def exceeded(self, num_tokens: str) -> InvalidRequestError:
+    def exceeded(self, num_tokens: str) -> PromptTooLongError:
         """Return the error for a prompt of so many tokens."""
         limit = self.max_model_len
-        return InvalidRequestError(
+        return PromptTooLongError(
             f"the prompt has {num_tokens} tokens; max_model_len {limit} leaves "
             f"room for {limit - 1} at most, and one of output: shorten it, or raise the limit"
         )
@@ -195,7 +195,7 @@ class PromptLimit:
         ]
 
     def check_text(self, what: str, *texts: str) -> None:
-        """Raise InvalidRequestError if texts are surely too long: tokenizing them takes seconds."""
+        """Raise PromptTooLongError if texts are surely too long: tokenizing them takes seconds."""
         limit = self.max_model_len
         num_chars = sum(map(len, texts))
         if num_chars <= limit:
@@ -204,7 +204,7 @@ class PromptLimit:
         if bound is None or num_chars <= (limit - 1) * bound.chars_per_token:
             return
         if bound.least_tokens(texts) > limit - 1:
-            raise InvalidRequestError(
+            raise PromptTooLongError(
                 f"{what} has {num_chars} characters, and no token has more than "
                 f"{bound.chars_per_token:g}: it cannot fit into max_model_len {limit}; shorten it, "
                 "or raise the limit"

@@ -23,6 +23,14 @@ from nanovllm.apps.server.options import ServerOptions
 from nanovllm.apps.server.serve import Server, bound_socket
 from nanovllm.apps.server.state import ServerState
 
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+"""The schema of a tool's arguments, and of answers in JSON."""
+
 
 class Reply(NamedTuple):
     """An answer of the server."""

@@ -15,15 +15,9 @@ from nanovllm.apps.server.message_blocks import MessageBuilder, messages_of
 from nanovllm.apps.server.protocol.message_objects import MessageEvent, MessageObject
 from nanovllm.apps.server.protocol.messages import MessagesRequest
 from tests.glossary import ANSWERS, QUESTIONS
-from tests.server.conftest import Running
+from tests.server.conftest import CITY, Running
 
 MODEL = "model"
-CITY = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 8}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 TOOL: Any = {"name": "weather", "description": "of a city", "input_schema": CITY}
 OTHER_TOOL: Any = {"name": "now", "input_schema": {"type": "object", "properties": {}}}
 
@@ -300,6 +294,7 @@ def said(*blocks: Any) -> dict[str, Any]:
         ({"stop": "a"}, "use stop_sequences"),
         ({"temperature": -1.0}, "temperature must be"),
         ({"stop_sequences": [""]}, "stop"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be above 0"),
         ({"unknown": 1}, "there is no field 'unknown'"),
         ({"messages": [{"role": "user", "content": []}]}, "must have some content"),
         ({"messages": [said(CALL)] * 129}, "at most 128 tool_use blocks in succession"),
@@ -322,6 +317,8 @@ def test_errors_have_anthropics_form(anthropic_client: Anthropic, server: Runnin
         ask(anthropic_client, "Hi", model="claude-opus-9")
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long: .*max_model_len"):
         ask(anthropic_client, "word " * 5000)
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: the prompt has"):
+        ask(anthropic_client, "glossary, " * 520)
     reply = server.send("/v1/messages/batches", {})
     assert reply.status == 404
     assert reply.body["error"]["type"] == "not_found_error"

@@ -19,15 +19,9 @@ from nanovllm.apps.server.protocol.response_objects import (
 from nanovllm.apps.server.protocol.responses import ResponsesRequest
 from nanovllm.apps.server.response_items import ResponseBuilder, messages_of
 from tests.glossary import ANSWERS, QUESTIONS
-from tests.server.conftest import Running
+from tests.server.conftest import CITY, Running
 
 MODEL = "model"
-CITY = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 8}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 TOOL: Any = {"type": "function", "name": "weather", "parameters": CITY, "strict": True}
 OTHER_TOOL: Any = {"type": "function", "name": "now", "parameters": None, "strict": None}
 

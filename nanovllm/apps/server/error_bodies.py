@@ -26,14 +26,10 @@ _TYPES = {
 }
 """OpenAI's kinds of errors by status; others are an "invalid_request_error"."""
 _ANTHROPIC_TYPES = {
-    401: "authentication_error",
+    **_TYPES,
     403: "permission_error",
-    404: "not_found_error",
     413: "request_too_large",
-    429: "rate_limit_error",
     500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
 }
 """Anthropic's kinds of errors by status; others are an "invalid_request_error"."""
 _OBJECT = ("dict_type", "model_type", "model_attributes_type")

@@ -1,6 +1,5 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's form of a chat."""
 
-import logging
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
@@ -11,7 +10,7 @@ from starlette.responses import Response
 from nanovllm.apps.server import generation
 from nanovllm.apps.server.answers.parameter_types import typed
 from nanovllm.apps.server.conversation import AnswerReader, params_in_form, render
-from nanovllm.apps.server.error_bodies import APIError, anthropic_body, as_api_error, naming_params
+from nanovllm.apps.server.error_bodies import APIError, anthropic_body, naming_params
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.message_blocks import MessageBuilder, messages_of
 from nanovllm.apps.server.params import chat_params, structured_names
@@ -28,13 +27,11 @@ from nanovllm.apps.server.response_items import new_id
 from nanovllm.apps.server.sse import frame, sse
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.engine.prompt import Prompt
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import InvalidRequestError, PromptTooLongError
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
 router = APIRouter(tags=["messages"], route_class=JSONRoute)
-
-logger = logging.getLogger(__name__)
 
 _STOP_REASONS: dict[str | None, StopReason] = {
     "stop": "end_turn",
@@ -60,7 +57,7 @@ async def answer(request: Request, body: MessagesRequest) -> Response:
             stream=bool(body.stream),
         )
         if body.stream:
-            return sse(answer.frames(outputs), done="")
+            return sse(answer.frames(outputs), on_error=_error_frame)
         text = answer.whole(await anext(outputs)).model_dump_json()
         return Response(text, media_type="application/json")
 
@@ -81,9 +78,7 @@ def _saying_too_long() -> Iterator[None]:
     """Make the error for a long conversation begin as Anthropic's does: agents then shorten it."""
     try:
         yield
-    except InvalidRequestError as error:
-        if "max_model_len" not in str(error):
-            raise
+    except PromptTooLongError as error:
         raise InvalidRequestError(f"prompt is too long: {error}") from None
 
 
@@ -151,24 +146,19 @@ class _Answer:
         """Yield the events of a streamed message; those that come at once together."""
         num_output = 0
         has_started = False
-        try:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    (completion,) = output.outputs
-                    num_output += len(completion.token_ids)
-                    self._note_usage(output, num_output)
-                    events = [] if has_started else self._builder.start()
-                    has_started = True
-                    for part in self._reader.parts(completion):
-                        events += self._builder.add(part)
-                    if completion.finish_reason is not None:
-                        self._end(completion)
-                        events += self._builder.finish()
-                    yield _frames(events)
-        except Exception as error:
-            if not isinstance(error, APIError):
-                logger.exception("a stream ended with an error")
-            yield _frames([MessageEvent(**anthropic_body(as_api_error(error)))])
+        async with aclosing(outputs):
+            async for output in outputs:
+                (completion,) = output.outputs
+                num_output += len(completion.token_ids)
+                self._note_usage(output, num_output)
+                events = [] if has_started else self._builder.start()
+                has_started = True
+                for part in self._reader.parts(completion):
+                    events += self._builder.add(part)
+                if completion.finish_reason is not None:
+                    self._end(completion)
+                    events += self._builder.finish()
+                yield "".join(frame(event, event.type) for event in events)
 
     def _note_usage(self, output: RequestOutput, num_output: int) -> None:
         self._builder.message.usage = MessageUsage(
@@ -193,5 +183,5 @@ class _Answer:
             message.stop_sequence = str(completion.stop_reason)
 
 
-def _frames(events: list[MessageEvent]) -> str:
-    return "".join(frame(event, event.type) for event in events)
+def _error_frame(error: APIError) -> str:
+    return frame(MessageEvent(**anthropic_body(error)), "error")

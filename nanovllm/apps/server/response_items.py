@@ -45,12 +45,14 @@ def messages_of(instructions: str | None, given: str | Seq[AnyInputItem]) -> lis
     if isinstance(given, str):
         turns.append({"role": "user", "content": given})
     else:
+        names: dict[str, str] = {}
         for item in given:
-            _add_item(turns, item)
+            _add_item(turns, names, item)
     return [Message(**turn) for turn in turns]
 
 
-def _add_item(turns: list[dict[str, Any]], item: AnyInputItem) -> None:
+def _add_item(turns: list[dict[str, Any]], names: dict[str, str], item: AnyInputItem) -> None:
+    """Add an item to the turns. `names` are those of the functions, by the id of a call."""
     match item:
         case InputMessage(role="assistant"):
             turn = _own_turn(turns, before=("content", "tool_calls"))
@@ -66,9 +68,10 @@ def _add_item(turns: list[dict[str, Any]], item: AnyInputItem) -> None:
             function = {"name": item.name, "arguments": item.arguments}
             calls = _own_turn(turns, before=()).setdefault("tool_calls", [])
             calls.append({"id": item.call_id, "type": "function", "function": function})
+            names[item.call_id] = item.name
         case InputCallOutput():
             message = {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
-            name = _name_of_call(turns, item.call_id)
+            name = names.get(item.call_id)
             turns.append(message if name is None else {**message, "name": name})
 
 
@@ -78,11 +81,6 @@ def _own_turn(turns: list[dict[str, Any]], before: Seq[str]) -> dict[str, Any]:
     if last.get("role") != "assistant" or any(name in last for name in before):
         turns.append({"role": "assistant"})
     return turns[-1]
-
-
-def _name_of_call(turns: Seq[dict[str, Any]], call_id: str) -> str | None:
-    calls = (call for turn in reversed(turns) for call in turn.get("tool_calls", ()))
-    return next((call["function"]["name"] for call in calls if call["id"] == call_id), None)
 
 
 class ResponseBuilder:

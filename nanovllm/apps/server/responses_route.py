@@ -26,7 +26,7 @@ from nanovllm.apps.server.protocol.response_objects import (
 )
 from nanovllm.apps.server.protocol.responses import ResponsesRequest
 from nanovllm.apps.server.response_items import ResponseBuilder, messages_of, new_id
-from nanovllm.apps.server.sse import frame, sse
+from nanovllm.apps.server.sse import error_frame, frame, sse
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import InvalidRequestError
@@ -57,7 +57,7 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
             stream=bool(body.stream),
         )
         if body.stream:
-            return sse(answer.frames(outputs), done="")
+            return sse(answer.frames(outputs), on_error=error_frame)
         text = answer.whole(await anext(outputs)).model_dump_json()
         return Response(text, media_type="application/json")
 

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from pydantic import BaseModel
@@ -36,17 +36,32 @@ DONE = "data: [DONE]\n\n"
 """The frame at the end of a stream."""
 
 
-def sse(frames: AsyncGenerator[str, None], *, done: str = DONE) -> _EventStream:
-    """Return a response that sends frames as they come, and an error among them as its event.
+def error_frame(error: APIError) -> str:
+    """Return an error as OpenAI's event."""
+    return f"data: {json.dumps(error.body)}\n\n"
+
+
+def last_frames(error: APIError) -> str:
+    """Return an error as OpenAI's event, and the end of a stream."""
+    return error_frame(error) + DONE
+
+
+def sse(
+    frames: AsyncGenerator[str, None], *, on_error: Callable[[APIError], str] = last_frames
+) -> _EventStream:
+    """Return a response that sends frames as they come.
 
     Args:
-        frames: each is one event or several, or none; `done` is at their end.
-        done: what to send after an error.
+        frames: each is one event or several, or none.
+        on_error: makes the frames that end a stream when `frames` raises an error.
     """
-    return _EventStream(_encoded(frames, done), headers=_HEADERS, media_type="text/event-stream")
+    encoded = _encoded(frames, on_error)
+    return _EventStream(encoded, headers=_HEADERS, media_type="text/event-stream")
 
 
-async def _encoded(frames: AsyncGenerator[str, None], done: str) -> AsyncGenerator[bytes, None]:
+async def _encoded(
+    frames: AsyncGenerator[str, None], on_error: Callable[[APIError], str]
+) -> AsyncGenerator[bytes, None]:
     try:
         async with aclosing(frames):
             async for text in frames:
@@ -55,7 +70,7 @@ async def _encoded(frames: AsyncGenerator[str, None], done: str) -> AsyncGenerat
     except Exception as error:
         if not isinstance(error, APIError):
             logger.exception("a stream ended with an error")
-        yield f"data: {json.dumps(as_api_error(error).body)}\n\n{done}".encode()
+        yield on_error(as_api_error(error)).encode()
 
 
 def frame(event: BaseModel, name: str | None = None) -> str:

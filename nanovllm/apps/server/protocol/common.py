@@ -6,7 +6,7 @@ Types only: ranges are checked by `SamplingParams`, which has the better message
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from nanovllm.chat.messages import is_empty
@@ -15,6 +15,18 @@ from nanovllm.options.validation import did_you_mean, shown
 
 STRING_OR_LIST = "should be a valid string or a valid list"
 """The error for a value that is neither."""
+
+
+def _text_or_list(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "text"
+    return "list" if isinstance(value, list) else None
+
+
+TEXT_OR_LIST = Discriminator(
+    _text_or_list, custom_error_type="kind", custom_error_message=STRING_OR_LIST
+)
+"""Tells a text from a list, whose tags are "text" and "list"."""
 
 _HINT = "it changes nothing here; leave it out"
 INERT = other_names(

@@ -1,7 +1,7 @@
 """Requests of /v1/messages and /v1/messages/count_tokens, by the names of Anthropic's API."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 from nanovllm.apps.server.answers.answer_format import ToolChoice
 from nanovllm.apps.server.protocol.chat import ConversationRequest, FunctionName, Tool
 from nanovllm.apps.server.protocol.common import (
-    STRING_OR_LIST,
+    TEXT_OR_LIST,
     JSONSchema,
     RequestModel,
     ShortText,
@@ -103,15 +103,10 @@ def _type_of(block: Any) -> str | None:
     return block.get("type") if isinstance(block, dict) else None
 
 
-def _kind_of(content: Any) -> str | None:
-    if isinstance(content, str):
-        return "text"
-    return "blocks" if isinstance(content, list) else None
-
-
-_TEXT_OR_BLOCKS = Discriminator(
-    _kind_of, custom_error_type="kind", custom_error_message=STRING_OR_LIST
-)
+BlockType = TypeVar("BlockType")
+_Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[BlockType], _MANY, Tag("list")], TEXT_OR_LIST
+]
 _TextOnly = Annotated[
     Annotated[TextBlock, Tag("text")] | Annotated[DocumentBlock, Tag("document")],
     Discriminator(
@@ -127,13 +122,7 @@ class ToolResultBlock(Block):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: (
-        Annotated[
-            Annotated[str, Tag("text")] | Annotated[list[_TextOnly], _MANY, Tag("blocks")],
-            _TEXT_OR_BLOCKS,
-        ]
-        | None
-    ) = None
+    content: _Content[_TextOnly] | None = None
     is_error: bool | None = None
 
 
@@ -157,10 +146,7 @@ class InputMessage(RequestModel):
     """What one side said."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[AnyBlock], _MANY, Tag("blocks")],
-        _TEXT_OR_BLOCKS,
-    ]
+    content: _Content[AnyBlock]
 
 
 def _few_blocks(messages: Any) -> Any:
@@ -265,13 +251,7 @@ class CountTokensRequest(ConversationRequest):
         Field(min_length=1, max_length=4096, fail_fast=True),
         BeforeValidator(_few_blocks),
     ]
-    system: (
-        Annotated[
-            Annotated[str, Tag("text")] | Annotated[list[TextBlock], _MANY, Tag("blocks")],
-            _TEXT_OR_BLOCKS,
-        ]
-        | None
-    ) = None
+    system: _Content[TextBlock] | None = None
     tools: Annotated[list[CustomTool], _FEW] | None = None
     tool_choice: ToolChoiceOption | None = None
     thinking: Thinking | None = None

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 from nanovllm.apps.server.answers.answer_format import ToolChoice
 from nanovllm.apps.server.protocol.chat import ConversationRequest, FunctionName, Tool
 from nanovllm.apps.server.protocol.common import (
-    STRING_OR_LIST,
+    TEXT_OR_LIST,
     JSONSchema,
     Objects,
     RequestModel,
@@ -166,13 +166,9 @@ class ResponsesRequest(ConversationRequest):
     input: Annotated[
         Annotated[str, Field(min_length=1), Tag("text")]
         | Annotated[
-            list[AnyInputItem], Field(min_length=1, max_length=4096, fail_fast=True), Tag("items")
+            list[AnyInputItem], Field(min_length=1, max_length=4096, fail_fast=True), Tag("list")
         ],
-        Discriminator(
-            lambda value: {str: "text", list: "items"}.get(type(value)),
-            custom_error_type="kind",
-            custom_error_message=STRING_OR_LIST,
-        ),
+        TEXT_OR_LIST,
     ]
     instructions: str | None = None
     max_output_tokens: int | None = None
