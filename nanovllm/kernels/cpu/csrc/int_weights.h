@@ -9,7 +9,7 @@
  *   low half and weight b + 4 in its high half, and 8 is added to each. (llama.cpp's Q4_0 rounds in the same way.)
  * - W8A8 are 8 bits whose inputs have 8 bits, too. Where the processor multiplies bytes, packed weights are
  *   [ceil(n/32)][k/4][32][4] bytes to which 128 is added. Elsewhere they are as other weights of 8 bits, and so are the inputs,
- * but for their range.
+ *   but for their range.
  * - With minimums a weight is scale * (integer + 8) + minimum, as in llama.cpp's Q4_1.
  * - FP4 weights are scale * twice the number of E2M1 that the 4 bits stand for; their scales are bfloat16.
  * - With minimums and with FP4, group is at most 32.

@@ -185,6 +185,7 @@ INLINE half_vu to_f16(vf v) {
     bits = (vu)blend(special, (vf)(0x7c00 | ((vu)nan & 0x200)), (vf)bits);
     return __builtin_convertvector(sign | bits, half_vu);
 }
+/* Round to nearest, ties to even. */
 INLINE half_vu to_bf16(vf v) {
 #if VL == 16 && defined(__AVX512BF16__)
     return (half_vu)_mm512_cvtneps_pbh((__m512)v);
