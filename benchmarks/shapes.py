@@ -322,10 +322,11 @@ def checkpoint(model: str | None, directory: str) -> tuple[str, str]:
     """Return the model and its load_format.
 
     If `model` is a name in CONFIGS (None: SMALL), write that config to `directory`, for random
-    weights.
+    weights. A directory with a config.json and no weights has random ones too.
     """
     if model is not None and model not in CONFIGS:
-        return model, "auto"
+        bare = Path(model).is_dir() and not any(Path(model).glob("*.safetensors"))
+        return model, "dummy" if bare else "auto"
     Path(directory, "config.json").write_text(json.dumps(CONFIGS[model or SMALL]))
     return directory, "dummy"
 
