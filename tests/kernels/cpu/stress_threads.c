@@ -1,5 +1,6 @@
 /* Runs tasks of several phases from several callers, and checks that each phase computes each item once, after all items of the
- * phase before, unless the task is stopped. Exits with 1 and a line of text if not. Compiled with the thread sanitizer by test_threads.py.
+ * phase before, unless the task is stopped, and finds in the team's memory what that phase wrote. Exits with 1 and a line of text
+ * if not. Compiled with the thread sanitizer by test_threads.py.
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -24,14 +25,19 @@ static int stopped_phase(const work *w) { return w->seed % 5 == 2 ? w->seed % PH
 
 static void body(team *t, const void *argument) {
     work *w = (work *)argument;
-    for (int phase = 0; phase < PHASES && !task_stopped(); phase++)
+    int *memory = NULL; /* grows from task to task and phase to phase; an odd phase reads what the one before wrote */
+    for (int phase = 0; phase < PHASES && !task_stopped(); phase++) {
+        if (phase % 2 == 0) memory = team_memory((MAX_ITEMS + (w->seed + phase) * 16) * sizeof *memory);
         FOR_ITEMS(i, t, count_of(w, phase)) {
             if (i == 0 && phase == stopped_phase(w)) stop_task(phase + 1);
             int sum = 1;
             if (phase)
-                for (ptrdiff_t j = 0; j < count_of(w, phase - 1); j++) sum += w->values[phase - 1][j] == phase;
+                for (ptrdiff_t j = 0; j < count_of(w, phase - 1); j++)
+                    sum += w->values[phase - 1][j] == phase && (phase % 2 == 0 || memory[j] == w->seed + phase);
             w->values[phase][i] += phase && sum != count_of(w, phase - 1) + 1 ? -1000 : phase + 1;
+            if (phase % 2 == 0) memory[i] = w->seed + phase + 1;
         }
+    }
 }
 
 static void check(const work *w, size_t reason) {

@@ -461,6 +461,71 @@ def test_rows_that_share_blocks_are_alone_to_the_bit(heads, kv_heads, options):
             assert torch.equal(found, alone)
 
 
+@pytest.fixture
+def threads():
+    """A function that sets the number of threads, for this test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.thinned(5)
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "options"),
+    [
+        (4, 1, {}),
+        (4, 2, {"kv_dtype": torch.int8, "window": 4500, "sinks": True}),
+        (20, 1, {"value_dim": 32, "softcap": 5.0, "sinks": True}),
+        (3, 1, {"kv_dtype": torch.int8, "softcap": 2.0}),
+        (6, 2, {"window": 70, "sinks": True}),
+        (3, 1, {"block_size": 96, "window": 4200}),
+    ],
+)
+def test_threads_share_a_long_sequence_and_change_no_bit(heads, kv_heads, options, threads):
+    """Sums begin anew every 4,096 keys: whole sequences against float64, then in other batches."""
+    size = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "block_size": 64}
+    spec = AttentionSpec(heads, kv_heads, 48, **{**size, **options})
+    seq_lens = [8260, 4200]
+    stored = Stored(spec, seq_lens, norm=QKNorm(None, None, 1e-6, torch.zeros(8260, 0)))
+    chunks = [(0, 8235, 8260), (0, 8190, 8194), (1, 4050, 4150), (0, 4097, 4098), (1, 10, 11)]
+    threads(1)
+    whole = stored.attend(chunks)
+    q, k, v = (x.double().split(seq_lens) for x in (stored.q, *stored.kv))
+    for (row, start, stop), found in zip(chunks, whole, strict=True):
+        tokens = q[row][start:stop], k[row][:stop], v[row][:stop], [stop], [stop - start]
+        exact = reference(*tokens, spec.scale, spec.window, spec.softcap, stored.sinks)
+        assert_close(found, exact, atol=0.01, rtol=2**-8)
+    for count in (1, 2, 7):
+        threads(count)
+        for (row, start, stop), expected in zip(chunks, whole, strict=True):
+            cut = (start + stop) // 2
+            parts = [(row, cut, stop), (row, start, cut)][: stop - start]
+            parts = sorted(zip(parts, stored.attend(parts), strict=True), key=lambda part: part[0])
+            assert torch.equal(torch.cat([found for _, found in parts]), expected)
+    if spec.window is None:
+        check_long_rows_that_share_blocks(stored, threads)
+
+
+def check_long_rows_that_share_blocks(stored, threads):
+    size = stored.backend.block_size
+    tables = stored.blocks[0].repeat(5, 1)
+    for row, same in enumerate((0, 64, 66, 100, 128)):
+        tables[row, same:] = tables[row, same:].roll(row)
+    seq_lens = [8259, 4097, 4500, 6399, 8250]
+    queries = list(stored.q[: 5 * 4].split(4))
+    queries[2] = queries[2][:1]
+    for count in (1, 3, 8):
+        threads(count)
+        together = stored.attend_rows(queries, tables, seq_lens)
+        threads(1)
+        for row, found in enumerate(together):
+            one = slice(row, row + 1)
+            width = -(-seq_lens[row] // size)
+            (alone,) = stored.attend_rows(queries[one], tables[one, :width], seq_lens[one])
+            assert torch.equal(found, alone)
+
+
 def test_latents_lose_no_more_than_keys_and_values_of_all_heads():
     """The last 64 of 8,192 tokens (by default 2,048) in the sizes of GLM-4.7-Flash. The error is
     the largest, beside that of transformers, which computes keys and values of all heads, in

@@ -75,7 +75,7 @@ CALLS: dict[str, tuple[int, Callable[[], Callable[[], torch.Tensor]]]] = {
     "linear": (2, lambda: linear(randn(70, 96, seed=1))),
     "8 bits": (1, lambda: linear(quantize(randn(70, 96, seed=1), 8, 32))),
     "4 bits": (1, lambda: linear(quantize(randn(70, 96, seed=1), 4, 32))),
-    "attention": (1, attention),
+    "attention": (2, attention),
     "route": (1, route),
     "experts": (11, lambda: experts(16)),
     "experts, 8 bits": (11, lambda: experts(8)),

@@ -2,10 +2,14 @@
  * values of its sequence, in passes. Each row keeps its largest score so far, the sum of its weights, and the sum of its weighted
  * values; when a pass finds a larger score, both sums are rescaled. A row is one query head of one token; the query heads of a KV
  * head share a tile. Tiles whose sequences begin with the same blocks go through these passes as one tile.
+ * Sums begin anew every SEGMENT_KEYS keys, and those of a row's segments are added in order. So threads can share a long
+ * sequence, and a row's result does not depend on whether they do.
  */
 #include "cache.h"
 #define FROM_SCALES from_bf16 /* the scales of keys */
 #include "int_tiles.h"
+
+enum { SEGMENT_KEYS = 4096 };
 
 /* One part of a tile of an 8-bit cache, from `column` of a panel on. Each step of two inputs prefetches `share` bytes of
  * w.prefetch, from byte `skip` on. With few rows every second step has sums of its own, so that a product need not wait for the
@@ -80,7 +84,16 @@ typedef struct {
 typedef struct {
     const token_tile *tiles;
     ptrdiff_t count, passes;
+    ptrdiff_t first, last; /* the segments from the first to before the last have all keys that the tiles see */
+    ptrdiff_t rows;
+    ptrdiff_t split; /* 0, or if threads share the group: where its segments' sums end in the team's memory */
 } tile_group;
+
+/* Segments of a group, from the first to before the last, that one thread goes through: all, or one of a group that is split. */
+typedef struct {
+    const tile_group *group;
+    ptrdiff_t first, last;
+} piece;
 
 /* A KV head of all sequences. */
 typedef struct {
@@ -88,12 +101,13 @@ typedef struct {
     ptrdiff_t block_bytes; /* from a block to the next */
 } kv_head;
 
-/* The keys and values of a sequence in one KV head that a tile sees, from a pass's first key on. */
+/* Keys and values of a sequence in one KV head that a tile goes through, from a pass's first key on. */
 typedef struct {
     kv_head head;
     const int32_t *block_table;
-    ptrdiff_t num_keys;
-    ptrdiff_t first; /* the blocks before this key are outside the window of all rows: they and their ids are not read */
+    ptrdiff_t num_keys; /* 0 or less: none */
+    ptrdiff_t first;    /* the blocks before this key are outside the window of all rows: they and their ids are not read */
+    ptrdiff_t seen;     /* keys up to the last that the tile's first token sees */
 } kv_sequence;
 
 /* A tile of query rows and its state between the passes. Row r is head r % group of the group, in token r / group of the tile. */
@@ -116,7 +130,7 @@ typedef struct {
 
 typedef struct {
     ptrdiff_t first; /* the keys before this one are not read; a block's first key */
-    ptrdiff_t left;  /* keys from the pass's first to the sequence's last */
+    ptrdiff_t left;  /* keys from the pass's first to the last of the kv_sequence */
     ptrdiff_t seen;  /* keys from the pass's first to the last that the tile's first token sees */
     ptrdiff_t keys;  /* keys of the pass, rounded up to whole panels */
     ptrdiff_t k;     /* keys of the pass, rounded up to K_MULTIPLE: where the product with the values ends */
@@ -126,17 +140,25 @@ typedef struct {
 INLINE ptrdiff_t blocks_of_pass(const cache_layout *c) { return c->block < PASS_KEYS ? PASS_KEYS / c->block : 1; }
 INLINE ptrdiff_t keys_of_pass(const cache_layout *c) { return blocks_of_pass(c) * c->block; }
 
+/* Passes of a segment, which has SEGMENT_KEYS keys or some more. */
+INLINE ptrdiff_t passes_of_segment(const cache_layout *c) { return (SEGMENT_KEYS - 1) / keys_of_pass(c) + 1; }
+
+/* A row's sums over segments: its weighted values, rounded up to whole panels, the largest score, and the sum of weights, which
+ * is 0 while the row has seen no key. The rest of its cache line is unused. */
+INLINE ptrdiff_t row_floats(ptrdiff_t value_width) { return value_width + 16; }
+INLINE ptrdiff_t width_of_values(const query_shape *s) { return (s->values + PANEL - 1) / PANEL * PANEL; }
+
 /* With an 8-bit cache, a product with keys has int_groups() groups of inputs with a scale each, because a group fits K_STEP. */
 INLINE int int_groups(const cache_layout *c) { return c->width > K_STEP ? 2 : 1; }
 
 INLINE const uint8_t *block_at(kv_sequence kv, ptrdiff_t b) { return kv.head.cache + kv.block_table[b] * kv.head.block_bytes; }
 
 /* Return which of the heads of the batch's tokens row r is, counted from the tile's first row. */
-INLINE ptrdiff_t head_of_row(const query_tile *t, int r) { return r / t->shape.group * t->shape.heads + r % t->shape.group; }
+INLINE ptrdiff_t head_of_row(const query_shape *s, int r) { return r / s->group * s->heads + r % s->group; }
 
 INLINE void load_queries(const cache_layout *c, const query_tile *t, const bf16 *q) {
     for (int r = 0; r < t->rows; r++) {
-        const bf16 *from = q + head_of_row(t, r) * c->dim;
+        const bf16 *from = q + head_of_row(&t->shape, r) * c->dim;
         if (c->bits == 16) {
             operand *row = t->query + r * c->width;
             for (ptrdiff_t d = 0; d < c->width; d += VL)
@@ -262,30 +284,49 @@ INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass
     }
 }
 
-INLINE void store_output(const query_tile *t, bf16 *out) {
-    for (int r = 0; r < t->rows; r++) {
-        ptrdiff_t n = t->shape.values;
-        bf16 *row = out + head_of_row(t, r) * n;
-        float inverse = 1.0f / t->row_sum[r];
-        for (ptrdiff_t d = 0; d < n; d += VL) store_bf16(row + d, n - d, load(t->acc + r * t->value_width + d) * inverse);
+/* Add to a row's sums over earlier segments those of the next, with factors as if both had been computed with the larger of
+ * their largest scores. */
+INLINE void add_segment(const query_shape *s, float *sums, const float *acc, float row_max, float row_sum) {
+    ptrdiff_t value_width = width_of_values(s);
+    float *stats = sums + value_width, top = stats[0] > row_max ? stats[0] : row_max;
+    if (row_sum == 0.0f) return;
+    if (stats[1] == 0.0f) {
+        memcpy(sums, acc, value_width * sizeof *sums);
+        stats[0] = row_max, stats[1] = row_sum;
+        return;
     }
+    vf earlier = exp2_(broadcast((stats[0] - top) * s->scale)), factor = exp2_(broadcast((row_max - top) * s->scale));
+    for (ptrdiff_t d = 0; d < value_width; d += VL) store(sums + d, fma_(load(sums + d), earlier, load(acc + d) * factor));
+    stats[0] = top, stats[1] = fma_(broadcast(stats[1]), earlier, row_sum * factor)[0];
 }
 
-/* The row_max and row_sum of a row before its first pass: of no score, or of its sink. */
-INLINE void begin_row(const query_tile *t, int r) {
-    const float *sinks = t->shape.sinks;
-    t->row_max[r] = sinks ? sinks[r % t->shape.group] * 1.44269504f / t->shape.scale : -INFINITY;
-    t->row_sum[r] = sinks ? 1.0f : 0.0f;
+/* Store the result of row r of a tile. A sink is a score more, whose value is 0. out points at the batch's first token. */
+INLINE void store_result(const query_shape *s, const token_tile *tile, int r, const float *acc, float row_max, float row_sum,
+                         bf16 *out) {
+    vf factor = broadcast(1.0f), sum = broadcast(row_sum);
+    if (s->sinks) {
+        float score = row_max * s->scale, sink = s->sinks[r % s->group] * 1.44269504f, top = score > sink ? score : sink;
+        factor = exp2_(broadcast(score - top)), sum = fma_(sum, factor, exp2_(broadcast(sink - top)));
+    }
+    factor /= sum;
+    out += (tile->first * s->heads + head_of_row(s, r)) * s->values;
+    for (ptrdiff_t d = 0, n = s->values; d < n; d += VL) store_bf16(out + d, n - d, load(acc + d) * factor);
 }
 
-/* Go with a tile through the next `passes` passes of kv. With an 8-bit cache, queries and weights are rounded to 16 bits, like
+/* Begin the sums of a segment. */
+INLINE void begin_segment(const query_tile *t) {
+    for (int r = 0; r < t->rows; r++) t->row_max[r] = -INFINITY, t->row_sum[r] = 0.0f;
+    memset(t->acc, 0, t->rows * t->value_width * sizeof *t->acc);
+}
+
+/* Go with a tile through the passes of kv. With an 8-bit cache, queries and weights are rounded to 16 bits, like
  * the inputs of a linear. In long passes a block's values are read long after its keys. The tiles of AVX-512 prefetch them;
  * without this, a single token takes 1.2 to 1.5 times as long. They also prefetch the first keys of next_kv, which come next:
  * decoding is 1.1 to 1.2 times as fast. With AMX neither makes a difference. Not inlined: inside a parallel region GCC 12 keeps
  * the constants of its loops in memory. */
 static __attribute__((noinline)) void attend_passes(const cache_layout *c, const query_tile *t, kv_sequence kv,
-                                                    kv_sequence next_kv, ptrdiff_t seen, ptrdiff_t passes) {
-    for (key_pass pass = {kv.first, kv.num_keys, seen, t->pass_keys, t->pass_keys}; passes > 0; passes--) {
+                                                    kv_sequence next_kv) {
+    for (key_pass pass = {kv.first, kv.num_keys, kv.seen, t->pass_keys, t->pass_keys}; pass.left > 0;) {
         if (pass.left < t->pass_keys) {
             pass.keys = (pass.left + PANEL - 1) / PANEL * PANEL;
             pass.k = (pass.left + K_MULTIPLE - 1) / K_MULTIPLE * K_MULTIPLE;
@@ -298,18 +339,22 @@ static __attribute__((noinline)) void attend_passes(const cache_layout *c, const
     }
 }
 
-/* Return what a tile sees of its sequence. Passes begin at multiples of their size, wherever the window begins, so that a row's
- * result does not depend on the other tokens of its tile. */
-INLINE kv_sequence visible_keys(const cache_layout *c, kv_head head, token_tile t, ptrdiff_t window) {
-    ptrdiff_t start = t.num_keys - t.count + 1 - window, pass_blocks = blocks_of_pass(c);
-    ptrdiff_t block = start > 0 ? start / c->block : 0, skipped = block / pass_blocks * pass_blocks;
-    return (kv_sequence){head, t.block_table + skipped, t.num_keys - skipped * c->block, (block - skipped) * c->block};
+/* Return the first block that a tile sees. */
+INLINE ptrdiff_t first_block(const cache_layout *c, token_tile t, ptrdiff_t window) {
+    ptrdiff_t start = t.num_keys - t.count + 1 - window;
+    return start > 0 ? start / c->block : 0;
 }
 
-/* Return what is left of kv after whole passes. */
-INLINE kv_sequence after_passes(const cache_layout *c, kv_sequence kv, ptrdiff_t passes) {
-    kv.block_table += passes * blocks_of_pass(c), kv.num_keys -= passes * keys_of_pass(c);
-    return kv;
+/* Return what a tile sees of its sequence in the passes from `first` to before `last`. Passes begin at multiples of their size,
+ * wherever the window begins, so that a row's result does not depend on the other tokens of its tile. */
+INLINE kv_sequence visible_keys(const cache_layout *c, kv_head head, token_tile t, ptrdiff_t window, ptrdiff_t first,
+                                ptrdiff_t last) {
+    ptrdiff_t pass_blocks = blocks_of_pass(c), block = first_block(c, t, window);
+    if (block > first * pass_blocks) first = block / pass_blocks;
+    else block = first * pass_blocks;
+    ptrdiff_t skipped = first * pass_blocks, left = t.num_keys - skipped * c->block, most = (last - first) * keys_of_pass(c);
+    return (kv_sequence){head, t.block_table + skipped, left < most ? left : most, (block - skipped) * c->block,
+                         left - t.count + 1};
 }
 
 /* Return a part of a tile: `rows` rows from `first` on. */
@@ -320,19 +365,64 @@ INLINE query_tile part_of_tile(const cache_layout *c, query_tile t, int first, i
     return t;
 }
 
-/* Compute the attention of a group of tiles, at most 32 rows, in the query heads of a KV head. q and out point at these heads of
- * the batch's first token. next_kv is what the next group's first tile sees. */
-static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, const bf16 *q, bf16 *out, kv_head head,
-                                             tile_group g, kv_sequence next_kv) {
-    int rows = 0;
-    if (g.passes) shape.window = INT32_MAX; /* all its tokens see key 0 */
-    for (ptrdiff_t i = 0; i < g.count; i++) rows += g.tiles[i].count * shape.group;
+/* Go with a group's tiles through a segment. Add its sums of each row to sums[rows][row_floats()], or if that is NULL, store the
+ * results in `out`. next_kv is what comes after the segment. */
+INLINE void attend_segment(const cache_layout *c, const query_tile *t, const tile_group *g, kv_head head, ptrdiff_t segment,
+                           kv_sequence next_kv, float *sums, bf16 *out) {
+    ptrdiff_t first = segment * passes_of_segment(c), last = first + passes_of_segment(c), window = t->shape.window;
+    ptrdiff_t fork = g->passes < first ? first : g->passes < last ? g->passes : last;
+    const token_tile *tile = g->tiles + g->count - 1;
+    kv_sequence kv = visible_keys(c, head, *tile, window, fork, last), next;
+    begin_segment(t);
+    if (fork > first) attend_passes(c, t, visible_keys(c, head, *tile, window, first, fork), fork < last ? kv : next_kv);
+    /* From the last tile on, because rescale_sums() changes the sums of up to VL - 1 rows behind a part. */
+    for (int rows = t->rows, n; rows > 0; tile--, kv = next) {
+        rows -= n = tile->count * t->shape.group;
+        next = rows ? visible_keys(c, head, tile[-1], window, fork, last) : next_kv;
+        query_tile part = part_of_tile(c, *t, rows, n);
+        attend_passes(c, &part, kv, next);
+        for (int r = 0; r < n; r++) {
+            const float *acc = part.acc + r * t->value_width;
+            if (sums)
+                add_segment(&t->shape, sums + (rows + r) * row_floats(t->value_width), acc, part.row_max[r], part.row_sum[r]);
+            else store_result(&t->shape, tile, r, acc, part.row_max[r], part.row_sum[r], out);
+        }
+    }
+}
+
+INLINE void clear_sums(float *sums, ptrdiff_t rows, ptrdiff_t value_width) {
+    for (ptrdiff_t r = 0; r < rows; r++) sums[r * row_floats(value_width) + value_width + 1] = 0.0f;
+}
+
+/* Store the result of row r of a group from its sums over all segments. */
+INLINE void store_sums(const query_shape *s, const tile_group *g, int r, const float *sums, bf16 *out) {
+    const float *stats = sums + width_of_values(s);
+    const token_tile *tile = g->tiles;
+    for (; r >= tile->count * s->group; tile++) r -= tile->count * s->group;
+    store_result(s, tile, r, sums, stats[0], stats[1], out);
+}
+
+/* Return the keys of a piece from a segment on that come first. */
+INLINE kv_sequence first_keys(const cache_layout *c, kv_head head, const tile_group *g, ptrdiff_t window, ptrdiff_t segment) {
+    ptrdiff_t first = segment * passes_of_segment(c);
+    return visible_keys(c, head, g->tiles[g->count - 1], window, first, first + passes_of_segment(c));
+}
+
+/* Compute the attention of a piece, at most 32 rows, in the query heads of a KV head. q and out point at these heads of the
+ * batch's first token. If the group is split, the sums of each row go to shared[rows][row_floats()] instead. next_kv is what
+ * comes after the piece. */
+static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, const bf16 *q, bf16 *out, kv_head head, piece p,
+                                             float *shared, kv_sequence next_kv) {
+    const tile_group *g = p.group;
+    if (g->passes) shape.window = INT32_MAX; /* all its tokens see key 0 */
     ptrdiff_t pass_blocks = blocks_of_pass(&c), pass_keys = keys_of_pass(&c);
-    ptrdiff_t value_width = (shape.values + PANEL - 1) / PANEL * PANEL;
+    ptrdiff_t value_width = width_of_values(&shape);
     int turns = shape.values < c.dim; /* the values are a part of the keys */
+    int several = !g->split && p.last - p.first > 1;
     operand query[TILE_ROWS * c.width] __attribute__((aligned(64)));
     float scores[TILE_ROWS * pass_keys] __attribute__((aligned(64)));
     float acc[TILE_ROWS * value_width] __attribute__((aligned(64)));
+    float own_sums[several ? g->rows * row_floats(value_width) : 1] __attribute__((aligned(64)));
     bf16 turned[turns ? pass_keys * PANEL : 1] __attribute__((aligned(64)));
     float query_scales[TILE_ROWS * 2], weight_scales[TILE_ROWS];
     float row_max[TILE_ROWS], row_sum[TILE_ROWS + VL] = {0}, rescale[TILE_ROWS] = {0}, pass_sum[TILE_ROWS] = {0};
@@ -340,7 +430,7 @@ static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, 
     const bf16 *values[pass_blocks], *prefetch[pass_blocks];
     query_tile t = {
         .shape = shape,
-        .rows = rows,
+        .rows = (int)g->rows,
         .pass_keys = pass_keys,
         .pass_blocks = pass_blocks,
         .query = query,
@@ -358,24 +448,16 @@ static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, 
         .prefetch = prefetch,
     };
 
-    for (int r = 0; r < rows; r++) begin_row(&t, r);
-    memset(acc, 0, rows * value_width * sizeof *acc);
-    for (ptrdiff_t i = 0, first = 0, n; i < g.count; i++, first += n) {
-        n = g.tiles[i].count * shape.group;
+    for (int i = 0, first = 0, n; i < g->count; i++, first += n) {
+        n = g->tiles[i].count * shape.group;
         query_tile part = part_of_tile(&c, t, first, n);
-        load_queries(&c, &part, q + g.tiles[i].first * shape.heads * c.dim);
+        load_queries(&c, &part, q + g->tiles[i].first * shape.heads * c.dim);
     }
-    kv_sequence kv = visible_keys(&c, head, g.tiles[g.count - 1], shape.window), next;
-    attend_passes(&c, &t, kv, next_kv, kv.num_keys, g.passes);
-    /* From the last tile on, because rescale_sums() changes the sums of up to VL - 1 rows behind a part. */
-    kv = after_passes(&c, kv, g.passes);
-    for (ptrdiff_t i = g.count - 1; i >= 0; i--, kv = next) {
-        int n = g.tiles[i].count * shape.group;
-        next = i ? after_passes(&c, visible_keys(&c, head, g.tiles[i - 1], shape.window), g.passes) : next_kv;
-        query_tile part = part_of_tile(&c, t, rows -= n, n);
-        attend_passes(&c, &part, kv, next, kv.num_keys - g.tiles[i].count + 1, (kv.num_keys + pass_keys - 1) / pass_keys);
-        store_output(&part, out + g.tiles[i].first * shape.heads * shape.values);
-    }
+    float *sums = g->split ? shared : several ? own_sums : NULL;
+    if (sums) clear_sums(sums, g->rows, value_width);
+    for (ptrdiff_t s = p.first; s < p.last; s++)
+        attend_segment(&c, &t, g, head, s, s + 1 < p.last ? first_keys(&c, head, g, shape.window, s + 1) : next_kv, sums, out);
+    for (int r = 0; several && r < g->rows; r++) store_sums(&shape, g, r, sums + r * row_floats(value_width), out);
 }
 
 /* What decides how the rows of a batch are cut into tiles: parts of `group` query heads, max_tokens to a tile. */
@@ -420,16 +502,59 @@ static ptrdiff_t common_passes(const cache_layout *c, const token_tile *tiles) {
 static ptrdiff_t group_tiles(const cache_layout *c, tiling by, const token_tile *tiles, ptrdiff_t num_tiles, int max_rows,
                              tile_group *groups) {
     ptrdiff_t n = 0;
-    int rows = 0;
     /* What tile i - 1 shares with the one before it, tile i with tile i - 1, and tile i with the next. */
     for (ptrdiff_t i = 0, earlier = 0, passes = 0, later; i < num_tiles; i++, earlier = passes, passes = later) {
         later = i + 1 < num_tiles ? common_passes(c, tiles + i) : 0;
         int more = tiles[i].count * by.group;
-        if (passes && passes >= earlier && passes >= later && rows + more <= max_rows) {
-            groups[n - 1].count++, groups[n - 1].passes = passes, rows += more;
-        } else groups[n++] = (tile_group){tiles + i, 1, 0}, rows = more;
+        if (!passes || passes < earlier || passes < later || groups[n - 1].rows + more > max_rows)
+            groups[n++] = (tile_group){.tiles = tiles + i, .first = PTRDIFF_MAX};
+        else groups[n - 1].passes = passes;
+        tile_group *g = groups + n - 1;
+        ptrdiff_t begin = first_block(c, tiles[i], by.window) / blocks_of_pass(c) / passes_of_segment(c);
+        ptrdiff_t end = (tiles[i].num_keys - 1) / keys_of_pass(c) / passes_of_segment(c) + 1;
+        g->count++, g->rows += more, g->first = begin < g->first ? begin : g->first, g->last = end > g->last ? end : g->last;
     }
     return n;
+}
+
+/* Return the passes of a group's tiles, those that they share counted once. */
+static ptrdiff_t passes_of_group(const cache_layout *c, tiling by, const tile_group *g) {
+    ptrdiff_t passes = g->passes;
+    for (const token_tile *t = g->tiles; t < g->tiles + g->count; t++)
+        passes += (t->num_keys - 1) / keys_of_pass(c) + 1 - first_block(c, *t, by.window) / blocks_of_pass(c) - g->passes;
+    return passes;
+}
+
+/* Find the groups to split: those of several segments that are more than half of a thread's part of the work, in `heads` parts of
+ * query heads. Add up the pieces of all groups and of these in num_pieces, and return how many floats their sums take. */
+static ptrdiff_t split_groups(const cache_layout *c, tiling by, tile_group *groups, ptrdiff_t num_groups, ptrdiff_t heads,
+                              ptrdiff_t threads, ptrdiff_t floats, ptrdiff_t num_pieces[2]) {
+    ptrdiff_t work = 0, end = 0;
+    for (tile_group *g = groups; g < groups + num_groups; g++) work += passes_of_group(c, by, g);
+    for (tile_group *g = groups; g < groups + num_groups; g++) {
+        ptrdiff_t segments = g->last - g->first;
+        if (segments > 1 && passes_of_group(c, by, g) * 2 * threads > work * heads) {
+            g->split = end += segments * heads * g->rows * floats;
+            num_pieces[0] += segments, num_pieces[1] += segments;
+        } else num_pieces[0]++;
+    }
+    return end;
+}
+
+/* Cut groups into pieces, those that are split first. */
+static void cut_groups(const tile_group *groups, ptrdiff_t num_groups, piece *pieces) {
+    for (int split = 1; split >= 0; split--)
+        for (const tile_group *g = groups; g < groups + num_groups; g++)
+            for (ptrdiff_t s = g->first; !g->split == !split && s < g->last; s++) {
+                *pieces++ = (piece){g, s, split ? s + 1 : g->last};
+                if (!split) break;
+            }
+}
+
+/* Return the sums of a segment of a split group in part `head` of `heads` parts of query heads: [rows][floats]. */
+INLINE float *sums_of_segment(float *memory, const tile_group *g, ptrdiff_t segment, ptrdiff_t heads, ptrdiff_t head,
+                              ptrdiff_t floats) {
+    return memory + g->split - ((g->last - segment) * heads - head) * g->rows * floats;
 }
 
 /* Return into how many parts to cut the query heads of a KV head, so that a part fits a tile, and tiles are few. Heads that fill
@@ -460,9 +585,11 @@ void nv_attention(team *team, const bf16 *q, bf16 *out, const uint8_t *cache, pt
     query_shape shape = {heads, group, values, dim - values, window ? window : INT32_MAX, scale * 1.44269504f, 0, NULL};
     if (softcap != 0.0f) shape.squash = scale / softcap, shape.scale = softcap * 1.44269504f;
     tiling by = {group, TILE_ROWS / group, shape.window};
-    ptrdiff_t num_tiles = 0, n = 0, num_groups = 0;
+    ptrdiff_t num_tiles = 0, n = 0, num_groups = 0, floats = row_floats(width_of_values(&shape)), num_pieces[2] = {0};
     for (ptrdiff_t r = 0; r < num_rows; r++) num_tiles += (cu_seqlens[r + 1] - cu_seqlens[r] + by.max_tokens - 1) / by.max_tokens;
     tile_group *groups = scratch(num_tiles * (sizeof *groups + sizeof(token_tile)));
+    float *memory = NULL;
+    heads = kv_heads * parts;
     if (groups) {
         token_tile *tiles = (token_tile *)(groups + num_tiles);
         for (ptrdiff_t r = 0; r < num_rows; r++)
@@ -471,22 +598,43 @@ void nv_attention(team *team, const bf16 *q, bf16 *out, const uint8_t *cache, pt
         /* Groups are smaller where there would be few of them for each thread. */
         int max_rows = TILE_ROWS;
         ptrdiff_t rows = cu_seqlens[num_rows] * group, enough = 2 * team->threads;
-        while (max_rows > group && rows / max_rows * kv_heads * parts < enough) max_rows /= 2;
+        while (max_rows > group && rows / max_rows * heads < enough) max_rows /= 2;
         qsort(tiles, num_tiles, sizeof *tiles, compare_tiles);
         num_groups = group_tiles(&layout, by, tiles, num_tiles, max_rows, groups);
+        ptrdiff_t end = split_groups(&layout, by, groups, num_groups, heads, team->threads, floats, num_pieces);
+        if (end) memory = team_memory(end * sizeof *memory);
     }
+    piece *pieces = scratch(num_pieces[0] * sizeof *pieces);
+    if (pieces) cut_groups(groups, num_groups, pieces);
     begin_tiles();
-    /* Groups in a KV head share keys: adjacent ones meet in a thread's cache. */
-    FOR_ITEMS(item, team, num_groups * kv_heads * parts) {
-        ptrdiff_t first_head = item / num_groups * group;
-        kv_head head[2]; /* of this group and the next */
+    /* Pieces in a KV head share keys: adjacent ones meet in a thread's cache. */
+    FOR_ITEMS(item, team, num_pieces[0] * heads) {
+        ptrdiff_t part = item / num_pieces[0], first_head = part * group;
+        piece p = pieces[item % num_pieces[0]], next = pieces[(item + 1) % num_pieces[0]];
+        kv_head head[2]; /* of this piece and the next */
         for (int i = 0; i < 2; i++)
-            head[i] = (kv_head){cache + (item + i) / num_groups / parts % kv_heads * head_bytes, block_bytes};
-        const tile_group *g = groups + item % num_groups, *next = groups + (item + 1) % num_groups;
+            head[i] = (kv_head){cache + (item + i) / num_pieces[0] / parts % kv_heads * head_bytes, block_bytes};
         if (sinks) shape.sinks = sinks + first_head;
-        attend(layout, shape, q + first_head * dim, out + first_head * values, head[0], *g,
-               visible_keys(&layout, head[1], next->tiles[next->count - 1], shape.window));
+        attend(layout, shape, q + first_head * dim, out + first_head * values, head[0], p,
+               p.group->split ? sums_of_segment(memory, p.group, p.first, heads, part, floats) : NULL,
+               first_keys(&layout, head[1], next.group, shape.window, next.first));
     }
     end_tiles();
+    /* The pieces of a split group share its rows. */
+    FOR_ITEMS(item, team, num_pieces[1] * heads) {
+        ptrdiff_t part = item / num_pieces[1], first_head = part * group;
+        piece p = pieces[item % num_pieces[1]];
+        const tile_group *g = p.group;
+        if (sinks) shape.sinks = sinks + first_head;
+        for (ptrdiff_t r = p.first - g->first; r < g->rows; r += g->last - g->first) {
+            float *sums = sums_of_segment(memory, g, g->first, heads, part, floats) + r * floats;
+            for (ptrdiff_t s = g->first + 1; s < g->last; s++) {
+                float *more = sums_of_segment(memory, g, s, heads, part, floats) + r * floats, *stats = more + floats - 16;
+                add_segment(&shape, sums, more, stats[0], stats[1]);
+            }
+            store_sums(&shape, g, r, sums, out + first_head * values);
+        }
+    }
+    free(pieces);
     free(groups);
 }

@@ -10,6 +10,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <time.h>
 
 enum { MAX_THREADS = 1024, PARTS = 128, SPIN_NANOSECONDS = 50000, PAUSES = 32 };
@@ -44,6 +45,9 @@ static struct {
     _Alignas(128) _Atomic uint32_t computed; /* items of the current task */
     pthread_mutex_t sleep;
     queue for_task, for_items, for_leave;
+    pthread_mutex_t growth; /* of team_memory() */
+    void *memory;
+    size_t memory_bytes;
 } pool;
 
 int task_stopped(void) { return atomic_load(&pool.stopped) != 0; }
@@ -93,6 +97,22 @@ static void wake(queue *q) {
 void stop_task(size_t reason) {
     atomic_store(&pool.stopped, reason);
     wake(&pool.for_items);
+}
+
+/* A thread that has left all earlier phases may replace the memory: nobody computes an item with it, and a thread that is late
+ * asks for no more than there is. After a task is stopped neither holds. */
+void *team_memory(size_t bytes) {
+    if (task_stopped()) return NULL;
+    pthread_mutex_lock(&pool.growth);
+    if (pool.memory_bytes < bytes) {
+        free(pool.memory);
+        pool.memory = bytes < SIZE_MAX / 2 ? aligned_alloc(64, bytes / 64 * 64 + 64) : NULL;
+        pool.memory_bytes = pool.memory ? bytes : 0;
+    }
+    void *memory = pool.memory;
+    pthread_mutex_unlock(&pool.growth);
+    if (!memory) stop_task(bytes);
+    return memory;
 }
 
 /* Move this thread to another core if an earlier thread of the team is on its core. Linux divides the cores evenly between
@@ -211,6 +231,7 @@ static void reset_queue(queue *q) {
 static void reset_pool(void) {
     pthread_mutex_init(&pool.callers, NULL);
     pthread_mutex_init(&pool.sleep, NULL);
+    pthread_mutex_init(&pool.growth, NULL);
     reset_queue(&pool.for_task), reset_queue(&pool.for_items), reset_queue(&pool.for_leave);
     atomic_store(&pool.entry, CLOSED);
     pool.workers = 0;

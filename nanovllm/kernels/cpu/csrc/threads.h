@@ -43,6 +43,10 @@ void stop_task(size_t reason);
 /* Return whether the current task has been stopped. */
 int task_stopped(void);
 
+/* Return memory of `bytes` that all threads of the team share, at a multiple of 64. It is kept: the next call in this task or a
+ * later one may return the same. If the system refuses it, or the task has been stopped, stop the task and return NULL. */
+void *team_memory(size_t bytes);
+
 /* Call body(team, argument) in this thread and up to threads - 1 others. Return when all of them have returned: 0, or the reason
  * why the task was stopped. */
 size_t run_threads(ptrdiff_t threads, void (*body)(team *, const void *), const void *argument);
