@@ -117,6 +117,36 @@ def test_counts_tokens(anthropic_client: Anthropic) -> None:
     assert with_system.input_tokens > count
 
 
+def test_anthropics_tool_loop_goes_on_without_a_thread(anthropic_client: Anthropic) -> None:
+    """It asks for a conversation that the server holds, and learns that there is none."""
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Get the weather of a city."""
+        return f"sunny in {city}"
+
+    runner = anthropic_client.beta.messages.tool_runner(
+        model=MODEL,
+        max_tokens=64,
+        tools=[weather],
+        messages=[{"role": "user", "content": QUESTIONS[0]}],
+        max_iterations=1,
+    )
+    assert [message.role for message in runner] == ["assistant"]
+
+
+def test_a_form_of_the_text_may_stand_next_to_calls() -> None:
+    """Symptom: a tool that must be called was refused, as an answer of calls has no text."""
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 9,
+        "tools": [TOOL],
+        "tool_choice": {"type": "any"},
+        "output_config": {"format": {"type": "json_schema", "schema": CITY}},
+    }
+    assert list(MessagesRequest.model_validate(body).forms()) == ["output_config.format"]
+
+
 def test_a_turn_of_an_agent_hits_the_one_before(anthropic_client: Anthropic) -> None:
     """A header that differs in each request stays out, and tools come in one order."""
     rules = "Answer in one sentence. " * 20

@@ -17,7 +17,7 @@ from nanovllm.apps.server.protocol.response_objects import (
     ResponseObject,
 )
 from nanovllm.apps.server.protocol.responses import ResponsesRequest
-from nanovllm.apps.server.response_items import ResponseBuilder, messages_of
+from nanovllm.apps.server.response_items import ResponseBuilder, items_of, messages_of
 from tests.glossary import ANSWERS, QUESTIONS
 from tests.server.conftest import CITY, Running
 
@@ -50,7 +50,7 @@ def test_answers_a_question(client: OpenAI) -> None:
     assert found.id.startswith("resp_")
     assert found.metadata == {"a": "b"}
     assert found.temperature == 0.0
-    assert found.store is False
+    assert found.store is True
     (item,) = found.output
     assert (item.type, item.role, item.status) == ("message", "assistant", "completed")
     assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
@@ -70,6 +70,15 @@ def test_streams_by_named_events(client: OpenAI, server: Running) -> None:
     lines = reply.body.splitlines()
     assert lines[0] == "event: response.created"
     assert all(line.startswith(("event: response.", "data: {")) for line in lines if line)
+
+
+def test_input_tokens_are_counted(client: OpenAI) -> None:
+    found = respond(client, input="Hi", tools=[TOOL], max_output_tokens=1)
+    counted = client.responses.input_tokens.count(model=MODEL, input="Hi", tools=[TOOL])
+    assert counted.input_tokens == found.usage.input_tokens
+    go_on: Any = {"previous_response_id": found.id, "input": "Hi"}
+    more = client.responses.input_tokens.count(model=MODEL, **go_on)
+    assert more.input_tokens == respond(client, **go_on).usage.input_tokens
 
 
 def test_the_streaming_helper_of_the_client(client: OpenAI) -> None:
@@ -258,7 +267,9 @@ def test_items_become_messages() -> None:
             ]
         }
     )
-    found = [m.model_dump(exclude_none=True) for m in messages_of("Think.", body.input)]
+    found = [
+        m.model_dump(exclude_none=True) for m in messages_of("Think.", items_of(body.input, {}))
+    ]
     system, developer, user, calls, *results, both, done = found
     assert (system["role"], system["content"]) == ("system", "Think.")
     assert developer["role"] == "developer"
@@ -277,8 +288,12 @@ def test_items_become_messages() -> None:
         ({}, "input", "missing"),
         ({"input": []}, "input", "at least 1"),
         ({"input": "Hi", "previous_response_id": "r"}, "previous_response_id", "not stored"),
-        ({"input": "Hi", "background": True}, "background", "not stored"),
-        ({"input": "Hi", "tools": [{"type": "web_search"}]}, "tools", "'web_search' is not"),
+        ({"input": "Hi", "background": True}, "background", "stream=true"),
+        (
+            {"input": "Hi", "tools": [{"type": "web_search"}]},
+            "tools[0].type",
+            "'web_search' is not",
+        ),
         ({"input": "Hi", "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"input": "Hi", "tools": [TOOL], "tool_choice": "f"}, "tool_choice", "'required'"),
         (
@@ -308,7 +323,8 @@ def test_items_become_messages() -> None:
         ({"input": "Hi", "guided_regex": "(a"}, "guided_regex", "cannot be used"),
         ({"input": "Hi " * 2000}, "input", "1024"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text only"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "must be of type message"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "there is no item 'x'"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]", "must be of type message"),
         ({"input": [{"role": "me", "content": ""}]}, "input[0].role", "'assistant'"),
         ({"input": [{"role": "user", "content": "", "x": 1}]}, "input[0].x", "no field 'x'"),
         ({"input": 5}, "input", "valid string"),

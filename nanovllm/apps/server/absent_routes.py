@@ -25,6 +25,7 @@ ABSENT_ROUTES = {
     **dict.fromkeys(
         ("/v1/chat/completions/derender", "/v1/completions/derender"), "use POST /detokenize"
     ),
+    "/v1/responses/compact": "ask POST /v1/responses for a summary of the conversation",
     **dict.fromkeys(("/cohere/v2/chat", "/invocations"), _OPENAI),
     **dict.fromkeys(("/v1/decisions", "/v1/systemone"), _OPENAI),
     "/inference/v1/generate": "use POST /v1/completions with token ids as the prompt, and "

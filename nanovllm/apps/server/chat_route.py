@@ -16,7 +16,7 @@ from nanovllm.apps.server.answers.parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.apps.server.conversation import AnswerReader, params_in_form, render
+from nanovllm.apps.server.conversation import AnswerReader, params_in_form, render, run
 from nanovllm.apps.server.error_bodies import naming_params
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.params import (
@@ -48,7 +48,6 @@ from nanovllm.apps.server.protocol.common import (
 )
 from nanovllm.apps.server.sse import DONE, TextFrames, frame, json_response, sse
 from nanovllm.apps.server.state import ServerState, state_of
-from nanovllm.engine.prompt import Prompt
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -68,12 +67,7 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
         answer = _Answer(server, body, prompt)
         if params.prompt_logprobs is None:
             place.frames = answer.frames
-        outputs = await generation.run(
-            place,
-            Prompt(prompt, rendered=True, salt=body.cache_salt),
-            params,
-            stream=bool(body.stream),
-        )
+        outputs = await run(place, body, prompt, params)
         if body.stream:
             return sse(answer.streamed(outputs))
         output = await anext(outputs)

@@ -1,13 +1,15 @@
-"""What chats and responses share: a conversation to a prompt, and an answer's text to its parts.
+"""What the routes of conversations share: a conversation to a prompt, which is answered, and an
+answer's text to its parts.
 
 `render` blocks while the chat template runs: call it in a thread.
 """
 
 import json
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import AsyncGenerator, Mapping, Sequence as Seq
 from itertools import chain
 from typing import Any
 
+from nanovllm.apps.server import generation
 from nanovllm.apps.server.answers.parameter_types import TypedFunction
 from nanovllm.apps.server.answers.parts import (
     Part,
@@ -21,8 +23,9 @@ from nanovllm.apps.server.protocol.chat import ConversationRequest, Tool
 from nanovllm.apps.server.protocol.request_messages import Message
 from nanovllm.apps.server.state import ServerState
 from nanovllm.chat.templates import template_options
+from nanovllm.engine.prompt import Prompt
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.outputs import CompletionOutput
+from nanovllm.outputs import CompletionOutput, RequestOutput
 
 
 def render(
@@ -79,6 +82,14 @@ def params_in_form(
     return server.answer_format.params(
         params, prompt, body.functions, body.choice, parallel_tool_calls=body.may_repeat
     )
+
+
+async def run(
+    place: generation.Place, body: ConversationRequest, prompt: str, params: SamplingParams
+) -> AsyncGenerator[RequestOutput, None]:
+    """Generate the answer to a rendered conversation, as `generation.run` does."""
+    given = Prompt(prompt, rendered=True, salt=body.cache_salt)
+    return await generation.run(place, given, params, stream=bool(body.stream))
 
 
 class AnswerReader:

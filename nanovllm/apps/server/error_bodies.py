@@ -13,7 +13,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from nanovllm.apps.server.absent_routes import ABSENT_ROUTES
-from nanovllm.errors import EngineDeadError, InvalidRequestError, NanoVLLMError
+from nanovllm.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    NanoVLLMError,
+    PromptTooLongError,
+)
 from nanovllm.options.validation import did_you_mean, shown
 
 _TYPES = {
@@ -86,7 +91,10 @@ class APIError(HTTPException):
 def anthropic_body(error: APIError) -> dict[str, Any]:
     """Return the body of an error in Anthropic's form."""
     kind = _ANTHROPIC_TYPES.get(error.status_code, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.body["error"]["message"]}}
+    found: dict[str, Any] = {"type": kind, "message": error.body["error"]["message"]}
+    if (code := error.body["error"]["code"]) is not None:
+        found["details"] = {"error_code": code}
+    return {"type": "error", "error": found}
 
 
 def as_api_error(error: BaseException) -> APIError:
@@ -120,7 +128,9 @@ def naming_params(
         yield
     except InvalidRequestError as error:
         message = str(error)
-        raise APIError(400, message, param=_param(message, fields, prompt, renamed or {})) from None
+        param = _param(message, fields, prompt, renamed or {})
+        code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
+        raise APIError(400, message, param=param, code=code) from None
 
 
 def _param(
@@ -143,7 +153,8 @@ def _validation_error(error: RequestValidationError) -> APIError:
     first, place, others = _broken_rule(error)
     context = first.get("ctx") or {}
     if first["type"] == "refused":
-        return APIError(400, context["message"], param=_path([*place, context["field"]]))
+        param = _path([*place, context["field"]])
+        return APIError(400, context["message"], param=param, code=context["code"])
     param = _path(place)
     if first["type"] == "missing":
         what = f"{param} is missing" if param else "the request has no body: send JSON"
@@ -185,7 +196,10 @@ def _rule(error: Mapping[str, Any]) -> str:
 
 
 def _place_of(error: Mapping[str, Any], body: Any) -> list[Any]:
-    return _place(error["loc"][1:], body, missing=error["type"] == "missing")
+    place: Seq[Any] = error["loc"]
+    if place[0] != "body":  # of the path or the query
+        return list(place[1:])
+    return _place(place[1:], body, missing=error["type"] == "missing")
 
 
 def _place(parts: Seq[Any], value: Any, *, missing: bool) -> list[Any]:
@@ -225,8 +239,10 @@ def add_error_handlers(app: FastAPI, paths: Collection[str]) -> None:
 
     async def handle(request: Request, error: Exception) -> Response:
         found = as_api_error(error)
-        if found is not error and found.status_code == 404:  # the router's
-            found = _unknown_route(request.url.path, paths)
+        if found is not error and found.status_code in (404, 405):  # the router's
+            path = request.url.path
+            if found.status_code == 404 or path.rstrip("/") in ABSENT_ROUTES:
+                found = _unknown_route(path, paths)
         return found.response(request.url.path)
 
     for kind in (RequestValidationError, HTTPException, NanoVLLMError, Exception):

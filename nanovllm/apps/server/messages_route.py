@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from nanovllm.apps.server import generation
 from nanovllm.apps.server.answers.parameter_types import typed
-from nanovllm.apps.server.conversation import AnswerReader, params_in_form, render
+from nanovllm.apps.server.conversation import AnswerReader, params_in_form, render, run
 from nanovllm.apps.server.error_bodies import APIError, anthropic_body, naming_params
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.message_blocks import MessageBuilder, messages_of
@@ -26,7 +26,6 @@ from nanovllm.apps.server.protocol.messages import CountTokensRequest, MessagesR
 from nanovllm.apps.server.response_items import new_id
 from nanovllm.apps.server.sse import frame, sse
 from nanovllm.apps.server.state import ServerState, state_of
-from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import InvalidRequestError, PromptTooLongError
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, RequestOutput
@@ -50,12 +49,7 @@ async def answer(request: Request, body: MessagesRequest) -> Response:
         place = generation.admit(request, 1, body)
         prompt, params = await place.prepare(_prepare, server, body)
         answer = _Answer(server, body, prompt)
-        outputs = await generation.run(
-            place,
-            Prompt(prompt, rendered=True, salt=body.cache_salt),
-            params,
-            stream=bool(body.stream),
-        )
+        outputs = await run(place, body, prompt, params)
         if body.stream:
             return sse(answer.frames(outputs), on_error=_error_frame)
         text = answer.whole(await anext(outputs)).model_dump_json()

@@ -89,6 +89,11 @@ class ServerOptions:
     max_body_bytes: Annotated[int, check_int, 1] = 4 * 2**20
     """Maximum size of a request's body in bytes. While Python reads a string of JSON, nothing else
     runs: 5 ms for a megabyte of escapes."""
+    max_stored_responses: Annotated[int, check_int, 0] = 4096
+    """Maximum number of responses that are kept in memory, for requests of /v1/responses that go on
+    from one by its id. 0 keeps none. Those not used for longest make room."""
+    max_stored_bytes: Annotated[int, check_int, 1] = 256 * 2**20
+    """Maximum size in bytes of all responses that are kept, with their input."""
     read_timeout: Annotated[float, check_float, 0.001] = 30.0
     """Seconds in which a request must have arrived, and in which a client must read on when it has
     stopped reading its answer."""

@@ -1,10 +1,12 @@
 """Items of /v1/responses: a request's items to messages, an answer's parts to items and events."""
 
+import base64
+import json
 import uuid
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
 from nanovllm.apps.server.answers.parts import (
     Part,
@@ -17,6 +19,7 @@ from nanovllm.apps.server.protocol.request_messages import Message
 from nanovllm.apps.server.protocol.response_objects import (
     Event,
     OutputCall,
+    OutputCustomCall,
     OutputItem,
     OutputMessage,
     OutputReasoning,
@@ -25,16 +28,36 @@ from nanovllm.apps.server.protocol.response_objects import (
     ResponseObject,
     Status,
 )
+from nanovllm.apps.server.protocol.response_tools import (
+    CalledTool,
+    custom_arguments,
+    custom_input,
+)
 from nanovllm.apps.server.protocol.responses import (
     AnyInputItem,
     InputCall,
     InputCallOutput,
+    InputCustomCall,
     InputMessage,
     InputReasoning,
+    InputReference,
 )
+from nanovllm.apps.server.response_store import StoredResponse
+
+_ITEMS: TypeAdapter[list[AnyInputItem]] = TypeAdapter(list[AnyInputItem])
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+"""What the ids of items begin with."""
+_ENCODED = "nanovllm:"
 
 
-def messages_of(instructions: str | None, given: str | Seq[AnyInputItem]) -> list[Message]:
+def messages_of(instructions: str | None, items: Iterable[AnyInputItem]) -> list[Message]:
     """Return the conversation of a request.
 
     Reasoning, text and calls of one turn of the model become one message.
@@ -42,13 +65,59 @@ def messages_of(instructions: str | None, given: str | Seq[AnyInputItem]) -> lis
     turns: list[dict[str, Any]] = []
     if instructions:
         turns.append({"role": "system", "content": instructions})
-    if isinstance(given, str):
-        turns.append({"role": "user", "content": given})
-    else:
-        names: dict[str, str] = {}
-        for item in given:
-            _add_item(turns, names, item)
+    names: dict[str, str] = {}
+    for item in items:
+        _add_item(turns, names, item)
     return [Message(**turn) for turn in turns]
+
+
+def items_of(
+    given: str | list[AnyInputItem], referenced: Mapping[str, StoredResponse]
+) -> list[AnyInputItem]:
+    """Return a request's input as items.
+
+    Args:
+        referenced: by the id of an item that stands in the input, the response that has it.
+    """
+    if isinstance(given, str):
+        return [InputMessage(role="user", content=given)]
+    known: dict[str, AnyInputItem] = {}
+    for stored in {each.response_id: each for each in referenced.values()}.values():
+        output = json.loads(stored.response)["output"]
+        known |= zip((item["id"] for item in output), _ITEMS.validate_python(output), strict=True)
+    return [known[item.id] if isinstance(item, InputReference) else item for item in given]
+
+
+def stored_items(items: Iterable[AnyInputItem]) -> bytes:
+    """Return items as JSON, in the form in which they are listed."""
+    return json.dumps([_listed(item) for item in items], ensure_ascii=False).encode()
+
+
+def _listed(item: AnyInputItem) -> dict[str, Any]:
+    fields = item.model_dump(mode="json", exclude_none=True)
+    if isinstance(item, InputMessage) and isinstance(item.content, str):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        fields["content"] = [{"type": kind, "text": item.content}]
+    return {"id": new_id(_PREFIXES[item.type]), "status": "completed", **fields}
+
+
+def listed_items(chain: Seq[StoredResponse]) -> list[dict[str, Any]]:
+    """Return what the last response of a conversation answers, as it is listed."""
+    found: list[dict[str, Any]] = []
+    for stored in chain[:-1]:
+        found += json.loads(stored.input_items)
+        found += json.loads(stored.response)["output"]
+    found += json.loads(chain[-1].input_items)
+    return found
+
+
+def conversation_of(chain: Iterable[StoredResponse]) -> list[AnyInputItem]:
+    """Return the items of a conversation so far, with the answers."""
+    found: list[AnyInputItem] = []
+    for stored in chain:
+        found += _ITEMS.validate_json(stored.input_items)
+        found += _ITEMS.validate_python(json.loads(stored.response)["output"])
+    return found
 
 
 def _add_item(turns: list[dict[str, Any]], names: dict[str, str], item: AnyInputItem) -> None:
@@ -60,19 +129,33 @@ def _add_item(turns: list[dict[str, Any]], names: dict[str, str], item: AnyInput
         case InputMessage():
             turns.append({"role": item.role, "content": item.content})
         case InputReasoning():
-            texts = [str(part.get("text", "")) for part in item.content or item.summary or ()]
-            if texts:
+            if text := _thought(item):
                 turn = _own_turn(turns, before=("reasoning_content", "content", "tool_calls"))
-                turn["reasoning_content"] = "\n".join(texts)
-        case InputCall():
-            function = {"name": item.name, "arguments": item.arguments}
+                turn["reasoning_content"] = text
+        case InputCall() | InputCustomCall():
+            name = CalledTool(item.name, item.namespace).function_name
+            arguments = (
+                item.arguments if isinstance(item, InputCall) else custom_arguments(item.input)
+            )
+            function = {"name": name, "arguments": arguments}
             calls = _own_turn(turns, before=()).setdefault("tool_calls", [])
             calls.append({"id": item.call_id, "type": "function", "function": function})
-            names[item.call_id] = item.name
+            names[item.call_id] = name
         case InputCallOutput():
             message = {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
-            name = names.get(item.call_id)
-            turns.append(message if name is None else {**message, "name": name})
+            if item.call_id in names:
+                message["name"] = names[item.call_id]
+            turns.append(message)
+
+
+def _thought(item: InputReasoning) -> str:
+    """Return the text of reasoning: its content, or what this server has put into it."""
+    if not item.content and (given := item.encrypted_content or "").startswith(_ENCODED):
+        try:
+            return base64.b64decode(given[len(_ENCODED) :], validate=True).decode()
+        except ValueError:  # also of UTF-8
+            return ""
+    return "\n".join(str(part.get("text", "")) for part in item.content or item.summary or ())
 
 
 def _own_turn(turns: list[dict[str, Any]], before: Seq[str]) -> dict[str, Any]:
@@ -84,10 +167,24 @@ def _own_turn(turns: list[dict[str, Any]], before: Seq[str]) -> dict[str, Any]:
 
 
 class ResponseBuilder:
-    """Puts the parts of an answer into `response`, which grows; each change of it is an event."""
+    """Puts the parts of an answer into `response`, which grows; each change of it is an event.
 
-    def __init__(self, response: ResponseObject) -> None:
+    Args:
+        tools: what the client calls each tool, by the name of the function in its place.
+        encodes_reasoning: whether items of reasoning carry their text encoded, too.
+    """
+
+    def __init__(
+        self,
+        response: ResponseObject,
+        tools: Mapping[str, CalledTool] | None = None,
+        *,
+        encodes_reasoning: bool = False,
+    ) -> None:
         self.response = response
+        self._tools = tools or {}
+        self._encodes_reasoning = encodes_reasoning
+        self._arguments = ""  # of the item, if it is a call of a custom tool
         self._num_events = 0
         self._item: OutputItem | None = None  # the last of the output, while it grows
 
@@ -106,12 +203,20 @@ class ResponseBuilder:
                     yield from self._open(OutputReasoning(id=new_id("rs")), ReasoningText(text=""))
                 yield from self._grow_text("reasoning_text", part.text)
             case ToolCallStart():
-                call = OutputCall(id=new_id("fc"), call_id=part.call_id, name=part.name)
-                yield from self._open(call)
+                yield from self._open(self._call(part))
+            case ToolCallArguments() if isinstance(self._item, OutputCustomCall):
+                self._arguments += part.text  # the text in it is certain at its end
             case ToolCallArguments():
                 assert isinstance(self._item, OutputCall)
                 self._item.arguments += part.text
                 yield self._of_item("function_call_arguments.delta", delta=part.text)
+
+    def _call(self, part: ToolCallStart) -> OutputCall | OutputCustomCall:
+        tool = self._tools.get(part.name, CalledTool(part.name))
+        kind, prefix = (OutputCustomCall, "ctc") if tool.is_custom else (OutputCall, "fc")
+        return kind(
+            id=new_id(prefix), call_id=part.call_id, name=tool.name, namespace=tool.namespace
+        )
 
     def close(self, status: Status) -> Iterator[Event]:
         """Close the item that grows."""
@@ -119,7 +224,12 @@ class ResponseBuilder:
         if item is None:
             return
         item.status = status
-        if isinstance(item, OutputCall):
+        if isinstance(item, OutputCustomCall):
+            item.input = custom_input(self._arguments)
+            self._arguments = ""
+            yield self._of_item("custom_tool_call_input.delta", delta=item.input)
+            yield self._of_item("custom_tool_call_input.done", input=item.input)
+        elif isinstance(item, OutputCall):
             yield self._of_item(
                 "function_call_arguments.done", name=item.name, arguments=item.arguments
             )
@@ -129,6 +239,8 @@ class ResponseBuilder:
             if isinstance(item, OutputMessage):
                 yield self._of_item("output_text.done", content_index=0, text=text, logprobs=[])
             else:
+                if self._encodes_reasoning:
+                    item.encrypted_content = _ENCODED + base64.b64encode(text.encode()).decode()
                 yield self._of_item("reasoning_text.done", content_index=0, text=text)
             yield self._of_item("content_part.done", content_index=0, part=part)
         yield self._event("output_item.done", output_index=self._index, item=_dump(item))
@@ -155,7 +267,7 @@ class ResponseBuilder:
         self._item = item
         self.response.output.append(item)
         yield self._event("output_item.added", output_index=self._index, item=_dump(item))
-        if not isinstance(item, OutputCall):
+        if isinstance(item, OutputMessage | OutputReasoning):
             item.content.append(text)
             yield self._of_item("content_part.added", content_index=0, part=_dump(text))
 

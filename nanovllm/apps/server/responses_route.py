@@ -1,36 +1,54 @@
-"""POST /v1/responses: OpenAI's newer form of a chat. Nothing is stored between requests."""
+"""POST /v1/responses: OpenAI's newer form of a chat; the routes of a stored response."""
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence as Seq
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from nanovllm.apps.server import generation
 from nanovllm.apps.server.answers.parameter_types import typed
-from nanovllm.apps.server.conversation import AnswerReader, params_in_form, render
+from nanovllm.apps.server.conversation import AnswerReader, params_in_form, render, run
 from nanovllm.apps.server.error_bodies import APIError, as_api_error, naming_params
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.params import chat_params, structured_names
+from nanovllm.apps.server.protocol.request_messages import MAX_ITEMS
 from nanovllm.apps.server.protocol.response_objects import (
+    DeletedResponse,
     IncompleteDetails,
+    InputTokenCount,
     InputTokensDetails,
+    ItemList,
     OutputTokensDetails,
     ResponseError,
     ResponseObject,
     ResponseUsage,
     Status,
 )
-from nanovllm.apps.server.protocol.responses import ResponsesRequest
-from nanovllm.apps.server.response_items import ResponseBuilder, messages_of, new_id
+from nanovllm.apps.server.protocol.responses import (
+    AnyInputItem,
+    InputReference,
+    ResponsesRequest,
+)
+from nanovllm.apps.server.response_items import (
+    ResponseBuilder,
+    conversation_of,
+    items_of,
+    listed_items,
+    messages_of,
+    new_id,
+    stored_items,
+)
+from nanovllm.apps.server.response_store import StoredResponse
 from nanovllm.apps.server.sse import error_frame, frame, sse
 from nanovllm.apps.server.state import ServerState, state_of
-from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.validation import shown
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
 router = APIRouter(tags=["responses"], route_class=JSONRoute)
@@ -48,37 +66,159 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
     renamed = {"max_tokens": "max_output_tokens", **structured_names(body)}
     with naming_params(ResponsesRequest.model_fields, "input", renamed):
         place = generation.admit(request, 1, body)
-        prompt, params = await place.prepare(_prepare, server, body)
+        known = _known(request, body)
+        prompt, params, items = await place.prepare(_prepare, server, body, known)
         answer = _Answer(server, body, params, prompt)
-        outputs = await generation.run(
-            place,
-            Prompt(prompt, rendered=True, salt=body.cache_salt),
-            params,
-            stream=bool(body.stream),
-        )
+        if items is not None:
+            owner, before = _owner(request), body.previous_response_id
+            answer.keep = lambda response, text: server.responses.add(
+                owner,
+                StoredResponse(
+                    response.id, before, items, text, tuple(item.id for item in response.output)
+                ),
+            )
+        outputs = await run(place, body, prompt, params)
         if body.stream:
             return sse(answer.frames(outputs), on_error=error_frame)
-        text = answer.whole(await anext(outputs)).model_dump_json()
+        text = answer.whole(await anext(outputs))
         return Response(text, media_type="application/json")
 
 
-def _prepare(server: ServerState, body: ResponsesRequest) -> tuple[str, SamplingParams]:
-    """Return the prompt and the parameters. Making them takes a while: call it in a thread."""
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(request: Request, body: ResponsesRequest) -> InputTokenCount:
+    """Return how many tokens the prompt of a request has."""
+    server = state_of(request)
+    server.check_model(body.model)
+    with naming_params(ResponsesRequest.model_fields, "input"):
+        place = generation.admit(request, 1)
+        known = _known(request, body)
+        return InputTokenCount(input_tokens=await place.prepare(_count, server, body, known))
+
+
+@router.get("/v1/responses/{response_id}", response_model=ResponseObject)
+async def get_response(request: Request, response_id: str, stream: bool = False) -> Response:
+    """Return a stored response."""
+    if stream:
+        raise APIError(400, "a stored response is not streamed: leave stream out", param="stream")
+    stored = state_of(request).responses.get(_owner(request), response_id)[-1]
+    return Response(stored.response, media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request, response_id: str) -> DeletedResponse:
+    """Drop a stored response."""
+    state_of(request).responses.delete(_owner(request), response_id)
+    return DeletedResponse(id=response_id)
+
+
+@router.post("/v1/responses/{response_id}/cancel", response_model=None)
+async def cancel_response(request: Request, response_id: str) -> NoReturn:
+    """Refuse: no response runs without a client."""
+    state_of(request).responses.get(_owner(request), response_id)
+    raise APIError(
+        400,
+        f"the response {shown(response_id)} has ended; to end one that runs, close its connection",
+    )
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    request: Request,
+    response_id: str,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> ItemList:
+    """List what a stored response answers, with what came before it in its conversation."""
+    chain = state_of(request).responses.get(_owner(request), response_id)
+    items = await asyncio.to_thread(listed_items, chain)
+    if order == "desc":
+        items.reverse()
+    start = 0
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise APIError(400, f"after: there is no item {shown(after)}", param="after")
+        start = ids.index(after) + 1
+    page = items[start : start + limit]
+    return ItemList(
+        data=page,
+        first_id=page[0]["id"] if page else None,
+        last_id=page[-1]["id"] if page else None,
+        has_more=start + limit < len(items),
+    )
+
+
+def _owner(request: Request) -> str:
+    """Return whose responses a request may use: those of its API key."""
+    return str(getattr(request.state, "key_digest", ""))
+
+
+class _Known(NamedTuple):
+    """What of the stored responses a request names."""
+
+    earlier: Seq[StoredResponse]
+    """Those of the conversation that it goes on with."""
+    referenced: Mapping[str, StoredResponse]
+    """By the id of an item that stands in its input, the response that has it."""
+
+
+def _known(request: Request, body: ResponsesRequest) -> _Known:
+    responses, owner = state_of(request).responses, _owner(request)
+    given = () if isinstance(body.input, str) else body.input
+    item_ids = {item.id for item in given if isinstance(item, InputReference)}
+    previous_id = body.previous_response_id
+    return _Known(
+        [] if previous_id is None else responses.conversation(owner, previous_id),
+        {item_id: responses.with_item(owner, item_id) for item_id in item_ids},
+    )
+
+
+def _count(server: ServerState, body: ResponsesRequest, known: _Known) -> int:
+    prompt = _render(server, body, known.earlier, items_of(body.input, known.referenced))
+    return len(server.llm.engine.input_processor.encode(prompt, rendered=True))
+
+
+def _prepare(
+    server: ServerState, body: ResponsesRequest, known: _Known
+) -> tuple[str, SamplingParams, bytes | None]:
+    """Return the prompt, the parameters, and what is to be stored of the input.
+
+    Making them takes a while: call it in a thread.
+    """
     changes: dict[str, Any] = {}
     if body.truncation == "auto":
         room = _room(server.max_model_len, body.max_output_tokens)
         changes["truncate_prompt_tokens"] = server.max_model_len - room
     # First, for its checks cost little.
     params = chat_params(server, body, max_tokens=body.max_output_tokens, **changes)
-    prompt = _render(server, body)
-    return prompt, params_in_form(server, body, prompt, params)
+    items = items_of(body.input, known.referenced)
+    prompt = _render(server, body, known.earlier, items)
+    params = params_in_form(server, body, prompt, params)
+    return prompt, params, stored_items(items) if _is_stored(server, body) else None
 
 
-def _render(server: ServerState, body: ResponsesRequest) -> str:
+def _is_stored(server: ServerState, body: ResponsesRequest) -> bool:
+    return server.responses.is_on and body.store is not False
+
+
+def _render(
+    server: ServerState,
+    body: ResponsesRequest,
+    earlier: Seq[StoredResponse],
+    items: Seq[AnyInputItem],
+) -> str:
+    items = [*conversation_of(earlier), *items]
+    if len(items) > MAX_ITEMS:
+        raise APIError(
+            400,
+            f"the conversation has {len(items)} items, {MAX_ITEMS} at most",
+            param="previous_response_id",
+        )
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning.effort)
-    messages = messages_of(body.instructions, body.input)
+    messages = messages_of(body.instructions, items)
     try:
         return render(server, messages, tools=body.functions, chat_template_kwargs=variables)
     except (APIError, InvalidRequestError) as error:
@@ -106,7 +246,11 @@ class _Answer:
         echoed: dict[str, Any] = {"reasoning": {}, "text": {}, "tools": [], **given}
         echoed["reasoning"] = {"effort": None} | echoed["reasoning"]
         echoed["text"] = {"format": {"type": "text"}} | echoed["text"]
-        echoed["tools"] = [{"parameters": None, "strict": False} | tool for tool in echoed["tools"]]
+        echoed["tools"] = [
+            {"parameters": None, "strict": False} | tool if tool["type"] == "function" else tool
+            for tool in echoed["tools"]
+        ]
+        echoed["store"] = _is_stored(server, body)
         self._builder = ResponseBuilder(
             ResponseObject(
                 id=new_id("resp") if body.request_id is None else f"resp_{body.request_id}",
@@ -115,10 +259,15 @@ class _Answer:
                 temperature=params.temperature,
                 top_p=params.top_p,
                 **echoed,
-            )
+            ),
+            body.called_tools(),
+            encodes_reasoning=body.includes("reasoning.encrypted_content"),
         )
+        self.keep: Callable[[ResponseObject, bytes], object] | None = None
+        """Keeps the response once it has ended; its second argument is the response as JSON."""
 
-    def whole(self, output: RequestOutput) -> ResponseObject:
+    def whole(self, output: RequestOutput) -> str:
+        """Return the response as JSON."""
         (completion,) = output.outputs
         for part in self._reader.parts(completion):
             for _ in self._builder.add(part):
@@ -126,7 +275,7 @@ class _Answer:
         self._end(output, completion, len(completion.token_ids))
         for _ in self._builder.finish(self._builder.response.status):
             pass
-        return self._builder.response
+        return self._kept()
 
     async def frames(
         self, outputs: AsyncGenerator[RequestOutput, None]
@@ -155,8 +304,17 @@ class _Answer:
             code = found["code"] or ("invalid_prompt" if is_clients else "server_error")
             builder.response.error = ResponseError(code=code, message=found["message"] or "")
             builder.response.status = "failed"
-        events = builder.finish(builder.response.status)
+        events = [*builder.finish(builder.response.status)]
+        if self.keep is not None and builder.response.status != "failed":
+            self._kept()  # before the client knows that it may go on from it
         yield "".join(frame(event, event.type) for event in events)
+
+    def _kept(self) -> str:
+        """Return the response as JSON, which is kept if it is to be."""
+        text = self._builder.response.model_dump_json()
+        if self.keep is not None:
+            self.keep(self._builder.response, text.encode())
+        return text
 
     def _end(self, output: RequestOutput, completion: CompletionOutput, num_output: int) -> None:
         """Set the status and the usage."""

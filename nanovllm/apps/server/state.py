@@ -17,6 +17,7 @@ from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.options import ServerOptions, model_name
 from nanovllm.apps.server.prometheus import ServerMetrics
 from nanovllm.apps.server.prompt_watch import PromptWatch
+from nanovllm.apps.server.response_store import ResponseStore
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.engine.fair_executor import FairExecutor
 from nanovllm.loading.tokenizer import token_bytes
@@ -69,6 +70,7 @@ class ServerState:
         self.loading = FairExecutor(1, "nanovllm-adapters")
         """Reads adapters, one at a time."""
         self.prompts = PromptWatch()
+        self.responses = ResponseStore(options.max_stored_responses, options.max_stored_bytes)
         self.start_time = int(time.time())
         """Unix time in seconds."""
 

@@ -21,13 +21,16 @@ NO_TEMPLATE = "templates are not taken from requests; use chat_template_kwargs"
 _NO_SOUND = "the models here read and write text only; leave it out"
 
 
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
+
+
 class Tool(RequestModel):
     """A function that the model may call."""
 
     schema_field: ClassVar[str] = "parameters"
     """What the request calls the schema of the arguments."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """A JSON schema of the arguments."""
@@ -74,6 +77,9 @@ class ConversationRequest(GenerationRequest):
         ),
     }
 
+    text_form: ClassVar[str] = "response_format"
+    """The field that says what form the text must have; an answer of calls has none."""
+
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     """False leaves the reasoning out of the answer."""
@@ -101,11 +107,8 @@ class ConversationRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_one_form(self) -> Self:
-        """Refuse a form of the answer next to a tool that must be called.
-
-        That of a text does not matter: such an answer has no text.
-        """
-        for field in self.forms().keys() - {"response_format", "text.format"}:
+        """Refuse a form of the answer, not only of its text, next to a tool that must be called."""
+        for field in self.forms().keys() - {self.text_form}:
             if self.choice not in ("none", "auto"):
                 message = f'tool_choice and {field} both say what to write: give one, or "auto"'
                 raise refused(field, message)

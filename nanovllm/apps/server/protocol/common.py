@@ -88,9 +88,14 @@ class RequestModel(BaseModel):
         return kept
 
 
-def refused(field: str, message: str) -> PydanticCustomError:
-    """Return the error to raise in a validator: `message`, about one field of the model."""
-    return PydanticCustomError("refused", "{message}", {"message": message, "field": field})
+def refused(field: str, message: str, code: str | None = None) -> PydanticCustomError:
+    """Return the error to raise in a validator: `message`, about one field of the model.
+
+    Args:
+        code: the API's name of the error, which clients look for.
+    """
+    context = {"message": message, "field": field, "code": code}
+    return PydanticCustomError("refused", "{message}", context)
 
 
 class StreamOptions(RequestModel):

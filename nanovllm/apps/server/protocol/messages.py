@@ -241,10 +241,11 @@ class CountTokensRequest(ConversationRequest):
     }
     not_taken: ClassVar[frozenset[str]] = frozenset(_OF_OTHER_ROUTES)
     ignored: ClassVar[frozenset[str]] = ConversationRequest.ignored | {
-        *("cache_control", "context_management", "inference_geo", "speed"),
+        *("thread", "cache_control", "context_management", "inference_geo", "speed"),
         *("diagnostics", "user_profile_id", "workspace_id"),
     }
     empty_is_absent = ConversationRequest.empty_is_absent | {"tool_choice", "output_config"}
+    text_form = "output_config.format"
 
     messages: Annotated[
         list[InputMessage],
@@ -290,8 +291,17 @@ class CountTokensRequest(ConversationRequest):
         found = super().forms()
         match self.output_config:
             case OutputConfig(format=OutputFormat(schema_=schema)):
-                found["output_config.format"] = {"json": schema if isinstance(schema, dict) else {}}
+                found[self.text_form] = {"json": schema if isinstance(schema, dict) else {}}
         return found
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_thread(cls, given: Any) -> Any:
+        """Refuse a thread with the code by which Anthropic's client goes on without one."""
+        if isinstance(given, dict) and given.get("thread") is not None:
+            message = "conversations are not held here: leave thread out, and send all messages"
+            raise refused("thread", message, code="thread_unsupported_request")
+        return given
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:

@@ -8,7 +8,8 @@ from pydantic_core import PydanticCustomError
 from nanovllm.apps.server.protocol.common import Objects, RequestModel
 from nanovllm.chat.messages import counts_as_absent, is_empty
 
-_MAX_ITEMS = 4096
+MAX_ITEMS = 4096
+"""Of a conversation."""
 MAX_CALLS = 128
 """Of a message."""
 
@@ -72,16 +73,16 @@ def _few_calls(messages: Any) -> Any:
     """Refuse messages with very many calls in all: checking each of them takes time."""
     if isinstance(messages, list):
         calls = [m.get("tool_calls") for m in messages if isinstance(m, dict)]
-        if sum(len(given) for given in calls if isinstance(given, list)) > _MAX_ITEMS:
+        if sum(len(given) for given in calls if isinstance(given, list)) > MAX_ITEMS:
             raise PydanticCustomError(
-                "too_many_calls", "must have at most {limit} tool_calls", {"limit": _MAX_ITEMS}
+                "too_many_calls", "must have at most {limit} tool_calls", {"limit": MAX_ITEMS}
             )
     return messages
 
 
 Messages = Annotated[
     list[Message],
-    Field(min_length=1, max_length=_MAX_ITEMS, fail_fast=True),
+    Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True),
     BeforeValidator(_few_calls),
 ]
 """A conversation."""

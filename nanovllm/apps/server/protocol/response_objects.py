@@ -1,9 +1,11 @@
 """Answers of /v1/responses, and the events of a stream of them."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
+IfGiven = Annotated[str | None, Field(exclude_if=lambda value: value is None)]
+"""A text that is not sent if there is none."""
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
@@ -41,6 +43,7 @@ class OutputReasoning(BaseModel):
     status: Status = "in_progress"
     summary: list[Any] = []
     content: list[ReasoningText] = []
+    encrypted_content: IfGiven = None
 
 
 class OutputCall(BaseModel):
@@ -51,10 +54,23 @@ class OutputCall(BaseModel):
     status: Status = "in_progress"
     call_id: str
     name: str
+    namespace: IfGiven = None
     arguments: str = ""
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(BaseModel):
+    """A custom tool that the model calls."""
+
+    id: str
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    status: Status = "in_progress"
+    call_id: str
+    name: str
+    namespace: IfGiven = None
+    input: str = ""
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class InputTokensDetails(BaseModel):
@@ -113,10 +129,10 @@ class ResponseObject(BaseModel):
     model: str
     output: list[OutputItem] = []
     parallel_tool_calls: bool = True
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: dict[str, str | None]
     service_tier: Literal["default"] = "default"
-    store: Literal[False] = False
+    store: bool = False
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, str] = "auto"
@@ -126,6 +142,31 @@ class ResponseObject(BaseModel):
     truncation: Literal["auto", "disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None = None
+
+
+class DeletedResponse(BaseModel):
+    """Says that a response is not stored any more."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class InputTokenCount(BaseModel):
+    """How long a request's prompt would be."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+class ItemList(BaseModel):
+    """A page of what a response answers."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class Event(BaseModel):

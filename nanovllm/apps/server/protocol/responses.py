@@ -1,4 +1,4 @@
-"""Requests of /v1/responses. Text and function tools; nothing is stored."""
+"""Requests of /v1/responses: text, and tools that the client calls."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from nanovllm.apps.server.answers.answer_format import ToolChoice
-from nanovllm.apps.server.protocol.chat import ConversationRequest, FunctionName, Tool
+from nanovllm.apps.server.protocol.chat import ConversationRequest, Tool
 from nanovllm.apps.server.protocol.common import (
     TEXT_OR_LIST,
     JSONSchema,
@@ -14,12 +14,26 @@ from nanovllm.apps.server.protocol.common import (
     RequestModel,
     refused,
 )
-from nanovllm.apps.server.protocol.request_messages import SentBack
+from nanovllm.apps.server.protocol.request_messages import MAX_ITEMS, SentBack
+from nanovllm.apps.server.protocol.response_tools import (
+    ONLY_CLIENTS,
+    AnyTool,
+    CalledTool,
+    CustomTool,
+    NamedTool,
+    functions,
+)
 from nanovllm.options.other_names import OtherName, other_names
 from nanovllm.options.validation import shown
 
-_NOT_STORED = "responses are not stored; send the whole conversation in input"
-_ONLY_FUNCTIONS = 'this server calls no tools itself; give functions, of type "function"'
+_INCLUDED = frozenset(
+    (
+        *("reasoning.encrypted_content", "file_search_call.results", "web_search_call.results"),
+        *("web_search_call.action.sources", "code_interpreter_call.outputs"),
+        *("message.input_image.image_url", "computer_call_output.output.image_url"),
+    )
+)
+"""Parts of answers that a request may ask for; but for the first, only hosted tools have them."""
 _OF_CHATS = "use /v1/chat/completions"
 _OF_OTHER_ROUTES = other_names(
     ("n", (1,), "a response is one answer"),
@@ -48,12 +62,13 @@ class InputMessage(InputItem):
 
 
 class InputReasoning(SentBack):
-    """What the model thought before it answered. Of an encrypted item nothing is read."""
+    """What the model thought before it answered."""
 
     type: Literal["reasoning"]
     content: Objects | None = None
     summary: Objects | None = None
     encrypted_content: str | None = None
+    """Read if there is no content; that of another server cannot be."""
 
 
 class InputCall(SentBack):
@@ -62,49 +77,61 @@ class InputCall(SentBack):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str | dict[str, Any] | None = None
 
 
+class InputCustomCall(SentBack):
+    """A custom tool that the model called."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str = ""
+
+
 class InputCallOutput(InputItem):
-    """What a function returned."""
+    """What a tool returned."""
 
     ignored: ClassVar[frozenset[str]] = InputItem.ignored | {"name"}
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | Objects | None
+
+
+class InputReference(SentBack):
+    """Stands for an item of a stored response."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+def _kind_of(item: Any) -> Any:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    if kind == "custom_tool_call_output":
+        return "function_call_output"
+    return (kind or "message") if isinstance(item, dict | BaseModel) else None
 
 
 AnyInputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[InputReasoning, Tag("reasoning")]
     | Annotated[InputCall, Tag("function_call")]
-    | Annotated[InputCallOutput, Tag("function_call_output")],
+    | Annotated[InputCustomCall, Tag("custom_tool_call")]
+    | Annotated[InputCallOutput, Tag("function_call_output")]
+    | Annotated[InputReference, Tag("item_reference")],
     Discriminator(
-        lambda item: (item.get("type") or "message") if isinstance(item, dict) else None,
+        _kind_of,
         custom_error_type="item_type",
-        custom_error_message="must be of type message, reasoning, function_call or "
-        f"function_call_output: {_NOT_STORED}",
+        custom_error_message="must be of type message, reasoning, function_call, "
+        "function_call_output, custom_tool_call, custom_tool_call_output or item_reference",
     ),
 ]
-
-
-class FunctionTool(Tool):
-    """A function that the model may call."""
-
-    ignored: ClassVar[frozenset[str]] = frozenset(["allowed_callers", "output_schema"])
-
-    type: Literal["function"]
-
-
-class NamedFunction(FunctionName):
-    """The function that the answer must call."""
-
-    others: ClassVar[Mapping[str, OtherName]] = other_names(
-        ("mode tools", (), "allowed_tools is not known; leave other tools out of the request"),
-    )
-
-    type: Literal["function"]
+InputItems = Annotated[
+    list[AnyInputItem], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
+]
 
 
 class TextFormat(JSONSchema):
@@ -152,36 +179,45 @@ class ResponsesRequest(ConversationRequest):
         **ConversationRequest.others,
         **_OF_OTHER_ROUTES,
         **other_names(
-            ("background", (False,), _NOT_STORED),
-            ("previous_response_id conversation prompt previous_input_messages", (), _NOT_STORED),
-            ("max_tool_calls", (), _ONLY_FUNCTIONS),
+            ("background", (False,), "answers do not run without a client; use stream=true"),
+            (
+                "conversation previous_input_messages",
+                (),
+                "use previous_response_id, or send the whole conversation in input",
+            ),
+            ("prompt", (), "prompts are not stored; send instructions and input"),
+            ("max_tool_calls", (), ONLY_CLIENTS),
             ("top_logprobs", (0,), _OF_CHATS),
             ("enable_response_messages", (False,), "use /tokenize to see a prompt"),
         ),
     }
 
     not_taken: ClassVar[frozenset[str]] = frozenset(_OF_OTHER_ROUTES)
-    empty_is_absent = ConversationRequest.empty_is_absent | {"text", "tool_choice", "reasoning"}
+    ignored: ClassVar[frozenset[str]] = ConversationRequest.ignored | {"client_metadata"}
+    empty_is_absent = ConversationRequest.empty_is_absent | {
+        *("text", "tool_choice", "reasoning", "previous_response_id")
+    }
+    text_form = "text.format"
 
     input: Annotated[
-        Annotated[str, Field(min_length=1), Tag("text")]
-        | Annotated[
-            list[AnyInputItem], Field(min_length=1, max_length=4096, fail_fast=True), Tag("list")
-        ],
+        Annotated[str, Field(min_length=1), Tag("text")] | Annotated[InputItems, Tag("list")],
         TEXT_OR_LIST,
     ]
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], _FEW] | None = None
+    tools: Annotated[list[AnyTool], _FEW] | None = None
     tool_choice: Annotated[
         Annotated[Literal["none", "auto", "required"] | None, Tag("word")]
-        | Annotated[NamedFunction, Tag("function")],
+        | Annotated[NamedTool, Tag("function")],
         Discriminator(lambda value: "function" if isinstance(value, dict | BaseModel) else "word"),
     ] = None
     reasoning: ReasoningOptions | None = None
     include: Annotated[list[str], _FEW] | None = None
-    """Parts of answers that only hosted tools and encrypted reasoning have; ignored."""
+    store: bool | None = None
+    """Whether `previous_response_id` of later requests may name the response; true if not given."""
+    previous_response_id: Annotated[str, Field(max_length=256)] | None = None
+    """The response whose conversation goes on with `input`; its instructions do not hold on."""
     truncation: Literal["auto", "disabled"] | None = None
     """"auto" keeps the end of a conversation that leaves too little room for the answer."""
     metadata: Annotated[dict[str, str], Field(max_length=128)] | None = None
@@ -189,38 +225,56 @@ class ResponsesRequest(ConversationRequest):
 
     @property
     def functions(self) -> list[Tool]:
-        return [] if self.tool_choice == "none" else list(self.tools or ())
+        if self.tool_choice == "none":
+            return []
+        return [function for function, _ in functions(self.tools or ())]
 
     @property
     def choice(self) -> ToolChoice:
         return self.tool_choice or "auto"
 
+    def called_tools(self) -> dict[str, CalledTool]:
+        """Return what the client calls each tool, by the name of the function in its place."""
+        return {called.function_name: called for _, called in functions(self.tools or ())}
+
+    def includes(self, part: str) -> bool:
+        """Whether the answer is to have a part that not every answer has."""
+        return part in (self.include or ())
+
     def forms(self) -> dict[str, dict[str, Any]]:
         found = super().forms()
         match self.text:
             case TextOptions(format=TextFormat(type="json_object")):
-                found["text.format"] = {"json_object": True}
+                found[self.text_form] = {"json_object": True}
             case TextOptions(format=TextFormat(type="json_schema", schema_=schema)):
-                found["text.format"] = {"json": schema if isinstance(schema, dict) else {}}
+                found[self.text_form] = {"json": schema if isinstance(schema, dict) else {}}
         return found
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_tools(cls, given: Any) -> Any:
-        """Refuse hosted tools by name."""
-        tools = given.get("tools") if isinstance(given, dict) else None
-        for tool in tools if isinstance(tools, list) else ():
-            kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
-            if kind != "function":
-                raise refused(
-                    "tools", f"the tool {shown(kind)} is not supported: {_ONLY_FUNCTIONS}"
-                )
-        return given
 
     @model_validator(mode="after")
     def _check_fields(self) -> "ResponsesRequest":
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise refused("tool_choice", "tool_choice needs tools")
-        if "message.output_text.logprobs" in (self.include or ()):
+        if self.includes("message.output_text.logprobs"):
             raise refused("include", "log-probabilities are returned by /v1/chat/completions")
+        for name in self.include or ():
+            if name not in _INCLUDED:
+                known = ", ".join(sorted(_INCLUDED))
+                raise refused("include", f"include must be among {known}, got {shown(name)}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> "ResponsesRequest":
+        known: dict[str, CalledTool] = {}
+        for _, called in functions(self.tools or ()):
+            name = called.function_name
+            if known.setdefault(name, called) != called:
+                raise refused("tools", f"two tools are called {shown(name)}: rename one")
+        for tool in self.tools or ():
+            must = self.choice not in ("none", "auto")
+            if must and isinstance(tool, CustomTool) and tool.is_only_shown:
+                raise refused(
+                    "tool_choice",
+                    f"the tool {shown(tool.name)} has a Lark grammar, which no call can be made to "
+                    'fit: use tool_choice "auto", or a format with syntax "regex"',
+                )
         return self
