@@ -10,6 +10,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.errors import InvalidRequestError
 from nanovllm.outputs import Logprob, RequestOutput
 from tests.helpers import VOCAB, generate_all, random_prompt
 
@@ -153,6 +154,52 @@ def test_logprobs_after_a_prefix_hit_equal_transformers(
     for output, requested in ((cold, params), (hit, params), (whole, with_prompt)):
         check_logprobs(output, requested, logits_of)
         assert output.token_ids == cold.token_ids
+
+
+@pytest.mark.parametrize("budget", [64, 5])
+def test_prompt_logprobs_from_a_position_on_may_hit_what_is_before_it(
+    make_llm: Any, random_model: str, budget: int
+) -> None:
+    """They are those of the whole prompt, also in a step with others, and in chunks."""
+    llm = make_llm(random_model, **OPTIONS, kvcache_block_size=4, max_num_batched_tokens=budget)
+    prompt = random_prompt(random.Random(5), 22)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=2)
+    (whole,) = generate_all(llm, [(prompt, params)])
+    assert whole.prompt_logprobs is not None
+    starts = [0, 3, 4, 13, 19, 20, 21]
+    counts = [0, 2, 1, 0, 3, 2, 2]
+    requests = [
+        (prompt, params.clone(prompt_logprobs=count, prompt_logprob_start=start))
+        for start, count in zip(starts, counts, strict=True)
+    ]
+    outputs = generate_all(llm, requests)
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 4, 12, 16, 20, 20]
+    for output, start, count in zip(outputs, starts, counts, strict=True):
+        assert output.token_ids == whole.token_ids
+        assert output.prompt_logprobs is not None
+        assert output.prompt_logprobs[: start + 1] == [None] * (start + 1)
+        for place in range(start + 1, len(prompt)):
+            found, expected = output.prompt_logprobs[place], whole.prompt_logprobs[place]
+            assert found is not None
+            assert expected is not None
+            assert next(iter(found)) == prompt[place]
+            assert count <= len(found) <= count + 1
+            for token in found.keys() & expected.keys():
+                assert found[token].rank == expected[token].rank
+                assert found[token].logprob == pytest.approx(expected[token].logprob, abs=CLOSE)
+
+
+def test_a_start_of_prompt_logprobs_after_the_prompt_is_refused(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprob_start=3)
+    with pytest.raises(InvalidRequestError, match=r"start 3 is after the prompt, which has 3"):
+        llm.generate([[1, 2, 3]], params)
+    cut = params.clone(truncate_prompt_tokens=3)
+    with pytest.raises(InvalidRequestError, match=r"start 3 is after the prompt, which has 3"):
+        llm.generate([[1, 2, 3, 4, 5]], cut)
+    (output,) = llm.generate([[1, 2, 3, 4]], params, use_tqdm=False)
+    assert output.prompt_logprobs == [None] * 4
+    with pytest.raises(InvalidRequestError, match="prompt_logprob_start 3 .* prompt_logprobs=0"):
+        SamplingParams(prompt_logprob_start=3)
 
 
 def test_logprobs_of_a_stream_join_to_those_of_generate(llm: LLM) -> None:

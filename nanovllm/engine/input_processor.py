@@ -100,13 +100,13 @@ class InputProcessor:
             assert grammars is not None  # params_check saw to it
             assert not isinstance(form, dict)
             grammars.compile(form)
-        token_ids = self._tokenize(prompt, params.truncate_prompt_tokens)
+        token_ids = self._tokenize(prompt, params)
         bad_words = self._encode_bad_words(params.bad_words)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        # Prompt log-probabilities rule out prefix hits, so only the first sequence computes them.
+        # Prompt log-probabilities limit prefix hits, so only the first sequence computes them.
         others = params
         if params.n > 1 and params.prompt_logprobs is not None:
-            others = params.clone(prompt_logprobs=None)
+            others = params.clone(prompt_logprobs=None, prompt_logprob_start=0)
         sequences = [
             Sequence(
                 next(self._seq_ids),
@@ -202,12 +202,9 @@ class InputProcessor:
         self.limit.check_made_tokens(token_ids)
         return token_ids
 
-    def _tokenize(self, prompt: Prompt, kept: int | None) -> list[int]:
-        """Return the token ids of a prompt.
-
-        Args:
-            kept: truncate_prompt_tokens.
-        """
+    def _tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Return the token ids of a prompt."""
+        kept = params.truncate_prompt_tokens
         token_ids = prompt.token_ids
         if token_ids is None:
             assert prompt.text is not None
@@ -218,7 +215,13 @@ class InputProcessor:
             if kept is None:
                 self.limit.check_length(prompt.text, encode)
             token_ids = encode(prompt.text)
-        return self.limit.checked_tokens(token_ids, kept)
+        token_ids = self.limit.checked_tokens(token_ids, kept)
+        if params.prompt_logprob_start >= len(token_ids):
+            raise InvalidRequestError(
+                f"prompt_logprob_start {params.prompt_logprob_start} is after the prompt, which "
+                f"has {len(token_ids)} tokens: it must be below that"
+            )
+        return token_ids
 
     def _encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences to forbid for `words`.

@@ -83,13 +83,10 @@ class BlockManager:
     def match_prefix(self, seq: Sequence) -> Hit:
         """Return the longest prefix of `seq` that all groups have cached.
 
-        It never covers the last token: its hidden state is needed to sample the next one. With
-        prompt_logprobs it has no blocks: they need every prompt token's hidden state.
+        It never covers more than `Sequence.longest_hit`.
         """
         matched = self.trie.match(seq)
-        if seq.params.prompt_logprobs is not None:
-            return Hit(matched)
-        num_blocks = len(matched)
+        num_blocks = min(len(matched), seq.longest_hit // self.block_size)
         if self._others:
             num_blocks = self.longest_hit(num_blocks, lambda group, i: group.has(matched[i]))
         return Hit(matched, num_blocks)

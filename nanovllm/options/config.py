@@ -213,6 +213,9 @@ class Config:
     trace: Annotated[str | None, check_path, "a file or None"] = None
     """File for a timeline of the engine's steps and of each sequence, which ui.perfetto.dev shows;
     an existing file is overwritten. None is off."""
+    profile_dir: Annotated[str | None, check_path, "a directory or None"] = None
+    """Directory for the files of `start_profile`; made if it is not there. None is that there are
+    no profiles."""
     logprobs_mode: Annotated[str, check_choice, LOGPROBS_MODES] = "raw_logprobs"
     """What requests for log-probabilities get: raw is what the model says. Processed, of sampled
     tokens, comes after rules, temperature and filters: -inf for tokens that these leave out. Logits
@@ -238,6 +241,11 @@ class Config:
         if self.num_kvcache_blocks != -1 and self.kv_cache_memory_bytes is not None:
             raise ConfigError(
                 "num_kvcache_blocks and kv_cache_memory_bytes both size the KV pool; give one"
+            )
+        if self.trace is not None and self.profile_dir is not None:
+            raise ConfigError(
+                "trace writes all steps, and profile_dir those between start_profile and "
+                "stop_profile: give one"
             )
         self._check_needs()
         if self.lora is not None and self.enable_lora:

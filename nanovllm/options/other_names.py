@@ -73,7 +73,7 @@ _OF_SERVER = "it is an option of the server: max_waiting"
 _ON_DEVICE = "weights stay on one device; use quantization to make them smaller"
 _READ_FAST = "files are read in the way that suits the machine"
 _COUNTED = "use get_metrics(), or /metrics of the server"
-_TRACED = "use trace for the engine's steps, or torch.profiler around generate()"
+_TRACED = "use profile_dir and start_profile()"
 _LOGGED = "use the module logging, or the options of the server"
 _NOT_RETURNED = "nothing of the kind is returned; leave it out"
 _ADAPTERS = "an adapter's files say what it changes; leave it out"
@@ -373,7 +373,7 @@ SAMPLING_NAMES = other_names(
     ("repetition_detection", (), "use repetition_penalty, or logits_processors"),
     ("logprob_token_ids", (), "use logprobs"),
     ("watermarking", (False,), "use logits_processors"),
-    ("prompt_logprob_token_ids prompt_logprob_start", (), "use prompt_logprobs"),
+    ("prompt_logprob_token_ids", (), "use prompt_logprobs"),
     ("stream_interval", (1,), "a slow reader gets several tokens at once; leave it out"),
     ("routed_experts_prompt_start", (0,), "the experts of tokens are not returned; leave it out"),
     ("trace_decode_token_ids", (), "use prompt_logprobs of the text"),

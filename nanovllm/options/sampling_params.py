@@ -204,6 +204,9 @@ class SamplingParams:
     """Number of most likely tokens whose log-probabilities to return for each prompt token except
     the first, besides the prompt token's own; -1 is the whole vocabulary. None is no
     log-probabilities."""
+    prompt_logprob_start: Annotated[int, check_int, 0] = 0
+    """Position in the prompt after which prompt_logprobs begin: tokens up to it get None. Those
+    before it may come from the prefix cache."""
     truncate_prompt_tokens: Annotated[int | None, check_int, -1] = None
     """Keep only this many tokens at the end of the prompt; -1 keeps as many as max_model_len has
     room for. None is to refuse a prompt that is too long."""
@@ -230,6 +233,11 @@ class SamplingParams:
             raise error("top_p must be above 0 and at most 1, got 0; for greedy use temperature=0")
         if self.repetition_penalty == 0.0:
             raise error("repetition_penalty must be above 0, got 0; 1 disables it")
+        if self.prompt_logprob_start and self.prompt_logprobs is None:
+            raise error(
+                f"prompt_logprob_start {self.prompt_logprob_start} says where prompt_logprobs "
+                "begin, but prompt_logprobs is None: give it too, such as prompt_logprobs=0"
+            )
         if self.truncate_prompt_tokens == 0:
             raise error("truncate_prompt_tokens must be above 0, or -1 for max_model_len, got 0")
         if self.allowed_token_ids == ():

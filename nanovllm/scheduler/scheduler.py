@@ -225,7 +225,7 @@ class Scheduler:
         if seq.was_admitted:
             return
         seq.num_cached_tokens = seq.num_computed_tokens
-        queries = self.block_manager.enable_prefix_caching and seq.params.prompt_logprobs is None
+        queries = self.block_manager.enable_prefix_caching and seq.longest_hit > 0
         self.stats.count_prompt(seq.num_prompt_tokens, seq.num_cached_tokens, queries=queries)
 
     def _schedule_rows(self) -> tuple[list[Row], list[NewBlocks], list[Admission]]:

@@ -98,6 +98,16 @@ class Sequence:
         return self.num_cached_tokens is not None
 
     @property
+    def longest_hit(self) -> int:
+        """Most tokens that a prefix hit may cover: the next one's hidden state is needed, for its
+        log-probability or to sample.
+        """
+        last = len(self.token_ids) - 1
+        if self.params.prompt_logprobs is None:
+            return last
+        return min(last, self.params.prompt_logprob_start)
+
+    @property
     def root_uid(self) -> str:
         """Parent of the first block: each (adapter, salt) is the root of a trie of its own."""
         digest = "" if self.adapter is None else self.adapter.digest

@@ -43,15 +43,15 @@ class GatheredLogprobs(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of L samples, or of L consecutive tokens of one prompt."""
+    """Log-probabilities of L samples, or of L tokens of prompts."""
 
     seq_ids: list[int]
     """[L]."""
     counts: list[int]
     """[L], how many of the most likely tokens the request wants."""
     values: GatheredLogprobs
-    position: int | None = None
-    """Of the first token in its prompt; None: they are of samples."""
+    positions: list[int] | None = None
+    """[L], of the tokens in their prompts; None: they are of samples."""
 
     def to_host(self) -> "Logprobs":
         return self._replace(values=GatheredLogprobs(*map(to_host, self.values)))
@@ -148,25 +148,36 @@ def prompt_logprobs(
         hidden: [T, hidden_size], of all tokens of the step.
         mode: `Config.logprobs_mode`; no prompt's token is sampled, so processed is raw here.
     """
-    found = []
-    normalized = mode.endswith("logprobs")
+    wanted: list[tuple[Row, range]] = []
+    indices: list[int] = []  # of the hidden states
     offset = 0
     for row in rows:
-        count = tables.params[row.table_idx].prompt_logprobs
-        if count is not None:
+        params = tables.params[row.table_idx]
+        if params.prompt_logprobs is not None:
             first = row.num_computed_tokens + 1
-            last = tables.num_prompt_tokens[row.table_idx]
-            stop = min(first + row.num_scheduled_tokens, last)
-            for start in range(first, stop, _PROMPT_ROWS):
-                end = min(start + _PROMPT_ROWS, stop)
-                states = hidden[offset + start - first : offset + end - first]
-                logits = model.compute_logits(states)  # type: ignore[operator]
-                if logits is not None:
-                    tokens = tables.token_ids[row.table_idx, start:end].long()
-                    gathered = gather_logprobs(logits, tokens, count, normalized=normalized)
-                    size = end - start
-                    found.append(Logprobs([row.seq_id] * size, [count] * size, gathered, start))
+            stop = min(first + row.num_scheduled_tokens, tables.num_prompt_tokens[row.table_idx])
+            positions = range(max(first, params.prompt_logprob_start + 1), stop)
+            wanted.append((row, positions))
+            indices.extend(position - first + offset for position in positions)
         offset += row.num_scheduled_tokens
+    seq_ids = [row.seq_id for row, positions in wanted for _ in positions]
+    tables_of = [row.table_idx for row, positions in wanted for _ in positions]
+    places = [position for _, positions in wanted for position in positions]
+    found = []
+    for start in range(0, len(indices), _PROMPT_ROWS):
+        piece = slice(start, start + _PROMPT_ROWS)
+        logits = model.compute_logits(hidden[upload(indices[piece], hidden.device)])  # type: ignore[operator]
+        if logits is None:
+            continue
+        place = [upload(numbers[piece], tables.device) for numbers in (tables_of, places)]
+        counts = [tables.params[index].prompt_logprobs or 0 for index in tables_of[piece]]
+        gathered = gather_logprobs(
+            logits,
+            tables.token_ids[*place].long(),
+            max(counts),
+            normalized=mode.endswith("logprobs"),
+        )
+        found.append(Logprobs(seq_ids[piece], counts, gathered, places[piece]))
     return found
 
 
@@ -178,11 +189,12 @@ def by_sequence(
     prompts: dict[int, list[tuple[int, TokenLogprobs]]] = {}
     for part in parts:
         values = part.values.tolist(part.counts)
-        if part.position is not None:
-            prompts.setdefault(part.seq_ids[0], []).extend(enumerate(values, part.position))
+        if part.positions is None:
+            for seq_id, value in zip(part.seq_ids, values, strict=True):
+                sampled.setdefault(seq_id, []).append(value)
             continue
-        for seq_id, value in zip(part.seq_ids, values, strict=True):
-            sampled.setdefault(seq_id, []).append(value)
+        for seq_id, place, value in zip(part.seq_ids, part.positions, values, strict=True):
+            prompts.setdefault(seq_id, []).append((place, value))
     return sampled, prompts
 
 

@@ -433,6 +433,7 @@ class Engine:
         cache_salt: str | None = None,
         forces: bool = False,
         prompt_logprobs: int | None = None,
+        prompt_logprob_start: int = 0,
         adapter: AdapterSlot | None = None,
     ) -> Sequence:
         max_model_len = self.scheduler.max_model_len
@@ -442,6 +443,7 @@ class Engine:
             ignore_eos=ignore_eos,
             structured_outputs=grammar,
             prompt_logprobs=prompt_logprobs,
+            prompt_logprob_start=prompt_logprob_start,
         )
         seq_id = len(self.sequences)
         seq = Sequence(
@@ -582,8 +584,11 @@ class Engine:
         assert stats.num_cached_tokens == sum(seq.num_cached_tokens or 0 for seq in admitted)
         queried = admitted if self.manager.enable_prefix_caching else []
         assert stats.num_queried_tokens == sum(
-            seq.num_prompt_tokens for seq in queried if seq.params.prompt_logprobs is None
+            seq.num_prompt_tokens for seq in queried if self._may_hit(seq)
         )
+        for seq in admitted:
+            if seq.params.prompt_logprobs is not None:
+                assert (seq.num_cached_tokens or 0) <= seq.params.prompt_logprob_start
         assert stats.num_preemptions == len(self.preempted)
         counts = [draft_counts(seq) for seq in self.sequences]
         drafts = DraftCounts() if self.drafting is None else self.drafting.counts
@@ -592,6 +597,13 @@ class Engine:
             assert sum(found.num_accepted_tokens_per_pos) == found.num_accepted_tokens
             assert found.num_drafts <= found.num_draft_tokens
         assert drafts.num_accepted_tokens <= self.num_drafts_accepted
+
+    @staticmethod
+    def _may_hit(seq: Sequence) -> bool:
+        """Whether some prompt token's hidden state is not needed."""
+        if seq.params.prompt_logprobs is None:
+            return seq.num_prompt_tokens > 1
+        return seq.params.prompt_logprob_start > 0
 
     def _is_right_cache_count(self, num_cached: int | None, num_prompt_tokens: int) -> bool:
         if not self.manager.enable_prefix_caching:

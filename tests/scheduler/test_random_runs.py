@@ -197,17 +197,19 @@ class UsersMachine(SchedulerMachine):
 
 
 class HitsMachine(SchedulerMachine):
-    """The same with users and few salts; some prompts must hit nothing."""
+    """The same with users and few salts; some prompts want log-probabilities from a token on."""
 
     users = USERS
     salts = (None, None, None, "salt")
 
-    @rule(prompt=PROMPT, index=INDEX)
-    def add_one_without_hits(self, prompt: list[int], index: int) -> None:
+    @rule(prompt=PROMPT, index=INDEX, start=INDEX)
+    def add_one_with_prompt_logprobs(self, prompt: list[int], index: int, start: int) -> None:
+        prompt = prompt[: self.engine.scheduler.max_model_len - 1]
         self.engine.add(
-            prompt[: self.engine.scheduler.max_model_len - 1],
+            prompt,
             user=self.users[index % len(self.users)],
             prompt_logprobs=1,
+            prompt_logprob_start=start % len(prompt),
         )
 
 

@@ -171,7 +171,7 @@ def test_logprobs_are_those_of_all_samples_in_order() -> None:
 
 
 def test_prompt_logprobs_of_a_row_with_drafts() -> None:
-    prompt = Logprobs([0, 0], [0, 0], gathered([2, 4]), position=3)
+    prompt = Logprobs([0, 0], [0, 0], gathered([2, 4]), positions=[3, 4])
     output = StepOutput(torch.tensor([5, 6]), [prompt], {}, torch.tensor([5, UNUSED]))
     found = PendingResult(0, [row(0, 1)], output).result().details[0].prompt_logprobs
     assert found is not None

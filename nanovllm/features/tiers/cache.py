@@ -186,7 +186,8 @@ class TierCache:
                 known[place] = self._find(seq.block_keys[index][0], index, group)
             return known[place] is not None
 
-        num_blocks = manager.longest_hit(len(matched) + len(found), has)
+        num_blocks = min(len(matched) + len(found), seq.longest_hit // manager.block_size)
+        num_blocks = manager.longest_hit(num_blocks, has)
         if num_blocks <= hit.num_blocks:
             return None
         del found[max(0, num_blocks - len(matched)) :]
@@ -208,21 +209,19 @@ class TierCache:
         Args:
             loading: keys of KV blocks.
         """
-        if seq.params.prompt_logprobs is not None:  # it hits nothing
-            return False
         index = len(self._manager.trie.match(seq))
-        num_blocks = (len(seq.token_ids) - 1) // self._manager.block_size
+        num_blocks = seq.longest_hit // self._manager.block_size
         suffix = self._manager.full.suffix
         return index < num_blocks and self._key(seq.block_keys[index][0], suffix) in loading
 
     def _find_blocks(self, seq: Sequence, first: int) -> list[Found]:
         """Return the KV blocks from index `first` on that the tiers have, up to a missing one.
 
-        The last token is never among them: its hidden state is needed to sample the next one.
+        They never cover more than `Sequence.longest_hit`.
         """
         found = []
         size = self._manager.block_size
-        keys = self._manager.trie.keys(seq, (len(seq.token_ids) - 1) // size)
+        keys = self._manager.trie.keys(seq, seq.longest_hit // size)
         for index in range(first, len(keys)):
             entry = self._find(keys[index][0], index, self._manager.full)
             if entry is None:

@@ -70,7 +70,7 @@ class LoadGate(Gate):
         """Return a longer prefix, if the tiers have one. What is to be loaded is pinned: it must
         survive the evictions that make room for it.
         """
-        if seq.params.prompt_logprobs is not None or seq in self._without_loads:
+        if seq in self._without_loads:
             return hit
         plan = self._plan = self.cache.plan(seq, hit)
         if plan is None:
