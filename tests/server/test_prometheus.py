@@ -12,6 +12,7 @@ from nanovllm import AsyncLLM, RequestOutput, SamplingParams, demo_model
 from nanovllm.apps.server.prometheus import Histogram, Meter, ServerMetrics, bucket_bounds
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from tests.glossary import GREEDY, OPTIONS, QUESTION, QUESTIONS
+from tests.server.dashboards import board, labels_of, metrics_of, queries
 from tests.speculation.fake_controller import FakeController
 
 NAME = 'a "model"\\\n'
@@ -266,3 +267,34 @@ def test_a_bucket_holds_its_bound() -> None:
 )
 def test_token_buckets_end_at_the_longest_sequence(most: int, expected: list[float]) -> None:
     assert list(bucket_bounds("vllm:request_prompt_tokens", most)) == expected
+
+
+def test_the_board_and_the_alert_rules_use_metrics_that_are_there(metrics: ServerMetrics) -> None:
+    metrics.refused("queue_full")
+    metrics.answered("/v1/completions", 200)
+    text = asyncio.run(metrics.render()).decode()
+    labels: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    found = list(queries())
+    assert len(found) > 40
+    for query in found:
+        names = metrics_of(query)
+        assert names or query.startswith("up{"), query
+        assert names <= labels.keys(), query
+        for name in names:
+            assert labels_of(query) <= labels[name], query
+
+
+def test_panels_of_the_board_do_not_overlap() -> None:
+    panels = board()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        rows = range(place["y"], place["y"] + place["h"])
+        cells = {(y, x) for y in rows for x in range(place["x"], place["x"] + place["w"])}
+        assert not cells & taken
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
