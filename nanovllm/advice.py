@@ -24,10 +24,6 @@ METHODS = {
         "call generate() in several threads, or use AsyncLLM, or add_request() and step()",
     ),
     **dict.fromkeys(
-        ("start_profile", "stop_profile"),
-        "use the option trace for the engine's steps, or torch.profiler around generate()",
-    ),
-    **dict.fromkeys(
         ("llm_engine", "from_engine_args"), "LLM and AsyncLLM of nanovllm.vllm have it"
     ),
     "set_tokenizer": "to use another tokenizer, give token ids as prompts",

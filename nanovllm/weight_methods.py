@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nanovllm.chat.templates import Message
+    from nanovllm.features.observe.profile import Profile
     from nanovllm.features.training.control import WeightControl
 
 Result = TypeVar("Result")
@@ -63,6 +64,12 @@ class ModelMethods:
 
         return control_of(self.engine)
 
+    @property
+    def _profile(self) -> "Profile":
+        from nanovllm.features.observe.profile import profile_of
+
+        return profile_of(self.engine)
+
 
 class WeightMethods(ModelMethods):
     """Base of `LLM`.
@@ -77,6 +84,26 @@ class WeightMethods(ModelMethods):
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; return False, and forget none, while requests run."""
         return self._shared.call(self.engine.reset_prefix_cache)
+
+    def start_profile(self) -> None:
+        """Begin to write what the engine and the ranks do, in the directory `profile_dir`.
+
+        Raises:
+            InvalidRequestError: a profile runs already, or `profile_dir` is None.
+            ConfigError: a file cannot be written.
+            EngineDeadError: the engine is down.
+        """
+        self._shared.call(lambda: self._profile.start())
+
+    def stop_profile(self) -> list[str]:
+        """End what `start_profile` began; return the paths of its files, for ui.perfetto.dev.
+
+        Raises:
+            InvalidRequestError: no profile runs.
+            ConfigError: a file cannot be written.
+            EngineDeadError: the engine is down.
+        """
+        return self._shared.call(lambda: self._profile.stop())
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Release the memory of the weights and of the KV pool, on a CPU.
@@ -176,6 +203,14 @@ class AsyncWeightMethods(ModelMethods):
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; return False, and forget none, while requests run."""
         return bool(await self._between_steps(self.engine.reset_prefix_cache))
+
+    async def start_profile(self) -> None:
+        """See `WeightMethods.start_profile`."""
+        await self._between_steps(lambda: self._profile.start())
+
+    async def stop_profile(self) -> list[str]:
+        """See `WeightMethods.stop_profile`."""
+        return list(await self._between_steps(lambda: self._profile.stop()))
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """See `WeightMethods.sleep`."""

@@ -39,7 +39,7 @@ FOLDERS = {
     "kernels": Folder("attention.states options utils", torch=True),
     "kv": Folder("scheduler.messages scheduler.sequence", torch=False),
     "scheduler": Folder("kv options", torch=False),
-    "observe": Folder("engine options scheduler", torch=False),
+    "observe": Folder("engine options scheduler worker", torch=True),
     "tiers": Folder("loading kernels kv layers models options scheduler utils worker", torch=True),
     "assembly": Folder(
         "loading engine parallel kv lora observe options scheduler speculation structured tiers",
@@ -48,7 +48,7 @@ FOLDERS = {
     "vllm": Folder("assembly demo_model engine llm async_llm options", torch=False),
     "nano_vllm": Folder("kv options scheduler worker.model_runner", torch=False),
     "formats": Folder("loading kernels layers options utils", torch=True),
-    "front": Folder("assembly chat engine options training", torch=False),
+    "front": Folder("assembly chat engine observe options training", torch=False),
     "structured": Folder("loading options scheduler utils worker", torch=True),
     "lora": Folder(
         "attention loading kernels kv layers models options scheduler utils worker", torch=True
@@ -56,6 +56,7 @@ FOLDERS = {
     "models": Folder("attention loading kernels layers options utils", torch=True),
     "layers": Folder("attention loading kernels options utils", torch=True),
     "server": Folder("chat loading engine llm async_llm options utils", torch=False),
+    "lm_eval": Folder("chat llm options", torch=False),
     "batch": Folder("async_llm loading.files options server utils.strict_json", torch=False),
     "cli": Folder(
         "batch demo_model llm async_llm options ray.row_pool server utils worker.model_report",

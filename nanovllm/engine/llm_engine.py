@@ -30,6 +30,7 @@ from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
+    from nanovllm.features.observe.profile import Profile
     from nanovllm.features.observe.trace import Trace
     from nanovllm.features.training.control import WeightControl
 
@@ -90,6 +91,7 @@ class LLMEngine:
         self._outputs: list[RequestOutput] = []  # for the next step() to return
         self._has_failed = False  # by a PluginError
         self.weights: WeightControl | None = None  # made when weights first change, or sleep
+        self.profile: Profile | None = None  # made when one is first asked for
 
     def add_request(
         self, prompt: PromptInput, params: SamplingParams | None = None, **options: Any

@@ -55,9 +55,7 @@ ABSENT_ROUTES = {
     ),
     "/reset_prefix_cache": "give requests another cache_salt, or use LLM.reset_prefix_cache()",
     **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), _TEXT_ONLY_CACHE),
-    **dict.fromkeys(
-        ("/start_profile", "/stop_profile"), "start the server with --trace, a file of its steps"
-    ),
+    **dict.fromkeys(("/start_profile", "/stop_profile"), "start the server with --profile-dir"),
     "/collective_rpc": "the workers run no code of the caller",
     "/kv_event_sources": "KV has no events",
 }

@@ -13,6 +13,7 @@ from nanovllm.apps.server import (
     completions_route as completions,
     messages_route as messages,
     models_route as models,
+    profile_route as profile,
     prometheus as metrics,
     responses_route as responses,
     status,
@@ -43,6 +44,8 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
     routers = [
         m.router for m in (chat, completions, responses, messages, models, tokens, metrics, status)
     ]
+    if llm.engine.config.profile_dir is not None:
+        routers.append(profile.router)
     for router in routers:
         app.include_router(router)
     routes = [route for router in routers for route in router.routes if isinstance(route, Route)]

@@ -123,9 +123,11 @@ class Trace:
             self._add("M", place, self._start, name=what, args={"name": name})
 
     def add_request(self, request: Request) -> None:
-        """Note a request that was queued."""
-        arrival = request.arrival_time
+        """Note a request that was queued, now or before the trace began."""
+        arrival = max(request.arrival_time, self._start)
         for index, seq in enumerate(request.sequences):
+            if seq.is_finished:
+                continue
             if self._free_lanes and self._free_lanes[0][1] <= arrival:
                 place, _ = self._free_lanes.popleft()
             else:
@@ -138,6 +140,8 @@ class Trace:
             name = f"{request.request_id}" + (f" #{index}" if request.params.n > 1 else "")
             self._add("B", place, arrival, name=name, args=args)
             self._change(lane, arrival, "waiting")
+            if seq.table_idx is not None:  # its next row says whether its prompt is computed
+                self._prefilling[seq.seq_id] = seq.num_prompt_tokens
 
     def end(self, seq: Sequence) -> None:
         """Note that a sequence has finished; called once for each."""
@@ -193,6 +197,8 @@ class Trace:
     def waited(self, result: StepResult) -> None:
         """Note that a step's tokens have come."""
         self._phase("wait", result.step_id)
+        if not self._launched or self._launched[0][1]["step"] > result.step_id:
+            return  # it was launched before the trace began
         start, args = self._launched.popleft()
         while args["step"] != result.step_id:  # that one failed
             start, args = self._launched.popleft()

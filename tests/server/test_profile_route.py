@@ -1,0 +1,31 @@
+"""POST /start_profile and /stop_profile."""
+
+from pathlib import Path
+
+from nanovllm import AsyncLLM, demo_model
+from tests.server.conftest import Running, running
+
+BODY = {"prompt": "A KV cache", "max_tokens": 4, "temperature": 0}
+
+
+def test_a_profile_of_a_server(tmp_path: Path) -> None:
+    llm = AsyncLLM(demo_model.MODEL, max_model_len=64, profile_dir=str(tmp_path))
+    with running(llm) as server:
+        refused = server.send("/stop_profile", {})
+        assert refused.status == 400
+        assert "start_profile" in refused.error["message"]
+        assert server.send("/start_profile", method="POST").status == 200
+        assert server.send("/start_profile", {}).status == 400
+        assert server.send("/v1/completions", BODY).status == 200
+        reply = server.send("/stop_profile", method="POST")
+        assert reply.status == 200
+        assert sorted(reply.body["files"]) == sorted(map(str, tmp_path.iterdir()))
+        assert len(reply.body["files"]) == 2
+        assert server.send("/start_profile").status == 405
+    llm.shutdown()
+
+
+def test_without_a_directory_the_flag_is_named(server: Running) -> None:
+    reply = server.send("/start_profile", method="POST")
+    assert reply.status == 404
+    assert "--profile-dir" in reply.error["message"]
