@@ -5,9 +5,15 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.errors import NanoVLLMError
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
+from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.options.structured_outputs import StructuredOutputsParams
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import (
+    CompletionOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
@@ -19,11 +25,14 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "Config",
+    "EmbeddingRequestOutput",
     "LoRARequest",
     "NanoVLLMError",
+    "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
 ]
 

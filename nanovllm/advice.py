@@ -6,10 +6,9 @@ both.
 
 METHODS = {
     "beam_search": "SamplingParams(n=...) draws several continuations",
-    "score": "SamplingParams(prompt_logprobs=0) gives the log-probabilities of a text",
+    "encode": "use embed(), whose outputs have outputs.embedding",
     **dict.fromkeys(
-        ("encode", "embed", "classify", "reward"),
-        "nanovllm generates only: use a library for embeddings and classifiers",
+        ("classify", "reward"), "there are no classifiers; score() has the scores of rerankers"
     ),
     **dict.fromkeys(
         ("collective_rpc", "apply_model"),
@@ -31,7 +30,7 @@ METHODS = {
     "tokenizer": "get_tokenizer() returns it",
     "get_world_size": "it is the option tensor_parallel_size",
     **dict.fromkeys(
-        ("supported_tasks", "get_supported_tasks"), "nanovllm generates only: it is one task"
+        ("supported_tasks", "get_supported_tasks"), "each model has generate, embed and score"
     ),
     **dict.fromkeys(
         ("reset_mm_cache", "reset_encoder_cache"),
@@ -100,16 +99,17 @@ LACKS = {
 """The same for one class alone: another one has the attribute."""
 
 _TEXT_ONLY = "the models here read text only"
-_GENERATES = "the models here generate text; use sentence-transformers for embeddings and scores"
+_VECTORS = "embed() returns EmbeddingRequestOutput, and score() ScoringRequestOutput"
+_CLASSES = "there are no classifiers; score() has the scores of rerankers"
 _OPTIONS = "LLM and AsyncLLM take all options by name, and dictionaries for groups of them"
 _BEAMS = "there is no beam search; use SamplingParams(n=...)"
 _MODELS = "models are files of nanovllm/models; others cannot be registered"
 
 IMPORTS = {
     **dict.fromkeys(("multimodal", "assets", "MultiModalDataDict"), _TEXT_ONLY),
-    **dict.fromkeys(("PoolingParams", "pooling_params", "PoolingOutput"), _GENERATES),
-    **dict.fromkeys(("EmbeddingRequestOutput", "ScoringRequestOutput"), _GENERATES),
-    **dict.fromkeys(("ClassificationRequestOutput", "PoolingRequestOutput"), _GENERATES),
+    "pooling_params": "use `from nanovllm import PoolingParams`",
+    **dict.fromkeys(("PoolingOutput", "PoolingRequestOutput"), _VECTORS),
+    "ClassificationRequestOutput": _CLASSES,
     **dict.fromkeys(("BeamSearchParams", "beam_search"), _BEAMS),
     **dict.fromkeys(("ModelRegistry", "model_executor"), _MODELS),
     **dict.fromkeys(("VllmConfig", "ModelConfig", "CompilationConfig"), _OPTIONS),

@@ -29,7 +29,9 @@ from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
+    from nanovllm.engine.input_checks import PromptLimit
     from nanovllm.features.observe.trace import Trace
+    from nanovllm.features.pooling.requests import PoolingRequests
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
     from nanovllm.features.structured.grammar import GrammarCompiler
     from nanovllm.features.tiers.cache import TierCache
@@ -229,6 +231,11 @@ def _input_processor(
         executor.set_grammars(grammars)
         return grammars
 
+    def make_pooling(limit: "PromptLimit") -> "PoolingRequests":
+        from nanovllm.features.pooling.requests import pooling_requests
+
+        return pooling_requests(config, checkpoint, tokenizer, limit)
+
     more: dict[str, Any] = {}
     if config.enable_lora:
         from nanovllm.features.lora.registry import make_registry
@@ -242,5 +249,6 @@ def _input_processor(
         max_logprobs=config.max_logprobs,
         in_process=config.runs_in_process,
         make_grammars=make_grammars,
+        make_pooling=make_pooling,
         **more,
     )

@@ -23,8 +23,16 @@ from nanovllm.engine.reader import Reader, send
 from nanovllm.errors import EngineDeadError
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
+from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
+from nanovllm.outputs import (
+    EmbeddingRequestOutput,
+    Histogram,
+    Metric,
+    RequestOutput,
+    ScoringRequestOutput,
+    Vector,
+)
 from nanovllm.weight_methods import AsyncWeightMethods
 
 
@@ -91,7 +99,7 @@ class AsyncLLM(AsyncWeightMethods):
     async def generate(
         self,
         prompt: PromptInput,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | PoolingParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
@@ -101,6 +109,7 @@ class AsyncLLM(AsyncWeightMethods):
         """Generate for one prompt and return the whole output; `stream` gives deltas.
 
         Args:
+            sampling_params: with PoolingParams, the output has `pooled` in place of tokens.
             request_id: the caller's id, for `abort` and the output; None assigns a number.
             priority: lower values go first.
             user: whose request it is. Waiting requests of one priority are admitted so that all
@@ -163,6 +172,55 @@ class AsyncLLM(AsyncWeightMethods):
         async with contextlib.aclosing(outputs):
             return await anext(outputs)
 
+    async def embed(
+        self,
+        prompt: PromptInput,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        user: str | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> EmbeddingRequestOutput:
+        """Return the vector of one prompt; arguments are as for `LLM.embed` and `generate`.
+
+        Raises:
+            InvalidRequestError, CheckpointError, EngineDeadError: as for `LLM.embed`.
+        """
+        params = PoolingParams() if pooling_params is None else pooling_params
+        fair: dict[str, Any] = {"priority": priority, "user": user, "lora_request": lora_request}
+        output = await self.generate(prompt, params, request_id, **fair)
+        return self.engine.input_processor.pooling.embedding(output)
+
+    async def score(
+        self,
+        data_1: str | Seq[str],
+        data_2: str | Seq[str],
+        /,
+        *,
+        pooling_params: PoolingParams | None = None,
+        instruction: str | None = None,
+        priority: int = 0,
+        user: str | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well pairs of texts fit; arguments are as for `LLM.score` and `generate`.
+
+        Raises:
+            InvalidRequestError, CheckpointError, EngineDeadError: as for `LLM.embed`.
+        """
+        pooling = self.engine.input_processor.pooling
+        scoring = await asyncio.to_thread(
+            pooling.scoring, data_1, data_2, pooling_params, instruction
+        )
+        fair: dict[str, Any] = {"priority": priority, "user": user, "lora_request": lora_request}
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self.generate(prompt, params, **fair))
+                for prompt, params in zip(scoring.prompts, scoring.params, strict=True)
+            ]
+        return scoring.results([task.result() for task in tasks])
+
     async def abort(self, request_id: int | str | Iterable[int | str]) -> None:
         """End a request: its `generate` or `stream` returns what it has, with finish reason abort.
 
@@ -223,7 +281,7 @@ class AsyncLLM(AsyncWeightMethods):
     async def _run_request(
         self,
         make_prompt: Callable[[], PromptInput],
-        params: SamplingParams | None,
+        params: SamplingParams | PoolingParams | None,
         request_id: str | None,
         priority: int,
         user: str | None,

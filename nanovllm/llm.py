@@ -1,4 +1,4 @@
-"""`LLM`: the methods `generate`, `chat` and `stream`, for any number of threads.
+"""`LLM`: the methods `generate`, `chat`, `stream`, `embed` and `score`, for any number of threads.
 
 They only wait for outputs: `SharedEngine` runs the steps.
 """
@@ -10,12 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.assembly import make_engine
 from nanovllm.engine.prompt import Prompt, PromptInput
+from nanovllm.engine.request import Request
 from nanovllm.engine.shared_engine import SharedEngine
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
+from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.outputs import DraftCounts, Histogram, Metric, RequestOutput, Vector
+from nanovllm.outputs import (
+    DraftCounts,
+    EmbeddingRequestOutput,
+    Histogram,
+    Metric,
+    RequestOutput,
+    ScoringRequestOutput,
+    Vector,
+)
 from nanovllm.weight_methods import WeightMethods
 
 if TYPE_CHECKING:
@@ -71,12 +81,7 @@ class LLM(WeightMethods):
         """
         processor = self.engine.input_processor
         requests = processor.make_requests(prompts, sampling_params, priority, lora_request)
-        with contextlib.closing(self._shared.run(requests)) as arriving:
-            outputs: Iterator[RequestOutput] = arriving
-            if use_tqdm and requests:
-                outputs = _with_progress(arriving, len(requests), self.engine.stats)
-            by_id = {output.request_id: output for output in outputs}
-        return [by_id[request.request_id] for request in requests]
+        return self._outputs(requests, use_tqdm)
 
     def chat(
         self,
@@ -120,6 +125,63 @@ class LLM(WeightMethods):
         return self.generate(
             prompts, sampling_params, use_tqdm, priority=priority, lora_request=lora_request
         )
+
+    def embed(
+        self,
+        prompts: PromptInput | Seq[PromptInput],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Seq[PoolingParams] | None = None,
+        priority: int | Seq[int | None] | None = 0,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return a vector for one prompt or many, in the order of the prompts.
+
+        Args:
+            prompts, use_tqdm, priority, lora_request: as for `generate`.
+            pooling_params: one for all prompts, or a list with one for each; None means what the
+                checkpoint says.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter is invalid or unsupported; no request was
+                queued.
+            CheckpointError: the checkpoint's files about vectors are invalid.
+            EngineDeadError: the engine is down.
+        """
+        params = PoolingParams() if pooling_params is None else pooling_params
+        processor = self.engine.input_processor
+        requests = processor.make_requests(prompts, params, priority, lora_request)
+        return list(map(processor.pooling.embedding, self._outputs(requests, use_tqdm)))
+
+    def score(
+        self,
+        data_1: str | Seq[str],
+        data_2: str | Seq[str],
+        /,
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        instruction: str | None = None,
+        priority: int | None = 0,
+        lora_request: LoRARequest | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well pairs of texts fit, by a reranker or by the similarity of their vectors.
+
+        Args:
+            data_1: a query or a list of them: one for all of data_2, or one for each.
+            data_2: a document, or a list of them.
+            use_tqdm, priority, lora_request: as for `generate`.
+            pooling_params: how the vectors are made; None means what the checkpoint says, with its
+                prompts for queries and documents.
+            instruction: for rerankers: what a document must do for its query.
+
+        Raises:
+            InvalidRequestError, CheckpointError, EngineDeadError: as for `embed`.
+        """
+        processor = self.engine.input_processor
+        scoring = processor.pooling.scoring(data_1, data_2, pooling_params, instruction)
+        requests = processor.make_requests(scoring.prompts, scoring.params, priority, lora_request)
+        return scoring.results(self._outputs(requests, use_tqdm))
 
     def stream(
         self,
@@ -204,6 +266,15 @@ class LLM(WeightMethods):
     def get_metrics(self) -> list[Metric | Vector | Histogram]:
         """Return the engine's counts and rates, under vLLM's names where vLLM has them."""
         return self._shared.call(self.engine.get_metrics)
+
+    def _outputs(self, requests: Seq[Request], use_tqdm: bool) -> list[RequestOutput]:
+        """Run requests; return their outputs in the same order."""
+        with contextlib.closing(self._shared.run(requests)) as arriving:
+            outputs: Iterator[RequestOutput] = arriving
+            if use_tqdm and requests:
+                outputs = _with_progress(arriving, len(requests), self.engine.stats)
+            by_id = {output.request_id: output for output in outputs}
+        return [by_id[request.request_id] for request in requests]
 
     def shutdown(self) -> None:
         """End the workers and free the model. `del llm` and Python's exit do the same.

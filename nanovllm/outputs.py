@@ -184,6 +184,8 @@ class RequestOutput:
     """Version of the weights that made it: 0 as loaded, then as `LLM.update_weights` says."""
     lora_request: Any = None
     """The `LoRARequest` of the request; None means the base model."""
+    pooled: list[float] | None = None
+    """With `PoolingParams`: what the prompt's hidden states became. The continuation is empty."""
 
     @property
     def text(self) -> str:
@@ -207,6 +209,50 @@ class RequestOutput:
         if key not in _KEYS:
             raise KeyError(f"{key!r}; a RequestOutput has {', '.join(_KEYS)}")
         return getattr(self, key)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The vector of a text."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """How many numbers it has."""
+        return len(self.embedding)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """The output of `LLM.embed` for a prompt."""
+
+    request_id: int | str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    """Number of prompt tokens whose KV came from the prefix cache."""
+    finished: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """The score of a pair of texts: the higher, the better they fit."""
+
+    score: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """The output of `LLM.score` for a pair."""
+
+    request_id: int | str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    """Of both texts."""
+    num_cached_tokens: int
+    """Number of prompt tokens whose KV came from the prefix cache."""
+    finished: bool = True
 
 
 _KEYS = (

@@ -27,16 +27,19 @@ from nanovllm.options.flags import (
 )
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.other_names import CONFIG_NAMES, other_names
+from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.options.structured_outputs import StructuredOutputsParams
 from nanovllm.options.validation import shown
 from nanovllm.outputs import (
     CompletionOutput,
     Counter,
+    EmbeddingRequestOutput,
     Gauge,
     Histogram,
     Metric,
     RequestOutput,
+    ScoringRequestOutput,
     Vector,
 )
 
@@ -47,6 +50,7 @@ __all__ = [
     "AsyncLLMEngine",
     "CompletionOutput",
     "Counter",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "FlexibleArgumentParser",
     "Gauge",
@@ -54,10 +58,12 @@ __all__ = [
     "LLMEngine",
     "LoRARequest",
     "Metric",
+    "PoolingParams",
     "PromptType",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",

@@ -40,9 +40,11 @@ FOLDERS = {
     "kv": Folder("scheduler.messages scheduler.sequence", torch=False),
     "scheduler": Folder("kv options", torch=False),
     "observe": Folder("engine options scheduler worker", torch=True),
+    "pooling": Folder("engine loading models options scheduler utils worker", torch=True),
     "tiers": Folder("loading kernels kv layers models options scheduler utils worker", torch=True),
     "assembly": Folder(
-        "loading engine parallel kv lora observe options scheduler speculation structured tiers",
+        "loading engine parallel kv lora observe options pooling scheduler speculation structured "
+        "tiers",
         torch=False,
     ),
     "vllm": Folder("assembly demo_model engine llm async_llm options", torch=False),
@@ -64,8 +66,8 @@ FOLDERS = {
     ),
     "__main__": Folder("cli", torch=False),
     "parallel": Folder(
-        "loading formats lora models options scheduler speculation fast_steps structured tiers "
-        "utils worker",
+        "loading formats lora models options pooling scheduler speculation fast_steps structured "
+        "tiers utils worker",
         torch=True,
     ),
     "ray": Folder(

@@ -22,13 +22,18 @@ from nanovllm.engine.request import Request
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.options.lora_request import LoRARequest
+from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.scheduler.messages import AdapterSlot
 from nanovllm.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
     from nanovllm.chat.templates import ChatTemplates
+    from nanovllm.features.pooling.requests import PoolingRequests
     from nanovllm.features.structured.grammar import GrammarCompiler
+
+NO_OUTPUT = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+"""Of a request that is pooled."""
 
 
 class InputProcessor:
@@ -39,6 +44,7 @@ class InputProcessor:
         seed: seeds the requests without a seed.
         make_grammars: makes what compiles structured_outputs, when a request first has one. It
             is not called without a tokenizer.
+        make_pooling: makes what knows of vectors, when a request first has PoolingParams.
         find_adapter: returns the adapter that a request names, None for none.
         checks: further options of `ParamsCheck`.
     """
@@ -51,6 +57,7 @@ class InputProcessor:
         max_model_len: int,
         seed: int,
         make_grammars: "Callable[[], GrammarCompiler] | None" = None,
+        make_pooling: "Callable[[PromptLimit], PoolingRequests] | None" = None,
         find_adapter: Callable[[LoRARequest | None], AdapterSlot | None] = no_adapters,
         **checks: Any,
     ) -> None:
@@ -59,7 +66,9 @@ class InputProcessor:
         self.find_adapter = find_adapter
         self._grammars: GrammarCompiler | None = None
         self._chat: ChatTemplates | None = None
-        self._lock = threading.Lock()  # guards these two, which are made when first needed
+        self._make_pooling = make_pooling
+        self._pooling: PoolingRequests | None = None
+        self._lock = threading.Lock()  # guards these three, which are made when first needed
         self._seeds = random.Random(seed)
         self._seq_ids = count()
         self.limit = PromptLimit(tokenizer, max_model_len, vocab_size - 1)
@@ -68,7 +77,7 @@ class InputProcessor:
     def make_request(
         self,
         prompt: PromptInput,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         priority: int | None = 0,
         stream: bool = False,
@@ -79,6 +88,7 @@ class InputProcessor:
         """Return a checked request with its sequences; nothing is queued yet.
 
         Args:
+            params: PoolingParams ask for a vector in place of tokens.
             priority: lower values go first; within one, users take turns, and then earlier
                 arrivals go first.
             request_id: the caller's own id; None lets the engine count.
@@ -88,25 +98,26 @@ class InputProcessor:
         Raises:
             InvalidRequestError: the prompt or a parameter is invalid or unsupported.
         """
+        pooling: PoolingParams | None = None
+        if isinstance(params, PoolingParams):
+            prompt, pooling = self.pooling.complete(params, make_prompt(prompt))
+            params = NO_OUTPUT
         params = self.params_check.check(SamplingParams() if params is None else params)
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         priority = check_priority(priority)
         check_names(request_id, user)
         adapter = self.find_adapter(lora_request)
         prompt = make_prompt(prompt)
-        form = params.structured_outputs
-        if form is not None:
-            grammars = self.grammars
-            assert grammars is not None  # params_check saw to it
+        if (form := params.structured_outputs) is not None:
+            assert self.grammars is not None  # params_check saw to it
             assert not isinstance(form, dict)
-            grammars.compile(form)
+            self.grammars.compile(form)
         token_ids = self._tokenize(prompt, params)
         bad_words = self._encode_bad_words(params.bad_words)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         # Prompt log-probabilities limit prefix hits, so only the first sequence computes them.
-        others = params
-        if params.n > 1 and params.prompt_logprobs is not None:
-            others = params.clone(prompt_logprobs=None, prompt_logprob_start=0)
+        many = params.n > 1 and params.prompt_logprobs is not None
+        others = params.clone(prompt_logprobs=None, prompt_logprob_start=0) if many else params
         sequences = [
             Sequence(
                 next(self._seq_ids),
@@ -118,6 +129,7 @@ class InputProcessor:
                 user=user or "",
                 cache_salt=prompt.salt,
                 adapter=adapter,
+                pooling=pooling,
             )
             for index in range(params.n)
         ]
@@ -161,6 +173,20 @@ class InputProcessor:
             if self._grammars is None and self.tokenizer is not None and self._make_grammars:
                 self._grammars = self._make_grammars()
             return self._grammars
+
+    @property
+    def pooling(self) -> "PoolingRequests":
+        """What knows of vectors and scores.
+
+        Raises:
+            CheckpointError: the checkpoint's files about them are invalid or ask for what is not
+                supported.
+        """
+        with self._lock:
+            if self._pooling is None:
+                assert self._make_pooling is not None
+                self._pooling = self._make_pooling(self.limit)
+            return self._pooling
 
     @property
     def chat(self) -> "ChatTemplates":

@@ -99,6 +99,7 @@ class OutputProcessor:
             prompt_logprobs=self._take_prompt_logprobs(request),
             weight_version=self.weight_version,
             lora_request=request.lora_request,
+            pooled=request.sequences[0].pooled,
         )
 
     def _make_completion_output(self, completion: Completion) -> CompletionOutput:

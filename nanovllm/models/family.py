@@ -73,7 +73,7 @@ class Family(nn.Module):
 
 def placed_names(name: str) -> tuple[str, ...]:
     """Return the names that a checkpoint's tensor `name` may have: a model that also takes images
-    nests its text model.
+    nests its text model, and one without a head is not nested at all.
     """
     nested = name.replace("model.", "model.language_model.", 1)
-    return name, nested, f"language_model.{name}"
+    return name, nested, f"language_model.{name}", name.removeprefix("model.")

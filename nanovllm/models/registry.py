@@ -136,6 +136,10 @@ def read_config(config: dict[str, Any], dtype: str = "auto") -> ModelConfig:
         CheckpointError: a field is missing or has an invalid value.
     """
     name = architecture_of(config)
+    if name not in MODULES and name.endswith("Model"):  # the checkpoint has no head
+        with_head = f"{name.removesuffix('Model').removesuffix('Text')}ForCausalLM"
+        name = with_head if with_head in MODULES else name
+        config = {**config, "architectures": [name]}
     check_architecture(name)
     family = family_class(name)
     return ModelConfig.from_hf(

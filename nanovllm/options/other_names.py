@@ -52,7 +52,8 @@ def other_names(*rows: tuple[str, tuple[Any, ...], str]) -> dict[str, OtherName]
 _TEXT_ONLY = "the models here read text only; leave it out"
 _STRUCTURED = "use structured_outputs"
 _ONE_COMPILER = "grammars are compiled by llguidance; leave it out"
-_GENERATES = "the models here generate text; use sentence-transformers for embeddings and scores"
+_POOLS = "embed() and score() make vectors and scores of any model; leave it out"
+_POOLER = "use PoolingParams, in each request, or the files of sentence-transformers"
 _ONE_COPY = "use tensor_parallel_size, or one LLM for each GPU"
 _HOST_MEMORY = "use kv_offload_gib: GiB of host memory for KV that leaves the pool"
 _WEIGHT_FILES = "weights are read from safetensors and GGUF files; leave it out"
@@ -94,9 +95,9 @@ CONFIG_NAMES = other_names(
     ("rope_theta", (), 'use hf_overrides={"rope_theta": ...}'),
     ("override_generation_config", ({},), "use SamplingParams"),
     ("model_impl", ("auto", "vllm"), "models run in nanovllm's own code"),
-    ("task runner", ("auto", "generate"), _GENERATES),
-    ("convert", ("auto", "none"), _GENERATES),
-    ("pooler_config", (), _GENERATES),
+    ("task runner", ("auto", "generate", "embed", "pooling", "score"), _POOLS),
+    ("convert", ("auto", "none", "embed"), _POOLS),
+    ("pooler_config override_pooler_config", (), _POOLER),
     ("served_model_name", (ANY,), "only a server shows a name"),
     ("model_loader_extra_config", ({},), _WEIGHT_FILES),
     ("ignore_patterns", (["original/**/*"], "original/**/*"), _WEIGHT_FILES),

@@ -25,6 +25,7 @@ from nanovllm.worker.network import Network
 
 if TYPE_CHECKING:
     from nanovllm.features.fast_steps.registry import StepRunners
+    from nanovllm.features.pooling.rank import RankPooling
     from nanovllm.features.speculation.proposers.proposer import Proposer
 
 _MATMUL = torch.backends.cuda.matmul
@@ -175,7 +176,13 @@ def make_runner(
         from nanovllm.features.tiers.weight_files import WeightFiles
 
         files = WeightFiles(_files_of(target))  # before they are loaded
-    runner = ModelRunner(target, device, make_steps=make_steps, make_drafter=make_drafter)
+    runner = ModelRunner(
+        target,
+        device,
+        make_steps=make_steps,
+        make_drafter=make_drafter,
+        make_pooling=_make_pooling,
+    )
     if config.enable_lora:
         from nanovllm.features.lora.rank import RankAdapters
 
@@ -185,6 +192,12 @@ def make_runner(
 
         runner.parts.append(RankTiers(runner, files))
     return runner
+
+
+def _make_pooling(network: Network) -> "RankPooling":
+    from nanovllm.features.pooling.rank import RankPooling
+
+    return RankPooling(network)
 
 
 def _files_of(target: NetworkSpec) -> list[Path]:

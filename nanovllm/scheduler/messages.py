@@ -7,6 +7,7 @@ its `table_idx` and carries, besides its rows, only what changed since the previ
 import dataclasses
 from typing import NamedTuple
 
+from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.transfers import Loaded, Transfers
 
@@ -42,6 +43,8 @@ class Admission(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...]
     """params.bad_words as token ids."""
     adapter: AdapterSlot | None = None
+    pooling: PoolingParams | None = None
+    """What becomes of the hidden states; None: they become tokens."""
 
 
 class NewBlocks(NamedTuple):
@@ -160,6 +163,8 @@ class RowDetails(NamedTuple):
     samples after a rejected draft."""
     prompt_logprobs: list[tuple[int, TokenLogprobs]] | None = None
     """With params.prompt_logprobs: (position, log-probabilities) of prompt tokens."""
+    pooled: list[float] | None = None
+    """What the hidden states of a sequence with `Admission.pooling` became. It ends with them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

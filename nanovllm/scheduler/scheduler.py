@@ -149,6 +149,10 @@ class Scheduler:
                 continue
             if details.prompt_logprobs:
                 seq.prompt_logprobs.update(details.prompt_logprobs)
+            if details.pooled is not None:
+                seq.pooled = details.pooled
+                seq.finish_reason = "stop"
+                advanced.append(seq)
             num_written = row.end
             if row.samples:
                 num_known = len(seq.token_ids)
@@ -271,7 +275,7 @@ class Scheduler:
                 appended = self._allocate_by_preemption(seq, end, index - 1)
                 if appended is None:
                     continue
-            row = seq.next_row(num_scheduled, samples=num_scheduled == num_missing)
+            row = seq.next_row(num_scheduled, is_last=num_scheduled == num_missing)
             if appended:
                 new_blocks.append(NewBlocks(row.table_idx, start, appended))
             rows.append(row)

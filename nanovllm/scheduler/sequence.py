@@ -6,6 +6,7 @@ prefill and decode.
 
 from dataclasses import KW_ONLY, dataclass, field
 
+from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.messages import (
@@ -39,6 +40,7 @@ class Sequence:
     user: str = ""  # users take turns, see PromptQueue
     cache_salt: str | None = None  # only sequences of the same salt and adapter share blocks
     adapter: AdapterSlot | None = None
+    pooling: PoolingParams | None = None  # it ends with `pooled`, and samples no token
 
     # Set by `Scheduler.add`:
     eos_token_ids: frozenset[int] = frozenset()
@@ -65,6 +67,7 @@ class Sequence:
     doubts_kv: bool = False  # see `Ending`
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of output tokens, if requested
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
+    pooled: list[float] | None = None  # see `RowDetails`
 
     # Changed by the block manager only:
     block_table: list[int] = field(default_factory=list)
@@ -100,8 +103,10 @@ class Sequence:
     @property
     def longest_hit(self) -> int:
         """Most tokens that a prefix hit may cover: the next one's hidden state is needed, for its
-        log-probability or to sample.
+        log-probability, for a vector or to sample.
         """
+        if self.pooling is not None and self.pooling.reads_all:
+            return 0
         last = len(self.token_ids) - 1
         if self.params.prompt_logprobs is None:
             return last
@@ -128,11 +133,17 @@ class Sequence:
             self.stop_token_ids,
             self.bad_words,
             self.adapter,
+            self.pooling,
         )
 
-    def next_row(self, num_scheduled: int, *, samples: bool) -> Row:
-        """Return a row of the next tokens, and count them as computed."""
+    def next_row(self, num_scheduled: int, *, is_last: bool) -> Row:
+        """Return a row of the next tokens, and count them as computed.
+
+        Args:
+            is_last: whether none is missing then, so that a token may be sampled.
+        """
         assert self.table_idx is not None
+        samples = is_last and self.pooling is None
         start = self.num_computed_tokens
         self.num_computed_tokens = start + num_scheduled
         self.num_in_flight_steps += 1

@@ -69,8 +69,9 @@ def num_positions(spec: NetworkSpec) -> int:
 
 
 def check_weights(model_config: ModelConfig, files: list[Path]) -> ModelConfig:
-    """Return `model_config`, untied if the files have a separate language-model head. First check
-    that they hold what the model needs, by their headers alone.
+    """Return `model_config`, untied if the files have a separate language-model head, and tied if
+    they are those of a network without one. First check that they hold what the model needs, by
+    their headers alone.
 
     Allocates nothing: the model that names the tensors is on torch's meta device.
 
@@ -91,9 +92,22 @@ def check_weights(model_config: ModelConfig, files: list[Path]) -> ModelConfig:
     if model_config.tie_word_embeddings and _has_own_head(model, header_of):
         model_config = dataclasses.replace(model_config, tie_word_embeddings=False)
         model = make_modules(model_config, 1, meta, known)
+    elif not model_config.tie_word_embeddings and _lacks_head(known):
+        logger.warning(
+            "%s: there is no language-model head: the model makes vectors, and what it generates "
+            "means nothing",
+            files[0].parent,
+        )
+        model_config = dataclasses.replace(model_config, tie_word_embeddings=True)
+        model = make_modules(model_config, 1, meta, known)
     ignored: frozenset[str] = model.ignored_weights  # type: ignore[assignment]
     check_tensors(model, header_of, ignored)
     return model_config
+
+
+def _lacks_head(known: Collection[str]) -> bool:
+    """Return whether the files hold a network without a head, as embedding models are saved."""
+    return "embed_tokens.weight" in known and "lm_head.weight" not in known
 
 
 def _has_own_head(model: nn.Module, headers: dict[Path, dict[str, TensorInfo]]) -> bool:

@@ -22,11 +22,12 @@ from nanovllm.worker.kv_cache import refuses_memory
 from nanovllm.worker.model_loader import NetworkSpec, num_positions
 from nanovllm.worker.network import Network
 from nanovllm.worker.sampling_rows import SamplingRows
-from nanovllm.worker.step_output import PendingResult, StepOutput
+from nanovllm.worker.step_output import PendingResult, Pooled, StepOutput
 from nanovllm.worker.timing import StepTimer
 
 if TYPE_CHECKING:
     from nanovllm.features.fast_steps.registry import StepRunners
+    from nanovllm.features.pooling.rank import RankPooling
     from nanovllm.features.speculation.proposers.proposer import Proposer
     from nanovllm.features.structured.grammar_masks import GrammarMasks
     from nanovllm.features.training.rank import RankWeights
@@ -39,10 +40,12 @@ class ModelRunner:
     Args:
         make_steps, make_drafter: called with the network and the most tokens of a step. Without
             them, all steps run layer by layer, and none has drafts.
+        make_pooling: called with the network when a sequence is first pooled.
 
     Attributes:
         parts: what adapters and tiers add, if the options ask for them.
         masks: of the requests' grammars; None before the first one.
+        pooling: makes vectors of hidden states; None before it is first asked for.
         weights: what sleeps, wakes up and changes; None before it is first asked for.
 
     Raises:
@@ -59,6 +62,7 @@ class ModelRunner:
         *,
         make_steps: "Callable[[Network, int], StepRunners] | None" = None,
         make_drafter: "Callable[[Network, int], Proposer] | None" = None,
+        make_pooling: "Callable[[Network], RankPooling] | None" = None,
     ) -> None:
         config = self.config = target.config
         self.device = device
@@ -77,6 +81,8 @@ class ModelRunner:
         self.drafter = make_drafter and make_drafter(network, self.max_num_batched_tokens)
         self.parts: list[RunnerPart] = []
         self.masks: GrammarMasks | None = None
+        self._make_pooling = make_pooling
+        self.pooling: RankPooling | None = None
         self.weights: RankWeights | None = None
         self.step_runners: list[StepRunner] = []
         self._launched: deque[PendingResult] = deque()  # the last LAPS steps at most
@@ -131,6 +137,11 @@ class ModelRunner:
         self.tables.apply(schedule)
         if self.masks is not None:
             self.masks.admit(schedule.admissions)
+        if self.pooling is None and any(new.pooling for new in schedule.admissions):
+            assert self._make_pooling is not None
+            self.pooling = self._make_pooling(self.network)
+        if self.pooling is not None:
+            self.pooling.admit(schedule.admissions)
         pool = self.network.pool
         for copy in schedule.copies:
             pool.copy(*copy)
@@ -167,26 +178,29 @@ class ModelRunner:
         tables = self.tables
         mode = self.config.logprobs_mode
         masks = None if self.masks is None else self.masks.begin(tables, rows)
+        pooling = None if self.pooling is None else self.pooling.begin(rows)
         computed = Computed()
         for runner in self.step_runners:
             if runner.fits(rows):
                 computed = runner.run(rows)
                 break
-        tokens = computed.tokens
-        logits = computed.logits
-        draft_ids = computed.draft_ids
+        tokens, logits, draft_ids = computed[1:]
         if tokens is not None and all(tables.plain[row.table_idx] for row in rows):
             on_host = tokens.device.type != self.device.type
             return StepOutput(tokens, draft_ids=draft_ids, on_host=on_host)
         sampling = SamplingRows(tables, rows, masks=masks, draft_ids=draft_ids)
         logprobs: list[Logprobs] = []
+        pooled: list[Pooled] = []
         if tokens is None:
             assert not (self.follows_drafts and any(row.num_unverified_tokens for row in rows))
             hidden = computed.hidden
             of_prompts = tables.want_prompt_logprobs(rows)
             if hidden is None:
-                indices = None if of_prompts else sampling.output_indices
-                hidden = self.network.forward(tables, rows, indices)
+                sampled = sampling.output_indices
+                indices = sampled if pooling is None else pooling.join(sampled)
+                hidden = self.network.forward(tables, rows, None if of_prompts else indices)
+            if pooling is not None:
+                pooled, hidden = pooling.take(hidden, sampling.output_indices)
             if of_prompts:
                 from nanovllm.worker.logprobs import prompt_logprobs
 
@@ -207,7 +221,7 @@ class ModelRunner:
             if self.follows_drafts:
                 sampling.accept(tokens)
         forcing = {} if masks is None else masks.forcing
-        return StepOutput(tokens, logprobs, sampling.endings, sampling.draft_ids, forcing)
+        return StepOutput(tokens, logprobs, sampling.endings, sampling.draft_ids, forcing, pooled)
 
     @property
     def follows_drafts(self) -> bool:

@@ -2,8 +2,9 @@
 
 import dataclasses
 import threading
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -31,7 +32,26 @@ NO_CHOICE = Ending(
     "forbid every token, or make logits NaN or inf; change them",
 )
 """Of a row whose token is RULED_OUT."""
+NO_VECTOR = NO_DISTRIBUTION._replace(
+    stop_reason="the hidden states have NaN or inf; check the model's weights and dtype"
+)
+"""Of a row that is pooled, and what it became is not finite."""
 _ENDINGS = {NO_TOKEN: NO_DISTRIBUTION, RULED_OUT: NO_CHOICE}
+
+
+class Pooled(NamedTuple):
+    """What the hidden states of P sequences became."""
+
+    seq_ids: list[int]
+    """[P]."""
+    values: torch.Tensor
+    """[P, D] float32, on the device or on the host."""
+
+    def details(self) -> Iterator[tuple[int, RowDetails]]:
+        """Yield the id and the details of each sequence, once the values are on the host."""
+        rows = self.seq_ids, self.values.tolist(), self.values.isfinite().all(-1).tolist()
+        for seq_id, values, is_finite in zip(*rows, strict=True):
+            yield seq_id, RowDetails(pooled=values) if is_finite else RowDetails(ending=NO_VECTOR)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +68,8 @@ class StepOutput:
     """[S] int64, the draft that the sample may confirm; None if no row has any."""
     forcing: "Mapping[int, GrammarRow]" = dataclasses.field(default_factory=dict)
     """By sequence id: what may force tokens after the sampled ones."""
+    pooled: list[Pooled] = dataclasses.field(default_factory=list)
+    """Of the rows that end prompts to pool."""
     on_host: bool = False
     """Whether `token_ids` is memory of the host, to which this step writes and later ones too."""
 
@@ -59,6 +81,7 @@ class StepOutput:
             self.endings,
             None if self.draft_ids is None else to_host(self.draft_ids),
             self.forcing,
+            [part._replace(values=to_host(part.values)) for part in self.pooled],
             self.on_host,
         )
 
@@ -69,11 +92,15 @@ class StepOutput:
         """
         sampled = self.token_ids.tolist()
         has_details = self.logprobs or self.endings or self.forcing or min(sampled, default=0) < 0
+        pooled = dict(chain.from_iterable(part.details() for part in self.pooled))
         if self.draft_ids is None and not has_details:  # most steps: one token a row
             tokens_left = iter(sampled)
-            return [[next(tokens_left)] if row.samples else [] for row in rows], {}
+            return [[next(tokens_left)] if row.samples else [] for row in rows], pooled
         drafts = sampled if self.draft_ids is None else self.draft_ids.tolist()
-        return _detailed_results(rows, sampled, drafts, self.endings, self.forcing, self.logprobs)
+        token_ids, details = _detailed_results(
+            rows, sampled, drafts, self.endings, self.forcing, self.logprobs
+        )
+        return token_ids, details | pooled
 
 
 class PendingResult:

@@ -69,7 +69,7 @@ def test_nanovllm_vllm_has_vllms_names() -> None:
     ("statement", "message"),
     [
         ("from nanovllm import EngineArgs", "use `from nanovllm.vllm import EngineArgs`"),
-        ("from nanovllm import LLM, PoolingParams", "generate text; use sentence-transformers"),
+        ("from nanovllm import LLM, PoolingOutput", "embed() returns EmbeddingRequestOutput"),
         ("from nanovllm.vllm import BeamSearchParams", "there is no beam search"),
         ("from nanovllm import envs", "there are no VLLM_ variables"),
         ("from nanovllm import Foo", "cannot import name 'Foo' from 'nanovllm'"),

@@ -55,6 +55,7 @@ def test_every_route_of_vllms_is_here_or_says_what_to_use() -> None:
         completions_route,
         messages_route,
         models_route,
+        pooling_route,
         prometheus,
         responses_route,
         status,
@@ -62,7 +63,7 @@ def test_every_route_of_vllms_is_here_or_says_what_to_use() -> None:
     )
 
     modules = (chat_route, completions_route, messages_route, responses_route, models_route)
-    modules += (prometheus, status, tokens)
+    modules += (pooling_route, prometheus, status, tokens)
     here = {route.path for module in modules for route in module.router.routes}
     absent = absent_routes.ABSENT_ROUTES
     assert [path for path in vllm_names.ROUTES.split() if path not in here | absent.keys()] == []

@@ -3,7 +3,6 @@
 A table only.
 """
 
-_TEXT = "the models here generate text; use another server for embeddings and scores"
 _NO_SOUND = "the models here read text only"
 _IN_PROCESS = "weights change in the process that trains: use LLM or AsyncLLM there"
 _PAUSE = "new weights and sleep end or await the requests in flight: use LLM or AsyncLLM"
@@ -33,8 +32,9 @@ ABSENT_ROUTES = {
     **dict.fromkeys(
         ("/abort_requests", "/inference/v1/abort_requests"), "close the request's connection"
     ),
-    **dict.fromkeys(("/v2/embed", "/pooling", "/classify"), _TEXT),
-    **dict.fromkeys(("/score", "/v1/score", "/generative_scoring", "/rerank", "/v2/rerank"), _TEXT),
+    "/v2/embed": "use POST /v1/embeddings, with prompt_name for the input type",
+    "/classify": "there are no classifiers; POST /v1/score has the scores of rerankers",
+    "/generative_scoring": "use POST /v1/score, or POST /v1/completions with logprobs",
     **dict.fromkeys(
         ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"), _NO_SOUND
     ),

@@ -13,6 +13,7 @@ from nanovllm.apps.server import (
     completions_route as completions,
     messages_route as messages,
     models_route as models,
+    pooling_route as pooling,
     profile_route as profile,
     prometheus as metrics,
     responses_route as responses,
@@ -42,7 +43,11 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
     )
     app.state.server = ServerState(llm, options)
     routers = [
-        m.router for m in (chat, completions, responses, messages, models, tokens, metrics, status)
+        m.router
+        for m in (
+            *(chat, completions, responses, messages, pooling),
+            *(models, tokens, metrics, status),
+        )
     ]
     if llm.engine.config.profile_dir is not None:
         routers.append(profile.router)

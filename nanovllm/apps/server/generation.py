@@ -12,12 +12,14 @@ from fastapi import Request
 from nanovllm.apps.server.admission import Admitted
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.prometheus import Meter
-from nanovllm.apps.server.protocol.common import GenerationRequest
+from nanovllm.apps.server.protocol.common import EngineRequest
 from nanovllm.apps.server.request_log import record_of
 from nanovllm.apps.server.state import state_of
 from nanovllm.engine.fair_executor import FairExecutor
+from nanovllm.engine.input_processor import NO_OUTPUT
 from nanovllm.engine.prompt import Prompt
 from nanovllm.options.lora_request import LoRARequest
+from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import REQUESTS_FAULT, SamplingParams
 from nanovllm.options.structured_outputs import UNFINISHED, StructuredOutputsParams
 from nanovllm.outputs import RequestOutput
@@ -115,7 +117,7 @@ class Place:
             return await asyncio.wrap_future(pool.submit(self.user or "", function, *args))
 
 
-def admit(request: Request, num_sequences: int, body: GenerationRequest | None = None) -> Place:
+def admit(request: Request, num_sequences: int, body: EngineRequest | None = None) -> Place:
     """Admit a request before anything is done for it, and watch its client and its deadline.
 
     Its place is free when the engine has ended its sequences, or else when its answer was sent.
@@ -127,7 +129,7 @@ def admit(request: Request, num_sequences: int, body: GenerationRequest | None =
     """
     server = state_of(request)
     guard = _Guard()
-    given = body or GenerationRequest()
+    given = body or EngineRequest()
     adapter = server.check_model(given.model)
     priority = server.check_priority(given.priority)
     user = given.user
@@ -182,6 +184,18 @@ async def run_all(
     await _compile_grammar(place, params)
     made = [_outputs(place, prompt, params, stream) for prompt in prompts]
     return await _started(_merged(made))
+
+
+async def pool(
+    place: Place, prompts: Seq[Prompt], params: Seq[PoolingParams]
+) -> list[RequestOutput]:
+    """Return the outputs for prompts that are pooled, in their order; errors are those of `run`."""
+    made = [_outputs(place, *each, False) for each in zip(prompts, params, strict=True)]
+    found: dict[int, RequestOutput] = {}
+    async with aclosing(_merged(made)) as outputs:
+        async for index, output in outputs:
+            found[index] = output
+    return [found[index] for index in range(len(prompts))]
 
 
 async def _merged(
@@ -251,15 +265,16 @@ async def _compile_grammar(place: Place, params: SamplingParams) -> None:
 
 
 async def _outputs(
-    place: Place, prompt: Prompt, params: SamplingParams, stream: bool
+    place: Place, prompt: Prompt, params: SamplingParams | PoolingParams, stream: bool
 ) -> AsyncGenerator[RequestOutput, None]:
     server = state_of(place.request)
     guard = place.guard
     fair: dict[str, Any] = {"priority": place.priority, "user": place.user}
     fair["lora_request"] = place.lora_request
-    ended = partial(server.admission.engine_ended, guard, params.n)
-    with Meter(server.metrics, params, record_of(place.request.scope)) as meter:
-        if not stream:
+    counted = NO_OUTPUT if isinstance(params, PoolingParams) else params
+    ended = partial(server.admission.engine_ended, guard, counted.n)
+    with Meter(server.metrics, counted, record_of(place.request.scope)) as meter:
+        if not stream or isinstance(params, PoolingParams):
             with guard:
                 output = await server.llm.generate(prompt, params, **fair)
             ended()

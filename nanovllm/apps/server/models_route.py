@@ -1,17 +1,15 @@
-"""GET /v1/models; POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's form; POST
-/v1/embeddings and its like, which a generating model refuses by name.
-"""
+"""GET /v1/models; POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's form."""
 
 from collections.abc import Mapping
 from functools import partial
-from typing import ClassVar, Literal, NoReturn
+from typing import ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field
 
 from nanovllm.apps.server import generation
-from nanovllm.apps.server.error_bodies import APIError, naming_params
+from nanovllm.apps.server.error_bodies import naming_params
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.protocol.common import RequestModel
 from nanovllm.apps.server.state import ServerState, state_of
@@ -97,18 +95,6 @@ async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> PlainT
     server = state_of(request)
     server.adapters.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-
-@router.post("/v1/embeddings", response_model=None)
-@router.post("/v1/rerank", response_model=None)
-async def refuse(request: Request) -> NoReturn:
-    """Refuse: the model generates text."""
-    what = "embeddings" if request.url.path.endswith("/embeddings") else "scores"
-    raise APIError(
-        501,
-        f"this model generates text and makes no {what}: use a server for {what}",
-        code="not_supported",
-    )
 
 
 def _card(server: ServerState, adapter: LoRARequest | None = None) -> ModelCard:

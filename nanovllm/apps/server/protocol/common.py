@@ -176,7 +176,16 @@ _LARGE_FIELDS = frozenset(
 """Fields that are not needed any more once the engine has the request."""
 
 
-class GenerationRequest(RequestModel):
+class EngineRequest(RequestModel):
+    """The fields of every request that waits for the engine."""
+
+    model: str | None = None
+    priority: int | None = None
+    user: str | None = None
+    """The key of fairness: users take turns in the queue."""
+
+
+class GenerationRequest(EngineRequest):
     """The fields that completions and chats share; names and meanings are OpenAI's and vLLM's."""
 
     others: ClassVar[Mapping[str, OtherName]] = {
@@ -188,7 +197,6 @@ class GenerationRequest(RequestModel):
         ["model", "user", "response_format", "stream_options"]
     )
 
-    model: str | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: int | None = None
     temperature: float | None = None
@@ -219,9 +227,6 @@ class GenerationRequest(RequestModel):
     guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = None
-    user: str | None = None
-    """The key of fairness: users take turns in the queue."""
     cache_salt: str | None = Field(default=None, min_length=1, max_length=128)
     """Prompts share cached prefixes only with prompts of the same salt."""
     request_id: str | None = Field(default=None, min_length=1, max_length=128)

@@ -1,0 +1,1 @@
+"""Vectors and scores of texts: the hidden states of prompts, pooled."""

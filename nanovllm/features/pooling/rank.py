@@ -1,0 +1,166 @@
+"""Pools hidden states on one rank: of the rows of a step whose sequences ask for it.
+
+A step may have such rows beside those that generate.
+"""
+
+import itertools
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.options.pooling_params import PoolingParams
+from nanovllm.scheduler.messages import Admission, Row
+from nanovllm.utils.transfer import upload
+from nanovllm.worker.network import Network
+from nanovllm.worker.step_output import Pooled
+
+_TINY = 1e-12
+"""The least length to divide by, as in sentence-transformers."""
+
+
+class PooledRow(NamedTuple):
+    """A row whose sequence is pooled."""
+
+    row: Row
+    start: int
+    """The index in the batch of its first token."""
+    params: PoolingParams
+    num_tokens: int
+    """Of the whole prompt."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends the prompt."""
+        return self.row.end == self.num_tokens
+
+
+class RankPooling:
+    """What becomes of the hidden states of sequences that generate nothing."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._admitted: dict[int, Admission] = {}  # those to pool, by table row
+        self._states: dict[int, torch.Tensor] = {}  # by table row, of prompts computed in part
+
+    def admit(self, admissions: list[Admission]) -> None:
+        """Note which table rows are pooled from now on."""
+        for new in admissions:
+            self._states.pop(new.table_idx, None)
+            if new.pooling is None:
+                self._admitted.pop(new.table_idx, None)
+            else:
+                self._admitted[new.table_idx] = new
+
+    def begin(self, rows: list[Row]) -> "PooledRows | None":
+        """Return the part of a step of `rows` that is pooled; None if no row is."""
+        found = []
+        start = 0
+        for row in rows:
+            new = self._admitted.get(row.table_idx)
+            if new is not None and new.pooling is not None and new.seq_id == row.seq_id:
+                found.append(PooledRow(row, start, new.pooling, new.num_prompt_tokens))
+            start += row.num_scheduled_tokens
+        return PooledRows(self._network, found, start, self._states) if found else None
+
+
+class PooledRows:
+    """The rows of a step that are pooled.
+
+    Args:
+        num_tokens: T, of all rows of the step.
+        states: by table row, what earlier steps left. Changed by `take`.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        rows: Seq[PooledRow],
+        num_tokens: int,
+        states: dict[int, torch.Tensor],
+    ) -> None:
+        self._network = network
+        self._rows = rows
+        self._num_tokens = num_tokens
+        self._states = states
+        last = [each.start + each.row.num_scheduled_tokens - 1 for each in rows if each.is_last]
+        self._last = upload(last, network.device)
+
+    def join(self, sampled: torch.Tensor) -> torch.Tensor | None:
+        """Return the tokens of the batch whose hidden states a step needs, in ascending order.
+
+        Args:
+            sampled: [S] int64, those of rows that sample.
+
+        Returns:
+            [O] int64; None: all T.
+        """
+        if any(each.params.reads_all for each in self._rows):
+            return None
+        return torch.cat([sampled, self._last]).sort().values
+
+    def take(
+        self, hidden: torch.Tensor, sampled: torch.Tensor
+    ) -> tuple[list[Pooled], torch.Tensor]:
+        """Pool the hidden states of a step.
+
+        Args:
+            hidden: [T, hidden_size], or [O, hidden_size] of the tokens of `join`.
+            sampled: the argument of `join`.
+
+        Returns:
+            What the rows became that end their prompts; and the hidden states of `sampled`, or of
+            all T.
+        """
+        last = self._last
+        others = hidden
+        if len(hidden) != self._num_tokens:
+            joined = self.join(sampled)
+            assert joined is not None
+            last = torch.searchsorted(joined, last)
+            others = hidden[torch.searchsorted(joined, sampled)]
+        of_last = hidden[last]
+        vectors: dict[PoolingParams, list[tuple[int, torch.Tensor]]] = {}
+        places = itertools.count()
+        for each in self._rows:
+            state = self._accumulated(each, hidden) if each.params.reads_all else None
+            if each.is_last:
+                own = of_last[next(places)]
+                found = own if state is None else state
+                vectors.setdefault(each.params, []).append((each.row.seq_id, found))
+        pooled = [self._finished(params, found) for params, found in vectors.items()]
+        return [each for each in pooled if each is not None], others
+
+    def _accumulated(self, each: PooledRow, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the vector of the prompt so far, [hidden_size], and keep it for the next step.
+
+        The mean adds one token after the other in float64: it is the same in chunks of any size.
+        """
+        row = each.row
+        table_idx = row.table_idx
+        if each.params.pooling == "cls":
+            if row.num_computed_tokens == 0:
+                self._states[table_idx] = hidden[each.start].clone()
+            return self._states[table_idx]
+        states = hidden[each.start : each.start + row.num_scheduled_tokens].double()
+        if row.num_computed_tokens:
+            states[0] += self._states[table_idx]
+        total = self._states[table_idx] = states.cumsum(0)[-1].clone()
+        return total / row.end
+
+    def _finished(
+        self, params: PoolingParams, found: list[tuple[int, torch.Tensor]]
+    ) -> Pooled | None:
+        """Return what is sent of the vectors of rows with equal `params`; None except on rank 0."""
+        seq_ids = [seq_id for seq_id, _ in found]
+        vectors = torch.stack([vector for _, vector in found])
+        if params.token_ids:
+            model = self._network.model
+            logits: torch.Tensor | None = model.compute_logits(vectors)  # type: ignore[operator]
+            if logits is None:
+                return None
+            return Pooled(seq_ids, logits[:, list(params.token_ids)].float())
+        vectors = vectors[:, : params.dimensions].double()
+        if params.normalize:
+            vectors = vectors / vectors.square().sum(-1, keepdim=True).sqrt().clamp(min=_TINY)
+        return Pooled(seq_ids, vectors.float())
