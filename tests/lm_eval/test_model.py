@@ -75,18 +75,22 @@ def test_generated_texts_are_those_of_transformers(nano: NanoVLLM, hf: Any) -> N
     assert nano.generate_until(given, True) == hf.generate_until(given, True)
 
 
+def generated(model: NanoVLLM, context: str, **kwargs: Any) -> str:
+    (answer,) = model.generate_until(requests("generate_until", [(context, kwargs)]), True)
+    return answer
+
+
 def test_sampling_and_thinking(nano: NanoVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     sampled = {"do_sample": True, "temperature": 1.5, "top_p": 0.95, "max_gen_toks": 12}
     given = requests("generate_until", [(CONTEXT, sampled)] * 3)
     assert len(set(nano.generate_until(given, True))) > 1
     with pytest.raises(InvalidRequestError, match="num_beams"):
-        nano.generate_until(requests("generate_until", [(CONTEXT, {"num_beams": 2})]), True)
-    (whole,) = nano.generate_until(requests("generate_until", [(CONTEXT, {})]), True)
-    mark = whole.split()[3]
+        generated(nano, CONTEXT, num_beams=2, max_gen_toks=9)
+    whole = generated(nano, CONTEXT, max_gen_toks=30)
+    stop, mark = whole.split()[1:4:2]
     monkeypatch.setattr(nano, "_think_end_token", mark)
-    thought = {"until": [whole.split()[1]]}
-    (answer,) = nano.generate_until(requests("generate_until", [(CONTEXT, thought)]), True)
-    assert answer == whole.split(mark)[-1].lstrip().split(thought["until"][0])[0]
+    answer = generated(nano, CONTEXT, until=[stop], max_gen_toks=30)
+    assert answer == whole.split(mark)[-1].lstrip().split(stop)[0]
 
 
 def test_chat_templates_are_those_of_transformers(nano: NanoVLLM, hf: Any) -> None:
@@ -106,5 +110,7 @@ def test_what_cannot_be_is_refused(nano: NanoVLLM) -> None:
         NanoVLLM(demo_model.MODEL, quantisation="int8")
     with pytest.raises(ValueError, match=r"may have 96, after 1 .* make max_length larger"):
         nano.loglikelihood(requests("loglikelihood", [("A", CONTEXT * 20)]), True)
+    with pytest.raises(ValueError, match="max_gen_toks 96 must be above 0 and below max_length"):
+        generated(nano, "A", max_gen_toks=96)
     assert nano.loglikelihood([], True) == []
     assert nano.generate_until([], True) == []

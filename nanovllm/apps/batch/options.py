@@ -32,6 +32,7 @@ _NO_COLUMNS = {
     "logits_processors": "a batch has no functions in it",
     "logprobs": "OpenAI's batch format has log-probabilities",
     "prompt_logprobs": "OpenAI's batch format has log-probabilities",
+    "prompt_logprob_start": "OpenAI's batch format has log-probabilities",
     "output_kind": "a batch has whole outputs",
 }
 """Sampling parameters that a batch does not take."""

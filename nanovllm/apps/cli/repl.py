@@ -26,7 +26,7 @@ from nanovllm.utils.terminal import (
 
 _FIXED = (
     *("n", "output_kind", "detokenize", "kept_token_ids", "marks_kept_tokens"),
-    *("logits_processors", "logprobs", "prompt_logprobs"),
+    *("logits_processors", "logprobs", "prompt_logprobs", "prompt_logprob_start"),
 )
 """Parameters that a chat decides itself."""
 NAMES = tuple(name for name in fields_of(SamplingParams) if name not in _FIXED)

@@ -269,6 +269,11 @@ class NanoVLLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         found: dict[str, Any] = {**normalize_gen_kwargs(dict(kwargs), self.max_gen_toks)}
         until = handle_stop_sequences([text for text in found.pop("until") if text], self._eos)
         max_gen_toks = found.pop("max_gen_toks")
+        if not 0 < max_gen_toks < self.max_length:
+            raise ValueError(
+                f"max_gen_toks {max_gen_toks} must be above 0 and below max_length, "
+                f"{self.max_length}: the context needs room, too"
+            )
         if not found.pop("do_sample"):
             found["temperature"] = 0.0
         return found, until, max_gen_toks
