@@ -25,7 +25,12 @@ CHOICES = [" It grows with the text.", " No", " A block", " A block table maps b
 @pytest.fixture(scope="module")
 def nano() -> Iterator[NanoVLLM]:
     model = get_model("nanovllm")(
-        pretrained=demo_model.MODEL, dtype="float32", max_length=96, device="cuda:0", batch_size=1
+        pretrained=demo_model.MODEL,
+        dtype="float32",
+        max_length=96,
+        max_num_batched_tokens=64,  # so that contexts are cached when their other texts come
+        device="cuda:0",
+        batch_size=1,
     )
     assert isinstance(model, NanoVLLM)
     yield model
