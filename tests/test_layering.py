@@ -61,7 +61,8 @@ FOLDERS = {
     "lm_eval": Folder("chat llm options", torch=False),
     "batch": Folder("async_llm loading.files options server utils.strict_json", torch=False),
     "cli": Folder(
-        "batch demo_model llm async_llm options ray.row_pool server utils worker.model_report",
+        "batch demo_model llm async_llm loading.files loading.hub_cache options ray.row_pool "
+        "server utils worker.model_report",
         torch=False,
     ),
     "__main__": Folder("cli", torch=False),

@@ -3,6 +3,7 @@
 Imports no torch.
 """
 
+import errno
 import functools
 import os
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 from nanovllm.errors import CheckpointError
 from nanovllm.loading.files import local_path
 from nanovllm.options.model_names import other_form
+
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES}
+"""Of a disk that takes no more: it is full, or may not be written."""
 
 
 def check_name(model: str) -> None:
@@ -36,6 +40,7 @@ def download(
     """
     import huggingface_hub
     from huggingface_hub.errors import (
+        GatedRepoError,
         HFValidationError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
@@ -60,12 +65,24 @@ def download(
         ) from error
     except RevisionNotFoundError as error:
         raise CheckpointError(f"hub model {model!r} has no revision {revision!r}") from error
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"the hub gives {model!r} only to those who have accepted its terms, at "
+            f"{huggingface_hub.constants.ENDPOINT}/{model}, and are logged in: `hf auth login`, or "
+            "set HF_TOKEN"
+        ) from error
     except RepositoryNotFoundError as error:
         raise CheckpointError(
             f"model {model!r} is neither a directory here nor a model on the hub "
             "(or a private one: log in)"
         ) from error
-    except Exception as error:  # offline, a full disk, ...: huggingface_hub raises many types
+    except Exception as error:  # offline, ...: huggingface_hub raises many types
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+            place = download_dir or huggingface_hub.constants.HF_HUB_CACHE
+            raise CheckpointError(
+                f"cannot write {model!r} to {place}: {error.strerror}; `nanovllm rm` deletes "
+                "models, and download_dir names another place"
+            ) from error
         raise CheckpointError(
             f"cannot get {model!r} from the hub: {error} - it is not (wholly) in the local cache; "
             f"{way_online()}, or give a local directory"

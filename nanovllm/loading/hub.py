@@ -5,6 +5,8 @@ and no weights. Imports no torch.
 """
 
 import dataclasses
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from nanovllm.errors import CheckpointError
 from nanovllm.loading.download import check_name, download, hub_files, way_online
 from nanovllm.loading.files import check_file, is_gguf, local_path, read_json
 from nanovllm.options.config import Config
+from nanovllm.options.model_names import tag_of
 from nanovllm.options.validation import check_int, listed, shown
 
 _TOKENIZER_FILES = (
@@ -125,7 +128,8 @@ def open_checkpoint(
 
     Args:
         model: a local directory or a hub id, a GGUF file, or a file in a hub repository, such as
-            "owner/repo/model.gguf". What is local goes first.
+            "owner/repo/model.gguf", also by the end of its name: "owner/repo:Q4_K_M". What is
+            local goes first.
         download_dir: where downloads go; None is huggingface_hub's cache.
 
     Raises:
@@ -234,19 +238,49 @@ def _indexed_files(index: Path) -> list[Path]:
 def _find_gguf_file(model: str, revision: str | None, download_dir: str | None) -> Path | None:
     """Return the GGUF file that `model` names, here or on the hub; None if it names none."""
     local = local_path(model)
-    repo, _, name = model.rpartition("/")
+    if (tagged := tag_of(model)) and not local.exists():
+        model = _tagged_file(*tagged, revision, download_dir)
+        local = local_path(model)
     if not is_gguf(local) or local.is_dir():
         return None
     if local.exists():
         if not local.is_file():
             raise CheckpointError(f"{model!r} is not a regular file")
         return local.absolute()
-    if model.startswith(("/", ".", "~")) or repo.count("/") != 1:
+    if model.startswith(("/", ".", "~")) or model.count("/") < 2:
         raise CheckpointError(f"GGUF file {model!r} does not exist")
+    owner, repo, name = model.split("/", 2)
+    repo = f"{owner}/{repo}"
     path = download(repo, revision, [name], download_dir)
     if not check_file(path, name):
         raise CheckpointError(f"hub model {repo!r} has no file {name!r}, or it is not cached here")
     return path / name
+
+
+def _tagged_file(repo: str, tag: str, revision: str | None, download_dir: str | None) -> str:
+    """Return the one GGUF file of a hub repository whose name ends in `tag`, as REPO/FILE.
+
+    Raises:
+        CheckpointError: there is none, or there are several.
+    """
+    ending = re.compile(rf"(^|[-._/]){re.escape(tag)}\.gguf$", re.IGNORECASE)
+
+    def tagged(names: Iterable[str]) -> list[str]:
+        return [n for n in names if ending.search(n) and not Path(n).name.startswith("mmproj")]
+
+    path = _find_directory(repo, revision, download_dir, "model")
+    names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*.gguf"))
+    if not (found := tagged(names)):
+        names = [name for name in hub_files(repo, revision) if is_gguf(Path(name))] or names
+        found = tagged(names)
+    if len(found) == 1:
+        return f"{repo}/{found[0]}"
+    many = f"{len(found)} GGUF files" if found else "no GGUF file"
+    those = listed(found or names, _MAX_LISTED) or "no GGUF files"
+    raise CheckpointError(
+        f"hub model {repo!r} has {many} for the tag {tag!r}; name a file, as "
+        f"{repo}/FILE.gguf: it has {those}"
+    )
 
 
 def _only_gguf(path: Path, model: str, revision: str | None, download_dir: str | None) -> Path:

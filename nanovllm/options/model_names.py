@@ -1,7 +1,7 @@
 """Which words are meant as the name of a model, and what to write instead.
 
-Other programs name models in other ways: ollama by a word and a tag, llama.cpp by a repository and
-a tag, a browser by an address. Nothing here reads files or asks the hub.
+Other programs name models in other ways: ollama by a word and a tag, a browser by an address.
+Nothing here reads files or asks the hub.
 """
 
 import re
@@ -33,7 +33,7 @@ _SIZE = re.compile(r"[a-z][\w.-]*[-:]\d+(\.\d+)?[bm]([-.:_]\S*)?", re.IGNORECASE
 """Names that end, or nearly so, in a number of parameters: nous-hermes-2-7b, command-r:35b."""
 _HUB = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/+", re.IGNORECASE)
 _ID = re.compile(r"([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve)/[\w.-]+)?(/[\w./-]+\.gguf)?/?")
-_TAGGED = re.compile(r"([\w.-]+)/([\w.-]+):([\w.-]+)")
+_TAGGED = re.compile(r"([\w.-]+/[\w.-]+):([\w.-]+)")
 
 
 def looks_like_model(word: str) -> bool:
@@ -65,21 +65,24 @@ def no_model(word: str, more: str = "") -> str:
     )
 
 
+def tag_of(model: str) -> tuple[str, str] | None:
+    """Return the hub id and the tag of OWNER/NAME:TAG, which means a GGUF file of the repository.
+
+    It is None for any other name. The caller looks for a file of that name here first.
+    """
+    found = _TAGGED.fullmatch(model)
+    return (found[1], found[2]) if found else None
+
+
 def other_form(model: str) -> str | None:
     """Return the remedy for a model that is named as other programs name it; None for others.
 
     `model` is not a path on this machine.
     """
     text = _HUB.sub("", model, count=1)
-    if tagged := _TAGGED.fullmatch(text):
-        owner, name, tag = tagged.groups()
-        file = f"{re.sub('[-.]gguf$', '', name, flags=re.IGNORECASE)}-{tag}.gguf"
-        return (
-            f"model {model!r}: a hub id has no tag; name a file of the repository, such as "
-            f"'{owner}/{name}/{file}', or give '{owner}/{name}' for a list of its files"
-        )
     if text != model:
         found = _ID.fullmatch(text)
         meant = f"{found[1]}{found[2] or ''}" if found else "OWNER/NAME"
+        meant = text if tag_of(text) else meant
         return f"model {model!r}: give the hub id alone, {meant!r}"
     return no_model(model) if looks_like_model(model) else None

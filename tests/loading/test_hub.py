@@ -1,7 +1,5 @@
 """Finding a checkpoint's files in directories, the hub's cache, and a fake hub on localhost."""
 
-import hashlib
-import http.server
 import json
 import os
 import re
@@ -9,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -24,6 +21,7 @@ from nanovllm.loading.hub import (
     weight_files,
 )
 from tests.gguf_files import make_gguf
+from tests.hub_server import Hub
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 10}
 COMMITS = ("a" * 40, "b" * 40)
@@ -505,86 +503,6 @@ def test_offline_with_only_the_tokenizer_cached_does_not_ask_for_a_conversion(of
 # A hub on localhost.
 
 
-class Hub(http.server.ThreadingHTTPServer):
-    """The parts of the hub that a download needs: model info, the list of files, and the files."""
-
-    daemon_threads = True
-
-    def __init__(self, repositories):
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.repositories = repositories
-        self.fetched = []
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-def as_bytes(content):
-    return content if isinstance(content, bytes) else content.encode()
-
-
-class Answer(http.server.BaseHTTPRequestHandler):
-    def do_HEAD(self):
-        self.answer(with_body=False)
-
-    def do_GET(self):
-        self.answer(with_body=True)
-
-    def log_message(self, *args):
-        """Keep the test's output clean."""
-
-    def answer(self, with_body):
-        path = self.path.partition("?")[0]
-        api = re.fullmatch(r"/api/models/((?:\w+/)?\w+)(?:/(revision|tree)/(\w+))?", path)
-        resolve = re.fullmatch(r"/(\w+/\w+)/resolve/(\w+)/(.+)", path)
-        if api:
-            name, what, revision = api[1], api[2], api[3] or "main"
-        elif resolve:
-            name, what, revision = resolve[1], "resolve", resolve[2]
-        else:
-            return self.reply(404, b"")
-        repository = self.server.repositories.get(name)
-        if repository is None:
-            return self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
-        commit = repository["refs"].get(revision, revision)
-        files = repository["commits"].get(commit)
-        if files is None:
-            return self.reply(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        if what != "resolve":
-            return self.reply(200, json.dumps(self.listing(name, what, commit, files)).encode())
-        if resolve[3] not in files:
-            return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
-        body = as_bytes(files[resolve[3]])
-        if with_body:
-            self.server.fetched.append((commit, resolve[3]))
-        headers = {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": commit}
-        return self.reply(200, body, headers, with_body)
-
-    def listing(self, name, what, commit, files):
-        if what == "tree":
-            return [
-                {
-                    "type": "file",
-                    "path": path,
-                    "size": len(as_bytes(content)),
-                    "oid": hashlib.sha1(as_bytes(content)).hexdigest(),
-                }
-                for path, content in files.items()
-            ]
-        siblings = [{"rfilename": path} for path in files]
-        return {"id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": []}
-
-    def reply(self, status, body, headers=None, with_body=True):
-        self.send_response(status)
-        for key, value in (headers or {}).items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
-
-
 @pytest.fixture
 def hub():
     """A fake hub with a single-file model in two revisions, a sharded one and a pickled one."""
@@ -625,12 +543,8 @@ def hub():
             },
         }
     )
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with server.running():
+        yield server
 
 
 @pytest.fixture
@@ -767,6 +681,21 @@ def test_a_gguf_file_of_the_hub(gguf_hub, client, model, name):
     assert [file for _, file in gguf_hub.fetched] == [name]
     if model == "org/one":
         assert client(model, HF_HUB_OFFLINE="1") == found
+
+
+def test_a_gguf_file_of_the_hub_by_its_tag(gguf_hub, client):
+    files = next(iter(gguf_hub.repositories["org/two"]["commits"].values()))
+    files["model-Q8_0.gguf"] = files.pop("a.gguf")
+    files["mmproj-q8_0.gguf"] = files["model-Q8_0.gguf"]
+    files["model-Q4_K.gguf"] = files["model-Q4_K_M.gguf"] = files.pop("b.gguf")
+    found = client("org/two:q8_0")
+    assert list(found["weights"]) == ["model-Q8_0.gguf"]
+    assert [file for _, file in gguf_hub.fetched] == ["model-Q8_0.gguf"]
+    assert client("org/two:Q8_0", HF_HUB_OFFLINE="1") == found
+    assert list(client("org/two:Q4_K")["weights"]) == ["model-Q4_K.gguf"]
+    error = client("org/two:Q5_0")["error"]
+    assert "hub model 'org/two' has no GGUF file for the tag 'Q5_0'; name a file" in error
+    assert "it has mmproj-q8_0.gguf, model-Q4_K.gguf, m" in error
 
 
 def test_gguf_files_of_the_hub_of_which_none_is_named(gguf_hub, client):

@@ -53,8 +53,7 @@ def test_words_of_prompts(word: str) -> None:
         ("https://huggingface.co/a/b/tree/main", "give the hub id alone, 'a/b'"),
         ("https://huggingface.co/a/b/blob/main/c.gguf", "give the hub id alone, 'a/b/c.gguf'"),
         ("https://hf.co/", "give the hub id alone, 'OWNER/NAME'"),
-        ("owner/repo:Q8_0", "such as 'owner/repo/repo-Q8_0.gguf', or give 'owner/repo' for"),
-        ("hf.co/owner/Repo-GGUF:Q4_K_M", "such as 'owner/Repo-GGUF/Repo-Q4_K_M.gguf'"),
+        ("hf.co/owner/Repo-GGUF:Q4_K_M", "give the hub id alone, 'owner/Repo-GGUF:Q4_K_M'"),
     ],
 )
 def test_names_of_other_programs_get_the_remedy(model: str, meant: str) -> None:
@@ -65,6 +64,8 @@ def test_names_of_other_programs_get_the_remedy(model: str, meant: str) -> None:
     assert repr(model) in str(caught.value)
 
 
-@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "gpt2", "a/b/c.gguf", "/no/such", "a:b/c"])
+@pytest.mark.parametrize(
+    "model", ["Qwen/Qwen3-0.6B", "gpt2", "a/b/c.gguf", "/no/such", "a:b/c", "a/b:Q8_0"]
+)
 def test_other_names_are_left_to_the_hub(model: str) -> None:
     assert other_form(model) is None

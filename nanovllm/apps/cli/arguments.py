@@ -8,12 +8,13 @@ from pathlib import Path
 from nanovllm import __version__, demo_model
 from nanovllm.apps.cli.batch import add_batch
 from nanovllm.apps.cli.flag_groups import add_engine_flags, add_sampling_flags
+from nanovllm.apps.cli.hub import add_hub_commands
 from nanovllm.apps.cli.models import add_models
 from nanovllm.apps.server.options import add_server_flags
 from nanovllm.errors import ConfigError
 from nanovllm.options.flags import Parser, add_other_flags, json_object
 from nanovllm.options.model_names import looks_like_model, no_model
-from nanovllm.options.validation import shown
+from nanovllm.options.validation import listed, shown
 
 MAX_LOGPROBS = 20
 """max_logprobs of a server if no flag sets it, as OpenAI's."""
@@ -25,7 +26,7 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
     """Return the parsed arguments, with the function of the command in `command`.
 
     Args:
-        commands: `generate`, `chat` and `serve`, which take a MODEL.
+        commands: `generate`, `chat`, `run` and `serve`, which take a MODEL.
 
     Raises:
         ConfigError: a command, a flag or a word is not known.
@@ -39,10 +40,11 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
         _add_command(added, command)
     add_batch(added)
     add_models(added)
+    add_hub_commands(added)
     args, rest = parser.parse_known_args(argv)
     rest = args.parser.words(rest)
     if args.command is None:
-        args.parser.error("COMMAND is missing: generate, chat, serve, batch or models")
+        args.parser.error(f"COMMAND is missing: {listed(list(added.choices), len(added.choices))}")
     if hasattr(args, "takes"):
         if rest:
             args.parser.error(f"{args.takes}, got {shown(rest[0])}")
@@ -50,7 +52,7 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
     if rest and "prompt" not in args:
         name = args.command.__name__
         args.parser.error(f"{name} takes a MODEL and no prompts, got {shown(rest[0])}")
-    if rest:  # prompts after a flag: argparse itself does not accept them there
+    elif rest:  # prompts after a flag: argparse itself does not accept them there
         args.prompt += rest
     if args.model_flag is not None:
         _take_model_flag(args)
@@ -110,8 +112,8 @@ def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Comman
         ),
     )
     parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
-    if name == "chat":
-        _add_chat_flags(parser)
+    if name in ("chat", "run"):
+        _add_chat_flags(parser, may_have_url=name == "chat")
     elif is_generate:
         _add_generate_flags(parser)
     defaults = {"max_logprobs": str(MAX_LOGPROBS)} if name == "serve" else {}
@@ -126,17 +128,18 @@ def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Comman
         add_sampling_flags(parser, is_chat=None if is_generate else True)
 
 
-def _add_chat_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "--url",
-        "--base-url",
-        help="Talk to the server at this URL; MODEL is then one of its models, or its first.",
-    )
-    parser.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="API key of that server. (default: the environment variable OPENAI_API_KEY)",
-    )
+def _add_chat_flags(parser: Parser, *, may_have_url: bool) -> None:
+    if may_have_url:
+        parser.add_argument(
+            "--url",
+            "--base-url",
+            help="Talk to the server at this URL; MODEL is then one of its models, or its first.",
+        )
+        parser.add_argument(
+            "--api-key",
+            metavar="KEY",
+            help="API key of that server. (default: the environment variable OPENAI_API_KEY)",
+        )
     parser.add_argument("--system", metavar="TEXT", help="The system message. (default: none)")
     parser.add_argument(
         "--chat-template-kwargs",

@@ -1,4 +1,4 @@
-"""The command line: `nanovllm generate`, `chat`, `serve`, `batch` and `models`.
+"""The command line: `nanovllm generate`, `chat`, `run` and `serve`, with the other commands.
 
 Each field of Config and of SamplingParams is a flag. What can be checked without the model
 is checked before it is loaded.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm import demo_model
 from nanovllm.apps.cli.arguments import parse
 from nanovllm.apps.cli.flag_groups import CHAT_SAMPLING, MAX_TOKENS, RECOMMENDED
+from nanovllm.apps.cli.hub import pull_if_absent
 from nanovllm.apps.cli.repl import Chat, Settings
 from nanovllm.apps.cli.sources import (
     Message,
@@ -78,7 +79,7 @@ def _run(argv: Seq[str] | None) -> int:
 
 
 def _parse(argv: Seq[str] | None) -> argparse.Namespace:
-    return parse(argv, (generate, chat, serve))
+    return parse(argv, (generate, chat, run, serve))
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -140,6 +141,14 @@ def chat(args: argparse.Namespace) -> int:
     else:
         conversation.run(joined_lines(piped_lines()))
     return 0
+
+
+def run(args: argparse.Namespace) -> int:
+    """Chat with a model by its name: pull it first if it is not here."""
+    if args.names_model:
+        options = given_fields(Config, args)
+        pull_if_absent(args.model, options.get("revision"), options.get("download_dir"))
+    return chat(args)
 
 
 def serve(args: argparse.Namespace) -> int:

@@ -38,19 +38,19 @@ def models(args: argparse.Namespace) -> int:
     if args.model is None:
         rows = model_report.all_supported()
         lines = [(row["architecture"], f"{row['models']}: {row['layers']}") for row in rows]
-        _print(rows if args.json else _table(lines))
+        print_result(rows if args.json else table(lines))
         return 0
     found = model_report.report(args.model)
-    _print(found if args.json else _table(_lines(found)))
+    print_result(found if args.json else table(report_lines(found)))
     return 0 if found["supported"] else REFUSED
 
 
-def _print(found: Any) -> None:
+def print_result(found: Any) -> None:
     text = found if isinstance(found, str) else json.dumps(found, indent=2)
     write(text + "\n")
 
 
-def _table(rows: Iterable[tuple[str, str]]) -> str:
+def table(rows: Iterable[tuple[str, str]]) -> str:
     """Return two columns. At a terminal the second one is wrapped."""
     rows = list(rows)
     first = max(len(name) for name, _ in rows) + 2
@@ -62,7 +62,7 @@ def _table(rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def report_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the rows of the report."""
     yield "architecture", found["architecture"]
     if not found["supported"]:
@@ -86,18 +86,21 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "logits", f"soft cap {found['logit_softcap']:g}"
     yield "left out", ", ".join(found["left_out"]) or "nothing"
     memory = found["memory"]
-    yield "weights", f"{_size(memory['weights_bytes'])} as stored, by its {memory['weights_from']}"
+    yield (
+        "weights",
+        f"{size_text(memory['weights_bytes'])} as stored, by its {memory['weights_from']}",
+    )
     for form in ("int8", "int4"):
         if memory[f"{form}_bytes"] is not None:
-            yield f"as {form}", _size(memory[f"{form}_bytes"])
+            yield f"as {form}", size_text(memory[f"{form}_bytes"])
         elif not found["quantization"]:
             yield f"as {form}", "not possible: a layer's inputs are not a multiple of 32"
     window = ""
     if memory["kv_window_bytes"]:
-        window = f", and {_size(memory['kv_window_bytes'])} a sequence for windows"
-    yield "KV cache", f"{_size(memory['kv_token_bytes'])} a token{window}"
+        window = f", and {size_text(memory['kv_window_bytes'])} a sequence for windows"
+    yield "KV cache", f"{size_text(memory['kv_token_bytes'])} a token{window}"
     if memory["state_bytes"]:
-        yield "state", f"{_size(memory['state_bytes'])} a sequence"
+        yield "state", f"{size_text(memory['state_bytes'])} a sequence"
     yield "4 GiB of KV", f"a text of {memory['pool_tokens']} tokens"
 
 
@@ -153,7 +156,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     """Return bytes in the unit that leaves one to four digits before the point."""
     size = float(num_bytes)
     unit = "bytes"
