@@ -59,10 +59,11 @@ FOLDERS = {
     "layers": Folder("attention loading kernels options utils", torch=True),
     "server": Folder("chat loading engine llm async_llm options utils", torch=False),
     "lm_eval": Folder("chat llm options", torch=False),
+    "router": Folder("options server utils", torch=False),
     "batch": Folder("async_llm loading.files options server utils.strict_json", torch=False),
     "cli": Folder(
         "batch demo_model llm async_llm loading.files loading.hub_cache options ray.row_pool "
-        "server utils worker.model_report",
+        "router server utils worker.model_report",
         torch=False,
     ),
     "__main__": Folder("cli", torch=False),

@@ -154,7 +154,8 @@ class Config:
     """Maximum length of a sequence, prompt and output together. A value above the model's number of
     positions is reduced to it."""
     gpu_memory_utilization: Annotated[float, check_float, 0.01, 1.0] = 0.9
-    """Fraction of each GPU's memory that this engine may use, weights included."""
+    """Fraction of each GPU's memory that this engine may use, weights included. On a CPU it is one
+    of the machine's memory, and bounds the KV pool alone."""
     tensor_parallel_size: Annotated[int, check_int, 1, 1024] = 1
     """Number of processes that share each layer; above 1, each is a spawned process."""
     distributed_executor_backend: Annotated[str | None, check_choice, EXECUTOR_BACKENDS] = None

@@ -52,7 +52,9 @@ def num_blocks_that_fit(
         num_graph_bytes = warm_up()
         budget = _cuda_budget(config.gpu_memory_utilization, device) - num_graph_bytes
     else:
-        budget = min(_CPU_POOL_BYTES, available_memory() // 2 // config.tensor_parallel_size)
+        ranks = config.tensor_parallel_size
+        share = int(_memory_limit() * config.gpu_memory_utilization) // ranks - _resident_memory()
+        budget = min(_CPU_POOL_BYTES, available_memory() // 2 // ranks, share)
     blocks = min(max(max(budget, 0) // block_bytes - num_reserved, 0), max_blocks)
     logger.info(
         "KV pool: %d blocks of %d bytes (%.2f GiB)",
@@ -146,6 +148,30 @@ def available_memory() -> int:
         except (OSError, ValueError):  # other cgroup version, no cgroup, or "max" (no limit)
             continue
     return max(available, 0)
+
+
+def _memory_limit() -> int:
+    """Return the bytes of the machine, or fewer if this process's cgroup has a limit."""
+    try:
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        limit = 4 * _CPU_POOL_BYTES
+    for limit_file, _ in _CGROUP_FILES:
+        try:
+            with open(limit_file) as file:
+                limit = min(limit, int(file.read()))
+        except (OSError, ValueError):  # as in available_memory
+            continue
+    return limit
+
+
+def _resident_memory() -> int:
+    """Return the bytes that this process has in memory now; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):
+        return 0
 
 
 def _page_cache(limit_file: str) -> int:

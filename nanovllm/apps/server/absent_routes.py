@@ -5,7 +5,7 @@ A table only.
 
 _NO_SOUND = "the models here read text only"
 _IN_PROCESS = "weights change in the process that trains: use LLM or AsyncLLM there"
-_PAUSE = "new weights and sleep end or await the requests in flight: use LLM or AsyncLLM"
+_PAUSE = "new weights end or await the requests in flight: use LLM or AsyncLLM"
 _TEXT_ONLY_CACHE = "the models here read text only, so there is no such cache"
 _RENDER = "use POST /tokenize with messages, which returns the tokens of a conversation"
 _OPENAI = "use POST /v1/chat/completions"
@@ -44,7 +44,7 @@ ABSENT_ROUTES = {
     "/get_world_size": "it is --tensor-parallel-size",
     **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), _NO_ELASTIC),
     **dict.fromkeys(("/pause", "/resume", "/is_paused"), _PAUSE),
-    **dict.fromkeys(("/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory"), _PAUSE),
+    "/release_kv_cache_memory": "use POST /sleep",
     **dict.fromkeys(
         (
             *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"),

@@ -17,6 +17,7 @@ from nanovllm.apps.server import (
     profile_route as profile,
     prometheus as metrics,
     responses_route as responses,
+    sleep_route as sleep,
     status,
     tokens,
 )
@@ -28,6 +29,14 @@ from nanovllm.apps.server.state import ServerState
 from nanovllm.async_llm import AsyncLLM
 
 _ERROR: dict[str, Any] = {"model": Error, "description": "Error"}
+
+ROUTERS = tuple(
+    module.router
+    for module in (
+        *(chat, completions, responses, messages, pooling),
+        *(models, tokens, metrics, sleep, status),
+    )
+)
 
 
 def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
@@ -42,13 +51,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
         responses={"4XX": _ERROR, "5XX": _ERROR},
     )
     app.state.server = ServerState(llm, options)
-    routers = [
-        m.router
-        for m in (
-            *(chat, completions, responses, messages, pooling),
-            *(models, tokens, metrics, status),
-        )
-    ]
+    routers = [*ROUTERS]
     if llm.engine.config.profile_dir is not None:
         routers.append(profile.router)
     for router in routers:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -51,7 +52,7 @@ class JSONRoute(APIRoute):
         async def handle_strictly(request: Request) -> Response:
             if not has_body:
                 return await handle(request)
-            _check_content_type(request)
+            check_content_type(request.headers)
             return await handle(_JSONRequest(request.scope, request.receive))
 
         return handle_strictly
@@ -91,8 +92,9 @@ def parse(body: bytes) -> Any:
     return value
 
 
-def _check_content_type(request: Request) -> None:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+def check_content_type(headers: Headers) -> None:
+    """Raise APIError, status 415, if a request's body is not said to be JSON."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         given = shown(kind) if kind else "none"
         raise APIError(

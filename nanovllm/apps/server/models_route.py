@@ -68,14 +68,15 @@ async def list_models(request: Request) -> ModelList:
     """List the model and its adapters."""
     server = state_of(request)
     adapters = server.adapters.by_name.values()
-    return ModelList(data=[_card(server), *(_card(server, adapter) for adapter in adapters)])
+    cards = [*(_card(server, name=name) for name in server.names)]
+    return ModelList(data=[*cards, *(_card(server, adapter) for adapter in adapters)])
 
 
 @router.get("/v1/models/{model:path}")
 async def get_model(request: Request, model: str) -> ModelCard:
     """Describe the model."""
     server = state_of(request)
-    return _card(server, server.check_model(model))
+    return _card(server, server.check_model(model), server.name_in_answer(model))
 
 
 @router.post("/v1/load_lora_adapter")
@@ -97,9 +98,11 @@ async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> PlainT
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-def _card(server: ServerState, adapter: LoRARequest | None = None) -> ModelCard:
+def _card(
+    server: ServerState, adapter: LoRARequest | None = None, name: str | None = None
+) -> ModelCard:
     return ModelCard(
-        id=server.model_name if adapter is None else adapter.lora_name,
+        id=name or server.model_name if adapter is None else adapter.lora_name,
         created=server.start_time,
         root=server.llm.engine.config.model if adapter is None else adapter.lora_path,
         parent=None if adapter is None else adapter.base_model_name or server.model_name,

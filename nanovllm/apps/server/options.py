@@ -50,6 +50,15 @@ def _path(error: Error, name: str, value: Any) -> str:
     return value
 
 
+def _names(error: Error, name: str, value: Any) -> str:
+    given = check_text(error, name, value)
+    names = given.split(",")
+    if not all(each and each == each.strip() for each in names) or len({*names}) < len(names):
+        rule = "must be a name, or several different ones with commas between"
+        raise error(f"{name} {rule}, got {shown(value)}")
+    return given
+
+
 @strict_keywords(ConfigError)
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
@@ -69,9 +78,9 @@ class ServerOptions:
         default=(), repr=False
     )
     """Keys, one of which a request must bring; without keys everyone is let in."""
-    served_model_name: Annotated[str | None, check_text] = None
-    """Name of the model in requests and answers; None is the last part of its path, or its hub
-    id."""
+    served_model_name: Annotated[str | None, _names] = None
+    """Name of the model in requests and answers, or several with commas between; None is the last
+    part of its path, or its hub id."""
     lora_modules: Annotated[tuple[str, ...], check_texts] = ()
     """LoRA adapters that requests can name as their model, each name=path, or JSON such as {"name":
     "sql", "path": "/adapters/sql"}. They need enable_lora."""
@@ -112,6 +121,8 @@ class ServerOptions:
     """Format of tool calls in answers; "auto" recognises it by the chat template."""
     reasoning_parser: Annotated[str, check_text] = "auto"
     """Format of reasoning in answers; "auto" recognises it by the chat template."""
+    enable_sleep_mode: bool = False
+    """Let clients put the engine to sleep and wake it up, with POST /sleep and /wake_up."""
     log_level: Annotated[str, check_choice, LEVELS] = "info"
     """Least level of what is logged: debug has the probes of /health and /metrics too, info each
     request and what the engine chose at its start."""

@@ -48,7 +48,7 @@ _FLUSH_SECONDS = 2
 _EXIT_SECONDS = 10
 """For the engine to end."""
 _WATCH_SECONDS = 0.5
-_OTHER_FILES = 256
+OTHER_FILES = 256
 """Files that the process opens besides its connections."""
 
 
@@ -61,7 +61,7 @@ def serve(args: argparse.Namespace) -> int:
     check_adapter_options(options, Config(**engine_options))
     find_answer_format(None, options.tool_call_parser, options.reasoning_parser)  # checks them
     log = Log(options.log_level, options.log_format, options.log_config)
-    _allow_files(options.max_connections + _OTHER_FILES)
+    allow_files(options.max_connections + OTHER_FILES)
     with bound_socket(options) as listener:
         start = time.monotonic()
         log.tell(f"nanovllm: loading {model_name(args.model)}")
@@ -81,12 +81,30 @@ def serve(args: argparse.Namespace) -> int:
     return 0 if app.state.server.failure is None else 1
 
 
-def _allow_files(number: int) -> None:
+def allow_files(number: int) -> None:
     """Let the process open this many files, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < number:
         most = number if hard == resource.RLIM_INFINITY else min(number, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def http_config(app: Any, options: ServerOptions) -> uvicorn.Config:
+    """Return how uvicorn runs an app: with the limits of the options, and no log of its own."""
+    return uvicorn.Config(
+        app,
+        http=connection_class(options.read_timeout, options.max_connections),
+        loop="asyncio",  # not uvloop, even where another package has brought it
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+    )
 
 
 class Server(uvicorn.Server):
@@ -106,22 +124,7 @@ class Server(uvicorn.Server):
         self._tell = tell
         self._tasks: list[asyncio.Task[None]] = []
         self._was_asked = False
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=connection_class(options.read_timeout, options.max_connections),
-                loop="asyncio",  # not uvloop, even where another package has brought it
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=_FLUSH_SECONDS,
-                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            )
-        )
+        super().__init__(http_config(app, options))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening, and watching the engine."""
@@ -133,13 +136,15 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, and close the connections."""
-        _remove(self._listener)  # while it is open: its path may be another server's afterwards
+        remove_socket(
+            self._listener
+        )  # while it is open: its path may be another server's afterwards
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain; at the second signal, end the process."""
         if self._was_asked or not self.started:
-            _remove(self._listener)
+            remove_socket(self._listener)
             os._exit(128 + sig)
         self._was_asked = True
         asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
@@ -200,7 +205,7 @@ def bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
                 advice = "choose another --port, or 0 for any"
             reason = error.strerror or error
             raise ConfigError(f"cannot listen on {where}: {reason}; {advice}") from None
-        stack.callback(_remove, listener)
+        stack.callback(remove_socket, listener)
         yield listener
 
 
@@ -215,7 +220,7 @@ def _bind_unix(listener: socket.socket, path: str) -> None:
     os.chmod(path, 0o600)
 
 
-def _remove(listener: socket.socket) -> None:
+def remove_socket(listener: socket.socket) -> None:
     """Remove the file of a Unix socket."""
     with contextlib.suppress(OSError):
         if listener.family == socket.AF_UNIX and listener.fileno() >= 0:
@@ -227,13 +232,10 @@ def _show_banner(log: Log, server: ServerState, listener: socket.socket, seconds
     options = server.options
     info = server.llm.engine.worker_info
     tokens = kv_cache_tokens(info)
+    url = url_of(options, listener)
+    curl = f"curl {url}"
     if options.uds:
         curl = f"curl --unix-socket {options.uds} http://localhost"
-        url = f"unix:{options.uds}"
-    else:
-        host, port, *_ = listener.getsockname()
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        curl = f"curl {url}"
     log.tell(f"nanovllm: {server.model_name} is ready after {seconds:.1f} s at {url}")
     log.tell(f"  dtype {server.llm.engine.config.dtype}, max_model_len {server.max_model_len}")
     log.tell(
@@ -253,6 +255,19 @@ def _show_banner(log: Log, server: ServerState, listener: socket.socket, seconds
             body = {"messages": [{"role": "user", "content": "What is paged attention?"}]}
         log.tell(f"  try: {curl}/v1/{path} {json_type}{key} \\")
         log.tell(f"       -d '{json.dumps(body)}'")
+    warn_if_open(log, options)
+
+
+def url_of(options: ServerOptions, listener: socket.socket) -> str:
+    """Return the URL of a bound server."""
+    if options.uds:
+        return f"unix:{options.uds}"
+    host, port, *_ = listener.getsockname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def warn_if_open(log: Log, options: ServerOptions) -> None:
+    """Warn of a server that others can reach without a key."""
     if not (options.is_local or options.api_keys):
         log.tell(
             f"  WARNING: anyone who can reach {options.host} can use it: give --api-key, or leave "

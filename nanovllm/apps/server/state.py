@@ -40,14 +40,16 @@ class ServerState:
         tokenizer = engine.input_processor.tokenizer
         self.llm = llm
         self.options = options
-        self.model_name = options.served_model_name or model_name(engine.config.model)
-        """Name of the model in answers."""
+        given = options.served_model_name
+        self.names = given.split(",") if given else [model_name(engine.config.model)]
+        self.model_name = self.names[0]
+        """Name of the model in answers to requests that do not name it."""
         digest = hashlib.sha256(repr((engine.config, engine.worker_info.num_blocks)).encode())
         self.fingerprint = f"nanovllm-{__version__}-{digest.hexdigest()[:8]}"
         """Names what makes the answers: version and model."""
         self.adapters = Adapters(
             options.lora_modules,
-            (self.model_name, engine.config.model),
+            (*self.names, engine.config.model),
             engine.input_processor.find_adapter,
             options.lora_directory,
         )
@@ -114,12 +116,12 @@ class ServerState:
         Raises:
             APIError: status 404: there is no such model.
         """
-        if name in (None, self.model_name, self.llm.engine.config.model):
+        if name in (None, *self.names, self.llm.engine.config.model):
             return None
         adapters = self.adapters.by_name
         if name in adapters:
             return adapters[name]
-        known = ", ".join(map(shown, [self.model_name, *islice(adapters, _MOST_NAMES)]))
+        known = ", ".join(map(shown, [*self.names, *islice(adapters, _MOST_NAMES)]))
         if len(adapters) > _MOST_NAMES:
             known += ", ..."
         raise APIError(

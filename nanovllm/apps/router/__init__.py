@@ -1,0 +1,1 @@
+"""Several models in one server: an engine in a process for each, behind one address."""

@@ -1,0 +1,155 @@
+"""One engine: `nanovllm serve` in a process of its own, on a Unix socket that only we can use."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence as Seq
+
+import httpx
+
+from nanovllm.errors import ServerError
+
+_COMMAND = """
+import ctypes, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end when the router does
+from nanovllm.apps.cli.main import main
+sys.exit(main())
+"""
+_POLL_SECONDS = 0.05
+_END_SECONDS = 10.0
+_MAX_LINE = 2**16
+_KEPT_LINES = 20
+_ERROR = re.compile(r"nanovllm: (.*)")
+
+
+class EngineProcess:
+    """A process that serves one model, and the client that talks to it.
+
+    Args:
+        words: the arguments of the command `nanovllm`.
+        path: of the socket; its directory must be one that only this user can enter.
+        environment: of the process.
+        tell: gets each line of its log.
+    """
+
+    def __init__(
+        self,
+        words: Seq[str],
+        path: str,
+        environment: Mapping[str, str],
+        tell: Callable[[str], object],
+    ) -> None:
+        self._words = [*words, f"--uds={path}", "--enable-sleep-mode"]
+        self._environment = dict(environment)
+        self._tell = tell
+        self._tail: deque[str] = deque(maxlen=_KEPT_LINES)
+        self.client = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(
+                uds=path, limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
+            ),
+            base_url="http://localhost",
+            timeout=None,
+        )
+        key = self._environment.get("NANOVLLM_API_KEY", "").partition(",")[0]
+        if key:
+            self.client.headers["Authorization"] = f"Bearer {key}"
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the process."""
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _COMMAND, *self._words),
+            env=self._environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the router, which ends its engines in order
+            limit=_MAX_LINE,
+        )
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def wait_until_ready(self) -> None:
+        """Return when the model is loaded.
+
+        Raises:
+            ServerError: the process ended, with the reason from its log.
+        """
+        while True:
+            if not self.is_alive:
+                raise ServerError(await self.reason())
+            with contextlib.suppress(httpx.TransportError):
+                if (await self.client.get("/ready")).status_code == 200:
+                    return
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def ended(self) -> str:
+        """Return, when the process has ended, why."""
+        assert self._process is not None
+        await self._process.wait()
+        return await self.reason()
+
+    async def reason(self) -> str:
+        """Return why the process ended: the error in its log, or the signal."""
+        assert self._process is not None
+        assert self._reading is not None
+        status = await self._process.wait()
+        await asyncio.wait([self._reading], timeout=1.0)
+        errors = [found[1] for line in self._tail if (found := _ERROR.fullmatch(line))]
+        if status < 0:
+            name = signal.Signals(-status).name
+            why = ": the system may lack memory" if name == "SIGKILL" else ""
+            return f"its process was ended by {name}{why}"
+        return errors[-1] if errors else f"its process ended with status {status}"
+
+    async def call(self, path: str) -> bool:
+        """Post to a route without a body; return whether it worked."""
+        try:
+            return (await self.client.post(path)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def stop(self) -> None:
+        """End the process; requests that it still has are lost."""
+        if self.is_alive:
+            assert self._process is not None
+            self._process.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), _END_SECONDS)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                await self._process.wait()
+        await self.client.aclose()
+
+    async def _read(self) -> None:
+        """Pass on the lines of the log, and keep the last."""
+        assert self._process is not None
+        stream = self._process.stderr
+        assert stream is not None
+        while True:
+            try:
+                raw = await stream.readline()
+            except ValueError:  # a line over the limit, which is dropped
+                continue
+            if not raw:
+                return
+            line = raw.decode(errors="replace").rstrip()
+            self._tail.append(line)
+            if line and not line.startswith(" "):  # what the banner tells of the socket
+                self._tell(line)
