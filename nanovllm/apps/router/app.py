@@ -32,8 +32,10 @@ from nanovllm.apps.server.status import page
 
 _MANY_BODIES = 64
 """At most this many bodies of max_body_bytes are in memory."""
-_METRICS_SECONDS = 5.0
+_ASK_SECONDS = 5.0
 """An engine that does not answer in time is left out of /metrics."""
+_ANSWERING = ("loaded", "sleeping")
+"""The states in which an engine tells its numbers."""
 _NOT_PASSED = (
     *("/sleep", "/wake_up", "/is_sleeping"),  # the router's business
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),  # which the router would not know
@@ -109,6 +111,16 @@ def _add_own_routes(app: FastAPI, models: Models) -> None:
         found = _cards(model, start_time)
         return next((card for card in found if card["id"] == name), found[0])
 
+    @app.get("/status.json")
+    async def status(model: str | None = None) -> Response:
+        """Return the load of a model, by default of the first that is loaded; load none."""
+        named = [models.find(model)] if model else models.all
+        for each in named:
+            if each.is_alive and each.state in _ANSWERING:
+                text = await _asked(each, "/status.json")
+                return Response(text, media_type="application/json")
+        raise APIError(503, "no model is loaded now", code="no_model_loaded")
+
     @app.get("/metrics")
     async def metrics() -> Response:
         text = await _metrics(models)
@@ -155,21 +167,20 @@ def _cards(model: Model, start_time: int) -> list[dict[str, Any]]:
 
 async def _metrics(models: Models) -> bytes:
     """Return the metrics of all engines with a label `model`, and the router's own."""
-    running = [
-        model for model in models.all if model.engine and model.state in ("loaded", "sleeping")
-    ]
-    texts = await asyncio.gather(*(_metrics_of(model) for model in running))
+    running = [model for model in models.all if model.is_alive and model.state in _ANSWERING]
+    texts = await asyncio.gather(*(_asked(model, "/metrics") for model in running))
     registry = CollectorRegistry()
     registry.register(_Merged([(m.name, text) for m, text in zip(running, texts, strict=True)]))
     registry.register(_Own(models))
     return generate_latest(registry)
 
 
-async def _metrics_of(model: Model) -> str:
+async def _asked(model: Model, path: str) -> str:
+    """Return what a running engine answers; "" if it does not in time."""
     assert model.engine is not None
     with contextlib.suppress(httpx.HTTPError, TimeoutError):
-        async with asyncio.timeout(_METRICS_SECONDS):
-            return (await model.engine.client.get("/metrics")).text
+        async with asyncio.timeout(_ASK_SECONDS):
+            return (await model.engine.client.get(path)).text
     return ""
 
 

@@ -58,6 +58,8 @@ class EngineProcess:
         key = self._environment.get("NANOVLLM_API_KEY", "").partition(",")[0]
         if key:
             self.client.headers["Authorization"] = f"Bearer {key}"
+        self.is_stopping = False
+        """Whether we end the process, if it ends."""
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -126,6 +128,7 @@ class EngineProcess:
 
     async def stop(self) -> None:
         """End the process; requests that it still has are lost."""
+        self.is_stopping = True
         if self.is_alive:
             assert self._process is not None
             self._process.terminate()

@@ -69,7 +69,12 @@ class Model:
     @property
     def is_open(self) -> bool:
         """Whether a request may use the engine now."""
-        return self.state == "loaded" and not self.is_leaving
+        return self.state == "loaded" and self.is_alive and not self.is_leaving
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its engine has a process."""
+        return self.engine is not None and self.engine.is_alive
 
 
 class Models:
@@ -218,7 +223,7 @@ class Models:
                 await self._make_room(model)
                 model.has_room = True
             async with model.changing:
-                if model.state != "loaded":
+                if model.state != "loaded" or not model.is_alive:
                     async with asyncio.timeout(self._router.load_timeout):
                         await self._bring_up(model)
         except (ServerError, TimeoutError, OSError) as error:
@@ -319,14 +324,16 @@ class Models:
     async def _watch(self, model: Model, engine: EngineProcess) -> None:
         """When an engine dies by itself, free its place, and start it again if it was of use."""
         reason = await engine.ended()
-        if model.engine is not engine or model.state == "loading":  # who loads it sees that
+        if engine.is_stopping or (model.engine is engine and model.state == "loading"):
+            return  # who loads it sees it
+        model.num_deaths += 1
+        self.log.tell(f"nanovllm: the engine of {model.name} has died: {reason}")
+        if model.engine is not engine:  # another has its place already
             return
         was_loaded = model.state in ("loaded", "unloading")
         model.engine = None
-        model.num_deaths += 1
         model.failure = reason
         self._set(model, "unloaded", has_room=False)
-        self.log.tell(f"nanovllm: the engine of {model.name} has died: {reason}")
         await engine.stop()
         if was_loaded and time.monotonic() - model.loaded_at > _STABLE_SECONDS:
             self._load_soon(model)

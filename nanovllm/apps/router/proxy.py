@@ -46,23 +46,21 @@ class Proxy:
             await _until_gone(receive, self._answer(scope, model, body, send))
 
     async def _answer(self, scope: Scope, model: Model, body: bytes, send: Send) -> None:
-        async with self._models.use(model) as engine:
-            answer = _Answer(scope["path"], model, send)
-            request = httpx.Request(
-                scope["method"],
-                _url(scope),
-                headers=_passed(scope["headers"], _OF_REQUEST),
-                content=body,
-            )
-            try:
-                response = await engine.client.send(request, stream=True)
-                async with contextlib.aclosing(response):
-                    await answer.start(response)
-                    async for piece in response.aiter_raw():
-                        await answer.write(piece)
-                await answer.end()
-            except httpx.HTTPError:  # the engine has died
-                await answer.break_off()
+        headers = _passed(scope["headers"], _OF_REQUEST)
+        request = httpx.Request(scope["method"], _url(scope), headers=headers, content=body)
+        answer = _Answer(scope["path"], model, send)
+        for has_another_try in (True, False):
+            async with self._models.use(model) as engine:
+                try:
+                    await answer.pass_on(engine.client, request)
+                    return
+                except httpx.ConnectError:  # the engine died before it saw the request
+                    if not has_another_try:
+                        raise answer.error from None
+                except httpx.HTTPError:
+                    await answer.break_off()
+                    return
+            await engine.ended()
 
 
 class _Answer:
@@ -70,19 +68,30 @@ class _Answer:
 
     def __init__(self, path: str, model: Model, send: Send) -> None:
         self._path = path
-        self._model = model
         self._send = send
         self._has_started = False
         self._is_stream = False
-
-    async def start(self, response: httpx.Response) -> None:
-        headers = _passed(response.headers.raw, _OF_CONNECTION)
-        kind = response.headers.get("content-type", "")
-        self._is_stream = kind.startswith("text/event-stream")
-        self._has_started = True
-        await self._send(
-            {"type": "http.response.start", "status": response.status_code, "headers": headers}
+        self.error = APIError(
+            500, f"the engine of {model.name!r} has died; try again", code="engine_dead"
         )
+
+    async def pass_on(self, client: httpx.AsyncClient, request: httpx.Request) -> None:
+        """Send a request to the engine, and the client what comes back, piece by piece.
+
+        Raises:
+            httpx.HTTPError: the engine has died.
+        """
+        response = await client.send(request, stream=True)
+        async with contextlib.aclosing(response):
+            headers = _passed(response.headers.raw, _OF_CONNECTION)
+            kind = response.headers.get("content-type", "")
+            self._is_stream = kind.startswith("text/event-stream")
+            self._has_started = True
+            status = response.status_code
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
+            async for piece in response.aiter_raw():
+                await self.write(piece)
+        await self.end()
 
     async def write(self, piece: bytes) -> None:
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -96,13 +105,10 @@ class _Answer:
         An answer that has begun and is no stream stays without its end, and its connection is
         closed.
         """
-        error = APIError(
-            500, f"the engine of {self._model.name!r} has died; try again", code="engine_dead"
-        )
         if not self._has_started:
-            raise error
+            raise self.error
         if self._is_stream:
-            await self.write(_error_event(self._path, error))
+            await self.write(_error_event(self._path, self.error))
             await self.end()
 
 
