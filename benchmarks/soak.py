@@ -1,6 +1,7 @@
 """Put a server under mixed load, and check every answer.
 
-A separate server answers the shipped model's questions. Its clients stream or wait, read slowly,
+A separate server answers the shipped model's questions, on all routes that generate; with
+--models N it has N models, two of which fit in memory. Its clients stream or wait, read slowly,
 disconnect in mid-answer, or send nonsense. Each complete answer must be the one that this process
 computes for the same request. Afterwards no request may be left, no KV block may be in use, and
 memory must not have grown. Then SIGTERM arrives under load; with --kill-rank, SIGKILL for one of
@@ -31,17 +32,19 @@ from nanovllm.options.validation import shown
 
 KEY = "sk-soak"
 PATH = "/v1/chat/completions"
+PATHS = (PATH, "/v1/completions", "/v1/responses", "/v1/messages")
 MODEL = "soak"
+KEEP_ALIVE = "2s"
 DRAIN_SECONDS = 5.0
 MALFORMED: tuple[tuple[bytes, str], ...] = (
     (b"{", "not JSON"),
     (b"[]", "no object"),
-    (b'{"model": "soak"}', "no messages"),
-    (b'{"model": "soak", "messages": 3}', "messages is a number"),
-    (b'{"model": "soak", "messages": [{"role": "user", "content": "x"}], "n": 0}', "n is 0"),
-    (b'{"model": "soak", "messages": [{"role": "user", "content": "x"}], "top_p": 7}', "top_p"),
-    (b'{"model": "soak", "messages": [{"role": "user", "content": "x"}], "seed": "a"}', "seed"),
-    (b'{"model": "soak", "messages": [{"role": "user", "content": "\xff"}]}', "not UTF-8"),
+    (b'{"model": "soak0"}', "no messages"),
+    (b'{"model": "soak0", "messages": 3}', "messages is a number"),
+    (b'{"model": "soak0", "messages": [{"role": "user", "content": "x"}], "n": 0}', "n is 0"),
+    (b'{"model": "soak0", "messages": [{"role": "user", "content": "x"}], "top_p": 7}', "top_p"),
+    (b'{"model": "soak0", "messages": [{"role": "user", "content": "x"}], "seed": "a"}', "seed"),
+    (b'{"model": "soak0", "messages": [{"role": "user", "content": "\xff"}]}', "not UTF-8"),
 )
 
 
@@ -50,7 +53,39 @@ class Case:
     """A request, and the answer that it must get."""
 
     body: dict[str, Any]
+    prompt: Any
+    """What a completion continues."""
     text: str
+
+    def sent(self, path: str, model: str) -> dict[str, Any]:
+        """Return the body of the request for a route."""
+        body = {**self.body, "model": model}
+        if path == "/v1/completions":
+            body["prompt"] = self.prompt
+            del body["messages"]
+        elif path == "/v1/responses":
+            body["input"] = body.pop("messages")
+            body["max_output_tokens"] = body.pop("max_tokens")
+        elif path == "/v1/messages":  # whose template is told not to think by default
+            body["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+        return body
+
+
+def text_in(path: str, found: dict[str, Any]) -> str:
+    """Return the text of a whole answer, or of one event of a stream."""
+    match path:
+        case "/v1/responses":
+            parts = [part for item in found.get("output", ()) for part in item.get("content", ())]
+            whole = "".join(part.get("text", "") for part in parts)
+            is_delta = found.get("type") == "response.output_text.delta"
+            return found["delta"] if is_delta else whole * ("type" not in found)
+        case "/v1/messages":
+            whole = "".join(part.get("text", "") for part in found.get("content", ()))
+            return found["delta"].get("text", "") if "delta" in found else whole
+        case _:
+            choice = found["choices"][0] if found.get("choices") else {}
+            message = choice.get("message") or choice.get("delta") or {}
+            return choice.get("text") or message.get("content") or ""
 
 
 def make_cases(number: int) -> list[Case]:
@@ -64,25 +99,44 @@ def make_cases(number: int) -> list[Case]:
             "seed": index,
             "max_tokens": rng.choice([1, 8, 64, 200]),
         }
-        bodies.append({"model": MODEL, "messages": messages, **options})
+        bodies.append({"messages": messages, **options})
         prompts.append(llm.render(messages, add_generation_prompt=True))
         defaults = llm.get_default_sampling_params()
         params.append(dataclasses.replace(defaults, **options))
     outputs = llm.generate(prompts, list[SamplingParams](params), use_tqdm=False)
     llm.shutdown()
-    return [Case(body, out.text) for body, out in zip(bodies, outputs, strict=True)]
+    prompts = [out.prompt_token_ids for out in outputs]
+    texts = [out.text for out in outputs]
+    return [Case(*case) for case in zip(bodies, prompts, texts, strict=True)]
 
 
 class Server:
-    """A process that serves the shipped model."""
+    """A process that serves the shipped model.
 
-    def __init__(self, *flags: str) -> None:
+    Args:
+        num_models: 1, or how many models there are by name; memory has room for two.
+    """
+
+    def __init__(self, *flags: str, num_models: int = 1) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "nanovllm.apps.cli.main", "serve", demo_model.MODEL]
-        command += ["--port", str(port), "--api-key", KEY, "--served-model-name", MODEL]
-        command += ["--drain-seconds", str(DRAIN_SECONDS), *flags]
+        self.models = [f"{MODEL}{number}" for number in range(num_models)]
+        words = [f"{name}={demo_model.MODEL}" for name in self.models]
+        if num_models == 1:
+            words = [demo_model.MODEL, "--served-model-name", *self.models]
+        else:
+            words += ["--keep-alive", KEEP_ALIVE, "--gpu-memory-utilization", "0.4"]
+        command = [sys.executable, "-m", "nanovllm.apps.cli.main", "serve", *words]
+        command += [
+            "--port",
+            str(port),
+            "--api-key",
+            KEY,
+            "--drain-seconds",
+            str(DRAIN_SECONDS),
+            *flags,
+        ]
         self.process = psutil.Popen(command, stderr=subprocess.DEVNULL)
 
     async def wait_until_ready(self, client: httpx.AsyncClient) -> float:
@@ -104,10 +158,13 @@ class Server:
 class Load:
     """Clients of one server; counts what happened."""
 
-    def __init__(self, client: httpx.AsyncClient, cases: list[Case], seed: int) -> None:
+    def __init__(
+        self, client: httpx.AsyncClient, models: list[str], cases: list[Case], seed: int
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
         self._client = client
+        self._models = models
         self._cases = cases
         self._rng = random.Random(seed)
         self._kinds: tuple[tuple[Callable[[Case], Awaitable[None]], int], ...] = (
@@ -131,18 +188,24 @@ class Load:
 
     async def whole(self, case: Case) -> None:
         """Wait for the whole answer."""
-        while (answer := await self._client.post(PATH, json=case.body)).status_code == 503:
+        path, body = self.request(case)
+        while (answer := await self._client.post(path, json=body)).status_code == 503:
             self.counts["503"] += 1
             await asyncio.sleep(min(1.0, float(answer.headers["retry-after"])))
-        found = answer.json()
-        text = found["choices"][0]["message"]["content"] if "choices" in found else answer.text
-        self.check(case, text)
+        is_good = answer.status_code == 200
+        self.check(case, text_in(path, answer.json()) if is_good else answer.text)
+
+    def request(self, case: Case) -> tuple[str, dict[str, Any]]:
+        """Return a route, and a body for one of the models."""
+        path = self._rng.choice(PATHS)
+        self.counts[path] += 1
+        return path, case.sent(path, self._rng.choice(self._models))
 
     async def streamed(self, case: Case, seconds: float = 0.0, most: float = float("inf")) -> None:
         """Read a stream, pausing `seconds` after each of its lines; leave after `most`."""
-        body = {**case.body, "stream": True}
+        path, body = self.request(case)
         text = ""
-        async with self._client.stream("POST", PATH, json=body) as answer:
+        async with self._client.stream("POST", path, json={**body, "stream": True}) as answer:
             if answer.status_code == 503:
                 self.counts["503"] += 1
                 return
@@ -151,8 +214,7 @@ class Load:
                 if count >= most:
                     return
                 if line.startswith("data: ") and line != "data: [DONE]":
-                    choices = json.loads(line[6:])["choices"]
-                    text += (choices[0]["delta"].get("content") or "") if choices else ""
+                    text += text_in(path, json.loads(line[6:]))
                     count += 1
                     await asyncio.sleep(seconds)
         self.check(case, text)
@@ -168,7 +230,8 @@ class Load:
             return
         with contextlib.suppress(TimeoutError):
             delay = self._rng.uniform(0, 0.05)
-            await asyncio.wait_for(self._client.post(PATH, json=case.body), delay)
+            path, body = self.request(case)
+            await asyncio.wait_for(self._client.post(path, json=body), delay)
 
     async def malformed(self, case: Case) -> None:
         """Send nonsense, which must be refused with OpenAI's body."""
@@ -185,10 +248,13 @@ class Load:
 
 
 async def gauges(client: httpx.AsyncClient) -> dict[str, float]:
-    """Return the numbers of /metrics by name, without labels."""
-    lines = (await client.get("/metrics")).text.splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return {name.partition("{")[0]: float(value) for name, value in pairs}
+    """Return the numbers of /metrics by name, summed over labels."""
+    found: Counter[str] = Counter()
+    for line in (await client.get("/metrics")).text.splitlines():
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            found[name.partition("{")[0]] += float(value)  # type: ignore[assignment]
+    return dict(found)
 
 
 async def is_idle(client: httpx.AsyncClient, seconds: float = 10.0) -> dict[str, float]:
@@ -206,7 +272,7 @@ async def mixed_load(
     server: Server, client: httpx.AsyncClient, cases: list[Case], args: Any
 ) -> list[str]:
     """Run the clients; return the faults."""
-    load = Load(client, cases, args.seed)
+    load = Load(client, server.models, cases, args.seed)
     end = time.monotonic() + 60 * args.minutes
     memory: list[int] = []
     left = args.requests
@@ -238,11 +304,12 @@ async def mixed_load(
 
 async def ended_by(server: Server, client: httpx.AsyncClient, cases: list[Case], kill: str) -> None:
     """End the server under load; print how it went."""
-    load = Load(client, cases, 1)
+    load = Load(client, server.models, cases, 1)
 
     async def request(case: Case) -> str:
         try:
-            answer = await asyncio.wait_for(client.post(PATH, json=case.body), 30)
+            body = case.sent(PATH, server.models[0])
+            answer = await asyncio.wait_for(client.post(PATH, json=body), 30)
         except httpx.TransportError as error:
             return type(error).__name__
         except TimeoutError:
@@ -275,7 +342,7 @@ async def run(args: argparse.Namespace) -> None:
     flags = ("--max-num-seqs", "64", "--num-kvcache-blocks", str(args.blocks))
     limits = httpx.Limits(max_connections=None)
     options: dict[str, Any] = {"headers": {"authorization": f"Bearer {KEY}"}, "limits": limits}
-    server = Server(*flags)
+    server = Server(*flags, num_models=args.models)
     async with httpx.AsyncClient(base_url=server.url, timeout=None, **options) as client:
         print(f"ready after {await server.wait_until_ready(client):.1f} s")
         faults = await mixed_load(server, client, cases, args)
@@ -296,6 +363,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--cases", type=int, default=300, help="different requests")
     parser.add_argument("--blocks", type=int, default=200, help="of the KV pool: few preempt")
+    parser.add_argument("--models", type=int, default=1, help="behind the address")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kill-rank", action="store_true")
     asyncio.run(run(parser.parse_args()))

@@ -186,7 +186,7 @@ def test_missing_model_is_one_line_and_status_2(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "COMMAND is missing: generate, chat, serve, batch or models"),
+        ([], "COMMAND is missing: generate, chat, run, serve, batch, models, pull"),
         (["genrate", "Hi"], "no command 'nanovllm genrate'; did you mean 'generate'? (see nano"),
         (["server"], "no command 'nanovllm server'; did you mean 'serve'?"),
         (["complete" * 50], "; known: batch, chat, generate, models, serve"),
