@@ -40,10 +40,8 @@ def download(
     """
     import huggingface_hub
     from huggingface_hub.errors import (
-        GatedRepoError,
         HFValidationError,
         OfflineModeIsEnabled,
-        RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
@@ -65,28 +63,34 @@ def download(
         ) from error
     except RevisionNotFoundError as error:
         raise CheckpointError(f"hub model {model!r} has no revision {revision!r}") from error
-    except GatedRepoError as error:
-        raise CheckpointError(
+    except Exception as error:  # huggingface_hub raises many types
+        raise CheckpointError(_why_not(model, download_dir, error)) from error
+
+
+def _why_not(model: str, download_dir: str | None, error: Exception) -> str:
+    """Return why a download failed, and what to do."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return (
             f"the hub gives {model!r} only to those who have accepted its terms, at "
-            f"{huggingface_hub.constants.ENDPOINT}/{model}, and are logged in: `hf auth login`, or "
-            "set HF_TOKEN"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise CheckpointError(
+            f"{constants.ENDPOINT}/{model}, and are logged in: `hf auth login`, or set HF_TOKEN"
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return (
             f"model {model!r} is neither a directory here nor a model on the hub "
             "(or a private one: log in)"
-        ) from error
-    except Exception as error:  # offline, ...: huggingface_hub raises many types
-        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
-            place = download_dir or huggingface_hub.constants.HF_HUB_CACHE
-            raise CheckpointError(
-                f"cannot write {model!r} to {place}: {error.strerror}; `nanovllm rm` deletes "
-                "models, and download_dir names another place"
-            ) from error
-        raise CheckpointError(
-            f"cannot get {model!r} from the hub: {error} - it is not (wholly) in the local cache; "
-            f"{way_online()}, or give a local directory"
-        ) from error
+        )
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        return (
+            f"cannot write {model!r} to {download_dir or constants.HF_HUB_CACHE}: "
+            f"{error.strerror}; `nanovllm rm` deletes models, and download_dir names another place"
+        )
+    return (
+        f"cannot get {model!r} from the hub: {error} - it is not (wholly) in the local cache; "
+        f"{way_online()}, or give a local directory"
+    )
 
 
 def way_online() -> str:

@@ -189,7 +189,7 @@ def test_missing_model_is_one_line_and_status_2(run: Run) -> None:
         ([], "COMMAND is missing: generate, chat, run, serve, batch, models, pull"),
         (["genrate", "Hi"], "no command 'nanovllm genrate'; did you mean 'generate'? (see nano"),
         (["server"], "no command 'nanovllm server'; did you mean 'serve'?"),
-        (["complete" * 50], "; known: batch, chat, generate, models, serve"),
+        (["complete" * 50], "; known: batch, chat, generate, list, models, pull, rm, run, serve"),
         (["bench", "serve"], "no command 'nanovllm bench'"),
         (["generate", "--prefix-caching", "m", "p"], "did you mean '--enable-prefix-caching'?"),
         (["generate", "--max-token", "9"], "no flag --max-token; did you mean '--max-tokens'?"),
@@ -385,7 +385,7 @@ def test_help_explains_every_flag(run: Run, command: str) -> None:
     for text in (
         "Randomness of the sampling: the logits are divided by it.",
         "Maximum number of tokens to generate. (default: the checkpoint's, or else 512)",
-        "may use, weights included. (default: 0.9)",
+        "and bounds the KV pool alone. (default: 0.9)",
         "(default: the checkpoint's, or else "
         + ("0.8)" if command == "chat" else "1.0; 0.8 with --chat)"),
         "--enforce-eager, --no-enforce-eager",

@@ -49,22 +49,10 @@ def test_every_method_of_vllms_is_here_or_says_what_to_use(owner: Any, names: st
 def test_every_route_of_vllms_is_here_or_says_what_to_use() -> None:
     """A path is one of the app's, or its 404 names a remedy; and no remedy hides a route."""
     pytest.importorskip("fastapi")
-    from nanovllm.apps.server import (
-        absent_routes,
-        chat_route,
-        completions_route,
-        messages_route,
-        models_route,
-        pooling_route,
-        prometheus,
-        responses_route,
-        status,
-        tokens,
-    )
+    from nanovllm.apps.server import absent_routes
+    from nanovllm.apps.server.app import ROUTERS
 
-    modules = (chat_route, completions_route, messages_route, responses_route, models_route)
-    modules += (pooling_route, prometheus, status, tokens)
-    here = {route.path for module in modules for route in module.router.routes}
+    here = {route.path for router in ROUTERS for route in router.routes}
     absent = absent_routes.ABSENT_ROUTES
     assert [path for path in vllm_names.ROUTES.split() if path not in here | absent.keys()] == []
     assert here.isdisjoint(absent)

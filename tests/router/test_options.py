@@ -20,9 +20,9 @@ from nanovllm.options.flags import given_fields
 
 
 def specs(*words: str, **options: Any) -> list[ModelSpec]:
-    engine = {name: value for name, value in options.items() if name != "log_level"}
-    server = {name: value for name, value in options.items() if name == "log_level"}
-    return read_models(words, engine, server)
+    of_server = {"log_level", "served_model_name"} & options.keys()
+    server = {name: options.pop(name) for name in of_server}
+    return read_models(words, options, server)
 
 
 def table(tmp_path: Path, text: str) -> str:
@@ -102,6 +102,14 @@ def test_when_a_server_has_several(words: list[str], several: bool) -> None:
 def test_a_wrong_table(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         specs(table(tmp_path, text))
+
+
+def test_options_of_one_model_alone() -> None:
+    assert specs("x/y", served_model_name="a,b")[0].names == ("a", "b")
+    with pytest.raises(ConfigError, match="served_model_name is of one model: name several as"):
+        specs("x/y", "x/z", served_model_name="a")
+    with pytest.raises(ConfigError, match="trace is the file of one engine"):
+        specs("x/y", "x/z", trace="steps.json")
 
 
 def test_names_are_models_own() -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import io
 import itertools
+import os
 
 import psutil
 import pytest
@@ -275,3 +276,22 @@ def test_a_container_above_its_limit_has_nothing_left(monkeypatch):
 def test_without_proc_half_of_the_physical_memory(monkeypatch):
     fake_files(monkeypatch)
     assert 0 < available_memory() <= psutil.virtual_memory().total
+
+
+def test_a_share_of_the_machines_memory_bounds_the_pool_on_a_cpu(free_memory, monkeypatch):
+    free_memory(100 * GIB)
+    monkeypatch.setattr(kv_cache, "_memory_limit", lambda: 10 * GIB)
+    monkeypatch.setattr(kv_cache, "_resident_memory", lambda: 2 * GIB)
+    assert blocks_on_cpu(block_bytes=GIB) == 4
+    assert blocks_on_cpu(block_bytes=GIB, gpu_memory_utilization=0.5) == 3
+    assert blocks_on_cpu(block_bytes=GIB, gpu_memory_utilization=0.1) == 0
+    assert blocks_on_cpu(block_bytes=GIB, tensor_parallel_size=2, gpu_memory_utilization=0.8) == 2
+
+
+def test_the_machines_memory_is_that_of_the_cgroup_if_it_has_less(monkeypatch):
+    fake_files(monkeypatch, memory_max="300000\n", statm="900 7 1 1 0 1 0\n")
+    assert kv_cache._memory_limit() == 300_000
+    assert kv_cache._resident_memory() == 7 * os.sysconf("SC_PAGE_SIZE")
+    fake_files(monkeypatch, memory_max="max\n")
+    assert kv_cache._memory_limit() >= psutil.virtual_memory().total
+    assert kv_cache._resident_memory() == 0

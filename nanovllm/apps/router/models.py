@@ -18,7 +18,6 @@ from nanovllm.apps.server.admission import shutting_down
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.log_setup import Log
 from nanovllm.apps.server.options import API_KEY_VARIABLE, ServerOptions
-from nanovllm.errors import ServerError
 from nanovllm.options.validation import listed, shown
 from nanovllm.utils.terminal import complain
 
@@ -98,11 +97,10 @@ class Models:
     ) -> None:
         self.all = [Model(spec) for spec in specs]
         self.by_name = {
-            name: model
-            for model in self.all
-            for name in (*model.spec.names, model.spec.model, *model.spec.adapters)
+            name: model for model in self.all for name in (*model.spec.names, *model.spec.adapters)
         }
-        self.by_name.update((name, model) for model in self.all for name in model.spec.names)
+        for model in self.all:
+            self.by_name.setdefault(model.spec.model, model)
         self.is_draining = False
         self.log = log
         self._options = options
@@ -226,9 +224,12 @@ class Models:
                 if model.state != "loaded" or not model.is_alive:
                     async with asyncio.timeout(self._router.load_timeout):
                         await self._bring_up(model)
-        except (ServerError, TimeoutError, OSError) as error:
-            limit = f"it was not loaded within {self._router.load_timeout:g} s"
-            await self._give_up(model, limit if isinstance(error, TimeoutError) else str(error))
+        except TimeoutError:
+            limit = self._router.load_timeout
+            await self._give_up(model, f"it was not loaded within {limit:g} s")
+            return
+        except Exception as error:  # whatever it is, those that wait are told
+            await self._give_up(model, str(error))
             return
         finally:
             model.loading = None

@@ -142,6 +142,12 @@ def read_models(
             found.append((tuple(names.split(",")), {"model": model}))
         else:
             found.append(((model_name(word),), {"model": word}))
+    if given_names := server.get("served_model_name"):
+        if len(found) > 1:
+            raise ConfigError("served_model_name is of one model: name several as NAME=MODEL")
+        found = [(tuple(given_names.split(",")), found[0][1])]
+    if len(found) > 1 and "trace" in engine:
+        raise ConfigError("trace is the file of one engine: give each model its own in its table")
     specs = [_spec(names, {**shared, **own}, len(found)) for names, own in found]
     owners: dict[str, str] = {}
     for spec in specs:

@@ -48,7 +48,7 @@ class Proxy:
     async def _answer(self, scope: Scope, model: Model, body: bytes, send: Send) -> None:
         headers = _passed(scope["headers"], _OF_REQUEST)
         request = httpx.Request(scope["method"], _url(scope), headers=headers, content=body)
-        answer = _Answer(scope["path"], model, send)
+        answer = _Answer(request.url.path, model, send)
         for has_another_try in (True, False):
             async with self._models.use(model) as engine:
                 try:

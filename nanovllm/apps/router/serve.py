@@ -29,6 +29,9 @@ from nanovllm.apps.server.serve import (
 from nanovllm.options.config import Config
 from nanovllm.options.flags import given_fields
 
+_MAX_PLACE = 80
+"""Characters of a directory of sockets: their paths have 107 at most."""
+
 
 def serve(args: argparse.Namespace) -> int:
     """Serve several models over HTTP; each is loaded when a request first names it."""
@@ -39,8 +42,9 @@ def serve(args: argparse.Namespace) -> int:
     router = RouterOptions(**given_fields(RouterOptions, args))
     log = Log(options.log_level, options.log_format, options.log_config)
     allow_files(2 * options.max_connections + OTHER_FILES)
+    place = "/tmp" if len(tempfile.gettempdir()) > _MAX_PLACE else None
     with (
-        tempfile.TemporaryDirectory(prefix="nanovllm-") as directory,
+        tempfile.TemporaryDirectory(prefix="nanovllm-", dir=place) as directory,
         bound_socket(options) as listener,
     ):
         models = Models(specs, options, router, directory, log)

@@ -1,0 +1,42 @@
+"""Sleep over HTTP, and a model with several names: what a server of several models builds on."""
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from nanovllm import AsyncLLM
+from tests.server.conftest import Running, running
+
+BODY = {"prompt": "A KV cache is", "max_tokens": 4, "temperature": 0}
+
+
+def test_the_engine_sleeps_and_wakes_up(async_llm: AsyncLLM) -> None:
+    with running(async_llm, enable_sleep_mode=True) as server:
+        text = server.send("/v1/completions", BODY).body["choices"][0]["text"]
+        assert server.send("/sleep?level=3", b"").error["param"] == "level"
+        assert server.send("/sleep?mode=never", b"").status == 400
+        assert server.send("/sleep?mode=wait", b"").status == 200
+        assert server.send("/is_sleeping").body == {"is_sleeping": True}
+        assert "the engine sleeps" in server.send("/v1/completions", BODY).error["message"]
+        assert server.send("/metrics").status == 200
+        assert server.send("/wake_up", b"").status == 200
+        assert server.send("/is_sleeping").body == {"is_sleeping": False}
+        assert server.send("/v1/completions", BODY).body["choices"][0]["text"] == text
+
+
+def test_without_the_option_nothing_sleeps(server: Running) -> None:
+    for path in ("/sleep", "/wake_up"):
+        reply = server.send(path, b"")
+        assert reply.status == 403
+        assert "start it with --enable-sleep-mode" in reply.error["message"]
+
+
+def test_a_model_with_several_names(async_llm: AsyncLLM) -> None:
+    with running(async_llm, served_model_name="mine,gpt-4") as server:
+        cards = server.send("/v1/models").body["data"]
+        assert [card["id"] for card in cards] == ["mine", "gpt-4"]
+        assert server.send("/v1/models/gpt-4").body["id"] == "gpt-4"
+        for sent, name in ((None, "mine"), ("mine", "mine"), ("gpt-4", "gpt-4")):
+            assert server.send("/v1/completions", {**BODY, "model": sent}).body["model"] == name
+        error = server.send("/v1/completions", {**BODY, "model": "gpt-5"}).error
+        assert "this server has 'mine', 'gpt-4'" in error["message"]
