@@ -1,6 +1,7 @@
 """What the words of `nanovllm serve` say of several models."""
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ pytest.importorskip("fastapi")
 from nanovllm import demo_model
 from nanovllm.apps.cli.arguments import parse
 from nanovllm.apps.cli.main import chat, generate, run, serve
-from nanovllm.apps.router.options import ModelSpec, RouterOptions, names_several, read_models
+from nanovllm.apps.router.options import (
+    ENGINE_FIELDS,
+    ModelSpec,
+    RouterOptions,
+    names_several,
+    read_models,
+)
 from nanovllm.apps.server.options import ServerOptions
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
@@ -102,6 +109,15 @@ def test_when_a_server_has_several(words: list[str], several: bool) -> None:
 def test_a_wrong_table(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         specs(table(tmp_path, text))
+
+
+def test_each_option_of_the_server_is_the_engines_or_the_routers() -> None:
+    routers = {"host", "port", "uds", "api_keys", "max_connections", "read_timeout", "root_path"}
+    routers |= {"drain_seconds", "cors_origins", "log_config"}
+    given = {"served_model_name", "enable_sleep_mode"}  # what the router gives its engines
+    fields = {field.name for field in dataclasses.fields(ServerOptions)}
+    assert fields == {*ENGINE_FIELDS} | routers | given
+    assert len(fields) == len(ENGINE_FIELDS) + len(routers) + len(given)
 
 
 def test_options_of_one_model_alone() -> None:

@@ -163,6 +163,14 @@ def test_what_all_have_together(router: Router) -> None:
     assert router.http.get("/").status_code == 200
 
 
+def test_a_stored_response_is_found_where_it_is(router: Router) -> None:
+    response = router.openai.responses.create(model="b", input="Hi", max_output_tokens=8)
+    router.ask("a")
+    assert router.openai.responses.retrieve(response.id).output_text == response.output_text
+    router.openai.responses.delete(response.id)
+    assert router.http.get(f"/v1/responses/{response.id}").status_code == 404
+
+
 def test_a_client_that_goes_away_ends_its_request(router: Router) -> None:
     body = {"model": "a", "messages": QUESTION, "ignore_eos": True, "stream": True}
     body["max_tokens"] = body["min_tokens"] = 400

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence as Seq
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence as Seq
 from typing import Any
 
 import httpx
@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from nanovllm import __version__
 from nanovllm.apps.router.models import Model, Models
-from nanovllm.apps.router.proxy import Proxy
+from nanovllm.apps.router.proxy import Proxy, for_engine
 from nanovllm.apps.server.admission import BodyBudget, shutting_down
 from nanovllm.apps.server.app import ROUTERS
 from nanovllm.apps.server.error_bodies import APIError, add_error_handlers
@@ -58,7 +58,11 @@ def make_app(models: Models, options: ServerOptions) -> FastAPI:
     proxy = Proxy(models, BodyBudget(_MANY_BODIES * options.max_body_bytes))
     engines = [r for router in ROUTERS for r in router.routes if isinstance(r, Route)]
     for route in engines:
-        if route.path not in (*own, *_NOT_PASSED):
+        if route.path in (*own, *_NOT_PASSED):
+            continue
+        if "{" in route.path:  # of something that one engine keeps
+            app.add_api_route(route.path, _asking_all(models), methods=list(route.methods or ()))
+        else:
             app.router.routes.append(Route(route.path, proxy, methods=route.methods))
     app.router.routes.append(Route("/openapi.json", proxy, methods=["GET"]))
     add_error_handlers(app, [r.path for r in app.routes if isinstance(r, Route)])
@@ -136,6 +140,23 @@ def _add_own_routes(app: FastAPI, models: Models) -> None:
                 "lora_modules in the model's table",
                 code="not_supported",
             )
+
+
+def _asking_all(models: Models) -> Callable[[Request], Awaitable[Response]]:
+    """Return a route that asks each engine that runs for what an id in the path names."""
+
+    async def ask(request: Request) -> Response:
+        for model in models.all:
+            if model.engine is None or model.state not in _ANSWERING:
+                continue
+            with contextlib.suppress(httpx.HTTPError):
+                found = await model.engine.client.send(for_engine(request.scope, b""))
+                if found.status_code != 404:
+                    kind = found.headers.get("content-type")
+                    return Response(found.content, found.status_code, media_type=kind)
+        raise APIError(404, "no model that runs has what the path names", code="not_found")
+
+    return ask
 
 
 def _cards(model: Model, start_time: int) -> list[dict[str, Any]]:

@@ -28,7 +28,14 @@ from nanovllm.options.validation import (
 
 ENGINE_FIELDS = (
     *("lora_modules", "lora_directory", "max_waiting", "min_priority", "max_body_bytes"),
-    *("request_timeout", "chat_template", "tool_call_parser", "reasoning_parser"),
+    *(
+        "max_stored_responses",
+        "max_stored_bytes",
+        "request_timeout",
+        "chat_template",
+        "tool_call_parser",
+        "reasoning_parser",
+    ),
     *("log_level", "log_format"),
 )
 """The fields of ServerOptions that each model's engine has; the others are the router's."""

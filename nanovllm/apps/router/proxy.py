@@ -14,7 +14,7 @@ from nanovllm.apps.router.models import Model, Models
 from nanovllm.apps.server.admission import BodyBudget
 from nanovllm.apps.server.error_bodies import APIError, anthropic_body
 from nanovllm.apps.server.json_route import check_content_type, parse
-from nanovllm.apps.server.sse import last_frames
+from nanovllm.apps.server.sse import error_frame, last_frames
 
 _LARGE_BYTES = 2**16
 _OF_CONNECTION = frozenset(
@@ -46,8 +46,7 @@ class Proxy:
             await _until_gone(receive, self._answer(scope, model, body, send))
 
     async def _answer(self, scope: Scope, model: Model, body: bytes, send: Send) -> None:
-        headers = _passed(scope["headers"], _OF_REQUEST)
-        request = httpx.Request(scope["method"], _url(scope), headers=headers, content=body)
+        request = for_engine(scope, body)
         answer = _Answer(request.url.path, model, send)
         for has_another_try in (True, False):
             async with self._models.use(model) as engine:
@@ -116,6 +115,8 @@ def _error_event(path: str, error: APIError) -> bytes:
     """Return the event that ends a stream of the API of `path`; it may follow half an event."""
     if path.startswith("/v1/messages"):
         return f"\n\nevent: error\ndata: {json.dumps(anthropic_body(error))}\n\n".encode()
+    if path.startswith("/v1/responses"):
+        return f"\n\n{error_frame(error)}".encode()
     return f"\n\n{last_frames(error)}".encode()
 
 
@@ -126,10 +127,13 @@ def _passed(
     return [(name, value) for name, value in headers if name.lower() not in left_out]
 
 
-def _url(scope: Scope) -> str:
+def for_engine(scope: Scope, body: bytes) -> httpx.Request:
+    """Return a client's request, to be sent to an engine."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     query = scope["query_string"].decode("latin-1")
-    return f"http://localhost{path}{'?' if query else ''}{query}"
+    url = f"http://localhost{path}{'?' if query else ''}{query}"
+    headers = _passed(scope["headers"], _OF_REQUEST)
+    return httpx.Request(scope["method"], url, headers=headers, content=body)
 
 
 async def _read(receive: Receive) -> bytes | None:
