@@ -166,6 +166,20 @@ def test_reasoning_comes_back_encoded(server: Running) -> None:
         ),
         ({"tools": [{"type": 5, "name": "a"}]}, "tools[0].type", "the tool 5 is not"),
         ({"tools": [{"name": "a"}]}, "tools[0].type", "the tool None is not"),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "namespace",
+                        "name": "a",
+                        "tools": [{"type": "custom", "name": "b"}] * 99,
+                    }
+                ]
+                * 11
+            },
+            "tools",
+            "at most 1024 tools",
+        ),
         ({"input": [{"type": "local_shell_call"}]}, "input[0]", "must be of type"),
     ],
 )

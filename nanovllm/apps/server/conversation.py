@@ -79,8 +79,14 @@ def params_in_form(
 ) -> SamplingParams:
     """Return the parameters with which a request runs; see `AnswerFormat.params`."""
     check_logprobs(server, params, [len(prompt)])
+    functions = body.functions
     return server.answer_format.params(
-        params, prompt, body.functions, body.choice, parallel_tool_calls=body.may_repeat
+        params,
+        prompt,
+        functions,
+        body.choice,
+        parallel_tool_calls=body.may_repeat,
+        strict={function.name for function in functions if function.strict},
     )
 
 

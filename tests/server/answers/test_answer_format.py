@@ -237,6 +237,39 @@ def test_errors_of_tools_name_them() -> None:
         Grammar(answer_format(QWEN).params(wrong, "<think>", [], "auto"))
 
 
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("template", ["{% if tools %}<tool_call>{% endif %}", QWEN])
+def test_strict_tools_hold_in_calls_that_the_model_makes_of_itself(
+    template: str, special: bool
+) -> None:
+    def grammar(**options: Any) -> Grammar:
+        found = answer_format(template, special=special).params(
+            SamplingParams(), "", TOOLS, "auto", strict={"weather"}, **options
+        )
+        return Grammar(found, special=special)
+
+    def call(name: str, arguments: str) -> str:
+        return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+    rome = call("weather", '{"city": "Rome"}')
+    found = grammar()
+    for text in ("", 'Hello, {"name": 5}.', rome, f"Well.\n{rome}", f"{rome}\n{rome}"):
+        assert found.takes(text)
+        assert found.takes(f"<think>\nHm.\n</think>\n\n{text}") is (template == QWEN)
+    assert found.takes(call("now", '{"anything": [1]}'))
+    for arguments in ("{}", '{"city": 5}', '{"city": "Rome", "country": "it"}', "[]"):
+        assert not found.takes(f"Well.\n{call('weather', arguments)}")
+    assert not found.takes(call("unknown", "{}"))
+    assert not grammar(parallel_tool_calls=False).takes(f"{rome}\n{rome}")
+
+
+@pytest.mark.parametrize("template", [LLAMA, QWEN35, LFM2])
+def test_where_strict_tools_do_not_hold(template: str) -> None:
+    """A grammar would have the model write calls otherwise than it was trained to."""
+    found = answer_format(template).params(SamplingParams(), "", TOOLS, "auto", strict={"weather"})
+    assert found.structured_outputs is None
+
+
 @pytest.mark.parametrize(("template", "one", "two"), CALLS)
 def test_no_answer_has_more_calls_than_a_request_may_have(
     template: str, one: str, two: str

@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from tokenizers import AddedToken
 
@@ -50,6 +51,13 @@ class NamedTool(Protocol):
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 """Whether an answer may or must call tools."""
+
+
+class _Loose(NamedTuple):
+    """A tool that takes any arguments."""
+
+    name: str
+    parameters: Mapping[str, Any] = MappingProxyType({"additionalProperties": True})
 
 
 class AnswerFormat:
@@ -149,6 +157,7 @@ class AnswerFormat:
         tool_choice: ToolChoice,
         *,
         parallel_tool_calls: bool = True,
+        strict: Collection[str] = (),
     ) -> SamplingParams:
         """Return the parameters with which a request runs.
 
@@ -158,6 +167,8 @@ class AnswerFormat:
 
         Args:
             prompt: the rendered conversation.
+            strict: the tools whose arguments must fit their schema also in calls that the model
+                makes of itself, if the format allows it.
 
         Raises:
             InvalidRequestError: as for `tool_grammar`; or the form cannot come after reasoning.
@@ -175,6 +186,8 @@ class AnswerFormat:
                     tools, several=parallel_tool_calls, tag_ids=self._tag_ids
                 )
             form = self._after_reasoning(given, prompt, calls)
+        elif form is None and strict and tool_choice == "auto":
+            form = self._strict_calls(tools, strict, prompt, several=parallel_tool_calls)
         if form is not None:
             changes["structured_outputs"] = form
         kept = self._marked_tags(has_tools=bool(tools) and tool_choice != "none")
@@ -222,6 +235,22 @@ class AnswerFormat:
             raise InvalidRequestError(f"tool_choice needs a tool{name}, but tools has none")
         rules = self._tools.grammar(tools, several=parallel_tool_calls, tag_ids=self._tag_ids)
         return made_grammar(f"{self._start(prompt)}answer: calls\n{rules}", "tools")
+
+    def _strict_calls(
+        self, tools: Sequence[Function], strict: Collection[str], prompt: str, *, several: bool
+    ) -> StructuredOutputsParams | None:
+        """Return the form of a text with calls at its end; None if calls cannot be told from it."""
+        known = self._tools
+        if known is None or not known.holds_strict or known.tags[0] not in self._tag_ids:
+            return None
+        start = self._start(prompt)
+        closes = self._reasoning is not None and prompt.rstrip().endswith(self._reasoning.closing)
+        if self._reasoning is not None and start == _NO_REASONING and not closes:
+            return None  # it may reason all the same
+        held = [tool if tool.name in strict else _Loose(tool.name) for tool in tools]
+        rules = known.grammar(held, several=several, tag_ids=self._tag_ids)
+        text = f"{start}answer: TEXT? calls?\nTEXT: /(?s:.+)/\n{rules}"
+        return made_grammar(text, "strict tools")
 
     def _after_reasoning(
         self, form: StructuredOutputsParams, prompt: str, calls: str

@@ -65,6 +65,9 @@ class ToolFormat:
     """A call and what is around each, likewise."""
     separator: ClassVar[str] = ""
     """What stands between calls."""
+    holds_strict: ClassVar[bool] = False
+    """Whether a grammar may stand over calls that the model makes of itself: it has them as the
+    model writes them, after a tag that is a token."""
     channels: ClassVar[type[ChannelsParser] | None] = None
     """What reads the whole answer, in a format whose messages go to channels or recipients."""
 
@@ -111,6 +114,7 @@ class ToolFormat:
 
 class Hermes(ToolFormat):
     parser = HermesParser
+    holds_strict = True
     tags: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
     block = r'{0} "\n" call "\n" {1}'
     separator = r'"\n"'
@@ -120,6 +124,7 @@ class Tagged(Hermes):
     """A grammar has the model write JSON as in the Hermes format, which the parser takes too."""
 
     parser = TaggedParser
+    holds_strict = False
 
 
 class Llama(ToolFormat):
@@ -131,6 +136,7 @@ class Llama(ToolFormat):
 
 class Mistral(ToolFormat):
     parser = MistralParser
+    holds_strict = True
     tags: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
     calls = ('{0} "["', '"]"')
     separator = '", "'
@@ -205,6 +211,7 @@ class MuseGlimmer(ToolFormat):
 
 class Granite(ToolFormat):
     parser = GraniteParser
+    holds_strict = True
     tags: ClassVar[tuple[str, ...]] = ("<|tool_call|>",)
     calls = ('{0} "["', '"]"')
     separator = '", "'
@@ -277,6 +284,7 @@ class Cohere(Nemotron):
 
 class Kimi(ToolFormat):
     parser = KimiParser
+    holds_strict = True
     tags: ClassVar[tuple[str, ...]] = (
         *(KimiParser.tag, KimiParser.closing, *KimiParser.call_tags, KimiParser.separator),
     )
@@ -290,6 +298,7 @@ class Kimi(ToolFormat):
 
 class DeepSeek31(ToolFormat):
     parser = DeepSeekParser
+    holds_strict = True
     tags: ClassVar[tuple[str, ...]] = (
         *(DeepSeekParser.tag, DeepSeekParser.closing, *DeepSeekParser.call_tags),
         DeepSeekParser.separator,

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from nanovllm.apps.server.protocol.chat import FunctionName, Tool, ToolName
 from nanovllm.apps.server.protocol.common import RequestModel, refused
@@ -23,6 +24,7 @@ _HINTS = {
     "web_search": '; in Codex set web_search = "disabled"',
     "image_generation": "; in Codex set features.image_generation = false",
 }
+_MAX_TOOLS = 1024
 _MANY = Field(min_length=1, max_length=128, fail_fast=True)
 _IGNORED = frozenset(["allowed_callers", "output_schema", "defer_loading"])
 
@@ -109,6 +111,19 @@ class Namespace(RequestModel):
 AnyTool = Annotated[FunctionTool | CustomTool | Namespace, _BY_TYPE, BeforeValidator(_check_kind)]
 
 
+def few_tools(tools: Any) -> Any:
+    """Refuse very many tools in namespaces: checking each of them takes time."""
+    if isinstance(tools, list):
+        inner = [tool.get("tools") for tool in tools if isinstance(tool, dict)]
+        if sum(len(each) for each in inner if isinstance(each, list)) > _MAX_TOOLS:
+            raise PydanticCustomError(
+                "too_many_tools",
+                "must have at most {limit} tools in namespaces",
+                {"limit": _MAX_TOOLS},
+            )
+    return tools
+
+
 class NamedTool(FunctionName):
     """The tool that the answer must call."""
 
@@ -148,6 +163,7 @@ def functions(tools: Iterable[AnyTool]) -> Iterator[tuple[Tool, CalledTool]]:
                 name=tool.name,
                 description=tool.whole_description() or None,
                 parameters=tool.parameters(),
+                strict=tool.format is not None and tool.format.syntax == "regex",
             )
             yield function, CalledTool(tool.name, is_custom=True)
         else:

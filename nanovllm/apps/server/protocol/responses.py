@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from nanovllm.apps.server.answers.answer_format import ToolChoice
 from nanovllm.apps.server.protocol.chat import ConversationRequest, Tool
@@ -21,6 +21,7 @@ from nanovllm.apps.server.protocol.response_tools import (
     CalledTool,
     CustomTool,
     NamedTool,
+    few_tools,
     functions,
 )
 from nanovllm.options.other_names import OtherName, other_names
@@ -206,7 +207,7 @@ class ResponsesRequest(ConversationRequest):
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[AnyTool], _FEW] | None = None
+    tools: Annotated[list[AnyTool], _FEW, BeforeValidator(few_tools)] | None = None
     tool_choice: Annotated[
         Annotated[Literal["none", "auto", "required"] | None, Tag("word")]
         | Annotated[NamedTool, Tag("function")],
