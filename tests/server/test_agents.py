@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import given, strategies as st
 
 from nanovllm import AsyncLLM, demo_model
+from nanovllm.apps.server.protocol.response_tools import custom_arguments, custom_input
 from tests.server.conftest import Running, running
 
 AGENTS = Path(__file__).parent / "agents"
@@ -189,6 +191,17 @@ def test_what_codex_may_not_send(
     reply = server.send(CODEX.path, {"input": "Hi", **fields})
     assert (reply.status, reply.error["param"]) == (400, param)
     assert message in reply.error["message"]
+
+
+@given(st.text())
+def test_the_input_of_a_custom_tool_comes_back(text: str) -> None:
+    assert custom_input(custom_arguments(text)) == text
+
+
+@given(st.text())
+def test_other_arguments_are_passed_on_whole(text: str) -> None:
+    assert custom_input(text) == text
+    assert custom_input(json.dumps({"other": text})) == json.dumps({"other": text})
 
 
 def test_a_custom_tool_that_must_be_called(server: Running) -> None:

@@ -4,10 +4,18 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given, settings, strategies as st
 from openai import OpenAI
 
 from nanovllm import AsyncLLM
 from nanovllm.apps.server.error_bodies import APIError
+from nanovllm.apps.server.protocol.responses import ResponsesRequest
+from nanovllm.apps.server.response_items import (
+    conversation_of,
+    items_of,
+    messages_of,
+    stored_items,
+)
 from nanovllm.apps.server.response_store import ResponseStore, StoredResponse
 from tests.glossary import ANSWERS, QUESTIONS
 from tests.server.conftest import Running, running
@@ -63,6 +71,41 @@ def test_owners_share_nothing_and_rings_end() -> None:
             method("yours", "a")
     with pytest.raises(APIError):
         store.conversation("mine", "a")
+
+
+_TEXT = st.text(max_size=9)
+_NAME = st.text(min_size=1, max_size=9)
+_ITEMS = st.lists(
+    st.one_of(
+        st.builds(dict, role=st.sampled_from(["user", "assistant"]), content=_TEXT),
+        st.builds(
+            dict, type=st.just("reasoning"), content=st.builds(lambda t: [{"text": t}], _TEXT)
+        ),
+        st.builds(dict, type=st.just("custom_tool_call"), call_id=_NAME, name=_NAME, input=_TEXT),
+        st.builds(dict, type=st.just("function_call"), call_id=_NAME, name=_NAME, arguments=_TEXT),
+        st.builds(dict, type=st.just("function_call_output"), call_id=_NAME, output=_TEXT),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(_ITEMS)
+def test_what_is_stored_is_the_same_conversation(given_items: list[Any]) -> None:
+    items = items_of(ResponsesRequest.model_validate({"input": given_items}).input, {})
+    kept = StoredResponse("a", None, stored_items(items), b'{"output": []}')
+    again = conversation_of([kept])
+
+    def texts(items: Any) -> list[Any]:
+        found = [message.model_dump(exclude_none=True) for message in messages_of("Hi", items)]
+        for message in found:  # a text or its only part
+            if isinstance(message.get("content"), list):
+                (part,) = message["content"]
+                message["content"] = part["text"]
+        return found
+
+    assert texts(again) == texts(items)
 
 
 @pytest.mark.parametrize("stream", [False, True])
