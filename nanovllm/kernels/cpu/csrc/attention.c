@@ -93,6 +93,7 @@ typedef struct {
 typedef struct {
     const tile_group *group;
     ptrdiff_t first, last;
+    ptrdiff_t run, end; /* the pieces from run to before end are of the same row of the batch */
 } piece;
 
 /* A KV head of all sequences. */
@@ -124,8 +125,9 @@ typedef struct {
     float *rescale, *pass_sum;       /* [rows]: the factor for earlier sums, and the pass's sum of weights */
     quantized_rows queries;          /* 8 bits: `query` and its scales */
     quantized_rows weights;          /* 8 bits: the weights at `scores` and their scales */
-    const bf16 **values, **prefetch; /* [pass_blocks]: a block's values, and what to prefetch while they are read. Of keys that
-                                      * are also values, the block itself, and what to prefetch while its keys are read */
+    const bf16 **values, **prefetch; /* by block, with 8 bits by panel of keys: the values, and what to prefetch while they are
+                                      * read. Of keys that are also values, the block itself, and what to prefetch while its
+                                      * keys are read */
 } query_tile;
 
 typedef struct {
@@ -172,30 +174,37 @@ INLINE void load_queries(const cache_layout *c, const query_tile *t, const bf16 
     }
 }
 
-/* Compute the scores of a pass's keys, and note where its values lie. While a panel of keys is read, its values are prefetched;
- * while a block's values are read, the block in the same place of the next pass, or of the next tile's first. */
+/* Compute the scores of a pass's keys, and note where its values lie. While a panel of keys is read, as many values are
+ * prefetched: with 8 bits those of these keys, with 16 what stands in their place in the block, in one stretch, which is faster
+ * in long sequences. While values are read, keys in the same place of the next pass, or of the next tile's first, are prefetched.
+ */
 INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence kv, kv_sequence next_kv, key_pass pass) {
     for (ptrdiff_t j = pass.first; j < pass.keys; j += PANEL) {
         ptrdiff_t b = j / c->block, in_block = j % c->block;
         const uint8_t *keys = block_at(kv, b), *values = t->turned ? keys : keys + c->half_bytes, *next = values;
         if (t->pass_keys + j < pass.left) next = block_at(kv, t->pass_blocks + b);
         else if (t->pass_keys >= pass.left && j >= next_kv.first && j < next_kv.num_keys) next = block_at(next_kv, b);
-        t->values[b] = (const bf16 *)values, t->prefetch[b] = (const bf16 *)next;
         output_rows found = {t->scores + j, t->pass_keys};
         if (c->bits == 16) {
+            t->values[b] = (const bf16 *)values, t->prefetch[b] = (const bf16 *)next;
             const bf16 *panel = (const bf16 *)keys + in_block * c->width;
             const bf16 *ahead = t->turned ? (const bf16 *)next + in_block * c->width : panel + c->half_bytes / 2;
             panel_pieces pieces = {&panel, &ahead, c->width};
             tile(t->rows, c->width, (input_rows){t->query, c->width}, pieces, found, 0);
         } else {
             const bf16 *scales = (const bf16 *)(keys + c->scale_offset) + in_block;
+            const bf16 *pieces[c->width / PANEL], *ahead[c->width / PANEL];
             ptrdiff_t k = c->width / int_groups(c), scale_offset = c->scale_offset + in_block * (ptrdiff_t)sizeof *scales;
             __builtin_prefetch(values + scale_offset);
             __builtin_prefetch(next + scale_offset, 0, 2);
-            for (int g = 0; g < int_groups(c); g++) {
-                ptrdiff_t offset = in_block * c->width + g * k * PANEL;
-                const bf16 *panel = (const bf16 *)(keys + offset), *ahead = (const bf16 *)(values + offset);
-                cache_tile(t->rows, k, columns_from(t->queries, 8, g * k, g), (panel_pieces){&panel, &ahead, k}, scales, found,
+            values += in_block * PANEL, next += in_block * c->width, keys += in_block * c->width;
+            t->values[j / PANEL] = (const bf16 *)values, t->prefetch[j / PANEL] = (const bf16 *)next;
+            for (ptrdiff_t g = 0; g < int_groups(c); g++) {
+                for (ptrdiff_t i = 0; i < k; i += PANEL) {
+                    pieces[i / PANEL] = (const bf16 *)(keys + (g * k + i) * PANEL);
+                    ahead[i / PANEL] = (const bf16 *)(values + (g * k + i) / PANEL * c->block * PANEL);
+                }
+                cache_tile(t->rows, k, columns_from(t->queries, 8, g * k, g), (panel_pieces){pieces, ahead, PANEL}, scales, found,
                            g);
             }
         }
@@ -227,8 +236,9 @@ INLINE void softmax_row(const cache_layout *c, const query_tile *t, key_pass pas
         sum += weight;
         if (c->bits == 16) store_operand((operand *)scores + j, weight);
         else {
-            const bf16 *value_scales = (const bf16 *)((const uint8_t *)t->values[j / c->block] + c->scale_offset);
-            weight *= load_bf16(value_scales + j % c->block, VL);
+            ptrdiff_t in_block = j % c->block; /* values[] is past the block's first by the panels before */
+            const uint8_t *scales = (const uint8_t *)t->values[j / PANEL] + c->scale_offset - in_block / PANEL * PANEL * PANEL;
+            weight *= load_bf16((const bf16 *)scales + in_block, VL);
             store(scores + j, weight);
             largest = larger(largest, weight);
         }
@@ -265,7 +275,7 @@ INLINE void turn_keys(const cache_layout *c, const query_tile *t, key_pass pass,
 INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass) {
     ptrdiff_t ld = t->pass_keys * (ptrdiff_t)(sizeof *t->scores / sizeof(operand));
     input_rows weights = {(const operand *)t->scores + pass.first, ld};
-    ptrdiff_t first_block = pass.first / c->block;
+    ptrdiff_t piece = c->bits == 16 ? c->block : PANEL, first = pass.first / piece;
     for (ptrdiff_t d = 0; d < t->value_width; d += PANEL) {
         output_rows acc = {t->acc + d, t->value_width};
         if (t->turned) {
@@ -274,12 +284,12 @@ INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass
             tile(t->rows, pass.k - pass.first, weights, (panel_pieces){&panel, &panel, t->pass_keys}, acc, 1);
             continue;
         }
-        panel_pieces pieces = {t->values + first_block, t->prefetch + first_block, c->block};
+        panel_pieces pieces = {t->values + first, t->prefetch + first, piece};
         if (c->bits == 16) tile(t->rows, pass.k - pass.first, weights, pieces, acc, 1);
         else cache_tile(t->rows, pass.keys - pass.first, columns_from(t->weights, 8, pass.first, 0), pieces, NULL, acc, 1);
-        for (ptrdiff_t b = first_block; b * c->block < pass.keys; b++) { /* on to the next panel of values */
-            t->values[b] += c->block * PANEL * c->bits / 16;
-            t->prefetch[b] += c->block * PANEL * c->bits / 16;
+        for (ptrdiff_t i = first; i * piece < pass.keys; i++) { /* on to the next panel of values */
+            t->values[i] += c->block * PANEL * c->bits / 16;
+            t->prefetch[i] += piece * PANEL * c->bits / 16;
         }
     }
 }
@@ -427,7 +437,7 @@ static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, 
     float query_scales[TILE_ROWS * 2], weight_scales[TILE_ROWS];
     float row_max[TILE_ROWS], row_sum[TILE_ROWS + VL] = {0}, rescale[TILE_ROWS] = {0}, pass_sum[TILE_ROWS] = {0};
     group_sum query_sums[TILE_ROWS * 2];
-    const bf16 *values[pass_blocks], *prefetch[pass_blocks];
+    const bf16 *values[pass_keys / PANEL], *prefetch[pass_keys / PANEL];
     query_tile t = {
         .shape = shape,
         .rows = (int)g->rows,
@@ -543,12 +553,27 @@ static ptrdiff_t split_groups(const cache_layout *c, tiling by, tile_group *grou
 
 /* Cut groups into pieces, those that are split first. */
 static void cut_groups(const tile_group *groups, ptrdiff_t num_groups, piece *pieces) {
+    ptrdiff_t n = 0;
     for (int split = 1; split >= 0; split--)
         for (const tile_group *g = groups; g < groups + num_groups; g++)
             for (ptrdiff_t s = g->first; !g->split == !split && s < g->last; s++) {
-                *pieces++ = (piece){g, s, split ? s + 1 : g->last};
+                pieces[n++] = (piece){g, s, split ? s + 1 : g->last, 0, 0};
                 if (!split) break;
             }
+    for (ptrdiff_t i = n; i--;) {
+        int same = i + 1 < n && pieces[i].group->tiles->block_table == pieces[i + 1].group->tiles->block_table;
+        pieces[i].end = same ? pieces[i + 1].end : i + 1;
+    }
+    for (ptrdiff_t i = 0; i < n; i++) pieces[i].run = i && pieces[i - 1].end == pieces[i].end ? pieces[i - 1].run : i;
+}
+
+/* Return the piece of an item, and its part of the query heads. A row's pieces in a part share keys and meet in a thread's cache.
+ * The row's next part comes next: its keys are adjacent to those of the last in each block, and as many. */
+INLINE piece piece_at(const piece *pieces, ptrdiff_t heads, ptrdiff_t item, ptrdiff_t *part) {
+    piece p = pieces[item / heads];
+    ptrdiff_t in_run = item - p.run * heads, size = p.end - p.run;
+    *part = in_run / size;
+    return pieces[p.run + in_run % size];
 }
 
 /* Return the sums of a segment of a split group in part `head` of `heads` parts of query heads: [rows][floats]. */
@@ -607,32 +632,31 @@ void nv_attention(team *team, const bf16 *q, bf16 *out, const uint8_t *cache, pt
     piece *pieces = scratch(num_pieces[0] * sizeof *pieces);
     if (pieces) cut_groups(groups, num_groups, pieces);
     begin_tiles();
-    /* Pieces in a KV head share keys: adjacent ones meet in a thread's cache. */
-    FOR_ITEMS(item, team, num_pieces[0] * heads) {
-        ptrdiff_t part = item / num_pieces[0], first_head = part * group;
-        piece p = pieces[item % num_pieces[0]], next = pieces[(item + 1) % num_pieces[0]];
-        kv_head head[2]; /* of this piece and the next */
-        for (int i = 0; i < 2; i++)
-            head[i] = (kv_head){cache + (item + i) / num_pieces[0] / parts % kv_heads * head_bytes, block_bytes};
-        if (sinks) shape.sinks = sinks + first_head;
-        attend(layout, shape, q + first_head * dim, out + first_head * values, head[0], p,
-               p.group->split ? sums_of_segment(memory, p.group, p.first, heads, part, floats) : NULL,
-               first_keys(&layout, head[1], next.group, shape.window, next.first));
+    ptrdiff_t num_items = num_pieces[0] * heads;
+    FOR_ITEMS(item, team, num_items) {
+        ptrdiff_t part, next_part;
+        piece p = piece_at(pieces, heads, item, &part), next = piece_at(pieces, heads, (item + 1) % num_items, &next_part);
+        kv_head head = {cache + part / parts * head_bytes, block_bytes},
+                next_head = {cache + next_part / parts * head_bytes, block_bytes};
+        float *shared = p.group->split ? sums_of_segment(memory, p.group, p.first, heads, part, floats) : NULL;
+        if (sinks) shape.sinks = sinks + part * group;
+        attend(layout, shape, q + part * group * dim, out + part * group * values, head, p, shared,
+               first_keys(&layout, next_head, next.group, shape.window, next.first));
     }
     end_tiles();
     /* The pieces of a split group share its rows. */
     FOR_ITEMS(item, team, num_pieces[1] * heads) {
-        ptrdiff_t part = item / num_pieces[1], first_head = part * group;
+        ptrdiff_t part = item / num_pieces[1];
         piece p = pieces[item % num_pieces[1]];
         const tile_group *g = p.group;
-        if (sinks) shape.sinks = sinks + first_head;
+        if (sinks) shape.sinks = sinks + part * group;
         for (ptrdiff_t r = p.first - g->first; r < g->rows; r += g->last - g->first) {
             float *sums = sums_of_segment(memory, g, g->first, heads, part, floats) + r * floats;
             for (ptrdiff_t s = g->first + 1; s < g->last; s++) {
                 float *more = sums_of_segment(memory, g, s, heads, part, floats) + r * floats, *stats = more + floats - 16;
                 add_segment(&shape, sums, more, stats[0], stats[1]);
             }
-            store_sums(&shape, g, r, sums, out + first_head * values);
+            store_sums(&shape, g, r, sums, out + part * group * values);
         }
     }
     free(pieces);

@@ -32,7 +32,7 @@ INLINE void multiply_add2(__m512 *a, __m512 *b, __m512 v, __m512 w, const operan
 
 /* One part of a tile. x is rows ld apart, or packed: [k/2][rows][2], or [k][rows] in float32. Each step of two inputs prefetches
  * `share` bytes of w.prefetch into the second-level cache, from byte `skip` on. Measured: a linear of up to 4 rows is fastest
- * without this (1.2 times on a Zen 4), attention with a second prefetch, 4 KB ahead in w. */
+ * without this (1.2 times on a Zen 4), the keys of attention with a second prefetch, 4 KB ahead in w; its values without. */
 INLINE void tile_rows(int rows, int cols, int packed, ptrdiff_t k, input_rows x, panel_pieces w, ptrdiff_t skip, ptrdiff_t share,
                       output_rows acc, int add) {
     __m512 a[MAX_ROWS][STREAM_COLS];
@@ -51,7 +51,8 @@ INLINE void tile_rows(int rows, int cols, int packed, ptrdiff_t k, input_rows x,
         for (ptrdiff_t end = k - i < w.piece_k ? k : i + w.piece_k; i < end; i += 2, piece += 2 * PANEL, ahead += share) {
             const operand *inputs = x.p + i * rows;
             if (!packed || rows > 4) __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + share / 2, 0, 2);
-            if (!packed && rows <= 4) __builtin_prefetch(piece + 2048, 0, 2), __builtin_prefetch(piece + 2048 + PANEL, 0, 2);
+            if (!packed && rows <= 4 && !add)
+                __builtin_prefetch(piece + 2048, 0, 2), __builtin_prefetch(piece + 2048 + PANEL, 0, 2);
 #pragma GCC unroll 4
             for (int c = 0; c < cols; c += 2) {
                 const bf16 *at = piece + c / PANEL_VECTORS * (k * PANEL);
