@@ -63,12 +63,13 @@ def route() -> Callable[[], torch.Tensor]:
     return lambda: ops.route(logits, Choice(2, renormalize=True)).weights
 
 
-def attention() -> Callable[[], torch.Tensor]:
+def attention(keys: int = 70) -> Callable[[], torch.Tensor]:
     queries = randn(70, 4, 64)
-    cache = randn(2, 2, 2, 64, 64, seed=1)
-    blocks = torch.arange(2, dtype=torch.int32)[None]
+    blocks = torch.arange(-(-keys // 64), dtype=torch.int32)[None]
+    cache = randn(2, blocks.numel(), 2, 64, 64, seed=1)
     starts = torch.tensor([0, 70], dtype=torch.int32)
-    return lambda: ops.attention(queries, cache, blocks, starts, starts[1:], scale=0.125)
+    lens = torch.tensor([keys], dtype=torch.int32)
+    return lambda: ops.attention(queries, cache, blocks, starts, lens, scale=0.125)
 
 
 CALLS: dict[str, tuple[int, Callable[[], Callable[[], torch.Tensor]]]] = {
@@ -107,6 +108,26 @@ def test_each_refused_allocation_is_an_error_and_the_next_call_is_right(
         torch.set_num_threads(before)
 
 
+@pytest.mark.usefixtures("inference_mode")
+def test_refused_memory_that_threads_share_is_an_error(refuse_after: Refuse) -> None:
+    """It is kept, and so only asked for when a call needs more than those before."""
+    before = torch.get_num_threads()
+    try:
+        for allocation in range(3):
+            call = attention(5000 + 5000 * allocation)
+            torch.set_num_threads(1)
+            expected = call()  # without it
+            torch.set_num_threads(9)
+            with torch_on_one_thread():
+                refuse_after(allocation)
+                with pytest.raises(OutOfMemoryError):
+                    call()
+                refuse_after(-1)
+                assert torch.equal(call(), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=["recorded", "eager"])
 def test_an_engine_without_memory_raises_and_goes_on(options, refuse_after, make_llm) -> None:
     """Later answers are right: nothing that the failed step wrote is taken for a cached prefix."""
@@ -124,6 +145,6 @@ def test_an_engine_without_memory_raises_and_goes_on(options, refuse_after, make
         assert texts == expected, f"after allocation {allocation} was refused"
 
 
-def test_kernels_allocate_through_scratch_alone() -> None:
-    sources = (path for path in SOURCES if path.name != "kernels.h")
+def test_kernels_allocate_through_scratch_and_team_memory_alone() -> None:
+    sources = (path for path in SOURCES if path.name not in ("kernels.h", "threads.c"))
     assert not [path.name for path in sources if "alloc(" in path.read_text()]

@@ -543,7 +543,7 @@ static ptrdiff_t split_groups(const cache_layout *c, tiling by, tile_group *grou
     for (tile_group *g = groups; g < groups + num_groups; g++) work += passes_of_group(c, by, g);
     for (tile_group *g = groups; g < groups + num_groups; g++) {
         ptrdiff_t segments = g->last - g->first;
-        if (segments > 1 && passes_of_group(c, by, g) * 2 * threads > work * heads) {
+        if (threads > 1 && segments > 1 && passes_of_group(c, by, g) * 2 * threads > work * heads) {
             g->split = end += segments * heads * g->rows * floats;
             num_pieces[0] += segments, num_pieces[1] += segments;
         } else num_pieces[0]++;
