@@ -26,11 +26,12 @@ from nanovllm.kernels.triton.online_softmax import (
     attend,
     block_ids,
     block_stride,
-    finish_split,
     load_queries,
+    merge_last,
     padded,
     register_limit,
     store_result,
+    store_split,
 )
 
 SPLIT_TOKENS = 256
@@ -45,6 +46,10 @@ _PLAN_COLUMNS = tl.constexpr(128)
 """Rows that it compares them with at once."""
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 _SPLIT_TOKENS = tl.constexpr(SPLIT_TOKENS)
+_TILE_TOKENS = tl.constexpr(64)
+"""Splits are multiples of it, because a tile of keys has at most so many."""
+_IDS_AT_ONCE = tl.constexpr(16)
+"""Block ids of each row that are compared at once."""
 
 
 # Values that change from batch to batch must not cause a recompilation. By default Triton compiles
@@ -82,6 +87,8 @@ class DecodePlan:
     max_splits: int
     max_programs: int
     scores: Scores
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
     launch: Launch
 
 
@@ -105,7 +112,7 @@ def plan_decode(
         max_seq_len: together with R, it determines the shapes of the plan and of every launch.
     """
     rows, device = len(seq_lens), seq_lens.device
-    max_splits = splits_of_row(scores.visible(max_seq_len))
+    max_splits = most_splits(scores.visible(max_seq_len))
     groups = scores.groups(num_heads, num_kv_heads)
     output_dim = scores.output_dim(head_dim)
     per_head = (rows, max_splits, num_heads)
@@ -119,6 +126,8 @@ def plan_decode(
         max_splits=max_splits,
         max_programs=_PROGRAMS_PER_SM * _multiprocessors(device),
         scores=scores,
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=seq_lens,
         launch=Launch(_decode),
     )
     _plan_decode[(triton.cdiv(rows, _PLAN_ROWS.value),)](
@@ -128,8 +137,8 @@ def plan_decode(
     return plan
 
 
-def splits_of_row(keys: int) -> int:
-    """Return the number of splits of a row that sees `keys` keys. It never falls with them."""
+def most_splits(keys: int) -> int:
+    """Return the number of splits that a row which sees up to `keys` keys has at most."""
     return int(min(triton.cdiv(keys, SPLIT_TOKENS), MAX_SPLITS))
 
 
@@ -157,8 +166,8 @@ def decode(
         q: [T, num_heads, head_dim].
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], `q`'s dtype or float8_e4m3fn;
             [1, ...] of `q`'s dtype and one KV head if the plan's values are a part of the keys.
-        block_tables: [R, width] int32. Columns past a row's last block are not read, nor those
-            before a window.
+        block_tables: [R, width] int32. Blocks that columns past a row's last one or before a window
+            name are not read.
         out: [T, num_heads, output_dim]. Only the tokens of the plan's rows are written.
         sinks: [num_heads] float32, a logit more in the denominator of each head's softmax.
     """
@@ -176,6 +185,7 @@ def decode(
             block_tables, block_tables.stride(0),
             plan.splits, plan.num_splits, plan.splits_taken, plan.splits_done,
             plan.partial_out, plan.partial_stats, plan.max_splits,
+            plan.cu_seqlens_q, plan.seq_lens, len(plan.seq_lens),
             plan.scores.factor(head_dim),
         )  # fmt: skip
         options = {
@@ -201,10 +211,10 @@ def _decode_options(dtype: torch.dtype, output_dim: int, group: int) -> dict[str
     registers for 4,096 sums of values.
     """
     row_bytes = padded(output_dim) * dtype.itemsize
-    rows = max(8, triton.next_power_of_2(group))
+    rows = max(16 if output_dim <= 256 else 8, triton.next_power_of_2(group))
     warps = 8 if rows * padded(output_dim) > 4096 else 4
     options = {"N": min(64, max(16, 16384 // row_bytes)), "num_warps": warps, "num_stages": 3}
-    options["M"] = rows
+    options["M"], options["ROWS"] = rows, 1 << ((rows // group).bit_length() - 1)
     return options | ({"maxnreg": 168} if dtype.itemsize == 2 and output_dim <= 128 else {})
 
 
@@ -215,9 +225,20 @@ def _visible(seq_len, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _splits_of_row(keys):
-    """Return what `splits_of_row` returns."""
-    return tl.minimum(tl.cdiv(keys, _SPLIT_TOKENS), _MAX_SPLITS)
+def _split_of_row(keys, WINDOW: tl.constexpr):
+    """Return the number of splits of a row that sees `keys` keys, and the keys of each, at most.
+
+    Without a window borders lie at multiples of the second number, so that rows of nearly the same
+    length have the same.
+    """
+    if WINDOW is None:
+        size = tl.cdiv(keys, _TILE_TOKENS * _MAX_SPLITS) * _TILE_TOKENS
+        size = tl.maximum(size, _SPLIT_TOKENS)
+        count = tl.cdiv(keys, size)
+    else:
+        count = tl.minimum(tl.cdiv(keys, _SPLIT_TOKENS), _MAX_SPLITS)
+        size = tl.cdiv(keys, tl.maximum(count, 1))
+    return count, size
 
 
 @triton.jit
@@ -230,9 +251,8 @@ def _load_rows(cu_seqlens_q, seq_lens, row, num_rows, WINDOW: tl.constexpr):
     token = tl.load(cu_seqlens_q + row, mask=inside, other=0)
     stop = tl.load(cu_seqlens_q + row + 1, mask=inside, other=0)
     seq_len = tl.load(seq_lens + row, mask=inside, other=0)
-    keys = _visible(seq_len, WINDOW)
-    splits = tl.where(stop - token == 1, _splits_of_row(keys), 0)
-    return token, seq_len, splits, tl.cdiv(keys, tl.maximum(splits, 1))
+    splits, size = _split_of_row(_visible(seq_len, WINDOW), WINDOW)
+    return token, seq_len, tl.where(stop - token == 1, splits, 0), size
 
 
 @_jit
@@ -273,18 +293,20 @@ def _plan_decode(
 @_jit
 def _decode(
     q, k_cache, v_cache, out, sinks, block_tables, table_stride,
-    splits, num_splits, splits_taken, splits_done, partial_out, partial_stats, max_splits, scale,
+    splits, num_splits, splits_taken, splits_done, partial_out, partial_stats, max_splits,
+    cu_seqlens_q, seq_lens, num_rows, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, CHAINED: tl.constexpr,
+    SOFTCAP: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Process splits, each for one KV head. The M rows of a tile are the head's query heads.
+    """Process splits, each for one KV head. The M queries of a tile are the head's query heads of
+    up to ROWS rows whose split has the same keys: the first of them takes it for all.
 
     A program's first split has the program's number. The others come from the queue: each is taken
     while the block table of the one before is on its way, and looked up while results are stored.
     """
-    OUT_DIM: tl.constexpr = HEAD_DIM if VALUE_DIM is None else VALUE_DIM
-    member = tl.arange(0, M)
+    slot, member = tl.arange(0, M) // GROUP, tl.arange(0, M) % GROUP
     programs, index = tl.num_programs(0), tl.program_id(0)
     join_chain(CHAINED)
     # Loaded before it is known that there is such a split, so that the two loads do not take turns.
@@ -294,43 +316,141 @@ def _decode(
     while (index < total) & (seq_len != 0):
         head = index % KV_HEADS
         begin = 0 if WINDOW is None else tl.maximum(seq_len - WINDOW, 0)
-        unseen = begin // N
-        tiles, count = tl.cdiv(seq_len, N) - unseen, _splits_of_row(_visible(seq_len, WINDOW))
-        first, last = unseen + tiles * split // count, unseen + tiles * (split + 1) // count
+        first, last = _tiles_of_split(seq_len, split, begin, WINDOW, N)
         table = block_tables + row.to(tl.int64) * table_stride
         block = block_ids(table, first, last, seq_len, BLOCK_SIZE, N, begin, WINDOW)
-        first_head = (token.to(tl.int64) * KV_HEADS + head) * GROUP
-        heads = first_head + member
-        queries, rest, place, mask = load_queries(q, heads, member < GROUP, HEAD_DIM, VALUE_DIM, D)
+        rows = row // ROWS * ROWS + slot
+        tokens, valid = _rows_of_split(
+            cu_seqlens_q, seq_lens, num_rows, block_tables, table_stride, row, split, seq_len,
+            token, rows, slot < ROWS, GROUP, ROWS, BLOCK_SIZE, WINDOW,
+        )  # fmt: skip
         index = total
         if total > programs:
             # Each program finds the queue empty once. The last to do so leaves it as it was.
             index = programs + tl.atomic_add(splits_taken, 1, sem="relaxed")
             if index == total + programs - 1:
                 tl.store(splits_taken, 0)
-        acc, score_max, weight_sum = attend(
-            tl.zeros([M, D], tl.float32), tl.full([M], float("-inf"), tl.float32),
-            tl.zeros([M], tl.float32), queries, rest, k_cache, v_cache, table, block, head,
-            tl.full([M], 0, tl.int32) + seq_len - 1, begin, seq_len, first, last, scale,
-            KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, VALUE_DIM, N, D, True,
-        )  # fmt: skip
-        next_row, next_split, next_seq_len, next_token = _load_entry(
-            splits, index // KV_HEADS, index < total
+        if tl.min(tl.where(valid, rows, row)) == row:
+            heads = (tokens.to(tl.int64) * KV_HEADS + head) * GROUP + member
+            queries, rest, _, _ = load_queries(q, heads, valid, HEAD_DIM, VALUE_DIM, D)
+            # The slots of the rows, in one number, so that `attend` has more registers.
+            which = tl.sum(tl.where(valid & (member == 0), 1 << slot, 0))
+            acc, score_max, weight_sum = attend(
+                tl.zeros([M, D], tl.float32), tl.full([M], float("-inf"), tl.float32),
+                tl.zeros([M], tl.float32), queries, rest, k_cache, v_cache, table, block, head,
+                tl.full([M], 0, tl.int32) + seq_len - 1, begin, seq_len, first, last, scale,
+                KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, VALUE_DIM, N, D,
+                True,
+            )  # fmt: skip
+            _finish(
+                out, partial_out, partial_stats, max_splits, splits_done, cu_seqlens_q, seq_lens,
+                row, split, which, acc, score_max, weight_sum, sinks, head,
+                KV_HEADS, GROUP, HEAD_DIM if VALUE_DIM is None else VALUE_DIM, WINDOW, M, ROWS, D,
+            )  # fmt: skip
+        row, split, seq_len, token = _load_entry(splits, index // KV_HEADS, index < total)
+
+
+@triton.jit
+def _tiles_of_split(seq_len, split, begin, WINDOW: tl.constexpr, N: tl.constexpr):
+    """Return the first tile of keys of a split, and the one after its last. `begin` is the first
+    key that the row sees.
+    """
+    count, size = _split_of_row(_visible(seq_len, WINDOW), WINDOW)
+    if WINDOW is None:
+        first = split * (size // N)
+        last = tl.minimum(first + size // N, tl.cdiv(seq_len, N))
+    else:
+        unseen = begin // N
+        tiles = tl.cdiv(seq_len, N) - unseen
+        first = unseen + tiles * split // count
+        last = unseen + tiles * (split + 1) // count
+    return first, last
+
+
+@triton.jit
+def _rows_of_split(
+    cu_seqlens_q, seq_lens, num_rows, block_tables, table_stride, row, split, seq_len, token,
+    rows, inside, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Return which of the `rows` [M] that are `inside` have the split's keys in common with `row`,
+    and their query tokens. They must see all of them. `row` itself is always one.
+
+    Most rows have none in common, which the split's first block tells.
+    """
+    valid = inside & (rows == row)
+    tokens = tl.where(valid, token, 0)
+    if (ROWS > 1) & (WINDOW is None):
+        _, size = _split_of_row(seq_len, WINDOW)
+        others = _load_rows(cu_seqlens_q, seq_lens, rows, tl.where(inside, num_rows, 0), WINDOW)
+        end = (split + 1) * size
+        block, stop = split * size // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE)
+        own = block_tables + row.to(tl.int64) * table_stride
+        tables = block_tables + rows.to(tl.int64) * table_stride
+        # Of all rows, so that this load does not wait for that of the lengths.
+        near = tl.load(tables + block, mask=inside & (rows < num_rows), other=-1) == tl.load(
+            own + block
         )
-        if count == 1:
-            store_result(
-                out + place, acc, score_max, weight_sum, sinks, head * GROUP + member,
-                member < GROUP, mask,
-            )  # fmt: skip
-        else:
-            finish_split(
-                out + first_head * OUT_DIM, partial_out, partial_stats,
-                (row.to(tl.int64) * max_splits * KV_HEADS + head) * GROUP,
-                ((row.to(tl.int64) * max_splits + split) * KV_HEADS + head) * GROUP,
-                count, splits_done + row * KV_HEADS + head, acc, score_max, weight_sum, sinks, head,
-                KV_HEADS, GROUP, OUT_DIM, M, D, AT_ONCE=4 if GROUP <= 4 else 2,
-            )  # fmt: skip
-        row, split, seq_len, token = next_row, next_split, next_seq_len, next_token
+        near = near & (others[2] > 0) & (others[3] == size)
+        near = near & (end <= tl.minimum(others[1], seq_len))
+        if tl.sum(near.to(tl.int32)) > GROUP:
+            for first in range(block + 1, stop, _IDS_AT_ONCE):
+                ids = first + tl.arange(0, _IDS_AT_ONCE)
+                expected = tl.load(own + ids, mask=ids < stop, other=-1)
+                mask = near[:, None] & (ids < stop)[None, :]
+                found = tl.load(tables[:, None] + ids[None, :], mask=mask, other=-1)
+                differs = mask & (found != expected[None, :])
+                near = near & (tl.max(differs.to(tl.int32), 1) == 0)
+        tokens = tl.where(near, others[0], tokens)
+        valid = valid | near
+    return tokens, valid
+
+
+@triton.jit
+def _finish(
+    out, partial_out, partial_stats, max_splits, splits_done, cu_seqlens_q, seq_lens,
+    row, split, which, acc, score_max, weight_sum, sinks, head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, OUT_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    M: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Store the results of rows that have one split. Store the split of the others, and merge the
+    splits of those that it was the last of. The bits of `which` are the rows, from `row`'s
+    multiple of ROWS on.
+    """
+    slot, member = tl.arange(0, M) // GROUP, tl.arange(0, M) % GROUP
+    rows, valid = row // ROWS * ROWS + slot, (which >> slot & 1) == 1
+    tokens = tl.load(cu_seqlens_q + rows, mask=valid, other=0)
+    lens = tl.load(seq_lens + rows, mask=valid, other=0)
+    counts, _ = _split_of_row(_visible(lens, WINDOW), WINDOW)
+    first_head = (tokens.to(tl.int64) * KV_HEADS + head) * GROUP
+    numbers = tl.arange(0, D)[None, :]
+    if tl.min(tl.where(valid, counts, 2)) == 1:
+        whole = counts == 1
+        store_result(
+            out + (first_head + member)[:, None] * OUT_DIM + numbers, acc, score_max, weight_sum,
+            sinks, head * GROUP + member, whole, whole[:, None] & (numbers < OUT_DIM),
+        )  # fmt: skip
+    if tl.max(counts) > 1:
+        part = counts > 1
+        own = (rows.to(tl.int64) * max_splits + split) * KV_HEADS + head
+        store_split(
+            partial_out, partial_stats, own * GROUP + member, acc, score_max, weight_sum,
+            part, part[:, None] & (numbers < OUT_DIM), OUT_DIM, D,
+        )  # fmt: skip
+        tl.debug_barrier()  # all threads must have stored before the splits count as done
+        for place in range(row % ROWS, ROWS):
+            if which >> place != 0:
+                of_row = (slot == place) & part
+                count = tl.max(tl.where(of_row, counts, 0))
+                if count > 0:
+                    row_head = tl.max(tl.where(of_row, first_head, 0))
+                    done = row // ROWS * ROWS + place
+                    merge_last(
+                        out + row_head * OUT_DIM, partial_out, partial_stats,
+                        (done.to(tl.int64) * max_splits * KV_HEADS + head) * GROUP, count,
+                        splits_done + done * KV_HEADS + head, sinks, head,
+                        KV_HEADS, GROUP, OUT_DIM, D, AT_ONCE=4 if GROUP <= 4 else 2,
+                    )  # fmt: skip
 
 
 @triton.jit

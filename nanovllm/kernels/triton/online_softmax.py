@@ -353,6 +353,19 @@ def finish_split(
         valid[:, None] & (tl.arange(0, D) < HEAD_DIM)[None, :], HEAD_DIM, D,
     )  # fmt: skip
     tl.debug_barrier()  # all threads must have stored before the split counts as done
+    merge_last(
+        out, partial_out, partial_stats, first, count, done, sinks, kv_head,
+        KV_HEADS, GROUP, HEAD_DIM, D, AT_ONCE,
+    )  # fmt: skip
+
+
+@triton.jit
+def merge_last(
+    out, partial_out, partial_stats, first, count, done, sinks, kv_head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Count a split that all threads have stored, and `merge` the splits if it was the last."""
     if tl.atomic_add(done, 1, sem="acq_rel") == count - 1:
         merge(
             out, partial_out, partial_stats, first, count, sinks, kv_head,

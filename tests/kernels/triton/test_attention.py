@@ -14,7 +14,7 @@ import torch
 from nanovllm.kernels.triton import decode_attention, prefill_attention
 from nanovllm.kernels.triton.decode_attention import (
     SPLIT_TOKENS,
-    splits_of_row,
+    most_splits,
 )
 from nanovllm.kernels.triton.online_softmax import MAX_SPLITS
 from nanovllm.worker.kv_cache import zeros
@@ -214,6 +214,37 @@ def test_a_row_is_the_same_in_every_batch():
         assert all(torch.equal(got[i], expected[row]) for i, row in enumerate(order))
 
 
+@pytest.mark.parametrize("dtype", DTYPES[::2], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize(("group", "block_size"), [(2, 16), (3, 64), (8, 256)])
+def test_rows_that_share_blocks_read_them_once_and_change_no_bit(
+    group, block_size, dtype, monkeypatch
+):
+    """Row 2 has two tokens. Row 4 differs in the last block of its second split; row 6 is a split
+    and no more.
+    """
+    products = []
+
+    def einsum(x, y, dtype=None):
+        products.append(x.shape)
+        return numpy.einsum("mk,kn->mn", x, y, dtype=dtype)
+
+    monkeypatch.setattr(numpy, "matmul", einsum)
+    rows = [(1, 700), (1, 650), (2, 600), (1, 600), (1, 520), (1, 80), (1, 256), (1, 512), (1, 770)]
+    case = case_of(rows, 1, group, 16, block_size, dtype)
+    cache, tables = case.stored(), case.batch.block_tables
+    attend(case, cache)
+    apart = len(products)
+    for row, (_, length) in enumerate(rows):
+        blocks = min(length, 512) // block_size - (row == 4)
+        tables[row, :blocks] = tables[0, :blocks]
+    products.clear()
+    expected = attend(case, cache).split([query for query, _ in rows])
+    assert len(products) < apart or CAPABILITY > (0, 0)
+    for row, (query, _) in enumerate(rows):
+        if query == 1:
+            assert torch.equal(attend(part_of(case, [(row, 0, 1)]), cache), expected[row])
+
+
 def test_programs_that_process_many_splits_give_the_same_bits(monkeypatch):
     case = case_of([(1, n) for n in (300, 5, 600, 257, 1)], 2, 2, 16, 64)
     expected = attend(case)
@@ -299,21 +330,25 @@ def test_splits_are_sorted_by_length_and_cover_each_row():
     expected = []
     for row, (query_len, _) in enumerate(rows):
         length = lengths[row].item()
-        count = splits_of_row(length) if query_len == 1 else 0
+        count = -(-length // split_size(length)) if query_len == 1 else 0
         expected += [[row, split, length, starts[row].item()] for split in range(count)]
     assert sorted(splits) == expected
-    count_of = {row: split + 1 for row, split, *_ in expected}
-    sizes = [-(-length // count_of[row]) for row, _, length, _ in splits]
+    sizes = [split_size(length) for _, _, length, _ in splits]
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_the_number_of_splits_never_falls_with_the_length():
-    """A plan has room for the splits of its longest row in each row."""
-    counts = [splits_of_row(length) for length in range(20000)]
-    assert counts == sorted(counts)
-    assert counts[-1] == MAX_SPLITS
-    samples = {0: 0, 1: 1, 256: 1, 257: 2, 600: 3, 1024: 4, 2048: 8, 2049: 9, 8192: 32}
-    assert {length: counts[length] for length in samples} == samples
+def split_size(length):
+    """Return the keys of a split of a row."""
+    return max(SPLIT_TOKENS, -(-length // (64 * MAX_SPLITS)) * 64)
+
+
+def test_a_plan_has_room_for_the_splits_of_shorter_rows():
+    most = 0
+    for length in range(1, 20000):
+        most = max(most, -(-length // split_size(length)))
+        assert most <= most_splits(length)
+    samples = {1: 1, 256: 1, 257: 2, 600: 3, 1024: 4, 2048: 8, 2049: 9, 8192: 32, 20000: 32}
+    assert {length: most_splits(length) for length in samples} == samples
 
 
 def plan_tiles(rows, num_heads=16, num_kv_heads=8):

@@ -44,7 +44,8 @@ def assert_fits(call, archs):
     for arch, kernels in compiled.items():
         for kernel in kernels:
             # On an H200 prefill is up to 1.7 times as fast with them: see `_prefill_options`.
-            allowed = 192 if kernel.name == "prefill_tile" else 0
+            # Those of decode are outside of its loop.
+            allowed = {"prefill_tile": 192, "_decode": 16}.get(kernel.name, 0)
             assert kernel.n_spills <= allowed, kernel
             assert kernel.shared <= SHARED[arch] * 1024, kernel
     return compiled
