@@ -94,7 +94,7 @@ _ITEMS = st.lists(
 @given(_ITEMS)
 def test_what_is_stored_is_the_same_conversation(given_items: list[Any]) -> None:
     items = items_of(ResponsesRequest.model_validate({"input": given_items}).input, {})
-    kept = StoredResponse("a", None, stored_items(items), b'{"output": []}')
+    kept = StoredResponse("a", None, stored_items(items), b"", b'{"output": []}')
     again = conversation_of([kept])
 
     def texts(items: Any) -> list[Any]:
@@ -223,6 +223,24 @@ def test_keys_do_not_see_the_responses_of_others(async_llm: AsyncLLM) -> None:
             yours.responses.retrieve(found.id)
         with pytest.raises(openai.BadRequestError):
             respond(yours, input="Hi", previous_response_id=found.id)
+
+
+def test_a_conversation_is_no_larger_than_a_body(async_llm: AsyncLLM) -> None:
+    """Symptom: a small request had megabytes of its conversation parsed."""
+    with running(async_llm, max_body_bytes=1400) as server:
+        body: dict[str, Any] = {"max_output_tokens": 1, "input": "Hi " * 150}
+        first = server.send(ROUTE, body).body
+        second = server.send(ROUTE, {**body, "previous_response_id": first["id"]})
+        assert second.status == 200
+        reply = server.send(ROUTE, {**body, "previous_response_id": second.body["id"]})
+        assert (reply.status, reply.error["param"]) == (400, "previous_response_id")
+        assert "max_body_bytes is 1400" in reply.error["message"]
+
+
+def test_too_long_a_prompt_has_openais_code(server: Running) -> None:
+    for size in (2000, 400_000):  # refused by its tokens, and before they are all counted
+        reply = server.send(ROUTE, {"input": "Hi " * size})
+        assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
 
 
 def test_a_conversation_of_too_many_items(server: Running) -> None:

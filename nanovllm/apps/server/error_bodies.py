@@ -104,7 +104,7 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, RequestValidationError):
         return _validation_error(error)
     if isinstance(error, InvalidRequestError):
-        return APIError(400, str(error))
+        return APIError(400, str(error), code=_code(error))
     if isinstance(error, NanoVLLMError):
         code = "engine_dead" if isinstance(error, EngineDeadError) else None
         return APIError(500, str(error), code=code)
@@ -129,8 +129,12 @@ def naming_params(
     except InvalidRequestError as error:
         message = str(error)
         param = _param(message, fields, prompt, renamed or {})
-        code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
-        raise APIError(400, message, param=param, code=code) from None
+        raise APIError(400, message, param=param, code=_code(error)) from None
+
+
+def _code(error: InvalidRequestError) -> str | None:
+    """Return OpenAI's name of an error."""
+    return "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
 
 
 def _param(

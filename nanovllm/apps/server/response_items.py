@@ -83,7 +83,7 @@ def items_of(
         return [InputMessage(role="user", content=given)]
     known: dict[str, AnyInputItem] = {}
     for stored in {each.response_id: each for each in referenced.values()}.values():
-        output = json.loads(stored.response)["output"]
+        output = json.loads(stored.output)["output"]
         known |= zip((item["id"] for item in output), _ITEMS.validate_python(output), strict=True)
     return [known[item.id] if isinstance(item, InputReference) else item for item in given]
 
@@ -106,7 +106,7 @@ def listed_items(chain: Seq[StoredResponse]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for stored in chain[:-1]:
         found += json.loads(stored.input_items)
-        found += json.loads(stored.response)["output"]
+        found += json.loads(stored.output)["output"]
     found += json.loads(chain[-1].input_items)
     return found
 
@@ -116,7 +116,7 @@ def conversation_of(chain: Iterable[StoredResponse]) -> list[AnyInputItem]:
     found: list[AnyInputItem] = []
     for stored in chain:
         found += _ITEMS.validate_json(stored.input_items)
-        found += _ITEMS.validate_python(json.loads(stored.response)["output"])
+        found += _ITEMS.validate_python(json.loads(stored.output)["output"])
     return found
 
 

@@ -19,12 +19,19 @@ class StoredResponse(NamedTuple):
     """A JSON list: what its own request added to the conversation."""
     response: bytes
     """The response as JSON."""
+    output: bytes = b""
+    """What the response adds to it: a JSON object whose only field is `output`."""
     item_ids: tuple[str, ...] = ()
     """Those of its output."""
 
     @property
     def num_bytes(self) -> int:
-        return len(self.input_items) + len(self.response)
+        return self.num_turn_bytes + len(self.response)
+
+    @property
+    def num_turn_bytes(self) -> int:
+        """Size of what its turn adds to the conversation."""
+        return len(self.input_items) + len(self.output)
 
 
 class ResponseStore:

@@ -74,7 +74,12 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
             answer.keep = lambda response, text: server.responses.add(
                 owner,
                 StoredResponse(
-                    response.id, before, items, text, tuple(item.id for item in response.output)
+                    response.id,
+                    before,
+                    items,
+                    text,
+                    response.model_dump_json(include={"output"}).encode(),
+                    tuple(item.id for item in response.output),
                 ),
             )
         outputs = await run(place, body, prompt, params)
@@ -168,8 +173,17 @@ def _known(request: Request, body: ResponsesRequest) -> _Known:
     given = () if isinstance(body.input, str) else body.input
     item_ids = {item.id for item in given if isinstance(item, InputReference)}
     previous_id = body.previous_response_id
+    earlier = [] if previous_id is None else responses.conversation(owner, previous_id)
+    num_bytes = sum(each.num_turn_bytes for each in earlier)
+    if num_bytes > (most := state_of(request).options.max_body_bytes):
+        raise APIError(
+            400,
+            f"the conversation has {num_bytes} bytes, and the server's max_body_bytes is {most}: "
+            "go on with a new one",
+            param="previous_response_id",
+        )
     return _Known(
-        [] if previous_id is None else responses.conversation(owner, previous_id),
+        earlier,
         {item_id: responses.with_item(owner, item_id) for item_id in item_ids},
     )
 
@@ -225,7 +239,7 @@ def _render(
         found = as_api_error(error).body["error"]
         is_field = found["param"] in ResponsesRequest.model_fields  # or a place in the messages
         param = found["param"] if is_field else "input"
-        raise APIError(400, found["message"] or "", param=param) from None
+        raise APIError(400, found["message"] or "", param=param, code=found["code"]) from None
 
 
 def _room(max_model_len: int, max_output_tokens: int | None) -> int:
@@ -275,7 +289,7 @@ class _Answer:
         self._end(output, completion, len(completion.token_ids))
         for _ in self._builder.finish(self._builder.response.status):
             pass
-        return self._kept()
+        return self._keep()
 
     async def frames(
         self, outputs: AsyncGenerator[RequestOutput, None]
@@ -305,15 +319,15 @@ class _Answer:
             builder.response.error = ResponseError(code=code, message=found["message"] or "")
             builder.response.status = "failed"
         events = [*builder.finish(builder.response.status)]
-        if self.keep is not None and builder.response.status != "failed":
-            self._kept()  # before the client knows that it may go on from it
+        self._keep()  # before the client knows that it may go on from it
         yield "".join(frame(event, event.type) for event in events)
 
-    def _kept(self) -> str:
-        """Return the response as JSON, which is kept if it is to be."""
-        text = self._builder.response.model_dump_json()
-        if self.keep is not None:
-            self.keep(self._builder.response, text.encode())
+    def _keep(self) -> str:
+        """Return the response as JSON, and keep it if that is asked for and it has not failed."""
+        response = self._builder.response
+        text = response.model_dump_json()
+        if self.keep is not None and response.status != "failed":
+            self.keep(response, text.encode())
         return text
 
     def _end(self, output: RequestOutput, completion: CompletionOutput, num_output: int) -> None:
