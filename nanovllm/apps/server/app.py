@@ -13,6 +13,7 @@ from nanovllm.apps.server import (
     completions_route as completions,
     messages_route as messages,
     models_route as models,
+    pages,
     pooling_route as pooling,
     profile_route as profile,
     prometheus as metrics,
@@ -34,7 +35,7 @@ ROUTERS = tuple(
     module.router
     for module in (
         *(chat, completions, responses, messages, pooling),
-        *(models, tokens, metrics, sleep, status),
+        *(models, tokens, metrics, sleep, status, pages),
     )
 )
 

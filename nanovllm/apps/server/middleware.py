@@ -10,11 +10,12 @@ import re
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanovllm.apps.server import pages
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.options.validation import shown
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready"})
-"""What needs no API key; / is a page without data, which asks for the key."""
+OPEN_PATHS = frozenset({"/health", "/ready"}) | pages.PATHS
+"""What needs no API key; the pages have no data, and ask for the key."""
 MAX_HEADERS = 100
 MAX_HEAD_BYTES = 32 * 2**10
 """Of a request's line and headers."""
@@ -46,7 +47,8 @@ class GuardMiddleware:
         try:
             length = _content_length(headers)
             self._check_host(headers)
-            if self._keys and scope["path"] not in OPEN_PATHS:
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            if self._keys and path not in OPEN_PATHS:
                 scope.setdefault("state", {})["key_digest"] = self._key_digest(headers)
             if length is not None and length > self._max_body_bytes:
                 await _drop_body(headers, receive, length)

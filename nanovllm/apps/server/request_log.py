@@ -16,6 +16,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanovllm.apps.server import pages
 from nanovllm.apps.server.tracing import (
     OpenTelemetry,
     child_traceparent,
@@ -30,8 +31,10 @@ CLIENT_CLOSED = 499
 """The status in the log of a request whose client went away before the answer began."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _PLAIN = re.compile(r"[A-Za-z0-9._:/+=@,-]+")
-_PROBES = {"/health", "/ready", "/metrics", "/status.json"}
-"""Routes that are asked for every few seconds: their lines have the level DEBUG."""
+_PROBES = {"/health", "/ready", "/metrics", "/status.json", pages.FILE_ROUTE}
+"""Routes that are asked for every few seconds, or many times a page: their lines have the level
+DEBUG.
+"""
 _MAX_PATH = 200
 
 

@@ -1,21 +1,12 @@
-"""GET /health, /ready and /version, which wait for no engine step; and GET /, a page for people.
+"""GET /health, /ready and /version, which wait for no engine step; and GET /status.json.
 
-The page has live load and a chat box; its numbers are in /status.json.
-
-The page is one file without data: it asks the other routes, with the API key that its user types.
-It loads nothing from elsewhere, and the browser is told to refuse anything else.
+The latter has the numbers that the page /status shows.
 """
 
-import re
 import time
-from base64 import b64encode
-from functools import cache
-from hashlib import sha256
-from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
 
 from nanovllm import __version__
 from nanovllm.apps.server.admission import shutting_down
@@ -65,43 +56,6 @@ async def version() -> dict[str, str]:
 def _check_engine(server: ServerState) -> None:
     if server.failure is not None:
         raise EngineDeadError(server.failure)
-
-
-@cache
-def page() -> tuple[bytes, dict[str, str]]:
-    """Return the page and the headers that go with it."""
-    text = files("nanovllm.apps.server").joinpath("status.html").read_text(encoding="utf-8")
-    policy = [
-        "default-src 'none'",
-        f"script-src {_hash(text, 'script')}",
-        f"style-src {_hash(text, 'style')}",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
-    headers = {
-        "Content-Security-Policy": "; ".join(policy),
-        "Cross-Origin-Opener-Policy": "same-origin",
-        "Cross-Origin-Resource-Policy": "same-origin",
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
-        "Cache-Control": "no-cache",
-    }
-    return text.encode(), headers
-
-
-def _hash(text: str, element: str) -> str:
-    """Return the source of a Content-Security-Policy that allows the page's own element."""
-    found = re.search(rf"<{element}>(.*?)</{element}>", text, re.DOTALL)
-    assert found is not None
-    return f"'sha256-{b64encode(sha256(found[1].encode()).digest()).decode()}'"
-
-
-@router.get("/", include_in_schema=False)
-async def status_page() -> Response:
-    body, headers = page()
-    return Response(body, media_type="text/html; charset=utf-8", headers=headers)
 
 
 @router.get("/status.json", include_in_schema=False)
