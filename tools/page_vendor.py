@@ -29,16 +29,16 @@ class File(NamedTuple):
 
 
 PACKAGES = {
-    "marked@18.2.1": (
+    "markdown-it@15.0.3": (
         File(
-            "lib/marked.esm.js",
-            "marked.js",
-            "5371fea86fd0656b4fc7bea7c94c663109d82789b69433eeee78d42895aa44de",
+            "dist/browser/markdown-it.esm.min.mjs",
+            "markdown-it.js",
+            "d5432491790141da046b1197353705db03264f40b5727f3b4b591f5aba193e30",
         ),
         File(
             "LICENSE",
-            "marked.LICENSE",
-            "8e3a3f82f59a60958f56ca08f445647c32a4733dc7ca6c2c46f6eb898471ab9c",
+            "markdown-it.LICENSE",
+            "792c48c5a849a15fdf9e37e8bcf9e6d1dd13b32b46c642a748a0a46a9919d473",
         ),
     ),
     "dompurify@3.5.0": (

@@ -143,7 +143,7 @@ def test_a_conversation(page: Page, server: Running) -> None:
     send(page)
     answers(page, 1)
     note = page.locator("article.answer .note")
-    expect(note).to_have_text(re.compile(r"\d+ tokens · [\d.]+ tokens/s · first after \d+ ms$"))
+    expect(note).to_have_text(re.compile(r"\d+ tokens · [\d.,]+ tokens/s · first after \d+ ms$"))
     first = page.locator(".markdown").inner_text()
     assert len(first) > 40
     page.reload()  # the browser keeps it
@@ -207,11 +207,11 @@ def test_hostile_answers_are_text(page: Page) -> None:
     links = [link.get_attribute("href") for link in shown.locator("a").all()]
     assert {link for link in links if link} == {"https://example.com", "http://example.com/e.png"}
     assert "<img src=x onerror=\"document.title='hacked'\">" in shown.inner_text()
-    page.locator(".markdown a", has_text="a").first.click()
     assert "hacked" not in page.title()
-    exported = page.evaluate("document.documentElement.outerHTML")
-    assert "onerror=&quot;" not in exported
-    assert not re.search(r"<[^>]*\son(error|load)=", exported)
+    names = page.evaluate(
+        "[...document.querySelectorAll('*')].flatMap((e) => e.getAttributeNames())"
+    )
+    assert not [name for name in names if name.startswith("on")]
 
 
 @pytest.mark.parametrize(
@@ -225,8 +225,12 @@ def test_hostile_answers_are_text(page: Page) -> None:
         "<p style='background:url(//example.com)' id=prompt class=sr>x</p>",
     ],
 )
-def test_the_sanitizer_alone_lets_nothing_through(page: Page, html: str) -> None:
+def test_the_sanitizer_alone_lets_nothing_through(
+    context: BrowserContext, server: Running, html: str
+) -> None:
     """It is the second of three fences: HTML is text before it, and the policy stands behind."""
+    page = context.new_page()
+    page.goto(server.url)
     made = page.evaluate(
         """async (html) => {
             const { clean } = await import("./page/markdown.js");
@@ -269,11 +273,12 @@ def test_stop_and_several_answers_at_once(page: Page, idle_afterwards: None) -> 
     page.keyboard.press("Escape")
     answers(page, 1)
     expect(page.locator("article.answer .note")).to_have_text(re.compile("stopped$"))
-    page.locator("#list a").nth(1).click()
-    expect(page.locator("article.running")).to_have_count(1)
-    page.click("#stop")
+    page.locator("#list a").nth(1).click()  # it went on meanwhile, or still does
     answers(page, 1)
-    assert len(page.locator(".markdown").inner_text()) > 20
+    expect(page.locator("article.answer .note")).to_contain_text("900 tokens")
+    send(page, "Hello")
+    page.click("#stop")
+    answers(page, 2)
 
 
 def test_rename_delete_export_and_import(page: Page, tmp_path: Path) -> None:

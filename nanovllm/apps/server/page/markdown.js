@@ -1,8 +1,8 @@
 // Turns Markdown that a model wrote into elements. Nothing in it is trusted: HTML is shown as text,
-// and what marked makes of the rest passes DOMPurify with a short list of tags.
+// and what markdown-it makes of the rest passes DOMPurify with a short list of tags.
 import { copy, make } from "./dom.js";
 import highlight from "./vendor/highlight.js";
-import { Marked } from "./vendor/marked.js";
+import MarkdownIt from "./vendor/markdown-it.js";
 import DOMPurify from "./vendor/purify.js";
 
 const MAX_HIGHLIGHTED = 40000; // characters of a block of code
@@ -18,27 +18,40 @@ const CLEAN = {
   ALLOW_ARIA_ATTR: false,
   RETURN_DOM_FRAGMENT: true,
 };
-const ENTITIES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" };
-const escaped = (text) => text.replace(/[&<>"']/g, (character) => ENTITIES[character]);
 
-const marked = new Marked({
-  gfm: true,
-  breaks: true,
-  renderer: {
-    html({ raw, block }) {
-      if (PLAIN_HTML.test(raw.trim())) return raw;
-      return block ? this.code({ text: raw.trimEnd(), lang: "html" }) : escaped(raw);
-    },
-    image: ({ href, text }) => `<a href="${escaped(href)}">${escaped(text || href)}</a>`, // not loaded
-    checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
-    code({ text, lang }) {
-      const name = lang?.match(/^[\w+#-]+/)?.[0] ?? "";
-      const known = highlight.getLanguage(name) && text.length <= MAX_HIGHLIGHTED;
-      const html = known ? highlight.highlight(text, { language: name, ignoreIllegals: true }).value : escaped(text);
-      return `<pre><code class="language-${name}">${html}</code></pre>`;
-    },
+const markdown = new MarkdownIt({ html: true, linkify: true, breaks: true }); // its HTML is replaced here:
+const escaped = markdown.utils.escapeHtml;
+Object.assign(markdown.renderer.rules, {
+  html_inline: (tokens, index) => plain(tokens[index].content) ?? escaped(tokens[index].content),
+  html_block: (tokens, index) => plain(tokens[index].content) ?? codeBlock(tokens[index].content, "html"),
+  fence: (tokens, index) => codeBlock(tokens[index].content, tokens[index].info),
+  code_block: (tokens, index) => codeBlock(tokens[index].content, ""),
+  image: (tokens, index) => { // is not loaded
+    const { content, attrs } = tokens[index], source = escaped(new Map(attrs).get("src"));
+    return `<a href="${source}">${escaped(content) || source}</a>`;
   },
 });
+for (const tag of ["th", "td"]) {
+  markdown.renderer.rules[`${tag}_open`] = (tokens, index) => {
+    const align = tokens[index].attrGet("style")?.replace("text-align:", "");
+    return align ? `<${tag} align="${align}">` : `<${tag}>`;
+  };
+}
+markdown.core.ruler.push("tasks", ({ tokens }) => {
+  tokens.forEach(({ type, children }, index) => {
+    if (type !== "inline" || tokens[index - 2]?.type !== "list_item_open" || !children.length) return;
+    children[0].content = children[0].content.replace(/^\[([ x])\] /i, (_, mark) => (mark === " " ? "☐ " : "☑ "));
+  });
+});
+
+const plain = (html) => (PLAIN_HTML.test(html.trim()) ? html : null);
+
+function codeBlock(text, info) {
+  const language = info.match(/^[\w+#-]+/)?.[0] ?? "";
+  const known = highlight.getLanguage(language) && text.length <= MAX_HIGHLIGHTED;
+  const html = known ? highlight.highlight(text, { language, ignoreIllegals: true }).value : escaped(text);
+  return `<pre><code class="language-${language}">${html}</code></pre>`;
+}
 
 /** Return HTML as elements, without anything that could run or load. */
 export function clean(html) {
@@ -71,12 +84,12 @@ function addCodeHeader(block) {
   box.append(make("div", { className: "row" }, make("span", {}, language), button), block);
 }
 
-/** Shows a text that grows: what it has shown of finished blocks stays, and only the rest is made anew. */
+/** Shows a text that grows: finished blocks stay as they are, and only the last one is made anew. */
 export class MarkdownView {
   #element;
   #numDone = 0; // characters in finished blocks
-  #rest = []; // the nodes of the others
-  #hasDefinitions = false; // of links, which earlier blocks may use
+  #last = []; // the nodes of the last block
+  #state = {}; // markdown-it's: the definitions of links
 
   constructor(element) {
     this.#element = element;
@@ -84,30 +97,26 @@ export class MarkdownView {
 
   /** Show a text that begins with the one before. */
   update(text) {
-    const tokens = marked.lexer(text.replace(/\r\n?/g, "\n").slice(this.#numDone));
-    let numDone = tokens.length - 1; // the last block may go on, after blank lines too
-    while (numDone > 0 && tokens[numDone].type === "space") numDone--;
-    this.#hasDefinitions ||= tokens.some((token) => token.type === "def");
-    for (const node of this.#rest) node.remove();
-    for (const token of tokens.splice(0, Math.max(0, numDone))) {
-      this.#element.append(this.#made([token]));
-      this.#numDone += token.raw.length;
+    const rest = text.replace(/\r\n?/g, "\n").slice(this.#numDone);
+    const tokens = markdown.parse(rest, this.#state);
+    const index = tokens.findLastIndex((token) => token.level === 0 && token.nesting >= 0);
+    for (const node of this.#last) node.remove();
+    if (index > 0) {
+      this.#element.append(this.#made(tokens.splice(0, index)));
+      this.#numDone += rest.split("\n", tokens[0].map[0]).join("\n").length + 1;
     }
     const fragment = this.#made(tokens);
-    this.#rest = [...fragment.childNodes];
+    this.#last = [...fragment.childNodes];
     this.#element.append(fragment);
   }
 
-  /** Show the whole text. */
+  /** Show the whole text: blocks may use links that are defined after them. */
   finish(text) {
-    if (this.#hasDefinitions) {
-      this.#element.replaceChildren(clean(marked.parse(text)));
-    } else {
-      this.update(text);
-    }
+    if (this.#state.references) this.#element.replaceChildren(clean(markdown.render(text)));
+    else this.update(text);
   }
 
   #made(tokens) {
-    return clean(marked.parser(tokens));
+    return clean(markdown.renderer.render(tokens, markdown.options, this.#state));
   }
 }
