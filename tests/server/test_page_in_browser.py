@@ -453,27 +453,36 @@ def test_another_tab_shows_what_this_one_keeps(context: BrowserContext, page: Pa
     assert other.locator(".markdown").inner_text() == page.locator(".markdown").inner_text()
 
 
-def test_a_long_answer_stays_fluid(page: Page) -> None:
-    """A text of 400 KB in 4,000 pieces: frames come all the time, and it takes a few seconds."""
-    longest, seconds = page.evaluate(
+def test_a_long_answer_costs_what_is_new_of_it(page: Page) -> None:
+    """Finished blocks stay: each piece adds as many elements, however long the text is by then."""
+    added, elements = page.evaluate(
         """async () => {
-            const { AnswerView } = await import("./page/messages.js");
-            const message = { role: "assistant", content: "", model: "m", stats: null };
-            const view = new AnswerView(message);
-            document.querySelector("#messages").append(view.element);
+            const { MarkdownView } = await import("./page/markdown.js");
+            const box = document.createElement("div"), view = new MarkdownView(box);
+            const added = [];
             const piece = "A **bold** `code`.\\n\\n```js\\nlet x = 1;\\n```\\n\\n- a\\n- b\\n\\n";
-            let longest = 0;
-            const start = performance.now();
-            for (let i = 0; i < 400; i++) {
-                message.content += piece.repeat(13);
-                const before = performance.now();
-                view.update();
-                longest = Math.max(longest, performance.now() - before);
-                if (i % 20 === 0) await new Promise(requestAnimationFrame);
+            for (let count = 1; count <= 300; count++) {
+                const before = new Set(box.children);
+                view.update(piece.repeat(count));
+                added.push([...box.children].filter((child) => !before.has(child)).length);
             }
-            view.finish(null);
-            return [longest, (performance.now() - start) / 1000];
+            return [added, box.children.length];
         }"""
     )
-    assert longest < 500
-    assert seconds < 60
+    assert elements == 3 * 300
+    assert max(added) <= 4
+
+
+@pytest.mark.parametrize("piece", ["_a", "> ", "[", "- ", "`", "<a ", "||\n|-|\n", "![", "**a "])
+def test_answers_that_repeat_themselves_do_not_stop_the_page(page: Page, piece: str) -> None:
+    """Symptom: a parser whose time is quadratic, or that recurses too deep."""
+    shown = page.evaluate(
+        """async (text) => {
+            const { MarkdownView } = await import("./page/markdown.js");
+            const box = document.createElement("div");
+            new MarkdownView(box).finish(text);
+            return box.innerHTML.length;
+        }""",
+        piece * (30_000 // len(piece)),
+    )
+    assert shown

@@ -5,7 +5,7 @@ import highlight from "./vendor/highlight.js";
 import MarkdownIt from "./vendor/markdown-it.js";
 import DOMPurify from "./vendor/purify.js";
 
-const MAX_HIGHLIGHTED = 40000; // characters of a block of code
+const MAX_HIGHLIGHTED = 20000; // characters of a block of code
 const PLAIN_HTML = /^<\/?(?:br|b|i|em|strong|sub|sup|kbd|mark|u|s)\s*\/?>$/i;
 const CLEAN = {
   ALLOWED_TAGS: [
