@@ -417,6 +417,14 @@ def test_the_key_is_asked_for(context: BrowserContext, async_llm: AsyncLLM) -> N
             expect(page.locator("#about")).to_contain_text("context 1,024 tokens")
 
 
+def test_search_by_keyboard_leaves_a_wide_page_as_it_is(page: Page) -> None:
+    """Symptom: what covers the page on a phone takes a column of the layout."""
+    before = page.locator("main").bounding_box()
+    page.keyboard.press("Control+k")
+    expect(page.locator("#search")).to_be_focused()
+    assert page.locator("main").bounding_box() == before
+
+
 def test_dark_light_and_narrow(context: BrowserContext, page: Page) -> None:
     def back() -> str:
         return str(page.evaluate("getComputedStyle(document.documentElement).backgroundColor"))
@@ -441,6 +449,22 @@ def test_dark_light_and_narrow(context: BrowserContext, page: Page) -> None:
     expect(page.locator("#search")).to_be_focused()
     page.keyboard.press("Escape")
     expect(page.locator("#sidebar")).to_be_hidden()
+
+
+def test_a_reload_in_the_middle_loses_no_question(page: Page) -> None:
+    held: list[Route] = []
+    page.route("**/v1/models", lambda route: held.append(route))
+    page.evaluate("localStorage['nanovllm-settings'] = '{}'")
+    page.reload()  # the answer waits for the list of models
+    send(page)
+    expect(page.locator("article.running")).to_have_count(1)
+    page.unroute("**/v1/models")
+    page.reload()
+    answers(page, 1)
+    expect(page.locator("article.answer .note")).to_contain_text("interrupted")
+    expect(page.locator(".bubble")).to_have_text(QUESTION)
+    page.keyboard.press("Control+Shift+Enter")
+    expect(page.locator(".markdown")).to_have_text(re.compile(".{20}"))
 
 
 def test_another_tab_shows_what_this_one_keeps(context: BrowserContext, page: Page) -> None:

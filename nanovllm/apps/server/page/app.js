@@ -13,6 +13,7 @@ const IDEAS = [
   "Explain paged attention to a child.",
 ];
 const MOST_SHOWN = 60; // messages of a conversation that are shown at first
+const SAVED_EACH = 2000; // milliseconds, while an answer is being written
 const AT_END = 60; // pixels from the end within which the page follows the text
 
 const scroll = byId("scroll"), messages = byId("messages"), prompt = byId("prompt");
@@ -113,7 +114,13 @@ function answerFrom(conversation, index) {
 }
 
 async function write(conversation, asked, { controller, message }) {
-  const changed = () => { if (current.id === conversation.id) draw(); };
+  let saved = performance.now();
+  const changed = () => {
+    if (current.id === conversation.id) draw();
+    if (performance.now() - saved < SAVED_EACH || !store.conversations.has(conversation.id)) return;
+    saved = performance.now();
+    store.save(conversation, { isWritten: false }).catch(() => {}); // the last save tells
+  };
   await loadModels().catch(() => {});
   const name = conversation.settings.model ?? model.value;
   await answer(asked, message, name, controller.signal, changed);
@@ -165,6 +172,9 @@ async function keep(conversation) {
 const isAtEnd = () => scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < AT_END;
 const toEnd = () => { scroll.scrollTop = scroll.scrollHeight; };
 
+/** Let the user type at once, unless that brings up a keyboard on the screen. */
+const focusPrompt = () => { if (matchMedia("(hover: hover)").matches) prompt.focus(); };
+
 function showTitle() {
   byId("title").textContent = current.title || "New conversation";
   document.title = current.title ? `${current.title} – nanovllm` : "nanovllm";
@@ -193,7 +203,7 @@ function begin() {
   history.replaceState(null, "", location.pathname);
   sidebar.setOpen(false);
   openNamed();
-  prompt.focus();
+  focusPrompt();
 }
 
 /** Fill the list of models, once. */
@@ -280,9 +290,6 @@ async function start() {
   addEventListener("hashchange", () => { // other names are places on the page
     if (["", current.id].includes(named()) || store.conversations.has(named())) openNamed();
   });
-  document.addEventListener("visibilitychange", () => {
-    if (document.hidden) for (const id of running.keys()) keep(store.conversations.get(id));
-  });
   sidebar.start({
     currentId: () => current.id,
     isRunning: (id) => running.has(id),
@@ -295,7 +302,7 @@ async function start() {
     toast(`This browser keeps no conversations here: ${error.message}`);
   }
   openNamed();
-  prompt.focus();
+  focusPrompt();
   await loadModels().catch((error) => toast(error.message));
 }
 

@@ -3,7 +3,7 @@ import { byId, download, iconButton, make, toast } from "./dom.js";
 import * as store from "./store.js";
 
 const DAY = 24 * 60 * 60 * 1000;
-let state; // {currentId(), isRunning(id), removed(id)}
+let state; // {currentId(), isRunning(id), removed(id), renamed()}
 
 export function start(callbacks) {
   state = callbacks;
@@ -18,8 +18,9 @@ export function start(callbacks) {
 
 /** Open or close the list where it covers the page: on narrow screens. */
 export function setOpen(isOpen) {
-  document.body.classList.toggle("sidebar-open", isOpen);
-  byId("scrim").hidden = !isOpen;
+  const covers = isOpen && matchMedia("(max-width: 48rem)").matches;
+  document.body.classList.toggle("sidebar-open", covers);
+  byId("scrim").hidden = !covers;
   if (isOpen) byId("close-sidebar").focus();
   else if (byId("sidebar").contains(document.activeElement)) byId("prompt").focus();
 }

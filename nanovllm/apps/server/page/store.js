@@ -31,10 +31,11 @@ export function create() {
   return { id, title: "", created: now, updated: now, settings: lastSettings(), messages: [] };
 }
 
-export async function save(conversation) {
+/** Save a conversation; other tabs are told unless it is still being written. */
+export async function save(conversation, { isWritten = true } = {}) {
   conversations.set(conversation.id, conversation);
   await set(conversation.id, conversation, database);
-  others.postMessage(conversation.id);
+  if (isWritten) others.postMessage(conversation.id);
 }
 
 export async function remove(id) {
