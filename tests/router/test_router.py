@@ -160,7 +160,8 @@ def test_what_all_have_together(router: Router) -> None:
     assert text.count("# TYPE vllm:num_requests_running gauge") == 1
     assert router.http.get("/v1/models/gpt-4").json()["max_model_len"] == 512
     assert router.http.get("/health", headers={"Authorization": ""}).json() == {"status": "ok"}
-    assert router.http.get("/").status_code == 200
+    for path in ("/", "/status", "/page/app.js", "/page/vendor/purify.js"):
+        assert router.http.get(path).status_code == 200
 
 
 def test_a_stored_response_is_found_where_it_is(router: Router) -> None:

@@ -23,12 +23,12 @@ from starlette.routing import Route
 from nanovllm import __version__
 from nanovllm.apps.router.models import Model, Models
 from nanovllm.apps.router.proxy import Proxy, for_engine
+from nanovllm.apps.server import pages
 from nanovllm.apps.server.admission import BodyBudget, shutting_down
 from nanovllm.apps.server.app import ROUTERS
 from nanovllm.apps.server.error_bodies import APIError, add_error_handlers
 from nanovllm.apps.server.middleware import GuardMiddleware
 from nanovllm.apps.server.options import ServerOptions
-from nanovllm.apps.server.status import page
 
 _MANY_BODIES = 64
 """At most this many bodies of max_body_bytes are in memory."""
@@ -53,8 +53,10 @@ def make_app(models: Models, options: ServerOptions) -> FastAPI:
         redirect_slashes=False,
         root_path=options.root_path or "",
     )
+    app.include_router(pages.router)
     _add_own_routes(app, models)
-    own = {route.path for route in app.routes if isinstance(route, Route)}
+    routes = (*app.routes, *pages.router.routes)
+    own = {route.path for route in routes if isinstance(route, Route)}
     proxy = Proxy(models, BodyBudget(_MANY_BODIES * options.max_body_bytes))
     engines = [r for router in ROUTERS for r in router.routes if isinstance(r, Route)]
     for route in engines:
@@ -84,11 +86,6 @@ def make_app(models: Models, options: ServerOptions) -> FastAPI:
 
 def _add_own_routes(app: FastAPI, models: Models) -> None:
     start_time = int(time.time())
-
-    @app.get("/")
-    async def show_page() -> Response:
-        body, headers = page()
-        return Response(body, media_type="text/html; charset=utf-8", headers=headers)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
