@@ -405,9 +405,10 @@ def test_the_schema_knows_no_422(server: Running) -> None:
     ("path", "words"),
     [
         ("/v1/chat/completions/batch", "send each conversation alone"),
-        ("/pause", "new weights and sleep end or await the requests in flight"),
+        ("/pause", "new weights end or await the requests in flight"),
         ("/init_weight_transfer_engine", "weights change in the process that trains"),
-        ("/start_profile", "start the server with --trace"),
+        ("/start_profile", "start the server with --profile-dir"),
+        ("/v1/responses/compact", "a summary of the conversation"),
     ],
 )
 def test_a_route_of_vllms_says_what_to_use(server: Running, path: str, words: str) -> None:
