@@ -92,9 +92,12 @@ LACKS = {
             "update_weights(pairs, weight_version=...) is a whole update",
         ),
     },
-    "LLMEngine": dict.fromkeys(
-        ("sleep", "wake_up", "is_sleeping"), "LLM and AsyncLLM have it: use llm.sleep()"
-    ),
+    "LLMEngine": {
+        **dict.fromkeys(
+            ("sleep", "wake_up", "is_sleeping"), "LLM and AsyncLLM have it: use llm.sleep()"
+        ),
+        **dict.fromkeys(("start_profile", "stop_profile"), "LLM and AsyncLLM have it"),
+    },
 }
 """The same for one class alone: another one has the attribute."""
 

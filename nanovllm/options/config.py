@@ -215,8 +215,8 @@ class Config:
     """File for a timeline of the engine's steps and of each sequence, which ui.perfetto.dev shows;
     an existing file is overwritten. None is off."""
     profile_dir: Annotated[str | None, check_path, "a directory or None"] = None
-    """Directory for the files of `start_profile`; made if it is not there. None is that there are
-    no profiles."""
+    """Directory for the files of profiles, which begin and end while the engine runs; made if it is
+    not there. None is that there are no profiles."""
     logprobs_mode: Annotated[str, check_choice, LOGPROBS_MODES] = "raw_logprobs"
     """What requests for log-probabilities get: raw is what the model says. Processed, of sampled
     tokens, comes after rules, temperature and filters: -inf for tokens that these leave out. Logits

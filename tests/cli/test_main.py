@@ -567,6 +567,8 @@ def test_every_field_has_a_flag(
         if name == "structured_outputs":
             argument, value = '{"regex": "a+"}', StructuredOutputsParams(regex="a+")
         cases = [([flag, argument], value)]
+        if name == "prompt_logprob_start":
+            cases = [([flag, argument, "--prompt-logprobs", "0"], value)]
     for arguments, value in cases:
         assert run("generate", "some/model", "Hi", *arguments)[0] == 0
         options, params = recorder.made.pop(), recorder.asked.pop()
