@@ -257,7 +257,7 @@ def test_a_taken_port_is_noticed_before_the_model_is_loaded(
         (["--max-num-seqs", "0"], "--max-num-seqs must be"),
         (["--prot", "80"], "did you mean '--port'"),
         (["--temperature", "1"], "there is no flag --temperature"),
-        (["prompt"], "serve takes a MODEL and no prompts"),
+        (["prompt"], "'prompt' names no model: give a path, a hub id"),
     ],
 )
 def test_wrong_flags(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

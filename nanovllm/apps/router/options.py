@@ -147,8 +147,13 @@ def read_models(
         elif named := _named(word):
             names, model = named
             found.append((tuple(names.split(",")), {"model": model}))
-        else:
+        elif "/" in word or os.path.exists(word):
             found.append(((model_name(word),), {"model": word}))
+        else:
+            raise ConfigError(
+                f"{shown(word)} names no model: give a path, a hub id, which is OWNER/NAME, "
+                "NAME=MODEL, or a TOML file"
+            )
     if given_names := server.get("served_model_name"):
         if len(found) > 1:
             raise ConfigError("served_model_name is of one model: name several as NAME=MODEL")
