@@ -57,14 +57,19 @@ FOLDERS = {
     ),
     "models": Folder("attention loading kernels layers options utils", torch=True),
     "layers": Folder("attention loading kernels options utils", torch=True),
-    "server": Folder("chat loading engine llm async_llm options utils", torch=False),
+    "server": Folder(
+        "chat loading engine llm async_llm options scheduler.worker_info utils", torch=False
+    ),
     "lm_eval": Folder("chat llm options", torch=False),
     "router": Folder("options server utils", torch=False),
     "batch": Folder("async_llm loading.files options server utils.strict_json", torch=False),
     "cli": Folder(
-        "batch demo_model llm async_llm loading.files loading.hub_cache options ray.row_pool "
+        "batch demo_model llm async_llm loading.files loading.hub_cache options prove ray.row_pool "
         "router server utils worker.model_report",
         torch=False,
+    ),
+    "prove": Folder(
+        "llm demo_model kv.windows loading options scheduler.worker_info utils", torch=True
     ),
     "__main__": Folder("cli", torch=False),
     "parallel": Folder(

@@ -1,8 +1,24 @@
 """`WorkerInfo`: what the workers tell the engine at start-up."""
 
 import dataclasses
+from typing import NamedTuple
 
 from nanovllm.kv.windows import WindowSpec
+
+
+class Arithmetic(NamedTuple):
+    """What decides the bits of an answer, besides the request and the checkpoint."""
+
+    batch_invariant: bool
+    """Whether an answer has the same bits whatever else runs and however it is computed: all of the
+    model is computed by C kernels, none of which mixes rows. False promises nothing."""
+    dtype: str
+    weights: str
+    """How linear layers are stored: a dtype, an option of `quantization`, or a format."""
+    kv_cache: str
+    kernels: str
+    """Which kernels; for those in C their instructions, and the file that was compiled here."""
+    num_ranks: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,3 +60,5 @@ class WorkerInfo:
     """How long computing a token of a prompt takes; 0.0 without tiers."""
     page_seconds: float = 0.0
     """How long copying a page from host memory takes; 0.0 without tiers."""
+    arithmetic: Arithmetic | None = None
+    """None before the model has been recorded."""

@@ -16,6 +16,7 @@ from nanovllm.kv.windows import num_tables
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import MAX_SAMPLES, Admission, Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
+from nanovllm.worker.arithmetic import with_arithmetic
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import num_blocks_that_fit
 from nanovllm.worker.model_runner import ModelRunner
@@ -120,6 +121,7 @@ def allocate(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
         compile_kernels(runner, info)
     if runner.steps is not None:
         runner.step_runners = runner.steps.make(tables, accepts=runner.follows_drafts)
+    info = with_arithmetic(runner, info)
     if drafter is not None:
         info = dataclasses.replace(info, follows_drafts=runner.follows_drafts)
         info = drafter.add_costs(info, tables, runner.run_rows)

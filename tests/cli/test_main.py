@@ -189,7 +189,10 @@ def test_missing_model_is_one_line_and_status_2(run: Run) -> None:
         ([], "COMMAND is missing: generate, chat, run, serve, batch, models, pull"),
         (["genrate", "Hi"], "no command 'nanovllm genrate'; did you mean 'generate'? (see nano"),
         (["server"], "no command 'nanovllm server'; did you mean 'serve'?"),
-        (["complete" * 50], "; known: batch, chat, generate, list, models, pull, rm, run, serve"),
+        (
+            ["complete" * 50],
+            "; known: batch, chat, generate, list, models, prove, pull, rm, run, serve",
+        ),
         (["bench", "serve"], "no command 'nanovllm bench'"),
         (["generate", "--prefix-caching", "m", "p"], "did you mean '--enable-prefix-caching'?"),
         (["generate", "--max-token", "9"], "no flag --max-token; did you mean '--max-tokens'?"),

@@ -1,1 +1,1 @@
-"""The command line: generate, chat, serve, batch and models."""
+"""The command line: generate, chat, serve, batch, models and prove."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
@@ -32,6 +32,8 @@ class ModelCard(BaseModel):
     parent: str | None = None
     """The model that an adapter changes."""
     max_model_len: int
+    arithmetic: dict[str, Any]
+    """What decides an answer's bits: see `Arithmetic`."""
 
 
 class ModelList(BaseModel):
@@ -107,4 +109,5 @@ def _card(
         root=server.llm.engine.config.model if adapter is None else adapter.lora_path,
         parent=None if adapter is None else adapter.base_model_name or server.model_name,
         max_model_len=server.max_model_len,
+        arithmetic={} if server.arithmetic is None else server.arithmetic._asdict(),
     )

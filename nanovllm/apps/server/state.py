@@ -21,8 +21,10 @@ from nanovllm.apps.server.response_store import ResponseStore
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.engine.fair_executor import FairExecutor
 from nanovllm.loading.tokenizer import token_bytes
+from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.validation import shown
+from nanovllm.scheduler.worker_info import WorkerInfo
 
 _MOST_NAMES = 8
 """Adapters that an error lists."""
@@ -44,9 +46,9 @@ class ServerState:
         self.names = given.split(",") if given else [model_name(engine.config.model)]
         self.model_name = self.names[0]
         """Name of the model in answers to requests that do not name it."""
-        digest = hashlib.sha256(repr((engine.config, engine.worker_info.num_blocks)).encode())
-        self.fingerprint = f"nanovllm-{__version__}-{digest.hexdigest()[:8]}"
-        """Names what makes the answers: version and model."""
+        self.arithmetic = engine.worker_info.arithmetic
+        self.fingerprint = _fingerprint(engine.config, engine.worker_info)
+        """Names what makes the answers: version, model and arithmetic."""
         self.adapters = Adapters(
             options.lora_modules,
             (*self.names, engine.config.model),
@@ -141,6 +143,18 @@ class ServerState:
                 param="priority",
             )
         return priority or 0
+
+
+def _fingerprint(config: Config, info: WorkerInfo) -> str:
+    """Return a name of what decides an answer's bits besides the request."""
+    decisive: Any = (config, info.num_blocks)
+    arithmetic = info.arithmetic
+    is_invariant = arithmetic is not None and arithmetic.batch_invariant
+    if is_invariant:  # then the other options change no bit
+        model = config.model, config.revision, config.hf_overrides, config.lora, config.seed
+        decisive = (*model, info.block_size, config.logprobs_mode, arithmetic)
+    digest = hashlib.sha256(repr(decisive).encode()).hexdigest()
+    return f"nanovllm-{__version__}-{'invariant-' * is_invariant}{digest[:8]}"
 
 
 def state_of(request: Request) -> ServerState:

@@ -42,7 +42,7 @@ class TierTraffic:
         self.tiers: list[Tier] = [tier for tier in (host, store) if tier is not None]
         self.stats = TierStats()
         self._by_name = {tier.name: tier for tier in self.tiers}
-        self._token_seconds = token_seconds
+        self.token_seconds = token_seconds
         self._too_slow: list[str] = []  # tiers of the last load that did not pay
         self._released: dict[int, None] = {}  # for the next step
         self._evicted: list[Part] = []  # to host memory, in the next step
@@ -68,7 +68,7 @@ class TierTraffic:
         """
         self._too_slow = []
         seconds = sum(self._by_name[name].page_seconds * n for name, n in num_pages.items())
-        if not self._token_seconds or seconds < self._token_seconds * num_tokens:
+        if not self.token_seconds or seconds < self.token_seconds * num_tokens:
             return True
         self._too_slow = list(num_pages)
         return False

@@ -197,11 +197,12 @@ def _open(path: Path) -> ctypes.CDLL | None:
         Unavailable: it lacks a kernel, or computes wrong products.
     """
     kernels = ctypes.CDLL(str(path))
-    for name in ("nv_enable", "nv_run"):
+    for name in ("nv_enable", "nv_instructions", "nv_run"):
         if not hasattr(kernels, name):
             raise Unavailable(f"{path} has no {name}")
     kernels.nv_run.argtypes = [ctypes.c_char_p, *[ctypes.c_ssize_t] * 4]
     kernels.nv_run.restype = ctypes.c_size_t
+    kernels.nv_instructions.restype = ctypes.c_char_p
     if not kernels.nv_enable():
         return None
     _self_test(kernels)

@@ -49,6 +49,14 @@ def library_name() -> str | None:
     return None if kernels is None else Path(kernels._name).name
 
 
+def description() -> str | None:
+    """Return the instructions with which the C kernels multiply bfloat16, and their file's name."""
+    kernels = library()
+    if kernels is None:
+        return None
+    return f"{kernels.nv_instructions().decode()}, {library_name()}"
+
+
 def call(name: str, *args: Argument) -> None:
     """Run kernel `name`. If this thread has a recorder, store the call there instead."""
     addresses = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg or 0 for arg in args]

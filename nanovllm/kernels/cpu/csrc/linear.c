@@ -13,6 +13,23 @@ int nv_enable(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 int nv_enable(void) { return 1; }
 #endif
 
+/* Return the instructions that multiply bfloat16 here: other ones may round otherwise. */
+const char *nv_instructions(void) {
+#if defined(HAVE_AMX)
+    return "AMX-BF16";
+#elif defined(HAVE_DPBF16)
+    return "AVX512-BF16";
+#elif defined(HAVE_BFMMLA)
+    return "NEON-BF16";
+#elif VL == 16
+    return "AVX-512";
+#elif VL == 8
+    return "AVX2";
+#else
+    return "128 bits";
+#endif
+}
+
 /* The inputs of a packed weight with k inputs: zeros are added up to a multiple of 32. */
 INLINE ptrdiff_t packed_inputs(ptrdiff_t k) { return (k + PANEL - 1) / PANEL * PANEL; }
 

@@ -1,0 +1,113 @@
+"""`nanovllm prove`: whether a model's answers depend on how they are computed."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm import demo_model
+from nanovllm.apps.cli.flag_groups import add_engine_flags
+from nanovllm.apps.prove.options import ProveOptions
+from nanovllm.errors import ConfigError
+from nanovllm.options.config import Config
+from nanovllm.options.flags import Parser, add_flags, add_other_flags, given_fields
+from nanovllm.utils.terminal import write
+
+if TYPE_CHECKING:
+    from nanovllm.apps.prove.proof import Proof, Verdict
+
+DIFFERS = 1
+"""The exit status where an answer depends on how it was computed."""
+_ABOUT = "Check that a model's answers have the same bits however they are computed."
+_MORE = (
+    "Tokens and log-probabilities of some requests, each alone, are compared with those in "
+    "batches, in chunks, from a warm cache, after preemption, with drafts, and so on. The exit "
+    "status is 0 if all bits are equal, or 1; then a script shows the first difference."
+)
+
+
+def add_prove(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """Add `prove` to the commands."""
+    parser = commands.add_parser(
+        "prove",
+        help=_ABOUT,
+        description=_ABOUT,
+        epilog=_MORE,
+        usage="nanovllm prove [MODEL] [--full] [flags]",
+    )
+    parser.set_defaults(command=prove, parser=parser, takes="prove takes one MODEL")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="A checkpoint directory, a GGUF file or a hub id. (default: as for generate)",
+    )
+    add_flags(parser.add_argument_group("prove"), ProveOptions, but=(), defaults={})
+    add_engine_flags(parser)
+    add_other_flags(parser, default=argparse.SUPPRESS)  # after the flags that they may name
+
+
+def prove(args: argparse.Namespace) -> int:
+    """Check that a model's answers have the same bits however they are computed."""
+    options = ProveOptions(**given_fields(ProveOptions, args))
+    engine_options = {k: v for k, v in given_fields(Config, args).items() if k != "model"}
+    if options.peer is not None and engine_options:
+        flag = min(engine_options).replace("_", "-")
+        raise ConfigError(f"--{flag} is for nanovllm, and a peer has its own options: leave it out")
+    model = args.model
+    if options.peer is None:
+        model = model or demo_model.default_model()
+        Config(model=model, **engine_options)
+    proof = _proof(model, engine_options, options)
+    if proof.not_tried:
+        write(f"not tried: {'; '.join(proof.not_tried)}\n")
+    if options.output is not None:
+        _save(options.output, {"command": sys.argv[1:], **dataclasses.asdict(proof)})
+    if proof.holds:
+        write(f"{proof.engine}: all tokens and log-probabilities are the same, bit for bit.\n")
+        return 0
+    if proof.reproduction is not None:
+        shown = "shows" if proof.is_shown else "did not show, when it was run,"
+        write(f"{proof.difference}\n{proof.reproduction} {shown} the first difference.\n")
+    return DIFFERS
+
+
+def _proof(model: str | None, engine_options: dict[str, Any], options: ProveOptions) -> "Proof":
+    """Try all ways, and write a line for each."""
+    from nanovllm.apps.prove import peers
+    from nanovllm.apps.prove.proof import Prover
+
+    if options.is_url:
+        return peers.prove_server(model, options, _show)
+    if model is None:
+        raise ConfigError(f"MODEL is missing: what {options.peer} loads")
+    if options.peer is not None:
+        return peers.prove_engine(model, options, _show)
+    prover = Prover(model, engine_options, options, _show)
+    write(f"{len(prover.requests)} requests, each alone and then:\n")
+    return prover.prove()
+
+
+def _show(verdict: "Verdict") -> None:
+    name = f"{verdict.setting}, {verdict.way}".removeprefix(", ")
+    status = verdict.status
+    if verdict.num_different:
+        status = f"{verdict.num_different} of {verdict.num_answers} differ"
+        status += f", {verdict.num_different_tokens} in tokens"
+    write(f"{name:34}{status:32}{verdict.evidence:32}{verdict.seconds:6.1f} s\n")
+
+
+def _save(path: str, found: dict[str, Any]) -> None:
+    """Write results as JSON.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"output {path!r} cannot be written: {error.strerror or error}; name another file"
+        ) from None

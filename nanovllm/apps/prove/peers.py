@@ -1,0 +1,259 @@
+"""The same requests with another engine: one that is installed, or a server with OpenAI's API."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanovllm.apps.prove.options import ProveOptions
+from nanovllm.apps.prove.proof import Proof, Verdict, verdict_of
+from nanovllm.apps.prove.requests import Bits, Request, as_bits, make_requests, texts
+from nanovllm.apps.prove.ways import Calls
+from nanovllm.errors import ConfigError, ServerError
+from nanovllm.loading.hub import open_checkpoint
+from nanovllm.loading.tokenizer import serving_tokenizer
+
+_PROGRAMS = Path(__file__).parent / "engines"
+_LONGEST = 320
+_BLOCK = 64
+_SECONDS = 900.0
+"""How long a server may take for one answer."""
+OnVerdict = Callable[[Verdict], object]
+
+
+class Run(NamedTuple):
+    """An engine of a peer, in a process of its own."""
+
+    options: dict[str, Any]
+    ways: Mapping[str, Calls]
+    core: int | None = None
+    """The only core that it may use; None: all."""
+
+
+def prove_engine(model: str, prove: ProveOptions, on_verdict: OnVerdict) -> Proof:
+    """Try the ways that an installed engine has.
+
+    Args:
+        model: in a form that the engine reads; its tokenizer is read here.
+
+    Raises:
+        ConfigError: the engine's Python cannot be run, or the engine is not installed there.
+        CheckpointError: the model's tokenizer cannot be read.
+    """
+    assert prove.peer is not None
+    requests = _requests(model, prove)
+    all_ = tuple(range(prove.num_requests))
+    halves = tuple(range(prove.num_requests, len(requests)))
+    runs = {"vllm": _vllm_runs, "transformers": _transformers_runs, "llamacpp": _llamacpp_runs}
+    if prove.peer != "vllm":
+        requests = [_greedy(request) for request in requests]
+    proof = Proof(model)
+    alone: dict[int, Bits] = {}
+    every = list(runs[prove.peer](all_, halves))
+    prove.check_ways(name for run in every for name in run.ways)
+    for run in every:
+        ways = {n: calls for n, calls in run.ways.items() if n == "alone" or prove.chooses(n)}
+        if not ways:
+            continue
+        run = run._replace(ways=ways)
+        start = time.monotonic()
+        for name, answers in _answers(model, prove, run, requests, proof):
+            if isinstance(answers, str):
+                proof.not_tried.append(f"{name}: {answers}")
+                continue
+            if not alone:
+                alone.update(answers)
+                proof.digests[""] = [bits.digest for bits in alone.values()]
+                continue
+            seconds = time.monotonic() - start
+            verdict = verdict_of("", name, answers, alone, seconds=seconds)
+            proof.verdicts.append(verdict)
+            on_verdict(verdict)
+            start = time.monotonic()
+    return proof
+
+
+def _requests(model: str, prove: ProveOptions) -> list[Request]:
+    tokenizer = serving_tokenizer(open_checkpoint(model))
+    if tokenizer is None:
+        raise ConfigError(f"{model} has no tokenizer, so there are no prompts for a peer")
+    vocab_size = len(tokenizer.get_vocab())
+    return make_requests(prove.num_requests, vocab_size, _BLOCK, _LONGEST, tokenizer.encode)
+
+
+def _greedy(request: Request) -> Request:
+    params = {"temperature": 0.0, "max_tokens": request.params["max_tokens"], "ignore_eos": True}
+    return request._replace(params=params)
+
+
+def _by(size: int, indices: Seq[int]) -> Calls:
+    return tuple(tuple(indices[at : at + size]) for at in range(0, len(indices), size))
+
+
+def _batches(all_: tuple[int, ...], halves: tuple[int, ...]) -> dict[str, Calls]:
+    return {
+        "alone": _by(1, (*all_, *halves)),
+        "alone again": _by(1, all_[::-1]),
+        "batches of 2": _by(2, all_),
+        "batches of 5": _by(5, all_),
+        "batches of 64": _by(64, all_),
+    }
+
+
+def _vllm_runs(all_: tuple[int, ...], halves: tuple[int, ...]) -> Iterator[Run]:
+    base = {
+        "max_model_len": _LONGEST,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 1024,
+    }
+    once = {"max_num_seqs": 8}
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+    yield Run(base, _batches(all_, halves))
+    chunks = {"enable_chunked_prefill": True, "max_num_batched_tokens": 32}
+    yield Run({**base, **once, **chunks}, {"chunks of 32 tokens": (all_,)})
+    warm = {"warm": (all_, all_), "half warm": (halves, all_)}
+    yield Run({**base, "enable_prefix_caching": True}, warm)
+    few = {"num_gpu_blocks_override": -(-_LONGEST // 128) + 1, "block_size": 128}
+    yield Run({**base, **once, **few}, {"preempted": (all_,)})
+    yield Run({**base, "speculative_config": drafts}, {"n-gram drafts": (all_,)})
+    yield Run(base, {"1 CPU thread": (all_,)}, core=0)
+
+
+def _transformers_runs(all_: tuple[int, ...], halves: tuple[int, ...]) -> Iterator[Run]:
+    yield Run({}, _batches(all_, halves))
+    yield Run({"num_threads": 1}, {"1 CPU thread": _by(1, all_)})
+    drafts = {"prompt_lookup_num_tokens": 4}
+    yield Run({"generate": drafts}, {"n-gram drafts": _by(1, all_)})
+
+
+def _llamacpp_runs(all_: tuple[int, ...], halves: tuple[int, ...]) -> Iterator[Run]:
+    yield Run({}, _batches(all_, halves))
+    yield Run({"chunk": 17}, {"chunks of 17 tokens": _by(1, all_)})
+    yield Run({"again": True}, {"warm": _by(1, all_)})
+    yield Run({"num_threads": 1}, {"1 CPU thread": _by(1, all_)})
+
+
+def _answers(
+    model: str, prove: ProveOptions, run: Run, requests: Seq[Request], proof: Proof
+) -> Iterator[tuple[str, list[tuple[int, Bits]] | str]]:
+    """Yield each way of a run with its answers, or with why there are none."""
+    program = _PROGRAMS / f"{prove.peer}_engine.py"
+    job = {
+        "model": model,
+        "options": run.options,
+        "requests": [request[:2] for request in requests],
+        "ways": list(run.ways.items()),
+    }
+    command = [prove.peer_python or sys.executable, str(program)]
+    environment = dict(os.environ)
+    if run.core is not None:  # vLLM's name for it
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = str(run.core)
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(job), capture_output=True, text=True, env=environment
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"peer_python {command[0]!r} cannot be run: {error.strerror or error}; give the Python "
+            f"in which {prove.peer} is installed"
+        ) from None
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    if not lines:
+        raise ConfigError(
+            f"{prove.peer} does not run in {command[0]!r}: {_last_line(done.stderr)}; give the "
+            "Python in which it is installed as peer_python"
+        )
+    proof.engine = lines[0]["engine"]
+    found = {line["way"]: line["answers"] for line in lines[1:]}
+    for name in run.ways:
+        if name in found:
+            yield name, [(index, as_bits(bits)) for index, bits in found[name]]
+        else:
+            yield name, _last_line(done.stderr)
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if "Error" in line] or text.splitlines()
+    return lines[-1][-300:] if lines else "it says nothing"
+
+
+def prove_server(model: str | None, prove: ProveOptions, on_verdict: OnVerdict) -> Proof:
+    """Send the requests to a server one after the other, and several at once.
+
+    Args:
+        model: None: the server's first.
+
+    Raises:
+        ServerError: the server cannot be reached, or refuses a request.
+        ConfigError: httpx is not installed.
+    """
+    if importlib.util.find_spec("httpx") is None:
+        raise ConfigError("httpx is not installed: pip install '.[client]'")
+    import httpx
+
+    assert prove.peer is not None
+    key = prove.api_key or os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    base = prove.peer.rstrip("/").removesuffix("/v1")
+    with httpx.Client(base_url=base, headers=headers, timeout=_SECONDS, trust_env=False) as client:
+        if model is None:
+            model = str(_call(client, "GET", "/v1/models")["data"][0]["id"])
+        proof = Proof(model)
+        prompts = texts(prove.num_requests)
+
+        def answers(at_once: int) -> list[tuple[int, Bits]]:
+            with ThreadPoolExecutor(at_once) as pool:
+                jobs = [pool.submit(_complete, client, model, *each) for each in enumerate(prompts)]
+                return list(enumerate(job.result() for job in jobs))
+
+        alone = dict(answers(1))
+        proof.digests[""] = [bits.digest for bits in alone.values()]
+        for at_once in (1, 2, 8, 64):
+            name = "alone again" if at_once == 1 else f"{at_once} at once"
+            start = time.monotonic()
+            found = answers(at_once)
+            verdict = verdict_of("", name, found, alone, seconds=time.monotonic() - start)
+            proof.verdicts.append(verdict)
+            on_verdict(verdict)
+    return proof
+
+
+def _complete(client: Any, model: str, index: int, prompt: str) -> Bits:
+    """Return the bits of a completion; its tokens are the bytes of its text."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": 16 + index % 33,
+        "temperature": 0.8 * (index % 2),
+        "seed": index,
+        "logprobs": 2,
+    }
+    choice = _call(client, "POST", "/v1/completions", body)["choices"][0]
+    logprobs = choice.get("logprobs") or {}
+    values = logprobs.get("token_logprobs")
+    if values is None:  # llama.cpp's form
+        values = [each["logprob"] for each in logprobs.get("content") or ()]
+    at_tokens = tuple(((0, float(value)),) for value in values)
+    return Bits(tuple(choice["text"].encode("utf-8", "replace")), at_tokens, ())
+
+
+def _call(client: Any, method: str, path: str, body: Any = None) -> Any:
+    import httpx
+
+    try:
+        response = client.request(method, path, json=body)
+        response.raise_for_status()
+        return response.json()
+    except httpx.HTTPStatusError as error:
+        text = error.response.text[:300]
+        raise ServerError(f"{path}: status {error.response.status_code}: {text}") from None
+    except (httpx.HTTPError, ValueError) as error:
+        raise ServerError(f"{client.base_url}: {error}; is the server running?") from None

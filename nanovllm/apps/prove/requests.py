@@ -1,0 +1,152 @@
+"""The requests that `nanovllm prove` compares, and the bits of their answers.
+
+Prompts share beginnings of many lengths; some are equal. Parameters are of all kinds.
+"""
+
+import hashlib
+import random
+import struct
+from collections.abc import Callable, Mapping, Sequence as Seq
+from typing import Any, NamedTuple
+
+from nanovllm import demo_model
+from nanovllm.outputs import Logprob, RequestOutput
+
+MAX_TOKENS = 48
+"""Most tokens of an answer, but for a few long ones."""
+Values = tuple[tuple[tuple[int, float], ...], ...]
+"""At each position, (token, log-probability) of some tokens, the chosen one first."""
+
+
+class Request(NamedTuple):
+    """A prompt and its sampling parameters, as values that JSON has."""
+
+    prompt: list[int]
+    params: dict[str, Any]
+    adapter: int | None = None
+    """Index of its LoRA adapter; None: the model alone."""
+
+
+class Bits(NamedTuple):
+    """All of an answer that must not depend on how it was computed."""
+
+    token_ids: tuple[int, ...]
+    logprobs: Values
+    prompt_logprobs: Values
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of tokens and log-probabilities: two answers have the same if all bits agree."""
+        found = hashlib.sha256(struct.pack(f"<{len(self.token_ids)}q", *self.token_ids))
+        for values in (self.logprobs, self.prompt_logprobs):
+            found.update(struct.pack("<q", len(values)))
+            for position in values:
+                for token, value in position:
+                    found.update(struct.pack("<qd", token, value))
+        return found.hexdigest()
+
+
+def bits_of(output: RequestOutput) -> Bits:
+    """Return the bits of an answer."""
+    completion = output.outputs[0]
+    return Bits(
+        tuple(completion.token_ids),
+        _values(completion.logprobs or ()),
+        _values([found or {} for found in output.prompt_logprobs or ()]),
+    )
+
+
+def _values(found: Seq[Mapping[int, Logprob]]) -> Values:
+    return tuple(tuple((token, entry.logprob) for token, entry in at.items()) for at in found)
+
+
+def as_bits(found: Seq[Any]) -> Bits:
+    """Return the bits that another process wrote as JSON."""
+    tokens, *values = found
+    at = (tuple(tuple((t, v) for t, v in position) for position in each) for each in values)
+    return Bits(tuple(tokens), *at)
+
+
+def make_requests(
+    count: int,
+    vocab_size: int,
+    block_size: int,
+    longest: int,
+    encode: Callable[[str], list[int]] | None = None,
+    *,
+    long_answers: bool = False,
+) -> list[Request]:
+    """Return `count` requests, the same in each process, and behind them halves of some prompts.
+
+    Args:
+        longest: tokens of a prompt and its answer together.
+        long_answers: whether some answers take more than MAX_TOKENS.
+        encode: the model's tokenizer; prompts are then pieces of English. None: random tokens.
+    """
+    rng = random.Random(0)
+    most = max(1, longest - MAX_TOKENS)
+    text = _text(encode, vocab_size, rng, most)
+    starts = [0, 7, block_size // 2 + 1, block_size, 3 * block_size // 2, 2 * block_size, most]
+    requests: list[Request] = []
+    for index in range(count):
+        start = min(rng.choice(starts), most - 1)
+        # The window is somewhere in the text, so prompts with an equal start go on differently.
+        place = rng.randrange(len(text))
+        own = (text[place:] + text)[: rng.randint(1, max(1, min(60, most - start)))]
+        prompt = text[:start] + own
+        if index % 9 == 8:
+            prompt = list(requests[-1].prompt)
+        room = longest - len(prompt)
+        if not (long_answers and index % 2 == 0):
+            room = min(room, MAX_TOKENS)
+        requests.append(Request(prompt, _params(index, rng, vocab_size, room)))
+    half = {"temperature": 0.0, "max_tokens": 1, "logprobs": 2}
+    halves = [each.prompt[: len(each.prompt) // 2] for each in requests]
+    return requests + [Request(each, half) for each in halves if len(each) >= block_size]
+
+
+def _params(index: int, rng: random.Random, vocab_size: int, room: int) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "temperature": 0.8 * (index % 2),
+        "seed": index,
+        "max_tokens": rng.randint(max(1, room // 4), max(1, room)) if room <= MAX_TOKENS else room,
+        "ignore_eos": index % 3 > 0,
+        "logprobs": 2,
+    }
+    if index % 4 == 1:  # of few tokens n-grams repeat, so drafts are accepted
+        params["allowed_token_ids"] = rng.sample(range(vocab_size), min(3, vocab_size))
+    more: list[dict[str, Any]] = [
+        {},
+        {"top_k": 20},
+        {"repetition_penalty": 1.2},
+        {"top_p": 0.9},
+        {},
+        {"min_p": 0.05, "presence_penalty": 0.5},
+        {"prompt_logprobs": 1},
+    ]
+    return params | more[index % len(more)]
+
+
+def _text(
+    encode: Callable[[str], list[int]] | None, vocab_size: int, rng: random.Random, least: int
+) -> list[int]:
+    """Return `least` tokens or more."""
+    if encode is None:
+        return [rng.randrange(vocab_size) for _ in range(least)]
+    found: list[int] = []
+    for question, answer in demo_model.entries():
+        if len(found) < least:
+            found += encode(f"{question}\n{answer}\n\n")
+    return found * (1 + least // len(found))
+
+
+def texts(count: int) -> list[str]:
+    """Return `count` prompts as texts, for a server: many begin alike."""
+    rng = random.Random(0)
+    entries = demo_model.entries()
+    whole = [f"{question}\n{answer}" for question, answer in entries]
+    questions = [question for question, _ in entries[4:]]
+    return [
+        "\n\n".join([*whole[: rng.choice([0, 1, 2, 4])], questions[index % len(questions)]])
+        for index in range(count)
+    ]

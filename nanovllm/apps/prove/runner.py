@@ -1,0 +1,147 @@
+"""Computes requests in one way: makes the engines, calls `generate`, and counts what happened.
+
+As a program it does so in a process of its own, for a job in JSON on standard input.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple
+
+from nanovllm.apps.prove.requests import Bits, Request, as_bits, bits_of
+from nanovllm.apps.prove.ways import Way
+from nanovllm.errors import EngineDeadError, NanoVLLMError
+from nanovllm.llm import LLM
+from nanovllm.options.lora_request import LoRARequest
+from nanovllm.options.sampling_params import SamplingParams
+
+
+class Found(NamedTuple):
+    """What the engines of a way answered."""
+
+    answers: list[tuple[int, Bits]]
+    """(index of the request, its answer), in the order of the calls."""
+    counts: Counter[str]
+
+
+def run(
+    model: str,
+    options: dict[str, Any],
+    way: Way,
+    requests: Seq[Request],
+    adapters: Seq[LoRARequest] = (),
+) -> Found:
+    """Compute the calls of a way.
+
+    Args:
+        options: those of the setting; the way's are added.
+
+    Raises:
+        NanoVLLMError: the model does not run with these options.
+    """
+    options = {**options, **way.options}
+    answers: list[tuple[int, Bits]] = []
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="nanovllm-prove-") as directory:
+        if way.keeps_files:
+            options["kv_cache_dir"] = directory
+        if way.elsewhere:
+            return _run_elsewhere(model, options, way, requests)
+        for calls in way.engines:
+            llm = LLM(model, **options)
+            try:
+                do_what_does_not_pay(llm)
+                for call in calls:
+                    answers += zip(call, generate(llm, requests, call, adapters), strict=True)
+                counts.update(_counts(llm))
+            finally:
+                llm.shutdown()
+    return Found(answers, counts)
+
+
+def generate(
+    llm: LLM, requests: Seq[Request], call: Seq[int], adapters: Seq[LoRARequest] = ()
+) -> list[Bits]:
+    """Generate the requests with these indices in one call; return their bits."""
+    chosen = [requests[index] for index in call]
+    outputs = llm.generate(
+        [request.prompt for request in chosen],
+        [SamplingParams(**request.params) for request in chosen],
+        use_tqdm=False,
+        lora_request=[
+            None if request.adapter is None else adapters[request.adapter] for request in chosen
+        ],
+    )
+    for output in outputs:
+        completion = output.outputs[0]
+        if completion.finish_reason == "error":
+            raise EngineDeadError(f"a request ended with an error: {completion.stop_reason}")
+    return [bits_of(output) for output in outputs]
+
+
+def do_what_does_not_pay(llm: LLM) -> None:
+    """Let the engine draft, and load KV from tiers, whenever it can: not only where that pays."""
+    scheduler = llm.engine.scheduler
+    if scheduler.drafting is not None:
+        scheduler.drafting.controller.takes_all = True
+    tiers = scheduler.block_manager.pool.tiers
+    if tiers is not None:
+        tiers.traffic.token_seconds = 0.0  # unknown
+
+
+def _counts(llm: LLM) -> Counter[str]:
+    """Return what happened since the engine started, by the names that `Way.evidence` has."""
+    scheduler = llm.engine.scheduler
+    stats = scheduler.stats
+    found = Counter(
+        {
+            "steps": stats.step_sizes.total(),
+            "cached tokens": stats.num_cached_tokens,
+            "preemptions": stats.num_preemptions,
+        }
+    )
+    if scheduler.drafting is not None:
+        drafts = scheduler.drafting.counts
+        found["drafts"] = drafts.num_draft_tokens
+        found["accepted drafts"] = drafts.num_accepted_tokens
+    if stats.tiers is not None:
+        found["tokens from host memory"] = stats.tiers.num_host_tokens
+        found["tokens from files"] = stats.tiers.num_store_tokens
+    return found
+
+
+def _run_elsewhere(model: str, options: dict[str, Any], way: Way, requests: Seq[Request]) -> Found:
+    """Do what `run` does in a new process. Requests have no adapters."""
+    job = {"model": model, "options": options, "engines": way.engines, "requests": requests}
+    done = subprocess.run(
+        [sys.executable, "-m", "nanovllm.apps.prove.runner"],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise EngineDeadError(f"another process failed: {done.stderr.strip()[-2000:]}")
+    found = json.loads(done.stdout)
+    answers = [(index, as_bits(bits)) for index, bits in found["answers"]]
+    return Found(answers, Counter(found["counts"]))
+
+
+def main() -> int:
+    """Run the job on standard input, and write what was found to standard output."""
+    job = json.load(sys.stdin)
+    requests = [Request(*request) for request in job["requests"]]
+    way = Way("", {}, job["engines"])
+    try:
+        found = run(job["model"], job["options"], way, requests)
+    except NanoVLLMError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    json.dump(found._asdict(), sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""How a rank computes: what decides the bits of an answer besides the request and the weights."""
+
+import dataclasses
+from pathlib import Path
+
+from nanovllm.kernels.cpu import library
+from nanovllm.loading.files import is_gguf
+from nanovllm.scheduler.worker_info import Arithmetic, WorkerInfo
+from nanovllm.worker.model_runner import ModelRunner
+
+
+def with_arithmetic(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
+    """Return `info` with the arithmetic of a runner whose steps are recorded, if they can be."""
+    network = runner.network
+    config = runner.config
+    names = {backend.name for backend in network.attention.backends}
+    in_c = names == {"cpu"} and network.kernels.name == "c"
+    # A step that can be recorded consists of C kernels alone, none of which mixes rows.
+    is_invariant = in_c and bool(runner.step_runners)
+    kernels = f"C, {library.description()}" if in_c else network.kernels.name
+    dtype = str(network.model_config.dtype).removeprefix("torch.")
+    stored = (network.model_config.quantization_config or {}).get("quant_method")
+    if stored is None and config.quantization != "none" and is_gguf(Path(config.model)):
+        stored = "gguf"
+    return dataclasses.replace(
+        info,
+        arithmetic=Arithmetic(
+            batch_invariant=is_invariant,
+            dtype=dtype,
+            weights=config.quantization or stored or dtype,
+            kv_cache=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+            kernels=kernels,
+            num_ranks=config.tensor_parallel_size,
+        ),
+    )

@@ -1,0 +1,179 @@
+"""`nanovllm prove` finds faults that are planted in the engine, and its script shows them."""
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.apps.cli import main as cli
+from nanovllm.features.lora.slots import AdapterSlots
+from nanovllm.features.tiers import directory, entry_file
+from nanovllm.kernels.cpu import ops
+from nanovllm.kernels.cpu.packed import PanelWeight
+from nanovllm.kv.groups.state import StateGroup
+from nanovllm.worker import step_output
+from nanovllm.worker.sampling_rows import SamplingRows
+from tests.lora.adapters import linears_of, write_adapter
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler here")
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "dtype": "bfloat16",
+}
+STATES: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "eos_token_id": 7,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+}
+Patch = pytest.MonkeyPatch
+
+
+def reads_its_neighbour(patch: Patch) -> None:
+    apply = PanelWeight.apply
+
+    def wrong(self: PanelWeight, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        y = apply(self, x, bias)
+        if len(x) > 1:
+            y[-1, 0] = y[-2, 0].clone()
+        return y
+
+    patch.setattr(PanelWeight, "apply", wrong)
+
+
+def sums_in_the_order_of_the_rows(patch: Patch) -> None:
+    apply = PanelWeight.apply
+
+    def wrong(self: PanelWeight, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        if len(x) < 3:
+            return apply(self, x, bias)
+        first, second = x.clone(), x.clone()
+        first[:, x.shape[1] // 2 :] = 0
+        second[:, : x.shape[1] // 2] = 0
+        return apply(self, first, bias) + apply(self, second)
+
+    patch.setattr(PanelWeight, "apply", wrong)
+
+
+def forgets_the_mask_of_a_chunk(patch: Patch) -> None:
+    attention = ops.attention
+
+    def wrong(q: torch.Tensor, cache: Any, tables: Any, starts: Any, lens: Any, **more: Any) -> Any:
+        found = attention(q, cache, tables, starts, lens, **more)
+        for row in range(len(lens)):
+            first, end = int(starts[row]), int(starts[row + 1])
+            if 1 < end - first < int(lens[row]):  # a chunk behind another one
+                one = torch.tensor([0, 1], dtype=starts.dtype)
+                alone = q[first : first + 1].contiguous(), cache, tables[row : row + 1].contiguous()
+                found[first] = attention(*alone, one, lens[row : row + 1].contiguous(), **more)[0]
+        return found
+
+    patch.setattr(ops, "attention", wrong)
+
+
+def seeds_by_row(patch: Patch) -> None:
+    parameters = SamplingRows.parameters
+
+    def wrong(self: SamplingRows) -> Any:
+        return dataclasses.replace(parameters(self), seeds=self._table_indices.clone())
+
+    patch.setattr(SamplingRows, "parameters", wrong)
+
+
+def takes_snapshots_a_token_late(patch: Patch) -> None:
+    row_length, fill_step = StateGroup.row_length, StateGroup.fill_step
+
+    def late_end(self: StateGroup, seq: Any, most: int) -> int:
+        length = row_length(self, seq, most)
+        return length + (length < most)
+
+    def late(self: StateGroup, step: Any, rows: Any, *more: Any) -> None:
+        rows = [row._replace(num_computed_tokens=row.num_computed_tokens - 1) for row in rows]
+        fill_step(self, step, rows, *more)
+
+    patch.setattr(StateGroup, "row_length", late_end)
+    patch.setattr(StateGroup, "fill_step", late)
+
+
+def keeps_a_stale_adapter(patch: Patch) -> None:
+    def wrong(self: AdapterSlots, adapter: Any) -> bool:
+        return self._digests[adapter.slot] is not None
+
+    patch.setattr(AdapterSlots, "holds", wrong)
+
+
+def accepts_drafts_unchecked(patch: Patch) -> None:
+    def wrong(sampled: Any, drafts: Any, endings: Any, first: int, last: int) -> Any:
+        return [*drafts[first:last], sampled[last]], None
+
+    patch.setattr(step_output, "_accepted", wrong)
+
+
+def believes_torn_files(patch: Patch) -> None:
+    def torn(fd: int, owner: bytes, key: bytes, buffers: Any) -> None:
+        entry_file.write_file(fd, owner, key, buffers)
+        size = os.fstat(fd).st_size
+        os.truncate(fd, size // 2)
+        os.truncate(fd, size)  # zeros
+
+    def believed(fd: int, owner: bytes, key: bytes, buffers: Any) -> bool:
+        entry_file.read_file(fd, owner, key, buffers)
+        return True
+
+    patch.setattr(directory, "write_file", torn)
+    patch.setattr(directory, "read_file", believed)
+
+
+FAULTS: dict[Callable[[Patch], None], tuple[str, dict[str, Any]]] = {
+    reads_its_neighbour: ("batches of 5", {}),
+    sums_in_the_order_of_the_rows: ("batches of 5", {}),
+    forgets_the_mask_of_a_chunk: ("chunks of 17", {}),
+    seeds_by_row: ("batches of 5", {}),
+    takes_snapshots_a_token_late: ("half warm", STATES),
+    keeps_a_stale_adapter: ("adapters in turn", {}),
+    accepts_drafts_unchecked: ("n-gram drafts", {}),
+    believes_torn_files: ("KV in files", {}),
+}
+"""By fault: a way that shows it, and the model."""
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_finds_a_planted_fault(
+    plant: Callable[[Patch], None],
+    shared_checkpoint: Callable[..., str],
+    monkeypatch: Patch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    way, changes = FAULTS[plant]
+    model = shared_checkpoint(**{**SMALL, **changes})
+    script = tmp_path / "reproduction.py"
+    arguments = ["prove", model, "--ways", way, "--num-requests", "8"]
+    arguments += ["--reproduction", str(script)]
+    if "adapters" in way:
+        for seed in (1, 2):
+            path = write_adapter(tmp_path / str(seed), linears_of(model), seed=seed)
+            arguments += ["--lora-modules", f"a{seed}={path}"]
+    with monkeypatch.context() as patch:
+        plant(patch)
+        assert cli.main(arguments) == 1, capsys.readouterr().out
+        assert "shows the first difference" in capsys.readouterr().out
+        with pytest.raises(AssertionError, match="alone: "):
+            exec(compile(script.read_text(), str(script), "exec"), {})
+    exec(compile(script.read_text(), str(script), "exec"), {})  # without the fault it passes
