@@ -1,9 +1,11 @@
 """`PoolingParams`: what a request wants of the hidden states of its prompt, instead of tokens."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from nanovllm.errors import InvalidRequestError
+from nanovllm.options.sampling_params import MAX_TOKEN_ID
 from nanovllm.options.validation import (
     Error,
     check_bool,
@@ -17,6 +19,7 @@ from nanovllm.options.validation import (
 
 POOLINGS = ("last", "mean", "cls")
 _MAX_SIZE = 2**20
+_MOST = 1024
 
 
 def _pooling(error: Error, name: str, value: Any) -> str:
@@ -27,6 +30,15 @@ def _name(error: Error, name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise error(f"{name} must be a string, got {shown(value)}")
     return plain_text(value)
+
+
+def _token_ids(error: Error, name: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence) or len(value) > _MOST:
+        raise error(f"{name} must be a list of at most {_MOST} token ids, got {shown(value)}")
+    return tuple(
+        check_int(error, f"{name}[{index}]", token, 0, MAX_TOKEN_ID)
+        for index, token in enumerate(value)
+    )
 
 
 @strict_keywords(InvalidRequestError)
@@ -55,8 +67,8 @@ class PoolingParams:
     truncate_prompt_tokens: Annotated[int | None, check_int, -1, _MAX_SIZE] = None
     """Keep only so many tokens at the beginning of a prompt, with those that the tokenizer puts at
     its end; -1 keeps as many as fit. None is to refuse a prompt that is too long."""
-    token_ids: tuple[int, ...] = dataclasses.field(default=(), repr=False)
-    """Set by rerankers: the logits of these tokens after the prompt take the vector's place."""
+    token_ids: Annotated[Sequence[int], _token_ids] = ()
+    """The logits of these tokens after the prompt take the vector's place: rerankers set it."""
 
     def __post_init__(self) -> None:
         check_fields(InvalidRequestError, self)

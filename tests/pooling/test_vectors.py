@@ -122,7 +122,7 @@ def test_a_reranker_asks_for_yes_or_no(llm: LLM, states: list[torch.Tensor]) -> 
     """Beside transformers: the probability of yes after the template."""
     processor = llm.engine.input_processor
     own = processor.pooling
-    answers = PoolingSettings(answers=(5, 9))
+    answers = PoolingSettings(pooling="mean", answers=(5, 9))
     processor._pooling = PoolingRequests(answers, processor.tokenizer, processor.limit, 128)
     try:
         reranker = processor.pooling.reranker
@@ -165,6 +165,8 @@ def test_long_prompts_keep_their_beginning(llm: LLM) -> None:
         ("a", {"dimensions": 0}, "dimensions must be an integer from 1"),
         ("a", {"pooling": "max"}, "pooling must be one of last, mean, cls"),
         ("a", {"prompt_name": "query"}, "prompt_name 'query' is not a prompt"),
+        ("a", {"token_ids": [1024]}, "token_ids holds token 1024"),
+        ("a", {"token_ids": [-1]}, r"token_ids\[0\] must be"),
         ([1], {"prompt_name": "query"}, "the prompt is token ids"),
         ("a", {"normalize": 1}, "normalize must be True or False"),
         ("a", {"normalise": True}, "did you mean 'normalize'"),

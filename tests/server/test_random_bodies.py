@@ -58,6 +58,16 @@ BASES: list[tuple[str, dict[str, Any]]] = [
     ),
     (COMPLETIONS, {"prompt": ["Hi", "Ho"], "max_tokens": 2, "stop": ["x"]}),
     (
+        "/v1/embeddings",
+        {"input": ["Hi", "Ho"], "dimensions": 8, "encoding_format": "base64", "user": "a"},
+    ),
+    ("/pooling", {"input": [[1, 2], [3]], "pooling": "mean", "truncate_prompt_tokens": 4}),
+    ("/v1/score", {"text_1": "Hi", "text_2": ["Ho", "Hu"], "normalize": False}),
+    (
+        "/rerank",
+        {"query": "Hi", "documents": ["Ho", {"text": "Hu"}], "top_n": 1, "max_tokens_per_doc": 3},
+    ),
+    (
         RESPONSES,
         {
             "instructions": "Be brief.",

@@ -70,12 +70,19 @@ class PoolingRequests:
                 f"dimensions must be at most {self.hidden_size}, the size of this model's vectors, "
                 f"got {dimensions}"
             )
+        if max(params.token_ids, default=0) > self._limit.last:
+            raise InvalidRequestError(
+                f"token_ids holds token {max(params.token_ids)}; this model's last is "
+                f"{self._limit.last}"
+            )
+        if params.token_ids:  # logits follow the last token
+            for_ranks = PoolingParams(pooling="last", normalize=False, token_ids=params.token_ids)
+            return self._tokenized(prompt, params), for_ranks
         settings = self.settings
         for_ranks = PoolingParams(
             pooling=params.pooling or settings.pooling,
             normalize=settings.normalize if params.normalize is None else params.normalize,
             dimensions=dimensions,
-            token_ids=params.token_ids,
         )
         return self._tokenized(prompt, params), for_ranks
 

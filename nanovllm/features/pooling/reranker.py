@@ -78,6 +78,10 @@ class Reranker:
 
     def _token(self, answer: str | int) -> int:
         if isinstance(answer, int):
+            if answer > self._limit.last:
+                raise CheckpointError(
+                    f"LogitScore names token {answer}; this model's last is {self._limit.last}"
+                )
             return answer
         found = self._encode(answer)
         if len(found) != 1:
