@@ -362,6 +362,6 @@ RUN = {
 
 SAY_WHAT_TO_USE = {
     "basic_with_model_default_sampling": (DEFAULT_SAMPLING, r"x\.clone\(temperature=0\.5\)"),
-    "simple_profiling": (SIMPLE_PROFILING, r"use the option trace .*, or torch\.profiler around"),
+    "simple_profiling": (SIMPLE_PROFILING, "make the engine with profile_dir"),
 }
 """Those that do not, with the message that they end with."""
