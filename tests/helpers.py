@@ -22,8 +22,6 @@ from tests.glossary import GREEDY
 from tests.scheduler.invariants import check_scheduler
 
 ROOT = Path(__file__).parent.parent
-EVERY_CASE = "EVERY_CASE" in os.environ
-"""See CONTRIBUTING.md."""
 VOCAB = 1003
 """Tokens of the random model."""
 

@@ -16,10 +16,10 @@ from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.assembly import make_engine
 from nanovllm.options.config import Config
 from tests.checkpoints import FAMILIES
+from tests.every_case import EVERY_CASE
 from tests.glossary import QUESTIONS
 from tests.helpers import (
     COMPACT,
-    EVERY_CASE,
     HAS_GRAMMARS,
     Request,
     assert_idle,

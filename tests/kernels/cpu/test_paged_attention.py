@@ -22,7 +22,7 @@ from nanovllm.kernels.torch_kernels import HeadWeight
 from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_WIDE
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
 from tests.closeness import assert_close, token_names
-from tests.helpers import EVERY_CASE
+from tests.every_case import EVERY_CASE
 from tests.kernels.cpu.helpers import native, randn
 
 pytestmark = [native, pytest.mark.usefixtures("inference_mode")]
