@@ -205,7 +205,7 @@ class SamplingParams:
     the first, besides the prompt token's own; -1 is the whole vocabulary. None is no
     log-probabilities."""
     prompt_logprob_start: Annotated[int, check_int, 0] = 0
-    """Position in the prompt after which prompt_logprobs begin: tokens up to it get None. Those
+    """Position in the prompt after which prompt_logprobs begin: tokens up to it have none. Those
     before it may come from the prefix cache."""
     truncate_prompt_tokens: Annotated[int | None, check_int, -1] = None
     """Keep only this many tokens at the end of the prompt; -1 keeps as many as max_model_len has

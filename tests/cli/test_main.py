@@ -583,6 +583,8 @@ def test_every_field_has_a_flag(
             untouched = dataclasses.replace(params, seed=None)
         expected = {"temperature": 0.25, "max_tokens": 512}
         expected.pop(name, None)
+        if name == "prompt_logprob_start":
+            expected["prompt_logprobs"] = 0
         assert untouched == SamplingParams(**expected)
         options.pop("seed", None)
         assert options == {"model": "some/model"}
