@@ -1,4 +1,5 @@
-"""docs/changing.md: its changes are applied to a copy of the tree, then mypy and its tests run.
+"""docs/changing.md: its changes are applied to a copy of the tree, then its tests run, and
+mypy with EVERY_CASE=1.
 
 A ```diff block after `<!-- applies -->` has a line ` # PATH` before the hunks of each file, and a
 line ` ...` between hunks. The lines of a hunk that are not new must be in the file exactly once. A
@@ -97,6 +98,7 @@ def test_files_are_as_the_page_shows_them(path: str, code: str) -> None:
     assert (ROOT / path).read_text(encoding="utf-8") == code
 
 
+@pytest.mark.long
 def test_the_types_are_right(changed_tree: Path) -> None:
     changed = [path for path, _ in NEW_FILES]
     changed += {path for diff in DIFFS for path, _ in hunks(diff)}

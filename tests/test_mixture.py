@@ -269,11 +269,12 @@ def test_two_ranks(model: str, make_llm: Any, preempted: list[tuple[int, int]]) 
     options = {"tensor_parallel_size": 2, "max_num_seqs": 8, "num_kvcache_blocks": FEW_PAGES}
     llm = make_llm(model, **OPTIONS, **options)
     own: Bits = []
-    for request in REQUESTS:
+    few = REQUESTS[:9]  # a step of two ranks takes long
+    for request in few:
         own += bits_of(generate_all(llm, [request]))
         assert llm.reset_prefix_cache()
     for _ in range(2):
-        assert_same(bits_of(generate_all(llm, REQUESTS)), own)
+        assert_same(bits_of(generate_all(llm, few)), own)
     assert preempted
 
 

@@ -24,6 +24,7 @@ from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.trie import Hit
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.sequence import Sequence
+from tests.every_case import examples
 from tests.scheduler.invariants import check_blocks
 
 SEQ_IDS = count()
@@ -272,7 +273,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 BlockManagerMachine.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=50, deadline=None, derandomize=True
+    max_examples=examples(300), stateful_step_count=50, deadline=None, derandomize=True
 )
 TestBlockManager = BlockManagerMachine.TestCase
 

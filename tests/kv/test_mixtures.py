@@ -12,6 +12,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, invariant
 
 from nanovllm.kv.windows import WindowSpec, pages_for
+from tests.every_case import examples
 from tests.kv.least_frequently_used import LeastFrequentlyUsed
 from tests.lora.fake_adapters import AdapterEngine, TieredAdapterEngine, check_adapters
 from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses
@@ -134,7 +135,7 @@ class OtherEngine(AdapterEngine):
 
 
 MixtureMachine.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(80), stateful_step_count=40, deadline=None, derandomize=True
 )
 
 TestMixtures = MixtureMachine.TestCase

@@ -14,6 +14,7 @@ from nanovllm.kv.groups.state import ROOM_TO_GROW, State, StateGroup
 from nanovllm.kv.trie import Node
 from nanovllm.scheduler.messages import Schedule
 from nanovllm.scheduler.sequence import Sequence
+from tests.every_case import examples
 from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses
 from tests.scheduler.invariants import check_scheduler
 from tests.scheduler.test_random_runs import (
@@ -77,7 +78,7 @@ class StatesMachine(HitsMachine):
 
 
 StatesMachine.TestCase.settings = settings(
-    max_examples=140, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(140), stateful_step_count=40, deadline=None, derandomize=True
 )
 
 TestStates = StatesMachine.TestCase

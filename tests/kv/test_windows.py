@@ -17,6 +17,7 @@ from nanovllm.kv.trie import Node
 from nanovllm.kv.windows import WindowSpec, num_tables, pages_for
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.worker_info import WorkerInfo
+from tests.every_case import examples
 from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses
 from tests.scheduler.invariants import check_scheduler
 from tests.scheduler.test_random_runs import SchedulerMachine, clock, make_controller
@@ -75,7 +76,7 @@ class WindowsMachine(SchedulerMachine):
 
 
 WindowsMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(200), stateful_step_count=40, deadline=None, derandomize=True
 )
 
 TestWindows = WindowsMachine.TestCase

@@ -17,10 +17,10 @@ from nanovllm import LLM, LoRARequest, RequestOutput, SamplingParams, demo_model
 from tests.helpers import random_prompt
 from tests.lora.adapters import ALL, adapt, linears_of, merge, write_adapter
 from tests.models import family_cases, test_hybrids
-from tests.models.comparison import assert_tokens_are_greedy
+from tests.models.comparison import NUM_TOKENS, assert_tokens_are_greedy
 
 MANY = "LORA_CASES" in os.environ
-GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=2)
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ADAPTERS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (ALL, {"r": 8}),

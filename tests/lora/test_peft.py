@@ -62,7 +62,7 @@ def peft_adapter(model: str, path: Path, seed: int, **config: Any) -> Any:
 def test_float32_tokens(
     make_llm: Any, random_model: str, tmp_path: Path, rank: int, merged: bool
 ) -> None:
-    """All target sets and scales, in one batch or merged at load: 64 greedy tokens."""
+    """All target sets and scales, in one batch or merged at load: greedy tokens."""
     options = {**OPTIONS, "max_loras": 8, "dtype": "float32"}
     llm = None if merged else make_llm(random_model, **options)
     prompts = [random_prompt(random.Random(seed), 5 + 9 * seed) for seed in range(2)]

@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, invariant
 
+from tests.every_case import examples
 from tests.lora.fake_adapters import AdapterEngine, check_adapters
 from tests.scheduler.test_random_runs import UsersMachine, clock
 
@@ -46,7 +47,7 @@ class AdaptersMachine(UsersMachine):
 
 
 AdaptersMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(60), stateful_step_count=40, deadline=None, derandomize=True
 )
 
 TestAdapters = AdaptersMachine.TestCase

@@ -22,6 +22,8 @@ from nanovllm.worker.network import Network
 from tests.closeness import assert_close
 
 MAX_LENGTH = 128
+NUM_TOKENS = 40
+"""Generated behind a prompt."""
 NUM_PAGES = 1000
 GREEDY = SamplingParams(temperature=0)
 FEW = "FAMILY_CASES" not in os.environ
@@ -127,12 +129,12 @@ def assert_logits_agree(theirs, path, case):
 
 
 def assert_tokens_are_greedy(theirs, prompts, outputs):
-    """Each output has 64 tokens, and each is the likeliest one after the tokens before it."""
+    """Each output has NUM_TOKENS tokens, each the likeliest one after the tokens before it."""
     with torch.inference_mode():
         for prompt, output in zip(prompts, outputs, strict=True):
             logits = theirs(torch.tensor([prompt + output.token_ids])).logits[0]
             assert output.token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-            assert len(output.token_ids) == 64
+            assert len(output.token_ids) == NUM_TOKENS
 
 
 def runs(cases, chunks=(24, 1), every=1):
@@ -173,19 +175,19 @@ def test_logits_of_all_positions(saved, caplog):
 
 
 def check_answers(saved, chunk, make_llm):
-    """64 tokens behind each of three prompts: batched, in chunks, preempted, and from a hit."""
+    """Tokens behind each of three prompts: batched, in chunks, preempted, and from a hit."""
     case, theirs, path = saved
     prompts = random_prompts(case, vocab_size_of(theirs), [3, 17, 60])
     options = {"device": "cpu", "max_model_len": MAX_LENGTH, "kvcache_block_size": 16}
     options["max_num_batched_tokens"] = chunk
     llm = make_llm(path, num_kvcache_blocks=200, **options)
-    params = dataclasses.replace(GREEDY, max_tokens=64, ignore_eos=True)
+    params = dataclasses.replace(GREEDY, max_tokens=NUM_TOKENS, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert_tokens_are_greedy(theirs, prompts, outputs)
 
-    longer = prompts[2] + outputs[2].token_ids[:40]
-    [hit] = llm.generate([longer], dataclasses.replace(params, max_tokens=20), use_tqdm=False)
-    assert hit.token_ids == outputs[2].token_ids[40:60]
+    longer = prompts[2] + outputs[2].token_ids[:24]
+    [hit] = llm.generate([longer], dataclasses.replace(params, max_tokens=16), use_tqdm=False)
+    assert hit.token_ids == outputs[2].token_ids[24:40]
     assert hit.num_cached_tokens >= 80
 
     if chunk == 1:  # a step has one row: nothing is preempted

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.sequence import Sequence
+from tests.every_case import examples
 from tests.scheduler.fake_engine import Engine
 from tests.scheduler.invariants import sequences_of
 from tests.scheduler.test_scheduler import num_lines_run
@@ -210,10 +211,10 @@ class OneUserMachine(QueueMachine):
 
 
 QueueMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(150), stateful_step_count=40, deadline=None, derandomize=True
 )
 OneUserMachine.TestCase.settings = settings(
-    max_examples=50, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(50), stateful_step_count=40, deadline=None, derandomize=True
 )
 
 TestQueue = QueueMachine.TestCase

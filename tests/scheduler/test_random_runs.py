@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 
 from nanovllm.features.speculation import drafting
 from nanovllm.features.speculation.draft_controller import DraftController
+from tests.every_case import examples
 from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses
 from tests.scheduler.invariants import check_scheduler
 from tests.speculation.fake_controller import random_limits
@@ -223,15 +224,15 @@ class SpeculationMachine(SchedulerMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=250, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(250), stateful_step_count=40, deadline=None, derandomize=True
 )
 
 UsersMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(120), stateful_step_count=40, deadline=None, derandomize=True
 )
 
 SpeculationMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(200), stateful_step_count=40, deadline=None, derandomize=True
 )
 
 TestScheduler = SchedulerMachine.TestCase

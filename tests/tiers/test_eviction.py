@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from nanovllm.features.tiers.directory import DirectoryStore
 from nanovllm.features.tiers.entry_file import file_bytes
 from nanovllm.features.tiers.eviction import _Entry, bytes_on_disk, new_temporary
+from tests.every_case import examples
 from tests.tiers.helpers import NAMESPACE, OTHER_NAMESPACE, files, holds, key, place, write
 
 LIMIT = 2**16
@@ -87,7 +88,7 @@ class StoresOfOneDirectory(RuleBasedStateMachine):
 
 
 StoresOfOneDirectory.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=50, deadline=None
+    max_examples=examples(25), stateful_step_count=50, deadline=None
 )
 TestStoresOfOneDirectory = StoresOfOneDirectory.TestCase
 

@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from tests.every_case import examples
 from tests.scheduler.fake_engine import VOCAB_SIZE, random_guesses
 from tests.scheduler.test_random_runs import (
     INDEX,
@@ -133,7 +134,7 @@ class TiersMachine(HitsMachine):
 
 
 TiersMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(40), stateful_step_count=40, deadline=None, derandomize=True
 )
 
 TestTiers = TiersMachine.TestCase
