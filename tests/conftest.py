@@ -2,6 +2,7 @@
 without it.
 """
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -9,12 +10,16 @@ import importlib.util
 import logging
 import os
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from filelock import FileLock, Timeout
+
+from tests.every_case import EVERY_CASE
 
 if TYPE_CHECKING:
     from nanovllm import LLM
@@ -56,9 +61,6 @@ LONGEST = """
 """The files that take longest, in about this order. All of tests/ray comes with test_row_pool."""
 
 
-EVERY_CASE = "EVERY_CASE" in os.environ
-
-
 @pytest.fixture(autouse=True)
 def log_level() -> Iterator[None]:
     """A server that ran in this process leaves the level of its log behind: see `Log`."""
@@ -70,6 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let xdist's workers take whole files in the order of `pytest_collection_modifyitems`."""
     config.option.loadscopereorder = False
     config.addinivalue_line("markers", "long: runs with EVERY_CASE=1 alone")
+    config.addinivalue_line("markers", "spawned: `make_llm` spawns ranks, as users' engines do")
     config.addinivalue_line("markers", "thinned(n): one of n cases; all of them with EVERY_CASE=1")
 
 
@@ -96,10 +99,22 @@ def _of_each_run(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
-    """Keep the garbage collector from the million objects that imports make and never free."""
+    """Keep the garbage collector from the million objects that imports make and never free.
+
+    Of several processes, the first one collects alone. It compiles all Python modules that are
+    imported and the C kernels, which the others then find compiled.
+    """
+    lock = FileLock(Path(tempfile.gettempdir(), f"nanovllm-tests-{os.getuid()}.lock"))
     gc.disable()
     try:
-        return (yield)
+        with contextlib.ExitStack() as held:
+            if "PYTEST_XDIST_WORKER" in os.environ:
+                try:
+                    held.enter_context(lock.acquire(blocking=False))
+                except Timeout:
+                    with lock:
+                        pass
+            return (yield)
     finally:
         gc.freeze()
         gc.enable()
@@ -166,14 +181,17 @@ def random_model(shared_checkpoint: Callable[..., str]) -> str:
 
 
 @pytest.fixture
-def make_llm() -> Iterator[Callable[..., "LLM"]]:
-    """`LLM`, shut down when the test ends."""
+def make_llm(request: pytest.FixtureRequest) -> Iterator[Callable[..., "LLM"]]:
+    """`LLM`, shut down when the test ends. Its ranks are forked, but for tests marked `spawned`."""
     from nanovllm import LLM
+    from tests.forked_ranks import forked_ranks
 
     made = []
+    spawned = request.node.get_closest_marker("spawned")
 
     def make(model: str | Path, **options: Any) -> LLM:
-        made.append(LLM(str(model), **options))
+        with contextlib.nullcontext() if spawned else forked_ranks():
+            made.append(LLM(str(model), **options))
         return made[-1]
 
     yield make
@@ -209,25 +227,27 @@ def demo_llm() -> Iterator["LLM"]:
 def tensor_parallel_llm() -> Iterator[Callable[[str, int], "LLM"]]:
     """Return an LLM of a model on a number of ranks, in float32.
 
-    Spawned ranks take seconds to start, so each LLM is started once and kept for the session:
-    tests must not kill it.
+    Ranks take long to start, so each LLM is started once and kept for the session: tests must not
+    kill it.
     """
     from nanovllm import LLM, demo_model
+    from tests.forked_ranks import forked_ranks
 
     made = []
 
     @functools.cache
     def make(model: str, tensor_parallel_size: int) -> LLM:
-        llm = LLM(
-            model,
-            tensor_parallel_size=tensor_parallel_size,
-            dtype="float32",
-            max_model_len=256,
-            max_num_batched_tokens=64,
-            kvcache_block_size=4,
-            # The random model's pool is so small that large batches preempt.
-            num_kvcache_blocks=2048 if model == demo_model.MODEL else 100,
-        )
+        with forked_ranks():
+            llm = LLM(
+                model,
+                tensor_parallel_size=tensor_parallel_size,
+                dtype="float32",
+                max_model_len=256,
+                max_num_batched_tokens=64,
+                kvcache_block_size=4,
+                # The random model's pool is so small that large batches preempt.
+                num_kvcache_blocks=2048 if model == demo_model.MODEL else 100,
+            )
         made.append(llm)
         return llm
 

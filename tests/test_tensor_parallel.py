@@ -28,6 +28,8 @@ from nanovllm.errors import (
 from tests.helpers import environment, shared_memory, token_ids, wait_until
 from tests.training.weights import changed, read_weights
 
+pytestmark = pytest.mark.spawned
+
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
