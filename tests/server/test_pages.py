@@ -55,6 +55,9 @@ class Page(HTMLParser):
 def test_a_page_refers_to_files_of_its_own(server: Running, path: str) -> None:
     reply = server.send(path)
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
+    head = server.send(path, method="HEAD")
+    assert (head.status, head.body) == (200, "")
+    assert head.headers["etag"] == reply.headers["etag"]
     found = Page(reply.body)
     assert not found.scripts, "code in the page"
     for tag, attributes in found.tags:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 router = APIRouter(include_in_schema=False)
 
 _FOLDER = Path(__file__).parent / "page"
+_METHODS = ["GET", "HEAD"]  # agents ask with HEAD whether a server is there
 _PAGES = {"/": "index.html", "/status": "status.html"}
 _MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -58,9 +59,9 @@ def _file(path: Path) -> tuple[bytes, str]:
     return data, f'"{sha256(data).hexdigest()[:32]}"'
 
 
-@router.get("/")
-@router.get("/status")
-@router.get(FILE_ROUTE)
+@router.api_route("/", methods=_METHODS)
+@router.api_route("/status", methods=_METHODS)
+@router.api_route(FILE_ROUTE, methods=_METHODS)
 async def page_file(request: Request) -> Response:
     """Send one of the pages' files."""
     path = _FILES.get(request.url.path.removeprefix(request.scope["root_path"]))
