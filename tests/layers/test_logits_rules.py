@@ -233,6 +233,7 @@ def test_rules_are_needed_where_a_parameter_says_so():
         "structured_outputs": {"choice": ["yes", "no"]},  # a mask of the whole step
         "logprobs": 1,
         "prompt_logprobs": 1,
+        "prompt_logprob_start": 0,
         "truncate_prompt_tokens": 5,
         "detokenize": False,
         "skip_special_tokens": False,

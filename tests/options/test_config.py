@@ -97,6 +97,7 @@ def test_every_field_can_be_given():
         "max_lora_rank": 64,
         "lora": None,
         "trace": "/trace.json",
+        "profile_dir": None,  # not beside a trace
         "seed": 5,
     }
     assert options.keys() == {field.name for field in dataclasses.fields(Config)}

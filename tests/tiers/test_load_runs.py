@@ -160,7 +160,7 @@ def do_something(machine: TiersMachine, rng: random.Random) -> None:
     elif rule_number < 0.41 and engine.sequences:
         machine.break_one(index, rng.randrange(9))
     elif rule_number < 0.42:
-        machine.add_one_without_hits(tokens, index)
+        machine.add_one_with_prompt_logprobs(tokens, index, rng.randrange(16))
     elif rule_number < 0.43:
         machine.reset()
     elif rule_number < 0.46 and machine.store.entries:

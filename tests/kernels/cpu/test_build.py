@@ -108,7 +108,9 @@ def test_a_wrong_compilation_is_found_by_the_self_test(tmp_path, answers):
 @native
 def test_a_system_that_lends_no_tiles_gets_kernels_without(tmp_path, answers):
     """Symptom: a container that refuses AMX runs on plain torch."""
-    refusing = "int nv_enable(void) { return 0; } void nv_run(void) {}"
+    refusing = (
+        "int nv_enable(void) { return 0; } void nv_run(void) {} void nv_instructions(void) {}"
+    )
     (tmp_path / "refusing").write_bytes(compiled(tmp_path, refusing))
     without_tiles = f"""case "$*" in *-mno-amx-tile*) ;; *)
     while [ "$1" != -o ]; do shift; done
