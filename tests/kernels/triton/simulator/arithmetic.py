@@ -111,6 +111,9 @@ def find(op: str) -> Operation:
         return _product(name, parts[0], type)
     if name in ("min", "max") and parts == ["NaN"]:
         return Operation(np.minimum if name == "min" else np.maximum, (type, type), type)
+    if name in ("min", "max") and parts == ["relu"] and type == "s32":  # a result below 0 is 0
+        choose = np.minimum if name == "min" else np.maximum
+        return Operation(lambda a, b: np.maximum(choose(a, b), np.int32(0)), (type, type), type)
     if name == "min" and parts[-2:] == ["xorsign", "abs"] and parts[:-2] in ([], ["NaN"]):
         minimum = np.minimum if "NaN" in parts else np.fmin
         return Operation(functools.partial(_min_xorsign, minimum), (type, type), type)

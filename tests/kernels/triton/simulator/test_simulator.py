@@ -309,6 +309,9 @@ def test_integers_agree_with_pythons(x, y, z):
         ("cvt.rn.f16x2.f32", (0x3F800000, 0xC0000000), 0x3C00C000),
         ("cvt.rz.f16.f32", (0x3F801FFF,), 0x3C00),
         ("max.NaN.f32", (0x7FC00000, 0x3F800000), 0x7FC00000),
+        ("max.relu.s32", (0xFFFFFFFB, 0xFFFFFFFE), 0),  # -5, -2
+        ("max.relu.s32", (0xFFFFFFFB, 7), 7),
+        ("min.relu.s32", (0xFFFFFFFB, 7), 0),
         ("cvt.rna.tf32.f32", (0x3F801000,), 0x3F802000),  # away from zero
         ("cvt.rna.tf32.f32", (0xFFFFFFFF,), 0x7FFFFFFF),  # NaN stays NaN
         ("min.xorsign.abs.f32", (0x7FC00000, 0xC3E00000), 0xC3E00000),
