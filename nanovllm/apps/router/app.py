@@ -17,7 +17,6 @@ from prometheus_client.metrics_core import (
     Metric as Family,
 )
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from nanovllm import __version__
@@ -27,7 +26,7 @@ from nanovllm.apps.server import pages
 from nanovllm.apps.server.admission import BodyBudget, shutting_down
 from nanovllm.apps.server.app import ROUTERS
 from nanovllm.apps.server.error_bodies import APIError, add_error_handlers
-from nanovllm.apps.server.middleware import GuardMiddleware
+from nanovllm.apps.server.middleware import guard
 from nanovllm.apps.server.options import ServerOptions
 
 _MANY_BODIES = 64
@@ -68,19 +67,7 @@ def make_app(models: Models, options: ServerOptions) -> FastAPI:
             app.router.routes.append(Route(route.path, proxy, methods=route.methods))
     app.router.routes.append(Route("/openapi.json", proxy, methods=["GET"]))
     add_error_handlers(app, [r.path for r in app.routes if isinstance(r, Route)])
-    app.add_middleware(
-        GuardMiddleware,
-        api_keys=options.api_keys,
-        allowed_hosts=options.allowed_hosts,
-        max_body_bytes=options.max_body_bytes,
-    )
-    if options.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(options.cors_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-        )
+    guard(app, options)
     return app
 
 

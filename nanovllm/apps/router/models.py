@@ -1,6 +1,6 @@
 """Which models are in memory: loads one when a request needs it, and lets the idle ones go.
 
-Knows no HTTP but that of errors. Everything runs on the thread of the event loop.
+Of HTTP it knows only the errors that it raises. All of it runs in the event loop's thread.
 """
 
 import asyncio
@@ -347,7 +347,7 @@ class Models:
         engines = [model.engine for model in self.all if model.engine is not None]
         await asyncio.gather(*(engine.stop() for engine in engines), return_exceptions=True)
 
-    def end_waiting(self, error: APIError) -> None:
+    def end_all(self, error: APIError) -> None:
         """Refuse the requests that wait for a model."""
         for model in self.all:
             for waiter in model.waiters:

@@ -1,28 +1,20 @@
 """`nanovllm serve` with several models: runs the router until a signal comes."""
 
 import argparse
-import asyncio
-import os
 import socket
 import tempfile
-import time
-from types import FrameType
 from typing import Any
-
-import uvicorn
 
 from nanovllm.apps.router.app import make_app
 from nanovllm.apps.router.models import Models
 from nanovllm.apps.router.options import RouterOptions, read_models
-from nanovllm.apps.server.admission import shutting_down
 from nanovllm.apps.server.log_setup import Log
 from nanovllm.apps.server.options import ServerOptions, keys_of_environment
 from nanovllm.apps.server.serve import (
     OTHER_FILES,
+    DrainingServer,
     allow_files,
     bound_socket,
-    http_config,
-    remove_socket,
     url_of,
     warn_if_open,
 )
@@ -58,45 +50,16 @@ def serve(args: argparse.Namespace) -> int:
     return 0
 
 
-class RouterServer(uvicorn.Server):
-    """uvicorn's server, which drains at the first signal and ends its engines with itself."""
+class RouterServer(DrainingServer):
+    """The server of several models, which ends their engines with itself."""
 
     def __init__(
         self, app: Any, models: Models, options: ServerOptions, listener: socket.socket
     ) -> None:
         self._models = models
-        self._options = options
-        self._listener = listener
-        self._was_asked = False
-        super().__init__(http_config(app, options))
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening."""
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        super().__init__(app, listener, options, models, models.log.tell)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, close the connections, and end the engines."""
-        remove_socket(self._listener)
         await super().shutdown(sockets)
         await self._models.shut_down()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain; at the second signal, end the process, and its engines with it."""
-        if self._was_asked or not self.started:
-            remove_socket(self._listener)
-            os._exit(128 + sig)
-        self._was_asked = True
-        asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
-
-    async def _drain(self) -> None:
-        """Refuse new requests, let the others finish for a while, then end the server."""
-        models = self._models
-        models.is_draining = True
-        running = f"finishing {models.num_requests} requests"
-        models.log.tell(f"nanovllm: {running}, for {self._options.drain_seconds:g} s at most")
-        deadline = time.monotonic() + self._options.drain_seconds
-        while models.num_requests and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        models.end_waiting(shutting_down())
-        self.should_exit = True

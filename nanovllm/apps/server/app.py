@@ -3,7 +3,6 @@
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -23,7 +22,7 @@ from nanovllm.apps.server import (
     tokens,
 )
 from nanovllm.apps.server.error_bodies import Error, add_error_handlers
-from nanovllm.apps.server.middleware import GuardMiddleware
+from nanovllm.apps.server.middleware import guard
 from nanovllm.apps.server.options import ServerOptions
 from nanovllm.apps.server.request_log import RequestLog
 from nanovllm.apps.server.state import ServerState
@@ -59,19 +58,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
         app.include_router(router)
     routes = [route for router in routers for route in router.routes if isinstance(route, Route)]
     add_error_handlers(app, [route.path for route in routes])
-    app.add_middleware(
-        GuardMiddleware,
-        api_keys=options.api_keys,
-        allowed_hosts=options.allowed_hosts,
-        max_body_bytes=options.max_body_bytes,
-    )
-    if options.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(options.cors_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-        )
+    guard(app, options)
     app.add_middleware(RequestLog, count=app.state.server.metrics.answered)
     return app
 

@@ -7,11 +7,14 @@ import hashlib
 import hmac
 import re
 
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.apps.server import pages
 from nanovllm.apps.server.error_bodies import APIError
+from nanovllm.apps.server.options import ServerOptions
 from nanovllm.options.validation import shown
 
 OPEN_PATHS = frozenset({"/health", "/ready"}) | pages.PATHS
@@ -20,6 +23,23 @@ MAX_HEADERS = 100
 MAX_HEAD_BYTES = 32 * 2**10
 """Of a request's line and headers."""
 _MAX_DROPPED_BYTES = 64 * 2**20
+
+
+def guard(app: Starlette, options: ServerOptions) -> None:
+    """Let an app answer only what the options allow, to pages of the origins that they name."""
+    app.add_middleware(
+        GuardMiddleware,
+        api_keys=options.api_keys,
+        allowed_hosts=options.allowed_hosts,
+        max_body_bytes=options.max_body_bytes,
+    )
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(options.cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
 
 
 class GuardMiddleware:

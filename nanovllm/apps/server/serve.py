@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 
@@ -28,6 +28,7 @@ from nanovllm.apps.server.admission import shutting_down
 from nanovllm.apps.server.answers.answer_format import find_answer_format
 from nanovllm.apps.server.app import make_app
 from nanovllm.apps.server.connection import connection_class
+from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.log_setup import Log
 from nanovllm.apps.server.middleware import MAX_HEAD_BYTES
 from nanovllm.apps.server.options import ServerOptions, keys_of_environment, model_name
@@ -107,32 +108,45 @@ def http_config(app: Any, options: ServerOptions) -> uvicorn.Config:
     )
 
 
-class Server(uvicorn.Server):
-    """uvicorn's server, which drains at the first signal and ends at once at the second."""
+class Requests(Protocol):
+    """What has a server's requests."""
+
+    is_draining: bool
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests are in the server."""
+
+    def end_all(self, error: APIError) -> None:
+        """End those that are left; their clients get the error."""
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server, which drains at the first signal and ends at once at the second.
+
+    Args:
+        tell: called with what the user should know, and its level.
+    """
 
     def __init__(
         self,
         app: Any,
         listener: socket.socket,
-        on_start: Callable[[], object] = lambda: None,
-        tell: Callable[[str, int], object] = lambda message, level: complain(message),
+        options: ServerOptions,
+        requests: Requests,
+        tell: Callable[[str, int], object],
     ) -> None:
-        self._server: ServerState = app.state.server
-        options = self._server.options
         self._listener = listener
-        self._on_start = on_start
+        self._drain_seconds = options.drain_seconds
+        self._requests = requests
         self._tell = tell
-        self._tasks: list[asyncio.Task[None]] = []
         self._was_asked = False
         super().__init__(http_config(app, options))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening, and watching the engine."""
+        """Start listening."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        self._tasks.append(asyncio.create_task(self._watch_engine()))
-        self._tasks.append(asyncio.create_task(self._server.metrics.watch_event_loop()))
-        self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, and close the connections."""
@@ -151,16 +165,39 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         """Refuse new requests, let the others finish for a while, then end the server."""
-        admission = self._server.admission
-        seconds = self._server.options.drain_seconds
-        admission.is_draining = True
-        running = f"finishing {admission.num_requests} requests, for {seconds:g} s at most"
+        requests = self._requests
+        requests.is_draining = True
+        seconds = self._drain_seconds
+        running = f"finishing {requests.num_requests} requests, for {seconds:g} s at most"
         self._tell(f"nanovllm: {running}", logging.INFO)
         deadline = time.monotonic() + seconds
-        while admission.num_requests and time.monotonic() < deadline:
+        while requests.num_requests and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        admission.end_all(shutting_down())
+        requests.end_all(shutting_down())
         self.should_exit = True
+
+
+class Server(DrainingServer):
+    """The server of one engine, which ends when that is dead."""
+
+    def __init__(
+        self,
+        app: Any,
+        listener: socket.socket,
+        on_start: Callable[[], object] = lambda: None,
+        tell: Callable[[str, int], object] = lambda message, level: complain(message),
+    ) -> None:
+        self._server: ServerState = app.state.server
+        self._on_start = on_start
+        self._tasks: list[asyncio.Task[None]] = []
+        super().__init__(app, listener, self._server.options, self._server.admission, tell)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start listening, and watching the engine."""
+        await super().startup(sockets)
+        self._tasks.append(asyncio.create_task(self._watch_engine()))
+        self._tasks.append(asyncio.create_task(self._server.metrics.watch_event_loop()))
+        self._on_start()
 
     async def _watch_engine(self) -> None:
         """End the server when the engine is dead."""
