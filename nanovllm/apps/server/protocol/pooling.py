@@ -4,7 +4,7 @@ Types only: ranges are checked by `PoolingParams`, which has the better messages
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field, Tag, field_validator, model_validator
 
@@ -163,6 +163,22 @@ class PoolingUsage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
+Item = TypeVar("Item")
+
+
+class ListAnswer(BaseModel, Generic[Item]):
+    """An answer with one item for each text, or pair of texts, in their order."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    """Unix time in seconds."""
+    model: str
+    system_fingerprint: str
+    data: list[Item]
+    usage: PoolingUsage
+
+
 class Embedding(BaseModel):
     """The vector of a text."""
 
@@ -172,17 +188,8 @@ class Embedding(BaseModel):
     """In base64: the numbers as float32, in little-endian order."""
 
 
-class EmbeddingAnswer(BaseModel):
+class EmbeddingAnswer(ListAnswer[Embedding]):
     """The vectors of texts, in their order."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    """Unix time in seconds."""
-    model: str
-    system_fingerprint: str
-    data: list[Embedding]
-    usage: PoolingUsage
 
 
 class PooledText(BaseModel):
@@ -193,17 +200,8 @@ class PooledText(BaseModel):
     data: list[float] | str
 
 
-class TaskAnswer(BaseModel):
+class TaskAnswer(ListAnswer[PooledText]):
     """The vectors of texts, in their order."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    """Unix time in seconds."""
-    model: str
-    system_fingerprint: str
-    data: list[PooledText]
-    usage: PoolingUsage
 
 
 class Score(BaseModel):
@@ -214,17 +212,8 @@ class Score(BaseModel):
     score: float
 
 
-class ScoreAnswer(BaseModel):
+class ScoreAnswer(ListAnswer[Score]):
     """The scores of pairs, in their order."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    """Unix time in seconds."""
-    model: str
-    system_fingerprint: str
-    data: list[Score]
-    usage: PoolingUsage
 
 
 class RerankResult(BaseModel):
