@@ -119,7 +119,7 @@ class Config:
     """Directory for downloads from the hub; None is huggingface_hub's cache."""
     hf_overrides: Annotated[dict[str, Any] | None, _json_object] = None
     """Fields that replace those of the checkpoint's config.json, such as {"rope_theta": 1000000};
-    None is none."""
+    None is no change."""
     generation_config: Annotated[str, check_path, 'a directory, "auto" or "vllm"'] = "auto"
     """Where recommended sampling parameters come from: "auto" is the checkpoint's
     generation_config.json, "vllm" none; otherwise a directory with that file, which then also names
@@ -189,7 +189,7 @@ class Config:
     or a preempted sequence gets it back from there. None is off."""
     kv_cache_dir: Annotated[str | None, check_path, "a directory or None"] = None
     """Directory that keeps the KV of prompts between processes; made if it is not there. A later
-    engine with the same model and options finds the prefixes there. None is none."""
+    engine with the same model and options finds the prefixes there. None is no such directory."""
     kv_cache_dir_gib: Annotated[float, check_float, _LEAST_GIB, _MAX_GIB] = 16.0
     """Most GiB of files in kv_cache_dir: the least recently used go first."""
     max_logprobs: Annotated[int, check_int, -1, _INT32] = 1000
@@ -210,7 +210,7 @@ class Config:
     """Largest rank of an adapter that a request names."""
     lora: Annotated[str | None, check_path, "a directory or None"] = None
     """Directory of a LoRA adapter that is merged into the weights when they are loaded: all
-    requests have it, and a step costs what it costs without. None is none."""
+    requests have it, and a step costs what it costs without. None is no adapter."""
     trace: Annotated[str | None, check_path, "a file or None"] = None
     """File for a timeline of the engine's steps and of each sequence, which ui.perfetto.dev shows;
     an existing file is overwritten. None is off."""

@@ -184,7 +184,9 @@ class ModelRunner:
             if runner.fits(rows):
                 computed = runner.run(rows)
                 break
-        tokens, logits, draft_ids = computed[1:]
+        tokens = computed.tokens
+        logits = computed.logits
+        draft_ids = computed.draft_ids
         if tokens is not None and all(tables.plain[row.table_idx] for row in rows):
             on_host = tokens.device.type != self.device.type
             return StepOutput(tokens, draft_ids=draft_ids, on_host=on_host)

@@ -39,7 +39,7 @@ class ProveOptions:
     reproduction: Annotated[str, check_path, "a file"] = "reproduction.py"
     """File for the script that shows the first difference."""
     output: Annotated[str | None, check_path, "a file or None"] = None
-    """File for the results as JSON; None is none."""
+    """File for the results as JSON; None is no file."""
     peer: Annotated[str | None, check_text] = None
     """Ask another engine instead: the URL of a server with OpenAI's API, or "vllm", "llamacpp" or
     "transformers". MODEL is then the peer's. None is nanovllm itself."""

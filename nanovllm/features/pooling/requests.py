@@ -1,6 +1,6 @@
 """Texts to vectors and scores: what to ask the ranks for, and what to make of their numbers.
 
-Knows no threads and no event loop: `LLM`, `AsyncLLM` and the server run the requests.
+`LLM`, `AsyncLLM` and the server run the requests; this module starts no thread and no event loop.
 """
 
 from collections.abc import Sequence as Seq
