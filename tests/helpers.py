@@ -18,8 +18,8 @@ import pytest
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.testing.invariants import check_scheduler
 from tests.glossary import GREEDY
-from tests.scheduler.invariants import check_scheduler
 
 ROOT = Path(__file__).parent.parent
 VOCAB = 1003

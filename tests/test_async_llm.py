@@ -20,9 +20,9 @@ from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.options.sampling_params import RequestOutputKind
 from nanovllm.outputs import RequestOutput
+from nanovllm.testing.invariants import check_scheduler
 from tests.glossary import ANSWER_TO, GREEDY, QUESTIONS
 from tests.helpers import in_threads
-from tests.scheduler.invariants import check_scheduler
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
 OPTIONS = {

@@ -17,10 +17,10 @@ from nanovllm import LLM, AsyncLLM, Config, RequestOutput, SamplingParams
 from nanovllm.assembly import make_engine
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.kernels.cpu.library import library
+from nanovllm.testing.invariants import check_scheduler
 from tests.checkpoints import copy_checkpoint
 from tests.fast_steps.fake_graphs import use_fake_graphs
 from tests.helpers import Request, assert_idle, generate, join, random_prompt, token_ids
-from tests.scheduler.invariants import check_scheduler
 
 NATIVE = pytest.mark.skipif(library() is None, reason="no compiler here")
 MODEL: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 128}

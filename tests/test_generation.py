@@ -13,8 +13,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import make_engine
 from nanovllm.options.config import Config
 from nanovllm.outputs import RequestOutput
+from nanovllm.testing.invariants import check_scheduler
 from tests.helpers import VOCAB, Request, generate_all, generate_in_random_order, random_prompt
-from tests.scheduler.invariants import check_scheduler
 
 CLOSE = 1e-4
 OPTIONS = {"dtype": "float32", "max_model_len": 48}

@@ -39,6 +39,7 @@ FOLDERS = {
     "kernels": Folder("attention.states options utils", torch=True),
     "kv": Folder("scheduler.messages scheduler.sequence", torch=False),
     "scheduler": Folder("kv options", torch=False),
+    "testing": Folder("kv options scheduler speculation", torch=False),
     "observe": Folder("engine options scheduler worker", torch=True),
     "pooling": Folder("engine loading models options scheduler utils worker", torch=True),
     "tiers": Folder("loading kernels kv layers models options scheduler utils worker", torch=True),
@@ -105,6 +106,7 @@ SEAMS = {
     "assembly",
     *("parallel.in_process", "parallel.rank_process", "parallel.worker"),
     "weight_methods",
+    *("testing.fake_controller", "testing.fake_engine", "testing.random_runs"),
     *("worker.model_loader", "worker.model_report"),
 }
 """The modules of the engine that import features, each where an option or a method asks for one."""

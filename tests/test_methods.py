@@ -7,10 +7,10 @@ import pytest
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.errors import EngineDeadError
 from nanovllm.outputs import DraftCounts, Histogram, Metric, Vector
+from nanovllm.testing.fake_controller import FakeController
+from nanovllm.testing.invariants import check_scheduler
 from tests.glossary import GREEDY, OPTIONS, QUESTION
 from tests.helpers import generate
-from tests.scheduler.invariants import check_scheduler
-from tests.speculation.fake_controller import FakeController
 
 SPECULATION: dict[str, Any] = {"speculative_config": {"method": "ngram"}}
 LOOPING = SamplingParams(0, 24, ignore_eos=True, allowed_token_ids=[7])

@@ -7,8 +7,8 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import DraftCounts
+from nanovllm.testing.fake_controller import FakeController
 from tests.helpers import generate_all
-from tests.speculation.fake_controller import FakeController
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from nanovllm import SamplingParams, demo_model
+from nanovllm.testing.invariants import check_scheduler
 from tests.glossary import QUESTIONS
 from tests.helpers import ROOT, environment
-from tests.scheduler.invariants import check_scheduler
 
 PATH = ROOT / "docs" / "mini.py"
 

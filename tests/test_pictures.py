@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 import pytest
 
 from benchmarks.step_times import StepTimes
-from tests.scheduler.invariants import check_blocks
+from nanovllm.testing.invariants import check_blocks
 from tools.pictures import block_table, roofline, schedule
 from tools.pictures.gallery import DIRECTORY, PICTURES, read
 from tools.svg import PALETTE, Drawing

@@ -23,9 +23,9 @@ from nanovllm.options.config import Config
 from nanovllm.parallel.pipes import PipeRanks
 from nanovllm.parallel.rank_executor import RankExecutor
 from nanovllm.parallel.worker import check_networks
+from nanovllm.testing.invariants import check_scheduler
 from tests.checkpoints import copy_checkpoint
 from tests.helpers import environment, token_ids
-from tests.scheduler.invariants import check_scheduler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

@@ -8,9 +8,9 @@ import pytest
 from nanovllm import LLM, RequestOutput, SamplingParams, demo_model
 from nanovllm.assembly import make_engine
 from nanovllm.options.config import Config
+from nanovllm.testing.invariants import check_scheduler
 from tests.glossary import ANSWER_TO, GREEDY, OPTIONS, QUESTION, QUESTIONS, SAMPLED, TINY_POOL
 from tests.helpers import assert_idle, cut, end_of, generate, join, whole
-from tests.scheduler.invariants import check_scheduler
 
 pytestmark = pytest.mark.usefixtures("idle_afterwards", "no_endless_wait")
 

@@ -16,9 +16,9 @@ import pytest
 
 from nanovllm import LLM, NanoVLLMError, SamplingParams, demo_model
 from nanovllm.errors import EngineDeadError
+from nanovllm.testing.invariants import check_scheduler
 from tests.glossary import ANSWER_TO, GREEDY, OPTIONS, QUESTIONS
 from tests.helpers import assert_idle, generate, in_threads, join, wait_until
-from tests.scheduler.invariants import check_scheduler
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 FORTY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -33,7 +33,7 @@ class Block:
 class BlockPool:
     """Equal pages, for all groups of layers together.
 
-    Invariants, verified by tests/scheduler/invariants.py:
+    Invariants, verified by nanovllm/testing/invariants.py:
     - A page is free, and in the eviction order, if and only if its `ref_count` is 0.
     - A page has one use: it is in the block table of one group, or holds one entry.
     - Free pages without an entry are reused before those with one.

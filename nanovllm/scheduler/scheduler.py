@@ -27,7 +27,7 @@ _NO_DETAILS = RowDetails()
 class Scheduler:
     """Continuous batching with chunked prefill, prefix caching and preemption by recomputation.
 
-    Invariants, verified by tests/scheduler/invariants.py:
+    Invariants, verified by nanovllm/testing/invariants.py:
     - Every unfinished sequence is either running or waiting.
     - A running sequence owns a table row, and KV blocks for its computed tokens at least. A waiting
       sequence owns neither.

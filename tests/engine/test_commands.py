@@ -11,7 +11,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.commands import DelayedInterrupt
-from tests.scheduler.invariants import check_scheduler
+from nanovllm.testing.invariants import check_scheduler
 
 
 def press() -> None:

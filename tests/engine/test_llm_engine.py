@@ -16,8 +16,8 @@ from nanovllm.errors import EngineDeadError
 from nanovllm.options.config import Config
 from nanovllm.parallel.in_process import InProcessExecutor
 from nanovllm.parallel.worker import num_cores
+from nanovllm.testing.invariants import check_scheduler
 from tests.helpers import generate
-from tests.scheduler.invariants import check_scheduler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 QUESTION = demo_model.entries()[0][0]

@@ -23,6 +23,7 @@ from nanovllm.parallel.worker import make_runner
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.worker_info import WorkerInfo
+from nanovllm.testing.invariants import check_scheduler
 from nanovllm.worker import device_tables, model_runner
 from nanovllm.worker.extensions import LAPS
 from nanovllm.worker.model_loader import NetworkSpec
@@ -32,7 +33,6 @@ from nanovllm.worker.step_output import StepOutput
 from nanovllm.worker.warm_up import allocate
 from tests.fast_steps.fake_graphs import FakeCapture, use_fake_graphs, use_triton
 from tests.kernels.triton.interpreter import patch_interpreter
-from tests.scheduler.invariants import check_scheduler
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 BLOCK_SIZE = 4

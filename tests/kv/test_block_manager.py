@@ -24,8 +24,8 @@ from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.trie import Hit
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.sequence import Sequence
+from nanovllm.testing.invariants import check_blocks
 from tests.every_case import examples
-from tests.scheduler.invariants import check_blocks
 
 SEQ_IDS = count()
 TEXTS = ([0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 1, 0], [0, 1, 0, 0, 0, 1, 1, 1, 0, 1, 0, 0])

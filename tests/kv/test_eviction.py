@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from nanovllm.kv.eviction import EvictionOrder, LeastRecentlyUsed
+from nanovllm.testing.fake_engine import VOCAB_SIZE, Engine
 from tests.kv.least_frequently_used import LeastFrequentlyUsed
-from tests.scheduler.fake_engine import VOCAB_SIZE, Engine
 
 ORDERS = (LeastRecentlyUsed, LeastFrequentlyUsed)
 OPERATIONS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=60)

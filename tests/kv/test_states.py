@@ -14,14 +14,11 @@ from nanovllm.kv.groups.state import ROOM_TO_GROW, State, StateGroup
 from nanovllm.kv.trie import Node
 from nanovllm.scheduler.messages import Schedule
 from nanovllm.scheduler.sequence import Sequence
+from nanovllm.testing.fake_engine import VOCAB_SIZE, Engine, random_guesses
+from nanovllm.testing.invariants import check_scheduler
+from nanovllm.testing.random_runs import make_controller
 from tests.every_case import examples
-from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses
-from tests.scheduler.invariants import check_scheduler
-from tests.scheduler.test_random_runs import (
-    HitsMachine,
-    clock,
-    make_controller,
-)
+from tests.scheduler.test_random_runs import HitsMachine, clock
 
 __all__ = ["clock"]
 

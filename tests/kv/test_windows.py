@@ -17,11 +17,12 @@ from nanovllm.kv.trie import Node
 from nanovllm.kv.windows import WindowSpec, num_tables, pages_for
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.worker_info import WorkerInfo
+from nanovllm.testing.fake_controller import random_limits
+from nanovllm.testing.fake_engine import VOCAB_SIZE, Engine, random_guesses
+from nanovllm.testing.invariants import check_scheduler
+from nanovllm.testing.random_runs import SchedulerMachine, make_controller
 from tests.every_case import examples
-from tests.scheduler.fake_engine import VOCAB_SIZE, Engine, random_guesses
-from tests.scheduler.invariants import check_scheduler
-from tests.scheduler.test_random_runs import SchedulerMachine, clock, make_controller
-from tests.speculation.fake_controller import random_limits
+from tests.scheduler.test_random_runs import clock
 
 __all__ = ["clock"]
 

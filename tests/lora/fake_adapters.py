@@ -11,7 +11,7 @@ from typing import Any
 from nanovllm.features.lora.scheduling import AdapterGate
 from nanovllm.scheduler.messages import AdapterSlot, Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
-from tests.scheduler.fake_engine import Engine, FakeWorker
+from nanovllm.testing.fake_engine import Engine, FakeWorker
 from tests.tiers.fake_tiers import TieredEngine, TieredWorker
 
 DIGEST_LENGTH = 64

@@ -16,8 +16,8 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError
 from nanovllm.features.observe import trace as trace_module
 from nanovllm.options.config import Config
+from nanovllm.testing.fake_controller import FakeController
 from tests.helpers import generate, generate_in_random_order, random_prompt
-from tests.speculation.fake_controller import FakeController
 
 Event = dict[str, Any]
 SMALL = {"dtype": "float32", "max_model_len": 48, "kvcache_block_size": 4}

@@ -6,8 +6,8 @@ import pytest
 
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.sequence import Sequence
-from tests.scheduler.fake_engine import Engine
-from tests.scheduler.invariants import check_scheduler
+from nanovllm.testing.fake_engine import Engine
+from nanovllm.testing.invariants import check_scheduler
 from tests.scheduler.shortest_first import AGEING, ShortestFirst
 
 

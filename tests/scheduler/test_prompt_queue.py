@@ -18,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.sequence import Sequence
+from nanovllm.testing.fake_engine import Engine
+from nanovllm.testing.invariants import sequences_of
 from tests.every_case import examples
-from tests.scheduler.fake_engine import Engine
-from tests.scheduler.invariants import sequences_of
 from tests.scheduler.test_scheduler import num_lines_run
 
 INDEX = st.integers(0, 31)

@@ -21,14 +21,14 @@ from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.messages import StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
-from tests.scheduler.fake_engine import (
+from nanovllm.testing.fake_engine import (
     Engine,
     draft_counts,
     oracle,
     output_of,
     prompt_that_ends_with,
 )
-from tests.scheduler.invariants import check_scheduler
+from nanovllm.testing.invariants import check_scheduler
 
 DEPTHS = pytest.mark.parametrize("queue_depth", [0, 1, 4])
 

@@ -13,8 +13,8 @@ from nanovllm.errors import PluginError
 from nanovllm.kv.eviction import CheckedOrder
 from nanovllm.scheduler.policy import CheckedPolicy
 from nanovllm.scheduler.prompt_queue import PromptQueue
+from nanovllm.testing.fake_engine import Engine
 from tests.kv.least_frequently_used import LeastFrequentlyUsed
-from tests.scheduler.fake_engine import Engine
 
 pytestmark = pytest.mark.timeout(10)
 

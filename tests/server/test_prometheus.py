@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from nanovllm import AsyncLLM, RequestOutput, SamplingParams, demo_model
 from nanovllm.apps.server.prometheus import Histogram, Meter, ServerMetrics, bucket_bounds
 from nanovllm.errors import EngineDeadError, InvalidRequestError
+from nanovllm.testing.fake_controller import FakeController
 from tests.glossary import GREEDY, OPTIONS, QUESTION, QUESTIONS
 from tests.server.dashboards import board, labels_of, metrics_of, queries
-from tests.speculation.fake_controller import FakeController
 
 NAME = 'a "model"\\\n'
 REPEATED = SamplingParams(0, 30, ignore_eos=True, allowed_token_ids=[3])

@@ -11,15 +11,15 @@ import pytest
 from nanovllm.features.speculation import drafting
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
-from tests.scheduler.fake_engine import (
+from nanovllm.testing.fake_controller import FakeController
+from nanovllm.testing.fake_engine import (
     VOCAB_SIZE,
     Engine,
     continuation,
     draft_counts,
     output_of,
 )
-from tests.scheduler.invariants import check_scheduler
-from tests.speculation.fake_controller import FakeController
+from nanovllm.testing.invariants import check_scheduler
 
 DEPTHS = pytest.mark.parametrize("queue_depth", [0, 1, 4])
 

@@ -17,7 +17,7 @@ from nanovllm.features.tiers.traffic import TierTraffic
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.transfers import HOST, STORE, Load, Loaded, Part
-from tests.scheduler.fake_engine import UNWRITTEN, Engine, FakeWorker
+from nanovllm.testing.fake_engine import UNWRITTEN, Engine, FakeWorker
 from tests.tiers.invariants import check_tiers
 
 Content = tuple[int, ...]

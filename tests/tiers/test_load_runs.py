@@ -9,14 +9,10 @@ from typing import Any
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from nanovllm.testing.fake_engine import VOCAB_SIZE, random_guesses
+from nanovllm.testing.random_runs import INDEX, make_controller
 from tests.every_case import examples
-from tests.scheduler.fake_engine import VOCAB_SIZE, random_guesses
-from tests.scheduler.test_random_runs import (
-    INDEX,
-    HitsMachine,
-    clock,
-    make_controller,
-)
+from tests.scheduler.test_random_runs import HitsMachine, clock
 from tests.tiers.fake_tiers import FakeStore, TieredEngine
 from tests.tiers.invariants import check_tiers
 

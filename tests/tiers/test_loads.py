@@ -15,7 +15,7 @@ from nanovllm.kv.windows import WindowSpec
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.transfers import Loaded, Transfers
-from tests.scheduler.fake_engine import VOCAB_SIZE
+from nanovllm.testing.fake_engine import VOCAB_SIZE
 from tests.tiers.fake_tiers import FakeStore, TieredEngine
 
 KINDS: dict[str, dict[str, Any]] = {

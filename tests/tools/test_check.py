@@ -15,7 +15,7 @@ from tools import check
         ("nanovllm/features/structured/grammar.py", "tests/structured/test_grammar.py"),
         ("tests/scheduler/test_scheduler.py", "tests/scheduler/test_scheduler.py"),
         ("nanovllm/kernels/cpu/csrc/linear.c", "tests/kernels/cpu"),
-        ("tests/scheduler/fake_engine.py", "tests/scheduler/test_scheduler.py"),
+        ("nanovllm/testing/fake_engine.py", "tests/scheduler/test_scheduler.py"),
         ("tools/check.py", "tests/tools/test_check.py"),
         ("docs/cpu.md", "tests/test_docs.py"),
     ],

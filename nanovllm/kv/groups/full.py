@@ -14,7 +14,7 @@ class FullGroup(Group):
     Each model has this group. A node of the trie is its entry: the block is cached as long as the
     node's page is not reused. Other groups cache theirs at its nodes.
 
-    Invariants, verified by tests/scheduler/invariants.py:
+    Invariants, verified by nanovllm/testing/invariants.py:
     - A page's `ref_count` is the number of block tables that hold it. Only a cached one has more
       than 1.
     - A cached block is full, its key leads to its node, and the node to its page.

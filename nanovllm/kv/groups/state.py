@@ -60,7 +60,7 @@ class State:
 class StateGroup(Group):
     """Holds the state of each running sequence, and takes snapshots of it for prefix hits.
 
-    Invariants, verified by tests/scheduler/invariants.py:
+    Invariants, verified by nanovllm/testing/invariants.py:
     - A running sequence owns `num_pages` pages, all of them from its admission on.
     - They hold the state after the certain tokens of its last launched row: all but the drafts.
     - A cached snapshot's node is in the trie. They leave the cache together.

@@ -42,7 +42,7 @@ class WindowTable:
 class WindowGroup(Group):
     """Holds, for each running sequence, the blocks that its next tokens read.
 
-    Invariants, verified by tests/scheduler/invariants.py:
+    Invariants, verified by nanovllm/testing/invariants.py:
     - A window table holds the blocks of all positions that the next token reads, or a later one.
       Without steps in flight it holds no earlier block.
     - The `ref_count` of a window block's pages is the number of window tables that hold it.

@@ -1,7 +1,8 @@
-"""A scheduler under test with a fake worker, and an oracle that knows each request's tokens.
+"""The engine's loop with a fake worker, and an oracle that knows each request's tokens.
 
 Each new token of the fake model depends on all tokens before it. So a request's tokens are right
-only if the scheduler kept every block, position and table row right. Imports no torch.
+only if the scheduler kept every block, position and table row right. What is wrong is an
+AssertionError. Imports no torch.
 """
 
 import math
@@ -33,10 +34,10 @@ from nanovllm.scheduler.messages import (
     Schedule,
     StepResult,
 )
-from nanovllm.scheduler.policy import Policy
+from nanovllm.scheduler.policy import CheckedPolicy, Policy
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
-from tests.scheduler.invariants import check_blocks, check_scheduler
+from nanovllm.testing.invariants import check_blocks, check_scheduler
 
 if TYPE_CHECKING:
     from nanovllm.features.speculation.draft_controller import DraftController
@@ -321,6 +322,7 @@ class Engine:
         windows: of the model's window groups.
         state_pages: 0: a model without states.
         tiers: see fake_tiers.py.
+        make_policy, make_order: None is the default.
     """
 
     steps_per_token = 2
@@ -355,35 +357,19 @@ class Engine:
         self.state_pages = state_pages
         self.cell_tokens = cell_tokens
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.window_groups = [
-            WindowGroup(window, number, max_num_batched_tokens)
-            for number, window in enumerate(windows)
-        ]
-        self.states = (
-            StateGroup(state_pages, snapshot_interval=snapshot_interval, cell_tokens=cell_tokens)
-            if state_pages
-            else None
-        )
-        groups: list[Group] = [*self.window_groups, *([self.states] if self.states else [])]
+        self.max_num_seqs = max_num_seqs
+        self.queue_depth = queue_depth
         self.manager = BlockManager(
             num_blocks,
             block_size,
             enable_prefix_caching=prefix_caching,
-            groups=groups,
+            groups=self._groups(snapshot_interval),
             order=None if make_order is None else make_order(num_blocks),
             tiers=tiers,
         )
         self.drafting: AdaptiveDrafting | None = None
         if propose is not None or controller is not None:
-            from nanovllm.features.speculation import drafting
-            from tests.speculation.fake_controller import FakeController
-
-            self.drafting = drafting.AdaptiveDrafting(
-                controller or FakeController(lambda most: most),
-                self.manager,
-                max_num_batched_tokens,
-                follows_drafts=follows_drafts,
-            )
+            self.drafting = self._drafting(controller, follows_drafts)
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=max_num_seqs,
@@ -394,18 +380,16 @@ class Engine:
             policy=None if make_policy is None else make_policy(),
             gates=gates,
         )
-        self.worker = self.make_worker(
-            max_num_seqs,
-            max_model_len,
-            block_size,
-            propose or (lambda token_ids: []),
-            self.windows,
-            state_pages,
-        )
+        tables = max_num_seqs, max_model_len, block_size
+        proposer = propose or (lambda token_ids: [])
+        self.worker = self.make_worker(*tables, proposer, self.windows, state_pages)
+        self._watch_policy()
         self.has_default_policy = make_policy is None
         self.is_fifo = self.is_fifo and self.has_default_policy
-        self.max_num_seqs = max_num_seqs
-        self.queue_depth = queue_depth
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what the engine notes of its steps."""
         self.in_flight: deque[tuple[Schedule, StepResult | None]] = deque()
         self.launched: list[tuple[Schedule, Schedule]] = []  # each with a copy made at launch
         self.sequences: list[Sequence] = []  # by id, so in order of arrival
@@ -417,6 +401,48 @@ class Engine:
 
     def make_worker(self, *args: Any) -> FakeWorker:
         return FakeWorker(*args)
+
+    def _groups(self, snapshot_interval: int) -> list[Group]:
+        self.window_groups = [
+            WindowGroup(window, number, self.max_num_batched_tokens)
+            for number, window in enumerate(self.windows)
+        ]
+        self.states = None
+        if self.state_pages:
+            self.states = StateGroup(
+                self.state_pages,
+                snapshot_interval=snapshot_interval,
+                cell_tokens=self.cell_tokens,
+            )
+        return [*self.window_groups, *([self.states] if self.states else [])]
+
+    def _drafting(
+        self, controller: "DraftController | None", follows_drafts: bool
+    ) -> "AdaptiveDrafting":
+        from nanovllm.features.speculation import drafting
+        from nanovllm.testing.fake_controller import FakeController
+
+        return drafting.AdaptiveDrafting(
+            controller or FakeController(lambda most: most),
+            self.manager,
+            self.max_num_batched_tokens,
+            follows_drafts=follows_drafts,
+        )
+
+    def _watch_policy(self) -> None:
+        """Note the keys that the scheduler asks for, and whether the victims are the last."""
+        policy = self.scheduler.policy
+        self.keys: dict[Sequence, Any] = {}  # those that the last step went by
+        self._order = policy.order
+        policy.order = self._order_asked  # type: ignore[method-assign]
+        inner = policy.policy if isinstance(policy, CheckedPolicy) else policy
+        self.chooses_victims = type(inner).victim is not Policy.victim
+
+    def _order_asked(self, seq: Sequence) -> Any:
+        """Return the policy's key, and note the first in each step: later ones may differ."""
+        key = self._order(seq)
+        self.keys.setdefault(seq, key)
+        return key
 
     def start_of(self, root: str) -> int:
         """Return what the tokens of a prefix cache's root come behind: see `prefix_hashes`."""
@@ -467,9 +493,9 @@ class Engine:
         running = list(self.scheduler.running)
         held = {id(seq) for seq in running}
         waiting = [s for s in self.sequences if not s.is_finished and id(s) not in held]
-        prompts = {s.seq_id for s in self.sequences if s.is_queued or s.table_idx is None}
+        self.keys = {seq: self._order(seq) for seq in running}
         schedule = self.scheduler.schedule()
-        self._check_order(running, waiting, prompts, schedule)
+        self._check_order(running, waiting, schedule)
         if schedule is None:
             assert self.in_flight or not self.scheduler.num_unfinished, "waiting requests never run"
             return None
@@ -614,23 +640,14 @@ class Engine:
         self,
         running: list[Sequence],
         waiting: list[Sequence],
-        prompts: set[int],
         schedule: Schedule | None,
     ) -> None:
-        """Check that rows, admissions and victims follow one order, and that none is passed over.
-
-        Args:
-            prompts: sequences whose prompt was not computed before the step.
-        """
-
-        def order(seq: Sequence) -> Any:
-            if self.has_default_policy:
-                return (seq.priority, seq.seq_id in prompts, seq.turn, seq.seq_id)
-            return self.scheduler.policy.order(seq)
-
+        """Check that rows, admissions and victims follow one order, and none is passed over."""
+        keys = self.keys
         victims = [seq for seq in running if seq.table_idx is None]
         kept = [seq for seq in running if seq.table_idx is not None]
-        assert all(order(seq) < order(victim) for seq in kept for victim in victims)
+        if not self.chooses_victims:
+            assert all(keys[seq] < keys[victim] for seq in kept for victim in victims)
         assert all(victim.num_computed_tokens == 0 for victim in victims)
         self.preempted += [seq.seq_id for seq in victims]
         if self.states is not None and self.is_strict:
@@ -638,7 +655,7 @@ class Engine:
         if schedule is None:
             return
         rows = [self.sequences[row.seq_id] for row in schedule.rows]
-        assert rows == sorted(rows, key=order)
+        assert rows == sorted(rows, key=keys.__getitem__), "rows are not in the policy's order"
         admitted = [self.sequences[new.seq_id] for new in schedule.admissions]
         assert all(seq in admitted for seq in rows if seq not in running)
         self._check_rows_of(admitted, rows)
@@ -648,8 +665,8 @@ class Engine:
         if self.has_default_policy:
             self._check_turns(admitted, waiting)
         head = self.scheduler.policy.first()
-        head_order = None if head is None else self.scheduler.policy.order(head)
-        if head is not None and any(head_order < order(seq) for seq in rows) and not victims:
+        head_key = None if head is None else self._order(head)
+        if head is not None and any(head_key < keys[seq] for seq in rows) and not victims:
             is_free = len(self.scheduler.running) < self.max_num_seqs
             num_needed = self.num_pages_needed(head)
             fits = is_free and num_needed <= self.num_pages_unused()

@@ -1,0 +1,186 @@
+"""Random arrivals, aborts, failures and steps: each request gets the tokens it gets alone.
+
+Needs hypothesis, of the extra `lab`. Imports no torch.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from nanovllm.features.speculation import drafting
+from nanovllm.features.speculation.draft_controller import DraftController
+from nanovllm.testing.fake_controller import random_limits
+from nanovllm.testing.fake_engine import VOCAB_SIZE, Engine, random_guesses
+from nanovllm.testing.invariants import check_scheduler
+
+PROMPT = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)
+
+INDEX = st.integers(0, 15)
+USERS = ["", "ann", "bob"]
+TICK = 2.0**-14  # its multiples have exact differences
+
+
+@contextlib.contextmanager
+def steady_clock() -> Iterator[None]:
+    """Let each look at the clock take as long: the same run then always has the same drafts."""
+    ticks = count()
+    fake = SimpleNamespace(perf_counter=lambda: next(ticks) * TICK)
+    with mock.patch.object(drafting, "time", fake):
+        yield
+
+
+def make_controller(seed: int) -> DraftController:
+    """Return a controller of random limits, or now and then the real one."""
+    if seed % 4:
+        return random_limits(seed)
+    return DraftController(
+        8, ((1, 0.010), (4, 0.011), (8, 0.012), (32, 0.016)), ((1, 0.0002, 0.0001),)
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random arrivals, aborts, failures and steps; the KV pool is often too small."""
+
+    with_drafts = False
+    users = USERS[:1]  # these take turns
+    salts: tuple[str | None, ...] = (None,)
+    engine_class: type[Engine] = Engine
+
+    @initialize(
+        max_model_len=st.integers(2, 24),
+        block_size=st.integers(1, 5),
+        num_spare_blocks=st.integers(0, 6),
+        max_num_seqs=st.integers(1, 6),
+        max_num_batched_tokens=st.integers(1, 30),
+        eos_token_ids=st.sampled_from([(), (3,), (3, 4)]),
+        prefix_caching=st.sampled_from([True, True, False]),
+        queue_depth=st.sampled_from([0, 1, 1, 2, 4]),
+        seed=st.integers(0, 2**32),
+        follows_drafts=st.booleans(),
+    )
+    def start(
+        self,
+        max_model_len: int,
+        block_size: int,
+        num_spare_blocks: int,
+        eos_token_ids: tuple[int, ...],
+        queue_depth: int,
+        seed: int,
+        **options: Any,
+    ) -> None:
+        self.engine = self.engine_class(
+            num_blocks=-(-max_model_len // block_size) + num_spare_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            eos_token_ids=frozenset(eos_token_ids),
+            queue_depth=queue_depth,
+            propose=random_guesses(seed) if self.with_drafts else None,
+            controller=make_controller(seed) if self.with_drafts else None,
+            **options,
+        )
+
+    def teardown(self) -> None:
+        self.engine.run()
+
+    @rule(
+        prompt=PROMPT,
+        max_tokens=st.integers(1, 24),
+        ignore_eos=st.booleans(),
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
+        forces=st.sampled_from([False, False, True]),
+        index=INDEX,
+    )
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        ignore_eos: bool,
+        priority: int,
+        index: int,
+        forces: bool = False,
+    ) -> None:
+        self.engine.add(
+            prompt[: self.engine.scheduler.max_model_len - 1],
+            max_tokens,
+            ignore_eos=ignore_eos,
+            priority=priority,
+            user=self.users[index % len(self.users)],
+            cache_salt=self.salts[index % len(self.salts)],
+            forces=forces,
+        )
+
+    @precondition(lambda self: self.engine.sequences)
+    @rule(
+        index=INDEX, num_kept=st.integers(1, 24), more=PROMPT, num_alike=st.sampled_from([1, 1, 2])
+    )
+    def add_with_a_known_prefix(
+        self, index: int, num_kept: int, more: list[int], num_alike: int
+    ) -> None:
+        known = self.engine.sequences[index % len(self.engine.sequences)].token_ids
+        for _ in range(num_alike):
+            self.add(
+                known[:num_kept] + more[:3], max_tokens=8, ignore_eos=False, priority=0, index=index
+            )
+
+    @precondition(lambda self: self.engine.scheduler.num_unfinished < 4)
+    @rule(firsts=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=2, max_size=3))
+    def add_some_that_grow(self, firsts: list[int]) -> None:
+        for index, first in enumerate(firsts):
+            self.engine.add(
+                [first], max_tokens=24, ignore_eos=True, user=self.users[index % len(self.users)]
+            )
+
+    @precondition(lambda self: self.engine.sequences)
+    @rule(index=INDEX)
+    def abort(self, index: int) -> None:
+        self.engine.abort(self.engine.sequences[-1 - index % len(self.engine.sequences)])
+
+    @precondition(lambda self: self.engine.sequences)
+    @rule(index=INDEX, num_more=st.integers(0, 8))
+    def break_one(self, index: int, num_more: int) -> None:
+        seq = self.engine.sequences[-1 - index % len(self.engine.sequences)]
+        if not seq.is_finished:
+            self.engine.worker.fails_from.setdefault(seq.seq_id, len(seq.token_ids) + num_more)
+
+    @precondition(lambda self: len(self.engine.in_flight) <= self.engine.queue_depth)
+    @rule()
+    def launch(self) -> None:
+        self.engine.launch()
+
+    @precondition(lambda self: self.engine.in_flight)
+    @rule()
+    def retire(self) -> None:
+        self.engine.retire()
+
+    @rule(num_steps=st.integers(1, 6))
+    def run_steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.engine.step()
+            check_scheduler(self.engine.scheduler)
+
+    @rule()
+    def fail_to_launch(self) -> None:
+        self.engine.step(fails_to_launch=True)
+
+    @precondition(lambda self: not self.engine.worker.is_broken)
+    @rule()
+    def fail(self) -> None:
+        self.engine.worker.is_broken = True
+        if not self.engine.step():  # no step was launched, so none failed
+            self.engine.worker.is_broken = False
+
+    @invariant()
+    def check(self) -> None:
+        check_scheduler(self.engine.scheduler)
