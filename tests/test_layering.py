@@ -65,13 +65,14 @@ FOLDERS = {
     "router": Folder("options server utils", torch=False),
     "batch": Folder("async_llm loading.files options server utils.strict_json", torch=False),
     "cli": Folder(
-        "batch demo_model llm async_llm loading.files loading.hub_cache options prove ray.row_pool "
-        "router server utils worker.model_report",
+        "batch demo_model lab llm async_llm loading.files loading.hub_cache options prove "
+        "ray.row_pool router server utils worker.model_report",
         torch=False,
     ),
     "prove": Folder(
         "llm demo_model kv.windows loading options scheduler.worker_info utils", torch=True
     ),
+    "lab": Folder("kv options scheduler", torch=False),
     "__main__": Folder("cli", torch=False),
     "parallel": Folder(
         "loading formats lora models options pooling scheduler speculation fast_steps structured "

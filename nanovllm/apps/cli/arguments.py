@@ -9,6 +9,7 @@ from nanovllm import __version__, demo_model
 from nanovllm.apps.cli.batch import add_batch
 from nanovllm.apps.cli.flag_groups import add_engine_flags, add_sampling_flags
 from nanovllm.apps.cli.hub import add_hub_commands
+from nanovllm.apps.cli.lab import add_lab
 from nanovllm.apps.cli.models import add_models
 from nanovllm.apps.cli.prove import add_prove
 from nanovllm.apps.router.options import add_router_flags
@@ -44,6 +45,7 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
     add_models(added)
     add_hub_commands(added)
     add_prove(added)
+    add_lab(added)
     args, rest = parser.parse_known_args(argv)
     rest = args.parser.words(rest)
     if args.command is None:

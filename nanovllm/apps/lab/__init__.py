@@ -1,0 +1,1 @@
+"""`nanovllm lab`: a place to try plugins."""

@@ -1,0 +1,1 @@
+"""The files that `nanovllm lab new` writes: a minimal plugin of each kind."""
