@@ -8,6 +8,7 @@ RUN python -m venv /opt/nanovllm
 WORKDIR /src
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY nanovllm nanovllm
+COPY docs docs
 # torch without CUDA, from PyTorch's own index: a tenth of the size. Its headers, tests and tools
 # are a fifth of the rest.
 RUN /opt/nanovllm/bin/pip install --extra-index-url https://download.pytorch.org/whl/cpu \

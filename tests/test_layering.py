@@ -61,6 +61,7 @@ FOLDERS = {
     "server": Folder(
         "chat loading engine llm async_llm options scheduler.worker_info utils", torch=False
     ),
+    "learn": Folder("options utils", torch=False),
     "lm_eval": Folder("chat llm options", torch=False),
     "router": Folder("options server utils", torch=False),
     "batch": Folder("async_llm loading.files options server utils.strict_json", torch=False),

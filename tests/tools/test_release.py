@@ -10,6 +10,8 @@ from tests.helpers import ROOT
 from tools import release
 
 NOT_PACKAGED = {".clang-format"}
+LINK = "nanovllm/apps/learn/docs"
+"""A link to docs, of which the package has a part."""
 
 
 def test_the_changelog_begins_with_the_version():
@@ -19,12 +21,19 @@ def test_the_changelog_begins_with_the_version():
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "nanovllm.__version__"}
 
 
+def course_files():
+    course = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs/course").glob("*_*/*.*")}
+    return {"mini.py", *(path.as_posix() for path in course)}
+
+
 def test_a_wheel_has_every_file_of_the_package(tmp_path):
     """Symptom: a source of the kernels or a file of the shipped model is missing when installed."""
     listed = subprocess.run(
         ["git", "ls-files", "nanovllm"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     files = {name for name in listed.stdout.split() if name.rpartition("/")[2] not in NOT_PACKAGED}
+    files -= {LINK}
+    files |= {f"{LINK}/{name}" for name in course_files()}
     tree = tmp_path / "tree"
     for name in [*files, "pyproject.toml", "README.md", "LICENSE"]:
         target = tree / name

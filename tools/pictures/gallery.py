@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks import plot
 from benchmarks.comparison import Comparison
-from tools.pictures import block_table, roofline, schedule, speculation
+from tools.pictures import block_table, course, roofline, schedule, speculation
 
 DIRECTORY = Path(__file__).parent.parent.parent / "docs" / "pictures"
 
@@ -21,6 +21,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "roofline.svg": roofline.draw,
     "speculation.svg": speculation.draw,
     "versus.svg": versus,
+    **course.PICTURES,
 }
 
 

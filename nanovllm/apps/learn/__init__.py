@@ -1,0 +1,1 @@
+"""`nanovllm learn`: the course of docs/course in the terminal."""

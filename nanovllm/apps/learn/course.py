@@ -1,0 +1,106 @@
+"""The lessons of docs/course: their files, and what their pages say.
+
+`docs` in this folder is a link to the repository's docs, and a copy of the course in an installed
+package. So the course has one source.
+"""
+
+import ast
+import dataclasses
+import re
+from functools import cached_property
+from pathlib import Path
+
+DOCS = Path(__file__).parent / "docs"
+MINI = DOCS / "mini.py"
+"""The engine in one file, which is what the course leads to."""
+_OUTPUT = re.compile(r"^```text\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_QUESTION = re.compile(
+    r"^## Question\n\n(?P<question>.*?)\n\n"
+    r"<details><summary>Answer</summary>\n\n`(?P<answer>.*?)`: (?P<reason>.*?)\n\n</details>\n\n",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+    """A lesson: a folder with a page, a script that it shows, an exercise and its solution."""
+
+    folder: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.folder.name[:2])
+
+    @property
+    def script(self) -> Path:
+        """The file that prints the outputs of the page."""
+        return self._file("lesson")
+
+    @property
+    def exercise(self) -> Path:
+        """The file with a function to write, and with `check`, which tests it."""
+        return self._file("exercise")
+
+    @property
+    def solution(self) -> Path:
+        return self._file("solution")
+
+    @cached_property
+    def page(self) -> str:
+        """The Markdown of the page."""
+        return (self.folder / "README.md").read_text(encoding="utf-8")
+
+    @property
+    def title(self) -> str:
+        return self.page.partition("\n")[0].removeprefix(f"# {self.number}. ")
+
+    @property
+    def output(self) -> str:
+        """What the script prints, as the page shows it."""
+        return "".join(_OUTPUT.findall(self.page))
+
+    @property
+    def question(self) -> str:
+        return self._asked["question"]
+
+    @property
+    def answer(self) -> str:
+        return self._asked["answer"]
+
+    @property
+    def reason(self) -> str:
+        """Why the answer is right, as a sentence after a colon."""
+        return self._asked["reason"]
+
+    @property
+    def text(self) -> str:
+        """The Markdown of the page up to the question."""
+        return self.page[: self._asked.start()]
+
+    @property
+    def function(self) -> str:
+        """The name of the function to write: `check` of the exercise has it as its parameter."""
+        for node in ast.parse(self.exercise.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name == "check":
+                return node.args.args[0].arg
+        raise AssertionError(f"{self.exercise} has no check")
+
+    def is_right(self, answer: str) -> bool:
+        """Return whether an answer to the question is right, but for case, spaces and quotes."""
+        return _plain(answer) == _plain(self.answer)
+
+    @cached_property
+    def _asked(self) -> re.Match[str]:
+        found = _QUESTION.search(self.page)
+        assert found is not None, f"{self.folder}: the page has no question in the form expected"
+        return found
+
+    def _file(self, kind: str) -> Path:
+        return self.folder / f"{kind}_{self.folder.name[:2]}.py"
+
+
+def _plain(answer: str) -> str:
+    return " ".join(answer.lower().replace(",", "").strip(" .`'\"").split())
+
+
+LESSONS = tuple(Lesson(folder) for folder in sorted((DOCS / "course").glob("[0-9][0-9]_*")))

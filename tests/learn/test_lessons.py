@@ -1,0 +1,100 @@
+"""The course: pages show what their lessons print, and exercises fail until they are solved."""
+
+import contextlib
+import importlib.util
+import io
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from nanovllm.apps.learn.course import LESSONS, Lesson
+from tests.helpers import ROOT, environment
+
+COURSE = ROOT / "docs" / "course"
+PAGES = [pytest.param(lesson, id=str(lesson.number)) for lesson in LESSONS]
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def blocks(lesson: Lesson, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", lesson.page, re.DOTALL | re.MULTILINE)
+
+
+def test_the_lessons_are_numbered_and_listed() -> None:
+    assert [lesson.number for lesson in LESSONS] == list(range(1, len(LESSONS) + 1))
+    folders = sorted(path.name for path in COURSE.iterdir() if path.is_dir())
+    assert [lesson.folder.name for lesson in LESSONS] == folders
+    index = (COURSE / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \[(\d+)\. (.+)\]\((\w+)/README.md\) \|", index, re.MULTILINE)
+    assert listed == [(str(lesson.number), lesson.title, lesson.folder.name) for lesson in LESSONS]
+
+
+@pytest.mark.parametrize("lesson", PAGES)
+def test_a_page_shows_what_its_lesson_prints(lesson: Lesson) -> None:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        load(lesson.script).main()
+    assert printed.getvalue() == lesson.output
+    assert len(lesson.script.read_text(encoding="utf-8").splitlines()) < 100
+
+
+@pytest.mark.parametrize("lesson", PAGES)
+def test_the_code_of_a_page_is_its_lessons(lesson: Lesson) -> None:
+    source = lesson.script.read_text(encoding="utf-8")
+    for block in blocks(lesson, "python"):
+        assert block in source or textwrap.indent(block, " " * 4) in source, block
+
+
+@pytest.mark.parametrize("lesson", PAGES)
+def test_a_page_has_a_question_and_links_to_the_next(lesson: Lesson) -> None:
+    assert lesson.question
+    assert lesson.is_right(lesson.answer)
+    assert not lesson.is_right("I do not know")
+    assert f"learn check {lesson.number}`" in lesson.page
+    following = LESSONS[lesson.number : lesson.number + 1]
+    target = f"../{following[0].folder.name}/README.md" if following else "../../mini.py"
+    assert "\nNext: [" in lesson.page
+    assert lesson.page.rstrip().endswith(f"({target}).")
+
+
+@pytest.mark.parametrize("lesson", PAGES)
+def test_an_exercise_fails_before_and_passes_after(lesson: Lesson) -> None:
+    exercise = load(lesson.exercise)
+    check, name = exercise.check, lesson.function
+    with pytest.raises(NotImplementedError):
+        check(getattr(exercise, name))
+    with pytest.raises(AssertionError):
+        check(nothing)
+    check(getattr(load(lesson.solution), name))
+    assert len(lesson.exercise.read_text(encoding="utf-8").splitlines()) < 100
+
+
+def nothing(*arguments: Any) -> None:
+    """Solve no exercise."""
+
+
+def test_files_run_as_the_pages_say() -> None:
+    """Without torch, so in a moment: the others run in this process."""
+    lesson = LESSONS[3]
+    for file, code, words in ((lesson.script, 0, lesson.output), (lesson.exercise, 1, "")):
+        done = subprocess.run(
+            [sys.executable, str(file)],
+            env=environment(PYTHONPATH=str(ROOT)),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (code, words), done.stderr

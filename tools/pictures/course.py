@@ -1,0 +1,154 @@
+"""The pictures of the course, course_*.svg, drawn from what the lessons print.
+
+A test compares the outputs on the pages with a run of each lesson, so the pictures show real runs.
+"""
+
+import re
+from typing import NamedTuple
+
+from nanovllm.apps.learn.course import LESSONS
+from tools.svg import Drawing
+
+CELL, LINE, TOP = 26, 34, 84
+"""Pixels: the width of a cell, from one row to the next, and the first row's top."""
+COLOURS = {"A": "blue", "B": "orange", "C": "green", "D": "blue", "#": "blue"}
+"""Colour of a cell by the sequence that has it."""
+
+
+class Cell(NamedTuple):
+    """A square with a text. Without a colour it is empty, and its border is dashed."""
+
+    text: str
+    colour: str | None
+
+
+class Row(NamedTuple):
+    """A row of cells, with words at its left and its right."""
+
+    label: str
+    cells: list[Cell]
+    note: str = ""
+
+
+class Bar(NamedTuple):
+    """A bar, with the number that it shows."""
+
+    text: str
+    value: str
+    is_chosen: bool
+
+
+def output(number: int) -> list[str]:
+    """Return the lines that a lesson prints."""
+    return LESSONS[number - 1].output.splitlines()
+
+
+def draw_grid(title: str, rows: list[Row], legend: str, *, left: int, group: int = 4) -> str:
+    """Return a picture of rows of cells.
+
+    Args:
+        left: where the cells begin, in pixels.
+        group: after so many cells there is a gap: a block ends.
+    """
+    drawing = Drawing(880, TOP + LINE * len(rows) + 12, title, legend)
+    drawing.text(18, 32, title, size=17, bold=True)
+    drawing.text(18, 56, legend, "muted", size=12)
+    for number, row in enumerate(rows):
+        y = TOP + LINE * number
+        drawing.text(18, y + 17, row.label, size=12)
+        x: float = left
+        for index, cell in enumerate(row.cells):
+            x = left + index * CELL + index // group * 8
+            fill = f"{cell.colour}-pale" if cell.colour else None
+            stroke = cell.colour or "line"
+            drawing.rect(x, y, CELL, 24, fill, stroke, radius=3, dashed=not cell.colour)
+            middle = x + CELL / 2
+            drawing.text(middle, y + 16, cell.text, size=11, anchor="middle", mono=True)
+        drawing.text(x + CELL + 16, y + 17, row.note, "muted", size=12)
+    return drawing.svg()
+
+
+def draw_bars(title: str, groups: list[tuple[str, list[Bar]]], legend: str, unit: float) -> str:
+    """Return a picture of groups of bars.
+
+    Args:
+        unit: pixels of a value of 1.
+    """
+    height = 22
+    top = TOP
+    total = sum(len(bars) * height + 18 for _, bars in groups)
+    drawing = Drawing(880, top + total, title, legend)
+    drawing.text(18, 32, title, size=17, bold=True)
+    drawing.text(18, 56, legend, "muted", size=12)
+    for label, bars in groups:
+        drawing.text(18, top + 14, label, size=12)
+        for bar in bars:
+            drawing.text(340, top + 14, bar.text, size=12, anchor="end", mono=True)
+            colour = "orange" if bar.is_chosen else "blue"
+            width = float(bar.value) * unit
+            drawing.rect(352, top + 2, width, 15, f"{colour}-pale", colour, radius=2)
+            drawing.text(360 + width, top + 14, bar.value, "muted", size=12)
+            top += height
+        top += 18
+    return drawing.svg()
+
+
+def tokens() -> str:
+    """Return the picture of lesson 1: the largest logits of each step."""
+    groups = []
+    for line in output(1):
+        if found := re.match(r"after (\d+) tokens, \d+ logits: (.*)", line):
+            best = re.findall(r"('.*?'|\".*?\") ([\d.]+)", found[2])
+            bars = [Bar(text, value, text == best[0][0]) for text, value in best]
+            groups.append((f"after {found[1]} tokens", bars))
+    legend = "The largest logits of each step. The largest of all is the next token (orange)."
+    return draw_bars("From logits to tokens", groups, legend, unit=16)
+
+
+def sampling() -> str:
+    """Return the picture of lesson 2: the probabilities of the next token."""
+    groups = []
+    for line in output(2):
+        if found := re.match(r"(temperature=.*?): (.*)", line):
+            shares = re.findall(r"('.*?'|\".*?\") ([\d.]+)", found[2])
+            groups.append((found[1], [Bar(text, share, False) for text, share in shares]))
+    legend = "How likely each token is to follow the word 'Chunked'"
+    return draw_bars("Temperature and filters", groups, legend, unit=480)
+
+
+def kv_cache() -> str:
+    """Return the picture of lesson 3: the slots that are filled after each step."""
+    rows = []
+    before = 0
+    for line in output(3):
+        if found := re.match(r"(step \d+): computes (\d+)  ([#. ]+)  draws (.*)", line):
+            slots = found[3].replace(" ", "")
+            filled = slots.count("#")
+            cells = [
+                Cell(str(slot), None if slot >= filled else "orange" if slot >= before else "blue")
+                for slot in range(16)
+            ]
+            rows.append(Row(f"{found[1]} computes {found[2]}", cells, f"draws {found[4]}"))
+            before = filled
+    legend = "The first 16 slots of the cache after each step. Orange: filled by this step."
+    return draw_grid("The KV cache fills up", rows, legend, left=170)
+
+
+def blocks() -> str:
+    """Return the picture of lesson 4: who has which block of the pool."""
+    rows = []
+    for line in output(4):
+        if found := re.match(r"(.*?) +((?:[A-D.] ){7}[A-D.])   tables (.*)", line):
+            owners = found[2].split()
+            cells = [Cell(owner.strip("."), COLOURS.get(owner)) for owner in owners]
+            rows.append(Row(found[1], cells, re.sub("[{}']", "", found[3])))
+    legend = "The 8 blocks of the pool after each event, and the block tables"
+    return draw_grid("Any free block will do", rows, legend, left=190, group=8)
+
+
+PICTURES = {
+    "course_tokens.svg": tokens,
+    "course_sampling.svg": sampling,
+    "course_kv_cache.svg": kv_cache,
+    "course_blocks.svg": blocks,
+}
