@@ -30,7 +30,7 @@ from nanovllm.scheduler.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_checks import PromptLimit
-    from nanovllm.features.observe.trace import Trace
+    from nanovllm.engine.observer import Observer
     from nanovllm.features.pooling.requests import PoolingRequests
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
     from nanovllm.features.structured.grammar import GrammarCompiler
@@ -60,9 +60,9 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
         spec = config.speculation.for_network(draft.config)
         config = dataclasses.replace(config, speculative_config=spec)
     with contextlib.ExitStack() as undo:
-        trace = _trace(config)
-        if trace is not None:
-            undo.callback(trace.close)
+        observers = _observers(config)
+        for observer in observers:
+            undo.callback(observer.close)
         executor = make_executor(config, checkpoint, draft)
         undo.callback(executor.shutdown)
         tokenizer = serving_tokenizer(checkpoint)
@@ -85,19 +85,20 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
             if config.generation_config == "vllm"
             else checkpoint.generation_config,
             load_tokenizer=cache(partial(load_tokenizer, checkpoint)),
-            trace=trace,
+            observers=observers,
             queue_depth=int(info.runs_ahead) if queue_depth is None else queue_depth,
         )
         undo.pop_all()
     return engine
 
 
-def _trace(config: Config) -> "Trace | None":
+def _observers(config: Config) -> "list[Observer]":
+    """Return the observers that the options ask for."""
     if config.trace is None:
-        return None
+        return []
     from nanovllm.features.observe.trace import Trace
 
-    return Trace(config.trace)
+    return [Trace(config.trace)]
 
 
 def _policy(config: Config) -> Policy:

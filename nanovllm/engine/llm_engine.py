@@ -30,8 +30,8 @@ from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
+    from nanovllm.engine.observer import Observer
     from nanovllm.features.observe.profile import Profile
-    from nanovllm.features.observe.trace import Trace
     from nanovllm.features.training.control import WeightControl
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class LLMEngine:
 
     config: Config
     worker_info: WorkerInfo
-    executor: Executor  # started; the engine shuts it down, and closes the trace
+    executor: Executor  # started; the engine shuts it down, and closes the observers
     scheduler: Scheduler
     input_processor: InputProcessor
     output_processor: OutputProcessor
@@ -79,14 +79,17 @@ class LLMEngine:
     load_tokenizer: Callable[[], Any]
     """Returns the checkpoint's transformers tokenizer, None if it has none. The engine itself does
     not need it."""
-    trace: "Trace | None"
+    observers: "list[Observer]"
+    """Those that are told of each request and step."""
     queue_depth: int
     """How many more steps to launch before the oldest step's tokens are known; 0 waits for each."""
 
     def __post_init__(self) -> None:
         self.stats = self.scheduler.stats
         self.owner = OwnerProcess()
-        self._finalizer = weakref.finalize(self, _shut_down, self.executor, self.trace, self.owner)
+        self._finalizer = weakref.finalize(
+            self, _shut_down, self.executor, self.observers, self.owner
+        )
         self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
         self._outputs: list[RequestOutput] = []  # for the next step() to return
         self._has_failed = False  # by a PluginError
@@ -125,8 +128,8 @@ class LLMEngine:
             )
         request.deliver = deliver
         self.output_processor.add_request(request)
-        if self.trace is not None:
-            self.trace.add_request(request)
+        for observer in self.observers:
+            observer.add_request(request)
         # The others follow once the first has computed the prompt: they find its blocks cached.
         with self._ended_by_plugins():
             self.scheduler.add(request.unqueued.pop(0))
@@ -152,14 +155,14 @@ class LLMEngine:
         if self.is_shut_down:
             self.executor.check_health()
         with DelayedInterrupt() as interrupt, self._ended_by_plugins():
-            if self.trace is not None:
-                self.trace.begin_step()
+            for observer in self.observers:
+                observer.begin_step()
             start = time.perf_counter()
             launched = self._launch_step(interrupt)
             if self._in_flight and (not launched or len(self._in_flight) > self.queue_depth):
                 self._process_oldest_step(start, interrupt)
-            if self.trace is not None:
-                self.trace.end_step(self.scheduler)
+            for observer in self.observers:
+                observer.end_step(self.scheduler)
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request and return its output that was not sent yet; None if it is not running.
@@ -176,8 +179,8 @@ class LLMEngine:
                 if not seq.is_finished:
                     self.scheduler.finish(seq, "abort")
                     self.output_processor.process_tokens(seq, time.monotonic())  # its last text
-                    if self.trace is not None:
-                        self.trace.end(seq)
+                    for observer in self.observers:
+                        observer.end(seq)
         output = self.output_processor.make_output(request)
         if output is not None and request.deliver is not None:
             request.deliver(output)
@@ -259,16 +262,16 @@ class LLMEngine:
         try:
             # Before execute(), which computes the whole step if it runs in this process.
             self._set_first_scheduled_times(schedule)
-            if self.trace is not None:
-                self.trace.scheduled(schedule, self.scheduler)
+            for observer in self.observers:
+                observer.scheduled(schedule, self.scheduler)
             future = interrupt.interruptible(self.executor.execute, schedule)
         except BaseException:
             self.scheduler.abandon(schedule)
             raise
         self._in_flight.append((schedule, future))
         self.stats.step_sizes[schedule.num_tokens] += 1
-        if self.trace is not None:
-            self.trace.launched(schedule)
+        for observer in self.observers:
+            observer.launched(schedule)
         return True
 
     def _set_first_scheduled_times(self, schedule: Schedule) -> None:
@@ -286,8 +289,8 @@ class LLMEngine:
         schedule, future = self._in_flight[0]
         try:
             result = interrupt.interruptible(future.result)
-            if self.trace is not None:
-                self.trace.waited(result)
+            for observer in self.observers:
+                observer.waited(result)
             self._in_flight.popleft()
             self._process_result(schedule, result)
             if self.scheduler.drafting is not None:
@@ -310,8 +313,8 @@ class LLMEngine:
             if ending is not None:
                 self.scheduler.finish(seq, *ending[:2])
             if seq.is_finished:
-                if self.trace is not None:
-                    self.trace.end(seq)
+                for observer in self.observers:
+                    observer.end(seq)
                 if seq.finish_reason == "error":
                     logger.warning("request %s ended: %s", request.request_id, seq.stop_reason)
             self._queue_remaining(request)
@@ -334,9 +337,9 @@ class LLMEngine:
             self.scheduler.add(request.unqueued.pop(0))
 
 
-def _shut_down(executor: Executor, trace: "Trace | None", owner: OwnerProcess) -> None:
-    """End the workers and the trace, unless this process was forked: they are its parent's."""
+def _shut_down(executor: Executor, observers: "list[Observer]", owner: OwnerProcess) -> None:
+    """End the workers and the observers, unless this process was forked: they are its parent's."""
     if owner.is_this:
         executor.shutdown()
-        if trace is not None:
-            trace.close()
+        for observer in observers:
+            observer.close()

@@ -243,11 +243,6 @@ class Config:
             raise ConfigError(
                 "num_kvcache_blocks and kv_cache_memory_bytes both size the KV pool; give one"
             )
-        if self.trace is not None and self.profile_dir is not None:
-            raise ConfigError(
-                "trace writes all steps, and profile_dir those between start_profile and "
-                "stop_profile: give one"
-            )
         self._check_needs()
         if self.lora is not None and self.enable_lora:
             raise ConfigError(

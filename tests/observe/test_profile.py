@@ -10,7 +10,6 @@ import pytest
 
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.errors import ConfigError, InvalidRequestError
-from nanovllm.options.config import Config
 from tests.observe.test_trace import sequences
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -76,8 +75,6 @@ def test_what_cannot_be_is_refused_and_the_engine_goes_on(llm: LLM, tmp_path: Pa
     with pytest.raises(InvalidRequestError, match=r"runs already: stop_profile\(\)"):
         llm.start_profile()
     assert len(llm.stop_profile()) == 2
-    with pytest.raises(ConfigError, match="trace writes all steps, and profile_dir"):
-        Config(model=demo_model.MODEL, trace="a.json", profile_dir="b")
     blocked = tmp_path / "file"
     blocked.write_text("")
     other = LLM(demo_model.MODEL, profile_dir=str(blocked / "below"), max_model_len=64)

@@ -275,7 +275,7 @@ def test_the_file_is_whole_after_each_write(
     """So the trace of a process that was killed can be read; and memory is bounded."""
     monkeypatch.setattr(trace_module, "_MAX_PENDING", 20)
     llm = make_llm(random_model, trace=path, **SMALL)
-    trace = llm.engine.trace
+    [trace] = llm.engine.observers
     llm.engine.add_request([1, 2, 3], SamplingParams(0, 40, ignore_eos=True))
     sizes = []
     while not llm.engine.is_finished():

@@ -28,7 +28,7 @@ class Profile:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = weakref.ref(engine)
         self._begin = ""  # of the files' names; empty: no profile runs
-        self._close: Any = None  # ends the trace; so does the end of the engine
+        self._trace: Trace | None = None  # of the profile that runs; the engine's end ends it too
 
     @property
     def engine(self) -> LLMEngine:
@@ -66,9 +66,9 @@ class Profile:
         for request in engine.output_processor.requests.values():
             trace.add_request(request)
         engine.executor.call_all(_start)
-        engine.trace = trace
+        engine.observers.append(trace)
         self._begin = begin
-        self._close = weakref.finalize(engine, trace.close)
+        self._trace = trace
 
     def stop(self) -> list[str]:
         """End the profile and return its files.
@@ -81,8 +81,10 @@ class Profile:
         if not self._begin:
             raise InvalidRequestError("no profile runs: start_profile() begins one")
         begin, self._begin = self._begin, ""
-        self.engine.trace = None
-        self._close()
+        assert self._trace is not None
+        self.engine.observers.remove(self._trace)
+        self._trace.close()
+        self._trace = None
         return [f"{begin}-engine.json", *self.engine.executor.call_all(_stop, begin)]
 
 

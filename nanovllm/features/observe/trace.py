@@ -12,6 +12,7 @@ import time
 from collections import deque
 from typing import IO, Any
 
+from nanovllm.engine.observer import Observer
 from nanovllm.engine.request import Request
 from nanovllm.errors import ConfigError
 from nanovllm.options.validation import shown
@@ -86,7 +87,7 @@ class _Lane:
     num_known: int = 0  # output tokens when the state began
 
 
-class Trace:
+class Trace(Observer):
     """Writes what the engine reports into a file.
 
     The lanes of sequences hold one span from arrival to end, named after the request, and in it the
