@@ -4,6 +4,7 @@ Rules apply in vLLM's order: logits processors, allowed tokens, bad words, min_t
 penalties. No code here waits for the GPU, except to give a logits processor its tokens.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -60,8 +61,9 @@ class LogitsRules:
             self._biased = tensor([token for token, _ in params.logit_bias])
             self._biases = tensor([bias for _, bias in params.logit_bias], torch.float32)
 
-    def run_processors(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Change `logits` [vocab_size] float32 in place by the request's logits processors.
+    def run_processors(self, logits: torch.Tensor, tokens: torch.Tensor) -> bool:
+        """Change `logits` [vocab_size] float32 in place by the request's logits processors; return
+        whether it has any.
 
         Args:
             tokens: [n] int64, the request's prompt and its output so far.
@@ -71,7 +73,7 @@ class LogitsRules:
             Exception: whatever a processor raises.
         """
         if not self._processors:
-            return
+            return False
         output = tokens.tolist()
         prompt = output[: self._num_prompt_tokens]
         del output[: self._num_prompt_tokens]
@@ -82,9 +84,11 @@ class LogitsRules:
                 found = f"shape {list(row.shape)}" if torch.is_tensor(row) else shown(row)
                 raise TypeError(f"it must return logits of shape {list(logits.shape)}, not {found}")
         logits.copy_(row)
+        return True
 
-    def apply(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Change `logits` [vocab_size] float32 in place.
+    def apply_each(self, logits: torch.Tensor, tokens: torch.Tensor) -> Iterator[str]:
+        """Change `logits` [vocab_size] float32 in place, rule by rule: yield the name of each, that
+        of its parameter, when it has been applied.
 
         Args:
             tokens: [n] int64, the request's prompt and its output so far.
@@ -96,29 +100,38 @@ class LogitsRules:
             kept = logits[self._allowed]
             logits.fill_(-torch.inf)
             logits[self._allowed] = kept
+            yield "allowed_token_ids"
         if self._bad_tokens is not None:
             logits.index_fill_(0, self._bad_tokens, -torch.inf)
         if self._longer is not None:
             self._forbid(logits, *self._longer, output)
+        if self._bad_tokens is not None or self._longer is not None:
+            yield "bad_words"
         if self._stops is not None and len(output) < params.min_tokens:
             # Assigning a number, `logits[self._stops] = -inf`, would wait for the GPU.
             logits.index_fill_(0, self._stops, -torch.inf)
+            yield "min_tokens"
         if kept is not None:  # if every allowed token is now forbidden, allow them all again
             left = logits[self._allowed]
             logits[self._allowed] = torch.where(left.amax() == -torch.inf, kept, left)
         if self._biased is not None and self._biases is not None:
             logits.index_add_(0, self._biased, self._biases)
+            yield "logit_bias"
         # A token that occurs twice is written twice, with the same number. Writing each token once
         # would need the number of distinct tokens, and the host would wait for it.
         if params.repetition_penalty != 1.0:
             scores = logits[tokens]
             penalty = params.repetition_penalty
             logits[tokens] = torch.where(scores > 0, scores / penalty, scores * penalty)
+            yield "repetition_penalty"
         if params.frequency_penalty or params.presence_penalty:
             ones = torch.ones_like(output, dtype=logits.dtype)
             counts = torch.zeros_like(logits).index_add_(0, output, ones)[output]
             penalties = params.frequency_penalty * counts + params.presence_penalty
             logits[output] = logits[output] - penalties
+            yield " and ".join(
+                name for name in ("frequency_penalty", "presence_penalty") if getattr(params, name)
+            )
 
     @staticmethod
     def _forbid(
@@ -141,9 +154,13 @@ class LogitsRules:
 
 Ruled = tuple[int, LogitsRules, torch.Tensor]
 """A row's index, its rules and its tokens [n] int64, the request's prompt and its output so far."""
+Tell = Callable[[int, str, torch.Tensor], None]
+"""Is told a row's index, the name of a rule that has been applied to it, and the row's logits."""
 
 
-def run_processors(logits: torch.Tensor, rows: list[Ruled]) -> dict[int, str]:
+def run_processors(
+    logits: torch.Tensor, rows: list[Ruled], tell: Tell | None = None
+) -> dict[int, str]:
     """Let the logits processors change `logits` [R, vocab_size] float32 in place.
 
     Returns why the processors of rows failed, by index.
@@ -151,15 +168,19 @@ def run_processors(logits: torch.Tensor, rows: list[Ruled]) -> dict[int, str]:
     errors: dict[int, str] = {}
     for index, rules, tokens in rows:
         try:
-            rules.run_processors(logits[index], tokens)
+            ran = rules.run_processors(logits[index], tokens)
+            if ran and tell is not None:
+                tell(index, "logits_processors", logits[index])
         except Exception as error:  # the user's code may raise anything
             reason = f"{type(error).__name__}: {error!s:.200}"
             errors[index] = f"a logits processor failed: {reason}"
     return errors
 
 
-def apply_rules(logits: torch.Tensor, rows: list[Ruled]) -> None:
+def apply_rules(logits: torch.Tensor, rows: list[Ruled], tell: Tell | None = None) -> None:
     """Apply the rules that come after the processors to `logits` [R, vocab_size] float32."""
     with torch_on_one_thread():  # a row takes microseconds
         for index, rules, tokens in rows:
-            rules.apply(logits[index], tokens)
+            for name in rules.apply_each(logits[index], tokens):
+                if tell is not None:
+                    tell(index, name, logits[index])

@@ -7,7 +7,7 @@ are no phases: prefill, decode, resumption and draft verification are the same a
 from bisect import insort
 from collections.abc import Sequence as Seq
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.errors import PluginError
 from nanovllm.kv.block_manager import BlockManager
@@ -22,6 +22,16 @@ if TYPE_CHECKING:
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
 
 _NO_DETAILS = RowDetails()
+
+
+class Setback(NamedTuple):
+    """Why a sequence got no row in a step, or lost its KV."""
+
+    seq_id: int
+    reason: str
+    """"preempted"; or it waits for "blocks", for a "table row", or for its "steps in flight"."""
+    preempted_by: int | None = None
+    """The sequence that needed blocks; itself, if nobody else could be preempted for it."""
 
 
 class Scheduler:
@@ -68,6 +78,7 @@ class Scheduler:
         self.drafting = drafting
         self.policy: Policy = PromptQueue() if policy is None else policy
         self.stats = SchedulerStats()
+        self.setbacks: list[Setback] = []  # in the last `schedule`
         self.running: list[Sequence] = []  # sorted by `Policy.order`
         self._sequences: dict[int, Sequence] = {}  # unfinished, by id
         self._free_table_indices = list(reversed(range(max_num_seqs)))
@@ -102,6 +113,7 @@ class Scheduler:
         """
         for gate in self.gates:
             gate.begin_step()
+        self.setbacks = []
         manager = self.block_manager
         manager.begin_step()
         rows, new_blocks, admissions = self._schedule_rows()
@@ -319,6 +331,7 @@ class Scheduler:
             victim = self.policy.victim(self.running[index:])
             self.preempt(victim)
             self.stats.num_preemptions += 1
+            self.setbacks.append(Setback(victim.seq_id, "preempted", seq.seq_id))
             if victim is seq:
                 break
             appended = self.block_manager.allocate_blocks(seq, end)
@@ -338,6 +351,8 @@ class Scheduler:
             )
         # A preempted sequence resumes only when the tokens of its steps in flight are known.
         if not self._free_table_indices or seq.num_in_flight_steps:
+            reason = "steps in flight" if seq.num_in_flight_steps else "table row"
+            self.setbacks.append(Setback(seq.seq_id, reason))
             return None
         hit = self.block_manager.match_prefix(seq)
         for gate in self.gates:
@@ -346,6 +361,7 @@ class Scheduler:
         if blocks is None:
             for gate in self.gates:
                 gate.cancel(seq)
+            self.setbacks.append(Setback(seq.seq_id, "blocks"))
             return None
         seq.table_idx = self._free_table_indices.pop()
         insort(self.running, seq, key=self.policy.order)

@@ -1,13 +1,16 @@
 """What features add to a worker: faster ways to run steps, and parts of a runner."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.step_output import PendingResult
+
+if TYPE_CHECKING:
+    from nanovllm.worker.sampling_rows import SamplingRows
 
 LAPS = 3
 """A step runner may overwrite the tokens of the run that is so many runs back."""
@@ -73,3 +76,21 @@ class RunnerPart:
 
     def free(self) -> None:
         """Let go of the KV pool and the tables, which are about to be freed."""
+
+
+class SamplingWatch(Protocol):
+    """Is told what becomes of the logits of a step's S samples. It must not change them."""
+
+    def begin(self, logits: torch.Tensor) -> None:
+        """Note the logits [S, vocab_size] of the model."""
+        ...
+
+    def ruled(self, sample: int, rule: str, logits: torch.Tensor) -> None:
+        """Note the logits [vocab_size] float32 of one sample after a rule, by the name of its
+        parameter. The next rule changes the same tensor.
+        """
+        ...
+
+    def sampled(self, sampling: "SamplingRows", tokens: torch.Tensor) -> None:
+        """Note the tokens [S] that were drawn of `sampling.ruled`."""
+        ...

@@ -17,7 +17,7 @@ from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.memory import keep_freed
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.extensions import LAPS, Computed, RunnerPart, StepRunner
+from nanovllm.worker.extensions import LAPS, Computed, RunnerPart, SamplingWatch, StepRunner
 from nanovllm.worker.kv_cache import refuses_memory
 from nanovllm.worker.model_loader import NetworkSpec, num_positions
 from nanovllm.worker.network import Network
@@ -47,6 +47,7 @@ class ModelRunner:
         masks: of the requests' grammars; None before the first one.
         pooling: makes vectors of hidden states; None before it is first asked for.
         weights: what sleeps, wakes up and changes; None before it is first asked for.
+        watch: is told what sampling does to logits; None: nobody is.
 
     Raises:
         ConfigError: the options name a GPU, and its kernels do not run.
@@ -84,6 +85,7 @@ class ModelRunner:
         self._make_pooling = make_pooling
         self.pooling: RankPooling | None = None
         self.weights: RankWeights | None = None
+        self.watch: SamplingWatch | None = None
         self.step_runners: list[StepRunner] = []
         self._launched: deque[PendingResult] = deque()  # the last LAPS steps at most
 
@@ -184,18 +186,16 @@ class ModelRunner:
             if runner.fits(rows):
                 computed = runner.run(rows)
                 break
-        tokens = computed.tokens
-        logits = computed.logits
-        draft_ids = computed.draft_ids
-        if tokens is not None and all(tables.plain[row.table_idx] for row in rows):
+        hidden, tokens, logits, draft_ids = computed
+        is_plain = self.watch is None and all(tables.plain[row.table_idx] for row in rows)
+        if tokens is not None and is_plain:
             on_host = tokens.device.type != self.device.type
             return StepOutput(tokens, draft_ids=draft_ids, on_host=on_host)
-        sampling = SamplingRows(tables, rows, masks=masks, draft_ids=draft_ids)
+        sampling = SamplingRows(tables, rows, masks=masks, draft_ids=draft_ids, watch=self.watch)
         logprobs: list[Logprobs] = []
         pooled: list[Pooled] = []
         if tokens is None:
             assert not (self.follows_drafts and any(row.num_unverified_tokens for row in rows))
-            hidden = computed.hidden
             of_prompts = tables.want_prompt_logprobs(rows)
             if hidden is None:
                 sampled = sampling.output_indices

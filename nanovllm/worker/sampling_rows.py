@@ -12,6 +12,7 @@ from nanovllm.worker.device_tables import DeviceTables
 
 if TYPE_CHECKING:
     from nanovllm.features.structured.grammar_masks import GrammarStep
+    from nanovllm.worker.extensions import SamplingWatch
 
 
 class SamplingRows:
@@ -24,6 +25,7 @@ class SamplingRows:
         masks: limits which tokens some of the samples may be; None: nothing limits them.
         draft_ids: [S], the drafts, if a graph has already overwritten them in the tables; they are
             written there again, because a row's rules read them.
+        watch: None: nobody is told of the rules.
 
     Attributes:
         rows: the row of each sample.
@@ -44,9 +46,11 @@ class SamplingRows:
         *,
         masks: "GrammarStep | None" = None,
         draft_ids: torch.Tensor | None = None,
+        watch: "SamplingWatch | None" = None,
     ) -> None:
         self.rows: list[Row] = []
         self._masks = masks
+        self._watch = watch
         self.endings: dict[int, Ending] = {}
         self._tables = tables
         self._host_positions: list[int] = []
@@ -79,10 +83,14 @@ class SamplingRows:
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Return [S] int64: a token, NO_TOKEN or RULED_OUT; `logits` are [S, vocab_size]."""
+        if self._watch is not None:
+            self._watch.begin(logits)
         ruled = self.ruled = self.apply_rules(logits)
         greedy = self._tables.kernels.greedy
         draws = not all(params.is_greedy for params in self.params)
         tokens = draw_by_group(ruled, self.parameters(), self.params) if draws else greedy(ruled)
+        if self._watch is not None:
+            self._watch.sampled(self, tokens)
         return tokens if ruled is logits else told_apart(tokens, greedy(logits))
 
     def store(self, token_ids: torch.Tensor) -> None:
@@ -112,13 +120,17 @@ class SamplingRows:
             return logits
         from nanovllm.layers.logits_rules import apply_rules, run_processors
 
+        tell = None if self._watch is None else self._watch.ruled
         changed = tables.kernels.to_float(logits)
-        for sample, reason in run_processors(changed, ruled).items():
+        for sample, reason in run_processors(changed, ruled, tell).items():
             self.endings[sample] = Ending("error", reason)
         if self._masks is not None:
             self._masks.apply(changed)
             self.endings |= self._masks.endings
-        apply_rules(changed, ruled)
+            if tell is not None:
+                for sample in self._masks.samples:
+                    tell(sample, "structured_outputs", changed[sample])
+        apply_rules(changed, ruled, tell)
         return changed
 
     def parameters(self) -> Sampling:

@@ -22,7 +22,8 @@ def make_rules(params, num_prompt_tokens=0, bad_words=(), stop_token_ids=()):
 def apply(rules, logits, tokens):
     """Return a copy of `logits` with the rules applied."""
     changed = logits.clone()
-    rules.apply(changed, torch.tensor(tokens, dtype=torch.int64))
+    for _ in rules.apply_each(changed, torch.tensor(tokens, dtype=torch.int64)):
+        pass
     return changed
 
 

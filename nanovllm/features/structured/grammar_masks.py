@@ -233,11 +233,12 @@ class GrammarStep:
         """By sequence id: grammars that may force tokens after those that this step gives."""
         self._tables = tables
         self._rows = rows
-        self._samples = [
+        self.samples = [
             first + index for _, row, first in rows for index in range(1 + row.num_draft_tokens)
         ]
+        """The step's samples that have a mask."""
         on_cuda = tables.device.type == "cuda"
-        size = (len(self._samples), mask_bytes)
+        size = (len(self.samples), mask_bytes)
         self._masks = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
         self._masks.numpy().fill(255)  # torch would wake threads that spin next to the kernels
         self._unread, self._copied = self._unread_tokens()
@@ -256,7 +257,7 @@ class GrammarStep:
             if self._copied is not None:
                 self._copied.synchronize()
             self._write(Masks(self._masks), self._read())
-        samples = upload(self._samples, self._tables.device)
+        samples = upload(self.samples, self._tables.device)
         self._tables.kernels.forbid(logits, samples, self._masks)
 
     def _read(self) -> list[int]:
