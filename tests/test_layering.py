@@ -66,12 +66,15 @@ FOLDERS = {
     "router": Folder("options server utils", torch=False),
     "batch": Folder("async_llm loading.files options server utils.strict_json", torch=False),
     "cli": Folder(
-        "batch demo_model lab llm async_llm loading.files loading.hub_cache options prove "
+        "batch demo_model explain lab llm async_llm loading.files loading.hub_cache options prove "
         "ray.row_pool router server utils worker.model_report",
         torch=False,
     ),
     "prove": Folder(
         "llm demo_model kv.windows loading options scheduler.worker_info utils", torch=True
+    ),
+    "explain": Folder(
+        "engine kernels layers llm loading options scheduler utils worker", torch=True
     ),
     "lab": Folder("kv options scheduler", torch=False),
     "__main__": Folder("cli", torch=False),

@@ -1,7 +1,7 @@
 """The standard streams of the command line: lines in, text out, and what a terminal adds.
 
 In a terminal lines can be edited, there is a history, and a spinner shows until text comes. It
-writes no colours, so NO_COLOR needs no rule.
+writes no colours, so NO_COLOR needs no rule: rich, which `explain` uses, has its own.
 """
 
 import contextlib
@@ -56,14 +56,18 @@ def is_interactive() -> bool:
     return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def write(text: str) -> None:
+def write(text: str, *, is_styled: bool = False) -> None:
     """Write text to standard output at once.
+
+    Args:
+        is_styled: whether its control characters are ours, and may reach a terminal.
 
     Raises:
         OutputError: it cannot be written.
     """
     try:
-        sys.stdout.write(text.translate(_VISIBLE) if sys.stdout.isatty() else text)
+        is_shown = sys.stdout.isatty() and not is_styled
+        sys.stdout.write(text.translate(_VISIBLE) if is_shown else text)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of a pipe has ended, such as `| head`
         raise OutputError("", 141) from None

@@ -186,7 +186,7 @@ def test_missing_model_is_one_line_and_status_2(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "COMMAND is missing: generate, chat, run, serve, batch, models, pull"),
+        ([], "COMMAND is missing: generate, chat, run, serve, explain, batch, models"),
         (["genrate", "Hi"], "no command 'nanovllm genrate'; did you mean 'generate'? (see nano"),
         (["server"], "no command 'nanovllm server'; did you mean 'serve'?"),
         (
@@ -396,7 +396,7 @@ def test_help_explains_every_flag(run: Run, command: str) -> None:
         assert "".join(text.split()) in shown
 
 
-@pytest.mark.parametrize("command", [["generate"], ["chat"], ["serve"]])
+@pytest.mark.parametrize("command", [["generate"], ["chat"], ["serve"], ["explain"]])
 def test_help_speaks_no_python(run: Run, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     """Each flag has a help whose defaults and names are words of the command line."""
     monkeypatch.setenv("COLUMNS", "1000")

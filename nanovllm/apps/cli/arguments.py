@@ -12,15 +12,18 @@ from nanovllm.apps.cli.hub import add_hub_commands
 from nanovllm.apps.cli.lab import add_lab
 from nanovllm.apps.cli.models import add_models
 from nanovllm.apps.cli.prove import add_prove
+from nanovllm.apps.explain.options import ExplainOptions
 from nanovllm.apps.router.options import add_router_flags
 from nanovllm.apps.server.options import add_server_flags
 from nanovllm.errors import ConfigError
-from nanovllm.options.flags import Parser, add_other_flags, json_object
+from nanovllm.options.flags import Parser, add_flags, add_other_flags, json_object
 from nanovllm.options.model_names import looks_like_model, no_model
 from nanovllm.options.validation import listed, shown
 
 MAX_LOGPROBS = 20
 """max_logprobs of a server if no flag sets it, as OpenAI's."""
+EXPLAINED_TOKENS = 16
+"""max_tokens of `explain` if no flag sets it."""
 Command = Callable[[argparse.Namespace], int]
 """Runs with the parsed arguments, and returns the exit status. Its docstring is the help."""
 
@@ -29,7 +32,7 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
     """Return the parsed arguments, with the function of the command in `command`.
 
     Args:
-        commands: `generate`, `chat`, `run` and `serve`, which take a MODEL.
+        commands: `generate`, `chat`, `run`, `serve` and `explain`, which take a MODEL.
 
     Raises:
         ConfigError: a command, a flag or a word is not known.
@@ -103,8 +106,9 @@ def _is_model(word: str) -> bool:
 
 def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Command) -> None:
     name = command.__name__
-    is_generate = command.__name__ == "generate"
-    words = {"generate": "[MODEL] [PROMPT ...]", "serve": "[MODEL ...]"}.get(name, "[MODEL]")
+    takes_prompts = name in ("generate", "explain")
+    words = "[MODEL] [PROMPT ...]" if takes_prompts else "[MODEL ...]"
+    words = words if takes_prompts or name == "serve" else "[MODEL]"
     parser = commands.add_parser(
         name,
         help=command.__doc__,
@@ -129,8 +133,20 @@ def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Comman
     parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
     if name in ("chat", "run"):
         _add_chat_flags(parser, may_have_url=name == "chat")
-    elif is_generate:
-        _add_generate_flags(parser)
+    elif takes_prompts:
+        _add_prompt_flags(parser)
+    if name == "explain":
+        add_flags(parser.add_argument_group("explain"), ExplainOptions, but=(), defaults={})
+    elif name == "generate":
+        parser.add_argument(
+            "--json", action="store_true", help="Print each output as a line of JSON."
+        )
+    if name in ("generate", "chat", "run"):
+        parser.add_argument(
+            "--narrate",
+            action="store_true",
+            help="Write a line to standard error for each step of the engine. (default: off)",
+        )
     defaults = {"max_logprobs": str(MAX_LOGPROBS)} if name == "serve" else {}
     add_engine_flags(parser, defaults)
     if name == "serve":
@@ -141,7 +157,8 @@ def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Comman
         parser, default=argparse.SUPPRESS, is_server=name == "serve"
     )
     if name != "serve":
-        add_sampling_flags(parser, is_chat=None if is_generate else True)
+        own = {"max_tokens": str(EXPLAINED_TOKENS)} if name == "explain" else {}
+        add_sampling_flags(parser, is_chat=None if takes_prompts else True, defaults=own)
 
 
 def _add_chat_flags(parser: Parser, *, may_have_url: bool) -> None:
@@ -166,7 +183,7 @@ def _add_chat_flags(parser: Parser, *, may_have_url: bool) -> None:
     )
 
 
-def _add_generate_flags(parser: Parser) -> None:
+def _add_prompt_flags(parser: Parser) -> None:
     parser.add_argument(
         "prompt",
         metavar="PROMPT",
@@ -179,4 +196,3 @@ def _add_generate_flags(parser: Parser) -> None:
     parser.add_argument(
         "--chat", action="store_true", help="Answer each prompt as a message of a chat."
     )
-    parser.add_argument("--json", action="store_true", help="Print each output as a line of JSON.")

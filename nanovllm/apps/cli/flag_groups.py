@@ -21,12 +21,15 @@ def add_engine_flags(parser: Parser, defaults: Mapping[str, str] | None = None) 
     add_flags(group, Config, but={"model"}, defaults=defaults or {})
 
 
-def add_sampling_flags(parser: Parser, *, is_chat: bool | None = False) -> None:
+def add_sampling_flags(
+    parser: Parser, *, is_chat: bool | None = False, defaults: Mapping[str, str] | None = None
+) -> None:
     """Add a flag for each field of SamplingParams that Config does not have.
 
     Args:
         is_chat: whether the defaults that the help names are those of chats; None if a flag
             --chat decides.
+        defaults: that of `add_flags`, for what is otherwise than in chats and completions.
     """
     own = {name: field.default for name, field in fields_of(SamplingParams).items()}
     own["max_tokens"] = MAX_TOKENS
@@ -37,4 +40,4 @@ def add_sampling_flags(parser: Parser, *, is_chat: bool | None = False) -> None:
         elif is_chat is None:
             helps[name] += f"; {value} with --chat"
     group = parser.add_argument_group("sampling")
-    add_flags(group, SamplingParams, but=fields_of(Config), defaults=helps)
+    add_flags(group, SamplingParams, but=fields_of(Config), defaults=helps | dict(defaults or {}))

@@ -1,10 +1,12 @@
-"""The command line: `nanovllm generate`, `chat`, `run` and `serve`, with the other commands.
+"""The command line: `nanovllm generate`, `chat`, `run`, `serve` and `explain`; with the other
+commands.
 
 Each field of Config and of SamplingParams is a flag. What can be checked without the model
 is checked before it is loaded.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -13,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import demo_model
-from nanovllm.apps.cli.arguments import parse
+from nanovllm.apps.cli.arguments import EXPLAINED_TOKENS, parse
 from nanovllm.apps.cli.flag_groups import CHAT_SAMPLING, MAX_TOKENS, RECOMMENDED
 from nanovllm.apps.cli.hub import pull_if_absent
 from nanovllm.apps.cli.repl import Chat, Settings
@@ -23,9 +25,11 @@ from nanovllm.apps.cli.sources import (
     Source,
     awaited,
     model_source,
+    narrated_source,
     pieces,
     server_source,
 )
+from nanovllm.apps.explain.options import ExplainOptions
 from nanovllm.apps.router.options import RouterOptions, names_several
 from nanovllm.apps.server.options import model_name
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
@@ -80,7 +84,7 @@ def _run(argv: Seq[str] | None) -> int:
 
 
 def _parse(argv: Seq[str] | None) -> argparse.Namespace:
-    return parse(argv, (generate, chat, run, serve))
+    return parse(argv, (generate, chat, run, serve, explain))
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -91,16 +95,13 @@ def generate(args: argparse.Namespace) -> int:
     tokenizer = llm.engine.input_processor.tokenizer
     if not args.chat and tokenizer is not None and tokenizer.chat_template:
         note("nanovllm: continuing the text as it is; with --chat the model answers it")
-    prompts: list[Any] = given
-    if args.chat:
-        prompts = [
-            llm.render([{"role": "user", "content": text}], add_generation_prompt=True)
-            for text in given
-        ]
-    if len(prompts) == 1 and params.n == 1 and not args.json:
+    prompts = _rendered(llm, given) if args.chat else given
+    if len(prompts) == 1 and params.n == 1 and not (args.json or args.narrate):
         write_stream(piece.text for piece in awaited(pieces(llm.stream(prompts[0], params))))
         return 0
-    outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+    with _narrated(llm) if args.narrate else contextlib.nullcontext():
+        shows_progress = sys.stderr.isatty() and not args.narrate
+        outputs = llm.generate(prompts, params, use_tqdm=shows_progress)
     escaped = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
     for text, output in zip(given, outputs, strict=True):
         for completion in output.outputs:
@@ -131,6 +132,8 @@ def chat(args: argparse.Namespace) -> int:
     else:
         llm, params = load(options, flags, is_named=args.names_model, is_chat=True)
         source = model_source(llm, params, args.chat_template_kwargs)
+        if args.narrate:
+            source = narrated_source(llm, source)
         source = _naming_flags(source, args.parser)
         name = shown_model(options["model"])
         first = {name: getattr(params, name) for name in dict.fromkeys((*RECOMMENDED, *flags))}
@@ -164,6 +167,36 @@ def serve(args: argparse.Namespace) -> int:
     return server.serve(args)
 
 
+def explain(args: argparse.Namespace) -> int:
+    """Show step by step how the engine continues prompts, and why it does what it does."""
+    _need("explain", "rich")
+    chosen = ExplainOptions(**given_fields(ExplainOptions, args))
+    options, flags = _checked(args)
+    if not Config(**options).runs_in_process:
+        raise ConfigError("explain runs the model in this process: leave tensor_parallel_size at 1")
+    given = _prompts(args)
+    flags = {"max_tokens": EXPLAINED_TOKENS, **flags}
+    llm, params = load(options, flags, is_named=args.names_model, is_chat=args.chat)
+    from nanovllm.apps.explain.explain import explain_prompts
+
+    explain_prompts(llm, _rendered(llm, given) if args.chat else given, params, chosen)
+    return 0
+
+
+def _narrated(llm: "LLM") -> contextlib.AbstractContextManager[None]:
+    from nanovllm.apps.explain.narrate import narrated
+
+    return narrated(llm.engine, complain)
+
+
+def _rendered(llm: "LLM", texts: list[str]) -> list[Any]:
+    """Return the prompts of conversations that begin with these messages."""
+    return [
+        llm.render([{"role": "user", "content": text}], add_generation_prompt=True)
+        for text in texts
+    ]
+
+
 def _need(extra: str, *packages: str) -> None:
     """Raise ConfigError if a package of an extra is not installed."""
     for package in packages:
@@ -187,6 +220,7 @@ def _connect(
 ) -> tuple[Source, str]:
     """Return the answers of the server in --url and its model, after asking which it has."""
     engine = sorted(options.keys() - {"model", *fields_of(SamplingParams)})
+    engine += ["narrate"] * args.narrate
     if engine:
         flag = engine[0].replace("_", "-")
         raise InvalidRequestError(f"--{flag} is for a model here; the server has its own options")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nanovllm.errors import InvalidRequestError, ServerError
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import RequestOutput
-from nanovllm.utils.terminal import is_interactive, spinner
+from nanovllm.utils.terminal import complain, is_interactive, spinner
 
 if TYPE_CHECKING:
     from nanovllm.apps.cli.server_client import Server
@@ -40,6 +40,21 @@ def model_source(llm: "LLM", params: SamplingParams, template: Mapping[str, Any]
     def answer(messages: list[Message], changed: Mapping[str, Any]) -> Iterator[Piece]:
         prompt = llm.render(messages, add_generation_prompt=True, **template)
         yield from pieces(llm.stream(prompt, dataclasses.replace(params, **changed)))
+
+    return answer
+
+
+def narrated_source(llm: "LLM", source: Source) -> Source:
+    """Return the answers of a model, each as one piece of text behind the lines of its steps."""
+    from nanovllm.apps.explain.narrate import narrated
+
+    def answer(messages: list[Message], changed: Mapping[str, Any]) -> Iterator[Piece]:
+        text = ""
+        with narrated(llm.engine, complain):
+            for piece in source(messages, changed):
+                text += piece.text
+                yield Piece("", piece.num_tokens)  # so that Ctrl-C stops it
+        yield Piece(text)
 
     return answer
 

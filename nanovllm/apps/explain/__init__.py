@@ -1,0 +1,1 @@
+"""`nanovllm explain` and `--narrate`: what the engine does, step by step. Stands on `LLM`."""

@@ -1,0 +1,39 @@
+"""Runs prompts and shows the story of their steps: in the terminal as they come, or as a page."""
+
+from typing import Any
+
+from nanovllm.apps.explain.options import ExplainOptions
+from nanovllm.apps.explain.recording import recorded
+from nanovllm.apps.explain.story import Step, Story
+from nanovllm.apps.explain.terminal import Terminal
+from nanovllm.apps.explain.web_page import write_page
+from nanovllm.llm import LLM
+from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.utils.terminal import complain
+
+
+def explain_prompts(
+    llm: LLM, prompts: list[Any], params: SamplingParams, options: ExplainOptions
+) -> Story:
+    """Generate for all prompts together; show each step, or write the page that `options` name.
+
+    Raises:
+        ConfigError: the page cannot be written.
+        InvalidRequestError: a prompt or a parameter is invalid.
+    """
+    screen = None if options.html is not None else Terminal()
+
+    def tell(story: Story, step: Step) -> None:
+        if screen is not None:
+            screen.show_step(story, step)
+
+    with recorded(llm.engine, options.num_top, tell) as story:
+        if screen is not None:
+            screen.show_facts(story)
+        llm.generate(prompts, params, use_tqdm=False)
+    if options.html is not None:
+        write_page(story, options.html)
+        complain(f"nanovllm: {options.html} shows {len(story.steps)} steps in a browser")
+    elif screen is not None:
+        screen.show_sequences(story, llm.engine.input_processor.tokenizer)
+    return story

@@ -1,0 +1,235 @@
+"""`Recorder`: makes a `Step` of each step that an engine tells its observers of."""
+
+import time
+from collections.abc import Callable
+
+from nanovllm.apps.explain.sampling import SamplingRecorder
+from nanovllm.apps.explain.story import Note, RowStory, Sample, SequenceStory, Step
+from nanovllm.engine.observer import Observer
+from nanovllm.engine.request import Request
+from nanovllm.scheduler.messages import Row, Schedule, StepResult
+from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.sequence import Sequence
+
+
+class Recorder(Observer):
+    """Tells what became of each step, once its tokens are known.
+
+    Args:
+        tell: is called with each step, in order.
+        sampling: what watches the sampling of the same engine; None: rows have no `samples`.
+
+    Attributes:
+        sequences: those that have come, in order.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[Step], object],
+        sampling: SamplingRecorder | None = None,
+    ) -> None:
+        self.sequences: list[SequenceStory] = []
+        self._tell = tell
+        self._sampling = sampling
+        self._unfinished: dict[int, tuple[int, Sequence]] = {}  # by id: number and sequence
+        self._prompts: dict[int, int] = {}  # by id: tokens known at the last admission
+        self._fresh: set[int] = set()  # admitted, and had no row since
+        self._launched: list[tuple[Step, list[int]]] = []  # oldest first; with indices of its rows
+        self._processed: Step | None = None
+        self._mark = 0.0  # time.perf_counter() at the end of the last phase
+
+    def add_request(self, request: Request) -> None:
+        for seq in request.sequences:
+            number = len(self.sequences)
+            self._unfinished[seq.seq_id] = number, seq
+            self.sequences.append(SequenceStory(number, seq.num_prompt_tokens, list(seq.token_ids)))
+
+    def end(self, seq: Sequence) -> None:
+        found = self._unfinished.pop(seq.seq_id, None)
+        if found is None:  # it began before the recording
+            return
+        number = found[0]
+        story = self.sequences[number]
+        story.token_ids = list(seq.token_ids)
+        story.finish_reason = seq.finish_reason
+        if self._processed is not None:
+            self._processed.ended.append(Note(number, f"{seq.finish_reason}"))
+            self._fill(number, seq)
+
+    def begin_step(self) -> None:
+        self._mark = time.perf_counter()
+        self._processed = None
+
+    def scheduled(self, schedule: Schedule, scheduler: Scheduler) -> None:
+        elapsed = self._lap()
+        for admission in schedule.admissions:
+            self._prompts[admission.seq_id] = len(admission.token_ids)
+            self._fresh.add(admission.seq_id)
+        pool = scheduler.block_manager
+        step = Step(
+            schedule.step_id,
+            scheduler.max_num_batched_tokens,
+            len(pool.blocks) - pool.num_free_blocks,
+            [],
+            [],
+            self._preempted(scheduler),
+        )
+        left = step.budget
+        indices = []
+        for index, row in enumerate(schedule.rows):
+            if row.seq_id in self._unfinished:  # else it began before the recording
+                step.rows.append(self._row(row, schedule, scheduler, left))
+                indices.append(index)
+            left -= row.sample_position - row.num_computed_tokens
+        step.waiting = self._waiting(scheduler, {row.seq_id for row in schedule.rows}, left)
+        step.seconds["schedule"] = elapsed
+        self._launched.append((step, indices))
+        self._mark = time.perf_counter()  # what this took is not the engine's
+
+    def launched(self, schedule: Schedule) -> None:
+        step, indices = self._launched[-1]
+        step.seconds["launch"] = self._lap()
+        if self._sampling is not None:
+            samples, seconds = self._sampling.take()
+            for story, index in zip(step.rows, indices, strict=True):
+                story.samples = samples.get(schedule.rows[index].seq_id, [])
+            step.seconds["launch"] -= seconds
+        self._mark = time.perf_counter()
+
+    def waited(self, result: StepResult) -> None:
+        elapsed = self._lap()
+        while self._launched and self._launched[0][0].number < result.step_id:
+            self._launched.pop(0)  # that one failed
+        if not self._launched or self._launched[0][0].number != result.step_id:
+            return  # it was launched before the recording
+        step, indices = self._launched.pop(0)
+        step.seconds["wait"] = elapsed
+        for story, index in zip(step.rows, indices, strict=True):
+            story.output = list(result.token_ids[index])
+            _note_drafts(story.samples, len(story.output))
+        self._processed = step
+        self._mark = time.perf_counter()
+
+    def end_step(self, scheduler: Scheduler) -> None:
+        if self._processed is None:
+            return
+        step = self._processed
+        step.seconds["process"] = self._lap()
+        for number, seq in self._unfinished.values():
+            self._fill(number, seq)
+        self._processed = None
+        self._tell(step)
+        self._mark = time.perf_counter()
+
+    def _lap(self) -> float:
+        """Return the seconds since the end of the last phase, which ends now."""
+        before = self._mark
+        self._mark = time.perf_counter()
+        return self._mark - before
+
+    def _fill(self, number: int, seq: Sequence) -> None:
+        """Set the tokens that a sequence's row of the processed step computed: all are known."""
+        assert self._processed is not None
+        for story in self._processed.rows:
+            if story.sequence == number:
+                story.token_ids = seq.token_ids[story.start : story.start + story.num_tokens]
+
+    def _row(self, row: Row, schedule: Schedule, scheduler: Scheduler, left: int) -> RowStory:
+        """Return what a row does, and why it was scheduled.
+
+        Args:
+            left: tokens that the step may have from this row on.
+        """
+        number, seq = self._unfinished[row.seq_id]
+        size = scheduler.block_manager.block_size
+        start = row.num_computed_tokens
+        num_tokens = row.sample_position - start
+        num_missing = num_tokens if row.samples else len(seq.token_ids) - start
+        is_prefill = start < self._prompts.get(row.seq_id, 0)
+        is_fresh = row.seq_id in self._fresh
+        self._fresh.discard(row.seq_id)
+        if is_fresh:
+            new_blocks = seq.block_table[start // size :]
+        else:
+            new_blocks = [
+                block
+                for new in schedule.new_blocks
+                if new.table_idx == row.table_idx and new.start < len(seq.block_table)
+                for block in new.block_ids  # behind that the tables of windows and states begin
+            ]
+        return RowStory(
+            number,
+            row.table_idx,
+            "prefill" if is_prefill else "decode",
+            _why(num_tokens, num_missing, left, row, is_prefill=is_prefill),
+            start,
+            num_tokens,
+            num_missing,
+            row.num_draft_tokens,
+            start if is_fresh else None,
+            list(seq.block_table),
+            new_blocks,
+            [seq.block_table[at // size] * size + at % size for at in range(start, row.end)],
+        )
+
+    def _preempted(self, scheduler: Scheduler) -> list[Note]:
+        """Return the sequences that lost their KV for this step."""
+        notes = []
+        for setback in scheduler.setbacks:
+            if setback.preempted_by is not None and setback.seq_id in self._unfinished:
+                number, _ = self._unfinished[setback.seq_id]
+                text = "it needed a block itself, and nobody behind it had one"
+                if setback.preempted_by != setback.seq_id:
+                    by = self._unfinished.get(setback.preempted_by)
+                    text = f"#{by[0] if by else '?'} needed a block"
+                notes.append(Note(number, text))
+        return notes
+
+    def _waiting(self, scheduler: Scheduler, scheduled: set[int], left: int) -> list[Note]:
+        """Return why each unfinished sequence that is not `scheduled` has no row."""
+        refused = {s.seq_id: s.reason for s in scheduler.setbacks if s.preempted_by is None}
+        first = next(iter(refused), None)
+        notes = []
+        for seq_id, (number, seq) in self._unfinished.items():
+            if seq_id in scheduled:
+                continue
+            if seq_id in refused:
+                pool = scheduler.block_manager
+                text = {
+                    "blocks": f"too few blocks are free for its {len(seq.token_ids)} tokens: "
+                    f"{pool.num_free_blocks} of {len(pool.blocks)}",
+                    "table row": f"{len(scheduler.running)} run already, which is max_num_seqs",
+                    "steps in flight": "the steps that it had before it was preempted still run",
+                }[refused[seq_id]]
+            elif left <= 0:
+                text = "the step's tokens are used up (max_num_batched_tokens)"
+            elif seq.is_held or not seq.is_queued:
+                text = "its tokens, its adapter or its KV are still to come"
+            elif first in self._unfinished:
+                text = f"behind #{self._unfinished[first][0]}, which waits and goes first"
+            elif scheduler.setbacks:
+                text = "a step that preempts admits nobody"
+            else:
+                text = "the other sequences of its request wait for the first one's prompt"
+            notes.append(Note(number, text))
+        return notes
+
+
+def _note_drafts(samples: list[Sample], num_output: int) -> None:
+    """Note which samples of a row follow a rejected draft."""
+    for sample in samples[num_output:]:
+        sample.counts = False
+
+
+def _why(num_tokens: int, num_missing: int, left: int, row: Row, *, is_prefill: bool) -> str:
+    """Return why a row computes so many tokens. `left` is what the step had left for it."""
+    if not is_prefill and num_tokens > 1:
+        return f"{num_tokens} tokens at once: all but the first are forced by its grammar"
+    if not is_prefill:
+        drafts = f", and up to {row.num_draft_tokens} drafts to verify" * (row.num_draft_tokens > 0)
+        return f"it goes on: one token{drafts}"
+    if num_tokens == num_missing:
+        return f"all {num_missing} missing tokens fit into the {left} that the step had left"
+    if num_tokens >= left:
+        return f"a chunk, {num_tokens} of {num_missing} tokens: the step had {left} left"
+    return f"a chunk, {num_tokens} of {num_missing} tokens: its policy or its layers end it here"
