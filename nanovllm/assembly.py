@@ -20,7 +20,7 @@ from nanovllm.loading.hub import Checkpoint, configured_checkpoint, draft_checkp
 from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.loading.tokenizer import check_same_vocabulary, load_tokenizer, serving_tokenizer
 from nanovllm.options.config import EVICTION_POLICIES, SCHEDULING_POLICIES, Config
-from nanovllm.options.validation import load_class, make_instance
+from nanovllm.options.plugins import load_class, make_instance
 from nanovllm.parallel.executor import Executor, make_executor
 from nanovllm.scheduler.gates import Gate
 from nanovllm.scheduler.policy import CheckedPolicy, Policy
@@ -183,16 +183,14 @@ def _tiers(config: Config, info: WorkerInfo) -> "TierCache | None":
     if not config.has_tiers:
         return None
     from nanovllm.features.tiers.cache import TierCache
-    from nanovllm.features.tiers.directory import DirectoryStore
+    from nanovllm.features.tiers.store import make_store
     from nanovllm.features.tiers.tier import HostSlots, StoreTier
     from nanovllm.features.tiers.traffic import TierTraffic
 
     host = HostSlots(info.num_host_slots, info.page_seconds) if info.num_host_slots else None
-    store = None
-    if config.kv_cache_dir is not None:
-        limit = int(config.kv_cache_dir_gib * 2**30)
-        store = StoreTier(DirectoryStore(config.kv_cache_dir, limit, info.kv_namespace).has)
-    return TierCache(TierTraffic(host, store, token_seconds=info.token_seconds))
+    store = make_store(config, info.kv_namespace)
+    tier = None if store is None else StoreTier(store.has)
+    return TierCache(TierTraffic(host, tier, token_seconds=info.token_seconds))
 
 
 def make_drafting(
@@ -242,6 +240,10 @@ def _input_processor(
         from nanovllm.features.lora.registry import make_registry
 
         more["find_adapter"] = make_registry(config, checkpoint).find
+    if config.logits_rules:
+        from nanovllm.layers.logits_rules import load_rules
+
+        more["rules"] = {name: rule.check for name, rule in load_rules(config.logits_rules).items()}
     return InputProcessor(
         tokenizer,
         vocab_size=info.vocab_size,

@@ -50,8 +50,8 @@ class EngineDeadError(NanoVLLMError, RuntimeError):
 
 
 class PluginError(EngineDeadError):
-    """The class that `scheduling_policy` or `eviction_policy` names raised an exception or broke a
-    rule. This ends the engine, whose pages and queue are unknown then.
+    """A plugin, a class of the user's that an option names, raised an exception or broke a rule.
+    This ends the engine, whose pages and queue are unknown then.
     """
 
     @classmethod
@@ -81,6 +81,8 @@ class PluginError(EngineDeadError):
         """
         try:
             return method(*args, **keywords)
+        except cls:  # of another plugin, which this one called
+            raise
         except Exception as error:
             raise cls.of(plugin, f"{name} raised {type(error).__name__}: {error}") from error
 

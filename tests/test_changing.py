@@ -3,8 +3,7 @@ mypy with EVERY_CASE=1.
 
 A ```diff block after `<!-- applies -->` has a line ` # PATH` before the hunks of each file, and a
 line ` ...` between hunks. The lines of a hunk that are not new must be in the file exactly once. A
-```python block after `<!-- new: PATH -->` is a new file, one after `<!-- same: PATH -->` is a file
-of the tree. `<!-- tests: ARGUMENTS -->` is for pytest.
+```python block after `<!-- new: PATH -->` is a new file. `<!-- tests: ARGUMENTS -->` is for pytest.
 """
 
 import os
@@ -21,9 +20,6 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "changing.md").read_text(encoding="utf-8")
 DIFFS = re.findall(r"<!-- applies -->\n```diff\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 NEW_FILES = re.findall(r"<!-- new: (.+?) -->\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-SAME_FILES = re.findall(
-    r"<!-- same: (.+?) -->\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE
-)
 TESTS = re.findall(r"<!-- tests: (.+?) -->", PAGE)
 RUN_EACH = """
 import pytest, shlex, sys
@@ -89,13 +85,8 @@ def run(tree: Path, *arguments: str) -> None:
 
 def test_every_change_is_applied() -> None:
     assert len(DIFFS) == PAGE.count("```diff")
-    assert len(NEW_FILES) >= 3
+    assert len(NEW_FILES) >= 2
     assert TESTS
-
-
-@pytest.mark.parametrize(("path", "code"), SAME_FILES)
-def test_files_are_as_the_page_shows_them(path: str, code: str) -> None:
-    assert (ROOT / path).read_text(encoding="utf-8") == code
 
 
 @pytest.mark.long

@@ -32,7 +32,7 @@ FOLDERS = {
     "values": Folder("", torch=False),
     "demo_model": Folder("", torch=False),
     "utils": Folder("", torch=True),
-    "attention": Folder("kernels", torch=True),
+    "attention": Folder("kernels options", torch=True),
     "options": Folder("", torch=False),
     "chat": Folder("loading options utils.forked", torch=False),
     "loading": Folder("options utils", torch=True),
@@ -44,8 +44,8 @@ FOLDERS = {
     "pooling": Folder("engine loading models options scheduler utils worker", torch=True),
     "tiers": Folder("loading kernels kv layers models options scheduler utils worker", torch=True),
     "assembly": Folder(
-        "loading engine parallel kv lora observe options pooling scheduler speculation structured "
-        "tiers",
+        "loading engine layers.logits_rules parallel kv lora observe options pooling scheduler "
+        "speculation structured tiers",
         torch=False,
     ),
     "vllm": Folder("assembly demo_model engine llm async_llm options", torch=False),
@@ -76,11 +76,15 @@ FOLDERS = {
     "explain": Folder(
         "engine kernels layers llm loading options scheduler utils worker", torch=True
     ),
-    "lab": Folder("kv options scheduler", torch=False),
+    "lab": Folder(
+        "attention kernels kv layers loading.shards models options scheduler speculation tiers "
+        "worker",
+        torch=True,
+    ),
     "__main__": Folder("cli", torch=False),
     "parallel": Folder(
-        "loading formats lora models options pooling scheduler speculation fast_steps structured "
-        "tiers utils worker",
+        "attention loading formats layers lora models options pooling scheduler speculation "
+        "fast_steps structured tiers utils worker",
         torch=True,
     ),
     "ray": Folder(

@@ -11,7 +11,7 @@ from nanovllm import AsyncLLM, SamplingParams, demo_model
 from nanovllm.errors import ConfigError, EngineDeadError, PluginError
 from nanovllm.kv.eviction import CheckedOrder
 from nanovllm.options.config import Config
-from nanovllm.options.validation import load_class
+from nanovllm.options.plugins import load_class
 from nanovllm.scheduler.policy import CheckedPolicy, Policy
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.sequence import Sequence

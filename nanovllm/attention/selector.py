@@ -1,14 +1,17 @@
-"""Selects the attention backend at start: the first for its kernels that supports the model."""
+"""Selects the attention backend at start: the first for its kernels that supports the model, or
+the user's.
+"""
 
 import logging
 from collections.abc import Iterator
 
 import torch
 
-from nanovllm.attention.backend import Backend
+from nanovllm.attention.backend import Backend, CheckedBackend
 from nanovllm.attention.spec import AttentionSpec
-from nanovllm.errors import ConfigError, UnsupportedModelError
+from nanovllm.errors import ConfigError, PluginError, UnsupportedModelError
 from nanovllm.kernels.torch_kernels import Kernels
+from nanovllm.options.plugins import is_plugin, load_class, make_instance
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +37,29 @@ def candidates(kernels: str) -> Iterator[type[Backend]]:
     yield TorchExplicitBackend
 
 
-def select_backend(spec: AttentionSpec, kernels: Kernels) -> Backend:
+def backend_class(value: str) -> type[Backend]:
+    """Return the class that the option attention_backend names, "module:Class".
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    return load_class(ConfigError, "attention_backend", value, Backend, ("spec",))  # type: ignore[type-abstract]
+
+
+def select_backend(spec: AttentionSpec, kernels: Kernels, asked: str = "auto") -> Backend:
     """Return the first backend for `kernels` that supports `spec`; log the reasons of those
     before it.
 
+    Args:
+        asked: the option attention_backend.
+
     Raises:
         UnsupportedModelError: no backend supports `spec`. The message has every reason.
-        ConfigError: the same, and `spec` has an 8-bit KV cache.
+        ConfigError: the same, and `spec` has an 8-bit KV cache; or the backend that is asked for
+            does not support `spec`.
     """
+    if is_plugin(asked):
+        return _own_backend(spec, asked)
     reasons: list[str] = []
     for backend in candidates(kernels.name):
         reason = backend.unsupported(spec)
@@ -59,3 +77,14 @@ def select_backend(spec: AttentionSpec, kernels: Kernels) -> Backend:
             f'kv_cache_dtype "{asked}" needs {needed}; use "auto" ({", ".join(reasons)})'
         )
     raise UnsupportedModelError(f"no attention backend can serve this model: {'; '.join(reasons)}")
+
+
+def _own_backend(spec: AttentionSpec, asked: str) -> Backend:
+    """Return the user's backend. It may refuse `spec`; then no other one is taken."""
+    name = f'attention_backend="{asked}"'
+    found = backend_class(asked)
+    reason = PluginError.guard(name, "unsupported()", found.unsupported, spec)
+    if reason is not None:
+        raise ConfigError(f"{name} cannot serve this model: {reason}; leave it out")
+    logger.info("attention backend: %s", asked)
+    return CheckedBackend(make_instance(ConfigError, name, found, spec), name)

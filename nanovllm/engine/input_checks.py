@@ -4,7 +4,7 @@ A prompt's length is told from its text where that is possible. No grammar is co
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from nanovllm.errors import InvalidRequestError, PromptTooLongError
 from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.loading.tokenizer import TokenBound, token_bound
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.options.validation import as_class, check_int, shown
+from nanovllm.options.validation import as_class, check_int, did_you_mean, shown
 
 _SLICE_CHARS = 8
 """Characters for each token of max_model_len in the first slice of a long prompt: most texts have
@@ -73,6 +73,8 @@ class ParamsCheck:
     """Most log-probabilities for each token; -1 is the size of the vocabulary."""
     in_process: bool = True
     """Whether the model runs in this process, and can call logits processors."""
+    rules: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
+    """`LogitsRule.check` of the user's rules, by name."""
 
     def check(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with the size of the vocabulary for a logprobs of -1.
@@ -95,6 +97,9 @@ class ParamsCheck:
                 "logits_processors run in this process, so tensor_parallel_size must be 1, "
                 "without Ray; use logit_bias, allowed_token_ids or bad_words"
             )
+        if params.extra_args:
+            checked = {name: self._extra_arg(name, value) for name, value in params.extra_args}
+            params = params.clone(extra_args=checked)
         for stop in params.stop:
             check_unicode("a stop string", stop)
         if not self.has_tokenizer and params.structured_outputs is not None:
@@ -112,6 +117,24 @@ class ParamsCheck:
                     f"{name} holds token {max(token_ids)}; this model's last is {last}"
                 )
         return self._bound_logprobs(params)
+
+    def _extra_arg(self, name: str, value: Any) -> Any:
+        """Return a value of extra_args as its rule takes it.
+
+        Raises:
+            InvalidRequestError: there is no such rule, or it refuses the value.
+        """
+        if name not in self.rules:
+            hint = did_you_mean(name, self.rules) if self.rules else "; it has none"
+            raise InvalidRequestError(
+                f"extra_args names {shown(name)}, which is no logits rule of this engine{hint}: "
+                "the option logits_rules names classes"
+            )
+        try:
+            return self.rules[name](value)
+        except Exception as error:
+            reason = f"{error}" if isinstance(error, ValueError) else repr(error)
+            raise InvalidRequestError(f"extra_args: {name} {shown(value)}: {reason}") from error
 
     def _bound_logprobs(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with the size of the vocabulary for a logprobs of -1.

@@ -5,6 +5,7 @@ over the ranks. `StoredWeight` is what a format of weights says of a matrix.
 """
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -86,6 +87,33 @@ class StoredWeight(Protocol):
             dtype: of inputs and results.
         """
         ...
+
+
+class WeightFormat(ABC):
+    """How the weights of a checkpoint are stored, or are to be stored.
+
+    A format that `quantization_config` names is made of that. It raises UnsupportedModelError for a
+    setting that is not implemented, and CheckpointError for a field of the wrong type.
+    """
+
+    name: str
+    """For errors: "FP8"."""
+
+    @abstractmethod
+    def stored(self, matrix: "Matrix", names: list[str]) -> StoredWeight | None:
+        """Return how the weight of `matrix` is stored; None: as plain numbers.
+
+        The shape [n, k], dtype and device of `matrix.weight` are those of the weight on this rank;
+        it has no memory. The caller puts a weight on the meta device in its place.
+
+        Args:
+            names: dotted paths, as the checkpoint has them, of the linears that `matrix` merges.
+                Experts are a linear each, or one for all.
+
+        Raises:
+            UnsupportedModelError: only some of them are in this format, or not in the same form.
+            ConfigError: this rank's part begins or ends inside a group of numbers.
+        """
 
 
 @runtime_checkable

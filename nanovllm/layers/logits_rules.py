@@ -1,16 +1,21 @@
 """Changes one row of logits before sampling, by the rules of its request.
 
-Rules apply in vLLM's order: logits processors, allowed tokens, bad words, min_tokens, bias,
-penalties. No code here waits for the GPU, except to give a logits processor its tokens.
+Rules apply in vLLM's order: logits processors, rules of plugins, allowed tokens, bad words,
+min_tokens, bias, penalties. No code here waits for the GPU, except to give a logits processor its
+tokens.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
+from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu.library import torch_on_one_thread
+from nanovllm.options.plugins import load_class
 from nanovllm.options.sampling_params import SamplingParams, takes_prompt
 from nanovllm.options.validation import shown
 
@@ -20,10 +25,68 @@ _NONE = -2
 """In place of a token: matches none."""
 
 
+class LogitsRule(ABC):
+    """A rule of the user's for the requests whose `extra_args` have its `name`.
+
+    Args:
+        value: the request's, as `check` returned it.
+        num_prompt_tokens: where the prompt ends.
+        device: where the logits are.
+    """
+
+    name: ClassVar[str]
+    """The key in `SamplingParams.extra_args`, over HTTP in vllm_xargs."""
+
+    @abstractmethod
+    def __init__(self, value: Any, num_prompt_tokens: int, device: torch.device) -> None: ...
+
+    @classmethod
+    def check(cls, value: Any) -> Any:
+        """Return a request's value as the rule takes it. Called in the engine's process.
+
+        Raises:
+            ValueError: a request cannot have it; the message says the rule. The request is refused.
+        """
+        return value
+
+    @abstractmethod
+    def apply(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Change `logits` [vocab_size] float32 in place. What it does must depend on its arguments
+        alone: a step with drafts asks for several positions, and a request that was preempted gets
+        a new rule. If it raises, its request ends with an error.
+
+        Args:
+            tokens: [n] int64, the request's prompt and its output so far.
+        """
+
+
+def load_rules(values: Sequence[str]) -> dict[str, type[LogitsRule]]:
+    """Return the classes of the option logits_rules, by the names of the rules.
+
+    Raises:
+        ConfigError: a class cannot be loaded, or two have one name.
+    """
+    rules: dict[str, type[LogitsRule]] = {}
+    arguments = ("value", "num_prompt_tokens", "device")
+    for value in values:
+        rule = load_class(ConfigError, "logits_rules", value, LogitsRule, arguments)  # type: ignore[type-abstract]
+        name = getattr(rule, "name", None)
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ConfigError(
+                f'logits_rules: "{value}" must have a name, which requests give in extra_args, '
+                f"such as name = 'no_digits', got {shown(name)}"
+            )
+        if name in rules:
+            raise ConfigError(f'logits_rules: "{value}" has the name {name} of another: change it')
+        rules[name] = rule
+    return rules
+
+
 class LogitsRules:
     """The rules of one request.
 
     Args:
+        own: the classes of `load_rules`.
         bad_words: `params.bad_words` as token ids.
         stop_token_ids: tokens that are forbidden before `params.min_tokens`.
     """
@@ -35,6 +98,7 @@ class LogitsRules:
         bad_words: tuple[tuple[int, ...], ...],
         stop_token_ids: frozenset[int],
         device: torch.device,
+        own: Mapping[str, type[LogitsRule]] = MappingProxyType({}),
     ) -> None:
         def tensor(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
@@ -55,25 +119,39 @@ class LogitsRules:
         if longer:
             self._longer = tensor(before), tensor([word[-1] for word in longer])
         self._processors = [(f, takes_prompt(f)) for f in params.logits_processors]
+        self._own = own
+        self._made: dict[str, LogitsRule] = {}
+        self.running = ""  # what of the user's runs, for errors
         self._stops = tensor(sorted(stop_token_ids)) if params.min_tokens else None
         self._biased = self._biases = None
         if params.logit_bias:
             self._biased = tensor([token for token, _ in params.logit_bias])
             self._biases = tensor([bias for _, bias in params.logit_bias], torch.float32)
 
-    def run_processors(self, logits: torch.Tensor, tokens: torch.Tensor) -> bool:
-        """Change `logits` [vocab_size] float32 in place by the request's logits processors; return
-        whether it has any.
+    def run_processors(self, logits: torch.Tensor, tokens: torch.Tensor) -> Iterator[str]:
+        """Change `logits` [vocab_size] float32 in place by the request's logits processors, then by
+        its rules of plugins: yield the name of each when it has been applied.
 
         Args:
             tokens: [n] int64, the request's prompt and its output so far.
 
         Raises:
             TypeError: a processor returned no row of logits.
-            Exception: whatever a processor raises.
+            Exception: whatever the user's code raises.
         """
-        if not self._processors:
-            return False
+        self.running = "a logits processor"
+        if self._processors:
+            self._run_functions(logits, tokens)
+            yield "logits_processors"
+        for name, value in self._params.extra_args:
+            self.running = f"logits rule {name}"
+            if name not in self._made:  # what its __init__ raises ends the request, too
+                rule = self._own[name](value, self._num_prompt_tokens, logits.device)
+                self._made[name] = rule
+            self._made[name].apply(logits, tokens)
+            yield name
+
+    def _run_functions(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
         output = tokens.tolist()
         prompt = output[: self._num_prompt_tokens]
         del output[: self._num_prompt_tokens]
@@ -84,7 +162,6 @@ class LogitsRules:
                 found = f"shape {list(row.shape)}" if torch.is_tensor(row) else shown(row)
                 raise TypeError(f"it must return logits of shape {list(logits.shape)}, not {found}")
         logits.copy_(row)
-        return True
 
     def apply_each(self, logits: torch.Tensor, tokens: torch.Tensor) -> Iterator[str]:
         """Change `logits` [vocab_size] float32 in place, rule by rule: yield the name of each, that
@@ -168,12 +245,12 @@ def run_processors(
     errors: dict[int, str] = {}
     for index, rules, tokens in rows:
         try:
-            ran = rules.run_processors(logits[index], tokens)
-            if ran and tell is not None:
-                tell(index, "logits_processors", logits[index])
+            for name in rules.run_processors(logits[index], tokens):
+                if tell is not None:
+                    tell(index, name, logits[index])
         except Exception as error:  # the user's code may raise anything
             reason = f"{type(error).__name__}: {error!s:.200}"
-            errors[index] = f"a logits processor failed: {reason}"
+            errors[index] = f"{rules.running} failed: {reason}"
     return errors
 
 

@@ -6,7 +6,7 @@ A setting that would change the results but is not implemented is refused by nam
 import dataclasses
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -66,8 +66,6 @@ class ModelConfig:
     A family's file reads anything else from `fields`.
     """
 
-    module: ClassVar[str | None] = None
-    """Module of the class `architecture`; None: it is a family of this folder."""
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -85,6 +83,8 @@ class ModelConfig:
     dtype: torch.dtype
     quantization_config: Any = None
     """What config.json says about the form of the weights: `formats.weight_formats` reads it."""
+    module: str | None = None
+    """Module of the class `architecture`. None is that of a family of this folder."""
     fields: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     """The fields of the text model in config.json, with the family's defaults."""
     names: Mapping[str, str] = dataclasses.field(

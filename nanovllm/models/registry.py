@@ -1,15 +1,17 @@
-"""Maps architectures to model files. A new model family is one file here and one line below."""
+"""Maps architectures to model families: files of this folder, and classes of the user's."""
 
+import dataclasses
 import importlib
 import inspect
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from nanovllm.errors import UnsupportedModelError
+from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.models.config_fields import architecture_of
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
+from nanovllm.options.plugins import installed, load_class
 from nanovllm.options.validation import shown
 
 MODULES = {
@@ -128,20 +130,44 @@ def check_architecture(name: str) -> None:
         )
 
 
-def read_config(config: dict[str, Any], dtype: str = "auto") -> ModelConfig:
-    """Read the parsed config.json of a family of this folder. See `ModelConfig.from_hf`.
+def read_config(
+    config: dict[str, Any], dtype: str = "auto", model_family: str | None = None
+) -> ModelConfig:
+    """Read the parsed config.json of a model. See `ModelConfig.from_hf`.
+
+    Args:
+        model_family: the option. An architecture that is not in `MODULES` may be the name of an
+            installed plugin.
 
     Raises:
         UnsupportedModelError: as for `check_architecture`, or a setting is not implemented.
         CheckpointError: a field is missing or has an invalid value.
+        ConfigError: the user's family cannot be loaded.
     """
     name = architecture_of(config)
+    own = model_family or (None if name in MODULES else installed("family").get(name))
+    if own is not None:
+        return _read_own(config, dtype, own)
     if name not in MODULES and name.endswith("Model"):  # the checkpoint has no head
         with_head = f"{name.removesuffix('Model').removesuffix('Text')}ForCausalLM"
         name = with_head if with_head in MODULES else name
         config = {**config, "architectures": [name]}
     check_architecture(name)
-    family = family_class(name)
+    return _read(config, dtype, family_class(name))
+
+
+def _read_own(config: dict[str, Any], dtype: str, own: str) -> ModelConfig:
+    """Read the config.json for a family of the user's, whatever architecture it names."""
+    arguments = ("config", "max_model_len")
+    family = load_class(ConfigError, "model_family", own, DecoderForCausalLM, arguments)
+    try:
+        found = _read({**config, "architectures": [family.__name__]}, dtype, family)
+    except CheckpointError as error:
+        raise type(error)(f"model_family {own}: {error}") from error
+    return dataclasses.replace(found, module=own.partition(":")[0])
+
+
+def _read(config: dict[str, Any], dtype: str, family: type[DecoderForCausalLM]) -> ModelConfig:
     return ModelConfig.from_hf(
         config, dtype, family.defaults, family.reads, family.aliases, family.ignores
     )
@@ -158,6 +184,13 @@ def model_class(config: ModelConfig) -> type[nn.Module]:
         check_architecture(config.architecture)
         module = f"nanovllm.models.{MODULES[config.architecture]}"
     return _class(module, config.architecture)
+
+
+def own_family(config: ModelConfig) -> str | None:
+    """Return the name of a model family of the user's, for errors; None for ours."""
+    if config.module is None or config.module.startswith("nanovllm.features."):
+        return None
+    return f'model family "{config.module}:{config.architecture}"'
 
 
 def _class(module: str, name: str) -> Any:

@@ -8,14 +8,15 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from nanovllm.errors import ConfigError
+from nanovllm.options.plugins import check_plugin, check_plugins, installed, is_plugin
 from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.options.validation import (
     Error,
     check_choice,
-    check_class,
     check_fields,
     check_float,
     check_int,
@@ -67,6 +68,18 @@ def _threads(error: Error, name: str, value: Any) -> int:
 
 def _blocks(error: Error, name: str, value: Any) -> int:
     return value if value == -1 else check_int(error, name, value, 1, _INT32)
+
+
+def _attention_backend(error: Error, name: str, value: Any) -> str:
+    # None is vLLM's default.
+    return "auto" if value is None else check_plugin(error, name, value, "backend", ("auto",))
+
+
+def _quantization(error: Error, name: str, value: Any) -> str:
+    is_ours = not isinstance(value, str) or value in QUANTIZATIONS
+    if not is_ours and (is_plugin(value) or value in installed("format")):
+        return check_plugin(error, name, value, "format")
+    return check_choice(error, name, value, QUANTIZATIONS)
 
 
 def _speculative_config(error: Error, name: str, value: Any) -> SpeculativeConfig:
@@ -133,12 +146,18 @@ class Config:
     load_format: Annotated[str, check_choice, LOAD_FORMATS] = "auto"
     """"auto" loads the weights from safetensors or GGUF files; "dummy" makes random weights and
     needs only config.json."""
-    quantization: Annotated[str | None, check_choice, QUANTIZATIONS] = None
+    model_family: Annotated[str | None, check_plugin, "family"] = None
+    """Model family of yours, as "module:Class", that replaces the one of the checkpoint's
+    architecture. None is the latter."""
+    quantization: Annotated[str | None, _quantization] = None
     """Weight quantization: "int8" and "int4" store linear layers, embedding and language-model head
     in 8 or 4 bits, except those that the checkpoint has in few bits; "w8a8" is "int8" whose inputs
     the C kernels of a CPU round to 8 bits, too; "fp8" stores linear layers in FP8 (E4M3); "none"
-    converts the blocks of a GGUF file to the model's dtype. None is the form that each weight has
-    in the checkpoint."""
+    converts the blocks of a GGUF file to the model's dtype; "module:Class" names a `WeightFormat`
+    of yours. None is the form that each weight has in the checkpoint."""
+    attention_backend: Annotated[str, _attention_backend] = "auto"
+    """Attention backend: "auto" is the first for the device that supports the model; "module:Class"
+    names a `Backend` of yours."""
     kv_cache_dtype: Annotated[str, check_choice, KV_CACHE_DTYPES] = "auto"
     """Data type of the KV cache: "fp8" (E4M3, scale 1; GPU only), "int8" (one scale per token and
     head; CPU only), or "auto" for the model's dtype."""
@@ -147,7 +166,7 @@ class Config:
     16384 on CUDA and 1024 on a CPU."""
     max_num_seqs: Annotated[int, check_int, 1, 2**20] = 512
     """Maximum number of sequences that run at once; each owns a table row and KV blocks."""
-    scheduling_policy: Annotated[str, check_class, SCHEDULING_POLICIES] = "priority"
+    scheduling_policy: Annotated[str, check_plugin, "policy", SCHEDULING_POLICIES] = "priority"
     """Which requests go first: "priority" goes by their priority, then lets users take turns, then
     by arrival; "fcfs" is another name for it; "module:Class" names a `Policy` of yours."""
     max_model_len: Annotated[int, check_int, 1, _INT32] = 4096
@@ -162,6 +181,8 @@ class Config:
     """Where the processes that share layers run: "mp" spawns them on this machine, "ray" has Ray
     place them, on other machines too, even if it is one; "uni" is this process alone. None is this
     process for one, and mp for several."""
+    step_runner: Annotated[str | None, check_plugin, "runner"] = None
+    """`StepRunner` of yours, as "module:Class", that runs the steps that fit it. None is none."""
     enforce_eager: bool = False
     """Run every step kernel by kernel, without CUDA graphs or recorded steps on the CPU. This takes
     less memory and starts faster, but decodes slower."""
@@ -181,7 +202,7 @@ class Config:
     whichever is smaller."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of a prefix that prompts have in common."""
-    eviction_policy: Annotated[str, check_class, EVICTION_POLICIES] = "lru"
+    eviction_policy: Annotated[str, check_plugin, "eviction", EVICTION_POLICIES] = "lru"
     """Which cached KV makes room when the pool is full: "lru" is the least recently used, or
     "module:Class" names an `EvictionOrder` of yours."""
     kv_offload_gib: Annotated[float | None, check_float, _LEAST_GIB, _MAX_GIB] = None
@@ -192,6 +213,9 @@ class Config:
     engine with the same model and options finds the prefixes there. None is no such directory."""
     kv_cache_dir_gib: Annotated[float, check_float, _LEAST_GIB, _MAX_GIB] = 16.0
     """Most GiB of files in kv_cache_dir: the least recently used go first."""
+    kv_tier: Annotated[str | None, check_plugin, "tier"] = None
+    """`ByteStore` of yours, as "module:Class", that keeps the KV of prompts in place of
+    kv_cache_dir. None is none."""
     max_logprobs: Annotated[int, check_int, -1, _INT32] = 1000
     """Maximum number of log-probabilities that a request may ask for at each token; -1 is the size
     of the vocabulary."""
@@ -217,6 +241,9 @@ class Config:
     profile_dir: Annotated[str | None, check_path, "a directory or None"] = None
     """Directory for the files of profiles, which begin and end while the engine runs; made if it is
     not there. None is that there are no profiles."""
+    logits_rules: Annotated[Sequence[str], check_plugins, "rule"] = ()
+    """`LogitsRule` of yours as "module:Class", or several: requests ask for one by its name in
+    extra_args."""
     logprobs_mode: Annotated[str, check_choice, LOGPROBS_MODES] = "raw_logprobs"
     """What requests for log-probabilities get: raw is what the model says. Processed, of sampled
     tokens, comes after rules, temperature and filters: -inf for tokens that these leave out. Logits
@@ -268,7 +295,12 @@ class Config:
     @property
     def has_tiers(self) -> bool:
         """Whether KV that is in the prefix cache is also kept outside the pool."""
-        return self.kv_offload_gib is not None or self.kv_cache_dir is not None
+        return self.kv_offload_gib is not None or self.has_store
+
+    @property
+    def has_store(self) -> bool:
+        """Whether KV is kept between processes."""
+        return self.kv_cache_dir is not None or self.kv_tier is not None
 
     def _check_needs(self) -> None:
         """Raise ConfigError for an option that is given without another one."""
@@ -280,8 +312,11 @@ class Config:
                     f"{name} {value:g} {what}, but {needed} is {given}: give {needed} too, or "
                     f"leave {name} out"
                 )
+        if self.kv_cache_dir is not None and self.kv_tier is not None:
+            raise ConfigError("kv_cache_dir and kv_tier both keep the KV of prompts: give one")
         if self.has_tiers and not self.enable_prefix_caching:
-            given = "kv_offload_gib" if self.kv_offload_gib is not None else "kv_cache_dir"
+            names = ("kv_offload_gib", "kv_cache_dir", "kv_tier")
+            given = next(name for name in names if getattr(self, name) is not None)
             raise ConfigError(
                 f"{given} keeps what the prefix cache holds, but enable_prefix_caching is False: "
                 "leave one of both out"

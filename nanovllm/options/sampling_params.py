@@ -14,6 +14,7 @@ from nanovllm.options.validation import (
     check_fields,
     check_float,
     check_int,
+    check_names,
     plain_text,
     shown,
     strict_keywords,
@@ -135,14 +136,24 @@ def _logit_bias(error: Error, name: str, value: Any) -> tuple[tuple[int, float],
     return tuple(checked)
 
 
+def _extra_args(error: Error, name: str, value: Any) -> tuple[tuple[str, Any], ...]:
+    if value is None:
+        return ()
+    if isinstance(value, tuple) and all(
+        isinstance(item, tuple) and len(item) == 2 for item in value
+    ):
+        value = dict(value)  # as it is kept
+    return tuple(check_names(error, name, value).items())
+
+
 @strict_keywords(InvalidRequestError)
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How to choose the tokens of one request, and when to stop.
 
     Names and meanings are vLLM's, defaults are nano-vllm's. Logits are processed in vLLM's order:
-    logits_processors, structured_outputs, allowed_token_ids, bad_words, min_tokens, logit_bias,
-    penalties, temperature, min_p, top_k, top_p.
+    logits_processors, extra_args, structured_outputs, allowed_token_ids, bad_words, min_tokens,
+    logit_bias, penalties, temperature, min_p, top_k, top_p.
 
     A field of type Sequence stores a tuple; one of strings also accepts a single string.
 
@@ -194,6 +205,9 @@ class SamplingParams:
     logits_processors: Annotated[Sequence[LogitsProcessor], _processors] = ()
     """Functions that change the logits before each token, called as f(output token ids, logits) or
     f(prompt token ids, output token ids, logits); not with tensor_parallel_size above 1."""
+    extra_args: Annotated[tuple[tuple[str, Any], ...], _extra_args] = ()
+    """Values for logits rules of plugins, by name, such as {"no_digits": true}: those of the
+    engine's option logits_rules."""
     structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
     """The form of the output, such as {"json": {...}} with a JSON schema, {"regex": "..."},
     {"choice": ["yes", "no"]}, {"grammar": "..."} or {"json_object": true}. None is any text."""
@@ -267,6 +281,7 @@ class SamplingParams:
         return bool(
             self.allowed_token_ids is not None
             or self.logits_processors
+            or self.extra_args
             or self.bad_words
             or self.min_tokens
             or self.logit_bias
@@ -290,7 +305,7 @@ class SamplingParams:
             self.structured_outputs is not None
             and self.logprobs is None
             and self.allowed_token_ids is None
-            and not (self.bad_words or self.min_tokens or self.logits_processors)
+            and not (self.bad_words or self.min_tokens or self.logits_processors or self.extra_args)
         )
 
 

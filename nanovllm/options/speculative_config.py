@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from nanovllm.errors import ConfigError
+from nanovllm.options.plugins import check_plugin, installed, is_plugin
 from nanovllm.options.validation import (
     Error,
     check_choice,
@@ -27,6 +28,9 @@ length of n-grams."""
 
 def _method(error: Error, name: str, value: Any) -> str:
     known = _OTHER_NAMES.get(value, value) if isinstance(value, str) else value
+    is_ours = not isinstance(known, str) or known in METHODS
+    if not is_ours and (is_plugin(known) or known in installed("proposer")):
+        return check_plugin(error, name, known, "proposer")
     return check_choice(error, name, known, METHODS)
 
 
@@ -41,8 +45,9 @@ class SpeculativeConfig:
 
     method: Annotated[str | None, _method] = None
     """How to propose: "ngram" (prompt lookup), "draft_model", "eagle3", or "mtp" for the layer that
-    the model's own checkpoint has for drafts; "auto" is "ngram". None is what the draft network is:
-    "eagle3" for an EAGLE-3 head, otherwise "draft_model"."""
+    the model's own checkpoint has for drafts; "auto" is "ngram"; "module:Class" names a `Proposer`
+    of yours. None is what the draft network is: "eagle3" for an EAGLE-3 head, otherwise
+    "draft_model"."""
     model: Annotated[str | None, check_path, "a directory or a hub id"] = None
     """Checkpoint of the draft network: a directory or hub id."""
     num_speculative_tokens: Annotated[int | None, check_int, 1, 1024] = None

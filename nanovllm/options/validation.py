@@ -6,14 +6,12 @@ The caller gives the error class to raise.
 import dataclasses
 import difflib
 import functools
-import importlib
 import inspect
 import logging
 import math
 import numbers
 import operator
 import os
-import re
 import reprlib
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -228,89 +226,6 @@ def check_path(
     if not isinstance(path, str) or not path:
         raise error(f"{name} must be {rule}, got {shown(value)}")
     return plain_text(path)
-
-
-def check_class(error: Error, name: str, value: Any, known: Collection[str]) -> str:
-    """Return `value` if it is one of `known`, or "module:Class", else raise `error`.
-
-    `load_class` finds the class.
-    """
-    if isinstance(value, str) and (value in known or re.fullmatch(r"\w+(\.\w+)*:\w+", value)):
-        return plain_text(value)
-    names = ", ".join(f'"{word}"' for word in known)
-    meant = did_you_mean(shown(value).strip("'"), known)
-    hint = meant * meant.startswith("; did")
-    if inspect.isclass(value):
-        hint = f': give its name, "{value.__module__}:{value.__qualname__}"'
-    raise error(
-        f'{name} must be {names} or a class of yours as "module:Class", got {shown(value)}{hint}'
-    )
-
-
-def load_class(
-    error: Error, name: str, value: str, base: type[T], arguments: tuple[str, ...] = ()
-) -> type[T]:
-    """Return the class that "module:Class" names, which must be derived from `base`.
-
-    Args:
-        arguments: names of those that it is called with.
-
-    Raises:
-        error: the module cannot be imported, or it has no such class.
-    """
-    module_name, _, class_name = value.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as reason:
-        message = (
-            f'{name} is "{value}", but {module_name} cannot be imported: '
-            f"{type(reason).__name__}: {reason}"
-        )
-        # Not a module that it imports itself, which is not found:
-        if isinstance(reason, ModuleNotFoundError) and f"{module_name}.".startswith(
-            f"{reason.name}."
-        ):
-            message += "; PYTHONPATH must have the folder that it is in"
-        raise error(message) from reason
-    found = vars(module).get(class_name)
-    rule = f"a class derived from {base.__module__}.{base.__qualname__}"
-    if found is None:
-        classes = [key for key, item in vars(module).items() if isinstance(item, type)]
-        hint = did_you_mean(class_name, classes)
-        raise error(f'{name} is "{value}", but {module_name} has no {class_name}{hint}')
-    if not isinstance(found, type) or not issubclass(found, base):
-        raise error(f'{name} must name {rule}, but "{value}" is {shown(found)}')
-    if inspect.isabstract(found):
-        methods = sorted(found.__abstractmethods__)  # type: ignore[attr-defined]
-        missing = ", ".join(_call_of(base, method) for method in methods)
-        plural = "s" * (len(methods) > 1)
-        raise error(f'{name} must name {rule}, but "{value}" lacks the method{plural} {missing}')
-    try:
-        inspect.signature(found).bind(*arguments)
-    except TypeError as reason:
-        raise error(
-            f"{name}: {class_name} is called as {class_name}({', '.join(arguments)}), but its "
-            f"__init__ takes other arguments: {reason}"
-        ) from reason
-    return found
-
-
-def make_instance(error: Error, name: str, found: Callable[..., T], *arguments: Any) -> T:
-    """Return what the class that `load_class` found makes of `arguments`.
-
-    Raises:
-        error: it raises an exception.
-    """
-    try:
-        return found(*arguments)
-    except Exception as reason:
-        raise error(f"{name}: __init__() raised {type(reason).__name__}: {reason}") from reason
-
-
-def _call_of(base: type, method: str) -> str:
-    """Return a method as it is called, such as "order(seq)"."""
-    parameters = list(inspect.signature(inspect.getattr_static(base, method)).parameters)
-    return f"{method}({', '.join(parameters[1:])})"
 
 
 def check_names(error: Error, name: str, value: Any) -> dict[str, Any]:

@@ -19,6 +19,9 @@ from nanovllm.loading.hub import Checkpoint, weight_files
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
+from nanovllm.options.plugins import is_plugin, load_class, make_instance
+from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.extensions import CheckedRunner, StepRunner
 from nanovllm.worker.model_loader import NetworkSpec, check_weights
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import Network
@@ -66,8 +69,9 @@ def check_networks(
 
     Raises:
         CheckpointError, ConfigError: as for `check_network`, for each of both.
-        ConfigError: they have different vocabularies.
+        ConfigError: they have different vocabularies, or a class of the user's cannot be loaded.
     """
+    _check_plugins(config)
     target = check_network(config, checkpoint)
     if config.speculation is not None and config.speculation.method == "mtp":
         from nanovllm.features.speculation.proposers.mtp_config import check_mtp
@@ -89,6 +93,7 @@ def _check_draft(target: NetworkSpec, checkpoint: Checkpoint) -> NetworkSpec:
         dtype=str(target.model_config.dtype).removeprefix("torch."),
         speculative_config=None,
         lora=None,
+        model_family=None,
     )
     if spec.method == "eagle3":
         from nanovllm.features.speculation.proposers.eagle3_config import check_eagle3
@@ -113,11 +118,17 @@ def _check_draft(target: NetworkSpec, checkpoint: Checkpoint) -> NetworkSpec:
 
 def _model_config(config: Config, checkpoint: Checkpoint) -> ModelConfig:
     try:
-        found = read_config(checkpoint.config, config.dtype)
+        found = read_config(checkpoint.config, config.dtype, config.model_family)
     except CheckpointError as error:
         if is_gguf(checkpoint.path):  # the message names fields of a config.json
             raise type(error)(f"{checkpoint.path}, its metadata as a {error}") from error
         raise
+    if is_plugin(config.quantization):
+        from nanovllm.features.formats.weight_formats import OwnFormat
+
+        assert config.quantization is not None
+        own = OwnFormat(config.quantization, found.quantization_config or {})
+        found = dataclasses.replace(found, quantization_config=own)
     is_quantised = found.quantization_config is not None
     in_float16 = config.dtype == "auto" and found.dtype == torch.float16
     # GPTQ and AWQ uploads say float16, which the C kernels do not compute in.
@@ -182,6 +193,7 @@ def make_runner(
         make_steps=make_steps,
         make_drafter=make_drafter,
         make_pooling=_make_pooling,
+        make_step_runner=_step_runner_maker(config.step_runner),
     )
     if config.enable_lora:
         from nanovllm.features.lora.rank import RankAdapters
@@ -192,6 +204,55 @@ def make_runner(
 
         runner.parts.append(RankTiers(runner, files))
     return runner
+
+
+def step_runner_class(value: str) -> type[StepRunner]:
+    """Return the class that the option step_runner names, "module:Class".
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    return load_class(ConfigError, "step_runner", value, StepRunner, ("network", "tables"))  # type: ignore[type-abstract]
+
+
+def _step_runner_maker(
+    value: str | None,
+) -> Callable[[Network, DeviceTables], StepRunner] | None:
+    """Return what makes the step runner of the option step_runner; None without one."""
+    if value is None:
+        return None
+    name = f'step_runner="{value}"'
+    found = step_runner_class(value)
+
+    def make(network: Network, tables: DeviceTables) -> StepRunner:
+        return CheckedRunner(make_instance(ConfigError, name, found, network, tables), name)
+
+    return make
+
+
+def _check_plugins(config: Config) -> None:
+    """Raise ConfigError if a class of the user's that ranks need cannot be loaded: otherwise each
+    of them would find out by itself. `check_network` looks for families and formats.
+    """
+    if is_plugin(config.attention_backend):
+        from nanovllm.attention.selector import backend_class
+
+        backend_class(config.attention_backend)
+    if config.step_runner is not None:
+        step_runner_class(config.step_runner)
+    if config.logits_rules:
+        from nanovllm.layers.logits_rules import load_rules
+
+        load_rules(config.logits_rules)
+    if config.kv_tier is not None:
+        from nanovllm.features.tiers.store import store_class
+
+        store_class(config.kv_tier)
+    method = None if config.speculation is None else config.speculation.method
+    if method is not None and is_plugin(method):
+        from nanovllm.features.speculation.proposers.registry import proposer_class
+
+        proposer_class(method)
 
 
 def _make_pooling(network: Network) -> "RankPooling":

@@ -16,10 +16,12 @@ def with_arithmetic(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
     names = {backend.name for backend in network.attention.backends}
     in_c = names == {"cpu"} and network.kernels.name == "c"
     # A step that can be recorded consists of C kernels alone, none of which mixes rows.
-    is_invariant = in_c and bool(runner.step_runners)
+    is_invariant = in_c and bool(runner.step_runners) and config.step_runner is None
     kernels = f"C, {library.description()}" if in_c else network.kernels.name
     dtype = str(network.model_config.dtype).removeprefix("torch.")
-    stored = (network.model_config.quantization_config or {}).get("quant_method")
+    stored = None
+    if isinstance(network.model_config.quantization_config, dict):
+        stored = network.model_config.quantization_config.get("quant_method")
     if stored is None and config.quantization != "none" and is_gguf(Path(config.model)):
         stored = "gguf"
     return dataclasses.replace(

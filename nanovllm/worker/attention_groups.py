@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.attention.backend import Backend
+from nanovllm.attention.backend import Backend, CheckedBackend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.selector import select_backend
 from nanovllm.attention.spec import AttentionSpec
@@ -56,10 +56,11 @@ class AttentionGroups:
             "block_size": config.kvcache_block_size,
             "kv_dtype": self._dtype,
         }
-        first = select_backend(_spec(layers[0], max_model_len, common), kernels)
+        asked = config.attention_backend
+        first = select_backend(_spec(layers[0], max_model_len, common), kernels, asked)
         common["block_size"] = first.block_size
         specs = [_spec(layer, max_model_len, common) for layer in layers]
-        backends = {spec: select_backend(spec, kernels) for spec in dict.fromkeys(specs)}
+        backends = {spec: select_backend(spec, kernels, asked) for spec in dict.fromkeys(specs)}
         spec_of = dict(zip(layers, specs, strict=True))
         owners = [layer for layer in layers if layer.source is None]
         self._shapes = [backends[spec_of[layer]].kv_cache_shape(1) for layer in owners]
@@ -79,6 +80,9 @@ class AttentionGroups:
             for layer, spec in spec_of.items()
         ]
         self.groups = sorted(dict.fromkeys(keys), key=lambda group: group.table)
+        self._spread = len(self.groups) > 1 or self.states.num_pages > 0
+        if self._spread or (config.has_tiers and device.type == "cpu"):
+            _check_apart(self.backends)
         self._group_of = [self.groups.index(key) for key in keys]
 
     @property
@@ -96,7 +100,7 @@ class AttentionGroups:
         # A CPU's first token of a block then waits for few new pages. Fused kernels of a GPU want
         # contiguous layers.
         by_page = all(b.blocks_lie_apart and not b.supports_graph for b in self.backends)
-        by_page |= len(self.groups) > 1 or self.states.num_pages > 0
+        by_page |= self._spread
         pool = KVPool(self.layout, shapes, self._dtype, device, by_page=by_page)
         caches = iter(pool.layers)
         for layer, group in zip(self.layers, self._group_of, strict=True):
@@ -124,6 +128,17 @@ class AttentionGroups:
             for backend, table in self.groups
         )
         return dataclasses.replace(first, others=tuple(others)) if others else first
+
+
+def _check_apart(backends: list[Backend]) -> None:
+    """Raise ConfigError if a backend of the user's cannot take a cache whose blocks lie apart."""
+    for backend in backends:
+        if isinstance(backend, CheckedBackend) and not backend.blocks_lie_apart:
+            raise ConfigError(
+                f"attention_backend {backend.name} says that blocks_lie_apart is False, but they "
+                "do in a model with several kinds of layers, and on a CPU with kv_offload_gib, "
+                "kv_cache_dir or kv_tier: let it index blocks and offsets, or leave one out"
+            )
 
 
 def _spec(layer: Attention, max_model_len: int, common: dict[str, Any]) -> AttentionSpec:

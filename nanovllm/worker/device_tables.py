@@ -5,7 +5,8 @@ tokens are written here on the device, so the next step can be built before the 
 """
 
 from array import array
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from nanovllm.utils.transfer import upload
 from nanovllm.worker.kv_cache import zeros
 
 if TYPE_CHECKING:
-    from nanovllm.layers.logits_rules import LogitsRules
+    from nanovllm.layers.logits_rules import LogitsRule, LogitsRules
     from nanovllm.worker.state_table import StateTable
 
 
@@ -30,16 +31,25 @@ class DeviceTables:
 
     The extra table row `scratch_idx` belongs to no sequence. Padding rows of a batch read and write
     it. Its block tables hold block `num_blocks`, which the scheduler never allocates.
+
+    Args:
+        own_rules: logits rules of the user's, by name.
     """
 
     def __init__(
-        self, info: WorkerInfo, max_num_seqs: int, device: torch.device, kernels: Kernels
+        self,
+        info: WorkerInfo,
+        max_num_seqs: int,
+        device: torch.device,
+        kernels: Kernels,
+        own_rules: "Mapping[str, type[LogitsRule]]" = MappingProxyType({}),
     ) -> None:
         num_rows = max_num_seqs + 1
         width = -(-info.max_model_len // info.block_size)
         self.block_size = info.block_size
         self.device = device
         self.kernels = kernels
+        self._own_rules = own_rules
         self.scratch_idx = max_num_seqs
         # A table row's tokens and page ids are adjacent, so one upload writes all. The extra
         # token column takes what follows position max_model_len - 1: only warm-up samples there.
@@ -150,8 +160,10 @@ class DeviceTables:
             if new.params.has_rules:
                 from nanovllm.layers.logits_rules import LogitsRules
 
-                words = new.bad_words, new.stop_token_ids, self.device
-                self.rules[new.table_idx] = LogitsRules(new.params, new.num_prompt_tokens, *words)
+                words = new.bad_words, new.stop_token_ids
+                self.rules[new.table_idx] = LogitsRules(
+                    new.params, new.num_prompt_tokens, *words, self.device, self._own_rules
+                )
 
 
 def _state_table(pages: torch.Tensor, info: WorkerInfo) -> "StateTable | None":

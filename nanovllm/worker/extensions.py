@@ -1,10 +1,12 @@
 """What features add to a worker: faster ways to run steps, and parts of a runner."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from nanovllm.errors import PluginError
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.step_output import PendingResult
@@ -33,16 +35,57 @@ class Computed(NamedTuple):
     """[T] int64, what the tables held after each token before; None if no row has drafts."""
 
 
-class StepRunner(Protocol):
+class StepRunner(ABC):
     """A faster way to run some steps than layer by layer."""
 
+    @abstractmethod
     def fits(self, rows: list[Row]) -> bool:
         """Return whether this runner can run a step of `rows`."""
-        ...
 
+    @abstractmethod
     def run(self, rows: list[Row]) -> Computed:
         """Write the KV of the tokens of `rows`; return what was computed."""
-        ...
+
+
+class CheckedRunner(StepRunner):
+    """A step runner from outside of the package: what it raises or does wrong is an error that
+    names it. It is not asked about rows that follow drafts in flight, whose positions only the
+    device knows.
+
+    Args:
+        runner: the one that runs steps.
+        name: for the errors, `step_runner="module:Class"`.
+    """
+
+    def __init__(self, runner: StepRunner, name: str) -> None:
+        self.runner = runner
+        self._name = name
+
+    def fits(self, rows: list[Row]) -> bool:
+        if any(row.num_unverified_tokens for row in rows):
+            return False
+        return bool(PluginError.guard(self._name, "fits()", self.runner.fits, rows))
+
+    def run(self, rows: list[Row]) -> Computed:
+        computed = PluginError.guard(self._name, "run()", self.runner.run, rows)
+        num_tokens = sum(row.num_scheduled_tokens for row in rows)
+        if not isinstance(computed, Computed):
+            raise PluginError.of(
+                self._name,
+                f"run() returned {computed!r:.80}: return a {Computed.__module__}.Computed",
+            )
+        if computed.hidden is None and computed.tokens is None:
+            raise PluginError.of(
+                self._name, "run() computed neither hidden states nor tokens: give one of both"
+            )
+        for field, value in computed._asdict().items():
+            if value is not None and len(value) != num_tokens:
+                raise PluginError.of(
+                    self._name,
+                    f"run() returned {field} of {len(value)} tokens for a step of {num_tokens}: "
+                    "return those of all tokens, in the order of the rows",
+                )
+        return computed
 
 
 class RunnerPart:

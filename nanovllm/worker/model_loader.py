@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.errors import CheckpointError
+from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.linear import Matrix
 from nanovllm.loading.files import is_gguf
@@ -27,8 +27,9 @@ from nanovllm.loading.loader import (
 from nanovllm.loading.tensor_files import TensorInfo, equal_tensors, read_header
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.registry import model_class
+from nanovllm.models.registry import model_class, own_family
 from nanovllm.options.config import Config
+from nanovllm.options.plugins import make_instance
 from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.utils.memory import return_freed
 from nanovllm.utils.pages import PageReserve
@@ -187,8 +188,12 @@ def make_modules(
 
 
 def _build(model_config: ModelConfig, max_model_len: int, device: torch.device) -> nn.Module:
+    name = own_family(model_config)
     with _default_dtype(model_config.dtype), device:
-        return model_class(model_config)(model_config, max_model_len)
+        make = model_class(model_config)
+        if name is None:
+            return make(model_config, max_model_len)
+        return make_instance(ConfigError, name, make, model_config, max_model_len)
 
 
 def load_model(model: nn.Module, spec: NetworkSpec, kernels: Kernels) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from nanovllm.features.speculation.proposers.proposer import Proposer
     from nanovllm.features.structured.grammar_masks import GrammarMasks
     from nanovllm.features.training.rank import RankWeights
+    from nanovllm.layers.logits_rules import LogitsRule
     from nanovllm.worker.logprobs import Logprobs
 
 
@@ -41,6 +42,8 @@ class ModelRunner:
         make_steps, make_drafter: called with the network and the most tokens of a step. Without
             them, all steps run layer by layer, and none has drafts.
         make_pooling: called with the network when a sequence is first pooled.
+        make_step_runner: called with the network and the tables: makes the user's step runner,
+            which is asked first.
 
     Attributes:
         parts: what adapters and tiers add, if the options ask for them.
@@ -64,6 +67,7 @@ class ModelRunner:
         make_steps: "Callable[[Network, int], StepRunners] | None" = None,
         make_drafter: "Callable[[Network, int], Proposer] | None" = None,
         make_pooling: "Callable[[Network], RankPooling] | None" = None,
+        make_step_runner: Callable[[Network, DeviceTables], StepRunner] | None = None,
     ) -> None:
         config = self.config = target.config
         self.device = device
@@ -82,7 +86,13 @@ class ModelRunner:
         self.drafter = make_drafter and make_drafter(network, self.max_num_batched_tokens)
         self.parts: list[RunnerPart] = []
         self.masks: GrammarMasks | None = None
+        self._own_rules: dict[str, type[LogitsRule]] = {}
+        if config.logits_rules:
+            from nanovllm.layers.logits_rules import load_rules
+
+            self._own_rules = load_rules(config.logits_rules)
         self._make_pooling = make_pooling
+        self.make_step_runner = make_step_runner
         self.pooling: RankPooling | None = None
         self.weights: RankWeights | None = None
         self.watch: SamplingWatch | None = None
@@ -93,7 +103,7 @@ class ModelRunner:
         """Make the KV pool and new tables, in place of any others; return the tables."""
         self.network.make_pool(info.num_blocks + self.num_padding_blocks)
         self.tables = DeviceTables(
-            info, self.config.max_num_seqs, self.device, self.network.kernels
+            info, self.config.max_num_seqs, self.device, self.network.kernels, self._own_rules
         )
         return self.tables
 

@@ -12,7 +12,9 @@ from functools import partial
 
 import torch
 
+from nanovllm.errors import PluginError
 from nanovllm.kv.windows import num_tables
+from nanovllm.models.registry import own_family
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import MAX_SAMPLES, Admission, Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
@@ -114,13 +116,21 @@ def allocate(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
     Returns `info`, with what the drafter and the parts measure.
     """
     tables = runner.allocate(info)
+    network = runner.network
     drafter = runner.drafter
     if drafter is not None:
         drafter.allocate(tables, info.num_blocks)
+    family = own_family(network.model_config)
+    if family is not None:  # before anything records it
+        token = [Row(-1, 0, 0, 1, samples=False)]
+        PluginError.guard(family, "forward()", network.forward, tables, token, None)
+        network.pool.zero([0])
     if runner.device.type == "cuda":
         compile_kernels(runner, info)
     if runner.steps is not None:
         runner.step_runners = runner.steps.make(tables, accepts=runner.follows_drafts)
+    if runner.make_step_runner is not None:
+        runner.step_runners.insert(0, runner.make_step_runner(network, tables))
     info = with_arithmetic(runner, info)
     if drafter is not None:
         info = dataclasses.replace(info, follows_drafts=runner.follows_drafts)

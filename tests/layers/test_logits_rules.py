@@ -218,6 +218,7 @@ def test_rules_are_needed_where_a_parameter_says_so():
         "frequency_penalty": 0.1,
         "repetition_penalty": 0.9,
         "logits_processors": (lambda token_ids, logits: logits,),
+        "extra_args": {"no_digits": True},
     }
     of_others = {
         "temperature": 0.5,

@@ -70,8 +70,11 @@ def test_every_field_can_be_given():
         "gpu_memory_utilization": 0.5,
         "tensor_parallel_size": 1,
         "distributed_executor_backend": "mp",
+        "step_runner": "my.module:Runner",
         "enforce_eager": True,
+        "model_family": "my.module:Family",
         "quantization": "int8",
+        "attention_backend": "my.module:Backend",
         "kv_cache_dtype": "fp8",
         "num_threads": 2,
         "native_kernels": False,
@@ -83,6 +86,8 @@ def test_every_field_can_be_given():
         "kv_offload_gib": 0.5,
         "kv_cache_dir": "/kv",
         "kv_cache_dir_gib": 2.0,
+        "kv_tier": None,  # not beside a directory
+        "logits_rules": ("my.module:Rule",),
         "max_logprobs": -1,
         "speculative_config": {
             "method": "draft_model",
@@ -277,12 +282,19 @@ def test_sizes_of_tiers_are_checked(field, value):
         Config("model", kv_cache_dir="/kv", **{field: value})
 
 
-@pytest.mark.parametrize("option", [{"kv_offload_gib": 1}, {"kv_cache_dir": "/kv"}])
+@pytest.mark.parametrize(
+    "option", [{"kv_offload_gib": 1}, {"kv_cache_dir": "/kv"}, {"kv_tier": "m:C"}]
+)
 def test_tiers_need_the_prefix_cache(option):
     (name,) = option
     with pytest.raises(ConfigError, match=f"{name} keeps .* enable_prefix_caching is False"):
         Config("model", enable_prefix_caching=False, **option)
     assert Config("model", **option).has_tiers
+
+
+def test_prompts_are_kept_in_one_place():
+    with pytest.raises(ConfigError, match="kv_cache_dir and kv_tier both keep .*: give one"):
+        Config("model", kv_cache_dir="/kv", kv_tier="my.module:Tier")
 
 
 def test_a_limit_needs_its_directory():

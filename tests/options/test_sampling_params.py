@@ -148,6 +148,7 @@ EVERY_FIELD = {
     "allowed_token_ids": [3, 4, 5],
     "bad_words": ["never"],
     "logits_processors": [forbid_nothing],
+    "extra_args": {"no_digits": True},
     "structured_outputs": StructuredOutputsParams(choice=("yes", "no")),
     "logprobs": 3,
     "prompt_logprobs": 0,

@@ -9,8 +9,20 @@ from nanovllm.errors import ConfigError
 from nanovllm.options.validation import check_choice, shown
 
 TEMPLATES = Path(__file__).with_name("templates")
-KINDS = ("policy", "eviction")
+KINDS = (
+    "policy",
+    "eviction",
+    "tier",
+    "backend",
+    "format",
+    "proposer",
+    "family",
+    "rule",
+    "runner",
+)
 """The kinds of plugins. Each has a file in `templates`, with a class such as MyPolicy."""
+
+_MAX_NAME = 100
 
 
 def write_plugin(kind: str, name: str | None, folder: Path) -> Path:
@@ -46,7 +58,8 @@ def summary(path: Path) -> str:
 
 def _check_name(name: str, path: Path) -> None:
     """Raise ConfigError unless a new module can have this name."""
-    if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
+    is_module = name.isidentifier() and not keyword.iskeyword(name) and name == name.lower()
+    if not is_module or not name.strip("_") or len(name) > _MAX_NAME:
         raise ConfigError(
             f"NAME must be that of a Python module in lower case, such as shortest_first, got "
             f"{shown(name)}"

@@ -22,7 +22,7 @@ from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.params import (
     LEAST_LOGPROB,
     chat_params,
-    structured_names,
+    field_names,
 )
 from nanovllm.apps.server.protocol.chat import (
     AnswerMessage,
@@ -58,7 +58,7 @@ router = APIRouter(tags=["chat"], route_class=JSONRoute)
 async def answer_chat(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
     server = state_of(request)
-    renamed = {**structured_names(body), "logprobs": "top_logprobs"}
+    renamed = {**field_names(body), "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
     with naming_params(ChatRequest.model_fields, "messages", renamed):

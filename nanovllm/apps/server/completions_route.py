@@ -14,8 +14,8 @@ from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.params import (
     LEAST_LOGPROB,
     check_logprobs,
+    field_names,
     sampling_params,
-    structured_names,
 )
 from nanovllm.apps.server.protocol.common import StreamOptions, Usage, usage
 from nanovllm.apps.server.protocol.completions import (
@@ -44,7 +44,7 @@ TokenLogprobs = dict[int, Logprob] | None
 async def complete(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or many."""
     server = state_of(request)
-    with naming_params(CompletionRequest.model_fields, "prompt", structured_names(body)):
+    with naming_params(CompletionRequest.model_fields, "prompt", field_names(body)):
         params = _params(server, body)
         prompts = _prompts(server, body)
         answer = _Answer(server, body, params, len(prompts))

@@ -13,7 +13,7 @@ from nanovllm.apps.server.conversation import AnswerReader, params_in_form, rend
 from nanovllm.apps.server.error_bodies import APIError, anthropic_body, naming_params
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.message_blocks import MessageBuilder, messages_of
-from nanovllm.apps.server.params import chat_params, structured_names
+from nanovllm.apps.server.params import chat_params, field_names
 from nanovllm.apps.server.protocol.message_objects import (
     MessageEvent,
     MessageObject,
@@ -43,7 +43,7 @@ _STOP_REASONS: dict[str | None, StopReason] = {
 async def answer(request: Request, body: MessagesRequest) -> Response:
     """Answer a conversation."""
     server = state_of(request)
-    renamed = {"stop": "stop_sequences", **structured_names(body)}
+    renamed = {"stop": "stop_sequences", **field_names(body)}
     fields = MessagesRequest.model_fields
     with naming_params(fields, "messages", renamed), _saying_too_long():
         place = generation.admit(request, 1, body)

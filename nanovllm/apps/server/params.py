@@ -43,6 +43,8 @@ def sampling_params(
     fields = {name: value for name in _FIELDS if (value := getattr(given, name)) is not None}
     if forms := given.forms():
         (fields["structured_outputs"],) = forms.values()
+    if given.vllm_xargs:
+        fields["extra_args"] = given.vllm_xargs
     fields = {"max_tokens": default_max_tokens, **fields, "logprobs": logprobs, **changes}
     params = dataclasses.replace(server.llm.get_default_sampling_params(), **fields)
     server.llm.engine.input_processor.params_check.check(params)
@@ -101,7 +103,8 @@ def _at_position(server: ServerState, count: int | None) -> int:
     return (server.llm.engine.worker_info.vocab_size if count == -1 else count) + 1
 
 
-def structured_names(given: GenerationRequest) -> dict[str, str]:
-    """Return, by the engine's names of it, the field that says what the answer must fit."""
+def field_names(given: GenerationRequest) -> dict[str, str]:
+    """Return, by the engine's names, the fields of a request that have other names."""
     field = next(iter(given.forms()), "structured_outputs")
-    return {"structured_outputs": field, "StructuredOutputsParams": field}
+    names = {"structured_outputs": field, "StructuredOutputsParams": field}
+    return {**names, "extra_args": "vllm_xargs"}

@@ -15,7 +15,7 @@ from nanovllm.apps.server.answers.parameter_types import typed
 from nanovllm.apps.server.conversation import AnswerReader, params_in_form, render, run
 from nanovllm.apps.server.error_bodies import APIError, as_api_error, naming_params
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.params import chat_params, structured_names
+from nanovllm.apps.server.params import chat_params, field_names
 from nanovllm.apps.server.protocol.request_messages import MAX_ITEMS
 from nanovllm.apps.server.protocol.response_objects import (
     DeletedResponse,
@@ -63,7 +63,7 @@ _ECHOED = ResponseObject.model_fields.keys() - {"model", "temperature", "top_p"}
 async def respond(request: Request, body: ResponsesRequest) -> Response:
     """Answer an input."""
     server = state_of(request)
-    renamed = {"max_tokens": "max_output_tokens", **structured_names(body)}
+    renamed = {"max_tokens": "max_output_tokens", **field_names(body)}
     with naming_params(ResponsesRequest.model_fields, "input", renamed):
         place = generation.admit(request, 1, body)
         known = _known(request, body)

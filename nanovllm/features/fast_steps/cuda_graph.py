@@ -21,7 +21,7 @@ from nanovllm.scheduler.messages import Row
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.progress import progress_bar
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.extensions import LAPS, Computed
+from nanovllm.worker.extensions import LAPS, Computed, StepRunner
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def draft_graph_sizes(max_tokens: int) -> list[int]:
     return [*(1 << i for i in range((max_tokens - 1).bit_length())), max_tokens]
 
 
-class GraphRunner:
+class GraphRunner(StepRunner):
     """Runs steps of few tokens by replaying graphs.
 
     To a graph each token is a separate row. So the tokens of one sequence are rows that share a

@@ -17,7 +17,7 @@ from nanovllm.features.fast_steps.cuda_capture import Capture, Graph
 from nanovllm.scheduler.messages import Row
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.progress import progress_bar
-from nanovllm.worker.extensions import Computed
+from nanovllm.worker.extensions import Computed, StepRunner
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def piece_sizes(max_tokens: int) -> list[int]:
     return sorted(size for size in sizes if size <= max_tokens)
 
 
-class PiecewiseGraphs:
+class PiecewiseGraphs(StepRunner):
     """Runs a model's forward pass by replaying graphs, with attention between them.
 
     A graph computes a fixed number of tokens. Those after the tokens of the step are padding: they

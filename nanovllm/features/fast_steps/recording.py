@@ -20,7 +20,7 @@ from nanovllm.kernels.cpu import library, table_ops
 from nanovllm.kernels.cpu.calls import pack_call, size_of
 from nanovllm.scheduler.messages import Row
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.extensions import Computed
+from nanovllm.worker.extensions import Computed, StepRunner
 from nanovllm.worker.state_table import Replays
 
 Forward = Callable[[Batch], torch.Tensor]
@@ -118,7 +118,7 @@ def _record(model: Forward, batch: Batch) -> tuple[Recording, torch.Tensor]:
     return recording, hidden
 
 
-class RecordedModel:
+class RecordedModel(StepRunner):
     """A forward pass for batches of up to MAX_TOKENS tokens.
 
     Args:

@@ -18,7 +18,7 @@ from nanovllm.features.formats.settings import (
 )
 from nanovllm.features.formats.stored import Field
 from nanovllm.features.formats.stored_integers import IntegerForm, StoredIntegers
-from nanovllm.layers.linear import Matrix
+from nanovllm.layers.linear import Matrix, WeightFormat
 
 _BITS = 4
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -32,7 +32,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 """Supported values of fields that change the layout."""
 
 
-class Awq:
+class Awq(WeightFormat):
     """The format of an AWQ checkpoint."""
 
     name = "AWQ"

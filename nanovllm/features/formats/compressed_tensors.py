@@ -26,7 +26,7 @@ from nanovllm.features.formats.settings import (
 from nanovllm.features.formats.stored import Field
 from nanovllm.features.formats.stored_fp8 import StoredFp8
 from nanovllm.features.formats.stored_integers import IntegerForm, StoredIntegers
-from nanovllm.layers.linear import Matrix, StoredWeight
+from nanovllm.layers.linear import Matrix, StoredWeight, WeightFormat
 from nanovllm.options.validation import shown
 
 _STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block", "token")
@@ -257,7 +257,7 @@ _STORED: dict[str, StoredScheme] = {
 """By `Scheme.format`."""
 
 
-class CompressedTensors:
+class CompressedTensors(WeightFormat):
     """The format of a checkpoint of compressed-tensors."""
 
     name = "compressed-tensors"

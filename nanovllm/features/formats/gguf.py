@@ -15,7 +15,7 @@ from nanovllm.features.formats.rounding import EXACT
 from nanovllm.features.formats.stored import PanelRows, first_row
 from nanovllm.kernels.cpu.library import torch_on_one_thread
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
-from nanovllm.layers.linear import LinearBase, Matrix
+from nanovllm.layers.linear import LinearBase, Matrix, WeightFormat
 from nanovllm.loading.gguf_header import GGUF_TYPES
 from nanovllm.loading.shards import Shard
 from nanovllm.loading.tensor_files import TensorInfo
@@ -29,7 +29,7 @@ _BYTES_AT_ONCE = 2**20
 """Unpacked at once: what the loader reads at once."""
 
 
-class GgufFormat:
+class GgufFormat(WeightFormat):
     """A GGUF file whose blocks stay as they are, where that is exact and the user wants it.
 
     The linears that are computed as one must be of the same type. A `SmallLinear` is converted: its

@@ -21,7 +21,7 @@ from nanovllm.features.formats.settings import (
 )
 from nanovllm.features.formats.stored import Field
 from nanovllm.features.formats.stored_integers import IntegerForm, StoredIntegers
-from nanovllm.layers.linear import Matrix
+from nanovllm.layers.linear import Matrix, WeightFormat
 from nanovllm.options.validation import shown
 from nanovllm.utils.safe_regex import SafeRegex
 
@@ -40,7 +40,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 """Supported values of fields that change the layout or the network."""
 
 
-class Gptq:
+class Gptq(WeightFormat):
     """The format of a GPTQ checkpoint."""
 
     name = "GPTQ"

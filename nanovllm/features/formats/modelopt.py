@@ -14,7 +14,7 @@ from nanovllm.features.formats.names import ModuleList, enclosing, plain
 from nanovllm.features.formats.settings import WHERE, one_form, read_object, unsupported
 from nanovllm.features.formats.stored import Field
 from nanovllm.features.formats.stored_fp8 import StoredFp8
-from nanovllm.layers.linear import Matrix, StoredWeight
+from nanovllm.layers.linear import Matrix, StoredWeight, WeightFormat
 from nanovllm.options.validation import shown
 
 _ALGORITHMS: dict[str, Field | Fp4Layout] = {
@@ -28,7 +28,7 @@ _MIXED = "MIXED_PRECISION"
 _MAX_LINEARS = 2**17
 
 
-class ModelOpt:
+class ModelOpt(WeightFormat):
     """The format of a checkpoint of ModelOpt."""
 
     name = "ModelOpt"

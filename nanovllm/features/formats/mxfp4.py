@@ -14,7 +14,7 @@ from nanovllm.features.formats.integer import IntRows
 from nanovllm.features.formats.stored import row_ranges
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.experts import StackedLinear
-from nanovllm.layers.linear import Matrix
+from nanovllm.layers.linear import Matrix, WeightFormat
 from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import tensor_parallel
 
@@ -22,7 +22,7 @@ _BLOCK = 32
 _BLOCK_BYTES = 16
 
 
-class Mxfp4Format:
+class Mxfp4Format(WeightFormat):
     """A checkpoint whose experts are in MXFP4. All else is plain numbers."""
 
     name = "MXFP4"

@@ -12,7 +12,7 @@ from nanovllm.features.formats.integer import BITS, IntRows, choose_group_size
 from nanovllm.features.formats.stored import NUMBERS_AT_ONCE, PanelRows, first_row
 from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
 from nanovllm.layers.experts import Router, StackedLinear
-from nanovllm.layers.linear import LinearBase, Matrix
+from nanovllm.layers.linear import LinearBase, Matrix, WeightFormat
 from nanovllm.layers.pieces import HeadLinear, SmallLinear
 from nanovllm.loading.shards import Shard
 from nanovllm.utils.pages import PageReserve
@@ -22,7 +22,7 @@ EXACT = (Router, SmallLinear, HeadLinear)
 gate."""
 
 
-class Rounding:
+class Rounding(WeightFormat):
     """All weights in "int8", "w8a8" or "int4", or those of linears in "fp8".
 
     Args:

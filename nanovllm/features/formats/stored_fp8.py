@@ -18,7 +18,7 @@ from nanovllm.features.formats.stored import (
     row_ranges,
 )
 from nanovllm.kernels.torch_kernels import TORCH, Kernels, WeightMethod
-from nanovllm.layers.linear import Matrix
+from nanovllm.layers.linear import Matrix, WeightFormat
 from nanovllm.layers.pieces import HeadLinear
 from nanovllm.loading.shards import Shard
 
@@ -37,7 +37,7 @@ them. "ue8m0" says that scales are powers of two: in a file they are float32 as 
 _EXCLUDED = ("modules_to_not_convert", "ignored_layers")
 
 
-class Fp8Format:
+class Fp8Format(WeightFormat):
     """A checkpoint whose linears are in FP8, but for some that are excluded."""
 
     name = "FP8"

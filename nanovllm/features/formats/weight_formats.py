@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,12 +21,13 @@ from nanovllm.features.formats.settings import UNREAD_SCALES, kv_scheme
 from nanovllm.features.formats.stored_fp8 import Fp8Format, StoredFp8
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.experts import StackedLinear
-from nanovllm.layers.linear import LinearBase, Matrix, StoredWeight, shared_matrices
+from nanovllm.layers.linear import LinearBase, Matrix, WeightFormat, shared_matrices
 from nanovllm.layers.pieces import HeadLinear
 from nanovllm.loading.files import is_gguf
 from nanovllm.loading.shards import Shard, model_shards
 from nanovllm.loading.tensor_files import read_header
 from nanovllm.options.config import Config
+from nanovllm.options.plugins import installed, load_class, make_instance
 from nanovllm.options.validation import shown
 from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.utils.pages import PageReserve
@@ -34,31 +35,13 @@ from nanovllm.utils.pages import PageReserve
 logger = logging.getLogger(__name__)
 
 
-class WeightFormat(Protocol):
-    """How the weights of a checkpoint are stored.
+class OwnFormat(NamedTuple):
+    """A format of the user's, in place of a quantization_config. No config.json can say this."""
 
-    A format that `quantization_config` names is made of that. It raises UnsupportedModelError for a
-    setting that is not implemented, and CheckpointError for a field of the wrong type.
-    """
-
-    name: str
-    """For errors: "FP8"."""
-
-    def stored(self, matrix: Matrix, names: list[str]) -> StoredWeight | None:
-        """Return how the weight of `matrix` is stored; None: as plain numbers.
-
-        The shape [n, k], dtype and device of `matrix.weight` are those of the weight on this rank;
-        it has no memory. The caller puts a weight on the meta device in its place.
-
-        Args:
-            names: dotted paths, as the checkpoint has them, of the linears that `matrix` merges.
-                Experts are a linear each, or one for all.
-
-        Raises:
-            UnsupportedModelError: only some of them are in this format, or not in the same form.
-            ConfigError: this rank's part begins or ends inside a group of numbers.
-        """
-        ...
+    plugin: str
+    """The option `quantization`: "module:Class"."""
+    config: dict[str, Any]
+    """The checkpoint's quantization_config; empty without one."""
 
 
 FORMATS: dict[str, Callable[[dict[str, Any]], WeightFormat]] = {
@@ -76,14 +59,18 @@ _LINEARS = (LinearBase, StackedLinear, HeadLinear)
 
 
 def checkpoint_format(config: Any) -> WeightFormat | None:
-    """Read `quantization_config` of config.json; None: the weights are plain numbers.
+    """Read `quantization_config` of config.json, or an `OwnFormat`; None: the weights are plain
+    numbers. A quant_method that is not in `FORMATS` may be the name of an installed plugin.
 
     Raises:
         UnsupportedModelError: a setting is not implemented.
         CheckpointError: a field has the wrong type.
+        ConfigError: the user's format cannot be loaded.
     """
     if config is None:
         return None
+    if isinstance(config, OwnFormat):
+        return _own_format(config)
     if not isinstance(config, dict):
         raise CheckpointError(
             f"config.json: quantization_config must be an object, is {shown(config)}"
@@ -95,6 +82,10 @@ def checkpoint_format(config: Any) -> WeightFormat | None:
             f"{shown(config['group_size'])}), whose form is not supported: take the original "
             f"checkpoint, a GGUF file, or one in {', '.join(FORMATS)}"
         )
+    if isinstance(method, str) and method not in FORMATS:
+        plugin = installed("format").get(method)
+        if plugin is not None:
+            return _own_format(OwnFormat(plugin, config))
     if not isinstance(method, str) or method not in FORMATS:
         raise UnsupportedModelError(
             f"quantization_config quant_method {shown(method)} is not supported (only "
@@ -102,6 +93,16 @@ def checkpoint_format(config: Any) -> WeightFormat | None:
         )
     kv_scheme(config)
     return FORMATS[method](config)
+
+
+def _own_format(own: OwnFormat) -> WeightFormat:
+    """Return the user's format.
+
+    Raises:
+        ConfigError: it cannot be loaded, or raises an exception that is not ours.
+    """
+    found = load_class(ConfigError, "quantization", own.plugin, WeightFormat, ("config",))  # type: ignore[type-abstract]
+    return make_instance(ConfigError, f'quantization="{own.plugin}"', found, own.config)
 
 
 def check_quantization(stored: Any, config: Config) -> None:
@@ -113,6 +114,13 @@ def check_quantization(stored: Any, config: Config) -> None:
     """
     found = checkpoint_format(stored)
     asked = config.quantization
+    if isinstance(stored, OwnFormat):
+        if is_gguf(Path(config.model)):
+            raise ConfigError(
+                f'quantization="{asked}" is for safetensors files, and {config.model} has blocks '
+                "of its own: leave it out"
+            )
+        return
     if found is not None and (asked == "none" or (asked == "fp8" and not _is_fp8(stored))):
         raise ConfigError(
             f"quantization {asked!r}: {config.model} is in {found.name}, whose linears stay in "

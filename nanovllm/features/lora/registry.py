@@ -91,7 +91,7 @@ class AdapterRegistry:
 
 def make_registry(config: Config, checkpoint: Checkpoint) -> AdapterRegistry:
     """Return an empty registry for the model of `checkpoint`."""
-    model_config = read_config(checkpoint.config, config.dtype)
+    model_config = read_config(checkpoint.config, config.dtype, config.model_family)
     return AdapterRegistry(adapter_linears(model_config), config.max_lora_rank)
 
 

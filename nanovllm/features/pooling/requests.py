@@ -281,7 +281,7 @@ def pooling_requests(
     Raises:
         CheckpointError: a file of the checkpoint is invalid, or asks for what is not supported.
     """
-    hidden_size = read_config(checkpoint.config, config.dtype).hidden_size
+    hidden_size = read_config(checkpoint.config, config.dtype, config.model_family).hidden_size
     settings = read_settings(checkpoint, config.model)
     return PoolingRequests(settings, tokenizer, limit, hidden_size)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from nanovllm.errors import ConfigError
 from nanovllm.features.tiers.entry_file import MAX_KEY_BYTES, file_bytes, read_file, write_file
 from nanovllm.features.tiers.eviction import NAMESPACE, Evictor, new_temporary
+from nanovllm.features.tiers.tier import ByteStore
 from nanovllm.options.validation import shown
 from nanovllm.utils.disk_cache import check_directory, check_ours, open_ours
 
@@ -31,7 +32,7 @@ _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What the system answers when this process has too much of something: the file may be right."""
 
 
-class DirectoryStore:
+class DirectoryStore(ByteStore):
     """Keeps entries of the prefix cache as bytes, longer than a process lives.
 
     One thread may write while others read. No method raises: an entry that cannot be had is a miss,

@@ -9,6 +9,7 @@ An adapter's digest is not part of it: one engine serves many, so it belongs in 
 
 import dataclasses
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -134,6 +135,7 @@ def fingerprint(
         "device": device_kind(device),
         "versions": {name: _version(name) for name in _PACKAGES},
         "source": source_digest(),
+        "plugins": _plugins_digest(config, model_config),
     }
     text = json.dumps(decisive, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -172,6 +174,15 @@ def source_digest() -> str:
                 digest.update(f"{file.relative_to(_PACKAGE)} {len(content)} ".encode())
                 digest.update(content)
     return digest.hexdigest()
+
+
+def _plugins_digest(config: Config, model_config: ModelConfig) -> list[str]:
+    """Return a digest of the file of each class of the user's that decides bits."""
+    values = [config.attention_backend, config.quantization, config.step_runner]
+    modules = [value.partition(":")[0] for value in values if value is not None and ":" in value]
+    modules += [model_config.module] if model_config.module else []
+    files = [importlib.import_module(name).__file__ for name in modules]
+    return [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file]
 
 
 def _version(package: str) -> str | None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from nanovllm.features.tiers.directory import DirectoryStore
 from nanovllm.features.tiers.host_pages import PageCopies
+from nanovllm.features.tiers.tier import ByteStore
 from nanovllm.scheduler.transfers import HOST, Load, Loaded, Part
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class PageTransfers:
         store: None without one.
     """
 
-    def __init__(self, copies: PageCopies, store: DirectoryStore | None) -> None:
+    def __init__(self, copies: PageCopies, store: ByteStore | None) -> None:
         self._copies = copies
         self._store = store
         self._changed = threading.Condition()

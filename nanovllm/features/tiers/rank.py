@@ -12,10 +12,10 @@ from functools import partial
 import torch
 
 from nanovllm.errors import ConfigError, OutOfMemoryError
-from nanovllm.features.tiers.directory import DirectoryStore
 from nanovllm.features.tiers.host_pages import HostPages, PageCopies
 from nanovllm.features.tiers.kv_namespace import kv_namespace
 from nanovllm.features.tiers.page_transfers import PageTransfers
+from nanovllm.features.tiers.store import make_store
 from nanovllm.features.tiers.weight_files import WeightFiles
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
@@ -68,12 +68,9 @@ class RankTiers(RunnerPart):
         else:
             self._copies = HostPages(pool, self._num_slots)
         namespace = ""
-        store = None
-        if self._config.kv_cache_dir is not None:
+        if self._config.has_store:
             namespace = kv_namespace(self._network, self._files)
-            limit = int(self._config.kv_cache_dir_gib * 2**30)
-            rank = tensor_parallel().rank
-            store = DirectoryStore(self._config.kv_cache_dir, limit, namespace, rank)
+        store = make_store(self._config, namespace, tensor_parallel().rank)
         self._transfers = PageTransfers(self._copies, store)
         # The threads hold the pool, so they end with the runner. Python's exit does the same.
         self._close = weakref.finalize(self, self._transfers.close)

@@ -5,6 +5,7 @@ another.
 """
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence as Seq
 from typing import Protocol
@@ -46,6 +47,41 @@ class Tier(Protocol):
     def forget(self, key: bytes) -> None:
         """Find an entry no more, unless it is offered again."""
         ...
+
+
+class ByteStore(ABC):
+    """Keeps entries of the prefix cache as bytes.
+
+    A store of the user's is called with `namespace`, which differs if anything differs that decides
+    what the bytes are, and `rank`: entries of other namespaces and ranks must not be found. Each
+    rank has a store, and the engine has one of rank 0, which it only asks.
+
+    One thread may write while others read. An entry that cannot be had is a miss.
+    """
+
+    @abstractmethod
+    def has(self, key: bytes) -> bool:
+        """Return whether there is an entry. It is asked for each block of a prompt: it must be
+        fast. `read` may find no such entry nevertheless.
+        """
+
+    @abstractmethod
+    def read(self, key: bytes, buffers: Seq[memoryview]) -> bool:
+        """Fill `buffers` with the entry's bytes, in the order in which they were written.
+
+        Args:
+            buffers: writable and contiguous, of uint8; one a page.
+
+        Returns:
+            False if the entry is missing, damaged or of another size: it is computed then.
+        """
+
+    @abstractmethod
+    def write(self, key: bytes, buffers: Seq[memoryview]) -> None:
+        """Keep an entry, if there is room. The buffers' memory is used again after the call."""
+
+    def close(self) -> None:  # noqa: B027
+        """Let the store go. Entries stay."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -129,7 +165,7 @@ class HostSlots:
 
 
 class StoreTier:
-    """A byte store, see directory.py. It evicts what it likes, so a load from it may fail.
+    """A `ByteStore`. It evicts what it likes, so a load from it may fail.
 
     An entry whose load failed is not found until it is written again. Only the last
     `_MAX_FORGOTTEN` are known: an earlier one may be found, and its load fail once more.

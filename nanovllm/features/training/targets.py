@@ -178,7 +178,9 @@ def _check_plain(network: Network) -> None:
     stored = network.model_config.quantization_config
     if stored is None and not str(network.config.model).endswith(".gguf"):
         return
-    method = "GGUF blocks" if stored is None else stored.get("quant_method", "another form")
+    method = "GGUF blocks" if stored is None else network.config.quantization
+    if isinstance(stored, dict):
+        method = stored.get("quant_method", "another form")
     raise UnsupportedModelError(
         f"update_weights: {network.config.model} stores its weights as {method}, and a trainer has "
         'plain numbers; load the unquantised checkpoint, with quantization="int4" if it shall be '

@@ -35,7 +35,6 @@ INERT = other_names(
     ("return_token_offsets return_prompt_text watermarking", (False,), _HINT),
     ("mm_payload return_mm_kwargs media_io_kwargs mm_processor_kwargs", ({},), "text only"),
     ("kv_transfer_params ec_transfer_params", (), "KV stays in its engine; leave it out"),
-    ("vllm_xargs", ({},), "there are no plugins; leave it out"),
     ("truncation_side", ("left",), "the end of a long prompt is kept; leave it out"),
     ("routed_experts_prompt_start", (0,), "the experts of tokens are not returned; leave it out"),
 )
@@ -230,6 +229,8 @@ class GenerationRequest(EngineRequest):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=128)
     """Prompts share cached prefixes only with prompts of the same salt."""
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
+    vllm_xargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    """`SamplingParams.extra_args`: values for the logits rules that the server was given."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 

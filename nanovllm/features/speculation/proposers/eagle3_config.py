@@ -6,7 +6,7 @@ As in config.py, a setting that would change the drafts but is not implemented i
 import dataclasses
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.loading.tensor_files import read_header
@@ -55,8 +55,6 @@ class Eagle3Config(ModelConfig):
 
     `vocab_size` is the target's; `num_layers` is 1.
     """
-
-    module: ClassVar[str | None] = "nanovllm.features.speculation.proposers.eagle3_head"
 
     draft_vocab_size: int
     """Tokens that the head can draft."""
@@ -137,7 +135,7 @@ def read_eagle3_config(
     has_embedding = "embed_tokens.weight" in names or flat.get("embed_requires_grad") is True
     _check_target(model, target, target_hidden_size, has_embedding=has_embedding)
     return Eagle3Config(
-        **vars(model),
+        **vars(model) | {"module": "nanovllm.features.speculation.proposers.eagle3_head"},
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target_hidden_size,
         layer_ids=_layer_ids(flat, target.num_layers),

@@ -6,7 +6,7 @@ those of a layer after the target's last one, as in DeepSeek-V3.
 
 import dataclasses
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.loading.tensor_files import read_header
@@ -40,8 +40,6 @@ _SUFFIXES = ("_scale", "_scale_inv", "_packed", ".qweight", "_blocks")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPConfig(ModelConfig):
     """The target's sizes and settings, of one layer: with full attention, unless they say more."""
-
-    module: ClassVar[str | None] = "nanovllm.features.speculation.proposers.mtp_head"
 
     family: str
     """The target's architecture."""
@@ -111,7 +109,8 @@ def _read(target: ModelConfig) -> MTPConfig:
     if target.architecture == "MellumForCausalLM":
         layer["layer_types"] = target.fields.get("mtp_layer_types") or ["sliding_attention"]
         layer["mlp_layer_types"] = target.fields.get("mtp_mlp_layer_types") or ["sparse"]
-    settings = vars(target) | {"architecture": "MTPHead", "num_layers": 1}
+    module = "nanovllm.features.speculation.proposers.mtp_head"
+    settings = vars(target) | {"architecture": "MTPHead", "num_layers": 1, "module": module}
     return MTPConfig(
         **settings | {"fields": target.fields | layer},
         family=target.architecture,

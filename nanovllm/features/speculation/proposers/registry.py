@@ -1,9 +1,11 @@
-"""Maps methods of speculation to proposers. A new method is one file here and a branch below."""
+"""Maps methods of speculation to proposers: ours, and classes of the user's."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from nanovllm.features.speculation.proposers.proposer import Proposer
+from nanovllm.errors import ConfigError
+from nanovllm.features.speculation.proposers.proposer import CheckedProposer, Proposer
+from nanovllm.options.plugins import is_plugin, load_class, make_instance
 from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.network import Network
@@ -25,14 +27,29 @@ def make_proposer(
         draft: the draft network, for the methods that have one.
         make_steps: makes its faster steps, see `ModelRunner`; None: it has none.
     """
+    method = spec.method
+    if method is not None and is_plugin(method):
+        name = f'speculative_config: method="{method}"'
+        found = make_instance(ConfigError, name, proposer_class(method), target)
+        return CheckedProposer(found, name)
     if draft is None:
         from nanovllm.features.speculation.proposers.ngram import Ngram
 
         return Ngram(spec.prompt_lookup_min, spec.prompt_lookup_max)
-    if spec.method in ("eagle3", "mtp"):
+    if method in ("eagle3", "mtp"):
         from nanovllm.features.speculation.proposers.draft_head import DraftHead
 
         return DraftHead(target, draft, max_num_batched_tokens, make_steps)
     from nanovllm.features.speculation.proposers.draft_model import DraftModel
 
     return DraftModel(target, draft, max_num_batched_tokens, make_steps)
+
+
+def proposer_class(method: str) -> type[Proposer]:
+    """Return the class that a method "module:Class" names.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    name = "speculative_config: method"
+    return load_class(ConfigError, name, method, Proposer, ("network",))  # type: ignore[type-abstract]

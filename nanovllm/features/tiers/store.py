@@ -1,0 +1,85 @@
+"""The byte store that the options ask for: a directory, or the user's."""
+
+import logging
+from collections.abc import Sequence as Seq
+
+from nanovllm.errors import ConfigError
+from nanovllm.features.tiers.directory import DirectoryStore
+from nanovllm.features.tiers.tier import ByteStore
+from nanovllm.options.config import Config
+from nanovllm.options.plugins import load_class, make_instance
+
+logger = logging.getLogger(__name__)
+
+
+class CheckedStore(ByteStore):
+    """A store from outside of the package: what it raises is logged, once, and counts as a miss.
+
+    Args:
+        store: the one that keeps entries.
+        name: for the log, `kv_tier="module:Class"`.
+    """
+
+    def __init__(self, store: ByteStore, name: str) -> None:
+        self._store = store
+        self._name = name
+        self._warned = False
+
+    def has(self, key: bytes) -> bool:
+        try:
+            return bool(self._store.has(key))
+        except Exception as error:
+            return self._miss("has()", error)
+
+    def read(self, key: bytes, buffers: Seq[memoryview]) -> bool:
+        try:
+            return bool(self._store.read(key, buffers))
+        except Exception as error:
+            return self._miss("read()", error)
+
+    def write(self, key: bytes, buffers: Seq[memoryview]) -> None:
+        try:
+            self._store.write(key, buffers)
+        except Exception as error:
+            self._miss("write()", error)
+
+    def close(self) -> None:
+        try:
+            self._store.close()
+        except Exception as error:
+            self._miss("close()", error)
+
+    def _miss(self, call: str, error: Exception) -> bool:
+        level = logging.DEBUG if self._warned else logging.WARNING
+        self._warned = True
+        reason = f"{call} raised {type(error).__name__}: {error}"
+        logger.log(level, "%s: %s; what it should give is computed", self._name, reason)
+        return False
+
+
+def store_class(value: str) -> type[ByteStore]:
+    """Return the class that the option kv_tier names, "module:Class".
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    return load_class(ConfigError, "kv_tier", value, ByteStore, ("namespace", "rank"))  # type: ignore[type-abstract]
+
+
+def make_store(config: Config, namespace: str, rank: int = 0) -> ByteStore | None:
+    """Return the store that the options ask for; None for none.
+
+    Args:
+        namespace: see `kv_namespace`.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    if config.kv_tier is not None:
+        name = f'kv_tier="{config.kv_tier}"'
+        found = store_class(config.kv_tier)
+        return CheckedStore(make_instance(ConfigError, name, found, namespace, rank), name)
+    if config.kv_cache_dir is not None:
+        limit = int(config.kv_cache_dir_gib * 2**30)
+        return DirectoryStore(config.kv_cache_dir, limit, namespace, rank)
+    return None
