@@ -31,12 +31,11 @@ from unittest import mock
 import torch
 
 from benchmarks.comparison import processor_name
-from benchmarks.loading_memory import tensors_in
-from benchmarks.rates import BUFFER_BYTES, Meter, Rates
 from benchmarks.shapes import CONFIGS, SMALL, described
 from benchmarks.versus import CASES, GGUF_TYPES, WARM_UP, Case, prepared
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.cpu.packed import W8A8, PanelWeight
+from nanovllm.apps.explain.rates import BUFFER_BYTES, Meter, Rates
+from nanovllm.apps.explain.work import attention_bits, attention_work, weight_bits, weight_tensors
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import SparseMLP, StackedLinear
@@ -116,29 +115,15 @@ class Steps:
         nbytes = work.nbytes
         for row in rows:
             for layer in self._attention:
-                nbytes += _attend(layer, row, work.operations)
+                kv_bytes, operations = attention_work(layer, row.num_computed_tokens, row.end)
+                nbytes += kv_bytes
+                work.operations[attention_bits(layer)] += operations
             for state in self._states:
                 nbytes += 2 * sum(part.nbytes for part in state.parts)
                 numbers = sum(torch.Size(part.shape).numel() for part in state.parts)
                 # At least a product with what comes in, and one with what asks.
                 work.operations[32] += 4 * numbers * row.num_scheduled_tokens
         return work._replace(nbytes=nbytes)
-
-
-def _attend(layer: Attention, row: Row, operations: Counter[int]) -> int:
-    """Add the operations of a row's attention; return the bytes of keys and values."""
-    num_heads, num_kv_heads, head_dim = layer.sizes
-    window, values = layer.options.window, layer.options.value_dim
-    first, end = row.num_computed_tokens, row.end
-    longest = end if window is None else min(window, end)
-    # The token at position p sees p + 1 keys, or a window of them.
-    growing = range(first + 1, min(end, longest) + 1)
-    pairs = sum(growing) + longest * (end - first - len(growing))
-    bits = 32 if layer.kv_cache.itemsize == 4 else 16
-    operations[bits] += 2 * num_heads * (head_dim + (values or head_dim)) * pairs
-    before = first if window is None else min(window - 1, first)
-    numbers = num_kv_heads * head_dim * (1 if values else 2)
-    return (before + (end - first)) * numbers * layer.kv_cache.itemsize
 
 
 def _matrices(network: Network) -> Iterator[Matrices]:
@@ -162,26 +147,12 @@ def _matrices(network: Network) -> Iterator[Matrices]:
             continue  # a row a token
         numbers = twin.weight.numel()
         nbytes = sum(tensor.nbytes for tensor in weight_tensors(module))
-        ratio = 8 * nbytes / numbers  # with scales
-        bits = next(
-            bits for bits, least in ((32, 24), (16, 12), (8, 6.5), (4, 0)) if ratio >= least
-        )
-        if isinstance(module.method, PanelWeight) and module.method.panels.kind == W8A8:
-            bits = 4  # inputs have 8 bits, as beside weights of 4
+        bits = weight_bits(module, numbers)
         sums = found.setdefault((bits, is_head, chosen.get(module)), [0, 0])
         sums[0] += numbers
         sums[1] += nbytes
     for (bits, is_head, experts), (numbers, nbytes) in found.items():
         yield Matrices(bits, numbers, nbytes, is_head, experts)
-
-
-_LEAST_BITS = {32: 24.0, 16: 12.0, 8: 6.5, 4: 0.0}
-"""By the bits of a number: those that it has at least with its share of a scale."""
-
-
-def weight_tensors(module: Matrix) -> list[torch.Tensor]:
-    """Return what a loaded matrix multiplies with."""
-    return [module.weight.data] if module.weight is not None else tensors_in(module.method)
 
 
 def network_of(llm: LLM) -> Network:

@@ -13,12 +13,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from nanovllm import demo_model
+from nanovllm.apps.explain.work import tensors_in
 from nanovllm.layers.linear import Matrix
 from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
@@ -32,16 +32,6 @@ def resident(field: str) -> int:
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors held by an object of one of our classes, or by a list of them."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    own = type(value).__module__.startswith("nanovllm") and hasattr(value, "__dict__")
-    return tensors_in(list(vars(value).values())) if own else []
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from benchmarks.comparison import processor_name
-from benchmarks.rates import Meter
 from benchmarks.shapes import checkpoint, described, read_config, weight_bytes
 from benchmarks.step_times import StepTimes
 from nanovllm import LLM, SamplingParams
+from nanovllm.apps.explain.rates import Meter
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import processor_flags
 from nanovllm.worker.sampling_rows import SamplingRows

@@ -74,7 +74,7 @@ FOLDERS = {
         "llm demo_model kv.windows loading options scheduler.worker_info utils", torch=True
     ),
     "explain": Folder(
-        "engine kernels layers llm loading options scheduler utils worker", torch=True
+        "attention engine kernels layers llm loading options scheduler utils worker", torch=True
     ),
     "lab": Folder(
         "attention kernels kv layers loading.shards models options scheduler speculation tiers "

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import limit, rates
-from benchmarks.rates import Rates
+from benchmarks import limit
 from benchmarks.versus import CASES, GREEDY, Case
+from nanovllm.apps.explain import rates
+from nanovllm.apps.explain.rates import Rates
 from nanovllm.kernels.cpu import library
 from nanovllm.scheduler.messages import Row
 

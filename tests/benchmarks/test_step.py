@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import step
-from benchmarks.rates import Meter, Rates
 from benchmarks.step_times import StepTimes
 from nanovllm import demo_model
+from nanovllm.apps.explain.rates import Meter, Rates
 from nanovllm.kernels.cpu import library
 
 

@@ -174,6 +174,8 @@ def explain(args: argparse.Namespace) -> int:
     options, flags = _checked(args)
     if not Config(**options).runs_in_process:
         raise ConfigError("explain runs the model in this process: leave tensor_parallel_size at 1")
+    if chosen.xray:
+        options["enforce_eager"] = True
     given = _prompts(args)
     flags = {"max_tokens": EXPLAINED_TOKENS, **flags}
     llm, params = load(options, flags, is_named=args.names_model, is_chat=args.chat)

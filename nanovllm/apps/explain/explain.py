@@ -1,5 +1,6 @@
 """Runs prompts and shows the story of their steps: in the terminal as they come, or as a page."""
 
+import contextlib
 from typing import Any
 
 from nanovllm.apps.explain.options import ExplainOptions
@@ -7,6 +8,7 @@ from nanovllm.apps.explain.recording import recorded
 from nanovllm.apps.explain.story import Step, Story
 from nanovllm.apps.explain.terminal import Terminal
 from nanovllm.apps.explain.web_page import write_page
+from nanovllm.apps.explain.xray import xrayed
 from nanovllm.llm import LLM
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.utils.terminal import complain
@@ -16,6 +18,9 @@ def explain_prompts(
     llm: LLM, prompts: list[Any], params: SamplingParams, options: ExplainOptions
 ) -> Story:
     """Generate for all prompts together; show each step, or write the page that `options` name.
+
+    Args:
+        llm: with enforce_eager for xray.
 
     Raises:
         ConfigError: the page cannot be written.
@@ -27,7 +32,9 @@ def explain_prompts(
         if screen is not None:
             screen.show_step(story, step)
 
-    with recorded(llm.engine, options.num_top, tell) as story:
+    with contextlib.ExitStack() as stack:
+        xray = stack.enter_context(xrayed(llm.engine)) if options.xray else None
+        story = stack.enter_context(recorded(llm.engine, options.num_top, tell, xray))
         if screen is not None:
             screen.show_facts(story)
         llm.generate(prompts, params, use_tqdm=False)

@@ -18,7 +18,10 @@ class ExplainOptions:
 
     html: Annotated[str | None, check_path, "a file or None"] = None
     """File for one page that shows the steps in a browser, without a network; an existing file is
-    overwritten. None shows them in the terminal."""
+    overwritten. None is the terminal."""
+    xray: bool = False
+    """Run layer by layer (enforce_eager), and show the shapes, bytes, operations and seconds of
+    each part of the network, with its share of what this machine can do."""
     num_top: Annotated[int, check_int, 1, 100] = 6
     """Number of the likeliest tokens that are shown of a sample, before and after the rules."""
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from nanovllm.apps.explain.sampling import SamplingRecorder
 from nanovllm.apps.explain.story import Note, RowStory, Sample, SequenceStory, Step
@@ -11,6 +12,9 @@ from nanovllm.scheduler.messages import Row, Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 
+if TYPE_CHECKING:
+    from nanovllm.apps.explain.xray import Xray
+
 
 class Recorder(Observer):
     """Tells what became of each step, once its tokens are known.
@@ -18,6 +22,7 @@ class Recorder(Observer):
     Args:
         tell: is called with each step, in order.
         sampling: what watches the sampling of the same engine; None: rows have no `samples`.
+        xray: what watches its layers; None: steps have no `parts`.
 
     Attributes:
         sequences: those that have come, in order.
@@ -27,10 +32,12 @@ class Recorder(Observer):
         self,
         tell: Callable[[Step], object],
         sampling: SamplingRecorder | None = None,
+        xray: "Xray | None" = None,
     ) -> None:
         self.sequences: list[SequenceStory] = []
         self._tell = tell
         self._sampling = sampling
+        self._xray = xray
         self._unfinished: dict[int, tuple[int, Sequence]] = {}  # by id: number and sequence
         self._prompts: dict[int, int] = {}  # by id: tokens known at the last admission
         self._fresh: set[int] = set()  # admitted, and had no row since
@@ -94,6 +101,8 @@ class Recorder(Observer):
             for story, index in zip(step.rows, indices, strict=True):
                 story.samples = samples.get(schedule.rows[index].seq_id, [])
             step.seconds["launch"] -= seconds
+        if self._xray is not None:
+            step.parts = self._xray.take()
         self._mark = time.perf_counter()
 
     def waited(self, result: StepResult) -> None:
@@ -227,7 +236,7 @@ def _why(num_tokens: int, num_missing: int, left: int, row: Row, *, is_prefill: 
         return f"{num_tokens} tokens at once: all but the first are forced by its grammar"
     if not is_prefill:
         drafts = f", and up to {row.num_draft_tokens} drafts to verify" * (row.num_draft_tokens > 0)
-        return f"it goes on: one token{drafts}"
+        return f"it goes on from its last token{drafts}"
     if num_tokens == num_missing:
         return f"all {num_missing} missing tokens fit into the {left} that the step had left"
     if num_tokens >= left:

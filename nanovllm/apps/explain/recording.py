@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from nanovllm.apps.explain.recorder import Recorder
 from nanovllm.apps.explain.sampling import SamplingRecorder
 from nanovllm.apps.explain.story import Step, Story
+from nanovllm.apps.explain.xray import Xray
 from nanovllm.engine.llm_engine import LLMEngine
 
 if TYPE_CHECKING:
@@ -18,12 +19,14 @@ def recorded(
     engine: LLMEngine,
     num_top: int,
     tell: Callable[[Story, Step], object],
+    xray: Xray | None = None,
 ) -> Iterator[Story]:
     """Record what an engine in this process does until the block ends, into the story yielded.
 
     Args:
         num_top: see `SamplingRecorder`.
         tell: is called after each step with the story and its last step.
+        xray: tells the parts of each step; None: steps have none.
     """
     info = engine.worker_info
     story = Story(engine.config.model, _facts(engine), info.block_size, info.num_blocks)
@@ -34,7 +37,9 @@ def recorded(
         _add_texts(story, step, engine)
         tell(story, step)
 
-    recorder = Recorder(add, sampling)
+    if xray is not None and xray.rates is not None:
+        story.facts["machine"] = xray.rates.summary()
+    recorder = Recorder(add, sampling, xray)
     story.sequences = recorder.sequences
     engine.observers.append(recorder)
     engine.executor.call_all(_set_watch, sampling)

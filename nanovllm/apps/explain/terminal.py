@@ -78,7 +78,8 @@ class Terminal:
         self._buffer.seek(0)
         self._buffer.truncate()
         self._console.print(found)
-        write(self._buffer.getvalue(), is_styled=True)
+        lines = self._buffer.getvalue().splitlines()  # rich fills lines with spaces
+        write("".join(f"{line.rstrip()}\n" for line in lines), is_styled=True)
 
 
 def _rows(story: Story, step: Step) -> Table:
@@ -116,7 +117,7 @@ def _blocks(story: Story, row: RowStory) -> Text:
     return text
 
 
-def _sample(story: Story, row: RowStory, sample: Sample) -> Table:
+def _sample(story: Story, row: RowStory, sample: Sample) -> Group:
     how = "the likeliest" if sample.uniform is None else f"drawn with {sample.uniform:.4f}"
     end = ""
     if not sample.counts:
@@ -126,7 +127,7 @@ def _sample(story: Story, row: RowStory, sample: Sample) -> Table:
         end = f", draft {story.texts[sample.draft_id]!r} {right}"
     chosen = story.texts.get(sample.token_id)
     title = f"#{row.sequence} at {sample.position}: {chosen!r}, {how}{end}"
-    table = Table(title=Text(title), title_justify="left", box=None, header_style="dim")
+    table = Table(box=None, header_style="dim")
     table.add_column("token")
     for stage in sample.stages:
         table.add_column(f"{stage.name}\n{stage.num_left} left", justify="right", overflow="fold")
@@ -134,7 +135,7 @@ def _sample(story: Story, row: RowStory, sample: Sample) -> Table:
         cells = [_percent(stage.probabilities[index]) for stage in sample.stages]
         style = "bold green" if token == sample.token_id else ""
         table.add_row(Text(repr(story.texts[token])), *cells, style=style)
-    return table
+    return Group(Text(title), table)
 
 
 def _percent(probability: float) -> str:

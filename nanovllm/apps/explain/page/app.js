@@ -239,6 +239,7 @@ function go(index) {
   for (const row of get("timeline").rows) {
     [...row.querySelectorAll("td")].forEach((cell, at) => cell.classList.toggle("current", at === current));
   }
+  showColumn();
   drawMeters(step);
   drawNotes(step);
   drawTexts(step, held[current]);
@@ -248,16 +249,29 @@ function go(index) {
   history.replaceState(null, "", `#${current}`);
 }
 
+// Scrolls the timeline alone: the page stays where its reader is.
+function showColumn() {
+  const box = get("timeline").parentElement;
+  const cell = get("timeline").querySelector("td.current");
+  if (cell === null) return;
+  const left = cell.offsetLeft - box.clientWidth / 2;
+  if (cell.offsetLeft < box.scrollLeft + 60 || cell.offsetLeft + 40 > box.scrollLeft + box.clientWidth) {
+    box.scrollLeft = left;
+  }
+}
+
 function stop() {
   clearInterval(timer);
   timer = null;
   get("play").setAttribute("aria-pressed", "false");
+  get("play").textContent = "Play";
 }
 
 function play() {
   if (timer !== null) return stop();
   if (current === last) go(0);
   get("play").setAttribute("aria-pressed", "true");
+  get("play").textContent = "Pause";
   timer = setInterval(() => (current === last ? stop() : go(current + 1)), 700);
 }
 
