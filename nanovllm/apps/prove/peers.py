@@ -6,20 +6,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm.apps.prove.options import ProveOptions
-from nanovllm.apps.prove.proof import Proof, Verdict, verdict_of
+from nanovllm.apps.prove.proof import Proof, Verdict, full_name, verdict_of
 from nanovllm.apps.prove.requests import Bits, Request, as_bits, make_requests, texts
 from nanovllm.apps.prove.ways import Calls
 from nanovllm.errors import ConfigError, ServerError
 from nanovllm.loading.hub import open_checkpoint
 from nanovllm.loading.tokenizer import serving_tokenizer
 
-_PROGRAMS = Path(__file__).parent / "engines"
+_PROGRAM = Path(__file__).parent / "engines" / "program.py"
 _LONGEST = 320
 _BLOCK = 64
 _SECONDS = 900.0
@@ -28,12 +28,17 @@ OnVerdict = Callable[[Verdict], object]
 
 
 class Run(NamedTuple):
-    """An engine of a peer, in a process of its own."""
+    """An engine of a peer, in a process of its own.
+
+    The first run of a setting has the way "alone", with which the others are compared.
+    """
 
     options: dict[str, Any]
     ways: Mapping[str, Calls]
-    core: int | None = None
-    """The only core that it may use; None: all."""
+    setting: str = ""
+    environment: Mapping[str, str] = {}
+    evidence: str = ""
+    """The count of the engine that must not be 0."""
 
 
 def prove_engine(model: str, prove: ProveOptions, on_verdict: OnVerdict) -> Proof:
@@ -54,29 +59,52 @@ def prove_engine(model: str, prove: ProveOptions, on_verdict: OnVerdict) -> Proo
     if prove.peer != "vllm":
         requests = [_greedy(request) for request in requests]
     proof = Proof(model)
-    alone: dict[int, Bits] = {}
     every = list(runs[prove.peer](all_, halves))
-    prove.check_ways(name for run in every for name in run.ways)
+    prove.check_ways(full_name(run.setting, name) for run in every for name in run.ways)
+    alone: dict[str, dict[int, Bits]] = {}
     for run in every:
-        ways = {n: calls for n, calls in run.ways.items() if n == "alone" or prove.chooses(n)}
-        if not ways:
-            continue
-        run = run._replace(ways=ways)
-        start = time.monotonic()
-        for name, answers in _answers(model, prove, run, requests, proof):
-            if isinstance(answers, str):
-                proof.not_tried.append(f"{name}: {answers}")
-                continue
-            if not alone:
-                alone.update(answers)
-                proof.digests[""] = [bits.digest for bits in alone.values()]
-                continue
-            seconds = time.monotonic() - start
-            verdict = verdict_of("", name, answers, alone, seconds=seconds)
-            proof.verdicts.append(verdict)
-            on_verdict(verdict)
-            start = time.monotonic()
+        ways = {
+            name: calls
+            for name, calls in run.ways.items()
+            if name == "alone" or prove.chooses(full_name(run.setting, name))
+        }
+        if ways and ("alone" in ways or run.setting in alone):
+            proof.peer_options[full_name(run.setting, ", ".join(ways))] = run.options
+            found = _answers(model, prove, run._replace(ways=ways), requests, proof)
+            for verdict in _verdicts(run, found, alone, proof):
+                proof.verdicts.append(verdict)
+                on_verdict(verdict)
     return proof
+
+
+def _verdicts(
+    run: Run,
+    found: Iterable[tuple[str, dict[str, Any] | str]],
+    alone: dict[str, dict[int, Bits]],
+    proof: Proof,
+) -> Iterator[Verdict]:
+    """Yield a verdict on each way of a run that has answers; keep those alone, by setting."""
+    for name, line in found:
+        called = full_name(run.setting, name)
+        if isinstance(line, str):
+            proof.not_tried.append(f"{called}: {line}")
+            continue
+        answers = [(index, as_bits(bits)) for index, bits in line["answers"]]
+        if name == "alone":
+            alone[run.setting] = dict(answers)
+            proof.digests[run.setting] = [bits.digest for _, bits in answers]
+            continue
+        happened = line["counts"].get(run.evidence, 0)
+        if run.evidence and not happened:
+            proof.not_tried.append(f"{called}: no {run.evidence}")
+        yield verdict_of(
+            run.setting,
+            name,
+            answers,
+            alone[run.setting],
+            evidence=f"{happened} {run.evidence}" if run.evidence else "",
+            seconds=line["seconds"],
+        )
 
 
 def _requests(model: str, prove: ProveOptions) -> list[Request]:
@@ -107,55 +135,70 @@ def _batches(all_: tuple[int, ...], halves: tuple[int, ...]) -> dict[str, Calls]
 
 
 def _vllm_runs(all_: tuple[int, ...], halves: tuple[int, ...]) -> Iterator[Run]:
+    yield from _vllm_setting(all_, halves, "", {})
+    mode = {"VLLM_BATCH_INVARIANT": "1"}
+    yield from _vllm_setting(all_, halves, "batch-invariant mode", mode)
+
+
+def _vllm_setting(
+    all_: tuple[int, ...], halves: tuple[int, ...], setting: str, environment: dict[str, str]
+) -> Iterator[Run]:
     base = {
         "max_model_len": _LONGEST,
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "max_num_seqs": 64,
         "max_num_batched_tokens": 1024,
+        "disable_log_stats": False,
     }
-    once = {"max_num_seqs": 8}
-    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
-    yield Run(base, _batches(all_, halves))
-    chunks = {"enable_chunked_prefill": True, "max_num_batched_tokens": 32}
-    yield Run({**base, **once, **chunks}, {"chunks of 32 tokens": (all_,)})
-    warm = {"warm": (all_, all_), "half warm": (halves, all_)}
-    yield Run({**base, "enable_prefix_caching": True}, warm)
     few = {"num_gpu_blocks_override": -(-_LONGEST // 128) + 1, "block_size": 128}
-    yield Run({**base, **once, **few}, {"preempted": (all_,)})
-    yield Run({**base, "speculative_config": drafts}, {"n-gram drafts": (all_,)})
-    yield Run(base, {"1 CPU thread": (all_,)}, core=0)
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+    warm = {"half warm": (halves, all_), "warm": (all_, all_)}
+    one = {"VLLM_CPU_OMP_THREADS_BIND": "0"}
+
+    def run(
+        more: dict[str, Any],
+        ways: Mapping[str, Calls],
+        evidence: str = "",
+        variables: Mapping[str, str] = {},
+    ) -> Run:
+        return Run({**base, **more}, ways, setting, {**environment, **variables}, evidence)
+
+    yield run({}, _batches(all_, halves))
+    yield run({"max_num_seqs": 8, "max_num_batched_tokens": 32}, {"chunks of 32 tokens": (all_,)})
+    yield run({"enable_prefix_caching": True}, warm, "cached tokens")
+    yield run({"max_num_seqs": 8, **few}, {"preempted": (all_,)}, "preemptions")
+    yield run({"speculative_config": drafts}, {"n-gram drafts": (all_,)}, "accepted drafts")
+    yield run({}, {"1 CPU thread": (all_,)}, variables=one)
 
 
 def _transformers_runs(all_: tuple[int, ...], halves: tuple[int, ...]) -> Iterator[Run]:
     yield Run({}, _batches(all_, halves))
     yield Run({"num_threads": 1}, {"1 CPU thread": _by(1, all_)})
-    drafts = {"prompt_lookup_num_tokens": 4}
-    yield Run({"generate": drafts}, {"n-gram drafts": _by(1, all_)})
+    yield Run({"prompt_lookup_num_tokens": 4}, {"n-gram drafts": _by(1, all_)})
 
 
 def _llamacpp_runs(all_: tuple[int, ...], halves: tuple[int, ...]) -> Iterator[Run]:
-    yield Run({}, _batches(all_, halves))
-    yield Run({"chunk": 17}, {"chunks of 17 tokens": _by(1, all_)})
-    yield Run({"again": True}, {"warm": _by(1, all_)})
-    yield Run({"num_threads": 1}, {"1 CPU thread": _by(1, all_)})
+    base = {"num_seqs": min(64, len(all_)), "longest": _LONGEST}
+    yield Run(base, _batches(all_, halves))
+    yield Run({**base, "chunk": 17}, {"chunks of 17 tokens": _by(1, all_)})
+    yield Run({**base, "again": True}, {"warm": _by(1, all_)})
+    yield Run({**base, "num_threads": 1}, {"1 CPU thread": _by(1, all_)})
 
 
 def _answers(
     model: str, prove: ProveOptions, run: Run, requests: Seq[Request], proof: Proof
-) -> Iterator[tuple[str, list[tuple[int, Bits]] | str]]:
-    """Yield each way of a run with its answers, or with why there are none."""
-    program = _PROGRAMS / f"{prove.peer}_engine.py"
+) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """Yield each way of a run with the program's line about it, or with why there is none."""
     job = {
         "model": model,
         "options": run.options,
         "requests": [request[:2] for request in requests],
         "ways": list(run.ways.items()),
     }
-    command = [prove.peer_python or sys.executable, str(program)]
-    environment = dict(os.environ)
-    if run.core is not None:  # vLLM's name for it
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = str(run.core)
+    assert prove.peer is not None
+    command = [prove.peer_python or sys.executable, str(_PROGRAM), prove.peer]
+    environment = {**os.environ, **run.environment}
     try:
         done = subprocess.run(
             command, input=json.dumps(job), capture_output=True, text=True, env=environment
@@ -172,12 +215,9 @@ def _answers(
             "Python in which it is installed as peer_python"
         )
     proof.engine = lines[0]["engine"]
-    found = {line["way"]: line["answers"] for line in lines[1:]}
+    found = {line["way"]: line for line in lines[1:]}
     for name in run.ways:
-        if name in found:
-            yield name, [(index, as_bits(bits)) for index, bits in found[name]]
-        else:
-            yield name, _last_line(done.stderr)
+        yield name, found.get(name, _last_line(done.stderr))
 
 
 def _last_line(text: str) -> str:

@@ -53,6 +53,8 @@ class Proof:
     engine: str = f"nanovllm {__version__}"
     arithmetic: dict[str, Any] = dataclasses.field(default_factory=dict)
     """nanovllm's, see `Arithmetic`."""
+    peer_options: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """The options of a peer's engine, by the names of its ways."""
     verdicts: list[Verdict] = dataclasses.field(default_factory=list)
     digests: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     """By setting: the digest of each request's tokens and log-probabilities alone."""
@@ -265,5 +267,10 @@ def _evidence(way: Way, found: Found) -> str:
     return f"{happened} {way.evidence}"
 
 
+def full_name(setting: str, way: str) -> str:
+    """Return the name of a way with that of its setting, if that has one."""
+    return f"{setting}, {way}".removeprefix(", ")
+
+
 def _name(setting: Setting, way: Way) -> str:
-    return f"{setting.name}, {way.name}".removeprefix(", ")
+    return full_name(setting.name, way.name)

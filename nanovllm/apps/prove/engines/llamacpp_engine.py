@@ -3,97 +3,86 @@
 A call is one batch: each step decodes the next token of all its sequences together.
 """
 
-import json
-import math
 import os
-import sys
 from collections.abc import Sequence as Seq
 from typing import Any
 
-
-def main() -> None:
-    """Run the job on standard input."""
-    job = json.load(sys.stdin)
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever the engine prints goes to standard error
-    import llama_cpp
-
-    name = f"llama.cpp (llama-cpp-python {llama_cpp.__version__})"
-    out.write(json.dumps({"engine": name}) + "\n")
-    llama_cpp.llama_backend_init()
-    params = llama_cpp.llama_model_default_params()
-    model = llama_cpp.llama_model_load_from_file(job["model"].encode(), params)
-    for name, calls in job["ways"]:
-        answers: list[Any] = []
-        for call in calls:
-            batch = Batch(model, [job["requests"][index] for index in call], job["options"])
-            answers += zip(call, batch.generate(), strict=True)
-        out.write(json.dumps({"way": name, "answers": answers}) + "\n")
+import llama_cpp
+import numpy as np
 
 
-class Batch:
-    """The sequences of one call, in a context of their own.
+def version() -> str:
+    """Return the engine's name and version."""
+    return f"llama.cpp (llama-cpp-python {llama_cpp.__version__})"
+
+
+class Engine:
+    """A model and a context, which all calls share.
 
     Args:
-        options: `chunk`, the tokens of a prompt that are decoded at once; `again`, whether each
-            prompt's KV is computed once before, and all but its last token taken from there;
-            `num_threads`.
+        num_seqs: most sequences of a call.
+        longest: most tokens of a sequence.
+        chunk: tokens of a prompt that are decoded at once.
+        again: whether each prompt's KV is computed once before, and all but its last token taken
+            from there.
+        num_threads: None is one a processor.
     """
 
-    def __init__(self, model: Any, requests: Seq[Any], options: dict[str, Any]) -> None:
-        import llama_cpp
-
-        self._ll = llama_cpp
-        self._requests = requests
-        self._chunk = options.get("chunk", 512)
-        self._again = options.get("again", False)
-        self._num_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-        lengths = [len(prompt) + params["max_tokens"] + 8 for prompt, params in requests]
+    def __init__(
+        self,
+        model: str,
+        num_seqs: int,
+        longest: int,
+        chunk: int = 512,
+        again: bool = False,
+        num_threads: int | None = None,
+    ) -> None:
+        self._chunk = chunk
+        self._again = again
+        llama_cpp.llama_backend_init()
+        params = llama_cpp.llama_model_default_params()
+        loaded = llama_cpp.llama_model_load_from_file(model.encode(), params)
+        if not loaded:
+            raise RuntimeError(f"llama.cpp cannot read {model}")
+        self._num_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(loaded))
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = len(requests) * max(lengths), len(requests)
+        params.n_ctx, params.n_seq_max = num_seqs * longest, num_seqs
         params.n_batch, params.n_ubatch = 2048, 512
-        params.n_threads = params.n_threads_batch = options.get("num_threads", os.cpu_count() or 1)
-        self._context = llama_cpp.llama_init_from_model(model, params)
+        params.n_threads = params.n_threads_batch = num_threads or os.cpu_count() or 1
+        self._context = llama_cpp.llama_init_from_model(loaded, params)
+        self._memory = llama_cpp.llama_get_memory(self._context)
         self._batch = llama_cpp.llama_batch_init(2048, 0, 1)
 
-    def generate(self) -> list[Any]:
-        """Return the tokens and log-probabilities of each request."""
-        found: list[Any] = [[[], [], []] for _ in self._requests]
-        for row, (prompt, _) in enumerate(self._requests):
+    def generate(self, requests: Seq[Any]) -> list[Any]:
+        """Return the tokens and log-probabilities of each request of one batch."""
+        llama_cpp.llama_memory_clear(self._memory, True)
+        found: list[Any] = [[[], [], []] for _ in requests]
+        for row, (prompt, _) in enumerate(requests):
             self._prefill(row, prompt, 0)
             if self._again:
-                memory = self._ll.llama_get_memory(self._context)
-                self._ll.llama_memory_seq_rm(memory, row, len(prompt) - 1, -1)
+                llama_cpp.llama_memory_seq_rm(self._memory, row, len(prompt) - 1, -1)
                 self._prefill(row, prompt, len(prompt) - 1)
             self._choose(found[row], -1)
-        while True:
-            rows = [
-                row
-                for row, (_, params) in enumerate(self._requests)
-                if len(found[row][0]) < params["max_tokens"]
-            ]
-            if not rows:
-                break
-            tokens = [found[row][0] for row in rows]
-            starts = [len(self._requests[row][0]) for row in rows]
-            self._decode(
-                [
-                    (known[-1], start + len(known) - 1, row, True)
-                    for row, known, start in zip(rows, tokens, starts, strict=True)
-                ]
-            )
+        lengths = [params["max_tokens"] for _, params in requests]
+        while rows := [row for row, most in enumerate(lengths) if len(found[row][0]) < most]:
+            entries = []
+            for row in rows:
+                known = found[row][0]
+                entries.append((known[-1], len(requests[row][0]) + len(known) - 1, row, True))
+            self._decode(entries)
             for index, row in enumerate(rows):
                 self._choose(found[row], index)
-        self._ll.llama_batch_free(self._batch)
-        self._ll.llama_free(self._context)
         return found
+
+    def counts(self) -> dict[str, int]:
+        """Return nothing: the engine counts nothing that a way is about."""
+        return {}
 
     def _prefill(self, row: int, prompt: Seq[int], first: int) -> None:
         for start in range(first, len(prompt), self._chunk):
             part = prompt[start : start + self._chunk]
             last = len(prompt) - 1
-            places = range(start, start + len(part))
-            self._decode([(t, at, row, at == last) for t, at in zip(part, places, strict=True)])
+            self._decode([(token, at, row, at == last) for at, token in enumerate(part, start)])
 
     def _decode(self, entries: Seq[tuple[int, int, int, bool]]) -> None:
         """Decode tokens, each with its position, its sequence, and whether it wants logits."""
@@ -103,19 +92,14 @@ class Batch:
             batch.n_seq_id[index], batch.seq_id[index][0] = 1, row
             batch.logits[index] = wanted
         batch.n_tokens = len(entries)
-        if status := self._ll.llama_decode(self._context, batch):
+        if status := llama_cpp.llama_decode(self._context, batch):
             raise RuntimeError(f"llama_decode failed with {status}")
 
     def _choose(self, found: Any, index: int) -> None:
         """Add the likeliest token after entry `index` of the last decoded batch."""
-        pointer = self._ll.llama_get_logits_ith(self._context, index)
-        logits = pointer[: self._num_vocab]
-        top = max(logits)
-        token = logits.index(top)
-        total = math.fsum(math.exp(value - top) for value in logits)
+        pointer = llama_cpp.llama_get_logits_ith(self._context, index)
+        logits = np.ctypeslib.as_array(pointer, shape=(self._num_vocab,)).astype(np.float64)
+        token = int(logits.argmax())
+        total = np.exp(logits - logits[token]).sum()
         found[0].append(token)
-        found[1].append([[token, -math.log(total)]])
-
-
-if __name__ == "__main__":
-    main()
+        found[1].append([[token, float(-np.log(total))]])
