@@ -1,18 +1,20 @@
-"""With the C kernels, a request's tokens do not depend on its batch, even in bfloat16."""
+"""With the C kernels, a request's bits do not depend on its batch: what `nanovllm prove` checks."""
 
-import dataclasses
 import functools
 import logging
 import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.apps.prove.options import ProveOptions
+from nanovllm.apps.prove.proof import Prover
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu import library as library_module
 from nanovllm.kernels.cpu.library import library
@@ -23,6 +25,9 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no compiler here")
 
 MAX_MODEL_LEN = 256
 NUM_REQUESTS = 32
+NUM_PROVED = 8
+ONE_KV = {"kv_cache_dtype": "auto"}
+"""Otherwise `nanovllm prove` has an int8 KV cache, too."""
 
 
 MODEL: dict[str, Any] = {
@@ -84,51 +89,43 @@ def generate(model: str, workload: Any, **options: Any) -> list[list[int]]:
         llm.shutdown()
 
 
-@functools.cache
-def one_by_one(model: str, **options: Any) -> list[list[int]]:
-    return generate(model, make_workload(), max_num_seqs=1, enable_prefix_caching=False, **options)
+def assert_same_bits(
+    model: str, tmp_path: Path, ways: tuple[str, ...], full: bool = False, **options: Any
+) -> None:
+    """Check that requests have the same bits alone and in these ways of `nanovllm prove`."""
+    script = str(tmp_path / "reproduction.py")
+    prove = ProveOptions(ways=ways, full=full, num_requests=NUM_PROVED, reproduction=script)
+    options = {"max_model_len": MAX_MODEL_LEN, "device": "cpu", **options}
+    proof = Prover(model, options, prove).prove()
+    assert proof.holds, proof.difference
+    assert not [text for text in proof.not_tried if any(way in text for way in ways)]
 
 
-EACH_FAMILY: list[tuple[str | None, dict[str, Any]]] = [
-    (None, {}),
-    (None, {"max_num_batched_tokens": 17}),
-    (None, {"enforce_eager": True}),
-    ("int8", {"max_num_batched_tokens": 17}),
-    ("int4", {"max_num_batched_tokens": 17}),
-    (None, {"kv_cache_dtype": "int8", "max_num_batched_tokens": 17}),
+FEW = ("chunks of 17",)
+EACH_FAMILY: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (("batches of 64", *FEW, "call by call", "preempted"), {}),  # also with an int8 KV cache
+    (FEW, {"quantization": "int8", **ONE_KV}),
+    (FEW, {"quantization": "int4", **ONE_KV}),
 ]
-ONE_FAMILY: list[tuple[str | None, dict[str, Any]]] = [
-    (None, {"max_num_seqs": 3}),
-    (None, {"max_num_batched_tokens": 1}),
-    (None, {"max_num_batched_tokens": 50, "kvcache_block_size": 32}),
-    (None, {"kvcache_block_size": 32}),
-    (None, {"enable_prefix_caching": False}),
-    ("int8", {"enforce_eager": True}),
-    ("w8a8", {"max_num_batched_tokens": 17}),
-    ("int4", {"max_num_seqs": 3}),
-    (None, {"kv_cache_dtype": "int8", "enforce_eager": True, "kvcache_block_size": 32}),
-    ("int4", {"kv_cache_dtype": "int8", "max_num_seqs": 3}),
+ONE_FAMILY: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (("batches of", "chunks of 1"), {"full": True, "kvcache_block_size": 32}),
+    (FEW, {"quantization": "w8a8", **ONE_KV}),
+    (("call by call",), {"quantization": "int8", **ONE_KV}),
+    (("batches of 5", "call by call"), {"quantization": "int4", "kv_cache_dtype": "int8"}),
 ]
 """These are about batches and blocks, which no family sees."""
 
 
 @pytest.mark.parametrize(
-    ("each_model", "quantization", "options"),
+    ("each_model", "ways", "options"),
     [(family, *case) for family in FAMILIES for case in EACH_FAMILY]
     + [("qwen3", *case) for case in ONE_FAMILY],
     indirect=["each_model"],
 )
-def test_tokens_do_not_depend_on_the_batch(
-    each_model: str, workload: Any, options: dict[str, Any], quantization: str | None
+def test_bits_do_not_depend_on_the_batch(
+    each_model: str, ways: tuple[str, ...], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    # Attention sums block by block, so another block size may round differently.
-    kept = {"kvcache_block_size": 64, "quantization": quantization, "kv_cache_dtype": "auto"}
-    options = {**kept, **options}
-    kept = {name: options[name] for name in kept}
-    prompts, params = workload
-    num = 8 if options.get("max_num_batched_tokens") == 1 else len(prompts)  # a step for each token
-    found = generate(each_model, (prompts[:num], params[:num]), **options)
-    assert found == one_by_one(each_model, **kept)[:num]
+    assert_same_bits(each_model, tmp_path, ways, **options)
 
 
 def test_rows_behind_one_prompt_share_its_blocks(shared_checkpoint: Callable[..., str]) -> None:
@@ -269,60 +266,36 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
-def test_tokens_of_other_families_do_not_depend_on_the_batch(
+def test_bits_of_other_families_do_not_depend_on_the_batch(
     family: str,
     quantization: str | None,
-    workload: Any,
     shared_checkpoint: Any,
+    tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Chunks, batches, hits, preemption, and drafts of tokens that were there before. Steps of a
-    few tokens are recorded.
-    """
+    """Steps of a few tokens are recorded."""
     changes = {"model_type": family, **OTHER_FAMILIES[family], "eos_token_id": 7}
     model = shared_checkpoint(**{**MODEL, **changes, "pad_token_id": 0, "bos_token_id": 1})
-    few = workload[0][:12], workload[1][:12]
     caplog.set_level(logging.INFO, "nanovllm")
-    kept = {"kvcache_block_size": 32, "quantization": quantization}
-    expected = generate(model, few, max_num_seqs=1, enable_prefix_caching=False, **kept)
-    drafts = {"method": "ngram", "num_speculative_tokens": 3}
-    for options in (
-        {"max_num_batched_tokens": 17},
-        {"num_kvcache_blocks": 50, "enforce_eager": quantization is None},
-        {"speculative_config": drafts, "max_num_seqs": 5},
-    ):
-        assert generate(model, few, **kept, **options) == expected
+    ways = (*FEW, "call by call", "drafts, chunks, preempted")
+    options = {"quantization": quantization, "kvcache_block_size": 32, **ONE_KV}
+    assert_same_bits(model, tmp_path, ways, **options)
     assert "call by call" not in caplog.text
 
 
 @pytest.mark.parametrize("sizes", [(80, 100, 20), (33, 48, 32)])
 def test_bits_of_a_model_of_any_size_do_not_depend_on_the_batch(
     sizes: tuple[int, int, int],
-    workload: Any,
     shared_checkpoint: Any,
+    tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Symptom: torch computes linears whose inputs are not a multiple of 32."""
     caplog.set_level(logging.INFO, "nanovllm")
     names = "hidden_size", "intermediate_size", "head_dim"
     model = shared_checkpoint(**{**MODEL, **dict(zip(names, sizes, strict=True))})
-    prompts, params = workload
-    params = [dataclasses.replace(each, logprobs=2, prompt_logprobs=1) for each in params]
-
-    def bits(**options: Any) -> list[Any]:
-        llm = LLM(model, max_model_len=MAX_MODEL_LEN, device="cpu", **options)
-        try:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            return [
-                (out.token_ids, out.outputs[0].logprobs, out.prompt_logprobs) for out in outputs
-            ]
-        finally:
-            llm.shutdown()
-
-    expected = bits(max_num_seqs=1, enable_prefix_caching=False)
-    for options in ({}, {"enforce_eager": True, "max_num_batched_tokens": 17}):
-        found = bits(**options)
-        assert all(own == other for own, other in zip(found, expected, strict=True))
+    ways = ("batches of 64", *FEW, "call by call")
+    assert_same_bits(model, tmp_path, ways, **ONE_KV)
     assert "call by call" not in caplog.text
 
 
@@ -384,16 +357,6 @@ def test_tokens_stay_right_while_another_engine_is_built(model: str, workload: A
         work.result()
     running.shutdown()
     assert all(tokens == expected for tokens in found)
-
-
-def test_tokens_do_not_depend_on_preemption(
-    each_model: str, workload: Any, preempted: list[tuple[int, int]]
-) -> None:
-    expected = one_by_one(
-        each_model, kvcache_block_size=64, quantization=None, kv_cache_dtype="auto"
-    )
-    assert generate(each_model, workload, num_kvcache_blocks=4) == expected
-    assert preempted
 
 
 @QUANTIZATIONS
