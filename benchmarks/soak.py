@@ -1,11 +1,11 @@
 """Put a server under mixed load, and check every answer.
 
-A separate server answers the shipped model's questions, on all routes that generate; with
---models N it has N models, two of which fit in memory. Its clients stream or wait, read slowly,
-disconnect in mid-answer, or send nonsense. Each complete answer must be the one that this process
-computes for the same request. Afterwards no request may be left, no KV block may be in use, and
-memory must not have grown. Then SIGTERM arrives under load; with --kill-rank, SIGKILL for one of
-two ranks.
+A separate server answers the shipped model's questions, on all routes that generate, make vectors
+or tokenize; with --models N it has N models, two of which fit in memory. Its clients stream or
+wait, read slowly, disconnect in mid-answer, or send nonsense. Each complete answer must be the one
+that this process computes for the same request. Afterwards no request may be left, no KV block may
+be in use, and memory must not have grown. Then SIGTERM arrives under load; with --kill-rank,
+SIGKILL for one of two ranks.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil  # type: ignore[import-untyped]
 from tqdm import tqdm
 
@@ -53,9 +54,11 @@ class Case:
     """A request, and the answer that it must get."""
 
     body: dict[str, Any]
-    prompt: Any
+    prompt: list[int]
     """What a completion continues."""
     text: str
+    vector: list[float]
+    """What /v1/embeddings makes of the prompt."""
 
     def sent(self, path: str, model: str) -> dict[str, Any]:
         """Return the body of the request for a route."""
@@ -104,10 +107,11 @@ def make_cases(number: int) -> list[Case]:
         defaults = llm.get_default_sampling_params()
         params.append(dataclasses.replace(defaults, **options))
     outputs = llm.generate(prompts, list[SamplingParams](params), use_tqdm=False)
+    tokens = [out.prompt_token_ids for out in outputs]
+    vectors = [out.outputs.embedding for out in llm.embed(tokens, use_tqdm=False)]
     llm.shutdown()
-    prompts = [out.prompt_token_ids for out in outputs]
     texts = [out.text for out in outputs]
-    return [Case(*case) for case in zip(bodies, prompts, texts, strict=True)]
+    return [Case(*case) for case in zip(bodies, tokens, texts, vectors, strict=True)]
 
 
 class Server:
@@ -171,7 +175,9 @@ class Load:
             (self.whole, 5),
             (self.streamed, 5),
             (self.slow, 1),
-            (self.leaves, 6),
+            (self.embedded, 2),
+            (self.tokenized, 1),
+            (self.leaves, 7),
             (self.malformed, 1),
         )
 
@@ -189,11 +195,36 @@ class Load:
     async def whole(self, case: Case) -> None:
         """Wait for the whole answer."""
         path, body = self.request(case)
+        answer = await self._posted(path, body)
+        is_good = answer.status_code == 200
+        self.check(case, text_in(path, answer.json()) if is_good else answer.text)
+
+    async def embedded(self, case: Case) -> None:
+        """Have the prompt made a vector, beside requests that generate."""
+        body = {"model": self._rng.choice(self._models), "input": case.prompt}
+        answer = await self._posted("/v1/embeddings", body)
+        found = answer.json()["data"][0]["embedding"] if answer.status_code == 200 else []
+        if len(found) != len(case.vector) or not np.allclose(found, case.vector, atol=1e-5):
+            self.faults.append(f"{case.body}: the vector is not that of the engine alone")
+
+    async def tokenized(self, case: Case) -> None:
+        """Have the conversation tokenized, and its tokens made a text."""
+        model = self._rng.choice(self._models)
+        body = {"model": model, "messages": case.body["messages"], "add_generation_prompt": True}
+        answer = await self._posted("/tokenize", body)
+        if answer.status_code != 200 or answer.json()["tokens"] != case.prompt:
+            self.faults.append(f"{case.body}: tokenized as {shown(answer.text)}")
+        answer = await self._posted("/detokenize", {"model": model, "tokens": case.prompt})
+        question = case.body["messages"][0]["content"]
+        if answer.status_code != 200 or question not in answer.json()["prompt"]:
+            self.faults.append(f"{case.body}: detokenized as {shown(answer.text)}")
+
+    async def _posted(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """Return the whole answer; while the server has no room, ask again."""
         while (answer := await self._client.post(path, json=body)).status_code == 503:
             self.counts["503"] += 1
             await asyncio.sleep(min(1.0, float(answer.headers["retry-after"])))
-        is_good = answer.status_code == 200
-        self.check(case, text_in(path, answer.json()) if is_good else answer.text)
+        return answer
 
     def request(self, case: Case) -> tuple[str, dict[str, Any]]:
         """Return a route, and a body for one of the models."""
@@ -296,9 +327,9 @@ async def mixed_load(
     idle = await is_idle(client)
     if any(idle.values()):
         load.faults.append(f"not idle after the load: {idle}")
-    first, last = memory[len(memory) // 3], memory[-1]
+    sixths = [np.median(part) / 1e6 for part in np.array_split(memory, 6)]
     print(f"clients: {dict(load.counts)}; idle: {idle}")
-    print(f"resident MB after a third of the time {first / 1e6:.1f}, at the end {last / 1e6:.1f}")
+    print("resident MB, the median of each sixth of the time:", *(f"{each:.1f}" for each in sixths))
     return load.faults
 
 
