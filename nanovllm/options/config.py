@@ -5,7 +5,6 @@ that find them return them.
 """
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from nanovllm.options.validation import (
     check_fields,
     check_float,
     check_int,
+    check_json_object,
     check_path,
     plain_text,
     shown,
@@ -97,19 +97,6 @@ def _speculative_config(error: Error, name: str, value: Any) -> SpeculativeConfi
         raise error(f"{name}: {reason}") from None
 
 
-def _json_object(error: Error, name: str, value: Any) -> dict[str, Any]:
-    """Return a copy of `value`, which must be a dictionary that JSON can write."""
-    try:
-        copied = json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as reason:
-        raise error(
-            f"{name} must be a dictionary of JSON values, got {shown(value)}: {reason}"
-        ) from reason
-    if not isinstance(copied, dict):
-        raise error(f"{name} must be a dictionary, got {shown(value)}")
-    return copied
-
-
 @strict_keywords(ConfigError)
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -130,7 +117,7 @@ class Config:
     """Load no tokenizer: prompts and outputs are token ids, and texts are empty."""
     download_dir: Annotated[str | None, check_path, "a directory or None"] = None
     """Directory for downloads from the hub; None is huggingface_hub's cache."""
-    hf_overrides: Annotated[dict[str, Any] | None, _json_object] = None
+    hf_overrides: Annotated[dict[str, Any] | None, check_json_object] = None
     """Fields that replace those of the checkpoint's config.json, such as {"rope_theta": 1000000};
     None is no change."""
     generation_config: Annotated[str, check_path, 'a directory, "auto" or "vllm"'] = "auto"

@@ -391,12 +391,34 @@ STRUCTURED_NAMES = other_names(
 """Names of vLLM's StructuredOutputsParams, and of other servers for the same."""
 
 _ALWAYS = "it is always on; leave it out"
+_NO_COHERE = "there is no route of Cohere's chat; leave it out"
+_FINGERPRINT = "system_fingerprint is made of the version and the options; leave it out"
+_ONE_SERVER = "one process serves, and GET /health asks it; leave it out"
 _TLS = "put a proxy with TLS in front of the server"
 _OWN_LOG = "each request is logged in one line, without its text, and probes are not; leave it out"
 
 SERVE_NAMES = other_names(
     ("enable_auto_tool_choice enable_prompt_tokens_details", (True,), _ALWAYS),
-    ("disable_fastapi_docs", (True,), _ALWAYS),
+    ("disable_fastapi_docs enable_tokenizer_info_endpoint", (True,), _ALWAYS),
+    ("enable_request_id_headers log_error_stack", (True,), _ALWAYS),
+    ("enable_log_outputs enable_log_deltas", (False,), "answers are never logged; leave it out"),
+    ("enable_per_request_metrics", (False,), "the log has the times of each request"),
+    ("enable_server_load_tracking", (False,), "GET /metrics and /status.json have the load"),
+    ("enable_force_include_usage", (False,), "send stream_options with include_usage"),
+    ("sse_keep_alive_interval", (0,), "let the proxy wait longer for an answer to go on"),
+    ("reasoning_effort_map", ({},), "use chat_template with one that knows each effort"),
+    ("exclude_tools_when_tool_choice_none", (True,), _ALWAYS),
+    ("tool_strict_level", ("auto",), 'give a function "strict": true'),
+    ("tool_server", (), "clients call tools"),
+    ("trust_request_mm_kwargs", (False,), _TEXT_ONLY),
+    ("cohere_is_reasoning_model", (True, False), _NO_COHERE),
+    ("cohere_format", ("cmd3", "cmd4"), _NO_COHERE),
+    ("anthropic_disabled_thinking_effort", ("auto", "none"), "use chat_template"),
+    ("fingerprint_mode", ("full", "hash"), _FINGERPRINT),
+    ("fingerprint_value", (), _FINGERPRINT),
+    ("enable_scale_out", (False,), "the routes /inference and /render are not there"),
+    ("enable_offline_docs", (False,), "GET /openapi.json has the schema of all routes"),
+    ("enable_flash_late_interaction", (True, False), "there is no late interaction"),
     ("disable_uvicorn_access_log", (True, False), _OWN_LOG),
     ("uvicorn_log_level", ("info",), "use log_level"),
     ("log_config_file", (), "use log_config"),
@@ -409,7 +431,13 @@ SERVE_NAMES = other_names(
     ("allowed_origins", (), "use cors_origins"),
     ("allowed_methods allowed_headers", (["*"],), "all are allowed where cors_origins allows"),
     ("allow_credentials", (False,), "use an API key"),
-    ("ssl_keyfile ssl_certfile ssl_ca_certs", (), _TLS),
+    ("ssl_keyfile ssl_certfile ssl_ca_certs ssl_ciphers", (), _TLS),
+    ("enable_ssl_refresh", (False,), _TLS),
+    ("ssl_cert_reqs", (0,), _TLS),
+    ("h11_max_incomplete_event_size h11_max_header_count", (), "use max_body_bytes for bodies"),
+    ("grpc_port", (), "the server speaks HTTP"),
+    ("data_parallel_supervisor_port dp_supervisor_probe_interval_s", (), _ONE_SERVER),
+    ("dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold", (), _ONE_SERVER),
     ("middleware", (), "put a proxy in front of the server"),
     ("api_server_count", (1,), "one process serves; leave it out"),
     ("headless", (False,), "one process serves; leave it out"),

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import json
 import logging
 import math
 import numbers
@@ -226,6 +227,19 @@ def check_path(
     if not isinstance(path, str) or not path:
         raise error(f"{name} must be {rule}, got {shown(value)}")
     return plain_text(path)
+
+
+def check_json_object(error: Error, name: str, value: Any) -> dict[str, Any]:
+    """Return a copy of `value`, which must be a dictionary that JSON can write."""
+    try:
+        copied = json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as reason:
+        raise error(
+            f"{name} must be a dictionary of JSON values, got {shown(value)}: {reason}"
+        ) from reason
+    if not isinstance(copied, dict):
+        raise error(f"{name} must be a dictionary, got {shown(value)}")
+    return copied
 
 
 def check_names(error: Error, name: str, value: Any) -> dict[str, Any]:

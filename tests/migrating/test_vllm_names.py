@@ -9,10 +9,16 @@ import pytest
 
 from nanovllm import SamplingParams, StructuredOutputsParams, demo_model
 from nanovllm.advice import LACKS, METHODS
+from nanovllm.apps.server.options import ServerOptions
 from nanovllm.features.structured.grammar import GrammarCompiler
 from nanovllm.models.registry import MODULES
 from nanovllm.options.config import EXECUTOR_BACKENDS, Config
-from nanovllm.options.other_names import CONFIG_NAMES, SAMPLING_NAMES, STRUCTURED_NAMES
+from nanovllm.options.other_names import (
+    CONFIG_NAMES,
+    SAMPLING_NAMES,
+    SERVE_NAMES,
+    STRUCTURED_NAMES,
+)
 from nanovllm.vllm import LLM, AsyncLLM, LLMEngine
 from tests.migrating import vllm_names
 
@@ -21,6 +27,7 @@ FIELDS = [
     (Config, CONFIG_NAMES, vllm_names.ENGINE_ARGS),
     (SamplingParams, SAMPLING_NAMES, vllm_names.SAMPLING_PARAMS),
     (StructuredOutputsParams, STRUCTURED_NAMES, vllm_names.STRUCTURED_OUTPUTS),
+    (ServerOptions, SERVE_NAMES, vllm_names.SERVER_ARGS),  # api_key is api_keys here
 ]
 CLASSES = [
     (LLM, vllm_names.LLM_METHODS),

@@ -109,6 +109,24 @@ STRUCTURED_OUTPUTS = """
     json regex choice grammar json_object disable_any_whitespace disable_additional_properties
     whitespace_pattern structural_tag
 """
+SERVER_ARGS = """
+    lora_modules chat_template chat_template_content_format trust_request_chat_template
+    trust_request_mm_kwargs default_chat_template_kwargs reasoning_effort_map response_role
+    return_tokens_as_token_ids enable_auto_tool_choice exclude_tools_when_tool_choice_none
+    tool_call_parser tool_parser_plugin tool_strict_level tool_server max_log_len
+    enable_prompt_tokens_details enable_per_request_metrics enable_server_load_tracking
+    enable_force_include_usage sse_keep_alive_interval enable_tokenizer_info_endpoint
+    enable_log_outputs enable_log_deltas cohere_is_reasoning_model cohere_format
+    anthropic_disabled_thinking_effort log_error_stack enable_scale_out fingerprint_mode
+    fingerprint_value host port grpc_port data_parallel_supervisor_port
+    dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s
+    dp_supervisor_probe_failure_threshold uds uvicorn_log_level disable_uvicorn_access_log
+    disable_access_log_for_endpoints allow_credentials allowed_origins allowed_methods
+    allowed_headers ssl_keyfile ssl_certfile ssl_ca_certs enable_ssl_refresh ssl_cert_reqs
+    ssl_ciphers root_path middleware enable_request_id_headers disable_fastapi_docs
+    h11_max_incomplete_event_size h11_max_header_count enable_offline_docs
+    enable_flash_late_interaction
+"""
 ROUTES = """
     /health /load /ping /version /server_info /tokenizer_info /tokenize /detokenize /v1/models
     /v1/chat/completions /v1/chat/completions/batch /v1/chat/completions/render

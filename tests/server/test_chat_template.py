@@ -56,6 +56,26 @@ def test_a_checkpoint_without_a_template(
         assert server.send("/v1/chat/completions", CHAT).status == 200
 
 
+def test_variables_of_the_template_that_the_server_gives(async_llm: AsyncLLM) -> None:
+    """They hold in every route; those of a request come before them."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ mood }}{{ mode }}"
+    defaults = {"mood": "block", "mode": "table"}
+    with running(
+        async_llm, chat_template=template, default_chat_template_kwargs=defaults
+    ) as server:
+
+        def text(**fields: object) -> str:
+            body = {"messages": [{"role": "user", "content": "KV "}], **fields}
+            ids = server.send("/tokenize", body).body["tokens"]
+            prompt: str = server.send("/detokenize", {"tokens": ids}).body["prompt"]
+            return prompt
+
+        assert text() == "KV blocktable"
+        assert text(chat_template_kwargs={"mode": "pool"}) == "KV blockpool"
+    with pytest.raises(ConfigError, match="default_chat_template_kwargs must be a dictionary"):
+        ServerOptions(default_chat_template_kwargs=[1])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

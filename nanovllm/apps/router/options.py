@@ -33,6 +33,7 @@ ENGINE_FIELDS = (
         "max_stored_bytes",
         "request_timeout",
         "chat_template",
+        "default_chat_template_kwargs",
         "tool_call_parser",
         "reasoning_parser",
     ),

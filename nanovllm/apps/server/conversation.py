@@ -58,7 +58,7 @@ def render(
         continues,
         [{"type": "function", "function": tool} for tool in dumped] or None,
         server.chat_template,
-        chat_template_kwargs,
+        {**(server.options.default_chat_template_kwargs or {}), **(chat_template_kwargs or {})},
     )
     processor = server.llm.engine.input_processor
     # Before the template, which takes its time; also for one that is to be cut.
