@@ -77,8 +77,8 @@ FOLDERS = {
         "attention engine kernels layers llm loading options scheduler utils worker", torch=True
     ),
     "lab": Folder(
-        "attention kernels kv layers loading.shards models options scheduler speculation tiers "
-        "worker",
+        "attention demo_model kernels kv layers llm loading.shards models options prove scheduler "
+        "speculation testing tiers utils worker",
         torch=True,
     ),
     "__main__": Folder("cli", torch=False),

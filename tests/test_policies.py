@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from examples.lab.lfu_eviction import LeastFrequentlyUsed
+from examples.lab.shortest_job_first import ShortestFirst
 from nanovllm import AsyncLLM, SamplingParams, demo_model
 from nanovllm.errors import ConfigError, EngineDeadError, PluginError
 from nanovllm.kv.eviction import CheckedOrder
@@ -17,13 +19,11 @@ from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.sequence import Sequence
 from tests.glossary import GREEDY
 from tests.helpers import assert_idle
-from tests.kv.least_frequently_used import LeastFrequentlyUsed
-from tests.scheduler.shortest_first import ShortestFirst
 
 HERE = "tests.test_policies"
 OPTIONS: dict[str, Any] = {"max_model_len": 128, "kvcache_block_size": 16}
-POLICY = "tests.scheduler.shortest_first:ShortestFirst"
-EVICTION = "tests.kv.least_frequently_used:LeastFrequentlyUsed"
+POLICY = "examples.lab.shortest_job_first:ShortestFirst"
+EVICTION = "examples.lab.lfu_eviction:LeastFrequentlyUsed"
 
 
 class NeedsMore(ShortestFirst):
@@ -96,8 +96,8 @@ def test_the_shortest_request_is_answered_first(make_llm: Any) -> None:
     ("value", "message"),
     [
         ("no_such_module:Class", "no_such_module cannot be imported: ModuleNotFoundError"),
-        ("tests.kv.least_frequently_used:LeastFrequentlyUse", "did you mean 'LeastFrequentlyUsed"),
-        ("tests.kv.least_frequently_used:count", "a class derived from nanovllm.kv.eviction.Evic"),
+        ("examples.lab.lfu_eviction:LeastFrequentlyUse", "did you mean 'LeastFrequentlyUsed"),
+        ("examples.lab.lfu_eviction:count", "a class derived from nanovllm.kv.eviction.Evic"),
         (POLICY, "must name a class derived from nanovllm.kv.eviction.EvictionOrder, but"),
         (
             "nanovllm.kv.eviction:EvictionOrder",
@@ -150,7 +150,7 @@ def test_a_broken_module_needs_no_path(
 
 
 def test_a_class_itself_is_refused_with_its_name() -> None:
-    name = "tests.scheduler.shortest_first:ShortestFirst"
+    name = "examples.lab.shortest_job_first:ShortestFirst"
     with pytest.raises(ConfigError, match=f'give its name, "{name}"'):
         Config(demo_model.MODEL, scheduling_policy=ShortestFirst)  # type: ignore[arg-type]
 

@@ -4,23 +4,26 @@ Needs hypothesis, of the extra `lab`. Imports no torch.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 from nanovllm.features.speculation import drafting
 from nanovllm.features.speculation.draft_controller import DraftController
+from nanovllm.kv.eviction import EvictionOrder
+from nanovllm.kv.windows import WindowSpec, pages_for
 from nanovllm.testing.fake_controller import random_limits
 from nanovllm.testing.fake_engine import VOCAB_SIZE, Engine, random_guesses
 from nanovllm.testing.invariants import check_scheduler
@@ -29,6 +32,12 @@ PROMPT = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)
 
 INDEX = st.integers(0, 15)
 USERS = ["", "ann", "bob"]
+NUM_PAGES = 10
+LAYERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"windows": (WindowSpec(3, 1), WindowSpec(8, 2))},
+    {"state_pages": 2},
+)
 TICK = 2.0**-14  # its multiples have exact differences
 
 
@@ -184,3 +193,153 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def check(self) -> None:
         check_scheduler(self.engine.scheduler)
+
+
+class PluginMachine(SchedulerMachine):
+    """Random runs with a policy or an order of eviction, of a model whose layers have windows, or
+    states, or neither.
+
+    Args:
+        plugin: `make_policy` or `make_order` of `Engine`.
+    """
+
+    users = USERS
+    salts = (None, None, None, "salt")
+
+    def __init__(self, **plugin: Any) -> None:
+        super().__init__()
+        self.plugin = plugin
+
+    @initialize(
+        max_model_len=st.integers(2, 24),
+        block_size=st.integers(1, 5),
+        layers=st.sampled_from(LAYERS),
+        num_spare_blocks=st.integers(0, 8),
+        max_num_seqs=st.integers(1, 6),
+        max_num_batched_tokens=st.integers(1, 30),
+        eos_token_ids=st.sampled_from([(), (3,), (3, 4)]),
+        queue_depth=st.sampled_from([0, 0, 1, 2]),
+        seed=st.integers(0, 2**32),
+        with_drafts=st.booleans(),
+    )
+    def start(
+        self,
+        max_model_len: int,
+        block_size: int,
+        layers: dict[str, Any],
+        num_spare_blocks: int,
+        max_num_batched_tokens: int,
+        eos_token_ids: tuple[int, ...],
+        seed: int,
+        with_drafts: bool,
+        **options: Any,
+    ) -> None:
+        windows, state_pages = layers.get("windows", ()), layers.get("state_pages", 0)
+        num_pages = pages_for(max_model_len, block_size, windows, max_num_batched_tokens)
+        self.engine = Engine(
+            num_blocks=num_pages + state_pages + num_spare_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            eos_token_ids=frozenset(eos_token_ids),
+            propose=random_guesses(seed) if with_drafts else None,
+            controller=make_controller(seed) if with_drafts else None,
+            **layers,
+            **self.plugin,
+            **options,
+        )
+        self.engine.is_strict = False  # that is of the default policy
+
+
+class OrderMachine(RuleBasedStateMachine):
+    """Random calls of an order of eviction, as the pool makes them.
+
+    Args:
+        make: makes the order, for `NUM_PAGES` pages.
+    """
+
+    def __init__(self, make: Callable[[int], EvictionOrder]) -> None:
+        super().__init__()
+        self.order = make(NUM_PAGES)
+        self.in_use: set[int] = set()
+        self.filled: set[int] = set()
+        """Pages that hold something."""
+        self.untouched = list(range(NUM_PAGES))
+
+    @precondition(lambda self: len(self.in_use) < NUM_PAGES)
+    @rule()
+    def take(self) -> None:
+        free = {*range(NUM_PAGES)} - self.in_use
+        expected = next(iter(self.order))
+        page = self.order.take()
+        assert page == expected, f"take() returned {page}, and {expected} was first of iter()"
+        assert page in free, f"take() returned page {page}, which is in use"
+        if page in self.filled:
+            assert free <= self.filled, f"take() returned page {page}, which holds something"
+        if self.untouched and page in self.untouched:
+            assert page == self.untouched.pop(0), "pages never used are not taken in order"
+        self.in_use.add(page)
+        self.filled.discard(page)
+
+    @precondition(lambda self: self.in_use)
+    @rule(index=INDEX, is_filled=st.booleans())
+    def let_go(self, index: int, is_filled: bool) -> None:
+        page = sorted(self.in_use)[index % len(self.in_use)]
+        self.in_use.remove(page)
+        if is_filled:
+            self.filled.add(page)
+            self.order.put_last(page)
+        else:
+            self.filled.discard(page)
+            self.order.put_first(page)
+
+    @precondition(lambda self: self.filled - self.in_use)
+    @rule(index=INDEX, is_hit=st.booleans())
+    def hit_or_clear(self, index: int, is_hit: bool) -> None:
+        free = sorted(self.filled - self.in_use)
+        page = free[index % len(free)]
+        if is_hit:
+            self.order.remove(page)
+            self.in_use.add(page)
+            self.order.touch(page)
+        else:
+            self.filled.remove(page)
+            self.order.put_first(page)
+
+    @precondition(lambda self: self.filled & self.in_use)
+    @rule(index=INDEX)
+    def hit_one_in_use(self, index: int) -> None:
+        pages = sorted(self.filled & self.in_use)
+        self.order.touch(pages[index % len(pages)])
+
+    @invariant()
+    def check(self) -> None:
+        free = list(self.order)
+        assert sorted(free) == sorted({*range(NUM_PAGES)} - self.in_use), "iter() is wrong"
+        assert len(self.order) == len(free), "len() is wrong"
+        assert all(page in self.order for page in free), "a free page is not in the order"
+        assert not any(page in self.order for page in self.in_use), "a page in use is free"
+
+
+def run_machine(make: Callable[[], RuleBasedStateMachine], num_runs: int) -> None:
+    """Make random runs, the same each time: a half of 10 calls at most, then a half of 40.
+
+    So a fault that a few calls show is shown by a few. Making a run shorter that failed would take
+    minutes where it is long because nothing ends.
+
+    Raises:
+        Exception: what the first run raises that fails. Its notes are the calls of that run.
+    """
+    for num_calls in (10, 40):
+        how = settings(
+            max_examples=max(1, num_runs // 2),
+            stateful_step_count=num_calls,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=[Phase.generate],
+            report_multiple_bugs=False,
+            suppress_health_check=[*HealthCheck],
+        )
+        with steady_clock():
+            run_state_machine_as_test(make, settings=how)  # type: ignore[arg-type]

@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from examples.lab.lfu_eviction import LeastFrequentlyUsed
 from nanovllm.kv.eviction import EvictionOrder, LeastRecentlyUsed
 from nanovllm.testing.fake_engine import VOCAB_SIZE, Engine
-from tests.kv.least_frequently_used import LeastFrequentlyUsed
 
 ORDERS = (LeastRecentlyUsed, LeastFrequentlyUsed)
 OPERATIONS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=60)

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, invariant
 
+from examples.lab.lfu_eviction import LeastFrequentlyUsed
+from examples.lab.shortest_job_first import ShortestFirst
 from nanovllm.kv.windows import WindowSpec, pages_for
 from nanovllm.testing.fake_engine import VOCAB_SIZE, Engine, random_guesses
 from nanovllm.testing.invariants import check_scheduler
 from nanovllm.testing.random_runs import make_controller
 from tests.every_case import examples
-from tests.kv.least_frequently_used import LeastFrequentlyUsed
 from tests.lora.fake_adapters import AdapterEngine, TieredAdapterEngine, check_adapters
-from tests.scheduler.shortest_first import ShortestFirst
 from tests.scheduler.test_random_runs import clock
 from tests.tiers.fake_tiers import FakeStore, TieredEngine
 from tests.tiers.invariants import check_tiers

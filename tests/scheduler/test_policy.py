@@ -4,11 +4,11 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
+from examples.lab.shortest_job_first import AGEING, ShortestFirst
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.testing.fake_engine import Engine
 from nanovllm.testing.invariants import check_scheduler
-from tests.scheduler.shortest_first import AGEING, ShortestFirst
 
 
 def test_the_shortest_goes_first() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from examples.lab.lfu_eviction import LeastFrequentlyUsed
 from nanovllm.errors import PluginError
 from nanovllm.kv.eviction import CheckedOrder
 from nanovllm.scheduler.policy import CheckedPolicy
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.testing.fake_engine import Engine
-from tests.kv.least_frequently_used import LeastFrequentlyUsed
 
 pytestmark = pytest.mark.timeout(10)
 

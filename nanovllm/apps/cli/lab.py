@@ -2,11 +2,22 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from nanovllm import demo_model
+from nanovllm.apps.cli.flag_groups import add_engine_flags
 from nanovllm.apps.lab.new import KINDS, summary, write_plugin
-from nanovllm.options.flags import Parser
+from nanovllm.apps.lab.options import CheckOptions
+from nanovllm.apps.lab.plugin import Plugin, find_plugin
+from nanovllm.apps.prove.options import ProveOptions
+from nanovllm.errors import ConfigError
+from nanovllm.options.config import Config
+from nanovllm.options.flags import Parser, add_flags, add_other_flags, given_fields
 from nanovllm.options.validation import listed
 from nanovllm.utils.terminal import write
+
+if TYPE_CHECKING:
+    from nanovllm.apps.lab.check import Finding
 
 
 def add_lab(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -15,6 +26,7 @@ def add_lab(commands: "argparse._SubParsersAction[Parser]") -> None:
     parser = commands.add_parser("lab", help=about, description=about)
     added = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_new(added)
+    _add_check(added)
 
 
 def _add_new(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -30,6 +42,80 @@ def _add_new(commands: "argparse._SubParsersAction[Parser]") -> None:
         nargs="?",
         help="The name of the new module, such as shortest_first. (default: my_KIND)",
     )
+
+
+def _add_check(commands: "argparse._SubParsersAction[Parser]") -> None:
+    about = "Check that an engine keeps every rule with a policy or an eviction order in place."
+    parser = commands.add_parser(
+        "check",
+        help=about,
+        description=about,
+        epilog="The exit status is 0 if all rules are kept, or 1.",
+        usage="nanovllm lab check FILE [MODEL] [flags]",
+    )
+    parser.set_defaults(command=check, parser=parser, takes="lab check takes a FILE and a MODEL")
+    _add_plugin(parser)
+    add_flags(parser.add_argument_group("check"), CheckOptions, but=(), defaults={})
+    group = parser.add_argument_group("the ways of nanovllm prove")
+    peers = {"peer", "peer_python", "api_key", "output", "lora_modules"}
+    add_flags(group, ProveOptions, but=peers, defaults={})
+    add_engine_flags(parser)
+    add_other_flags(parser, default=argparse.SUPPRESS)
+
+
+def _add_plugin(parser: Parser) -> None:
+    """Add the arguments that say which plugin an engine gets, and which model it runs."""
+    parser.add_argument(
+        "file", metavar="FILE", help="A Python file with a policy or an eviction order."
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default=demo_model.MODEL,
+        help="A checkpoint directory, a GGUF file or a hub id. (default: the shipped model)",
+    )
+    parser.add_argument(
+        "--class",
+        dest="class_name",
+        metavar="NAME",
+        help="The class in FILE, if it has several. (default: the only one)",
+    )
+
+
+def _engine_options(args: argparse.Namespace, plugin: Plugin) -> dict[str, Any]:
+    options = {k: v for k, v in given_fields(Config, args).items() if k != "model"}
+    if plugin.kind in options:
+        flag = plugin.kind.replace("_", "-")
+        raise ConfigError(f"--{flag} is the plugin in FILE: leave it out")
+    Config(model=args.model, **options)
+    return options
+
+
+def check(args: argparse.Namespace) -> int:
+    """Check that an engine keeps every rule with a plugin in place."""
+    from nanovllm.apps.lab.check import check as run_checks
+
+    plugin = find_plugin(args.file, args.class_name)
+    options = _engine_options(args, plugin)
+    how = CheckOptions(**given_fields(CheckOptions, args))
+    prove = ProveOptions(**given_fields(ProveOptions, args))
+    found = run_checks(plugin, args.model, options, how, prove, _show)
+    num_broken = sum(not finding.holds for finding in found)
+    name = f"{plugin.kind} {plugin.value}"
+    if num_broken:
+        write(f"{name} breaks {num_broken} of {len(found)} rules.\n")
+        return 1
+    write(f"{name} keeps all {len(found)} rules.\n")
+    return 0
+
+
+def _show(finding: "Finding") -> None:
+    words, *calls = finding.words.splitlines()
+    status = "holds" if finding.holds else "FAILS"
+    write(f"{finding.name:40}{status:7}{finding.seconds:6.1f} s  {words}\n")
+    for call in calls:
+        write(f"    {call}\n")
 
 
 def new(args: argparse.Namespace) -> int:

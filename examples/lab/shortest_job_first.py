@@ -1,4 +1,8 @@
-"""A policy in one file: shortest job first, with ageing."""
+"""A policy in one file: shortest job first, with ageing.
+
+nanovllm lab check examples/lab/shortest_job_first.py
+nanovllm lab bench examples/lab/shortest_job_first.py
+"""
 
 from nanovllm.scheduler.heap import Heap
 from nanovllm.scheduler.policy import Policy

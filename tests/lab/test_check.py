@@ -1,0 +1,121 @@
+"""`nanovllm lab check`: right plugins pass, and each broken twin is found by the check for it."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import demo_model
+from nanovllm.apps.cli import main as cli
+from nanovllm.apps.lab.check import Finding, check
+from nanovllm.apps.lab.options import CheckOptions
+from nanovllm.apps.lab.plugin import EVICTION, find_plugin
+from nanovllm.apps.prove.options import ProveOptions
+from nanovllm.errors import ConfigError
+from tests.helpers import ROOT
+
+TWINS = ROOT / "tests/lab/twins.py"
+EXAMPLES = ROOT / "examples/lab"
+PROVE = ProveOptions(num_requests=4, ways=("preempted",))
+
+
+def checked(file: Path, name: str | None = None, **options: Any) -> dict[str, Finding]:
+    plugin = find_plugin(str(file), name)
+    how = CheckOptions(**{"num_runs": 20, **options})
+    return {each.name: each for each in check(plugin, demo_model.MODEL, {}, how, PROVE)}
+
+
+@pytest.fixture
+def without_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanovllm.apps.lab.check._proof", lambda *_: (True, ""))
+
+
+@pytest.mark.parametrize("name", ["shortest_job_first", "longest_prefix_first", "lfu_eviction"])
+def test_a_right_plugin_passes(name: str) -> None:
+    found = checked(EXAMPLES / f"{name}.py")
+    assert all(finding.holds for finding in found.values()), found
+    assert "2 ways" in found["the same bits"].words
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--class", "LosesPages", "--num-runs", "20", "--ways", "preempted"]
+    assert cli.main(["lab", "check", str(TWINS), demo_model.MODEL, *arguments]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"^random calls +FAILS", out, re.MULTILINE)
+    assert re.search(r"^hits +FAILS", out, re.MULTILINE)
+    assert out.endswith("eviction_policy twins:LosesPages breaks 4 of 4 rules.\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "words"),
+    [
+        ("NeverAges", "a long request among short ones", "it starves: after 500 more requests"),
+        ("LosesASequence", "random runs", r"first\(\) returned None, but 1 sequences were pushed"),
+        ("AsksTheClock", "random runs", "order"),
+        ("PreemptsTheFirst", "random runs", "starves|waiting requests never run"),
+        ("LongestPrefixOnly", "a request among others with one prefix", "it starves"),
+        ("ReturnsAPageTwice", "random calls", r"after take\(\) it has \d+ pages, but"),
+        ("LosesPages", "random calls", r"after put_last\(\d+\) it has \d+ pages"),
+        ("ForgetsHits", "hits", "it keeps less than an order that takes any page"),
+        ("TakesWhatIsHeld", "random calls", "which holds something|first of iter"),
+    ],
+)
+@pytest.mark.usefixtures("without_engine")
+def test_a_broken_twin_is_found(name: str, where: str, words: str) -> None:
+    found = checked(TWINS, name)
+    assert not found[where].holds
+    assert re.search(words, found[where].words)
+
+
+@pytest.mark.usefixtures("without_engine")
+def test_the_calls_that_fail_are_shown() -> None:
+    words = checked(TWINS, "LosesPages")["random calls"].words
+    assert re.search(r"^state\.let_go\(.*is_filled=True", words, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("without_engine")
+def test_users_may_have_to_take_turns() -> None:
+    file = EXAMPLES / "shortest_job_first.py"
+    found = checked(file, fair=True)["users take turns"]
+    assert not found.holds
+    assert "gets 90% beside one with two" in found.words
+
+
+def test_an_engine_that_a_twin_ends_is_a_finding() -> None:
+    """Symptom: `lab check` ends with a traceback where the plugin ends the engine."""
+    found = checked(TWINS, "LosesPages")["the same bits"]
+    assert not found.holds
+    assert 'eviction_policy="twins:LosesPages": after put_last' in found.words
+
+
+PLUGIN = "from nanovllm.scheduler.prompt_queue import PromptQueue\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "class_name", "message"),
+    [
+        ("two_here", f"{PLUGIN}class A(PromptQueue): ...\nclass B(PromptQueue): ...", None,
+         "two_here.py has 2 plugins: name one, class A or B"),
+        ("none_here", PLUGIN, None, "has no plugin: a class derived from nanovllm.scheduler.pol"),
+        ("one_here", f"{PLUGIN}class A(PromptQueue): ...", "C", "class 'C' is no plugin in .*: A$"),
+        ("wrong_here", "import no_such_module", None, "ModuleNotFoundError: No module named 'no_"),
+        ("random", "", None, "is hidden by another module random"),
+        ("no-module", "", None, "its name must be that of a Python module"),
+        ("abstract_here", "from nanovllm.scheduler.policy import Policy\nclass A(Policy): ...",
+         None, r"lacks the methods first\(\), order\(seq\), push\(seq\), remove\(seq\)"),
+    ],
+)  # fmt: skip
+def test_a_file_that_has_no_plugin(
+    tmp_path: Path, name: str, code: str, class_name: str | None, message: str
+) -> None:
+    file = tmp_path / f"{name}.py"
+    file.write_text(code)
+    with pytest.raises(ConfigError, match=message):
+        find_plugin(str(file), class_name)
+
+
+def test_the_kind_is_that_of_the_class() -> None:
+    plugin = find_plugin(str(EXAMPLES / "lfu_eviction.py"))
+    assert plugin.kind == EVICTION
+    assert plugin.options == {"eviction_policy": "lfu_eviction:LeastFrequentlyUsed"}
