@@ -88,6 +88,7 @@ EMULATED(__m256i, _cvtneps_pbh, (__m512 a), uint32_t x[16]; uint16_t h[16]; memc
 
 #ifdef EMULATE_AMX
 #define __AMX_BF16__ 1
+#define __AMX_INT8__ 1
 #define syscall(...) 0 /* the system allows the tiles */
 static _Thread_local struct { uint8_t palette, start_row, reserved[14]; uint16_t colsb[16]; uint8_t rows[16]; } emulated_config;
 static _Thread_local uint8_t emulated_tiles[8][16][64];
@@ -123,14 +124,33 @@ static inline void emulated_dpbf16(int d, int a, int b) {
         memcpy(emulated_tiles[d][m], out, 64);
     }
 }
+static inline void emulated_dpbytes(int d, int a, int b, int is_signed) {
+    const uint8_t *rows = emulated_config.rows;
+    const uint16_t *colsb = emulated_config.colsb;
+    emulated_check(rows[d] == rows[a] && colsb[d] == colsb[b] && colsb[a] == 4 * rows[b]);
+    for (int m = 0; m < rows[d]; m++) {
+        uint32_t sums[16];
+        memcpy(sums, emulated_tiles[d][m], 64);
+        for (int k = 0; k < colsb[a]; k++)
+            for (int n = 0; n < colsb[d] / 4; n++) {
+                uint8_t x = emulated_tiles[a][m][k];
+                sums[n] += (is_signed ? (int8_t)x : x) * (int8_t)emulated_tiles[b][k / 4][4 * n + k % 4];
+            }
+        memcpy(emulated_tiles[d][m], sums, 64);
+    }
+}
 #undef _tile_zero
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#undef _tile_dpbssd
+#undef _tile_dpbusd
 #define _tile_loadconfig emulated_loadconfig
 #define _tile_release emulated_release
 #define _tile_zero emulated_zero
 #define _tile_loadd emulated_loadd
 #define _tile_stored emulated_stored
 #define _tile_dpbf16ps emulated_dpbf16
+#define _tile_dpbssd(d, a, b) emulated_dpbytes(d, a, b, 1)
+#define _tile_dpbusd(d, a, b) emulated_dpbytes(d, a, b, 0)
 #endif

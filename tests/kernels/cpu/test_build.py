@@ -131,6 +131,17 @@ def test_the_compiler_knows_the_flags_that_leave_tiles_out():
     subprocess.run(command, check=True)
 
 
+@native
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="no AMX here")
+def test_products_of_bytes_are_tile_instructions(tmp_path):
+    """Elsewhere the tests emulate them, and so do not compile the intrinsics."""
+    source = Path(build.__file__).with_name("csrc") / "int_tiles.c"
+    code = tmp_path / "int_tiles.s"
+    flags = "-march=sapphirerapids", "-Og", "-S"
+    subprocess.run([*build.find_compiler(), *flags, str(source), "-o", str(code)], check=True)
+    assert {"tdpbssd", "tdpbusd"} <= set(code.read_text().split())
+
+
 # $CC and compilers that misbehave
 
 

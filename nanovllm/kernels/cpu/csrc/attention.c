@@ -169,7 +169,7 @@ INLINE void load_queries(const cache_layout *c, const query_tile *t, const bf16 
             bf16 padded[c->width];
             memset(padded, 0, sizeof padded);
             memcpy(padded, from, c->dim * sizeof *from);
-            quantize_row(padded, 2, &t->queries, r, c->width / int_groups(c), 8, PLAIN);
+            quantize_row(padded, &t->queries, r, c->width / int_groups(c), 8, PLAIN);
         }
     }
 }
@@ -631,7 +631,6 @@ void nv_attention(team *team, const bf16 *q, bf16 *out, const uint8_t *cache, pt
     }
     piece *pieces = scratch(num_pieces[0] * sizeof *pieces);
     if (pieces) cut_groups(groups, num_groups, pieces);
-    begin_tiles();
     ptrdiff_t num_items = num_pieces[0] * heads;
     FOR_ITEMS(item, team, num_items) {
         ptrdiff_t part, next_part;

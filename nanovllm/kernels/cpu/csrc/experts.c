@@ -268,7 +268,6 @@ void nv_expert_gate_up(team *t, const bf16 *x, const int32_t *ids, const void *p
     char *buffer = scratch(max_rows * prepared_bytes(&w));
     float *acc = scratch(2 * STREAMS * (max_rows > TILE_ROWS ? max_rows : TILE_ROWS) * PANEL * sizeof *acc);
     ptrdiff_t ready = -1;
-    begin_tiles();
     FOR_ITEMS(item, t, most_blocks(pairs, experts, max_rows) * groups) {
         group_pairs(&g, ids, pairs, experts, max_rows);
         if (item / groups >= g.count) continue;
@@ -334,7 +333,6 @@ void nv_expert_down(team *t, const bf16 *hidden, const int32_t *ids, const float
         block b = g.blocks[i];
         prepare(&w, hidden + b.first * k, k, b.rows, buffer + b.first * bytes);
     }
-    begin_tiles();
     FOR_ITEMS(item, t, (panels + width - 1) / width) {
         group_pairs(&g, ids, pairs, experts, max_rows);
         ptrdiff_t first = item * width, count = panels - first < width ? panels - first : width;

@@ -7,11 +7,11 @@
 #define DEFINE(name, bits, kind, inputs, wide)                                                                        \
     static __attribute__((noinline)) void name(int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel p, \
                                                float *acc) {                                                          \
-        int_tile_steps(bits, kind, inputs, wide, 1, rows, k, group, x, p, (output_rows){acc, PANEL}, 0);              \
+        int_tile_of(bits, kind, inputs, wide, rows, k, group, x, p, acc);                                             \
     }                                                                                                                 \
     static __attribute__((noinline)) void name##_streams(ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel p, \
                                                          float *acc) {                                                \
-        int_streams_of(bits, kind, inputs, wide, k, group, x, p, acc);                                                \
+        int_row_of(bits, kind, inputs, wide, STREAM_COLS, k, group, x, p, acc);                                       \
     }
 DEFINE(int8, 8, PLAIN, 0, 0)
 DEFINE(int8_zeros, 8, ZEROS, 0, 0)
@@ -55,7 +55,41 @@ void int_streams(int bits, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_p
     else group > INT4_INPUTS ? STREAM(int4_wide) : STREAM(int4);
 }
 
-/* Packing inputs. Many rows are turned first, so that each has a lane: VL = 16 has lanes for two parts of a tile with weights of
+/* Packing inputs. */
+#ifdef HAVE_AMX
+ptrdiff_t quantize_items(ptrdiff_t rows, int bits) { return (void)bits, rows; }
+
+/* An item is a row. */
+void quantize_rows(const bf16 *x, ptrdiff_t ldx, ptrdiff_t rows, quantized_rows q, ptrdiff_t group, int bits, int kind,
+                   ptrdiff_t item) {
+    const ptrdiff_t bytes = input_bytes(bits, kind), most = TILE_ROWS / bytes, first = item / most * most,
+                    unit = tile_unit(group);
+    const ptrdiff_t part = rows - first < most ? rows - first : most, r = item - first;
+    int8_t ints[2 * K_STEP] __attribute__((aligned(64)));
+    float scale;
+    group_sum sum;
+    const quantized_rows one = {ints, &scale, &sum, group, 1};
+    if (rows == 1) {
+        quantize_row(x, &q, 0, group, bits, kind);
+        return;
+    }
+    q = part_from(q, bytes, first), x += item * ldx;
+    for (ptrdiff_t g = 0; g < q.groups; g++) {
+        quantize_row(x + g * group, &one, 0, group, bits, kind);
+        q.scales[g * part + r] = scale, q.sums[g * part + r] = sum;
+        for (ptrdiff_t i = 0; i < group; i += unit) {
+            int8_t *to = (int8_t *)q.ints + (g * group + i) * part * bytes + r * unit;
+            if (bytes == 1) memcpy(to, ints + i, unit);
+            for (ptrdiff_t j = 0; j < unit && bytes == 2; j += VL) {
+                half_vs v = *(const half_vs *)(ints + 2 * (i + j));
+                *(quarter_vb *)(to + j) = __builtin_convertvector(v >> 8, quarter_vb);
+                *(quarter_vb *)(to + part * unit + j) = __builtin_convertvector(v, quarter_vb);
+            }
+        }
+    }
+}
+#else
+/* Many rows are turned first, so that each has a lane: VL = 16 has lanes for two parts of a tile with weights of
  * 4 bits. */
 enum { LANES = (MAX_ROWS + VL - 1) / VL, CHUNK = 2 * VL }; /* vectors of so many rows; inputs that a square holds */
 
@@ -103,15 +137,16 @@ INLINE void nearest_pair(vu pair, vf factor, vu *even, vu *odd) {
 INLINE void quantize_group(vu (*pairs)[LANES], lanes_of_parts of, ptrdiff_t g, ptrdiff_t group, quantized_rows q, int bytes,
                            int bits, int kind) {
     const ptrdiff_t unit = 4 / bytes, places = q.ld / unit;
+    const float limit = limit_of(bits, kind);
     vf inverse[LANES];
     vi total[LANES];
     for (int v = 0; v < LANES && v * VL < of.rows; v++) {
         vi top = {0};
         for (ptrdiff_t i = 0; i < group / 2; i++)
             top = larger_int(top, larger_int((vi)(pairs[i][v] << 16) & 0x7fffffff, (vi)(pairs[i][v] & 0x7fff0000)));
-        inverse[v] = inverse_of(top, limit_of(bits, kind));
+        inverse[v] = blend((vf)top > 0.0f, limit / (vf)top, (vf){0});
         total[v] = (vi)broadcast(ROUND_TO_INT) * (int32_t)-group;
-        put_lanes((vi)scale_of(top, limit_of(bits, kind)), v, of, g, q.groups, (int32_t *)q.scales);
+        put_lanes((vi)((vf)top / limit), v, of, g, q.groups, (int32_t *)q.scales);
     }
     for (ptrdiff_t i = 0; i < group; i += unit)
         for (int v = 0; v < LANES && v * VL < of.rows; v++) {
@@ -149,7 +184,7 @@ static void quantize_few(const bf16 *x, ptrdiff_t ldx, int rows, quantized_rows 
     const quantized_rows one = {ints, &scale, &sum, group, 1};
     for (int r = 0; r < rows; r++)
         for (ptrdiff_t g = 0; g < q.groups; g++) {
-            quantize_row(x + r * ldx + g * group, 2, &one, 0, group, bits, kind);
+            quantize_row(x + r * ldx + g * group, &one, 0, group, bits, kind);
             for (ptrdiff_t i = 0; i < places; i++) ((int32_t *)q.ints)[(g * places + i) * rows + r] = ints[i];
             q.scales[g * rows + r] = scale, q.sums[g * rows + r] = sum;
         }
@@ -171,8 +206,9 @@ void quantize_rows(const bf16 *x, ptrdiff_t ldx, ptrdiff_t rows, quantized_rows 
     x += at * ldx;
     ptrdiff_t bytes = input_bytes(bits, kind);
     q = part_from(q, bytes, at);
-    if (rows == 1) quantize_row(x, 2, &q, 0, group, bits, kind);
+    if (rows == 1) quantize_row(x, &q, 0, group, bits, kind);
     else if (first + second <= FEWEST_LANES) quantize_few(x, ldx, first, q, group, bits, kind);
     else if (bytes == 2) quantize_lanes(x, ldx, (lanes_of_parts){first, first}, q, group, 2, bits, kind);
     else quantize_lanes(x, ldx, (lanes_of_parts){first + second, first}, q, group, 1, bits, kind);
 }
+#endif

@@ -105,16 +105,12 @@ typedef struct {
 /* READ weights as they are stored, READ and WRITE a wide_step meanwhile, or read only that. */
 enum { FROM_PANEL, TO_WIDE, FROM_WIDE };
 
-/* Where the integers of row r of a part of `rows` are, from input i on; `unit` of them are side by side. */
-#define INPUTS_AT(q, packed, rows, r, i, unit) ((packed) ? (i) * (rows) + (r) * (unit) : (r) * (q).ld + (i))
-#define SUM_AT(q, packed, rows, r, g) ((packed) ? (g) * (rows) + (r) : (r) * (q).groups + (g))
-
-/* One part of a tile with weights of 8 bits: acc += x . w. `kind`, `packed` and `from` are constants where this is inlined. */
-INLINE void int8_rows(int kind, int packed, int from, int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows q,
-                      int_panel p, uint8_t *wide, prefetch_plan f, output_rows acc) {
+/* One part of a tile with weights of 8 bits: acc += x . w for packed x. `kind` and `from` are constants where this is inlined. */
+INLINE void int8_rows(int kind, int from, int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows q, int_panel p,
+                      uint8_t *wide, prefetch_plan f, output_rows acc) {
     const int16_t *x = q.ints;
     const ptrdiff_t scale_rows = rows_of_scales(kind), groups = scale_rows * (k / group);
-    for (ptrdiff_t g = 0, i = 0; g < k / group; g++) {
+    for (ptrdiff_t g = 0, i = 0; g < k / group; g++, q.scales += rows, q.sums += rows) {
         vi a[MAX_ROWS][STREAM_COLS];
         FORGET_MEMORY();
         zero_sums(rows, cols, a);
@@ -132,8 +128,7 @@ INLINE void int8_rows(int kind, int packed, int from, int rows, int cols, ptrdif
                     else w0 = widen_int8(narrow), w1 = widen_int8(narrow + 2 * VL);
                     if (from == TO_WIDE) both[0] = w0, both[1] = w1;
 #pragma GCC unroll 12
-                    for (int r = 0; r < rows; r++)
-                        multiply_add_pairs(&a[r][c], &a[r][c + 1], w0, w1, x + INPUTS_AT(q, packed, rows, r, i + j, 2));
+                    for (int r = 0; r < rows; r++) multiply_add_pairs(&a[r][c], &a[r][c + 1], w0, w1, x + (i + j) * rows + 2 * r);
                 }
         }
 #pragma GCC unroll 8
@@ -145,17 +140,17 @@ INLINE void int8_rows(int kind, int packed, int from, int rows, int cols, ptrdif
             for (int r = 0; r < rows; r++) {
                 vi sum = a[r][c];
                 float *out = acc.p + r * acc.ld + c * VL;
-                if (kind == ZEROS) sum += zeros * q.sums[SUM_AT(q, packed, rows, r, g)];
-                vf scaled = __builtin_convertvector(sum, vf) * q.scales[SUM_AT(q, packed, rows, r, g)];
+                if (kind == ZEROS) sum += zeros * q.sums[r];
+                vf scaled = __builtin_convertvector(sum, vf) * q.scales[r];
                 store(out, fma_(scaled, scale, load(out)));
             }
         }
     }
 }
 
-INLINE void int8_part(int kind, int packed, int from, int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows q,
-                      int_panel p, uint8_t *wide, prefetch_plan f, output_rows acc) {
-#define INT8_ROWS(from) int8_rows(kind, packed, from, rows, cols, k, group, q, p, wide, f, acc)
+INLINE void int8_part(int kind, int from, int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows q, int_panel p,
+                      uint8_t *wide, prefetch_plan f, output_rows acc) {
+#define INT8_ROWS(from) int8_rows(kind, from, rows, cols, k, group, q, p, wide, f, acc)
     if (rows <= 2) INT8_ROWS(FROM_PANEL);
     else if (from == FROM_WIDE) INT8_ROWS(FROM_WIDE);
     else INT8_ROWS(TO_WIDE);
@@ -240,9 +235,10 @@ INLINE vi sum_begin(int kind, group_sum sum) {
 }
 
 /* The product of an integer sum, given as the bits of ROUND_TO_INT plus it, with a scale of 16 bits. It is rounded once, with and
- * without a fused multiply-add: `less`, the scale times -ROUND_TO_INT, has few digits. */
+ * without a fused multiply-add: `less`, the scale times -ROUND_TO_INT, has few digits. With AMX an infinite scale gives what it
+ * gives in tiles. */
 INLINE vf scaled_sum(vi sum, vf scale, vf less) {
-#ifdef HAVE_FMA
+#if defined(HAVE_FMA) && !defined(HAVE_AMX)
     return fma_((vf)sum, scale, less);
 #else
     (void)less;
@@ -336,11 +332,45 @@ INLINE void int4_part(int kind, int inputs, int wide, int from, int rows, int co
     else INT4_ROWS(TO_WIDE);
 }
 
+#ifdef HAVE_AMX
+/* A single row with weights of 8 bits in fours: acc += x . w. A lane multiplies half of a four, so two lanes have a sum. */
+INLINE void int8_row(int kind, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows q, int_panel p, float *acc) {
+    typedef int64_t fours __attribute__((vector_size(4 * VL)));
+    const int16_t *x = q.ints;
+    const ptrdiff_t scale_rows = rows_of_scales(kind), groups = scale_rows * (k / group);
+    for (ptrdiff_t g = 0, i = 0; g < k / group; g++) {
+        vi a[STREAM_COLS][2] = {0};
+        for (ptrdiff_t end = i + group; i < end; i += 4) {
+            int64_t four;
+            memcpy(&four, x + i, sizeof four);
+            __m512i both = (__m512i)((fours){0} + four);
+#pragma GCC unroll 8
+            for (int c = 0; c < cols; c++) {
+                const uint8_t *w = p.w + c / PANEL_VECTORS * (k * PANEL) + i * PANEL + c % PANEL_VECTORS * 4 * VL;
+                prefetch_stream(cols, w);
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++)
+                    a[c][half] = (vi)_mm512_dpwssd_epi32((__m512i)a[c][half], (__m512i)widen_int8(w + half * 2 * VL), both);
+            }
+        }
+#pragma GCC unroll 8
+        for (int c = 0; c < cols; c++) {
+            vf scale = load_scales(p.scales, groups, scale_rows * g, c, kind);
+            vi even = (vi)shuffle2((vf)a[c][0], (vf)a[c][1], 2 * lanes());
+            vi sum = even + (vi)shuffle2((vf)a[c][0], (vf)a[c][1], 2 * lanes() + 1);
+            if (kind == ZEROS) sum += (load_zeros(p.scales, groups, 2 * g + 1, c) << 16 >> 16) * q.sums[g];
+            store(acc + c * VL, fma_(__builtin_convertvector(sum, vf) * q.scales[g], scale, load(acc + c * VL)));
+        }
+    }
+}
+#endif
+
 #ifdef HAVE_DPBUSD
 /* One part of a tile with W8A8: acc += x . w for packed x. */
 INLINE void w8a8_rows(int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows q, int_panel p, prefetch_plan f,
                       output_rows acc) {
     const int8_t *x = q.ints;
+    const vi flip = (vi)(vu)BROADCAST((128 ^ stored_flip(W8A8)) * 0x01010101u); /* 128 is added to what is multiplied */
     for (ptrdiff_t g = 0, i = 0; g < k / group; g++, q.scales += rows, q.sums += rows) {
         vi a[MAX_ROWS][STREAM_COLS];
         FORGET_MEMORY();
@@ -357,7 +387,8 @@ INLINE void w8a8_rows(int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantize
                     const vi *w = (const vi *)(p.w + c / PANEL_VECTORS * (k * PANEL) + (i + j) * PANEL) + c % PANEL_VECTORS;
                     prefetch_stream(cols, w), prefetch_stream(cols, w + 1);
 #pragma GCC unroll 12
-                    for (int r = 0; r < rows; r++) multiply_add_fours(&a[r][c], &a[r][c + 1], w[0], w[1], x + 4 * r);
+                    for (int r = 0; r < rows; r++)
+                        multiply_add_fours(&a[r][c], &a[r][c + 1], w[0] ^ flip, w[1] ^ flip, x + 4 * r);
                 }
         }
 #pragma GCC unroll 8
@@ -381,13 +412,34 @@ INLINE void w8a8_rows(int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantize
         switch (n) { CASE(1, part) CASE(2, part) CASE(3, part) CASE(4, part) CASE(5, part) CASE(6, part) } \
     }
 
-/* acc[rows][32] = x[rows][k] . w, or with `add` acc += x . w. `bits`, `kind`, `packed`, and with 4 bits `inputs`, those of a
- * group of x, and `wide` are constants where this is inlined. */
-INLINE void int_tile_steps(int bits, int kind, int inputs, int wide, int packed, int rows, ptrdiff_t k, ptrdiff_t group,
-                           quantized_rows x, int_panel panel, output_rows acc, int add) {
+/* acc[cols * VL] = x[k] . w for a single row: `cols` vectors of columns, STREAM_COLS or those of a panel; constants as above. */
+INLINE void int_row_of(int bits, int kind, int inputs, int wide, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows x,
+                       int_panel panel, float *acc) {
+    const prefetch_plan none = {NULL, 0, 1};
+    output_rows out = {acc, 0};
+    memset(acc, 0, cols * VL * sizeof *acc);
+    if (bits == 4) int4_rows(kind, inputs, wide, FROM_PANEL, 1, cols, k, group, x, panel, NULL, NULL, none, out);
+#ifdef HAVE_DPBUSD
+    else if (kind == W8A8) w8a8_rows(1, cols, k, group, x, panel, none, out);
+#endif
+#ifdef HAVE_AMX
+    else int8_row(kind, cols, k, group, x, panel, acc);
+#else
+    else int8_rows(kind, FROM_PANEL, 1, cols, k, group, x, panel, NULL, none, out);
+#endif
+}
+
+#ifdef HAVE_AMX
+#include "int_tiles_amx.h"
+#else
+/* acc[rows][32] = x[rows][k] . w for packed x. `bits`, `kind`, and with 4 bits `inputs`, those of a group of x, and `wide` are
+ * constants where this is inlined. */
+INLINE void int_tile_of(int bits, int kind, int inputs, int wide, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x,
+                        int_panel panel, float *sums) {
     const ptrdiff_t bytes = input_bytes(bits, kind);
+    output_rows acc = {sums, PANEL};
     wide_step widened;
-    for (int r = 0; r < rows && !add; r++) memset(acc.p + r * acc.ld, 0, PANEL * sizeof *acc.p);
+    memset(sums, 0, rows * PANEL * sizeof *sums);
     for (ptrdiff_t i = 0; i < k; i += K_STEP) {
         ptrdiff_t step = k - i < K_STEP ? k - i : K_STEP, x_group = bits == 8 ? i / group : i / inputs;
         ptrdiff_t g = bits == 8 ? x_group : x_group >> group_shift(wide, group, inputs);
@@ -395,10 +447,10 @@ INLINE void int_tile_steps(int bits, int kind, int inputs, int wide, int packed,
         const uint16_t *scales = panel.scales + g * PANEL * rows_of_scales(kind);
 /* Together the parts of a tile prefetch the panel behind this one. */
 #define FROM(R) (at ? FROM_WIDE : TO_WIDE)
-#define ROWS(R) inputs_at(part_from(x, bytes, at), bytes, packed ? i * R : i, packed ? x_group * R : x_group)
-#define PART8(R, cols, c)                                                                                         \
-    int8_part(kind, packed, FROM(R), R, cols, step, group, ROWS(R), (int_panel){w + 2 * (c), scales + (c), kind}, \
-              widened.w + 4 * (c), (prefetch_plan){next, PARTS(rows) - parts, PARTS(rows)}, outputs_from(acc, at, c))
+#define ROWS(R) inputs_at(part_from(x, bytes, at), bytes, i *R, x_group *R)
+#define PART8(R, cols, c)                                                                                                      \
+    int8_part(kind, FROM(R), R, cols, step, group, ROWS(R), (int_panel){w + 2 * (c), scales + (c), kind}, widened.w + 4 * (c), \
+              (prefetch_plan){next, PARTS(rows) - parts, PARTS(rows)}, outputs_from(acc, at, c))
 #define PART4(R, cols, c)                                                                                                 \
     int4_part(kind, inputs, wide, FROM(R), R, cols, step, group, ROWS(R), (int_panel){w + 4 * (c), scales + (c), kind},   \
               widened.w + 4 * (c), widened.scales + (c), (prefetch_plan){next, FEW_PARTS(rows) - parts, FEW_PARTS(rows)}, \
@@ -413,22 +465,4 @@ INLINE void int_tile_steps(int bits, int kind, int inputs, int wide, int packed,
         else FOR_ROWS(rows, PART8)
     }
 }
-
-/* The same for 8 bits and rows of inputs that are not packed. */
-INLINE void int_tile_of(int bits, int kind, int inputs, int wide, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x,
-                        int_panel panel, output_rows acc, int add) {
-    int_tile_steps(bits, kind, inputs, wide, 0, rows, k, group, x, panel, acc, add);
-}
-
-/* acc[STREAMS][32] = x[k] . w for STREAMS panels; constants as above. */
-INLINE void int_streams_of(int bits, int kind, int inputs, int wide, ptrdiff_t k, ptrdiff_t group, quantized_rows x,
-                           int_panel panel, float *acc) {
-    const prefetch_plan none = {NULL, 0, 1};
-    output_rows out = {acc, 0};
-    memset(acc, 0, STREAMS * PANEL * sizeof *acc);
-    if (bits == 4) int4_rows(kind, inputs, wide, FROM_PANEL, 1, STREAM_COLS, k, group, x, panel, NULL, NULL, none, out);
-#ifdef HAVE_DPBUSD
-    else if (kind == W8A8) w8a8_rows(1, STREAM_COLS, k, group, x, panel, none, out);
 #endif
-    else int8_rows(kind, 1, FROM_PANEL, 1, STREAM_COLS, k, group, x, panel, NULL, none, out);
-}

@@ -10,14 +10,16 @@
  * - W8A8 are 8 bits whose inputs have 8 bits, too. Where the processor multiplies bytes, packed weights are
  *   [ceil(n/32)][k/4][32][4] bytes to which 128 is added. Elsewhere they are as other weights of 8 bits, and so are the inputs,
  *   but for their range.
+ * - With AMX all weights of 8 bits are [ceil(n/32)][k/4][32][4] int8.
  * - With minimums a weight is scale * (integer + 8) + minimum, as in llama.cpp's Q4_1.
  * - FP4 weights are scale * twice the number of E2M1 that the 4 bits stand for; their scales are bfloat16.
  * - With minimums and with FP4, group is at most 32.
  * - With zeros a weight is scale * (integer - zero). Zeros are int16: -zero, with 4 bits -(zero + 8).
  * - Scales of weights: [ceil(n/32)][k/group][32]; with minimums or zeros [ceil(n/32)][k/group][2][32], scales first.
  *
- * For a tile, inputs are packed in its parts (see FOR_ROWS): a part of R rows is [k/2][R][2] int16 or [k/4][R][4] int8, with
- * [k/group][R] scales and sums. So a step of a part reads one or two cache lines, however far apart the rows of x are.
+ * For a tile, inputs are packed in its parts (see FOR_ROWS; with AMX see int_tiles_amx.h): a part of R rows is [k/2][R][2] int16
+ * or [k/4][R][4] int8, with [k/group][R] scales and sums. So a step of a part reads one or two cache lines, however far apart the
+ * rows of x are.
  */
 #pragma once
 #include "tiles.h"
@@ -38,20 +40,29 @@ static const uint8_t fp4_table[64] __attribute__((aligned(64))) = {X4(FP4_TABLE)
 
 #if (VL == 16 && defined(__AVX512VNNI__)) || (VL == 8 && defined(__AVXVNNI__))
 #define HAVE_DPBUSD 1
-enum { W8A8_OFFSET = 128 };
+enum { BYTE_INPUTS = 1 }; /* for W8A8 */
 #else
-enum { W8A8_OFFSET = 0 };
+enum { BYTE_INPUTS = 0 };
 #if (VL == 16 && defined(__AVX512BW__)) || (VL == 8 && defined(__AVX2__))
 #define INT16_PAIRS 1 /* products of 8 bits are summed in pairs of int16 */
 #endif
 #endif
 
 /* Bytes of a quantised input, for weights of `bits` and `kind`. */
-INLINE ptrdiff_t input_bytes(ptrdiff_t bits, ptrdiff_t kind) { return bits == 4 || (kind == W8A8 && W8A8_OFFSET) ? 1 : 2; }
+INLINE ptrdiff_t input_bytes(ptrdiff_t bits, ptrdiff_t kind) { return bits == 4 || (kind == W8A8 && BYTE_INPUTS) ? 1 : 2; }
+
+/* Whether weights of 8 bits are [k/4][32][4], and what is xored with them: 128 flips the sign, which adds 128. */
+#ifdef HAVE_AMX
+INLINE int in_fours(ptrdiff_t kind) { return (void)kind, 1; }
+INLINE uint8_t stored_flip(ptrdiff_t kind) { return (void)kind, 0; }
+#else
+INLINE int in_fours(ptrdiff_t kind) { return input_bytes(8, kind) == 1; }
+INLINE uint8_t stored_flip(ptrdiff_t kind) { return in_fours(kind) ? 128 : 0; }
+#endif
 
 /* Where in its panel the weight of input i and column c is: the byte, and with 4 bits the shift in it. */
 INLINE ptrdiff_t offset8(ptrdiff_t i, ptrdiff_t c, ptrdiff_t kind) {
-    return input_bytes(8, kind) == 1 ? (i / 4 * PANEL + c) * 4 + i % 4 : (i / 2 * PANEL + c) * 2 + i % 2;
+    return in_fours(kind) ? (i / 4 * PANEL + c) * 4 + i % 4 : (i / 2 * PANEL + c) * 2 + i % 2;
 }
 INLINE ptrdiff_t offset4(ptrdiff_t i, ptrdiff_t c) { return (i / 8 * PANEL + c) * 4 + i % 4; }
 INLINE int shift4(ptrdiff_t i) { return i % 8 < 4 ? 0 : 4; }
@@ -67,7 +78,7 @@ INLINE vi group_sums(vi total, int bits, int kind) {
 #ifdef INT16_PAIRS
     if (kind == FP4) return (vi)broadcast(ROUND_TO_INT); /* see fp4_start() */
 #endif
-    return (vi)broadcast(ROUND_TO_INT) - total * (kind == FP4 ? FP4_OFFSET : kind == W8A8 ? W8A8_OFFSET : 8);
+    return (vi)broadcast(ROUND_TO_INT) - total * (kind == FP4 ? FP4_OFFSET : kind == W8A8 ? 128 : 8);
 }
 
 /* Quantised inputs: rows of int16 or int8, ld apart, and `groups` scales and sums of each row. */
@@ -130,37 +141,26 @@ INLINE void multiply_columns(float *acc, ptrdiff_t rows, ptrdiff_t columns, cons
         for (ptrdiff_t c = 0; c < columns; c += VL) store(acc + r * columns + c, load(acc + r * columns + c) * load(factors + c));
 }
 
-/* Load VL numbers of x from i on: bfloat16 if `bytes` is 2, float32 if it is 4. */
-INLINE vf load_any(const void *x, int bytes, ptrdiff_t i) {
-    return bytes == 4 ? load((const float *)x + i) : load_bf16((const bf16 *)x + i, VL);
-}
-
-/* The size of v as an integer that is the larger the larger |v| is, and largest for NaN, so that no NaN is lost. */
-INLINE vi magnitude(vf v) { return (vi)v & 0x7fffffff; }
-
-/* The scale of numbers whose largest magnitude is given, and by what they are multiplied to be integers up to `limit`. */
-INLINE vf scale_of(vi largest, float limit) { return (vf)largest / limit; }
-INLINE vf inverse_of(vi largest, float limit) { return blend((vf)largest > 0.0f, limit / (vf)largest, (vf){0}); }
 INLINE float limit_of(int bits, int kind) { return bits == 4 || kind == W8A8 ? 127.0f : 32767.0f; }
 
-/* Quantise a row of x, whose numbers have `bytes`, into `row` of q, for weights of `bits` and `kind`: x = scale * integer, with a
- * scale for each `group` inputs. */
-INLINE void quantize_row(const void *x, int bytes, const quantized_rows *q, ptrdiff_t row, ptrdiff_t group, int bits, int kind) {
+/* Quantise a row of x into `row` of q, for weights of `bits` and `kind`: x = scale * integer, with a scale for each `group`
+ * inputs. The largest size is found among the bits, as integers, so that no NaN is lost. */
+INLINE void quantize_row(const bf16 *x, const quantized_rows *q, ptrdiff_t row, ptrdiff_t group, int bits, int kind) {
     const float limit = limit_of(bits, kind);
-    for (ptrdiff_t g = 0; g < q->groups; g++) {
+    for (ptrdiff_t g = 0; g < q->groups; g++, x += group) {
         vi top = {0}, total = {0};
-        for (ptrdiff_t i = 0; i < group; i += VL) top = larger_int(top, magnitude(load_any(x, bytes, g * group + i)));
+        for (ptrdiff_t i = 0; i < group; i += VL) top = larger_int(top, (vi)load_bf16(x + i, VL) & 0x7fffffff);
         for (int n = VL / 2; n; n /= 2) top = larger_int(top, (vi)shuffle_xor((vf)top, n));
-        vf inverse = inverse_of(top, limit);
+        float largest = ((vf)top)[0], inverse = largest > 0.0f ? limit / largest : 0.0f; /* a division of vectors takes longer */
         for (ptrdiff_t i = 0; i < group; i += VL) {
-            vi v = nearest_product(load_any(x, bytes, g * group + i), inverse);
+            vi v = nearest_product(load_bf16(x + i, VL), broadcast(inverse));
             total += v;
             if (input_bytes(bits, kind) == 2)
                 *(half_vs *)((int16_t *)q->ints + row * q->ld + g * group + i) = __builtin_convertvector(v, half_vs);
             else *(quarter_vb *)((int8_t *)q->ints + row * q->ld + g * group + i) = __builtin_convertvector(v, quarter_vb);
         }
         for (int n = VL / 2; n; n /= 2) total += (vi)shuffle_xor((vf)total, n);
-        q->scales[row * q->groups + g] = scale_of(top, limit)[0];
+        q->scales[row * q->groups + g] = largest / limit;
         q->sums[row * q->groups + g] = group_sums(total, bits, kind)[0];
     }
 }

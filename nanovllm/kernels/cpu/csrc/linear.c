@@ -6,6 +6,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+_Thread_local tile_shape configured;
+
 /* Linux lets a process use AMX only after this request (ARCH_REQ_XCOMP_PERM for XFEATURE_XTILE_DATA). Return whether it agreed.
  */
 int nv_enable(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
@@ -89,7 +91,6 @@ INLINE void multiply_heads(team *t, head_inputs x, head_weights w, head_outputs 
     bf16 *padded = k > w.inputs ? scratch(block * k * sizeof *padded) : NULL;
     bf16 *turned = w.turned ? scratch(k * PANEL * sizeof *turned) : NULL;
     input_rows inputs = {0};
-    begin_tiles();
     FOR_ITEMS(item, t, w.heads * ((m + block - 1) / block) * groups) {
         ptrdiff_t first = item % groups * group, last = first + group < panels ? first + group : panels;
         ptrdiff_t part = item / groups, head = part % w.heads, i = part / w.heads * block;

@@ -20,7 +20,7 @@ void nv_pack_int(team *t, const int8_t *q, const uint16_t *scales, const uint16_
                 if (more) out_scales[(2 * g + 1) * PANEL + c] = more[from];
             }
             for (ptrdiff_t i = 0; i < k; i++) {
-                if (bits == 8) out[offset8(i, c, kind)] = (uint8_t)(q[row * k + i] + (kind == W8A8 ? W8A8_OFFSET : 0));
+                if (bits == 8) out[offset8(i, c, kind)] = (uint8_t)q[row * k + i] ^ stored_flip(kind);
                 else out[offset4(i, c)] |= (q[row * k + i] + 8) << shift4(i);
             }
         }
@@ -80,6 +80,7 @@ void nv_linear_int(team *t, const bf16 *x, ptrdiff_t ldx, const uint8_t *packed,
             store_tile(acc, bias_from(bias, p * PANEL), y + i * n + p * PANEL, n, (int)rows, n - p * PANEL);
         }
     }
+    end_tiles();
     free(acc);
     free(own);
 }
@@ -94,8 +95,7 @@ void nv_gather_int(team *t, const int64_t *ids, const uint8_t *packed, const uin
         const uint8_t *w = packed + p * PANEL * k * bits / 8;
         for (ptrdiff_t i = 0; i < k; i++) {
             const uint16_t *scale = scales + (p * groups + i / group) * rows_of_group * PANEL + c;
-            int value = bits == 8 ? (int8_t)(w[offset8(i, c, kind)] - (kind == W8A8 ? W8A8_OFFSET : 0))
-                                  : w[offset4(i, c)] >> shift4(i) & 15;
+            int value = bits == 8 ? (int8_t)(w[offset8(i, c, kind)] ^ stored_flip(kind)) : w[offset4(i, c)] >> shift4(i) & 15;
             if (kind == FP4) value = fp4_table[value] - FP4_OFFSET;
             else if (kind == ZEROS) value += (int16_t)scale[PANEL];
             else if (bits == 4 && kind == PLAIN) value -= 8;

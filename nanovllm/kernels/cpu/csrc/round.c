@@ -62,9 +62,9 @@ INLINE void round_group(const bf16 *w, ptrdiff_t group, int bits, int kind, uint
         if (bits == 4)
             for (ptrdiff_t i = 0; i < group; i += 8)
                 *(vu *)(out + offset4(i, c)) = PAIRS(i) | PAIRS(i + 2) << 16 | (PAIRS(i + 4) | PAIRS(i + 6) << 16) << 4;
-        else if (kind == W8A8 && W8A8_OFFSET)
+        else if (in_fours(kind))
             for (ptrdiff_t i = 0; i < group; i += 4)
-                *(vu *)(out + offset8(i, c, kind)) = (PAIRS(i) | PAIRS(i + 2) << 16) ^ 0x80808080u; /* plus W8A8_OFFSET */
+                *(vu *)(out + offset8(i, c, kind)) = (PAIRS(i) | PAIRS(i + 2) << 16) ^ stored_flip(kind) * 0x01010101u;
         else
             for (ptrdiff_t i = 0; i < group; i += 2)
                 *(half_vu *)(out + offset8(i, c, kind)) = __builtin_convertvector(PAIRS(i), half_vu);

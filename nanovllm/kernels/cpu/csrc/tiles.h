@@ -7,7 +7,7 @@
 
 #include "vectors.h"
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
 #define HAVE_AMX 1
 #elif defined(__AVX512BF16__) && VL == 16 && !defined(SLOW_DPBF16)
 #define HAVE_DPBF16 1
@@ -50,8 +50,7 @@ INLINE output_rows outputs_from(output_rows acc, ptrdiff_t row, ptrdiff_t c) {
     return (output_rows){acc.p + row * acc.ld + c, acc.ld};
 }
 
-/* A kernel calls begin_tiles() before its first tile, and end_tiles() after its last. */
-static void begin_tiles(void);
+/* A kernel calls this after its last tile, on each thread. */
 static void end_tiles(void);
 
 /* acc[rows][32] = x[rows][k] . w, or with `add` acc += x . w; rows <= 32, and k is a multiple of K_MULTIPLE. */
@@ -223,6 +222,5 @@ INLINE int can_stream(linear_outputs out) {
 }
 
 #ifndef HAVE_AMX
-static void begin_tiles(void) {}
 static void end_tiles(void) {}
 #endif

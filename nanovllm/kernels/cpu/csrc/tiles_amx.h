@@ -3,38 +3,48 @@
  */
 enum { PASS_KEYS = 256, K_MULTIPLE = 32, LINEAR_BYTES = 3 << 18, PREPARED_GAP = 0, STREAM_BYTES = 1 << 20 };
 
+/* What the tiles hold: 0 and 1 the outputs of the first rows, whose inputs are in tile 4, 2 and 3 those of the second rows, whose
+ * inputs are in tile 5; 6 and 7 have 16 columns of weights each, for `unit` bytes of a row. */
 typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t colsb[16];
-    uint8_t rows[16];
-} tile_config;
+    int first, second, unit;
+} tile_shape;
 
-static _Thread_local int configured_rows;
+/* The shape for which this thread has configured its tiles; all 0: none. */
+extern __attribute__((visibility("hidden"))) _Thread_local tile_shape configured;
 
-static void begin_tiles(void) { configured_rows = -1; }
-static void end_tiles(void) { _tile_release(); }
-
-static void configure(int rows) {
-    if (configured_rows == rows) return;
-    tile_config c;
-    memset(&c, 0, sizeof c);
-    c.palette = 1;
-    for (int t = 0; t < 8; t++) c.colsb[t] = 64, c.rows[t] = 16;
-    c.rows[0] = c.rows[1] = c.rows[4] = rows > 16 ? 16 : rows;
-    if (rows > 16) c.rows[2] = c.rows[3] = c.rows[5] = rows - 16;
-    __asm__ volatile("" : "+m"(c)); /* GCC 12 believes that only 8 bytes are loaded (PR 114098) */
-    _tile_loadconfig(&c);
-    configured_rows = rows;
+static void end_tiles(void) {
+    _tile_release();
+    configured = (tile_shape){0, 0, 0};
 }
 
-/* Tiles 0 and 1 hold the outputs of rows 0-15, tile 4 their inputs; 2, 3 and 5 the same for rows 16-31; 6 and 7 the weights.
- * A step multiplies 32 inputs, which lie `advance` after those of the step before, and prefetches `share` bytes of `ahead`. */
+/* Call this before tiles are loaded: GCC does not know that they are loaded from memory, so what was stored before might come
+ * later. */
+#define SETTLE_MEMORY() __asm__ volatile("" ::: "memory")
+
+static void configure(tile_shape s) {
+    if (configured.first == s.first && configured.second == s.second && configured.unit == s.unit) return;
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t colsb[16];
+        uint8_t rows[16];
+    } c = {.palette = 1};
+    for (int t = 0; t < 8; t++) c.colsb[t] = t == 4 || t == 5 ? s.unit : 64, c.rows[t] = 16;
+    c.rows[0] = c.rows[1] = c.rows[4] = s.first;
+    if (s.second) c.rows[2] = c.rows[3] = c.rows[5] = s.second;
+    c.rows[6] = c.rows[7] = s.unit / 4;
+    __asm__ volatile("" : "+m"(c)); /* GCC 12 believes that only 8 bytes are loaded (PR 114098) */
+    _tile_loadconfig(&c);
+    configured = s;
+}
+
+/* A step multiplies 32 inputs, which lie `advance` after those of the step before, and prefetches `share` bytes of `ahead`. */
 INLINE void tile_steps(int rows, ptrdiff_t k, input_rows x, ptrdiff_t advance, panel_pieces w, const bf16 *ahead, ptrdiff_t share,
                        output_rows acc, int add) {
     const operand *x0 = x.p, *x1 = x.p + 16 * x.ld;
     const char *next = (const char *)ahead;
     float *acc1 = acc.p + 16 * acc.ld;
-    configure(rows);
+    SETTLE_MEMORY();
+    configure((tile_shape){rows > 16 ? 16 : rows, rows > 16 ? rows - 16 : 0, 64});
     if (add) {
         _tile_loadd(0, acc.p, acc.ld * 4);
         _tile_loadd(1, acc.p + 16, acc.ld * 4);
