@@ -4,55 +4,46 @@
 #include "int_tiles.h"
 
 /* Not inlined: inside a parallel region GCC 12 keeps the accumulators in memory. */
-#define DEFINE(name, bits, kind, inputs, wide)                                                                        \
+#define DEFINE(name, bits, kind, inputs)                                                                              \
     static __attribute__((noinline)) void name(int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel p, \
                                                float *acc) {                                                          \
-        int_tile_of(bits, kind, inputs, wide, rows, k, group, x, p, acc);                                             \
+        int_tile_of(bits, kind, inputs, rows, k, group, x, p, acc);                                                   \
     }                                                                                                                 \
     static __attribute__((noinline)) void name##_streams(ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel p, \
                                                          float *acc) {                                                \
-        int_row_of(bits, kind, inputs, wide, STREAM_COLS, k, group, x, p, acc);                                       \
+        int_row_of(bits, kind, inputs, STREAM_COLS, k, group, x, p, acc);                                             \
     }
-DEFINE(int8, 8, PLAIN, 0, 0)
-DEFINE(int8_zeros, 8, ZEROS, 0, 0)
+DEFINE(int8, 8, PLAIN, 0)
+DEFINE(int8_zeros, 8, ZEROS, 0)
 #ifdef HAVE_DPBUSD
-DEFINE(w8a8, 8, W8A8, 0, 0)
+DEFINE(w8a8, 8, W8A8, 0)
+#else
+#define w8a8 int8
+#define w8a8_streams int8_streams
 #endif
-DEFINE(int4, 4, PLAIN, INT4_INPUTS, 0)
-DEFINE(int4_wide, 4, PLAIN, INT4_INPUTS, 1)
-DEFINE(int4_minimums, 4, MINIMUMS, INT4_INPUTS, 0)
-DEFINE(int4_zeros, 4, ZEROS, INT4_INPUTS, 1)
-DEFINE(fp4, 4, FP4, INT4_INPUTS, 0)
-DEFINE(fp4_of_16, 4, FP4, INT4_INPUTS / 2, 0)
+DEFINE(int4, 4, PLAIN, INT4_INPUTS)
+DEFINE(int4_minimums, 4, MINIMUMS, INT4_INPUTS)
+DEFINE(int4_zeros, 4, ZEROS, INT4_INPUTS)
+DEFINE(fp4, 4, FP4, INT4_INPUTS)
+DEFINE(fp4_of_16, 4, FP4, INT4_INPUTS / 2)
+
+/* CALL the functions for the weights of `panel`. */
+#define CHOOSE(CALL)                                                               \
+    if (panel.kind == W8A8) CALL(w8a8);                                            \
+    else if (bits == 8) panel.kind == ZEROS ? CALL(int8_zeros) : CALL(int8);       \
+    else if (panel.kind == MINIMUMS) CALL(int4_minimums);                          \
+    else if (panel.kind == ZEROS) CALL(int4_zeros);                                \
+    else if (panel.kind == FP4) group < INT4_INPUTS ? CALL(fp4_of_16) : CALL(fp4); \
+    else CALL(int4)
 
 void int_tile(int bits, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel, float *acc) {
 #define TILE(name) name(rows, k, group, x, panel, acc)
-#ifdef HAVE_DPBUSD
-    if (panel.kind == W8A8) {
-        TILE(w8a8);
-        return;
-    }
-#endif
-    if (bits == 8) panel.kind == ZEROS ? TILE(int8_zeros) : TILE(int8);
-    else if (panel.kind == MINIMUMS) TILE(int4_minimums);
-    else if (panel.kind == ZEROS) TILE(int4_zeros);
-    else if (panel.kind == FP4) group < INT4_INPUTS ? TILE(fp4_of_16) : TILE(fp4);
-    else group > INT4_INPUTS ? TILE(int4_wide) : TILE(int4);
+    CHOOSE(TILE);
 }
 
 void int_streams(int bits, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel, float *acc) {
 #define STREAM(name) name##_streams(k, group, x, panel, acc)
-#ifdef HAVE_DPBUSD
-    if (panel.kind == W8A8) {
-        STREAM(w8a8);
-        return;
-    }
-#endif
-    if (bits == 8) panel.kind == ZEROS ? STREAM(int8_zeros) : STREAM(int8);
-    else if (panel.kind == MINIMUMS) STREAM(int4_minimums);
-    else if (panel.kind == ZEROS) STREAM(int4_zeros);
-    else if (panel.kind == FP4) group < INT4_INPUTS ? STREAM(fp4_of_16) : STREAM(fp4);
-    else group > INT4_INPUTS ? STREAM(int4_wide) : STREAM(int4);
+    CHOOSE(STREAM);
 }
 
 /* Packing inputs. */

@@ -226,8 +226,8 @@ INLINE vi fp4_start(const int8_t *x, int rows, int inputs) {
 #endif
 
 /* With 4 bits, the number of a group of x, of `inputs`, shifted by this to the right is that of the weights' group: a division
- * takes as long as a tenth of a step. Weights that are not `wide` have groups of `inputs`. */
-INLINE int group_shift(int wide, ptrdiff_t group, int inputs) { return wide ? __builtin_ctzl(group / inputs) : 0; }
+ * takes as long as a tenth of a step. */
+INLINE int group_shift(ptrdiff_t group, int inputs) { return __builtin_ctzl(group / inputs); }
 
 /* Where the integer sum of a group begins: see group_sums(). */
 INLINE vi sum_begin(int kind, group_sum sum) {
@@ -249,11 +249,11 @@ INLINE vf scaled_sum(vi sum, vf scale, vf less) {
 /* With 4 bits, parts have up to FEW_ROWS rows: with AVX-512 a part's sums, in integers and in floats, then fit the registers. */
 enum { FEW_ROWS = 6 };
 
-/* One part of a tile with weights of 4 bits: acc += x . w for packed x. `kind`, `inputs`, those of a group of x, `wide` and
- * `from` are constants where this is inlined. */
-INLINE void int4_rows(int kind, int inputs, int wide, int from, int rows, int cols, ptrdiff_t k, ptrdiff_t group,
-                      quantized_rows q, int_panel p, uint8_t *bytes, float *floats, prefetch_plan f, output_rows acc) {
-    const int in_registers = VL == 16, shift = group_shift(wide, group, inputs);
+/* One part of a tile with weights of 4 bits: acc += x . w for packed x. `kind`, `inputs`, those of a group of x, and `from`
+ * are constants where this is inlined. */
+INLINE void int4_rows(int kind, int inputs, int from, int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows q,
+                      int_panel p, uint8_t *bytes, float *floats, prefetch_plan f, output_rows acc) {
+    const int in_registers = VL == 16, shift = group_shift(group, inputs);
     const ptrdiff_t scale_rows = rows_of_scales(kind), groups = scale_rows * (k / inputs >> shift);
     const int8_t *x = q.ints;
     const uint8_t *w = p.w;
@@ -324,9 +324,9 @@ INLINE void int4_rows(int kind, int inputs, int wide, int from, int rows, int co
         for (int c = 0; c < cols && in_registers; c++) store(acc.p + r * acc.ld + c * VL, sums[r][c]);
 }
 
-INLINE void int4_part(int kind, int inputs, int wide, int from, int rows, int cols, ptrdiff_t k, ptrdiff_t group,
-                      quantized_rows q, int_panel p, uint8_t *bytes, float *floats, prefetch_plan f, output_rows acc) {
-#define INT4_ROWS(from) int4_rows(kind, inputs, wide, from, rows, cols, k, group, q, p, bytes, floats, f, acc)
+INLINE void int4_part(int kind, int inputs, int from, int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows q,
+                      int_panel p, uint8_t *bytes, float *floats, prefetch_plan f, output_rows acc) {
+#define INT4_ROWS(from) int4_rows(kind, inputs, from, rows, cols, k, group, q, p, bytes, floats, f, acc)
     if (rows <= 2) INT4_ROWS(FROM_PANEL);
     else if (from == FROM_WIDE) INT4_ROWS(FROM_WIDE);
     else INT4_ROWS(TO_WIDE);
@@ -413,12 +413,12 @@ INLINE void w8a8_rows(int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantize
     }
 
 /* acc[cols * VL] = x[k] . w for a single row: `cols` vectors of columns, STREAM_COLS or those of a panel; constants as above. */
-INLINE void int_row_of(int bits, int kind, int inputs, int wide, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows x,
-                       int_panel panel, float *acc) {
+INLINE void int_row_of(int bits, int kind, int inputs, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel,
+                       float *acc) {
     const prefetch_plan none = {NULL, 0, 1};
     output_rows out = {acc, 0};
     memset(acc, 0, cols * VL * sizeof *acc);
-    if (bits == 4) int4_rows(kind, inputs, wide, FROM_PANEL, 1, cols, k, group, x, panel, NULL, NULL, none, out);
+    if (bits == 4) int4_rows(kind, inputs, FROM_PANEL, 1, cols, k, group, x, panel, NULL, NULL, none, out);
 #ifdef HAVE_DPBUSD
     else if (kind == W8A8) w8a8_rows(1, cols, k, group, x, panel, none, out);
 #endif
@@ -432,17 +432,17 @@ INLINE void int_row_of(int bits, int kind, int inputs, int wide, int cols, ptrdi
 #ifdef HAVE_AMX
 #include "int_tiles_amx.h"
 #else
-/* acc[rows][32] = x[rows][k] . w for packed x. `bits`, `kind`, and with 4 bits `inputs`, those of a group of x, and `wide` are
- * constants where this is inlined. */
-INLINE void int_tile_of(int bits, int kind, int inputs, int wide, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x,
-                        int_panel panel, float *sums) {
+/* acc[rows][32] = x[rows][k] . w for packed x. `bits`, `kind`, and with 4 bits `inputs`, those of a group of x, are constants
+ * where this is inlined. */
+INLINE void int_tile_of(int bits, int kind, int inputs, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel,
+                        float *sums) {
     const ptrdiff_t bytes = input_bytes(bits, kind);
     output_rows acc = {sums, PANEL};
     wide_step widened;
     memset(sums, 0, rows * PANEL * sizeof *sums);
     for (ptrdiff_t i = 0; i < k; i += K_STEP) {
         ptrdiff_t step = k - i < K_STEP ? k - i : K_STEP, x_group = bits == 8 ? i / group : i / inputs;
-        ptrdiff_t g = bits == 8 ? x_group : x_group >> group_shift(wide, group, inputs);
+        ptrdiff_t g = bits == 8 ? x_group : x_group >> group_shift(group, inputs);
         const uint8_t *w = panel.w + i * PANEL * bits / 8, *next = w + k * PANEL * bits / 8;
         const uint16_t *scales = panel.scales + g * PANEL * rows_of_scales(kind);
 /* Together the parts of a tile prefetch the panel behind this one. */
@@ -452,7 +452,7 @@ INLINE void int_tile_of(int bits, int kind, int inputs, int wide, int rows, ptrd
     int8_part(kind, FROM(R), R, cols, step, group, ROWS(R), (int_panel){w + 2 * (c), scales + (c), kind}, widened.w + 4 * (c), \
               (prefetch_plan){next, PARTS(rows) - parts, PARTS(rows)}, outputs_from(acc, at, c))
 #define PART4(R, cols, c)                                                                                                 \
-    int4_part(kind, inputs, wide, FROM(R), R, cols, step, group, ROWS(R), (int_panel){w + 4 * (c), scales + (c), kind},   \
+    int4_part(kind, inputs, FROM(R), R, cols, step, group, ROWS(R), (int_panel){w + 4 * (c), scales + (c), kind},         \
               widened.w + 4 * (c), widened.scales + (c), (prefetch_plan){next, FEW_PARTS(rows) - parts, FEW_PARTS(rows)}, \
               outputs_from(acc, at, c))
 #define PART_W8A8(R, cols, c)                                                              \

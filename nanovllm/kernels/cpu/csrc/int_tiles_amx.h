@@ -137,16 +137,16 @@ INLINE void multiply_part(int bits, int kind, tile_shape shape, int rows, ptrdif
     }
 }
 
-/* acc[rows][32] = x[rows][k] . w for packed x. `bits`, `kind`, and with 4 bits `inputs`, those of a group of x, and `wide` are
- * constants where this is inlined. */
-INLINE void int_tile_of(int bits, int kind, int inputs, int wide, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x,
-                        int_panel panel, float *acc) {
+/* acc[rows][32] = x[rows][k] . w for packed x. `bits`, `kind`, and with 4 bits `inputs`, those of a group of x, are constants
+ * where this is inlined. */
+INLINE void int_tile_of(int bits, int kind, int inputs, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel,
+                        float *acc) {
     if (rows == 1) {
-        int_row_of(bits, kind, inputs, wide, PANEL_VECTORS, k, group, x, panel, acc);
+        int_row_of(bits, kind, inputs, PANEL_VECTORS, k, group, x, panel, acc);
         return;
     }
     const int bytes = (int)input_bytes(bits, kind), most = TILE_ROWS / bytes;
-    const int shift = bits == 8 ? 0 : group_shift(wide, group, inputs), no_line = K_STEP;
+    const int shift = bits == 8 ? 0 : group_shift(group, inputs), no_line = K_STEP;
     const ptrdiff_t x_group = bits == 8 ? group : inputs;
     amx_step s;
     memset(acc, 0, rows * PANEL * sizeof *acc);
