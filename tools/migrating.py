@@ -13,6 +13,7 @@ from nanovllm.options.config import Config
 from nanovllm.options.other_names import (
     CONFIG_NAMES,
     CONFIG_VALUES,
+    REQUEST_NAMES,
     SAMPLING_NAMES,
     SERVE_NAMES,
     SPECULATIVE_METHODS,
@@ -120,6 +121,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "other keywords": lambda: others(vllm.KEYWORDS),
     "other methods": lambda: advices(METHODS),
     "flags of the server": lambda: others(SERVE_NAMES),
+    "fields of requests": lambda: others(REQUEST_NAMES),
     "other routes": lambda: advices(ABSENT_ROUTES),
     "nano-vllm's names": nano_vllm,
 }

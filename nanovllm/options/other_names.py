@@ -379,6 +379,46 @@ SAMPLING_NAMES = other_names(
 )
 """Names of vLLM's SamplingParams, and of transformers and OpenAI for the same."""
 
+_NOT_RETURNED = "it is not returned; leave it out"
+_INERT_ALONE = "it changes nothing alone; leave it out"
+_CONFINED = "requests bring no code and choose no process; leave it out"
+
+REQUEST_NAMES = other_names(
+    ("regex", (), "use guided_regex"),
+    ("ebnf grammar", (), "use guided_grammar"),
+    ("json_schema", (), "use guided_json, or response_format"),
+    ("stop_regex", (), "use stop"),
+    ("no_stop_trim", (False,), "use include_stop_str_in_output"),
+    ("lora_path", (), "use model with the name of the adapter"),
+    ("lora", ([],), "use model with the name of the adapter"),
+    ("rid", (), "use request_id"),
+    ("extra_key", (), "use cache_salt"),
+    ("separate_reasoning stream_reasoning", (True,), "use include_reasoning"),
+    ("reasoning_format", ("auto", "deepseek"), "use include_reasoning"),
+    ("thinking_budget_tokens reasoning_budget_tokens", (-1,), "use max_tokens"),
+    ("parse_tool_calls", (True,), "use tool_choice"),
+    ("n_predict", (), "use max_tokens"),
+    ("n_probs", (0,), "use logprobs"),
+    ("return_tokens", (False,), "use return_token_ids"),
+    ("typical_p tfs_z", (1.0,), "use top_p or min_p"),
+    ("mirostat dynatemp_range xtc_probability", (0,), "use temperature, top_p or min_p"),
+    ("mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold", (ANY,), _INERT_ALONE),
+    ("dry_multiplier", (0,), "use repetition_penalty or frequency_penalty"),
+    ("dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers", (ANY,), _INERT_ALONE),
+    ("repeat_last_n", (-1,), "use repetition_penalty, which counts the whole text"),
+    ("samplers", (), "the order is fixed; leave it out"),
+    ("cache_prompt", (True,), "use cache_salt to share no prefix"),
+    ("n_keep n_discard", (0,), "a prompt that is too long is refused; see truncate_prompt_tokens"),
+    ("id_slot", (-1,), _CONFINED),
+    ("timings_per_token return_progress", (False,), "use stream_options"),
+    ("return_hidden_states return_routed_experts", (False,), _NOT_RETURNED),
+    ("return_cached_tokens_details return_weight_versions", (False,), _NOT_RETURNED),
+    ("custom_logit_processor custom_params session_params", (), _CONFINED),
+    ("bootstrap_host bootstrap_port bootstrap_room", (), _CONFINED),
+    ("data_parallel_rank routed_dp_rank disagg_prefill_dp_rank", (), _CONFINED),
+)
+"""Fields of requests to SGLang's, llama.cpp's and vLLM's servers."""
+
 STRUCTURED_NAMES = other_names(
     ("disable_additional_properties", (True,), 'put "additionalProperties": true in the schema'),
     ("whitespace_pattern", (), "use disable_any_whitespace, or a grammar"),

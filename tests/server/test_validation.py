@@ -409,11 +409,35 @@ def test_the_schema_knows_no_422(server: Running) -> None:
         ("/init_weight_transfer_engine", "weights change in the process that trains"),
         ("/start_profile", "start the server with --profile-dir"),
         ("/v1/responses/compact", "a summary of the conversation"),
+        ("/v1/batches", "use `nanovllm batch`"),
+        ("/v2/chat", "use POST /v1/chat/completions"),
     ],
 )
-def test_a_route_of_vllms_says_what_to_use(server: Running, path: str, words: str) -> None:
+def test_a_route_of_another_server_says_what_to_use(server: Running, path: str, words: str) -> None:
     reply = server.send(path, {})
     assert (reply.status, words in reply.error["message"]) == (404, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"ebnf": "root ::= 'a'"}, "use guided_grammar"),
+        ({"n_predict": 8}, "use max_tokens"),
+        ({"mirostat": 2}, "use temperature, top_p or min_p"),
+        (
+            {"separate_reasoning": True, "mirostat": 0, "mirostat_tau": 5.0, "cache_prompt": True},
+            "",
+        ),
+    ],
+)
+def test_fields_of_other_servers(server: Running, fields: dict[str, Any], words: str) -> None:
+    """They are dropped if they ask for what happens anyway, else refused with what to use."""
+    reply = server.send(CHAT, {**body_of(CHAT, max_tokens=1), **fields})
+    if not words:
+        assert reply.status == 200
+    else:
+        assert (reply.status, reply.error["param"]) == (400, next(iter(fields)))
+        assert words in reply.error["message"]
 
 
 def test_structural_tags_say_what_to_use(server: Running) -> None:

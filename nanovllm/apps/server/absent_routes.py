@@ -1,9 +1,11 @@
-"""Routes of vLLM's server that are not here, and what to use instead; docs/migrating.md shows them.
+"""Routes of other servers that are not here, and what to use instead; docs/migrating.md shows them.
 
 A table only.
 """
 
-_NO_SOUND = "the models here read text only"
+_NO_SOUND = "the models here read and write text only"
+_BATCH = "use `nanovllm batch`, which takes OpenAI's files of requests"
+_LOAD = "use GET /v1/models, /metrics or /status.json"
 _IN_PROCESS = "weights change in the process that trains: use LLM or AsyncLLM there"
 _PAUSE = "new weights end or await the requests in flight: use LLM or AsyncLLM"
 _TEXT_ONLY_CACHE = "the models here read text only, so there is no such cache"
@@ -25,22 +27,36 @@ ABSENT_ROUTES = {
         ("/v1/chat/completions/derender", "/v1/completions/derender"), "use POST /detokenize"
     ),
     "/v1/responses/compact": "ask POST /v1/responses for a summary of the conversation",
-    **dict.fromkeys(("/cohere/v2/chat", "/invocations"), _OPENAI),
+    **dict.fromkeys(("/cohere/v2/chat", "/v2/chat", "/v1/chat", "/invocations"), _OPENAI),
     **dict.fromkeys(("/v1/decisions", "/v1/systemone"), _OPENAI),
     "/inference/v1/generate": "use POST /v1/completions with token ids as the prompt, and "
     "return_token_ids",
     **dict.fromkeys(
         ("/abort_requests", "/inference/v1/abort_requests"), "close the request's connection"
     ),
+    "/v1/embed": "use POST /v1/embeddings",
     "/v2/embed": "use POST /v1/embeddings, with prompt_name for the input type",
     "/classify": "there are no classifiers; POST /v1/score has the scores of rerankers",
     "/generative_scoring": "use POST /v1/score, or POST /v1/completions with logprobs",
     **dict.fromkeys(
-        ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"), _NO_SOUND
+        (
+            *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech"),
+            *("/v1/realtime", "/v1/images/generations", "/v1/images/edits"),
+        ),
+        _NO_SOUND,
     ),
+    **dict.fromkeys(("/v1/files", "/v1/batches", "/v1/messages/batches"), _BATCH),
+    "/v1/moderations": "there are no classifiers",
+    "/v1/conversations": "use previous_response_id of POST /v1/responses",
+    **dict.fromkeys(("/completion", "/infill", "/generate"), "use POST /v1/completions"),
+    **dict.fromkeys(("/embedding", "/encode"), "use POST /v1/embeddings"),
+    "/apply-template": _RENDER,
+    **dict.fromkeys(("/props", "/slots", "/get_server_info", "/get_model_info"), _LOAD),
+    "/lora-adapters": "use GET /v1/models, and name an adapter as the model",
+    "/flush_cache": "give requests another cache_salt, or use LLM.reset_prefix_cache()",
     **dict.fromkeys(("/ping", "/fault_tolerance/status"), "use GET /health"),
     "/fault_tolerance/apply": "a dead engine ends the process: let what started it start it again",
-    **dict.fromkeys(("/load", "/server_info"), "use GET /metrics or /status.json"),
+    **dict.fromkeys(("/load", "/server_info"), _LOAD),
     "/get_world_size": "it is --tensor-parallel-size",
     **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), _NO_ELASTIC),
     **dict.fromkeys(("/pause", "/resume", "/is_paused"), _PAUSE),

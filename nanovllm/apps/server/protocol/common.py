@@ -10,7 +10,12 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, model_validato
 from pydantic_core import PydanticCustomError
 
 from nanovllm.chat.messages import is_empty
-from nanovllm.options.other_names import SAMPLING_NAMES, OtherName, other_names
+from nanovllm.options.other_names import (
+    REQUEST_NAMES,
+    SAMPLING_NAMES,
+    OtherName,
+    other_names,
+)
 from nanovllm.options.validation import did_you_mean, shown
 
 STRING_OR_LIST = "should be a valid string or a valid list"
@@ -44,7 +49,7 @@ INERT = other_names(
 IGNORED = frozenset(
     (
         *("metadata", "store", "service_tier", "safety_identifier", "session_id"),
-        *("prompt_cache_key", "prompt_cache_retention", "prediction"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
     )
 )
 """Fields of OpenAI's and vLLM's that are accepted with any value: they do not change the answer."""
@@ -189,6 +194,7 @@ class GenerationRequest(EngineRequest):
 
     others: ClassVar[Mapping[str, OtherName]] = {
         **SAMPLING_NAMES,
+        **REQUEST_NAMES,
         **INERT,
     }
     ignored: ClassVar[frozenset[str]] = IGNORED
