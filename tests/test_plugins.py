@@ -26,6 +26,7 @@ from nanovllm.options.config import Config
 from nanovllm.options.plugins import GROUP, installed
 from nanovllm.scheduler.messages import Row
 from nanovllm.worker.extensions import CheckedRunner, Computed
+from nanovllm.worker.model_report import report
 from tests.helpers import assert_idle
 
 HERE = "tests.test_plugins"
@@ -118,7 +119,8 @@ def test_ranks_have_them_all(
     monkeypatch.chdir(tmp_path)
     options = {**OPTIONS, "tensor_parallel_size": num_ranks, "dtype": "float32"}
     options["kvcache_block_size"] = 16
-    expected = tokens_of(make_llm(demo_model.MODEL, **options))
+    options["logits_rules"] = [f"{LAB}.rule:MyRule"]
+    plain = make_llm(demo_model.MODEL, **options)
     llm = make_llm(
         demo_model.MODEL,
         **options,
@@ -127,12 +129,11 @@ def test_ranks_have_them_all(
         model_family=f"{LAB}.family:MyFamily",
         step_runner=f"{LAB}.runner:MyRunner",
         kv_tier=f"{LAB}.tier:MyTier",
-        logits_rules=f"{LAB}.rule:MyRule",
     )
-    assert tokens_of(llm) == expected
-    ruled = tokens_of(llm, GREEDY.clone(extra_args={"my_rule": 500}))
-    assert all(len(set(tokens)) == len(tokens) for tokens in ruled)
-    assert ruled != expected
+    assert tokens_of(llm) == tokens_of(plain)
+    ruled = GREEDY.clone(extra_args={"my_rule": 500})
+    assert tokens_of(llm, ruled) == tokens_of(plain, ruled) != tokens_of(plain)
+    assert all(len(set(tokens)) == len(tokens) for tokens in tokens_of(llm, ruled))
     assert_idle(llm)
 
 
@@ -261,7 +262,7 @@ def test_rules_are_checked_before_a_request_runs(make_llm: Any) -> None:
     with pytest.raises(InvalidRequestError, match="extra_args must be a dictionary with names"):
         GREEDY.clone(extra_args=[1])
     plain = make_llm(demo_model.MODEL, **OPTIONS)
-    with pytest.raises(InvalidRequestError, match="'my_rule', which is no logits rule.*has none"):
+    with pytest.raises(InvalidRequestError, match="'my_rule', which is no logits .*made without"):
         plain.generate("A", GREEDY.clone(extra_args={"my_rule": 8}), use_tqdm=False)
 
 
@@ -352,6 +353,8 @@ def test_a_checkpoint_names_installed_families_and_formats(
     fields["architectures"] = ["NarwhalForCausalLM"]
     (model / "config.json").write_text(json.dumps(fields))
     assert tokens_of(make_llm(model, **OPTIONS)) == expected
+    found = report(str(model))
+    assert (found["supported"], found["family"]) == (True, f"{LAB}.family")
     fields["quantization_config"] = {"quant_method": "grid", "steps": 2**16}
     (model / "config.json").write_text(json.dumps(fields))
     llm = make_llm(model, **OPTIONS)

@@ -11,7 +11,7 @@ from nanovllm.attention.backend import Backend, CheckedBackend
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.errors import ConfigError, PluginError, UnsupportedModelError
 from nanovllm.kernels.torch_kernels import Kernels
-from nanovllm.options.plugins import is_plugin, load_class, make_instance
+from nanovllm.options.plugins import load_class, make_instance
 
 logger = logging.getLogger(__name__)
 
@@ -46,20 +46,14 @@ def backend_class(value: str) -> type[Backend]:
     return load_class(ConfigError, "attention_backend", value, Backend, ("spec",))  # type: ignore[type-abstract]
 
 
-def select_backend(spec: AttentionSpec, kernels: Kernels, asked: str = "auto") -> Backend:
+def select_backend(spec: AttentionSpec, kernels: Kernels) -> Backend:
     """Return the first backend for `kernels` that supports `spec`; log the reasons of those
     before it.
 
-    Args:
-        asked: the option attention_backend.
-
     Raises:
         UnsupportedModelError: no backend supports `spec`. The message has every reason.
-        ConfigError: the same, and `spec` has an 8-bit KV cache; or the backend that is asked for
-            does not support `spec`.
+        ConfigError: the same, and `spec` has an 8-bit KV cache.
     """
-    if is_plugin(asked):
-        return _own_backend(spec, asked)
     reasons: list[str] = []
     for backend in candidates(kernels.name):
         reason = backend.unsupported(spec)
@@ -79,8 +73,13 @@ def select_backend(spec: AttentionSpec, kernels: Kernels, asked: str = "auto") -
     raise UnsupportedModelError(f"no attention backend can serve this model: {'; '.join(reasons)}")
 
 
-def _own_backend(spec: AttentionSpec, asked: str) -> Backend:
-    """Return the user's backend. It may refuse `spec`; then no other one is taken."""
+def own_backend(spec: AttentionSpec, asked: str) -> Backend:
+    """Return the backend of the user's that the option attention_backend names, "module:Class".
+
+    Raises:
+        ConfigError: it cannot be made, or does not support `spec`: no other one is taken then.
+        PluginError: it raises an exception when it is asked.
+    """
     name = f'attention_backend="{asked}"'
     found = backend_class(asked)
     reason = PluginError.guard(name, "unsupported()", found.unsupported, spec)

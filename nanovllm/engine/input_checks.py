@@ -125,10 +125,11 @@ class ParamsCheck:
             InvalidRequestError: there is no such rule, or it refuses the value.
         """
         if name not in self.rules:
-            hint = did_you_mean(name, self.rules) if self.rules else "; it has none"
+            hint = did_you_mean(name, self.rules)
+            if not self.rules:
+                hint = ", which was made without: give it the option logits_rules"
             raise InvalidRequestError(
-                f"extra_args names {shown(name)}, which is no logits rule of this engine{hint}: "
-                "the option logits_rules names classes"
+                f"extra_args names {shown(name)}, which is no logits rule of this engine{hint}"
             )
         try:
             return self.rules[name](value)

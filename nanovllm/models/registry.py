@@ -92,11 +92,12 @@ class Supported(NamedTuple):
     """What its layers have, in a phrase."""
 
 
-def supported(architecture: str) -> Supported:
-    """Return what is declared of an architecture in `MODULES`."""
-    family = MODULES[architecture]
+def supported(architecture: str, module: str | None = None) -> Supported:
+    """Return what is declared of an architecture in `MODULES`, or of a family in `module`."""
+    family = module or MODULES[architecture]
+    declared = family_class(architecture) if module is None else _class(module, architecture)
     models = ""
-    for cls in family_class(architecture).__mro__:
+    for cls in declared.__mro__:
         paragraph = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0]
         first, _, layers = " ".join(paragraph.split()).rstrip(".").partition(": ")
         models = models or first

@@ -11,11 +11,12 @@ from torch import nn
 
 from nanovllm.attention.backend import Backend, CheckedBackend
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.selector import select_backend
+from nanovllm.attention.selector import own_backend, select_backend
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.attention import Attention
+from nanovllm.options.plugins import is_plugin
 from nanovllm.worker.kv_pool import KVPool, page_layout
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.state_layers import StateLayers
@@ -57,10 +58,14 @@ class AttentionGroups:
             "kv_dtype": self._dtype,
         }
         asked = config.attention_backend
-        first = select_backend(_spec(layers[0], max_model_len, common), kernels, asked)
+
+        def select(spec: AttentionSpec) -> Backend:
+            return own_backend(spec, asked) if is_plugin(asked) else select_backend(spec, kernels)
+
+        first = select(_spec(layers[0], max_model_len, common))
         common["block_size"] = first.block_size
         specs = [_spec(layer, max_model_len, common) for layer in layers]
-        backends = {spec: select_backend(spec, kernels, asked) for spec in dict.fromkeys(specs)}
+        backends = {spec: select(spec) for spec in dict.fromkeys(specs)}
         spec_of = dict(zip(layers, specs, strict=True))
         owners = [layer for layer in layers if layer.source is None]
         self._shapes = [backends[spec_of[layer]].kv_cache_shape(1) for layer in owners]

@@ -88,7 +88,7 @@ def report(model: str) -> dict[str, Any]:
     return {
         **found,
         "supported": True,
-        **supported(config.architecture)._asdict(),
+        **supported(config.architecture, config.module)._asdict(),
         **_sizes(config, checkpoint.path),
         "stored": _stored_linears(network),
         "attention": _counted(_attention(network)),

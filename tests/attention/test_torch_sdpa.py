@@ -1,4 +1,6 @@
-"""The torch backend against a float64 reference that computes one token at a time."""
+"""The torch backend, and that of `nanovllm lab new`, against a float64 reference that computes one
+token at a time.
+"""
 
 import dataclasses
 import random
@@ -6,6 +8,7 @@ import random
 import pytest
 import torch
 
+from nanovllm.apps.lab.templates.backend import MyBackend
 from nanovllm.attention import torch_sdpa
 from nanovllm.attention.selector import select_backend
 from nanovllm.attention.spec import AttentionSpec, QKNorm
@@ -15,8 +18,8 @@ from tests.attention.cases import contiguous_sdpa, make_case, random_rows, refer
 from tests.closeness import assert_close
 
 
-def run(case):
-    backend = TorchBackend(case.spec)
+def run(case, make=TorchBackend):
+    backend = make(case.spec)
     batch = dataclasses.replace(case.batch, metadata=backend.plan(case.batch))
     size, positions = case.spec.head_dim // 2, int(batch.positions.max()) + 1
     unrotated = torch.cat([torch.ones(positions, size), torch.zeros(positions, size)], 1)
@@ -41,6 +44,7 @@ def test_group_sizes(group):
     assert_close(run(case), reference(case), atol=1e-5, rows=case.token_names())
 
 
+@pytest.mark.parametrize("backend", [TorchBackend, MyBackend])
 @pytest.mark.parametrize(
     "rows",
     [
@@ -58,9 +62,9 @@ def test_group_sizes(group):
     ],
     ids=str,
 )
-def test_block_edges_and_lone_kinds_of_row(rows):
+def test_block_edges_and_lone_kinds_of_row(rows, backend):
     case = make_case(rows, 2, 3, 16, 16)
-    assert_close(run(case), reference(case), atol=1e-5, rows=case.token_names())
+    assert_close(run(case, backend), reference(case), atol=1e-5, rows=case.token_names())
 
 
 @pytest.mark.parametrize("limit", [1, 40, 200])

@@ -60,6 +60,7 @@ def test_a_conversation_and_its_commands(chat: Chat, tmp_path: Path) -> None:
     lines = ["one two", "three", f"/save {saved}", "/reset", "/system", "four", "/rest", "/exit"]
     with WireServer(echo) as wire:
         flags = ["--system", "Be loud.", "--temperature", "0", "--seed", "5", "--api-key", "key"]
+        flags += ["--extra-args", '{"no_digits": true}']
         flags += ["--chat-template-kwargs", '{"enable_thinking": false}']
         status, shown, err = chat(wire, *flags, lines=[*lines, "never sent"])
         first = wire.asked[1]
@@ -83,6 +84,7 @@ def test_a_conversation_and_its_commands(chat: Chat, tmp_path: Path) -> None:
         "stream": True,
         "temperature": 0,
         "seed": 5,
+        "vllm_xargs": {"no_digits": True},
         "chat_template_kwargs": {"enable_thinking": False},
     }
     assert len(json.loads(saved.read_text())) == 5

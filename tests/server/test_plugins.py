@@ -54,5 +54,5 @@ def test_what_is_no_rule_is_refused(ruled: OpenAI, given: Any, message: str) -> 
 
 
 def test_a_server_without_rules_says_so(client: OpenAI) -> None:
-    with pytest.raises(BadRequestError, match="no logits rule of this engine; it has none"):
+    with pytest.raises(BadRequestError, match="logits rule of this engine, which was made without"):
         answer(client, {"my_rule": 8})

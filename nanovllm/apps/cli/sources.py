@@ -69,6 +69,8 @@ def server_source(server: "Server", model: str, fields: Mapping[str, Any]) -> So
     def answer(messages: list[Message], changed: Mapping[str, Any]) -> Iterator[Piece]:
         sent = [{**message, "content": _without_reasoning(message)} for message in messages]
         body = {**fields, **changed, "model": model, "messages": sent, "stream": True}
+        if "extra_args" in body:
+            body["vllm_xargs"] = body.pop("extra_args")
         reasons = False
         reason = None
         for data in server_client.stream(server, "/v1/chat/completions", body):
