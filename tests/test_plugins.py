@@ -95,6 +95,21 @@ class BadConfig(MyFormat):
         raise KeyError(7)
 
 
+class FailsToStore(MyFormat):
+    def stored(self, matrix: Any, names: list[str]) -> Any:
+        raise KeyError(7)
+
+
+class StoresNothing(MyFormat):
+    def stored(self, matrix: Any, names: list[str]) -> Any:
+        return None
+
+
+class StoresText(MyFormat):
+    def stored(self, matrix: Any, names: list[str]) -> Any:
+        return "text"
+
+
 class Nameless(MyRule):
     name: ClassVar[str] = "two words"
 
@@ -196,6 +211,9 @@ def test_a_broken_tier_is_logged_once(
         ("model_family", "NoForward", PluginError, "forward() raised KeyError: 7"),
         ("model_family", "MyRule", ConfigError, "derived from nanovllm.models.decoder.Decoder"),
         ("quantization", "BadConfig", ConfigError, "__init__() raised KeyError: 7"),
+        ("quantization", "FailsToStore", ConfigError, "stored() raised KeyError: 7"),
+        ("quantization", "StoresNothing", ConfigError, "stored() returned None for all"),
+        ("quantization", "StoresText", ConfigError, "returned 'text', which has no shards()"),
         ("quantization", "MyRule", ConfigError, "derived from nanovllm.layers.linear.WeightForm"),
         ("logits_rules", "Nameless", ConfigError, "must have a name, which requests give"),
         ("logits_rules", "MyTier", ConfigError, "derived from nanovllm.layers.logits_rules.Log"),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from nanovllm.errors import CheckpointError, ConfigError, NanoVLLMError, UnsupportedModelError
 from nanovllm.features.formats.awq import Awq
 from nanovllm.features.formats.compressed_tensors import CompressedTensors
 from nanovllm.features.formats.gguf import GgufFormat
@@ -21,7 +21,7 @@ from nanovllm.features.formats.settings import UNREAD_SCALES, kv_scheme
 from nanovllm.features.formats.stored_fp8 import Fp8Format, StoredFp8
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.experts import StackedLinear
-from nanovllm.layers.linear import LinearBase, Matrix, WeightFormat, shared_matrices
+from nanovllm.layers.linear import LinearBase, Matrix, StoredWeight, WeightFormat, shared_matrices
 from nanovllm.layers.pieces import HeadLinear
 from nanovllm.loading.files import is_gguf
 from nanovllm.loading.shards import Shard, model_shards
@@ -33,6 +33,36 @@ from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.utils.pages import PageReserve
 
 logger = logging.getLogger(__name__)
+
+
+class CheckedFormat(WeightFormat):
+    """A format from outside of the package: what it raises or does wrong is an error that names it.
+
+    Args:
+        weight_format: the one that is asked.
+        name: for the errors, `quantization="module:Class"`.
+    """
+
+    def __init__(self, weight_format: WeightFormat, name: str) -> None:
+        self.name = name
+        self._format = weight_format
+
+    def stored(self, matrix: Matrix, names: list[str]) -> StoredWeight | None:
+        try:
+            stored = self._format.stored(matrix, names)
+        except NanoVLLMError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{self.name}: stored() raised {type(error).__name__}: {error}"
+            ) from error
+        lacks = [method for method in ("shards", "method") if not hasattr(stored, method)]
+        if stored is not None and lacks:
+            raise ConfigError(
+                f"{self.name}: stored() returned {shown(stored)}, which has no {lacks[0]}(): "
+                "return a StoredWeight, or None for plain numbers"
+            )
+        return stored
 
 
 class OwnFormat(NamedTuple):
@@ -102,7 +132,8 @@ def _own_format(own: OwnFormat) -> WeightFormat:
         ConfigError: it cannot be loaded, or raises an exception that is not ours.
     """
     found = load_class(ConfigError, "quantization", own.plugin, WeightFormat, ("config",))  # type: ignore[type-abstract]
-    return make_instance(ConfigError, f'quantization="{own.plugin}"', found, own.config)
+    name = f'quantization="{own.plugin}"'
+    return CheckedFormat(make_instance(ConfigError, name, found, own.config), name)
 
 
 def check_quantization(stored: Any, config: Config) -> None:
@@ -165,6 +196,12 @@ def expect_format(
         ignored = getattr(model, "ignored_weights", frozenset[str]())
         model.ignored_weights = ignored | UNREAD_SCALES  # type: ignore[assignment]
         store_as(model, found, known, device)
+        matrices = [module for module in model.modules() if isinstance(module, Matrix)]
+        if isinstance(config, OwnFormat) and not any(matrix.stored for matrix in matrices):
+            raise ConfigError(
+                f"{found.name}: stored() returned None for all {len(matrices)} matrices of this "
+                "model, so it does nothing: leave it out"
+            )
 
 
 def expect_weights(
