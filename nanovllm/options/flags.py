@@ -192,7 +192,7 @@ def add_flags(
             options |= {"type": _gib, "metavar": "GIB"}
         elif field.kind in (int, float):
             options |= {"type": _number(field.kind), "metavar": field.kind.__name__.upper()}
-        elif field.kind == Sequence[str]:
+        elif field.kind in (Sequence[str], tuple[str, ...]):
             options |= {"action": "append", "metavar": "TEXT"}
         else:
             options |= {"type": json_value, "metavar": "JSON"}

@@ -20,6 +20,8 @@ from nanovllm.vllm import EngineArgs, FlexibleArgumentParser
         ("serve m --enable-auto-tool-choice --max_num_seqs 0", "must be an integer from 1 to"),
         ("generate m x --pipeline-parallel-size 1 --max_num_seqs 0", "integer from 1 to"),
         ("serve m --trust-remote-code --max-num-seqs 0", "must be an integer from 1 to"),
+        ("serve m --lora-modules a=/b --max-num-seqs 0", "must be an integer from 1 to"),
+        ("serve m --cors-origins * --max-num-seqs 0", "must be an integer from 1 to"),
         ("serve m --swap-spac 4", "there is no flag --swap-spac "),
     ],
 )
