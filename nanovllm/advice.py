@@ -38,8 +38,8 @@ METHODS = {
     ),
     **dict.fromkeys(
         ("pause_generation", "resume_generation", "is_paused", "wait_for_requests_to_drain"),
-        "update_weights() and sleep() first end the requests in flight, or with mode='wait' "
-        "await them",
+        "AsyncLLM has pause_generation(); update_weights() and sleep() first end the requests in "
+        "flight, or with mode='wait' await them",
     ),
     "release_kv_cache_memory": "sleep() gives it back, and wake_up() takes it again",
     **dict.fromkeys(
@@ -87,10 +87,6 @@ METHODS = {
 LACKS = {
     "AsyncLLM": {
         "add_request": "stream(prompt, params) queues a request, and yields its outputs",
-        **dict.fromkeys(
-            ("start_weight_update", "finish_weight_update"),
-            "update_weights(pairs, weight_version=...) is a whole update",
-        ),
     },
     "LLMEngine": {
         **dict.fromkeys(

@@ -87,5 +87,9 @@ class PluginError(EngineDeadError):
             raise cls.of(plugin, f"{name} raised {type(error).__name__}: {error}") from error
 
 
+class TransferError(NanoVLLMError, RuntimeError):
+    """New weights did not get from a trainer to an engine."""
+
+
 class ServerError(NanoVLLMError, RuntimeError):
     """A server cannot be reached, refuses, or breaks off: `nanovllm chat --url`."""

@@ -129,6 +129,15 @@ class Histogram:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class WeightVersionSpan:
+    """Output tokens `start` to `end` - 1 were sampled with the weights `version`."""
+
+    version: int | str
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One continuation of a request; in a stream, its delta since the previous output, unless
     `SamplingParams.output_kind` asks for all so far.
@@ -155,6 +164,10 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     """For each of token_ids, log-probabilities by token id: the token's own first, then those of
     the most likely tokens. None unless logprobs was set.
+    """
+    weight_versions: list[WeightVersionSpan] | None = None
+    """Which weights sampled which of all its tokens; several if weights came in a pause. None while
+    the continuation is running.
     """
 
 

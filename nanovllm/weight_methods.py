@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from nanovllm.chat.templates import Message
     from nanovllm.features.observe.profile import Profile
     from nanovllm.features.training.control import WeightControl
+    from nanovllm.features.training.rank import TensorInfo
 
 Result = TypeVar("Result")
 
@@ -81,9 +82,13 @@ class WeightMethods(ModelMethods):
 
     _shared: SharedEngine
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; return False, and forget none, while requests run."""
-        return self._shared.call(self.engine.reset_prefix_cache)
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes; return False, and forget none, while requests run.
+
+        Args:
+            reset_running_requests: forget them nevertheless: the requests compute their KV anew.
+        """
+        return self._shared.call(lambda: self.engine.reset_prefix_cache(reset_running_requests))
 
     def start_profile(self) -> None:
         """Begin to write what the engine and the ranks do, in the directory `profile_dir`.
@@ -200,9 +205,43 @@ class AsyncWeightMethods(ModelMethods):
     async def _between_steps(self, command: Callable[[], Result]) -> Result:
         raise NotImplementedError
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; return False, and forget none, while requests run."""
-        return bool(await self._between_steps(self.engine.reset_prefix_cache))
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """See `WeightMethods.reset_prefix_cache`."""
+        return await self._between_steps(
+            lambda: self.engine.reset_prefix_cache(reset_running_requests)
+        )
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Compute nothing until `resume_generation`; requests that come meanwhile wait for it.
+
+        While the engine is paused, `sleep` and updates of the weights leave the requests as they
+        are, whatever their mode. With the KV of the old weights gone, what a request generates
+        after the pause is what the new weights make of its tokens so far.
+
+        Args:
+            mode: what happens to the requests in flight. "abort" ends them immediately, with
+                finish_reason "abort"; "wait" lets them finish; "keep" keeps them for later.
+            clear_cache: forget all cached prefixes, and have requests that are kept compute their
+                KV anew. An update of the weights does so in any case.
+
+        Raises:
+            InvalidRequestError: mode is unknown; or it is "wait", the engine is paused already, and
+                cannot run.
+        """
+        await self._between_steps(lambda: self._control.pause(mode, clear_cache))
+
+    async def resume_generation(self) -> None:
+        """Go on after `pause_generation`; without one nothing happens.
+
+        Raises:
+            InvalidRequestError: the engine sleeps, an update of the weights runs, or one has failed
+                so that the weights are not whole. The engine stays paused.
+        """
+        await self._between_steps(lambda: self._control.resume())
+
+    async def is_paused(self) -> bool:
+        """Return whether the engine is paused."""
+        return self.engine.is_paused
 
     async def start_profile(self) -> None:
         """See `WeightMethods.start_profile`."""
@@ -241,3 +280,27 @@ class AsyncWeightMethods(ModelMethods):
         except BaseException:
             await self._between_steps(update.fail)
             raise
+
+    async def start_weight_update(self, mode: str = "abort") -> None:
+        """See `WeightMethods.start_weight_update`."""
+        await self._between_steps(lambda: self._control.start(mode))
+
+    async def finish_weight_update(self, weight_version: int | str | None = None) -> None:
+        """See `WeightMethods.finish_weight_update`."""
+        await self._between_steps(lambda: self._control.end(weight_version))
+
+    async def check_weights(self, infos: "Seq[TensorInfo]") -> None:
+        """Check names, shapes and dtypes of tensors that `update_weights` will get.
+
+        Raises:
+            InvalidRequestError: one is wrong, or no update has begun.
+        """
+        await self._between_steps(lambda: self._control.check_part(infos))
+
+    async def cancel_weight_update(self) -> bool:
+        """Give up the update that `start_weight_update` began, if it runs.
+
+        Returns:
+            Whether the weights are whole, those of before; else all must come again.
+        """
+        return await self._between_steps(lambda: self._control.cancel())

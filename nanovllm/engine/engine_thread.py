@@ -109,14 +109,15 @@ class EngineThread(threading.Thread):
                 self._drain_inbox()
 
     def _run_commands(self) -> bool:
-        """Run the submitted commands; wait for one while no request runs.
+        """Run the submitted commands; wait for one while no request runs, or the engine is paused.
 
         Returns:
             False if the thread must stop.
         """
         while True:
             try:
-                command = self.inbox.get(block=self.engine.is_finished())
+                is_idle = self.engine.is_paused or self.engine.is_finished()
+                command = self.inbox.get(block=is_idle)
             except queue.Empty:
                 return True
             if command is None:

@@ -93,6 +93,7 @@ class LLMEngine:
         self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
         self._outputs: list[RequestOutput] = []  # for the next step() to return
         self._has_failed = False  # by a PluginError
+        self.is_paused = False  # requests are queued, and no step is launched
         self.weights: WeightControl | None = None  # made when weights first change, or sleep
         self.profile: Profile | None = None  # made when one is first asked for
 
@@ -158,7 +159,7 @@ class LLMEngine:
             for observer in self.observers:
                 observer.begin_step()
             start = time.perf_counter()
-            launched = self._launch_step(interrupt)
+            launched = not self.is_paused and self._launch_step(interrupt)
             if self._in_flight and (not launched or len(self._in_flight) > self.queue_depth):
                 self._process_oldest_step(start, interrupt)
             for observer in self.observers:
@@ -211,13 +212,27 @@ class LLMEngine:
         """Whether a sequence is unfinished."""
         return bool(self.scheduler.running or self.scheduler.num_waiting)
 
+    def finish_steps(self) -> None:
+        """Process the steps in flight of a paused engine."""
+        assert self.is_paused
+        while self._in_flight:
+            self.run_step()
+
     def is_finished(self) -> bool:
         """Whether no request is unfinished and no output waits; steps in flight do not count."""
         return not (self.scheduler.num_unfinished or self._outputs)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; return False, and forget none, while requests hold blocks."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes; return False, and forget none, while requests hold blocks.
+
+        Args:
+            reset_running_requests: take their blocks away: they keep their tokens, wait again, and
+                compute their KV anew.
+        """
         with self._ended_by_plugins():
+            if reset_running_requests:
+                for seq in list(self.scheduler.running):
+                    self.scheduler.preempt(seq)
             return self.scheduler.block_manager.reset_prefix_cache()
 
     def get_metrics(self) -> list[Metric | Vector | Histogram]:

@@ -6,7 +6,14 @@ from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Completion, Request
 from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.outputs import CompletionOutput, DraftCounts, Logprob, RequestMetrics, RequestOutput
+from nanovllm.outputs import (
+    CompletionOutput,
+    DraftCounts,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    WeightVersionSpan,
+)
 from nanovllm.scheduler.messages import Ending, TokenLogprobs
 from nanovllm.scheduler.sequence import Sequence
 
@@ -54,6 +61,9 @@ class OutputProcessor:
         if completion.num_tokens < num_output_tokens:  # an error brings no token
             request.first_token_time = request.first_token_time or now
             request.last_token_time = now
+            versions = completion.weight_versions
+            if not versions or versions[-1][0] != self.weight_version:
+                versions.append((self.weight_version, completion.num_tokens))
         if detokenizer is None or not (request.decodes_each_step or seq.finish_reason):
             completion.num_tokens = num_output_tokens
             return request, None
@@ -135,6 +145,7 @@ class OutputProcessor:
             stop_reason=seq.stop_reason,
             cumulative_logprob=cumulative,
             logprobs=logprobs,
+            weight_versions=_version_spans(completion) if seq.is_finished else None,
         )
 
     def make_detokenizer(self, params: SamplingParams) -> Detokenizer | None:
@@ -189,6 +200,15 @@ class OutputProcessor:
             decode = self._tokenizer.backend_tokenizer.decode
             self._token_texts[token_id] = decode([token_id], skip_special_tokens=False)
         return self._token_texts[token_id]
+
+
+def _version_spans(completion: Completion) -> list[WeightVersionSpan]:
+    versions = completion.weight_versions
+    ends = [*(start for _, start in versions[1:]), completion.num_tokens]
+    return [
+        WeightVersionSpan(version, start, end)
+        for (version, start), end in zip(versions, ends, strict=False)  # none: no token came
+    ]
 
 
 def _decode(completion: Completion, detokenizer: Detokenizer, num_output_tokens: int) -> str | None:

@@ -67,6 +67,8 @@ class Completion:
     num_sent_chars: int = 0
     cumulative_logprob: float = 0.0  # of the tokens sent
     sent_end: bool = False  # whether an output with the finish reason was sent
+    # Versions of the weights, each with the number of tokens before its first one.
+    weight_versions: list[tuple[int | str, int]] = field(default_factory=list)
 
     @property
     def has_delta(self) -> bool:

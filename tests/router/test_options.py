@@ -114,6 +114,7 @@ def test_a_wrong_table(text: str, message: str, tmp_path: Path) -> None:
 def test_each_option_of_the_server_is_the_engines_or_the_routers() -> None:
     routers = {"host", "port", "uds", "api_keys", "max_connections", "read_timeout", "root_path"}
     routers |= {"drain_seconds", "cors_origins", "log_config"}
+    routers.add("dev_mode")  # which it refuses
     given = {"served_model_name", "enable_sleep_mode"}  # what the router gives its engines
     fields = {field.name for field in dataclasses.fields(ServerOptions)}
     assert fields == {*ENGINE_FIELDS} | routers | given
@@ -124,6 +125,8 @@ def test_options_of_one_model_alone() -> None:
     assert specs("x/y", served_model_name="a,b")[0].names == ("a", "b")
     with pytest.raises(ConfigError, match="served_model_name is of one model: name several as"):
         specs("x/y", "x/z", served_model_name="a")
+    with pytest.raises(ConfigError, match="dev_mode is of a server of one model"):
+        specs("a=x/y", dev_mode=True)
     with pytest.raises(ConfigError, match="trace is the file of one engine"):
         specs("x/y", "x/z", trace="steps.json")
 

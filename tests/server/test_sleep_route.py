@@ -15,11 +15,17 @@ def test_the_engine_sleeps_and_wakes_up(async_llm: AsyncLLM) -> None:
         text = server.send("/v1/completions", BODY).body["choices"][0]["text"]
         assert server.send("/sleep?level=3", b"").error["param"] == "level"
         assert server.send("/sleep?mode=never", b"").status == 400
-        assert server.send("/sleep?mode=wait", b"").status == 200
+        reply = server.send("/sleep?mode=wait", b"")
+        assert reply.body == {"status": "sleeping", "level": 1}
         assert server.send("/is_sleeping").body == {"is_sleeping": True}
         assert "the engine sleeps" in server.send("/v1/completions", BODY).error["message"]
         assert server.send("/metrics").status == 200
-        assert server.send("/wake_up", b"").status == 200
+        assert server.send("/wake_up?tags=pool", b"").error["param"] == "tags"
+        weights = server.send("/wake_up?tags=weights", b"").body
+        assert weights == {"status": "sleeping", "tags": ["weights"]}
+        reply = server.send("/wake_up", b"", Origin="http://localhost:8000")
+        assert (reply.status, reply.error["param"]) == (403, None)
+        assert server.send("/wake_up", b"").body == {"status": "awake", "tags": None}
         assert server.send("/is_sleeping").body == {"is_sleeping": False}
         assert server.send("/v1/completions", BODY).body["choices"][0]["text"] == text
 
@@ -27,8 +33,8 @@ def test_the_engine_sleeps_and_wakes_up(async_llm: AsyncLLM) -> None:
 def test_without_the_option_nothing_sleeps(server: Running) -> None:
     for path in ("/sleep", "/wake_up"):
         reply = server.send(path, b"")
-        assert reply.status == 403
-        assert "start it with --enable-sleep-mode" in reply.error["message"]
+        assert reply.status == 404
+        assert "start the server with --enable-sleep-mode" in reply.error["message"]
 
 
 def test_a_model_with_several_names(async_llm: AsyncLLM) -> None:

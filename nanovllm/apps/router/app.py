@@ -36,7 +36,6 @@ _ASK_SECONDS = 5.0
 _ANSWERING = ("loaded", "sleeping")
 """The states in which an engine tells its numbers."""
 _NOT_PASSED = (
-    *("/sleep", "/wake_up", "/is_sleeping"),  # the router's business
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),  # which the router would not know
 )
 

@@ -159,6 +159,8 @@ def read_models(
         if len(found) > 1:
             raise ConfigError("served_model_name is of one model: name several as NAME=MODEL")
         found = [(tuple(given_names.split(",")), found[0][1])]
+    if server.get("dev_mode"):
+        raise ConfigError("dev_mode is of a server of one model: give no name, and one MODEL")
     if len(found) > 1 and "trace" in engine:
         raise ConfigError("trace is the file of one engine: give each model its own in its table")
     specs = [_spec(names, {**shared, **own}, len(found)) for names, own in found]

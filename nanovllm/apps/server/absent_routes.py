@@ -6,8 +6,7 @@ A table only.
 _NO_SOUND = "the models here read and write text only"
 _BATCH = "use `nanovllm batch`, which takes OpenAI's files of requests"
 _LOAD = "use GET /v1/models, /metrics or /status.json"
-_IN_PROCESS = "weights change in the process that trains: use LLM or AsyncLLM there"
-_PAUSE = "new weights end or await the requests in flight: use LLM or AsyncLLM"
+_DEV_MODE = "start the server with --dev-mode"
 _TEXT_ONLY_CACHE = "the models here read text only, so there is no such cache"
 _RENDER = "use POST /tokenize with messages, which returns the tokens of a conversation"
 _OPENAI = "use POST /v1/chat/completions"
@@ -29,8 +28,6 @@ ABSENT_ROUTES = {
     "/v1/responses/compact": "ask POST /v1/responses for a summary of the conversation",
     **dict.fromkeys(("/cohere/v2/chat", "/v2/chat", "/v1/chat", "/invocations"), _OPENAI),
     **dict.fromkeys(("/v1/decisions", "/v1/systemone"), _OPENAI),
-    "/inference/v1/generate": "use POST /v1/completions with token ids as the prompt, and "
-    "return_token_ids",
     **dict.fromkeys(
         ("/abort_requests", "/inference/v1/abort_requests"), "close the request's connection"
     ),
@@ -56,20 +53,24 @@ ABSENT_ROUTES = {
     "/flush_cache": "give requests another cache_salt, or use LLM.reset_prefix_cache()",
     **dict.fromkeys(("/ping", "/fault_tolerance/status"), "use GET /health"),
     "/fault_tolerance/apply": "a dead engine ends the process: let what started it start it again",
-    **dict.fromkeys(("/load", "/server_info"), _LOAD),
-    "/get_world_size": "it is --tensor-parallel-size",
+    "/load": _LOAD,
     **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), _NO_ELASTIC),
-    **dict.fromkeys(("/pause", "/resume", "/is_paused"), _PAUSE),
-    "/release_kv_cache_memory": "use POST /sleep",
     **dict.fromkeys(
         (
+            *("/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/server_info"),
             *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"),
-            *("/start_weight_update", "/start_draft_weight_update", "/update_weights"),
-            *("/finish_weight_update", "/update_weight_version", "/weight_checker", "/weight_info"),
+            *("/start_weight_update", "/update_weights", "/finish_weight_update", "/weight_info"),
+            "/get_world_size",
         ),
-        _IN_PROCESS,
+        _DEV_MODE,
     ),
-    "/reset_prefix_cache": "give requests another cache_salt, or use LLM.reset_prefix_cache()",
+    **dict.fromkeys(
+        ("/sleep", "/wake_up", "/is_sleeping"), "start the server with --enable-sleep-mode"
+    ),
+    "/release_kv_cache_memory": "use POST /sleep",
+    "/start_draft_weight_update": "a draft model keeps its weights: its drafts change no token",
+    "/update_weight_version": "POST /finish_weight_update takes weight_version",
+    "/weight_checker": "compare the prompt_logprobs of a text",
     **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), _TEXT_ONLY_CACHE),
     **dict.fromkeys(("/start_profile", "/stop_profile"), "start the server with --profile-dir"),
     "/collective_rpc": "the workers run no code of the caller",

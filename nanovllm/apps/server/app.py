@@ -10,6 +10,7 @@ from nanovllm import __version__
 from nanovllm.apps.server import (
     chat_route as chat,
     completions_route as completions,
+    generate_route as generate,
     messages_route as messages,
     models_route as models,
     pages,
@@ -20,6 +21,7 @@ from nanovllm.apps.server import (
     sleep_route as sleep,
     status,
     tokens,
+    training_route as training,
 )
 from nanovllm.apps.server.error_bodies import Error, add_error_handlers
 from nanovllm.apps.server.middleware import guard
@@ -33,8 +35,8 @@ _ERROR: dict[str, Any] = {"model": Error, "description": "Error"}
 ROUTERS = tuple(
     module.router
     for module in (
-        *(chat, completions, responses, messages, pooling),
-        *(models, tokens, metrics, sleep, status, pages),
+        *(chat, completions, generate, responses, messages, pooling),
+        *(models, tokens, metrics, status, pages),
     )
 )
 
@@ -54,6 +56,10 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
     routers = [*ROUTERS]
     if llm.engine.config.profile_dir is not None:
         routers.append(profile.router)
+    if options.dev_mode or options.enable_sleep_mode:
+        routers.append(sleep.router)
+    if options.dev_mode:
+        routers.append(training.router)
     for router in routers:
         app.include_router(router)
     routes = [route for router in routers for route in router.routes if isinstance(route, Route)]

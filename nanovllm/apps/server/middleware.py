@@ -3,6 +3,8 @@
 Pure ASGI.
 """
 
+import base64
+import contextlib
 import hashlib
 import hmac
 import re
@@ -121,7 +123,7 @@ class GuardMiddleware:
         given = headers.getlist("x-api-key")
         for value in headers.getlist("authorization"):
             scheme, _, token = value.partition(" ")
-            given.append(token.strip(" \t") if scheme.lower() == "bearer" else "")
+            given.append(_key_of(scheme.lower(), token.strip(" \t")))
         if len(set(given)) == 1:
             key = given[0].encode("latin-1")
             matches = [hmac.compare_digest(key, own) for own in self._keys]
@@ -133,6 +135,20 @@ class GuardMiddleware:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+
+def _key_of(scheme: str, token: str) -> str:
+    """Return the key in a header Authorization; "" if there is none.
+
+    It is the password of a URL, http://user:KEY@host, which clients without an option for keys
+    send in HTTP's basic scheme.
+    """
+    if scheme == "bearer":
+        return token
+    with contextlib.suppress(ValueError):
+        if scheme == "basic":
+            return base64.b64decode(token, validate=True).decode("latin-1").partition(":")[2]
+    return ""
 
 
 async def _drop_body(headers: Headers, receive: Receive, length: int) -> None:

@@ -127,6 +127,9 @@ class ServerOptions:
     """Format of reasoning in answers; "auto" recognises it by the chat template."""
     enable_sleep_mode: bool = False
     """Let clients put the engine to sleep and wake it up, with POST /sleep and /wake_up."""
+    dev_mode: bool = False
+    """Let clients pause the engine, change its weights and put it to sleep, as trainers do: see
+    docs/training.md. It needs API keys, unless only this machine can reach the server."""
     log_level: Annotated[str, check_choice, LEVELS] = "info"
     """Least level of what is logged: debug has the probes of /health and /metrics too, info each
     request and what the engine chose at its start."""
@@ -142,6 +145,11 @@ class ServerOptions:
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise ConfigError("an API key must be printable ASCII characters without spaces")
+        if self.dev_mode and not (self.api_keys or self.is_local):
+            raise ConfigError(
+                f"dev_mode lets clients change the weights, and host {shown(self.host)} lets other "
+                "machines in: give api_keys too, or leave host out"
+            )
 
     @property
     def is_local(self) -> bool:

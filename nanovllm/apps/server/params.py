@@ -27,14 +27,16 @@ def sampling_params(
     *,
     default_max_tokens: int,
     logprobs: int | None,
+    defaults: SamplingParams | None = None,
     **changes: Any,
 ) -> SamplingParams:
-    """Return the parameters of a request: those given, and the checkpoint's for the others.
+    """Return the parameters of a request: those given, and `defaults` for the others.
 
     All is checked that can be without the prompt, and without compiling a grammar.
 
     Args:
         default_max_tokens: max_tokens if the request gives none.
+        defaults: None are the checkpoint's.
         changes: fields that the route decides.
 
     Raises:
@@ -46,7 +48,7 @@ def sampling_params(
     if given.vllm_xargs:
         fields["extra_args"] = given.vllm_xargs
     fields = {"max_tokens": default_max_tokens, **fields, "logprobs": logprobs, **changes}
-    params = dataclasses.replace(server.llm.get_default_sampling_params(), **fields)
+    params = dataclasses.replace(defaults or server.llm.get_default_sampling_params(), **fields)
     server.llm.engine.input_processor.params_check.check(params)
     check_logprobs(server, params, [0])
     return params

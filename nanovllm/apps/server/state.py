@@ -5,7 +5,7 @@ import time
 import uuid
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
@@ -25,6 +25,9 @@ from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.validation import shown
 from nanovllm.scheduler.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from nanovllm.apps.server.weight_transfer import WeightTransfer
 
 _MOST_NAMES = 8
 """Adapters that an error lists."""
@@ -98,6 +101,13 @@ class ServerState:
         shape = None if template is None else processor.chat.shape(template)
         added = tokenizer.added_tokens_decoder
         return find_answer_format(template, *parsers, added, shape)
+
+    @cached_property
+    def transfer(self) -> "WeightTransfer":
+        """The connection to a trainer that sends weights."""
+        from nanovllm.apps.server.weight_transfer import WeightTransfer
+
+        return WeightTransfer(self.llm)
 
     def answer_head(self, prefix: str, request_id: str | None, name: str | None) -> dict[str, Any]:
         """Return what an answer to a request for the model `name`, or each chunk, begins with."""

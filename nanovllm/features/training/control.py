@@ -19,6 +19,7 @@ TAGS = ("weights", "kv_cache")
 """What sleeps, in vLLM's names."""
 MODES = ("abort", "wait")
 """What happens to requests in flight."""
+PAUSE_MODES = (*MODES, "keep")
 
 
 class WeightControl:
@@ -47,6 +48,37 @@ class WeightControl:
     def is_sleeping(self) -> bool:
         return bool(self._asleep)
 
+    def pause(self, mode: str, clear_cache: bool) -> None:
+        """Launch no step until `resume`; requests in flight end as `mode` says, or are kept.
+
+        Raises:
+            InvalidRequestError: mode is unknown; or requests are to be awaited that cannot run.
+        """
+        if mode not in PAUSE_MODES:
+            raise InvalidRequestError(f"mode {shown(mode)} must be one of {', '.join(PAUSE_MODES)}")
+        engine = self.engine
+        if mode == "wait" and engine.is_paused:
+            if reason := self._reason():
+                raise InvalidRequestError(f'mode "wait" cannot await requests: {reason}')
+            engine.is_paused = False  # so that those that were kept run
+        if mode != "keep":
+            self._end_requests(mode)
+        engine.is_paused = True
+        engine.finish_steps()
+        if clear_cache:
+            self._forget_prefixes()
+        self._refuse()
+
+    def resume(self) -> None:
+        """Go on after `pause`; without one nothing changes.
+
+        Raises:
+            InvalidRequestError: the weights or the pool are away, or the weights are not whole.
+        """
+        if self.engine.is_paused and (reason := self._reason()):
+            raise InvalidRequestError(f"the engine stays paused: {reason}")
+        self.engine.is_paused = False
+
     def sleep(self, level: int, mode: str) -> None:
         """Give back the memory of weights and KV pool; requests in flight end as `mode` says.
 
@@ -64,7 +96,7 @@ class WeightControl:
             self.wake_up(["weights"])  # what was kept is forgotten now
         if self._asleep == set(TAGS):
             return
-        self._end_requests(mode)
+        self._interrupt(mode)
         self._call(
             RankWeights.keep, level
         )  # all ranks keep their weights before one gives them back
@@ -107,7 +139,7 @@ class WeightControl:
             raise InvalidRequestError(
                 'the weights sleep: call wake_up(["weights"]) before update_weights'
             )
-        self._end_requests(mode)
+        self._interrupt(mode)
         self.is_updating = True
         self._owner = owner
         self._refuse()
@@ -118,6 +150,11 @@ class WeightControl:
             self._require_update(owner)
         infos = [TensorInfo(name, tuple(x.shape), x.dtype) for name, x in tensors]
         self._call(RankWeights.check, infos, whole)
+
+    def check_part(self, infos: Seq[TensorInfo]) -> None:
+        """Check tensors of an update of several calls before they are there."""
+        self._require_update(None)
+        self._call(RankWeights.check, infos, False)
 
     def load(self, tensors: Seq[NamedTensor | Packet], owner: object | None = None) -> None:
         """Write tensors, or let ranks keep them until the rest of their layer comes.
@@ -158,6 +195,11 @@ class WeightControl:
             self.fail()
             raise
 
+    def cancel(self) -> bool:
+        """End an update of several calls, if one runs; return whether the weights are whole."""
+        self.fail()
+        return not self._missing
+
     def fail(self, owner: object | None = None) -> None:
         """End an update of `owner` that has failed. If it has changed weights, all must come again.
 
@@ -174,14 +216,20 @@ class WeightControl:
         self._missing = names or self._missing
         self._refuse()
 
-    def _end_requests(self, mode: str) -> None:
-        """End the requests in flight, and forget the KV of all prefixes.
+    def _interrupt(self, mode: str) -> None:
+        """End the requests in flight, unless the engine is paused; forget the KV of all prefixes.
 
         Raises:
             InvalidRequestError: `mode` is unknown.
         """
         if mode not in MODES:
             raise InvalidRequestError(f"mode {shown(mode)} must be one of {', '.join(MODES)}")
+        if not self.engine.is_paused:
+            self._end_requests(mode)
+        self._forget_prefixes()
+
+    def _end_requests(self, mode: str) -> None:
+        """Abort the requests in flight, or await them."""
         engine = self.engine
         engine.owner.check()
         engine.executor.check_health()
@@ -190,7 +238,10 @@ class WeightControl:
         for request_id in list(engine.output_processor.requests):
             engine.abort(request_id)
         engine.run_last_steps()
-        reset = engine.reset_prefix_cache()
+
+    def _forget_prefixes(self) -> None:
+        """Forget the KV of all prefixes; requests that a pause keeps compute theirs again."""
+        reset = self.engine.reset_prefix_cache(reset_running_requests=True)
         assert reset, "no sequence has blocks"
 
     def _require_no_update(self, what: str) -> None:
@@ -210,19 +261,23 @@ class WeightControl:
         self.engine.owner.check()
         return self.engine.executor.call_all(on_weights, method, *arguments)
 
-    def _refuse(self) -> None:
-        """Have requests refused while weights or pool are away, or while weights are not whole."""
-        reason = None
+    def _reason(self) -> str | None:
+        """Return why no request can run: weights or pool are away, or weights are not whole."""
         if self._asleep:
             asleep = " and ".join(sorted(self._asleep))
-            reason = f"the engine sleeps ({asleep}): call wake_up()"
-        elif self.is_updating:
-            reason = "an update of the weights runs: finish_weight_update() ends it"
-        elif self._missing:
-            reason = (
+            return f"the engine sleeps ({asleep}): call wake_up()"
+        if self.is_updating:
+            return "an update of the weights runs: finish_weight_update() ends it"
+        if self._missing:
+            return (
                 f"the weights are not whole: {listed(self._missing, MAX_LISTED)} must come by "
                 "update_weights, after sleep(level=2) or an update that failed"
             )
+        return None
+
+    def _refuse(self) -> None:
+        """Have requests refused while they cannot run; those that come in a pause wait for it."""
+        reason = None if self.engine.is_paused else self._reason()
         refusal = None if reason is None else InvalidRequestError(reason)
         self.engine.executor.refusal = refusal
 

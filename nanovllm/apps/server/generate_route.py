@@ -1,0 +1,145 @@
+"""POST /inference/v1/generate: continues token ids, in vLLM's form. No text on the way."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from nanovllm.apps.server import generation
+from nanovllm.apps.server.error_bodies import naming_params
+from nanovllm.apps.server.json_route import JSONRoute
+from nanovllm.apps.server.params import LEAST_LOGPROB, check_logprobs, sampling_params
+from nanovllm.apps.server.protocol.common import StreamOptions, Usage, usage
+from nanovllm.apps.server.protocol.generate import (
+    GenerateChoice,
+    Generated,
+    GeneratedChunk,
+    GenerateLogprobs,
+    GenerateParams,
+    GenerateRequest,
+    TokenLogprob,
+    TokenLogprobs,
+    VersionSpan,
+)
+from nanovllm.apps.server.sse import DONE, frame, json_response, sse
+from nanovllm.apps.server.state import ServerState, state_of
+from nanovllm.engine.prompt import Prompt
+from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+
+router = APIRouter(tags=["completions"], route_class=JSONRoute)
+
+
+@router.post("/inference/v1/generate", response_model=Generated)
+async def generate(request: Request, body: GenerateRequest) -> Response:
+    """Continue token ids."""
+    server = state_of(request)
+    fields = {name: f"sampling_params.{name}" for name in GenerateParams.model_fields}
+    with naming_params((), "token_ids", fields):
+        params = _params(server, body)
+        check_logprobs(server, params, [len(body.token_ids)])
+        place = generation.admit(request, params.n, body)
+        prompt = Prompt(token_ids=body.token_ids, salt=body.cache_salt)
+        outputs = await generation.run(place, prompt, params, stream=bool(body.stream))
+    answer = _Answer(server, body, params)
+    if body.stream:
+        return sse(answer.streamed(outputs))
+    async for output in outputs:
+        return json_response(await asyncio.to_thread(answer.whole, output))
+    raise AssertionError("a request has an output")
+
+
+def _params(server: ServerState, body: GenerateRequest) -> SamplingParams:
+    given = body.sampling_params
+    room = max(1, server.max_model_len - len(body.token_ids))
+    return sampling_params(
+        server,
+        given,
+        default_max_tokens=room,
+        logprobs=given.logprobs,
+        defaults=SamplingParams(),
+        detokenize=bool(given.stop),  # text is needed to find a stop string
+    )
+
+
+class _Answer:
+    """Puts the outputs of one request into the protocol's form."""
+
+    def __init__(self, server: ServerState, body: GenerateRequest, params: SamplingParams) -> None:
+        self._id = body.request_id or uuid.uuid4().hex
+        self._model = server.name_in_answer(body.model)
+        self._with_prompt = bool(body.return_token_ids)
+        self._num_top = params.logprobs
+        self._options = body.stream_options or StreamOptions()
+        self._num_output = 0
+
+    def whole(self, output: RequestOutput) -> Generated:
+        choices = [self._choice(completion) for completion in output.outputs]
+        return Generated(
+            request_id=self._id,
+            created=int(time.time()),
+            model=self._model,
+            output_mode="tokens",
+            choices=choices,
+            usage=self._usage(output),
+            prompt_logprobs=output.prompt_logprobs,
+            prompt_token_ids=output.prompt_token_ids if self._with_prompt else None,
+        )
+
+    async def streamed(
+        self, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[str, None]:
+        async for output in outputs:
+            for completion in output.outputs:
+                chunk = self._chunk([self._choice(completion)])
+                if self._with_prompt:
+                    chunk.prompt_token_ids = output.prompt_token_ids
+                    self._with_prompt = False
+                if self._options.with_each_chunk:
+                    chunk.usage = self._usage(output)
+                yield frame(chunk)
+            if output.finished and self._options.include_usage:
+                usage_chunk = self._chunk([])
+                usage_chunk.usage = self._usage(output)
+                yield frame(usage_chunk)
+        yield DONE
+
+    def _chunk(self, choices: list[GenerateChoice]) -> GeneratedChunk:
+        return GeneratedChunk(request_id=self._id, output_mode="tokens", choices=choices)
+
+    def _usage(self, output: RequestOutput) -> Usage:
+        return usage(len(output.prompt_token_ids), self._num_output, output.num_cached_tokens)
+
+    def _choice(self, completion: CompletionOutput) -> GenerateChoice:
+        self._num_output += len(completion.token_ids)
+        spans = None
+        if (found := completion.weight_versions) is not None:
+            spans = [VersionSpan(version=str(s.version), start=s.start, end=s.end) for s in found]
+        return GenerateChoice(
+            index=completion.index,
+            token_ids=completion.token_ids,
+            logprobs=self._logprobs(completion),
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            weight_versions=spans,
+        )
+
+    def _logprobs(self, completion: CompletionOutput) -> GenerateLogprobs | None:
+        if self._num_top is None:
+            return None
+        content = []
+        for token, entries in zip(completion.token_ids, completion.logprobs or [], strict=True):
+            tops = [_of(other, entry) for other, entry in entries.items()]
+            if self._num_top >= 0:  # as in vLLM: the token itself is one of them
+                tops = tops[: max(self._num_top, 1)]
+            own = _of(token, entries[token])
+            content.append(TokenLogprobs(**own.model_dump(), top_logprobs=tops))
+        return GenerateLogprobs(content=content)
+
+
+def _of(token_id: int, entry: Logprob) -> TokenLogprob:
+    logprob = max(entry.logprob, LEAST_LOGPROB)
+    return TokenLogprob(token_id=token_id, logprob=logprob, rank=entry.rank)

@@ -1,0 +1,196 @@
+"""What a trainer asks of a server, in vLLM's form: pauses, new weights, and what the server is.
+
+The app has these routes with dev_mode.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+
+from nanovllm.apps.server.error_bodies import APIError, naming_params
+from nanovllm.apps.server.json_route import JSONRoute, parse
+from nanovllm.apps.server.protocol.common import RequestModel
+from nanovllm.apps.server.sleep_route import controlled
+from nanovllm.apps.server.state import state_of
+from nanovllm.options.other_names import OtherName, other_names
+from nanovllm.options.validation import shown
+
+router = APIRouter(tags=["development"], route_class=JSONRoute)
+
+_PACKED = other_names(("packed", (False,), "gloo sends tensor by tensor; leave it out"))
+
+
+class TransferInfo(RequestModel):
+    """Where a trainer, rank 0, has its store, and which rank the server has."""
+
+    others: ClassVar[Mapping[str, OtherName]] = _PACKED
+
+    master_address: str = Field(min_length=1)
+    master_port: int = Field(ge=1, le=65535)
+    rank_offset: int = Field(default=1, ge=1)
+    world_size: int = Field(default=2, ge=2)
+    timeout: Annotated[float, Field(gt=0, le=86400)] = 300.0
+    """Seconds to wait for the trainer, and for each tensor."""
+
+
+class TransferRequest(RequestModel):
+    """Which trainer to join."""
+
+    init_info: TransferInfo
+
+
+class UpdateInfo(RequestModel):
+    """The tensors that the trainer broadcasts next, in this order."""
+
+    others: ClassVar[Mapping[str, OtherName]] = _PACKED
+
+    names: list[str]
+    """Those of the checkpoint."""
+    dtype_names: list[str]
+    """Such as "bfloat16"."""
+    shapes: list[list[int]]
+
+
+class UpdateRequest(RequestModel):
+    """A part of an update, or all of it."""
+
+    update_info: UpdateInfo
+
+
+@router.post("/pause")
+async def pause(request: Request, mode: str = "abort", clear_cache: bool = True) -> dict[str, str]:
+    """Compute nothing until /resume; requests in flight are aborted, awaited or kept."""
+    with naming_params(("mode",), "mode"):
+        llm = controlled(request).llm
+        await llm.pause_generation(mode=mode, clear_cache=clear_cache)
+    return {"status": "paused"}
+
+
+@router.post("/resume")
+async def resume(request: Request) -> dict[str, str]:
+    """Go on with the requests that were kept, and with those that came meanwhile."""
+    await controlled(request).llm.resume_generation()
+    return {"status": "resumed"}
+
+
+@router.get("/is_paused")
+async def is_paused(request: Request) -> dict[str, bool]:
+    """Say whether the engine is paused."""
+    return {"is_paused": await state_of(request).llm.is_paused()}
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(
+    request: Request, reset_running_requests: bool = False, reset_external: bool = False
+) -> dict[str, bool]:
+    """Forget all cached prefixes, also those in lower tiers; not while requests hold blocks, unless
+    they are to compute their KV anew.
+    """
+    del reset_external  # the tiers below the pool never stay
+    llm = controlled(request).llm
+    return {"success": await llm.reset_prefix_cache(reset_running_requests)}
+
+
+@router.get("/server_info")
+async def server_info(request: Request, config_format: str = "json") -> dict[str, Any]:
+    """Tell a trainer what it must know of the engine, by vLLM's names."""
+    del config_format  # JSON is the only one
+    server = state_of(request)
+    config = server.llm.engine.config
+    dtype = config.dtype if server.arithmetic is None else server.arithmetic.dtype
+    lora = {"max_lora_rank": config.max_lora_rank, "max_loras": config.max_loras}
+    return {
+        "vllm_config": {
+            "model_config": {
+                "model": config.model,
+                "dtype": f"torch.{dtype}",
+                "max_model_len": server.max_model_len,
+                "quantization": config.quantization,
+                "logprobs_mode": config.logprobs_mode,
+            },
+            "parallel_config": {
+                "tensor_parallel_size": config.tensor_parallel_size,
+                "data_parallel_size": 1,
+            },
+            "lora_config": lora if config.enable_lora else None,
+        }
+    }
+
+
+@router.get("/get_world_size")
+async def get_world_size(request: Request, include_dp: bool = True) -> dict[str, int]:
+    """Say how many processes of the server join a transfer: one, which serves all ranks."""
+    del request, include_dp
+    return {"world_size": 1}
+
+
+@router.post("/init_weight_transfer_engine")
+async def init_weight_transfer_engine(request: Request, body: TransferRequest) -> dict[str, str]:
+    """Join a trainer; leave the one of before, and give up its update."""
+    info = body.init_info
+    if info.rank_offset >= info.world_size:
+        raise APIError(
+            400,
+            f"rank_offset {info.rank_offset} must be below world_size, {info.world_size}",
+            param="init_info.rank_offset",
+        )
+    await controlled(request).transfer.join(
+        info.master_address, info.master_port, info.rank_offset, info.world_size, info.timeout
+    )
+    return {"message": "Weight transfer initialized"}
+
+
+@router.post("/shutdown_weight_transfer_engine")
+async def shutdown_weight_transfer_engine(request: Request) -> dict[str, str]:
+    """Leave the trainer."""
+    await controlled(request).transfer.leave()
+    return {"message": "Weight transfer shut down"}
+
+
+@router.post("/start_weight_update")
+async def start_weight_update(request: Request) -> dict[str, str]:
+    """Begin an update. Requests in flight end, unless the engine is paused."""
+    server = controlled(request)
+    given = await _optional_body(request)
+    if given.pop("is_checkpoint_format", True) is not True or given:
+        raise APIError(400, "start_weight_update takes is_checkpoint_format=true, or no body")
+    await server.llm.start_weight_update()
+    return {"message": "Weight update started"}
+
+
+@router.post("/update_weights")
+async def update_weights(request: Request, body: UpdateRequest) -> dict[str, str]:
+    """Receive tensors of the update that has begun."""
+    info = body.update_info
+    fields = {name: f"update_info.{name}" for name in UpdateInfo.model_fields}
+    with naming_params((), "update_info", fields):
+        await controlled(request).transfer.receive(info.names, info.dtype_names, info.shapes)
+    return {"message": "Weights updated"}
+
+
+@router.post("/finish_weight_update")
+async def finish_weight_update(request: Request) -> dict[str, str]:
+    """End the update; `weight_version` in the body, if there is one, names the new weights."""
+    server = controlled(request)
+    given = await _optional_body(request)
+    version = given.pop("weight_version", None)
+    if given:
+        raise APIError(400, f"there is no field {shown(next(iter(given)))}: only weight_version")
+    await server.llm.finish_weight_update(version)
+    return {"message": "Weight update finished"}
+
+
+@router.get("/weight_info")
+async def weight_info(request: Request) -> dict[str, Any]:
+    """Return the version of the weights: 0 as they were loaded."""
+    return {"weight_version": state_of(request).llm.engine.output_processor.weight_version}
+
+
+async def _optional_body(request: Request) -> dict[str, Any]:
+    """Return the object in a body that may be missing, whatever its Content-Type says."""
+    given = parse(await request.body() or b"{}")
+    if not isinstance(given, dict):
+        raise APIError(400, f"the body should be an object, got {shown(given)}")
+    return given

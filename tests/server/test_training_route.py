@@ -1,0 +1,324 @@
+"""What a trainer asks of a server: pauses, new weights, and log-probabilities that are equal."""
+
+import base64
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi")
+
+from nanovllm import AsyncLLM, demo_model
+from nanovllm.apps.server.options import ServerOptions
+from nanovllm.errors import ConfigError, TransferError
+from nanovllm.features.training.sender import WeightSender
+from tests.server.conftest import Reply, Running, running
+from tests.training.weights import Weights, changed, read_weights
+
+PROMPT = {"prompt": "A KV cache is", "temperature": 0, "ignore_eos": True}
+LONG = {**PROMPT, "max_tokens": 200}
+SHORT = {**PROMPT, "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[AsyncLLM]:
+    """An engine whose weights change."""
+    llm = AsyncLLM(demo_model.MODEL, max_model_len=512, num_kvcache_blocks=512, device="cpu")
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server(llm: AsyncLLM) -> Iterator[Running]:
+    with running(llm, dev_mode=True) as found:
+        yield found
+
+
+class Sent:
+    """A request that another thread has sent: the engine has it, and runs it unless paused."""
+
+    def __init__(
+        self, server: Running, body: dict[str, Any], path: str = "/v1/completions"
+    ) -> None:
+        engine = server.state.llm.engine
+        num_before = len(engine.output_processor.requests)
+        self._thread = threading.Thread(target=self._send, args=(server, path, body))
+        self._thread.start()
+
+        def has_arrived() -> bool:
+            if engine.is_paused:
+                return len(engine.output_processor.requests) > num_before
+            return any(seq.num_output_tokens for seq in list(engine.scheduler.running))
+
+        deadline = time.monotonic() + 20
+        while not has_arrived() and time.monotonic() < deadline and self._thread.is_alive():
+            time.sleep(0.001)
+
+    def _send(self, server: Running, path: str, body: dict[str, Any]) -> None:
+        self._reply = server.send(path, body)
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._thread.is_alive()
+
+    def answer(self) -> Reply:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        assert self._reply.status == 200, self._reply.body
+        return self._reply
+
+
+def text_of(reply: Reply) -> str:
+    return str(reply.body["choices"][0]["text"])
+
+
+@pytest.mark.parametrize("clear_cache", ["true", "false"])
+def test_a_pause_keeps_requests(server: Running, clear_cache: str) -> None:
+    """What was kept, and what came in the pause, goes on as if nothing had been."""
+    expected = [text_of(server.send("/v1/completions", body)) for body in (LONG, SHORT)]
+    first = Sent(server, LONG)
+    reply = server.send(f"/pause?mode=keep&clear_cache={clear_cache}", b"")
+    assert (reply.status, reply.body) == (200, {"status": "paused"})
+    assert server.send("/is_paused").body == {"is_paused": True}
+    second = Sent(server, SHORT)
+    time.sleep(0.2)
+    assert first.is_waiting
+    assert second.is_waiting
+    assert server.send("/health").status == 200
+    assert server.send("/resume", b"").body == {"status": "resumed"}
+    assert [text_of(first.answer()), text_of(second.answer())] == expected
+    assert server.send("/is_paused").body == {"is_paused": False}
+
+
+@pytest.mark.parametrize(("mode", "reason"), [("abort", "abort"), ("wait", "length")])
+def test_a_pause_ends_or_awaits_requests(server: Running, mode: str, reason: str) -> None:
+    first = Sent(server, LONG)
+    assert server.send(f"/pause?mode={mode}", b"").status == 200
+    choice = first.answer().body["choices"][0]
+    assert choice["finish_reason"] == reason
+    second = Sent(server, SHORT)
+    time.sleep(0.1)
+    assert second.is_waiting
+    assert server.send("/resume", b"").status == 200
+    second.answer()
+
+
+def test_a_pause_that_keeps_can_end_otherwise(server: Running) -> None:
+    first = Sent(server, LONG)
+    assert server.send("/pause?mode=keep", b"").status == 200
+    assert server.send("/pause?mode=wait", b"").status == 200
+    assert first.answer().body["choices"][0]["finish_reason"] == "length"
+    second = Sent(server, SHORT)
+    assert server.send("/pause?mode=abort", b"").status == 200
+    assert second.answer().body["choices"][0]["finish_reason"] == "abort"
+    assert server.send("/resume", b"").status == 200
+    assert server.send("/resume", b"").status == 200
+
+
+def test_a_paused_engine_sleeps_with_its_requests(server: Running) -> None:
+    expected = text_of(server.send("/v1/completions", LONG))
+    first = Sent(server, LONG)
+    assert server.send("/pause?mode=keep&clear_cache=false", b"").status == 200
+    assert server.send("/sleep?level=1", b"").status == 200
+    second = Sent(server, SHORT)
+    for path in ("/resume", "/pause?mode=wait"):
+        reply = server.send(path, b"")
+        assert reply.status == 400
+        assert "the engine sleeps (kv_cache and weights)" in reply.error["message"]
+    assert server.send("/wake_up", b"").body["status"] == "awake"
+    assert first.is_waiting
+    assert second.is_waiting
+    assert server.send("/resume", b"").status == 200
+    assert text_of(first.answer()) == expected
+    second.answer()
+
+
+def test_the_prefix_cache_is_forgotten(server: Running) -> None:
+    body = {**SHORT, "prompt": list(range(100, 400))}
+
+    def num_cached() -> int:
+        usage = server.send("/v1/completions", body).body["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    num_cached()
+    assert num_cached() > 0
+    assert server.send("/reset_prefix_cache", b"").body == {"success": True}
+    assert num_cached() == 0
+    first = Sent(server, LONG)
+    assert server.send("/reset_prefix_cache", b"").body == {"success": False}
+    path = "/reset_prefix_cache?reset_running_requests=true"
+    assert server.send(path, b"").body == {"success": True}
+    assert text_of(first.answer()) == text_of(server.send("/v1/completions", LONG))
+
+
+def test_what_the_server_is(server: Running) -> None:
+    info = server.send("/server_info?config_format=json").body["vllm_config"]
+    assert info["model_config"]["dtype"] == "torch.bfloat16"
+    assert info["model_config"]["max_model_len"] == 512
+    assert info["lora_config"] is None
+    assert info["parallel_config"]["data_parallel_size"] == 1
+
+
+def test_wrong_modes(server: Running) -> None:
+    reply = server.send("/pause?mode=freeze", b"")
+    assert (reply.status, reply.error["param"]) == (400, "mode")
+    assert "mode 'freeze' must be one of abort, wait, keep" in reply.error["message"]
+    assert server.send("/is_paused").body == {"is_paused": False}
+    assert server.send("/pause", b"", Origin="http://example.com").status == 403
+
+
+def test_the_routes_need_the_option_and_a_key(async_llm: AsyncLLM) -> None:
+    with running(async_llm, api_keys=("secret",)) as other:
+        reply = other.send("/pause", b"", Authorization="Bearer secret")
+        assert reply.status == 404
+        assert "start the server with --dev-mode" in reply.error["message"]
+    with running(async_llm, dev_mode=True, api_keys=("secret",)) as other:
+        assert other.send("/pause", b"").status == 401
+        assert other.send("/is_paused", Authorization="Bearer secret").status == 200
+        for user in ("any:secret", ":secret"):  # as from http://any:secret@host
+            token = base64.b64encode(user.encode()).decode()
+            assert other.send("/is_paused", Authorization=f"Basic {token}").status == 200
+        for token in (base64.b64encode(b"secret:").decode(), "%", ""):
+            assert other.send("/is_paused", Authorization=f"Basic {token}").status == 401
+    with pytest.raises(ConfigError, match="host '0.0.0.0' lets other machines in: give api_keys"):
+        ServerOptions(dev_mode=True, host="0.0.0.0")
+    assert ServerOptions(dev_mode=True, host="0.0.0.0", api_keys=("secret",)).dev_mode
+
+
+# Weights
+
+
+@pytest.fixture(scope="module")
+def old() -> Weights:
+    return read_weights(demo_model.MODEL)
+
+
+@pytest.fixture
+def sender(server: Running, old: Weights) -> Iterator[WeightSender]:
+    """A trainer's end; afterwards the server has its first weights again, and runs."""
+    sender = WeightSender(server.url, timeout=20)
+    sender.init_weight_transfer()
+    yield sender
+    sender.init_weight_transfer()
+    sender.send_weights(old.items(), "old")
+    sender.destroy()
+    sender.resume()
+
+
+def test_weights_come_while_requests_are_kept(
+    server: Running, sender: WeightSender, old: Weights
+) -> None:
+    """Each token after the pause is what the new weights make of the tokens before it."""
+    path = "/inference/v1/generate"
+    params = {"temperature": 0, "ignore_eos": True, "max_tokens": 200}
+    body = {"token_ids": [40, 50, 60], "sampling_params": params}
+    first = Sent(server, body, path)
+    sender.pause()
+    second = Sent(server, {**body, "token_ids": [70]}, path)
+    sender.send_weights(changed(old, 1).items(), "step-1")
+    assert server.send("/weight_info").body == {"weight_version": "step-1"}
+    assert first.is_waiting
+    sender.resume()
+    choice = first.answer().body["choices"][0]
+    tokens = choice["token_ids"]
+    old_span, new_span = choice["weight_versions"]
+    assert (old_span["start"], new_span["version"], new_span["end"]) == (0, "step-1", 200)
+    num_old = new_span["start"]
+    assert 0 < old_span["end"] == num_old < 200
+    rest = {"token_ids": body["token_ids"] + tokens[:num_old]}
+    rest["sampling_params"] = {**params, "max_tokens": 200 - num_old}
+    assert server.send(path, rest).body["choices"][0]["token_ids"] == tokens[num_old:]
+    assert [s["version"] for s in second.answer().body["choices"][0]["weight_versions"]] == [
+        "step-1"
+    ]
+
+
+def test_wrong_orders(server: Running, old: Weights) -> None:
+    assert server.send("/shutdown_weight_transfer_engine", b"").status == 200
+    info = {"names": ["x"], "dtype_names": ["float32"], "shapes": [[1]]}
+    reply = server.send("/update_weights", {"update_info": info})
+    assert (reply.status, "init_weight_transfer_engine first" in str(reply.body)) == (400, True)
+    assert "no update of the weights has begun" in str(server.send("/finish_weight_update", b""))
+    assert server.send("/start_weight_update", {"is_checkpoint_format": True}).status == 200
+    reply = server.send("/start_weight_update", b"")
+    assert (reply.status, "an update of the weights runs" in str(reply.body)) == (400, True)
+    assert "an update of the weights runs" in str(server.send("/v1/completions", SHORT).body)
+    sender = WeightSender(server.url, timeout=20)
+    with pytest.raises(TransferError, match="no server is connected"):
+        sender.send_weights(old.items())
+    sender.init_weight_transfer()  # what nobody finishes is given up
+    assert server.send("/v1/completions", SHORT).status == 200
+    sender.destroy()
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("model.layers.0.x", torch.zeros(2), "model.layers.0.x"),
+        ("model.norm.weight", torch.zeros(3), "model.norm.weight"),
+        ("model.norm.weight", torch.zeros(3, dtype=torch.int32), "'int32' must be one of float32"),
+    ],
+)
+def test_wrong_tensors_change_nothing(
+    server: Running, old: Weights, name: str, tensor: torch.Tensor, message: str
+) -> None:
+    before = text_of(server.send("/v1/completions", SHORT))
+    sender = WeightSender(server.url, timeout=20)
+    sender.init_weight_transfer()
+    with pytest.raises(TransferError) as found:
+        sender.send_weights([("model.norm.weight", old["model.norm.weight"]), (name, tensor)])
+    assert message in str(found.value)
+    assert "the engine has its weights of before" in str(found.value)
+    assert text_of(server.send("/v1/completions", SHORT)) == before
+    sender.destroy()
+
+
+def test_a_trainer_that_dies(server: Running, sender: WeightSender, old: Weights) -> None:
+    """What it sent is in the engine, which takes no request until all has come."""
+
+    def dying() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(changed(old, 2).items())[:-1]
+        raise RuntimeError("out of memory")
+
+    sender.pause()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        sender.send_weights(dying())
+    other = WeightSender(server.url, timeout=20)
+    other.init_weight_transfer()
+    info = {"names": [], "dtype_names": [], "shapes": []}
+    for name, tensor in old.items():
+        info["names"].append(name)
+        info["dtype_names"].append("bfloat16")
+        info["shapes"].append(list(tensor.shape))
+    assert server.send("/start_weight_update", b"").status == 200
+    replies: list[Reply] = []
+    thread = threading.Thread(
+        target=lambda: replies.append(server.send("/update_weights", {"update_info": info}))
+    )
+    thread.start()
+    time.sleep(0.2)
+    other.destroy()  # as when its process ends
+    thread.join(20)
+    assert replies[0].status == 500
+    assert "the other end of the transfer has gone" in replies[0].error["message"]
+
+
+def test_what_cannot_be_joined(server: Running) -> None:
+    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    reply = server.send("/init_weight_transfer_engine", {"init_info": info})
+    assert reply.status == 500
+    assert "the trainer's store at 127.0.0.1:1 cannot be reached" in reply.error["message"]
+    for change, param in (
+        ({"packed": True}, "init_info.packed"),
+        ({"rank_offset": 2}, "init_info.rank_offset"),
+        ({"master_port": 0}, "init_info.master_port"),
+    ):
+        reply = server.send("/init_weight_transfer_engine", {"init_info": {**info, **change}})
+        assert (reply.status, reply.error["param"]) == (400, param)
+    assert server.send("/get_world_size").body == {"world_size": 1}
+    for path in ("/start_weight_update", "/finish_weight_update"):
+        assert server.send(path, [1]).status == 400
+        assert server.send(path, {"x": 1}).status == 400
