@@ -1,0 +1,20 @@
+"""TRL's asynchronous GRPO against a server of nanovllm, end to end on the shipped model."""
+
+import importlib.util
+
+import pytest
+
+if importlib.util.find_spec("trl") is None:
+    pytest.skip("TRL is not installed", allow_module_level=True)
+
+from examples.async_grpo_trl import train
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lora", [False, True], ids=["weights", "adapter"])
+def test_rewards_rise(lora: bool) -> None:
+    """All weights by gloo, or an adapter's files; TRL's own code calls the server."""
+    rewards = train(40, lora=lora)
+    assert len(rewards) == 40
+    first, last = sum(rewards[:8]) / 8, sum(rewards[-8:]) / 8
+    assert last > first + 0.03, rewards
