@@ -36,11 +36,7 @@ METHODS = {
         ("reset_mm_cache", "reset_encoder_cache"),
         "the models here read text only, so there is no such cache",
     ),
-    **dict.fromkeys(
-        ("pause_generation", "resume_generation", "is_paused", "wait_for_requests_to_drain"),
-        "AsyncLLM has pause_generation(); update_weights() and sleep() first end the requests in "
-        "flight, or with mode='wait' await them",
-    ),
+    "wait_for_requests_to_drain": "update_weights() and sleep() with mode='wait' await requests",
     "release_kv_cache_memory": "sleep() gives it back, and wake_up() takes it again",
     **dict.fromkeys(
         ("checkpoint_prepare", "checkpoint_restore"),
@@ -85,6 +81,11 @@ METHODS = {
 
 
 LACKS = {
+    "LLM": dict.fromkeys(
+        ("pause_generation", "resume_generation", "is_paused"),
+        "AsyncLLM has it; update_weights() and sleep() first end the requests in flight, or with "
+        "mode='wait' await them",
+    ),
     "AsyncLLM": {
         "add_request": "stream(prompt, params) queues a request, and yields its outputs",
     },

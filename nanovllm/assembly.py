@@ -137,7 +137,8 @@ def _scheduler(
     block_manager = BlockManager(
         info.num_blocks,
         info.block_size,
-        enable_prefix_caching=config.enable_prefix_caching,
+        enable_prefix_caching=config.enable_prefix_caching
+        and not config.enable_return_routed_experts,
         groups=_groups(info),
         order=order(info.num_blocks),
         tiers=tiers,

@@ -169,6 +169,11 @@ class CompletionOutput:
     """Which weights sampled which of all its tokens; several if weights came in a pause. None while
     the continuation is running.
     """
+    routed_experts: Any = None
+    """With enable_return_routed_experts: which experts the tokens had, those of the prompt first, a
+    numpy array [tokens - 1, layers with experts, experts of a token]. The last token has none: it
+    was not computed. None while the continuation is running.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -59,7 +59,8 @@ FOLDERS = {
     "models": Folder("attention loading kernels layers options utils", torch=True),
     "layers": Folder("attention loading kernels options utils", torch=True),
     "server": Folder(
-        "chat loading engine llm async_llm options scheduler.worker_info utils", torch=False
+        "chat loading engine llm async_llm options scheduler.worker_info training utils",
+        torch=False,
     ),
     "learn": Folder("options utils", torch=False),
     "lm_eval": Folder("chat llm options", torch=False),
@@ -83,8 +84,8 @@ FOLDERS = {
     ),
     "__main__": Folder("cli", torch=False),
     "parallel": Folder(
-        "attention loading formats layers lora models options pooling scheduler speculation "
-        "fast_steps structured tiers utils worker",
+        "attention loading formats layers lora models options pooling routing scheduler "
+        "speculation fast_steps structured tiers utils worker",
         torch=True,
     ),
     "ray": Folder(
@@ -100,6 +101,7 @@ FOLDERS = {
         "attention loading kernels kv layers models options scheduler fast_steps utils worker",
         torch=True,
     ),
+    "routing": Folder("kernels layers scheduler worker", torch=True),
     "training": Folder(
         "loading engine formats kernels layers models options utils worker", torch=True
     ),

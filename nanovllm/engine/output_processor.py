@@ -1,6 +1,7 @@
 """Tokens to outputs: follows requests, decodes their tokens and builds what the user gets."""
 
 from functools import cached_property
+from typing import Any
 
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Completion, Request
@@ -146,6 +147,7 @@ class OutputProcessor:
             cumulative_logprob=cumulative,
             logprobs=logprobs,
             weight_versions=_version_spans(completion) if seq.is_finished else None,
+            routed_experts=_routed_experts(seq) if seq.is_finished else None,
         )
 
     def make_detokenizer(self, params: SamplingParams) -> Detokenizer | None:
@@ -200,6 +202,18 @@ class OutputProcessor:
             decode = self._tokenizer.backend_tokenizer.decode
             self._token_texts[token_id] = decode([token_id], skip_special_tokens=False)
         return self._token_texts[token_id]
+
+
+def _routed_experts(seq: Sequence) -> Any:
+    """Return the experts of all tokens that are computed; later ones replace earlier ones."""
+    parts = seq.routed_experts
+    if not parts:
+        return None
+    num_tokens = min(len(seq.token_ids) - 1, max(start + len(ids) for start, ids in parts))
+    found = parts[0][1].repeat(-(-num_tokens // len(parts[0][1])), axis=0)[:num_tokens]
+    for start, ids in parts:
+        found[start : start + len(ids)] = ids[: max(0, num_tokens - start)]
+    return found
 
 
 def _version_spans(completion: Completion) -> list[WeightVersionSpan]:

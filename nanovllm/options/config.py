@@ -235,6 +235,9 @@ class Config:
     """What requests for log-probabilities get: raw is what the model says. Processed, of sampled
     tokens, comes after rules, temperature and filters: -inf for tokens that these leave out. Logits
     are not normalised."""
+    enable_return_routed_experts: bool = False
+    """Return which experts each token had, for models that have experts. Steps then run layer by
+    layer, and no prefix is taken from the cache."""
     seed: Annotated[int, check_int, 0, 2**63 - 1] = 0
     """Seed for requests without a seed, and for dummy weights."""
 
@@ -258,6 +261,11 @@ class Config:
                 "num_kvcache_blocks and kv_cache_memory_bytes both size the KV pool; give one"
             )
         self._check_needs()
+        if self.enable_return_routed_experts and (self.has_tiers or self.step_runner):
+            raise ConfigError(
+                "enable_return_routed_experts has each token computed, layer by layer: leave it "
+                "out, or step_runner and the tiers of the prefix cache"
+            )
         if self.lora is not None and self.enable_lora:
             raise ConfigError(
                 "lora merges one adapter into the weights, and with enable_lora=True each request "

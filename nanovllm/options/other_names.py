@@ -153,7 +153,7 @@ CONFIG_NAMES = other_names(
     ("max_parallel_loading_workers", (ANY,), _READ_FAST),
     ("pt_load_map_location", ("cpu",), "pickle files are never read; leave it out"),
     ("tokens_only", (False,), "use skip_tokenizer_init=True"),
-    ("enable_return_routed_experts return_sampling_mask", (False,), _NOT_RETURNED),
+    ("return_sampling_mask", (False,), _NOT_RETURNED),
     ("enable_trace_replay", (False,), _NOT_RETURNED),
     ("aux_output_config", ({},), _NOT_RETURNED),
     ("use_fp64_gumbel", (False,), "a token is drawn by one number of 64 bits; leave it out"),

@@ -174,7 +174,7 @@ def make_runner(
     config = target.config
     make_steps: Callable[[Network, int], StepRunners] | None = None
     make_drafter: Callable[[Network, int], Proposer] | None = None
-    if not config.enforce_eager:
+    if not (config.enforce_eager or config.enable_return_routed_experts):
         from nanovllm.features.fast_steps import registry
 
         make_steps = registry.StepRunners
@@ -199,6 +199,10 @@ def make_runner(
         from nanovllm.features.lora.rank import RankAdapters
 
         runner.parts.append(RankAdapters(runner))
+    if config.enable_return_routed_experts:
+        from nanovllm.features.routing.rank import RankRouting
+
+        runner.parts.append(RankRouting(runner))
     if files is not None:
         from nanovllm.features.tiers.rank import RankTiers
 

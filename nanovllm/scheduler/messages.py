@@ -5,7 +5,7 @@ its `table_idx` and carries, besides its rows, only what changed since the previ
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import SamplingParams
@@ -165,6 +165,8 @@ class RowDetails(NamedTuple):
     """With params.prompt_logprobs: (position, log-probabilities) of prompt tokens."""
     pooled: list[float] | None = None
     """What the hidden states of a sequence with `Admission.pooling` became. It ends with them."""
+    routed_experts: Any = None
+    """With enable_return_routed_experts: an array [tokens of the row, layers with experts, k]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

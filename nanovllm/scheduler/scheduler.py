@@ -161,6 +161,8 @@ class Scheduler:
                 continue
             if details.prompt_logprobs:
                 seq.prompt_logprobs.update(details.prompt_logprobs)
+            if details.routed_experts is not None:
+                seq.routed_experts.append((row.num_computed_tokens, details.routed_experts))
             if details.pooled is not None:
                 seq.pooled = details.pooled
                 seq.finish_reason = "stop"

@@ -5,6 +5,7 @@ prefill and decode.
 """
 
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import SamplingParams
@@ -68,6 +69,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of output tokens, if requested
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
     pooled: list[float] | None = None  # see `RowDetails`
+    routed_experts: list[tuple[int, Any]] = field(default_factory=list)  # with first positions
 
     # Changed by the block manager only:
     block_table: list[int] = field(default_factory=list)

@@ -51,6 +51,7 @@ class ModelRunner:
         pooling: makes vectors of hidden states; None before it is first asked for.
         weights: what sleeps, wakes up and changes; None before it is first asked for.
         watch: is told what sampling does to logits; None: nobody is.
+        computes_all: whether the last layer computes all tokens, not only those that it must.
 
     Raises:
         ConfigError: the options name a GPU, and its kernels do not run.
@@ -96,6 +97,7 @@ class ModelRunner:
         self.pooling: RankPooling | None = None
         self.weights: RankWeights | None = None
         self.watch: SamplingWatch | None = None
+        self.computes_all = False
         self.step_runners: list[StepRunner] = []
         self._launched: deque[PendingResult] = deque()  # the last LAPS steps at most
 
@@ -210,7 +212,8 @@ class ModelRunner:
             if hidden is None:
                 sampled = sampling.output_indices
                 indices = sampled if pooling is None else pooling.join(sampled)
-                hidden = self.network.forward(tables, rows, None if of_prompts else indices)
+                needs_all = of_prompts or self.computes_all
+                hidden = self.network.forward(tables, rows, None if needs_all else indices)
             if pooling is not None:
                 pooled, hidden = pooling.take(hidden, sampling.output_indices)
             if of_prompts:

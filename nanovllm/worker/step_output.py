@@ -4,7 +4,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -113,6 +113,7 @@ class PendingResult:
     Attributes:
         loaded, endings: set before the result is asked for. The loads from tiers that have ended,
             and by sequence id why sequences of the step's rows end although the step ran.
+        routed_experts: set likewise, by sequence id; see `RowDetails`.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class PendingResult:
         self._output = output.to_host()
         self.loaded: list[Loaded] = []
         self.endings: dict[int, Ending] = {}
+        self.routed_experts: dict[int, Any] = {}
         self._result: StepResult | None = None
         self._lock = threading.Lock()  # one thread of a rank launches steps, another reads results
         self._copied: torch.cuda.Event | None = None
@@ -141,6 +143,9 @@ class PendingResult:
                 drafting, seconds = (0.0, 0.0) if self._timer is None else self._timer.seconds()
                 if self.endings:
                     self._end_rows(token_ids, details)
+                for seq_id, experts in self.routed_experts.items():
+                    found = details.get(seq_id, RowDetails())
+                    details[seq_id] = found._replace(routed_experts=experts)
                 self._result = StepResult(
                     self._step_id, token_ids, details, seconds, drafting, self.loaded
                 )

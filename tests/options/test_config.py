@@ -97,6 +97,7 @@ def test_every_field_can_be_given():
             "prompt_lookup_min": 1,
         },
         "logprobs_mode": "raw_logits",
+        "enable_return_routed_experts": False,
         "enable_lora": True,
         "max_loras": 4,
         "max_lora_rank": 64,

@@ -27,7 +27,7 @@ from nanovllm.options.flags import given_fields
 
 
 def specs(*words: str, **options: Any) -> list[ModelSpec]:
-    of_server = {"log_level", "served_model_name"} & options.keys()
+    of_server = {"dev_mode", "log_level", "served_model_name"} & options.keys()
     server = {name: options.pop(name) for name in of_server}
     return read_models(words, options, server)
 

@@ -107,6 +107,7 @@ def generate(args: argparse.Namespace) -> int:
         for completion in output.outputs:
             if args.json:
                 record = {"prompt": text, **dataclasses.asdict(completion)}
+                del record["weight_versions"], record["routed_experts"]  # for trainers
                 write(json.dumps(record, ensure_ascii=escaped) + "\n")
             else:
                 write(completion.text + "\n")

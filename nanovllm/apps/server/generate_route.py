@@ -1,9 +1,12 @@
 """POST /inference/v1/generate: continues token ids, in vLLM's form. No text on the way."""
 
 import asyncio
+import base64
+import io
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -125,6 +128,7 @@ class _Answer:
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
             weight_versions=spans,
+            routed_experts=_encoded(completion.routed_experts),
         )
 
     def _logprobs(self, completion: CompletionOutput) -> GenerateLogprobs | None:
@@ -143,3 +147,14 @@ class _Answer:
 def _of(token_id: int, entry: Logprob) -> TokenLogprob:
     logprob = max(entry.logprob, LEAST_LOGPROB)
     return TokenLogprob(token_id=token_id, logprob=logprob, rank=entry.rank)
+
+
+def _encoded(array: Any) -> str | None:
+    """Return a numpy array as a file of its format in base64."""
+    if array is None:
+        return None
+    import numpy as np
+
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()

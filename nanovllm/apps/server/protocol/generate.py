@@ -107,6 +107,9 @@ class GenerateChoice(BaseModel):
     stop_reason: int | str | None
     weight_versions: list[VersionSpan] | None
     """None before the end."""
+    routed_experts: str | None = None
+    """With enable_return_routed_experts, at the end: a file in numpy's format, in base64; see
+    `CompletionOutput`."""
 
 
 class Generated(BaseModel):
