@@ -39,6 +39,17 @@ def cache_directory(*, warn: bool = True) -> Path | None:
     return resolved
 
 
+def state_directory() -> Path | None:
+    """Return where files lie that a user would miss, such as a history; None without a home.
+
+    It is $XDG_STATE_HOME/nanovllm, or ~/.local/state/nanovllm, and may not exist yet.
+    """
+    root = os.environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(root):
+        root = os.path.expanduser("~/.local/state")
+    return Path(root, "nanovllm") if os.path.isabs(root) else None
+
+
 def new_directory(cache: Path | None) -> tempfile.TemporaryDirectory[str]:
     """Return an empty directory of this user's: in `cache`, or else where temporary files lie.
 

@@ -11,10 +11,10 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, TextIO
 
 from nanovllm.errors import InvalidRequestError
+from nanovllm.utils.disk_cache import state_directory
 from nanovllm.utils.terminal import check_text, complain, is_dumb, read_text, write
 
 HISTORY_LENGTH = 1000
@@ -145,14 +145,12 @@ class _History:
 
     def __init__(self, editor: Any) -> None:
         self._editor = editor
-        state = os.environ.get("XDG_STATE_HOME", "")
-        if not os.path.isabs(state):
-            state = os.path.expanduser("~/.local/state")
-        self._path = Path(state, "nanovllm", "chat_history")
+        directory = state_directory()
         self._last = ""
-        if editor is None or not self._path.is_absolute():  # the latter if there is no home
+        if editor is None or directory is None:
             self._editor = None
             return
+        self._path = directory / "chat_history"
         with contextlib.suppress(OSError, ValueError):
             with self._open(os.O_RDONLY) as file:
                 lines = file.readlines()[-HISTORY_LENGTH:]

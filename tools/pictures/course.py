@@ -56,7 +56,7 @@ def draw_grid(title: str, rows: list[Row], legend: str, *, left: int, group: int
     for number, row in enumerate(rows):
         y = TOP + LINE * number
         drawing.text(18, y + 17, row.label, size=12)
-        x: float = left
+        x: float = left - CELL
         for index, cell in enumerate(row.cells):
             x = left + index * CELL + index // group * 8
             fill = f"{cell.colour}-pale" if cell.colour else None
@@ -146,9 +146,80 @@ def blocks() -> str:
     return draw_grid("Any free block will do", rows, legend, left=190, group=8)
 
 
+def prefix_cache() -> str:
+    """Return the picture of lesson 5: the tokens of each prompt, and its blocks."""
+    lines = output(5)
+    rows = []
+    for tokens, table in zip(lines[0:8:2], lines[1:8:2], strict=True):
+        name = tokens[0]
+        blocks = [block.split(", ") for block in re.findall(r"\[([\d, ]+)\]", tokens)]
+        found = re.search(r"table (\[.*\]), the first (\d+)", table)
+        assert found is not None
+        cells = [
+            Cell(token, "green" if index < int(found[2]) else "blue")
+            for index, block in enumerate(blocks)
+            for token in block
+        ]
+        rows.append(Row(f"prompt {name}", cells, f"blocks {found[1]}"))
+    legend = "The tokens of four prompts, in blocks of 4. Green: found in the cache."
+    return draw_grid("A common beginning is computed once", rows, legend, left=110)
+
+
+def batching() -> str:
+    """Return the picture of lesson 6: who gets a token in which step."""
+    rows = []
+    for line in output(6):
+        if found := re.match(r"(.*): (\d+) steps", line):
+            rows.append(Row(f"{found[1]}: {found[2]} steps", [], ""))
+        else:
+            name, *marks = line.split()
+            colour = COLOURS[name]
+            cells = [Cell(name, colour) if mark == "#" else Cell("", None) for mark in marks]
+            rows.append(Row("", cells))
+    legend = "A column is a step. At most two sequences run at once."
+    return draw_grid("Choose anew in each step", rows, legend, left=170, group=99)
+
+
+def chunked_prefill() -> str:
+    """Return the picture of lesson 7: the tokens of each step."""
+    rows = []
+    for line in output(7):
+        if not line.startswith(" "):
+            rows.append(Row(line.removesuffix(":"), []))
+            continue
+        step, _, words = line.strip().partition(":")
+        parts = re.findall(r"([AB]) (\d+)(?:-(\d+))?", words)
+        cells = [
+            Cell(str(position), COLOURS[name])
+            for name, first, last in parts
+            for position in range(int(first), int(last or first) + 1)
+        ]
+        rows.append(Row(step, cells, ", ".join(re.findall(r"([AB]) [\d-]+\*", words)) + " draws"))
+        if "*" not in words:
+            rows[-1] = rows[-1]._replace(note="")
+    legend = "The positions that each step computes, of A (blue) and of B (orange)"
+    return draw_grid("A long prompt in chunks", rows, legend, left=110, group=99)
+
+
+def preemption() -> str:
+    """Return the picture of lesson 8: the owners of the blocks in each step."""
+    rows = []
+    for line in output(8):
+        if found := re.match(r"step +(\d+): ((?:[AB.] ){5}[AB.]) +(.*)", line):
+            owners = found[2].split()
+            cells = [Cell(owner.strip("."), COLOURS.get(owner)) for owner in owners]
+            rows.append(Row(f"step {found[1]}", cells, re.sub("  +", "   ", found[3])))
+    legend = "The 6 blocks of the pool in each step"
+    return draw_grid("Two sequences in too few blocks", rows, legend, left=110, group=6)
+
+
 PICTURES = {
     "course_tokens.svg": tokens,
     "course_sampling.svg": sampling,
     "course_kv_cache.svg": kv_cache,
     "course_blocks.svg": blocks,
+    "course_prefix_cache.svg": prefix_cache,
+    "course_batching.svg": batching,
+    "course_chunked_prefill.svg": chunked_prefill,
+    "course_preemption.svg": preemption,
 }

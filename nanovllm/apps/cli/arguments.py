@@ -10,6 +10,7 @@ from nanovllm.apps.cli.batch import add_batch
 from nanovllm.apps.cli.flag_groups import add_engine_flags, add_sampling_flags
 from nanovllm.apps.cli.hub import add_hub_commands
 from nanovllm.apps.cli.lab import add_lab
+from nanovllm.apps.cli.learn import add_learn
 from nanovllm.apps.cli.models import add_models
 from nanovllm.apps.cli.prove import add_prove
 from nanovllm.apps.explain.options import ExplainOptions
@@ -48,6 +49,7 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
     add_models(added)
     add_hub_commands(added)
     add_prove(added)
+    add_learn(added)
     add_lab(added)
     args, rest = parser.parse_known_args(argv)
     rest = args.parser.words(rest)

@@ -78,6 +78,11 @@ class Lesson:
         return self.page[: self._asked.start()]
 
     @property
+    def task(self) -> str:
+        """The Markdown of the exercise, without the link to the next page."""
+        return self.page[self._asked.end() :].rpartition("\nNext: ")[0]
+
+    @property
     def function(self) -> str:
         """The name of the function to write: `check` of the exercise has it as its parameter."""
         for node in ast.parse(self.exercise.read_text(encoding="utf-8")).body:
