@@ -298,6 +298,8 @@ def test_the_command_shows_steps(capsys: pytest.CaptureFixture[str], tmp_path: P
     [
         (["--num-top", "0"], "--num-top must be"),
         (["--tensor-parallel-size", "2"], "leave --tensor-parallel-size at 1"),
+        (["--html", "/none/a.html"], "cannot be written: name a file in a directory that is there"),
+        (["--html", "/tmp"], "is a directory: name a file in it"),
     ],
 )
 def test_wrong_flags_are_refused(

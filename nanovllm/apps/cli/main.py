@@ -29,7 +29,7 @@ from nanovllm.apps.cli.sources import (
     pieces,
     server_source,
 )
-from nanovllm.apps.explain.options import ExplainOptions
+from nanovllm.apps.explain.options import ExplainOptions, check_place
 from nanovllm.apps.router.options import RouterOptions, names_several
 from nanovllm.apps.server.options import model_name
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
@@ -177,6 +177,8 @@ def explain(args: argparse.Namespace) -> int:
         raise ConfigError("explain runs the model in this process: leave tensor_parallel_size at 1")
     if chosen.xray:
         options["enforce_eager"] = True
+    if chosen.html is not None:
+        check_place(chosen.html)
     given = _prompts(args)
     flags = {"max_tokens": EXPLAINED_TOKENS, **flags}
     llm, params = load(options, flags, is_named=args.names_model, is_chat=args.chat)

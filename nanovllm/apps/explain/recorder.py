@@ -202,7 +202,9 @@ class Recorder(Observer):
         for seq_id, (number, seq) in self._unfinished.items():
             if seq_id in scheduled:
                 continue
-            if seq_id in refused:
+            if not scheduler.is_unfinished(seq):
+                text = "its request's first sequence computes the prompt for it"
+            elif seq_id in refused:
                 pool = scheduler.block_manager
                 text = {
                     "blocks": f"too few blocks are free for its {len(seq.token_ids)} tokens: "
@@ -219,7 +221,7 @@ class Recorder(Observer):
             elif scheduler.setbacks:
                 text = "a step that preempts admits nobody"
             else:
-                text = "the other sequences of its request wait for the first one's prompt"
+                text = "the step ended before its turn"
             notes.append(Note(number, text))
         return notes
 

@@ -58,12 +58,10 @@ def _set_watch(runner: "ModelRunner", watch: SamplingRecorder | None) -> None:
 def _facts(engine: LLMEngine) -> dict[str, str]:
     """Return how the engine was set up, in words."""
     config, info = engine.config, engine.worker_info
-    [(device, dtype, ways)] = engine.executor.call_all(_runner_facts)
+    [found] = engine.executor.call_all(_runner_facts)
     return {
-        "device": device,
-        "dtype": dtype,
+        **found,
         "quantization": config.quantization or "as the checkpoint",
-        "steps": ways,
         "KV pool": f"{info.num_blocks} blocks of {info.block_size} tokens",
         "max_num_batched_tokens": f"{info.max_num_batched_tokens}",
         "max_num_seqs": f"{config.max_num_seqs}",
@@ -73,14 +71,16 @@ def _facts(engine: LLMEngine) -> dict[str, str]:
     }
 
 
-def _runner_facts(runner: "ModelRunner") -> tuple[str, str, str]:
+def _runner_facts(runner: "ModelRunner") -> dict[str, str]:
+    network = runner.network
     ways = [type(each).__name__ for each in runner.step_runners]
-    dtype = str(runner.network.model_config.dtype).removeprefix("torch.")
-    return (
-        f"{runner.device}",
-        dtype,
-        f"{', '.join(ways)}, else layer by layer".removeprefix(", else "),
-    )
+    backends = dict.fromkeys(type(each).__name__ for each in network.attention.backends)
+    return {
+        "device": f"{runner.device}",
+        "dtype": str(network.model_config.dtype).removeprefix("torch."),
+        "attention": ", ".join(backends),
+        "steps": " or ".join([*ways, "layer by layer"]),
+    }
 
 
 def _add_texts(story: Story, step: Step, engine: LLMEngine) -> None:

@@ -19,7 +19,7 @@ def write_page(story: Story, path: str) -> None:
         Path(path).write_text(page_of(story), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"html {path!r} cannot be written: {error.strerror or error}; name another file"
+            f"html {path!r:.200} cannot be written: {error.strerror or error}; name another file"
         ) from None
 
 
