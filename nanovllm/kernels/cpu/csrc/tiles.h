@@ -7,7 +7,7 @@
 
 #include "vectors.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__linux__)
 #define HAVE_AMX 1
 #elif defined(__AVX512BF16__) && VL == 16 && !defined(SLOW_DPBF16)
 #define HAVE_DPBF16 1
