@@ -43,11 +43,14 @@ def output(number: int) -> list[str]:
     return LESSONS[number - 1].output.splitlines()
 
 
-def draw_grid(title: str, rows: list[Row], legend: str, *, left: int, group: int = 4) -> str:
+def draw_grid(
+    title: str, rows: list[Row], legend: str, *, left: int, group: int = 4, width: int = CELL
+) -> str:
     """Return a picture of rows of cells.
 
     Args:
         left: where the cells begin, in pixels.
+        width: of a cell.
         group: after so many cells there is a gap: a block ends.
     """
     drawing = Drawing(880, TOP + LINE * len(rows) + 12, title, legend)
@@ -56,15 +59,15 @@ def draw_grid(title: str, rows: list[Row], legend: str, *, left: int, group: int
     for number, row in enumerate(rows):
         y = TOP + LINE * number
         drawing.text(18, y + 17, row.label, size=12)
-        x: float = left - CELL
+        x: float = left - width
         for index, cell in enumerate(row.cells):
-            x = left + index * CELL + index // group * 8
+            x = left + index * width + index // group * 8
             fill = f"{cell.colour}-pale" if cell.colour else None
             stroke = cell.colour or "line"
-            drawing.rect(x, y, CELL, 24, fill, stroke, radius=3, dashed=not cell.colour)
-            middle = x + CELL / 2
+            drawing.rect(x, y, width, 24, fill, stroke, radius=3, dashed=not cell.colour)
+            middle = x + width / 2
             drawing.text(middle, y + 16, cell.text, size=11, anchor="middle", mono=True)
-        drawing.text(x + CELL + 16, y + 17, row.note, "muted", size=12)
+        drawing.text(x + width + 16, y + 17, row.note, "muted", size=12)
     return drawing.svg()
 
 
@@ -213,6 +216,67 @@ def preemption() -> str:
     return draw_grid("Two sequences in too few blocks", rows, legend, left=110, group=6)
 
 
+def speculation() -> str:
+    """Return the picture of lesson 9: which guesses were right."""
+    rows = []
+    for line in output(9):
+        if found := re.match(r"(step \d+): guesses '(.*)', (\d) right, then '(.*)'", line):
+            num_right = int(found[3])
+            cells = [
+                Cell(text, "green" if number < num_right else None)
+                for number, text in enumerate(found[2].split("|"))
+            ]
+            rows.append(
+                Row(
+                    found[1],
+                    [*cells, Cell(found[4], "blue")],
+                    f"{num_right + 1} token{'s' * bool(num_right)}",
+                )
+            )
+    legend = "Guesses that were right (green), and the model's own next token (blue)"
+    return draw_grid("Guess and check", rows, legend, left=110, width=92)
+
+
+def windows_and_states() -> str:
+    """Return the picture of lesson 10: pages in use by the number of tokens."""
+    rows = []
+    for line in output(10):
+        if found := re.match(r" +(\d+ tokens) computed: (\d+) full pages, (\d+) others", line):
+            cells = [Cell("", "blue")] * int(found[2]) + [Cell("", "orange")] * int(found[3])
+            rows.append(Row(found[1], cells))
+        else:
+            rows.append(Row(line, []))
+    legend = "Pages of the layers with full attention (blue) and of the other layer (orange)"
+    return draw_grid("What each kind of layer keeps", rows, legend, left=110, group=99)
+
+
+def four_bits() -> str:
+    """Return the picture of lesson 11: weights, their integers, and what these restore."""
+    rows = []
+    for line in output(11):
+        if found := re.match(r"(weights|integers|restored): +(.*)", line):
+            colour = "orange" if found[1] == "integers" else "blue"
+            rows.append(Row(found[1], [Cell(text, colour) for text in found[2].split()]))
+    legend = "8 weights of a group, the integers that are stored, and integer times scale"
+    return draw_grid("Weights in 4 bits", rows, legend, left=110, group=99, width=66)
+
+
+def ranks() -> str:
+    """Return the picture of lesson 12: who has which part of each matrix."""
+    parts = [re.findall(r"\[(\d+), (\d+)\]", line) for line in output(12)[:2]]
+    rows = []
+    for index, (name, side) in enumerate((("gate", 0), ("up", 0), ("down", 1))):
+        sizes = [int(part[index][side]) for part in parts]
+        cells = [
+            Cell(str(rank), COLOURS["AB"[rank]])
+            for rank, size in enumerate(sizes)
+            for _ in range(size // 32)
+        ]
+        rows.append(Row(f"{name}: {sum(sizes)} {('rows', 'columns')[side]}", cells))
+    legend = "The rank that has each part of the matrices. A cell stands for 32 rows or columns."
+    return draw_grid("A layer divided between two ranks", rows, legend, left=170, group=6)
+
+
 PICTURES = {
     "course_tokens.svg": tokens,
     "course_sampling.svg": sampling,
@@ -222,4 +286,8 @@ PICTURES = {
     "course_batching.svg": batching,
     "course_chunked_prefill.svg": chunked_prefill,
     "course_preemption.svg": preemption,
+    "course_speculation.svg": speculation,
+    "course_windows_and_states.svg": windows_and_states,
+    "course_four_bits.svg": four_bits,
+    "course_ranks.svg": ranks,
 }

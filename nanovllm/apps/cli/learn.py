@@ -14,7 +14,7 @@ from nanovllm.utils.terminal import write
 
 NOT_SOLVED = 1
 """The exit status where an exercise is not solved yet."""
-_ABOUT = "Learn how an inference engine works, lesson by lesson."
+_ABOUT = "Learn how an inference engine works, in twelve lessons."
 _TAKES = "learn takes a LESSON, check LESSON [FILE], or solution LESSON"
 _MORE = (
     "Without arguments it lists the lessons and what you have done. With a LESSON, a number, it "
