@@ -13,8 +13,8 @@ from nanovllm.scheduler.policy import Policy
 from nanovllm.scheduler.sequence import Sequence
 
 WINDOW = 64
-"""Requests that arrive one after the other and are ordered by prefix: none waits for later ones
-of another window, so none starves."""
+"""Most requests that are ordered by prefix. None waits for later ones of another window, so none
+starves."""
 LEVELS = (512, 128, 32)
 """Lengths of the prefixes that make the tree, in tokens. What is shorter is cheap to compute."""
 
@@ -28,7 +28,7 @@ class LongestPrefixFirst(Policy):
         self._prompts: Heap[Sequence] = Heap()
         self._keys: dict[Sequence, Key] = {}
         self._most_keys = 1024
-        self._window = -1
+        self._window = 0  # its first request
         self._begun: dict[tuple[object, ...], int] = {}
         """By prefix: the first request of the window that has it."""
 
@@ -49,15 +49,14 @@ class LongestPrefixFirst(Policy):
         return self._prompts.first() if len(self._prompts) else None
 
     def _key(self, seq: Sequence) -> Key:
-        window = seq.seq_id // WINDOW
-        if window != self._window:
-            self._window, self._begun = window, {}
+        if seq.seq_id >= self._window + WINDOW or not len(self._prompts):
+            self._window, self._begun = seq.seq_id, {}
         branches = []
         for length in sorted(LEVELS):  # from the root of the tree: short prefixes first
             # Sequences with another salt or adapter share no KV, whatever their tokens are.
             prefix = (seq.root_uid, *seq.token_ids[: min(length, seq.num_prompt_tokens)])
             branches.append(self._begun.setdefault(prefix, seq.seq_id))
-        return (seq.priority, window, *branches, seq.seq_id)
+        return (seq.priority, self._window, *branches, seq.seq_id)
 
     def _forget_those_that_ended(self) -> None:
         """A policy is not told when a sequence ends, so it looks now and then: O(1) a request."""

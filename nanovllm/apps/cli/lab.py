@@ -1,19 +1,21 @@
 """`nanovllm lab`: commands for those who write plugins."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import demo_model
 from nanovllm.apps.cli.flag_groups import add_engine_flags
 from nanovllm.apps.lab.new import KINDS, summary, write_plugin
-from nanovllm.apps.lab.options import CheckOptions
+from nanovllm.apps.lab.options import BenchOptions, CheckOptions
 from nanovllm.apps.lab.plugin import Plugin, find_plugin
 from nanovllm.apps.prove.options import ProveOptions
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, add_flags, add_other_flags, given_fields
 from nanovllm.options.validation import listed
+from nanovllm.utils.progress import progress_bar
 from nanovllm.utils.terminal import write
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ def add_lab(commands: "argparse._SubParsersAction[Parser]") -> None:
     added = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_new(added)
     _add_check(added)
+    _add_bench(added)
 
 
 def _add_new(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -63,10 +66,29 @@ def _add_check(commands: "argparse._SubParsersAction[Parser]") -> None:
     add_other_flags(parser, default=argparse.SUPPRESS)
 
 
-def _add_plugin(parser: Parser) -> None:
+def _add_bench(commands: "argparse._SubParsersAction[Parser]") -> None:
+    about = "Measure an engine with a policy or an eviction order beside the default."
+    parser = commands.add_parser(
+        "bench",
+        help=about,
+        description=about,
+        epilog="Without FILE the default is measured beside itself.",
+        usage="nanovllm lab bench [FILE] [MODEL] [flags]",
+    )
+    parser.set_defaults(command=bench, parser=parser, takes="lab bench takes a FILE and a MODEL")
+    _add_plugin(parser, nargs="?")
+    add_flags(parser.add_argument_group("bench"), BenchOptions, but=(), defaults={})
+    add_engine_flags(parser)
+    add_other_flags(parser, default=argparse.SUPPRESS)
+
+
+def _add_plugin(parser: Parser, nargs: str | None = None) -> None:
     """Add the arguments that say which plugin an engine gets, and which model it runs."""
     parser.add_argument(
-        "file", metavar="FILE", help="A Python file with a policy or an eviction order."
+        "file",
+        metavar="FILE",
+        nargs=nargs,
+        help="A Python file with a policy or an eviction order.",
     )
     parser.add_argument(
         "model",
@@ -83,9 +105,9 @@ def _add_plugin(parser: Parser) -> None:
     )
 
 
-def _engine_options(args: argparse.Namespace, plugin: Plugin) -> dict[str, Any]:
+def _engine_options(args: argparse.Namespace, plugin: Plugin | None) -> dict[str, Any]:
     options = {k: v for k, v in given_fields(Config, args).items() if k != "model"}
-    if plugin.kind in options:
+    if plugin is not None and plugin.kind in options:
         flag = plugin.kind.replace("_", "-")
         raise ConfigError(f"--{flag} is the plugin in FILE: leave it out")
     Config(model=args.model, **options)
@@ -108,6 +130,35 @@ def check(args: argparse.Namespace) -> int:
         return 1
     write(f"{name} keeps all {len(found)} rules.\n")
     return 0
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Measure an engine with a plugin beside the default."""
+    from nanovllm.apps.lab import bench as lab
+
+    plugin = None if args.file is None else find_plugin(args.file, args.class_name)
+    options = _engine_options(args, plugin)
+    how = BenchOptions(**given_fields(BenchOptions, args))
+    with progress_bar(total=lab.num_steps(how), shown=True) as bar:
+        found = lab.bench(plugin, args.model, options, how, bar.update)
+    for line in lab.show(found):
+        write(f"{line}\n")
+    if how.output is not None:
+        _save(how.output, found.as_json())
+    if how.plot is not None:
+        from nanovllm.apps.lab.plot import draw
+
+        draw(found, how.plot)
+    return 0
+
+
+def _save(path: str, found: dict[str, Any]) -> None:
+    try:
+        Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"output {path!r} cannot be written: {error.strerror or error}; name another file"
+        ) from None
 
 
 def _show(finding: "Finding") -> None:

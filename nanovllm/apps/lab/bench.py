@@ -1,0 +1,288 @@
+"""`nanovllm lab bench`: is an engine faster with a plugin than with the default?
+
+Pairs of fresh processes, one with the default and one with the plugin, are alive at the same time
+and take turns, round by round: so both meet the same noise. Each pair is a new one, because a
+process may be faster than another for as long as it lives, by where its memory happens to lie.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence as Seq
+from itertools import chain
+from typing import Any, NamedTuple
+
+from nanovllm import __version__
+from nanovllm.apps.lab.options import BenchOptions
+from nanovllm.apps.lab.plugin import Plugin
+from nanovllm.apps.lab.ratio import NOTHING, Ratio, fewest_pairs, ratio_of
+from nanovllm.apps.lab.workloads import (
+    AGENTS,
+    LENGTHS,
+    LOAD,
+    MOST_RUNNING,
+    NANO,
+    POISSON,
+    POOL_TOKENS,
+    PREFIXES,
+    WORKLOADS,
+    make,
+)
+from nanovllm.errors import ConfigError, EngineDeadError
+
+ENGINE: dict[str, Any] = {
+    "max_model_len": 1024,
+    "max_num_seqs": MOST_RUNNING,
+    "max_num_batched_tokens": 512,
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": POOL_TOKENS // 16,
+    "num_threads": 1,
+}
+"""Options of both engines, unless the user sets them. With one thread a process needs one core, and
+does not wait for others' threads."""
+_ERROR = 0.05
+"""How often at most any of the comparisons shows a difference that is not there."""
+MEASURES: tuple[tuple[str, str, str], ...] = (
+    (NANO, "seconds", "seconds"),
+    (PREFIXES, "seconds", "seconds"),
+    (LENGTHS, "seconds", "seconds"),
+    (LENGTHS, "latency", "seconds until its end, mean of requests"),
+    (POISSON, "first_token", "seconds to the first token, mean of requests"),
+    (POISSON, "next_token", "seconds between tokens, mean of requests"),
+    (AGENTS, "seconds", "seconds"),
+)
+"""What is compared: workload, field of `Round`, and what that is."""
+Rounds = list[list[dict[str, Any]]]
+"""Of each pair: of each round, what `Round` has."""
+OnStep = Callable[[], object]
+
+
+class Measure(NamedTuple):
+    """A comparison."""
+
+    workload: str
+    what: str
+    default: float
+    """Median of all rounds."""
+    plugin: float
+    ratio: Ratio
+    verdict: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """What the processes measured."""
+
+    model: str
+    plugin: str | None
+    """The option; None: the default beside itself."""
+    num_pairs: int
+    num_rounds: int
+    engine_options: dict[str, Any]
+    rounds: dict[str, tuple[Rounds, Rounds]]
+    """By workload: those of the default, and those of the plugin."""
+    seconds: float
+    engine: str = f"nanovllm {__version__}"
+
+    def measures(self) -> list[Measure]:
+        """Return all comparisons; together they err in at most one of 20 benches."""
+        chosen = [measure for measure in MEASURES if measure[0] in self.rounds]
+        return [self._measure(*measure, error=_ERROR / len(chosen)) for measure in chosen]
+
+    def _measure(self, workload: str, field: str, what: str, *, error: float) -> Measure:
+        default, plugin = (
+            [_values(pair, field) for pair in side] for side in self.rounds[workload]
+        )
+        logs = [
+            statistics.median(math.log(b / a) for a, b in zip(*pair, strict=True))
+            for pair in zip(default, plugin, strict=True)
+        ]
+        ratio = ratio_of(logs, error)
+        own, others = (statistics.median(chain(*side)) for side in (default, plugin))
+        return Measure(workload, what, own, others, ratio, ratio.verdict)
+
+    def counts(self) -> list[tuple[str, str, int, int]]:
+        """Return (workload, what, default, plugin) of counts that are the same in each round."""
+        found = []
+        for workload, sides in self.rounds.items():
+            for what in sides[0][0][0]["counts"]:
+                values = [{r["counts"][what] for pair in side for r in pair} for side in sides]
+                if all(len(each) == 1 for each in values):
+                    found.append((workload, what, *(each.pop() for each in values)))
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as values that JSON has."""
+        found = [{**m._asdict(), "ratio": m.ratio._asdict()} for m in self.measures()]
+        return {**dataclasses.asdict(self), "measures": found, "counts": self.counts()}
+
+
+def bench(
+    plugin: Plugin | None,
+    model: str,
+    engine_options: dict[str, Any],
+    options: BenchOptions,
+    on_step: OnStep = lambda: None,
+) -> Bench:
+    """Measure.
+
+    Args:
+        plugin: None compares the default with itself.
+        engine_options: of both engines.
+        on_step: called after each round of a workload in both processes, and after each start.
+
+    Raises:
+        ConfigError: a workload is not known, or the engine refuses its options.
+        EngineDeadError: an engine ends, as a wrong plugin ends it.
+    """
+    names = _chosen(options.workloads)
+    fewest = fewest_pairs(_ERROR / sum(measure[0] in names for measure in MEASURES))
+    if options.num_pairs < fewest:
+        raise ConfigError(
+            f"num_pairs must be at least {fewest} for {len(names)} workloads: with fewer no "
+            f"difference can be shown, got {options.num_pairs}"
+        )
+    base = {**ENGINE, **engine_options}
+    both = [base, base if plugin is None else {**base, **plugin.options}]
+    rounds: dict[str, tuple[Rounds, Rounds]] = {name: ([], []) for name in names}
+    rng = random.Random(0)
+    start = time.monotonic()
+    gap = 0.0
+    with contextlib.nullcontext() if plugin is None else plugin.importable():
+        for _ in range(options.num_pairs):
+            with _pair(model, both) as processes:
+                on_step()
+                gap = _warm_up(processes, names, gap)
+                on_step()
+                for name in names:
+                    _take_turns(processes, name, gap, options.num_rounds, rng, rounds[name])
+                    on_step()
+    value = None if plugin is None else f"{plugin.kind}={plugin.value}"
+    seconds = round(time.monotonic() - start, 1)
+    return Bench(model, value, options.num_pairs, options.num_rounds, base, rounds, seconds)
+
+
+def num_steps(options: BenchOptions) -> int:
+    """Return how often `bench` calls `on_step`."""
+    return options.num_pairs * (2 + len(_chosen(options.workloads)))
+
+
+def _chosen(texts: Seq[str]) -> list[str]:
+    """Return the workloads whose names contain one of these texts; all if there is none."""
+    found = [name for name in WORKLOADS if not texts or any(text in name for text in texts)]
+    if not found:
+        raise ConfigError(
+            f"workloads {', '.join(texts)!r:.200} is in no workload's name; they are: "
+            f"{', '.join(WORKLOADS)}"
+        )
+    return found
+
+
+class _Process:
+    """A `Player` in a process of its own."""
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "nanovllm.apps.lab.player"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.send({"model": model, "options": options})
+
+    def send(self, job: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `receive` says why
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
+
+    def receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            raise EngineDeadError(f"a process of the bench ended with status {status}")
+        found: dict[str, Any] = json.loads(line)
+        if "error" in found:
+            raise EngineDeadError(found["error"])
+        return found
+
+    def play(self, name: str, gap: float) -> dict[str, Any]:
+        self.send({"name": name, "gap": gap})
+        return self.receive()
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextlib.contextmanager
+def _pair(model: str, both: Seq[dict[str, Any]]) -> Iterator[list[_Process]]:
+    processes: list[_Process] = []
+    try:
+        for options in both:
+            processes.append(_Process(model, options))
+        for process in processes:
+            process.receive()
+        yield processes
+    finally:
+        for process in processes:
+            process.stop()
+
+
+def _warm_up(processes: Seq[_Process], names: Seq[str], gap: float) -> float:
+    """Play each workload once; return the mean gap of arrivals that asks for LOAD of what the
+    default can do, `gap` if that is known.
+    """
+    for name in names:
+        for process in processes:
+            process.send({"name": name, "gap": 0.0})
+        found = [process.receive() for process in processes]
+        if name == POISSON and not gap:
+            gap = found[0]["seconds"] / len(make(POISSON, 2)) / LOAD
+    return gap
+
+
+def _take_turns(
+    processes: Seq[_Process],
+    name: str,
+    gap: float,
+    num_rounds: int,
+    rng: random.Random,
+    found: tuple[Rounds, Rounds],
+) -> None:
+    """Play a workload in both processes, one after the other, in random order each time."""
+    for side in found:
+        side.append([])
+    for _ in range(num_rounds):
+        for index in rng.sample((0, 1), 2):
+            found[index][-1].append(processes[index].play(name, gap))
+
+
+def _values(rounds: Seq[dict[str, Any]], field: str) -> list[float]:
+    return [found[field] for found in rounds]
+
+
+def show(found: Bench) -> Iterator[str]:
+    """Yield the lines of a table: what was compared, and what was counted."""
+    measures = found.measures()
+    yield f"{'':18}{'':46}{'default':>9}{'plugin':>9}{'ratio':>7}  interval"
+    for m in measures:
+        interval = f"{m.ratio.low:.3f} to {m.ratio.high:.3f}"
+        yield (
+            f"{m.workload:18}{m.what:46.46}{m.default:9.4g}{m.plugin:9.4g}"
+            f"{m.ratio.estimate:7.3f}  {interval:16}  {m.verdict}"
+        )
+    for workload, what, default, plugin in found.counts():
+        if default != plugin:
+            ratio = plugin / max(1, default)
+            yield f"{workload:18}{what:46}{default:9}{plugin:9}{ratio:7.3f}  exact"
+    if all(m.verdict == NOTHING for m in measures):
+        widest = max(max(m.ratio.high, 1 / m.ratio.low) for m in measures)
+        yield f"No difference shown; none is larger than {widest - 1:.1%}, as far as this can tell."

@@ -1,0 +1,93 @@
+"""The five workloads of `nanovllm lab bench`: requests of random tokens, the same in each process.
+
+They are scaled to a pool of POOL_TOKENS tokens and to MOST_RUNNING sequences, so that requests wait
+and cached KV is evicted, as with a large model and many users.
+"""
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+POOL_TOKENS = 2048
+MOST_RUNNING = 8
+NANO, PREFIXES, LENGTHS = "nano-vllm's", "shared prefixes", "long and short"
+POISSON, AGENTS = "Poisson arrivals", "agents' turns"
+LOAD = 0.7
+"""Of Poisson arrivals: how much of the default's throughput they ask for."""
+
+
+class Request(NamedTuple):
+    """A request and, of a conversation, what follows its answer."""
+
+    prompt: list[int]
+    max_tokens: int
+    at: float = 0.0
+    """When it arrives, in mean gaps between arrivals."""
+    questions: tuple[tuple[int, ...], ...] = ()
+    """The later turns: each prompt is all that came before and the next of these."""
+
+
+Tokens = Callable[[int], list[int]]
+"""Returns so many random tokens."""
+
+
+def make(name: str, vocab_size: int) -> list[Request]:
+    """Return the requests of a workload."""
+    rng = random.Random(name)
+
+    def tokens(count: int) -> list[int]:
+        return rng.choices(range(vocab_size), k=count)
+
+    return WORKLOADS[name](rng, tokens)
+
+
+def _nano_vllm(rng: random.Random, tokens: Tokens) -> list[Request]:
+    """Prompts and answers of even lengths, all at once, as in nano-vllm's bench.py, but shorter."""
+    return [Request(tokens(rng.randint(16, 160)), rng.randint(16, 64)) for _ in range(20)]
+
+
+def _shared_prefixes(rng: random.Random, tokens: Tokens) -> list[Request]:
+    """System prompts of which some are asked often, in any order; together they fill the pool."""
+    prefixes = [tokens(256) for _ in range(16)]
+    weights = [rank**-0.5 for rank in range(1, 17)]
+    chosen = rng.choices(prefixes, weights, k=48)
+    return [Request(prefix + tokens(rng.randint(4, 24)), 8) for prefix in chosen]
+
+
+def _long_and_short(rng: random.Random, tokens: Tokens) -> list[Request]:
+    """One long request for three short ones, all at once."""
+    return [
+        Request(tokens(500), 48) if number % 4 == 0 else Request(tokens(rng.randint(16, 32)), 12)
+        for number in range(28)
+    ]
+
+
+def _poisson(rng: random.Random, tokens: Tokens) -> list[Request]:
+    """Requests of many lengths that arrive one by one."""
+    at, found = 0.0, []
+    for _ in range(24):
+        at += rng.expovariate(1.0)
+        found.append(Request(tokens(rng.randint(16, 256)), rng.randint(8, 48), at))
+    return found
+
+
+def _agents(rng: random.Random, tokens: Tokens) -> list[Request]:
+    """Conversations that begin with the same instructions; a turn follows the answer at once."""
+    instructions = tokens(128)
+    return [
+        Request(
+            instructions + tokens(rng.randint(16, 64)),
+            16,
+            questions=tuple(tuple(tokens(rng.randint(16, 64))) for _ in range(3)),
+        )
+        for _ in range(8)
+    ]
+
+
+WORKLOADS: dict[str, Callable[[random.Random, Tokens], list[Request]]] = {
+    NANO: _nano_vllm,
+    PREFIXES: _shared_prefixes,
+    LENGTHS: _long_and_short,
+    POISSON: _poisson,
+    AGENTS: _agents,
+}
