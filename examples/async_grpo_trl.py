@@ -17,13 +17,14 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AttentionInterface, AutoTokenizer
 from trl.chat_template_utils import qwen3_template
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_rollout_worker
 from trl.experimental.async_grpo.packing import TREE_ATTENTION
 
 from nanovllm import demo_model
@@ -121,15 +122,19 @@ def make_trainer(
     tokenizer.response_template = qwen3_template  # the same marks around an answer
     questions = ["What is a token?", "What is KV cache?", "Explain batching.", "What is a GPU?"]
     prompts = [[{"role": "user", "content": question}] for question in questions]
-    trainer = AsyncGRPOTrainer(
-        demo_model.MODEL,
-        share_of_e,
-        args,
-        train_dataset=Dataset.from_dict({"prompt": prompts * 64}),
-        processing_class=tokenizer,
-        peft_config=peft_config,
-        weight_transfer=WeightSender(url) if peft_config is None else None,
-    )
+    with (  # TRL wants a name of a GPU, and to find vLLM installed, of which it calls nothing
+        mock.patch("torch.cuda.get_device_name", return_value="CPU"),
+        mock.patch.object(async_rollout_worker, "is_vllm_available", return_value=True),
+    ):
+        trainer = AsyncGRPOTrainer(
+            demo_model.MODEL,
+            share_of_e,
+            args,
+            train_dataset=Dataset.from_dict({"prompt": prompts * 64}),
+            processing_class=tokenizer,
+            peft_config=peft_config,
+            weight_transfer=WeightSender(url) if peft_config is None else None,
+        )
     AttentionInterface.register(TREE_ATTENTION, attention_on_cpu)
     return trainer
 
