@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm.apps.cli.main import main
+from nanovllm.apps.learn import progress
 from nanovllm.apps.learn.course import LESSONS
 from nanovllm.apps.learn.grade import grade
 from tests.helpers import ROOT, environment
@@ -77,7 +78,6 @@ def test_a_solution_is_solved_and_the_last_one_leads_to_the_engine(
             "not yet.\ntable [1], free [4, 0, 2], 6 tokens: slots",
         ),
         ("def allocate(*_): assert False", "line 1, in allocate"),
-        ("def allocate(*_): return 1 / 0", "ZeroDivisionError: division by zero"),
         ("def allocate(", "SyntaxError"),
         ("allocate = None", "the file has no function allocate"),
         ("import sys; sys.exit(0)", "SystemExit: 0"),
@@ -123,12 +123,9 @@ def test_damaged_progress_counts_as_none(text: str, capsys: pytest.CaptureFixtur
     assert "Go on with: nanovllm learn 1\n" in capsys.readouterr().out
 
 
-def test_progress_that_cannot_be_kept_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_that_cannot_be_kept_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     Path("state").write_text("a file in the place of a directory")
-    monkeypatch.setattr("sys.stdin", io.StringIO("4\n"))
-    assert main(["learn", "4"]) == 0
+    progress.remember("solved", 1)
     assert "nanovllm: progress is not kept in" in capsys.readouterr().err
 
 

@@ -61,8 +61,10 @@ def test_the_code_of_a_page_is_its_lessons(lesson: Lesson) -> None:
 @pytest.mark.parametrize("lesson", PAGES)
 def test_a_page_has_a_question_and_links_to_the_next(lesson: Lesson) -> None:
     assert lesson.question
-    assert lesson.is_right(lesson.answer)
-    assert not lesson.is_right("I do not know")
+    for right in ("{}", " {} ", "{} blocks", "It is {}."):
+        assert lesson.is_right(right.format(lesson.answer))
+    for wrong in ("", "I do not know", "-", "1{}", "{} or 3", "{}5"):
+        assert not lesson.is_right(wrong.format(lesson.answer))
     assert f"learn check {lesson.number}`" in lesson.page
     following = LESSONS[lesson.number : lesson.number + 1]
     target = f"../{following[0].folder.name}/README.md" if following else "../../mini.py"

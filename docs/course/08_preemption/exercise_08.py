@@ -28,8 +28,8 @@ def make_step(
 
     Go through the sequences in order. If one needs another block (never more than one), take a free
     block. If none is free, preempt the last sequence that is neither computed nor preempted: its
-    blocks are free then. It may be the very sequence that needs the block; then go on with the
-    next, if there is any. Else it takes the block and is computed.
+    blocks are free then. That may be the very sequence that needs the block, if nobody is left
+    behind it; then the step is complete. Else the sequence takes the block and is computed.
 
     Both lists are in the order in which it happens.
     """

@@ -1,6 +1,7 @@
 """`nanovllm learn`: the course in the terminal."""
 
 import argparse
+from collections.abc import Set
 from pathlib import Path
 
 from nanovllm.apps.learn import progress
@@ -67,17 +68,20 @@ def _write_list() -> None:
         solved, answered = (lesson.number in done[kind] for kind in ("solved", "answered"))
         state = "solved" if solved else "question answered" if answered else ""
         write(f"{lesson.number:4}  {lesson.title:32}{state}".rstrip() + "\n")
-    left = [lesson.number for lesson in LESSONS if lesson.number not in done["solved"]]
-    if left:
-        write(f"\nGo on with: nanovllm learn {left[0]}\n")
-    else:
-        write(f"\n{_END}\n")
+    write("\n")
+    _write_next(done["solved"])
 
 
-_END = (
-    "You have solved all exercises. What you know now is an engine: read it in 150 lines,\n"
-    f"{MINI.resolve()}"
-)
+def _write_next(solved: Set[int]) -> None:
+    """Say which lesson comes next, or what comes after the last one."""
+    for lesson in LESSONS:
+        if lesson.number not in solved:
+            write(f"Go on with: nanovllm learn {lesson.number}\n")
+            return
+    write(
+        "You have solved all exercises. What you know now is an engine: read it in 150 lines,\n"
+        f"{MINI.resolve()}\n"
+    )
 
 
 def _check(lesson: Lesson, name: str | None) -> int:
@@ -92,8 +96,5 @@ def _check(lesson: Lesson, name: str | None) -> int:
         return NOT_SOLVED
     progress.remember("solved", lesson.number)
     write(f"{file.name}: solved.\n")
-    if progress.load()["solved"] >= {lesson.number for lesson in LESSONS}:
-        write(f"{_END}\n")
-    elif lesson.number < len(LESSONS):
-        write(f"Go on with: nanovllm learn {lesson.number + 1}\n")
+    _write_next(progress.load()["solved"])
     return 0

@@ -14,6 +14,7 @@ DOCS = Path(__file__).parent / "docs"
 MINI = DOCS / "mini.py"
 """The engine in one file, which is what the course leads to."""
 _OUTPUT = re.compile(r"^```text\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _QUESTION = re.compile(
     r"^## Question\n\n(?P<question>.*?)\n\n"
     r"<details><summary>Answer</summary>\n\n`(?P<answer>.*?)`: (?P<reason>.*?)\n\n</details>\n\n",
@@ -65,6 +66,7 @@ class Lesson:
 
     @property
     def answer(self) -> str:
+        """The number that answers the question."""
         return self._asked["answer"]
 
     @property
@@ -91,8 +93,8 @@ class Lesson:
         raise AssertionError(f"{self.exercise} has no check")
 
     def is_right(self, answer: str) -> bool:
-        """Return whether an answer to the question is right, but for case, spaces and quotes."""
-        return _plain(answer) == _plain(self.answer)
+        """Return whether an answer, such as "4 blocks", has the right number and no other."""
+        return _NUMBER.findall(answer.replace(",", "")) == [self.answer]
 
     @cached_property
     def _asked(self) -> re.Match[str]:
@@ -102,10 +104,6 @@ class Lesson:
 
     def _file(self, kind: str) -> Path:
         return self.folder / f"{kind}_{self.folder.name[:2]}.py"
-
-
-def _plain(answer: str) -> str:
-    return " ".join(answer.lower().replace(",", "").strip(" .`'\"").split())
 
 
 LESSONS = tuple(Lesson(folder) for folder in sorted((DOCS / "course").glob("[0-9][0-9]_*")))
