@@ -28,6 +28,7 @@ def test_a_server_gives_the_same_answers(
     url = f"http://{server.host}:{server.port}/v1"
     assert cli.main(["prove", "--peer", url, "--num-requests", "6", "--output", str(output)]) == 0
     found = json.loads(output.read_text())
+    assert found["engine"] == f"nanovllm at {url}"
     assert [verdict["way"] for verdict in found["verdicts"]] == [
         *("alone again", "2 at once", "8 at once", "64 at once")
     ]

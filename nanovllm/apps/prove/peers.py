@@ -244,9 +244,11 @@ def prove_server(model: str | None, prove: ProveOptions, on_verdict: OnVerdict) 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     base = prove.peer.rstrip("/").removesuffix("/v1")
     with httpx.Client(base_url=base, headers=headers, timeout=_SECONDS, trust_env=False) as client:
+        owner = "a server"
         if model is None:
-            model = str(_call(client, "GET", "/v1/models")["data"][0]["id"])
-        proof = Proof(model)
+            first = _call(client, "GET", "/v1/models")["data"][0]
+            model, owner = str(first["id"]), first.get("owned_by", owner)
+        proof = Proof(model, engine=f"{owner} at {prove.peer}")
         prompts = texts(prove.num_requests)
 
         def answers(at_once: int) -> list[tuple[int, Bits]]:

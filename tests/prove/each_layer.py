@@ -1,0 +1,89 @@
+"""`nanovllm prove` with a model of each kind of layer and of weights.
+
+    python -m tests.prove.each_layer -o docs/benchmarks/exactness/models.json [MODEL=WORDS ...]
+
+Further models, each with words about its layers, are tried after the random ones.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanovllm import demo_model
+from nanovllm.apps.prove.options import ProveOptions
+from nanovllm.apps.prove.proof import Prover, Verdict
+from tests.checkpoints import make_checkpoint
+from tests.test_native_invariance import MODEL, OTHER_FAMILIES
+
+
+class Case(NamedTuple):
+    """A random model."""
+
+    layers: str
+    family: str
+    quantization: str | None = None
+
+
+CASES = [
+    Case("full attention, q/k norms; int8 weights", "qwen3", "int8"),
+    Case("full attention; int4 weights", "llama", "int4"),
+    Case("full attention, biases; w8a8 weights", "qwen2", "w8a8"),
+    Case("windows and full attention", "gemma3_text"),
+    Case("windows, sinks, experts", "gpt_oss"),
+    Case("experts", "qwen3_moe"),
+    Case("gated delta rule and full attention", "qwen3_5_text"),
+    Case("gated delta rule, full attention, experts; int4 weights", "qwen3_5_moe_text", "int4"),
+    Case("latent attention, experts", "glm4_moe_lite"),
+    Case("Kimi delta attention, latent attention, experts", "kimi_linear"),
+    Case("Mamba-2, full attention, experts", "granitemoehybrid"),
+    Case("Mamba-2 beside full attention", "falcon_h1"),
+    Case("short convolutions and full attention", "lfm2"),
+]
+
+
+def models(directory: Path) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """Yield (name, layers, model, options) of the shipped model and of each case."""
+    yield "the shipped model", "full attention, q/k norms; trained", demo_model.MODEL, {}
+    for case in CASES:
+        tokens = {"eos_token_id": 7, "pad_token_id": 0, "bos_token_id": 1}
+        config = {**MODEL, "model_type": case.family, **OTHER_FAMILIES.get(case.family, {})}
+        model = make_checkpoint(directory / case.family, **{**config, **tokens})
+        yield case.family, case.layers, model, {"quantization": case.quantization}
+
+
+def show(verdict: Verdict) -> None:
+    """Write a line on standard error."""
+    sys.stderr.write(f"  {verdict.setting} {verdict.way}: {verdict.status}, {verdict.evidence}\n")
+
+
+def main() -> int:
+    """Try all models; write a line of JSON for each."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("more", metavar="MODEL=WORDS", nargs="*")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--num-requests", type=int, default=12)
+    args = parser.parse_args()
+    lines = []
+    holds = True
+    with tempfile.TemporaryDirectory() as directory:
+        more = [each.partition("=") for each in args.more]
+        given = [(Path(path).name, layers, path, {}) for path, _, layers in more]
+        for name, layers, model, options in [*models(Path(directory)), *given]:
+            sys.stderr.write(f"{name}\n")
+            script = f"reproduction-{name}.py"
+            prove = ProveOptions(num_requests=args.num_requests, reproduction=script)
+            proof = Prover(model, options, prove, show).prove()
+            holds &= proof.holds
+            found = {**dataclasses.asdict(proof), "model": name, "layers": layers}
+            lines.append(json.dumps(found | {"options": options}))
+            args.output.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
