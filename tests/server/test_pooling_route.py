@@ -90,6 +90,8 @@ def test_scores_and_ranks_agree(server: Running) -> None:
         ("/pooling", {"input": "a", "task": "classify"}, "task", "not supported"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_2", "2 texts"),
         ("/v1/score", {"text_1": "a"}, "text_2", "missing"),
+        ("/v1/score", {"query": "a", "items": ["b"]}, "items", "use text_1 and text_2"),
+        ("/rerank", {"query": "a", "texts": ["b"]}, "texts", "use documents"),
         ("/rerank", {"query": "a", "documents": []}, "documents", "at least 1"),
         ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0]", "string"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "greater"),

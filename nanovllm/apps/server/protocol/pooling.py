@@ -95,6 +95,15 @@ Texts = Annotated[
 class ScoreRequest(PoolingRequest):
     """Pairs of texts to score: one for all, or one for each."""
 
+    others: ClassVar[Mapping[str, OtherName]] = {
+        **_OTHERS,
+        **other_names(
+            ("query items", (), "use text_1 and text_2"),
+            ("label_token_ids", (), "use POST /v1/completions with logprobs"),
+            ("apply_softmax item_first", (False,), "use text_1 and text_2"),
+        ),
+    }
+
     text_1: Texts
     """Also called queries or data_1."""
     text_2: Texts
@@ -130,6 +139,7 @@ class RerankRequest(PoolingRequest):
             ("max_chunks_per_doc", (), "documents are not split; use max_tokens_per_doc"),
             ("rank_fields", (["text"],), "a document is a text, or an object with text alone"),
             ("return_embeddings", (False,), "use POST /v1/embeddings"),
+            ("texts", (), "use documents"),
         ),
     }
 
