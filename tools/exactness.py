@@ -14,7 +14,7 @@ from tools.migrating import PART, table
 
 PAGE = Path(__file__).parent.parent / "docs" / "exactness.md"
 RESULTS = PAGE.parent / "benchmarks" / "exactness"
-PROOFS = "vllm", "transformers", "llamacpp"
+PROOFS = "nanovllm", "vllm", "transformers", "llamacpp"
 """Files of the results of engines, in the order of the table's columns."""
 SERVERS = "nanovllm-server", "llamacpp-server"
 
