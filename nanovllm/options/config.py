@@ -134,8 +134,7 @@ class Config:
     """"auto" loads the weights from safetensors or GGUF files; "dummy" makes random weights and
     needs only config.json."""
     model_family: Annotated[str | None, check_plugin, "family"] = None
-    """Model family of yours, as "module:Class", that replaces the one of the checkpoint's
-    architecture. None is the latter."""
+    """Model family of yours, as "module:Class". None is that of the checkpoint's architecture."""
     quantization: Annotated[str | None, _quantization] = None
     """Weight quantization: "int8" and "int4" store linear layers, embedding and language-model head
     in 8 or 4 bits, except those that the checkpoint has in few bits; "w8a8" is "int8" whose inputs

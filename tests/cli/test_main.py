@@ -544,6 +544,7 @@ def example_of(hint: Any) -> tuple[str, Any]:
         Sequence[str]: ("some text", ("some text",)),
         Sequence[int]: ("[3, 4]", (3, 4)),
         tuple[tuple[int, float], ...]: ('{"3": 0.5}', ((3, 0.5),)),
+        tuple[tuple[str, Any], ...]: ('{"a": [1]}', (("a", [1]),)),
     }[hint]
 
 
