@@ -86,9 +86,9 @@ def _engine(proof: dict[str, Any], setting: str) -> str:
 
 
 def _cells(proof: dict[str, Any], setting: str) -> Iterator[tuple[str, str]]:
-    """Yield (way, how many answers differ, and of those how many in tokens)."""
+    """Yield (way, how many answers differ, and of those how many in tokens) where it happened."""
     for each in proof["verdicts"]:
-        if each["setting"] == setting:
+        if each["setting"] == setting and not each["evidence"].startswith("0 "):
             way = re.sub(r"^chunks of \d+ tokens?", "chunks", each["way"])
             different, tokens = each["num_different"], each["num_different_tokens"]
             yield way, f"{different} of {each['num_answers']}" + f" ({tokens})" * (different > 0)
