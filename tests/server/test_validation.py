@@ -405,7 +405,7 @@ def test_the_schema_knows_no_422(server: Running) -> None:
     ("path", "words"),
     [
         ("/v1/chat/completions/batch", "send each conversation alone"),
-        ("/pause", "new weights end or await the requests in flight"),
+        ("/pause", "start the server with --dev-mode"),
         ("/init_weight_transfer_engine", "weights change in the process that trains"),
         ("/start_profile", "start the server with --profile-dir"),
         ("/v1/responses/compact", "a summary of the conversation"),
