@@ -59,7 +59,7 @@ def shipped_model(llm: LLM) -> Callable[[list[int]], list[float]]:
         seen: list[list[float]] = []
 
         def look(output: list[int], logits: Any) -> Any:
-            seen.append(logits.tolist())
+            seen.append(logits.tolist())  # `output` has the tokens drawn so far: none here
             return logits
 
         params = SamplingParams(temperature=0, max_tokens=1, logits_processors=[look])

@@ -19,7 +19,7 @@ def next_logits(llm: LLM, token_ids: list[int]) -> torch.Tensor:
     seen: list[torch.Tensor] = []
 
     def look(output: list[int], logits: torch.Tensor) -> torch.Tensor:
-        seen.append(logits.clone())
+        seen.append(logits.clone())  # `output` has the tokens drawn so far: none here
         return logits
 
     params = SamplingParams(temperature=0, max_tokens=1, logits_processors=[look])

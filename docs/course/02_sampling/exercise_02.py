@@ -32,16 +32,24 @@ def check(probabilities: Callable[..., list[float]]) -> None:
         (1.0, 0, 0.5, [0, 4 / 7, 0, 3 / 7]),
         (1.0, 0, 0.75, [0, 4 / 9, 2 / 9, 3 / 9]),
         (1.0, 1, 0.1, [0.0, 1.0, 0.0, 0.0]),
+        (1.0, 2, 0.5, [0.0, 1.0, 0.0, 0.0]),  # of the 2 that are left, one has 4 / 7
     ):
         found = probabilities(list(logits), temperature, top_k, top_p)
         case = f"temperature {temperature}, top_k {top_k}, top_p {top_p}"
         assert close(found, wanted), f"logs of 0.1, 0.4, 0.2, 0.3, {case}: {found}, not {wanted}"
     found = probabilities([1000.0, 1000.0], 1.0, 0, 1.0)
     assert close(found, [0.5, 0.5]), f"two logits of 1000: {found}, not [0.5, 0.5]"
+    found = probabilities([0.0] * 4, 1.0, 0, 0.5)
+    exact = "four equal logits, top_p 0.5: the second reaches it, so two of them get 0.5"
+    assert close(sorted(found), [0, 0, 0.5, 0.5]), f"{exact}; got {found}"
 
     logits, wanted = engine_probabilities(temperature=1.3, top_k=5, top_p=0.8)
     found = probabilities(logits, 1.3, 5, 0.8)
-    assert close(found, wanted), "the engine's probabilities after 'Chunked' are not yours"
+    mine, engine = (
+        {token: round(share, 4) for token, share in enumerate(shares) if share}
+        for shares in (found, wanted)
+    )
+    assert close(found, wanted), f"after 'Chunked', by token: {mine}, the engine {engine}"
 
 
 def close(found: list[float], wanted: list[float]) -> bool:

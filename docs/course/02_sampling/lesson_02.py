@@ -18,7 +18,10 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 
 def make_llm() -> LLM:
-    """Return the shipped model, which reports the probabilities that it draws from."""
+    """Return the shipped model, which reports the probabilities that it draws from.
+
+    It reports logprobs: their logarithms. "Processed" ones come after temperature and filters.
+    """
     mode = "processed_logprobs"
     return LLM(
         demo_model.MODEL, device="cpu", dtype="float32", max_model_len=128, logprobs_mode=mode

@@ -14,6 +14,8 @@ def attend(
 ) -> torch.Tensor:
     """Return the output of attention for the newest token of a text, [size].
 
+    This is one head; `size` is how many numbers its rows have (32 in the lesson).
+
     1. Append (key, value) to the cache: later tokens will read them.
     2. The score of each token in the cache is the dot product of `query` and its key, divided by
        the square root of `size`.

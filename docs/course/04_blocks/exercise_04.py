@@ -33,6 +33,11 @@ def check(allocate: Callable[..., list[int] | None]) -> None:
     assert (free, table) == ([0, 2], [1, 4]), f"then free is {free} and the table {table}"
     assert allocate(free, table, 17, 4) is None, "17 tokens need 5 blocks; there are 2 and 2 free"
     assert (free, table) == ([0, 2], [1, 4]), f"a refusal changed free to {free}, table to {table}"
+    found = allocate(free, table, 3, 4)
+    assert found == [4, 5, 6], f"table [1, 4], free [0, 2], 3 tokens: slots {found}"
+    assert (free, table) == ([0, 2], [1, 4]), (
+        f"table [1, 4] has room for 3 tokens, but free [0, 2] became {free}, the table {table}"
+    )
 
     chance = random.Random(0)
     pool = BlockManager(12, 4, enable_prefix_caching=False)  # the engine's own
@@ -45,13 +50,15 @@ def check(allocate: Callable[..., list[int] | None]) -> None:
             pool.free(seq)
             tables[number] = []
             continue
+        case = f"table {tables[number]}, free {free}, {num_tokens} tokens"
         found = allocate(free, tables[number], num_tokens, 4)
         refused = pool.allocate_blocks(seq, num_tokens) is None
-        assert (found is None) == refused, f"{num_tokens} tokens, {len(free)} blocks free: {found}"
-        assert tables[number] == seq.block_table, f"{tables[number]}, the engine {seq.block_table}"
+        assert (found is None) == refused, f"{case}: {found}, the engine refuses: {refused}"
+        after, wanted = (tables[number], free), (seq.block_table, list(pool.pool.free))
+        assert after == wanted, f"{case}: table and free are then {after}, the engine's {wanted}"
         if found is not None:
-            wanted = [seq.block_table[p // 4] * 4 + p % 4 for p in range(num_tokens)]
-            assert found == wanted, f"table {seq.block_table}: {found}, not {wanted}"
+            slots = [seq.block_table[p // 4] * 4 + p % 4 for p in range(num_tokens)]
+            assert found == slots, f"{case}: {found}, not {slots}"
 
 
 if __name__ == "__main__":

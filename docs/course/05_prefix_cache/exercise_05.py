@@ -46,7 +46,7 @@ def check(match_prefix: Callable[..., list[int]]) -> None:
         token_ids = [chance.randrange(2) for _ in range(chance.randrange(1, 30))]
         seq = Sequence(number, token_ids, SamplingParams())
         hit = pool.match_prefix(seq)
-        wanted = [node.page for node in hit.nodes]
+        wanted = [node.page for node in hit.nodes]  # a node of the tree, and its block's number
         found = match_prefix(dict(mine), list(token_ids), 4)
         assert found == wanted, f"prompt {token_ids}: {found}, the engine finds {wanted}"
         pool.allocate_blocks(seq, seq.num_tokens, hit)

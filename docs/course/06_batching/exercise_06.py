@@ -69,7 +69,7 @@ def engine(arrivals: list[int], lengths: list[int], max_num_seqs: int) -> list[l
         steps.append([])
         if schedule is not None:
             steps[-1] = sorted(row.seq_id for row in schedule.rows)
-            result = StepResult(schedule.step_id, [[99] for _ in schedule.rows])
+            result = StepResult(schedule.step_id, [[99] for _ in schedule.rows])  # a token each
             scheduler.update(schedule, result)
     return steps
 

@@ -34,6 +34,7 @@ def check(speculate: Callable[..., list[int]]) -> None:
 
     def model(token_ids: list[int], guesses: list[int]) -> list[int]:
         calls.append((list(token_ids), list(guesses)))
+        assert len(calls) <= 100, "100 calls of the model give no 30 tokens: does each give one?"
         return [after([*token_ids, *guesses[:known]]) for known in range(len(guesses) + 1)]
 
     alone = [3, 1]
@@ -62,6 +63,7 @@ def check(speculate: Callable[..., list[int]]) -> None:
 
     chance = random.Random(0)
     for _ in range(100):
+        calls.clear()
         num_tokens = chance.randrange(1, 30)
         found = speculate(model, lambda ids: alone[len(ids) :][: chance.randrange(4)], [3, 1], 20)
         assert found == alone[2:22], f"guesses of random number: {found}, not {alone[2:22]}"

@@ -11,9 +11,10 @@ def step(
     """Return the state after one more token, and the layer's output for that token, [size].
 
     Attention without softmax would give a token the sum, over all tokens up to itself, of
-    (its query . their key) * their value. Here older tokens also fade: one that is n tokens back
-    counts decay ** n times. That sum needs no list of tokens. It is the query times a matrix,
-    the sum of the tokens' outer products key x value (`torch.outer`), and that is the state:
+    (its query . their key) * their value, with a dot product. Here older tokens also fade: one that
+    is n tokens back counts decay ** n times. That sum needs no list of tokens. It is the query
+    times a matrix, the sum of the tokens' outer products key x value (`torch.outer`), and that is
+    the state:
 
     1. The state fades: multiply it by `decay`.
     2. Add the outer product of the new key and value, [size, size].

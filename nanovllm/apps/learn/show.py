@@ -84,7 +84,7 @@ def _ask(lesson: Lesson) -> None:
     _write_markdown(f"## Question\n\n{lesson.question}")
     while True:
         if is_interactive():
-            write("(Enter alone skips) > ")
+            write("(a number; Enter alone skips) > ")
         answer = _line()
         if answer is None or not answer.strip():
             write("Not answered. The question comes again with the lesson.\n\n")
