@@ -6,10 +6,9 @@ torch that shares no code with the engine.
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -79,12 +78,6 @@ CONFIG: dict[str, Any] = {
 Weights = Mapping[str, torch.Tensor]
 
 
-class MixtureConfig(ModelConfig):
-    """A config whose class is in this file, also in the processes of other ranks."""
-
-    module: ClassVar[str | None] = "tests.mixture"
-
-
 class MixtureForCausalLM(DecoderForCausalLM):
     """Nothing: layers of each kind."""
 
@@ -109,9 +102,7 @@ class MixtureForCausalLM(DecoderForCausalLM):
 def registered() -> Iterator[None]:
     """Have engines know the architecture inside."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(registry.MODULES, NAME, "mixture")
-        patch.setitem(sys.modules, "nanovllm.models.mixture", sys.modules[__name__])
-        patch.setattr(registry, "ModelConfig", MixtureConfig)
+        patch.setattr(registry, "installed", lambda kind: {NAME: f"tests.mixture:{NAME}"})
         yield
 
 

@@ -241,7 +241,6 @@ def test_bits_of_lfm3(
     tmp_path: Path,
 ) -> None:
     """A published family with three kinds of layers: the same, also in weights of few bits."""
-    monkeypatch.setattr(mixture.MixtureConfig, "module", None)  # it has a file in models/
     allow_all(monkeypatch)
     monkeypatch.setattr("nanovllm.features.tiers.traffic.TierTraffic.pays", lambda self, *_: True)
     model = shared_checkpoint(**LFM3)

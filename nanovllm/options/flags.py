@@ -32,6 +32,8 @@ UNITS = {"B": 1} | {
 """Bytes of the units of a size, in capitals. A letter alone is a power of 1024, as in systemd; a
 small one is none, because it is a power of 1000 in vLLM."""
 
+TEXTS = (Sequence[str], tuple[str, ...])
+"""The types of fields whose flag is given once for each text."""
 
 SHORT_FLAGS = {"tensor_parallel_size": "-tp", "quantization": "-q"}
 """By field of Config: vLLM's short flag."""
@@ -192,7 +194,7 @@ def add_flags(
             options |= {"type": _gib, "metavar": "GIB"}
         elif field.kind in (int, float):
             options |= {"type": _number(field.kind), "metavar": field.kind.__name__.upper()}
-        elif field.kind in (Sequence[str], tuple[str, ...]):
+        elif field.kind in TEXTS:
             options |= {"action": "append", "metavar": "TEXT"}
         else:
             options |= {"type": json_value, "metavar": "JSON"}

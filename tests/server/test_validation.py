@@ -406,7 +406,7 @@ def test_the_schema_knows_no_422(server: Running) -> None:
     [
         ("/v1/chat/completions/batch", "send each conversation alone"),
         ("/pause", "start the server with --dev-mode"),
-        ("/init_weight_transfer_engine", "weights change in the process that trains"),
+        ("/init_weight_transfer_engine", "start the server with --dev-mode"),
         ("/start_profile", "start the server with --profile-dir"),
         ("/v1/responses/compact", "a summary of the conversation"),
         ("/v1/batches", "use `nanovllm batch`"),

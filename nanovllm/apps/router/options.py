@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from nanovllm.apps.server.options import ServerOptions, model_name
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
-from nanovllm.options.flags import Parser, add_flags, fields_of
+from nanovllm.options.flags import TEXTS, Parser, add_flags, fields_of
 from nanovllm.options.lora_request import named_adapters
 from nanovllm.options.validation import (
     Error,
@@ -237,7 +237,7 @@ def _flags(owner: type[Any], fields: Mapping[str, Any]) -> list[str]:
             words.append(flag if value else f"--no-{flag[2:]}")
         elif isinstance(value, str | int | float):
             words.append(f"{flag}={value}")
-        elif kinds[name].kind == Seq[str]:
+        elif kinds[name].kind in TEXTS:
             words += [f"{flag}={item}" for item in value]
         else:
             words.append(f"{flag}={json.dumps(value)}")

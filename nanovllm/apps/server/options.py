@@ -119,8 +119,8 @@ class ServerOptions:
     chat_template: Annotated[str | None, template_text] = None
     """File with a Jinja template, or the template itself. None is the checkpoint's template."""
     default_chat_template_kwargs: Annotated[dict[str, Any] | None, check_json_object] = None
-    """Variables of the template in every request, such as {"enable_thinking": false}; those of a
-    request's chat_template_kwargs come before them. None is none."""
+    """Variables of the template in every request, such as {"enable_thinking": false}; a
+    request's own come before them. None is none."""
     tool_call_parser: Annotated[str, check_text] = "auto"
     """Format of tool calls in answers; "auto" recognises it by the chat template."""
     reasoning_parser: Annotated[str, check_text] = "auto"
