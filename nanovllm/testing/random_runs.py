@@ -33,10 +33,12 @@ PROMPT = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)
 INDEX = st.integers(0, 15)
 USERS = ["", "ann", "bob"]
 NUM_PAGES = 10
+_WINDOWS = (WindowSpec(3, 1), WindowSpec(8, 2))
 LAYERS: tuple[dict[str, Any], ...] = (
     {},
-    {"windows": (WindowSpec(3, 1), WindowSpec(8, 2))},
+    {"windows": _WINDOWS},
     {"state_pages": 2},
+    {"windows": _WINDOWS, "state_pages": 2},
 )
 TICK = 2.0**-14  # its multiples have exact differences
 
@@ -196,8 +198,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class PluginMachine(SchedulerMachine):
-    """Random runs with a policy or an order of eviction, of a model whose layers have windows, or
-    states, or neither.
+    """Random runs with a policy or an order of eviction, of a model whose layers have windows,
+    states, both or neither.
 
     Args:
         plugin: `make_policy` or `make_order` of `Engine`.
