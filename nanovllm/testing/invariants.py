@@ -26,7 +26,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert len(owned) == len(scheduler.running), "a running sequence has no table row"
     table_indices = sorted(owned + scheduler._free_table_indices)
     assert table_indices == list(range(len(table_indices))), "a table row is lost or owned twice"
-    assert scheduler.running == sorted(scheduler.running, key=scheduler.policy.order)
+    in_order = sorted(scheduler.running, key=scheduler.policy.order)
+    assert scheduler.running == in_order, "running sequences are not in the policy's order"
     queued = [seq for seq in scheduler._sequences.values() if seq.is_queued]
     if isinstance(scheduler.policy, PromptQueue):
         assert {*sequences_of(scheduler.policy)} == {*queued}
