@@ -1,12 +1,12 @@
 """`nanovllm lab`: commands for those who write plugins."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import demo_model
 from nanovllm.apps.cli.flag_groups import add_engine_flags
+from nanovllm.apps.cli.prove import save_results
 from nanovllm.apps.lab.new import KINDS, summary, write_plugin
 from nanovllm.apps.lab.options import BenchOptions, CheckOptions
 from nanovllm.apps.lab.plugin import Plugin, find_plugin
@@ -144,21 +144,12 @@ def bench(args: argparse.Namespace) -> int:
     for line in lab.show(found):
         write(f"{line}\n")
     if how.output is not None:
-        _save(how.output, found.as_json())
+        save_results(how.output, found.as_json())
     if how.plot is not None:
         from nanovllm.apps.lab.plot import draw
 
         draw(found, how.plot)
     return 0
-
-
-def _save(path: str, found: dict[str, Any]) -> None:
-    try:
-        Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"output {path!r} cannot be written: {error.strerror or error}; name another file"
-        ) from None
 
 
 def _show(finding: "Finding") -> None:

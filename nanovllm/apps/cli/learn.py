@@ -89,8 +89,8 @@ def _check(lesson: Lesson, name: str | None) -> int:
     file = Path(name or lesson.exercise.name)
     if not file.is_file():
         raise ConfigError(
-            f"there is no file {shown(str(file))} here: nanovllm learn {lesson.number} writes it, "
-            "or name yours after the number"
+            f"there is no file {shown(str(file))} here: nanovllm learn {lesson.number} writes it. "
+            "To check another file, give its name after the number"
         )
     if not grade(lesson, file):
         return NOT_SOLVED

@@ -64,7 +64,7 @@ def prove(args: argparse.Namespace) -> int:
     if proof.not_tried:
         write(f"not tried: {'; '.join(proof.not_tried)}\n")
     if options.output is not None:
-        _save(options.output, {"command": sys.argv[1:], **dataclasses.asdict(proof)})
+        save_results(options.output, {"command": sys.argv[1:], **dataclasses.asdict(proof)})
     if proof.holds:
         write(f"{proof.engine}: all tokens and log-probabilities are the same, bit for bit.\n")
         return 0
@@ -99,8 +99,8 @@ def _show(verdict: "Verdict") -> None:
     write(f"{name:34}{status:32}{verdict.evidence:32}{verdict.seconds:6.1f} s\n")
 
 
-def _save(path: str, found: dict[str, Any]) -> None:
-    """Write results as JSON.
+def save_results(path: str, found: dict[str, Any]) -> None:
+    """Write the results of a command as JSON into the file that its option `output` names.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -44,7 +44,7 @@ def attention_work(layer: Attention, first: int, end: int) -> tuple[int, int]:
     """Return the bytes of keys and values, and the operations, of a row's attention.
 
     Args:
-        first, end: positions of the row's first token, and behind its last.
+        first, end: positions of the row's first token, and of the one after its last.
     """
     num_heads, num_kv_heads, head_dim = layer.sizes
     window, values = layer.options.window, layer.options.value_dim
