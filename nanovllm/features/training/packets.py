@@ -1,7 +1,7 @@
 """Cuts a trainer's tensors into messages; ranks in other processes get them as bytes."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -12,6 +12,7 @@ _BYTES = 64 * 2**20
 """Of a message's tensors, if it has more than one."""
 
 NamedTensor = tuple[str, torch.Tensor]
+Item = TypeVar("Item")
 
 
 class Packet(NamedTuple):
@@ -76,15 +77,20 @@ def in_messages(tensors: Iterable[NamedTensor]) -> Iterator[list[Packet]]:
 
     A tensor is copied before the next is asked for, because its owner may change or free it then.
     """
-    message: list[Packet] = []
+    return by_size(map(packet, tensors), lambda each: len(each.content))
+
+
+def by_size(items: Iterable[Item], num_bytes: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Yield `items` in their order, in lists of at most 64 MiB; a larger item is a list alone."""
+    message: list[Item] = []
     size = 0
-    for named in tensors:
-        each = packet(named)
-        if message and size + len(each.content) > _BYTES:
+    for item in items:
+        own = num_bytes(item)
+        if message and size + own > _BYTES:
             yield message
             message = []
             size = 0
-        message.append(each)
-        size += len(each.content)
+        message.append(item)
+        size += own
     if message:
         yield message

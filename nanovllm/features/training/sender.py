@@ -11,11 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from nanovllm.errors import TransferError
-from nanovllm.features.training.packets import NamedTensor, checked
+from nanovllm.features.training.packets import NamedTensor, by_size, checked
 from nanovllm.features.training.transfer import TransferGroup
-
-_BYTES = 64 * 2**20
-"""Of the tensors of one request, if it is more than one."""
 
 
 class WeightSender:
@@ -158,17 +155,11 @@ def _in_requests(weights: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
 
     A tensor is read before the next is asked for: its owner may change or free it then.
     """
-    found: list[NamedTensor] = []
-    size = 0
-    for name, tensor in map(checked, weights):
-        own = tensor.detach().to("cpu").contiguous()
-        if own.data_ptr() == tensor.data_ptr():
-            own = own.clone()
-        if found and size + own.nbytes > _BYTES:
-            yield found
-            found = []
-            size = 0
-        found.append((name, own))
-        size += own.nbytes
-    if found:
-        yield found
+    return by_size(map(_copied, map(checked, weights)), lambda named: named[1].nbytes)
+
+
+def _copied(named: NamedTensor) -> NamedTensor:
+    """Return a tensor's own copy on the CPU."""
+    name, tensor = named
+    own = tensor.detach().to("cpu").contiguous()
+    return name, own.clone() if own.data_ptr() == tensor.data_ptr() else own

@@ -15,14 +15,12 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from nanovllm.errors import InvalidRequestError, TransferError
-from nanovllm.features.training.packets import NamedTensor
+from nanovllm.features.training.packets import NamedTensor, by_size
 from nanovllm.features.training.rank import TensorInfo
 from nanovllm.options.validation import did_you_mean, shown
 
 PREFIX = "nanovllm-weights"
 """Of the group's keys in the store."""
-_BYTES = 64 * 2**20
-"""Of the tensors that are received at once, if it is more than one."""
 _POLL_SECONDS = 0.02
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -183,18 +181,7 @@ def tensor_infos(
 
 def in_chunks(infos: Iterable[TensorInfo]) -> Iterator[list[TensorInfo]]:
     """Yield tensors in their order, in lists of about 64 MiB."""
-    chunk: list[TensorInfo] = []
-    size = 0
-    for info in infos:
-        num_bytes = torch.Size(info.shape).numel() * info.dtype.itemsize
-        if chunk and size + num_bytes > _BYTES:
-            yield chunk
-            chunk = []
-            size = 0
-        chunk.append(info)
-        size += num_bytes
-    if chunk:
-        yield chunk
+    return by_size(infos, lambda info: torch.Size(info.shape).numel() * info.dtype.itemsize)
 
 
 def _is_loopback(address: str) -> bool:
