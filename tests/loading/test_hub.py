@@ -13,7 +13,6 @@ from unittest.mock import Mock
 import huggingface_hub.constants
 import pytest
 
-import nanovllm
 from nanovllm.errors import CheckpointError
 from nanovllm.loading.hub import (
     Checkpoint,
@@ -21,17 +20,32 @@ from nanovllm.loading.hub import (
     weight_files,
 )
 from tests.gguf_files import make_gguf
+from tests.helpers import environment
 from tests.hub_server import Hub
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 10}
 COMMITS = ("a" * 40, "b" * 40)
 
 CLIENT = """
-import json, sys
+import json, os, sys
+import httpx  # which huggingface_hub imports
 from nanovllm.errors import CheckpointError
+from nanovllm.loading import gguf
 from nanovllm.loading.hub import open_checkpoint, weight_files
 
-model, revision = sys.argv[1], sys.argv[2] or None
+assert "huggingface_hub" not in sys.modules
+for line in sys.stdin:
+    model, revision, environment, directory = json.loads(line)
+    if os.fork() == 0:
+        break
+    if os.wait()[1]:
+        print("null", flush=True)
+else:
+    os._exit(0)
+
+os.environ.clear()
+os.environ.update(environment)
+os.chdir(directory)
 try:
     checkpoint = open_checkpoint(model, revision)
     files = weight_files(checkpoint, model, revision)
@@ -44,8 +58,9 @@ try:
     }
 except CheckpointError as error:
     answer = {"error": str(error)}
-json.dump(answer, sys.stdout)
+print(json.dumps(answer), flush=True)
 """
+"""Opens models, each in a fork: huggingface_hub reads its URL when it is imported."""
 
 
 @pytest.fixture
@@ -547,11 +562,19 @@ def hub():
         yield server
 
 
-@pytest.fixture
-def client(hub, tmp_path):
-    """Open a model in a new process with the fake hub: huggingface_hub reads its URL at import."""
+@pytest.fixture(scope="module")
+def opener():
+    command = [sys.executable, "-c", CLIENT]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment(), **pipes) as process:
+        yield process
 
-    def run(model, revision="", **environment):
+
+@pytest.fixture
+def client(hub, opener, tmp_path):
+    """Open a model in a new process with the fake hub."""
+
+    def run(model, revision=None, **variables):
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
         env = {
             **inherited,
@@ -560,15 +583,12 @@ def client(hub, tmp_path):
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "NO_PROXY": "127.0.0.1",
-            "PYTHONPATH": str(Path(nanovllm.__file__).parents[1]),
-            **environment,
+            **variables,
         }
-        command = [sys.executable, "-c", CLIENT, model, revision]
-        done = subprocess.run(
-            command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        print(json.dumps([model, revision, env, str(tmp_path)]), file=opener.stdin, flush=True)
+        answer = json.loads(opener.stdout.readline())
+        assert answer is not None, "see the standard error"
+        return answer
 
     return run
 
