@@ -1,4 +1,4 @@
-"""Ranks forked from a process that has imported torch, for tests of what ranks compute.
+"""Ranks forked from a process that has imported what they need, for tests of what ranks compute.
 
 Spawning one takes two seconds of CPU time more: test_tensor_parallel.py has real ones.
 """
@@ -21,7 +21,7 @@ def forked_ranks() -> Iterator[None]:
     These do not get what this process has changed in its environment.
     """
     get_context, server = multiprocessing.get_context, multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch"])
+    server.set_forkserver_preload(["torch", "nanovllm.parallel.rank_process"])
 
     def make_process(target: Callable[..., None], **options: Any) -> BaseProcess:
         return server.Process(target=functools.partial(_run, target), **options)

@@ -21,6 +21,7 @@ from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.options.sampling_params import RequestOutputKind
 from nanovllm.outputs import RequestOutput
 from nanovllm.testing.invariants import check_scheduler
+from tests.forked_ranks import forked_ranks
 from tests.glossary import ANSWER_TO, GREEDY, QUESTIONS
 from tests.helpers import in_threads
 
@@ -779,7 +780,8 @@ def test_collected_engine_ends_its_thread() -> None:
 
 
 def test_dead_worker_ends_every_stream() -> None:
-    llm = AsyncLLM(demo_model.MODEL, tensor_parallel_size=2, **OPTIONS)
+    with forked_ranks():
+        llm = AsyncLLM(demo_model.MODEL, tensor_parallel_size=2, **OPTIONS)
 
     async def main() -> None:
         assert await read(llm, QUESTIONS[0]) == " " + ANSWER_TO[QUESTIONS[0]]

@@ -25,6 +25,7 @@ from nanovllm.parallel.rank_executor import RankExecutor
 from nanovllm.parallel.worker import check_networks
 from nanovllm.testing.invariants import check_scheduler
 from tests.checkpoints import copy_checkpoint
+from tests.forked_ranks import forked_ranks
 from tests.helpers import environment, token_ids
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -147,7 +148,8 @@ def test_schedule_may_exceed_a_mebibyte(random_model: str, tmp_path: Path) -> No
     }
     expected = tokens(LLM(random_model), [[1, 2, 3]])
     config = Config(model=model, tensor_parallel_size=2, max_model_len=450_000, **options)
-    engine = make_engine(config)
+    with forked_ranks():
+        engine = make_engine(config)
     request = engine.add_request([700] * 400_000, GREEDY)
     sizes = []
     execute = engine.executor.execute
@@ -185,7 +187,8 @@ def test_ranks_agree_on_the_smallest_block_count(
         return dataclasses.replace(info, num_blocks=40) if rank == 1 else info
 
     monkeypatch.setattr(executor, "_receive", rank_1_has_less)
-    info = executor.start()
+    with forked_ranks():
+        info = executor.start()
     for _ in range(2):  # may be called twice
         executor.shutdown()
     assert info.num_blocks == 40
