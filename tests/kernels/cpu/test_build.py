@@ -65,6 +65,13 @@ exec gcc -I {csrc} "$@" -Og
     return str(compiler)
 
 
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc here")
+def test_there_are_kernels_where_there_is_a_compiler():
+    """Otherwise three thousand tests are skipped, as when it takes longer than build.py lets it."""
+    is_skipped, *_ = native.args
+    assert not is_skipped, "a warning of nanovllm.kernels.cpu.library says why there are none"
+
+
 def test_without_a_compiler_torch_serves_and_the_log_says_why(answers):
     shown = answers("/no/such/compiler")
     assert "False True" in shown

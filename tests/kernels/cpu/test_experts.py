@@ -99,6 +99,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("bits", "activation", "interleaved", "bias"), CASES)
 @pytest.mark.parametrize(("hidden_size", "size"), [(96, 160), (256, 32)])
 def test_experts(hidden_size, size, bits, activation, interleaved, bias):
@@ -116,6 +117,7 @@ def test_experts(hidden_size, size, bits, activation, interleaved, bias):
             assert_close(y, expected, of_largest=tolerance)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("bits", "activation", "interleaved", "bias"), CASES)
 def test_a_tokens_result_does_not_depend_on_the_others(bits, activation, interleaved, bias):
     mlp, _ = make_mlp(96, 160, bits, activation, interleaved, bias)

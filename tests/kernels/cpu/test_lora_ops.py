@@ -39,6 +39,7 @@ def filled(slots: Sequence[int], num_slots: int) -> AdapterRows:
     return rows
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("inputs", "widths", "max_rank", "ranks"),
