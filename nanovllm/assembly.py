@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.errors import ConfigError
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.kv.eviction import CheckedOrder, EvictionOrder, LeastRecentlyUsed
+from nanovllm.kv.eviction import EvictionOrder, LeastRecentlyUsed, OrderRules
 from nanovllm.kv.groups.group import Group
 from nanovllm.loading.hub import Checkpoint, configured_checkpoint, draft_checkpoint
 from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.loading.tokenizer import check_same_vocabulary, load_tokenizer, serving_tokenizer
 from nanovllm.options.config import EVICTION_POLICIES, SCHEDULING_POLICIES, Config
-from nanovllm.options.plugins import load_class, make_instance
+from nanovllm.options.plugins import at_start, guarded, in_step, load_class
 from nanovllm.parallel.executor import Executor, make_executor
 from nanovllm.scheduler.gates import Gate
-from nanovllm.scheduler.policy import CheckedPolicy, Policy
+from nanovllm.scheduler.policy import Policy, PolicyRules
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.worker_info import WorkerInfo
@@ -107,8 +106,9 @@ def _policy(config: Config) -> Policy:
         return PromptQueue()
     value = config.scheduling_policy
     name = f'scheduling_policy="{value}"'
-    found = load_class(ConfigError, "scheduling_policy", value, Policy)  # type: ignore[type-abstract]
-    return CheckedPolicy(make_instance(ConfigError, name, found), name)
+    found = load_class("scheduling_policy", value, Policy)  # type: ignore[type-abstract]
+    policy = at_start(name, "__init__()", found)
+    return guarded(policy, Policy, name, PolicyRules())
 
 
 def _eviction_order(config: Config) -> Callable[[int], EvictionOrder]:
@@ -118,10 +118,12 @@ def _eviction_order(config: Config) -> Callable[[int], EvictionOrder]:
     value = config.eviction_policy
     name = f'eviction_policy="{value}"'
     base = EvictionOrder
-    found = load_class(ConfigError, "eviction_policy", value, base, ("num_pages",))  # type: ignore[type-abstract]
+    found = load_class("eviction_policy", value, base, ("num_pages",))  # type: ignore[type-abstract]
 
     def make(num_pages: int) -> EvictionOrder:
-        return CheckedOrder(make_instance(ConfigError, name, found, num_pages), num_pages, name)
+        order = at_start(name, "__init__()", found, num_pages)
+        rules = in_step(name, "__len__()", OrderRules, order, num_pages)
+        return guarded(order, EvictionOrder, name, rules)
 
     return make
 

@@ -4,11 +4,7 @@ Each message gives the value, the rule that it broke and the remedy. A broken in
 is an AssertionError instead.
 """
 
-import collections.abc
-import typing
-
-Parameters = typing.ParamSpec("Parameters")
-Result = typing.TypeVar("Result")
+import errno
 
 
 class NanoVLLMError(Exception):
@@ -64,27 +60,9 @@ class PluginError(EngineDeadError):
         """
         return cls(f"{plugin}: {fault}; the engine has ended: mend it and make a new LLM")
 
-    @classmethod
-    def guard(
-        cls,
-        plugin: str,
-        name: str,
-        method: collections.abc.Callable[Parameters, Result],
-        *args: Parameters.args,
-        **keywords: Parameters.kwargs,
-    ) -> Result:
-        """Return what a method of the user's class returns; raise the error if it raises anything.
 
-        Args:
-            plugin: as for `of`.
-            name: the call for the message, such as "take()".
-        """
-        try:
-            return method(*args, **keywords)
-        except cls:  # of another plugin, which this one called
-            raise
-        except Exception as error:
-            raise cls.of(plugin, f"{name} raised {type(error).__name__}: {error}") from error
+class BrokenRule(Exception):
+    """What a plugin returned breaks a rule of its seam. What guards the plugin says whose it is."""
 
 
 class TransferError(NanoVLLMError, RuntimeError):
@@ -93,3 +71,14 @@ class TransferError(NanoVLLMError, RuntimeError):
 
 class ServerError(NanoVLLMError, RuntimeError):
     """A server cannot be reached, refuses, or breaks off: `nanovllm chat --url`."""
+
+
+def refuses_memory(error: BaseException) -> bool:
+    """Return whether Python, torch or a system call was refused memory, on the host or a GPU."""
+    if isinstance(error, OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # torch, which is not imported here, has a class for a GPU and none for a CPU.
+    is_gpu = type(error).__name__ == "OutOfMemoryError"
+    return is_gpu or "DefaultCPUAllocator: can't allocate" in str(error)

@@ -18,14 +18,20 @@ from nanovllm.apps.lab.templates.proposer import MyProposer
 from nanovllm.apps.lab.templates.rule import MyRule
 from nanovllm.apps.lab.templates.runner import MyRunner
 from nanovllm.apps.lab.templates.tier import MyTier
-from nanovllm.attention.backend import CheckedBackend
-from nanovllm.errors import ConfigError, InvalidRequestError, PluginError, UnsupportedModelError
-from nanovllm.features.speculation.proposers.proposer import CheckedProposer
+from nanovllm.errors import (
+    ConfigError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    PluginError,
+    UnsupportedModelError,
+)
+from nanovllm.features.speculation.proposers.proposer import Proposer, ProposerRules
+from nanovllm.kernels.torch_kernels import PlainWeight
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
-from nanovllm.options.plugins import GROUP, installed
+from nanovllm.options.plugins import GROUP, Guarded, guarded, installed
 from nanovllm.scheduler.messages import Row
-from nanovllm.worker.extensions import CheckedRunner, Computed
+from nanovllm.worker.extensions import Computed
 from nanovllm.worker.model_report import report
 from tests.helpers import assert_idle
 
@@ -88,6 +94,38 @@ class NoLayers(MyFamily):
 class NoForward(MyFamily):
     def forward(self, batch: Any) -> torch.Tensor:
         raise KeyError(7)
+
+
+class FailsInAStep(MyFamily):
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        raise KeyError(7)
+
+
+class NoShards(MyFormat):
+    def stored(self, matrix: Any, names: list[str]) -> Any:
+        stored: Any = super().stored(matrix, names)
+        stored.shards = lambda weight: [][7]
+        return stored
+
+
+class NoProducts(MyFormat):
+    def stored(self, matrix: Any, names: list[str]) -> Any:
+        stored: Any = super().stored(matrix, names)
+        stored.method = lambda dtype, kernels: _NoProduct(stored._values)
+        return stored
+
+
+class _NoProduct(PlainWeight):
+    def apply(self, *args: Any, **options: Any) -> torch.Tensor:
+        raise KeyError(7)
+
+
+class RefusedMemory(MyRunner):
+    def run(self, rows: list[Any]) -> Computed:
+        if self.num_steps.total() == 2:
+            self.num_steps.update([0])
+            torch.empty(2**60)
+        return super().run(rows)
 
 
 class BadConfig(MyFormat):
@@ -162,9 +200,9 @@ def test_steps_go_through_them(make_llm: Any) -> None:
     )
     tokens_of(llm)
     runner = llm.engine.executor._runner
-    assert isinstance(runner.step_runners[0], CheckedRunner)
-    assert runner.step_runners[0].runner.num_steps[2] >= 10
-    assert isinstance(runner.network.backend, CheckedBackend)
+    assert isinstance(runner.step_runners[0], Guarded)
+    assert runner.step_runners[0].num_steps[2] >= 10
+    assert isinstance(runner.network.backend, Guarded)
     weight = runner.network.model.model.layers[0].mlp.down_proj.method.weight
     assert torch.equal((weight.float() * STEPS).round() / STEPS, weight.float())
 
@@ -208,10 +246,13 @@ def test_a_broken_tier_is_logged_once(
         ("step_runner", "HalfRun", PluginError, "run() returned hidden of "),
         ("step_runner", "NoRun", PluginError, "run() returned None: return a nanovllm.worker.ext"),
         ("model_family", "NoLayers", ConfigError, "__init__() raised KeyError: 7"),
-        ("model_family", "NoForward", PluginError, "forward() raised KeyError: 7"),
+        ("model_family", "NoForward", ConfigError, "forward() raised KeyError: 7"),
+        ("model_family", "FailsInAStep", PluginError, "a step raised KeyError: 7"),
         ("model_family", "MyRule", ConfigError, "derived from nanovllm.models.decoder.Decoder"),
         ("quantization", "BadConfig", ConfigError, "__init__() raised KeyError: 7"),
         ("quantization", "FailsToStore", ConfigError, "stored() raised KeyError: 7"),
+        ("quantization", "NoShards", ConfigError, "loading raised IndexError: list index"),
+        ("quantization", "NoProducts", ConfigError, "forward() raised KeyError: 7"),
         ("quantization", "StoresNothing", ConfigError, "stored() returned None for all"),
         ("quantization", "StoresText", ConfigError, "returned 'text', which has no shards()"),
         ("quantization", "MyRule", ConfigError, "derived from nanovllm.layers.linear.WeightForm"),
@@ -233,6 +274,14 @@ def test_a_broken_one_is_named(
     assert message in str(raised.value)
 
 
+def test_refused_memory_ends_a_step_and_no_engine(make_llm: Any) -> None:
+    llm = make_llm(demo_model.MODEL, **OPTIONS, step_runner=f"{HERE}:RefusedMemory")
+    with pytest.raises(OutOfMemoryError, match="the system refuses memory that a step needs"):
+        tokens_of(llm)
+    assert tokens_of(llm)
+    assert_idle(llm)
+
+
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
@@ -242,7 +291,7 @@ def test_a_broken_one_is_named(
 )
 def test_a_broken_proposer_is_named(cls: type[MyProposer], message: str) -> None:
     """Which steps have drafts depends on what they cost: so it is called here."""
-    proposer = CheckedProposer(cls(None), "method")  # type: ignore[arg-type]
+    proposer = guarded(cls(None), Proposer, "method", ProposerRules())  # type: ignore[arg-type]
     with pytest.raises(PluginError, match=re.escape(message)):
         proposer.propose([Row(0, 0, 1, 4, True, 3)])
 

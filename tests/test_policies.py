@@ -11,10 +11,9 @@ from examples.lab.lfu_eviction import LeastFrequentlyUsed
 from examples.lab.shortest_job_first import ShortestFirst
 from nanovllm import AsyncLLM, SamplingParams, demo_model
 from nanovllm.errors import ConfigError, EngineDeadError, PluginError
-from nanovllm.kv.eviction import CheckedOrder
 from nanovllm.options.config import Config
-from nanovllm.options.plugins import load_class
-from nanovllm.scheduler.policy import CheckedPolicy, Policy
+from nanovllm.options.plugins import Guarded, load_class
+from nanovllm.scheduler.policy import Policy
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.sequence import Sequence
 from tests.glossary import GREEDY
@@ -72,10 +71,12 @@ def test_an_engine_has_another_policy_and_eviction(make_llm: Any) -> None:
         demo_model.MODEL, **OPTIONS, **more, scheduling_policy=POLICY, eviction_policy=EVICTION
     )
     scheduler = llm.engine.scheduler
-    assert isinstance(scheduler.policy, CheckedPolicy)
-    assert isinstance(scheduler.policy.policy, ShortestFirst)
-    assert isinstance(scheduler.block_manager.pool.free, CheckedOrder)
-    assert isinstance(scheduler.block_manager.pool.free.order, LeastFrequentlyUsed)
+    for part, kind in (
+        (scheduler.policy, ShortestFirst),
+        (scheduler.block_manager.pool.free, LeastFrequentlyUsed),
+    ):
+        assert isinstance(part, Guarded)
+        assert isinstance(part.plugin, kind)
     found = llm.generate(prompts, params, use_tqdm=False)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
     assert_idle(llm)
@@ -146,7 +147,7 @@ def test_a_broken_module_needs_no_path(
     (tmp_path / "broken_plugin.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        load_class(ConfigError, "scheduling_policy", "broken_plugin:Policy", PromptQueue)
+        load_class("scheduling_policy", "broken_plugin:Policy", PromptQueue)
 
 
 def test_a_class_itself_is_refused_with_its_name() -> None:

@@ -12,15 +12,12 @@ import torch
 
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionSpec, QKNorm
-from nanovllm.errors import PluginError
+from nanovllm.errors import BrokenRule
 
 NO_QUANTIZED_KV = "does not support an 8-bit KV cache"
 """The reason of the backends that refuse every spec with `quantized_kv`."""
 NO_VALUES_IN_KEYS = "does not take values that are a part of the keys"
 """The reason of the backends that refuse every spec with a `value_dim`."""
-
-_PROMISES = ("supports_graph", "supports_recording", "masks_loads", "blocks_lie_apart")
-"""Attributes of a backend that say what it can do."""
 
 
 class Backend(abc.ABC):
@@ -123,66 +120,26 @@ class Backend(abc.ABC):
         """
 
 
-class CheckedBackend(Backend):
-    """A backend from outside of the package: what it raises or does wrong is an error that names
-    it.
+class BackendRules:
+    """What a backend of the user's must return: see `nanovllm.options.plugins.Guarded`."""
 
-    Args:
-        backend: the one that attends.
-        name: for the errors, `attention_backend="module:Class"`.
-    """
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._spec = spec
 
-    def __init__(self, backend: Backend, name: str) -> None:
-        self.backend = backend
-        self._name = name
-        self.spec = backend.spec
-        self.block_size = backend.block_size
-        self.name = f"{type(backend).__module__}:{type(backend).__qualname__}"  # type: ignore[misc]
-        for promise in _PROMISES:
-            setattr(self, promise, getattr(backend, promise))
+    def store(self, q: torch.Tensor, qkv: torch.Tensor, *_: object) -> torch.Tensor:
+        return _shaped("store()", q, qkv, self._spec.num_heads, self._spec.head_dim)
 
-    @classmethod
-    def unsupported(cls, spec: AttentionSpec) -> str | None:
-        raise AssertionError("the class itself was asked")
+    def attend(self, out: torch.Tensor, q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return _shaped("attend()", out, q, self._spec.num_heads, self._spec.output_dim)
 
-    def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        shape = self.backend.kv_cache_shape
-        return PluginError.guard(self._name, "kv_cache_shape()", shape, num_blocks)
 
-    def plan(self, batch: Batch) -> Any:
-        return PluginError.guard(self._name, "plan()", self.backend.plan, batch)
-
-    def forward(
-        self,
-        qkv: torch.Tensor,
-        norm: QKNorm,
-        kv_cache: torch.Tensor,
-        batch: Batch,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        forward = self.backend.forward
-        out = PluginError.guard(
-            self._name, "store() or attend()", forward, qkv, norm, kv_cache, batch, sinks
-        )
-        shape = [len(qkv), self.spec.num_heads, self.spec.output_dim]
-        if not isinstance(out, torch.Tensor) or list(out.shape) != shape or out.dtype != qkv.dtype:
-            found = f"{out.dtype} {list(out.shape)}" if torch.is_tensor(out) else repr(out)
-            raise PluginError.of(
-                self._name, f"attend() returned {found:.80}: return {qkv.dtype} {shape}"
-            )
-        return out
-
-    def store(
-        self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
-    ) -> torch.Tensor:
-        return self.backend.store(qkv, norm, kv_cache, batch)
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        batch: Batch,
-        out: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.backend.attend(q, kv_cache, batch, out, sinks)
+def _shaped(
+    call: str, found: torch.Tensor, given: torch.Tensor, num_heads: int, dim: int
+) -> torch.Tensor:
+    """Check that `found` is [T, num_heads, dim] and of the dtype of `given` [T, ...]."""
+    shape = [len(given), num_heads, dim]
+    is_tensor = isinstance(found, torch.Tensor)
+    if not is_tensor or list(found.shape) != shape or found.dtype != given.dtype:
+        what = f"{found.dtype} {list(found.shape)}" if is_tensor else repr(found)
+        raise BrokenRule(f"{call} returned {what:.80}: return {given.dtype} {shape}")
+    return found

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
-from nanovllm.attention.backend import Backend, CheckedBackend
+from nanovllm.attention.backend import Backend, BackendRules
 from nanovllm.attention.spec import AttentionSpec
-from nanovllm.errors import ConfigError, PluginError, UnsupportedModelError
+from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.kernels.torch_kernels import Kernels
-from nanovllm.options.plugins import load_class, make_instance
+from nanovllm.options.plugins import at_start, guarded, load_class
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def backend_class(value: str) -> type[Backend]:
     Raises:
         ConfigError: there is no such class.
     """
-    return load_class(ConfigError, "attention_backend", value, Backend, ("spec",))  # type: ignore[type-abstract]
+    return load_class("attention_backend", value, Backend, ("spec",))  # type: ignore[type-abstract]
 
 
 def select_backend(spec: AttentionSpec, kernels: Kernels) -> Backend:
@@ -78,12 +78,12 @@ def own_backend(spec: AttentionSpec, asked: str) -> Backend:
 
     Raises:
         ConfigError: it cannot be made, or does not support `spec`: no other one is taken then.
-        PluginError: it raises an exception when it is asked.
     """
     name = f'attention_backend="{asked}"'
     found = backend_class(asked)
-    reason = PluginError.guard(name, "unsupported()", found.unsupported, spec)
+    reason = at_start(name, "unsupported()", found.unsupported, spec)
     if reason is not None:
         raise ConfigError(f"{name} cannot serve this model: {reason}; leave it out")
     logger.info("attention backend: %s", asked)
-    return CheckedBackend(make_instance(ConfigError, name, found, spec), name)
+    backend = at_start(name, "__init__()", found, spec)
+    return guarded(backend, Backend, name, BackendRules(spec))

@@ -1,12 +1,12 @@
-"""In which order free pages are reused: the seam of eviction policies, LRU, and the checks of an
-order from outside of the package.
+"""In which order free pages are reused: the seam of eviction policies, LRU, and the rules of
+an order of the user's.
 """
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from nanovllm.errors import PluginError
+from nanovllm.errors import BrokenRule
 
 
 class EvictionOrder(ABC):
@@ -84,74 +84,51 @@ class LeastRecentlyUsed(EvictionOrder):
         del self._pages[page]
 
 
-class CheckedOrder(EvictionOrder):
-    """An order from outside of the package: what it raises or does wrong is an error that names it.
+class OrderRules:
+    """What an order of the user's must return: see `nanovllm.options.plugins.Guarded`.
 
-    It counts the free pages itself, so no page is lost, or has two users, unnoticed. Every method
-    that changes the order raises PluginError.
+    They count the free pages themselves, so no page is lost, or has two users, unnoticed.
 
     Args:
         order: the one that decides, for `num_pages` pages.
-        name: for the errors, `eviction_policy="module:Class"`.
     """
 
-    def __init__(self, order: EvictionOrder, num_pages: int, name: str) -> None:
-        self.order = order
-        self._name = name
+    def __init__(self, order: EvictionOrder, num_pages: int) -> None:
+        self._order = order
         self._is_free = [True] * num_pages
         self._num_free = num_pages
         self._check_len("__init__()")
 
-    def __len__(self) -> int:
-        return self._num_free
-
-    def __contains__(self, page: object) -> bool:
-        return page in self.order
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order)
-
-    def take(self) -> int:
-        page = PluginError.guard(self._name, "take()", self.order.take)
+    def take(self, page: int) -> int:
         if not isinstance(page, int) or not 0 <= page < len(self._is_free):
             rule = f"return a page from 0 to {len(self._is_free) - 1} that is free"
-            raise PluginError.of(self._name, f"take() returned {page!r}: {rule}")
+            raise BrokenRule(f"take() returned {page!r:.80}: {rule}")
         if not self._is_free[page]:
-            raise PluginError.of(self._name, f"take() returned page {page}, which is in use")
-        self._is_free[page] = False
-        self._num_free -= 1
+            raise BrokenRule(f"take() returned page {page}, which is in use")
+        self._set(page, is_free=False)
         self._check_len("take()")
         return page
 
-    def put_first(self, page: int) -> None:
-        PluginError.guard(self._name, f"put_first({page})", self.order.put_first, page)
-        self._free(page)
+    def put_first(self, _: None, page: int) -> None:
+        self._set(page, is_free=True)
         self._check_len(f"put_first({page})")
 
-    def put_last(self, page: int) -> None:
-        PluginError.guard(self._name, f"put_last({page})", self.order.put_last, page)
-        self._free(page)
+    def put_last(self, _: None, page: int) -> None:
+        self._set(page, is_free=True)
         self._check_len(f"put_last({page})")
 
-    def remove(self, page: int) -> None:
-        PluginError.guard(self._name, f"remove({page})", self.order.remove, page)
-        self._is_free[page] = False
-        self._num_free -= 1
+    def remove(self, _: None, page: int) -> None:
+        self._set(page, is_free=False)
         self._check_len(f"remove({page})")
 
-    def touch(self, page: int) -> None:
-        PluginError.guard(self._name, f"touch({page})", self.order.touch, page)
-
-    def _free(self, page: int) -> None:
-        if not self._is_free[page]:
-            self._is_free[page] = True
-            self._num_free += 1
+    def _set(self, page: int, *, is_free: bool) -> None:
+        self._num_free += is_free - self._is_free[page]
+        self._is_free[page] = is_free
 
     def _check_len(self, call: str) -> None:
-        num_free = PluginError.guard(self._name, "__len__()", len, self.order)
+        num_free = len(self._order)
         if num_free != self._num_free:
-            raise PluginError.of(
-                self._name,
+            raise BrokenRule(
                 f"after {call} it has {num_free} pages, but {self._num_free} of "
-                f"{len(self._is_free)} are free: it must hold each free page once, and no other",
+                f"{len(self._is_free)} are free: it must hold each free page once, and no other"
             )

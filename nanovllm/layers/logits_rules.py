@@ -69,7 +69,7 @@ def load_rules(values: Sequence[str]) -> dict[str, type[LogitsRule]]:
     rules: dict[str, type[LogitsRule]] = {}
     arguments = ("value", "num_prompt_tokens", "device")
     for value in values:
-        rule = load_class(ConfigError, "logits_rules", value, LogitsRule, arguments)  # type: ignore[type-abstract]
+        rule = load_class("logits_rules", value, LogitsRule, arguments)  # type: ignore[type-abstract]
         name = getattr(rule, "name", None)
         if not isinstance(name, str) or not name.isidentifier():
             raise ConfigError(

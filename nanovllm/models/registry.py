@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.models.config_fields import architecture_of
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
@@ -160,7 +160,7 @@ def read_config(
 def _read_own(config: dict[str, Any], dtype: str, own: str) -> ModelConfig:
     """Read the config.json for a family of the user's, whatever architecture it names."""
     arguments = ("config", "max_model_len")
-    family = load_class(ConfigError, "model_family", own, DecoderForCausalLM, arguments)
+    family = load_class("model_family", own, DecoderForCausalLM, arguments)
     try:
         found = _read({**config, "architectures": [family.__name__]}, dtype, family)
     except CheckpointError as error:

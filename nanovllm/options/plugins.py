@@ -2,20 +2,30 @@
 
 An entry point is in the group "nanovllm.plugins", has the name "kind.name" and the value
 "module:Class". Installed ones are looked up by name and imported when they are asked for, and no
-registry keeps what was found: each engine loads its own.
+registry keeps what was found: each engine loads its own. What a plugin does wrong is an error that
+names it: at the start a ConfigError, then a PluginError.
 """
 
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from importlib.metadata import entry_points
-from typing import Any, TypeVar
+from types import MethodType
+from typing import Any, ParamSpec, TypeVar, cast
 
-from nanovllm.errors import ConfigError, NanoVLLMError
+from nanovllm.errors import (
+    BrokenRule,
+    ConfigError,
+    NanoVLLMError,
+    PluginError,
+    refuses_memory,
+)
 from nanovllm.options.validation import Error, did_you_mean, plain_text, shown
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 GROUP = "nanovllm.plugins"
 _CLASS = re.compile(r"\w+(\.\w+)*:\w+")
@@ -77,16 +87,14 @@ def check_plugins(error: Error, name: str, value: Any, kind: str) -> tuple[str, 
     return tuple(check_plugin(error, name, item, kind) for item in values)
 
 
-def load_class(
-    error: Error, name: str, value: str, base: type[T], arguments: tuple[str, ...] = ()
-) -> type[T]:
+def load_class(name: str, value: str, base: type[T], arguments: tuple[str, ...] = ()) -> type[T]:
     """Return the class that "module:Class" names, which must be derived from `base`.
 
     Args:
         arguments: names of those that it is called with.
 
     Raises:
-        error: the module cannot be imported, or it has no such class.
+        ConfigError: the module cannot be imported, or it has no such class.
     """
     module_name, _, class_name = value.partition(":")
     try:
@@ -101,42 +109,127 @@ def load_class(
             f"{reason.name}."
         ):
             message += "; PYTHONPATH must have the folder that it is in"
-        raise error(message) from reason
+        raise ConfigError(message) from reason
     found = vars(module).get(class_name)
     rule = f"a class derived from {base.__module__}.{base.__qualname__}"
     if found is None:
         classes = [key for key, item in vars(module).items() if isinstance(item, type)]
         hint = did_you_mean(class_name, classes)
-        raise error(f'{name} is "{value}", but {module_name} has no {class_name}{hint}')
+        raise ConfigError(f'{name} is "{value}", but {module_name} has no {class_name}{hint}')
     if not isinstance(found, type) or not issubclass(found, base):
-        raise error(f'{name} must name {rule}, but "{value}" is {shown(found)}')
+        raise ConfigError(f'{name} must name {rule}, but "{value}" is {shown(found)}')
     if inspect.isabstract(found):
         methods = sorted(found.__abstractmethods__)  # type: ignore[attr-defined]
         missing = ", ".join(_call_of(base, method) for method in methods)
         plural = "s" * (len(methods) > 1)
-        raise error(f'{name} must name {rule}, but "{value}" lacks the method{plural} {missing}')
+        raise ConfigError(
+            f'{name} must name {rule}, but "{value}" lacks the method{plural} {missing}'
+        )
     try:
         inspect.signature(found).bind(*arguments)
     except TypeError as reason:
-        raise error(
+        raise ConfigError(
             f"{name}: {class_name} is called as {class_name}({', '.join(arguments)}), but its "
             f"__init__ takes other arguments: {reason}"
         ) from reason
     return found
 
 
-def make_instance(error: Error, name: str, found: Callable[..., T], *arguments: Any) -> T:
-    """Return what the class that `load_class` found makes of `arguments`.
+def at_start(
+    name: str | None, call: str, function: Callable[P, T], /, *args: P.args, **keywords: P.kwargs
+) -> T:
+    """Return what a plugin's function returns before there is an engine.
+
+    Args:
+        name: the option and the class, `scheduling_policy="module:Class"`. None: the function is
+            ours, and its exceptions stay as they are.
+        call: for the message, such as "__init__()".
 
     Raises:
-        error: it raises an exception that is not ours.
+        ConfigError: it raises an exception that is not ours.
     """
     try:
-        return found(*arguments)
+        return function(*args, **keywords)
     except NanoVLLMError:
         raise
-    except Exception as reason:
-        raise error(f"{name}: __init__() raised {type(reason).__name__}: {reason}") from reason
+    except (Exception, SystemExit) as error:
+        if name is None or refuses_memory(error):
+            raise
+        raise ConfigError(f"{name}: {call} raised {type(error).__name__}: {error}") from error
+
+
+def in_step(
+    name: str, call: str, function: Callable[P, T], /, *args: P.args, **keywords: P.kwargs
+) -> T:
+    """Return what a plugin's function returns in an engine. The arguments are as for `at_start`.
+
+    Raises:
+        PluginError: it raises an exception, unless that refuses memory, which ends no engine.
+    """
+    try:
+        return function(*args, **keywords)
+    except PluginError:  # of another plugin, which this one called
+        raise
+    except BrokenRule as fault:
+        raise PluginError.of(name, str(fault)) from fault.__cause__
+    except (Exception, SystemExit) as error:
+        if refuses_memory(error):
+            raise
+        fault_of = f"{call} raised {type(error).__name__}: {error}"
+        raise PluginError.of(name, fault_of) from error
+
+
+class Guarded:
+    """A plugin in an engine: what its methods raise, or return against a rule, is a PluginError.
+
+    All else is as if it were the plugin itself. Methods that it has from its seam run on this
+    object, so that what they call is guarded, too.
+
+    Args:
+        plugin: an object of the user's.
+        seam: the class of ours that it must be derived from.
+        name: the option and the class, `scheduling_policy="module:Class"`.
+        rules: has a method for each of the plugin's that has a rule. It is called with what that
+            returned and with its arguments; it returns that, or raises BrokenRule.
+    """
+
+    def __init__(self, plugin: object, seam: type, name: str, rules: object = None) -> None:
+        self.plugin = plugin
+        self.name = name
+        self._seam = seam
+        self._rules = rules
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.plugin, name)
+        if not callable(found) or not hasattr(self._seam, name):
+            return found
+        if inspect.ismethod(found) and found.__func__ is vars(self._seam).get(name):
+            return MethodType(found.__func__, self)
+        rule = getattr(self._rules, name, None)
+        checked = found if rule is None else partial(_ruled, found, rule)
+        call = self.__dict__[name] = partial(in_step, self.name, f"{name}()", checked)
+        return call  # from now on Python finds it by itself
+
+    def __bool__(self) -> bool:
+        return True  # also if it is an empty collection
+
+    def __len__(self) -> int:
+        return len(cast(Any, self.plugin))
+
+    def __contains__(self, item: object) -> bool:
+        return item in cast(Any, self.plugin)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(cast(Any, self.plugin))
+
+
+def guarded(plugin: T, seam: type, name: str, rules: object = None) -> T:
+    """Return `plugin` in a `Guarded`, whose arguments these are."""
+    return cast(T, Guarded(plugin, seam, name, rules))
+
+
+def _ruled(method: Callable[..., T], rule: Callable[..., T], /, *args: Any, **keywords: Any) -> T:
+    return rule(method(*args, **keywords), *args, **keywords)
 
 
 def _call_of(base: type, method: str) -> str:

@@ -19,10 +19,10 @@ from nanovllm.loading.hub import Checkpoint, weight_files
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
-from nanovllm.options.plugins import is_plugin, load_class, make_instance
+from nanovllm.options.plugins import at_start, guarded, is_plugin, load_class
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.extensions import CheckedRunner, StepRunner
-from nanovllm.worker.model_loader import NetworkSpec, check_weights
+from nanovllm.worker.extensions import RunnerRules, StepRunner
+from nanovllm.worker.model_loader import NetworkSpec, check_weights, own_parts
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import Network
 
@@ -58,7 +58,8 @@ def check_network(config: Config, checkpoint: Checkpoint) -> NetworkSpec:
     files = []
     if config.load_format != "dummy":
         files = weight_files(checkpoint, config.model, config.revision, config.download_dir)
-        model_config = check_weights(model_config, files)
+        own = own_parts(model_config)
+        model_config = at_start(own, "loading", check_weights, model_config, files)
     return NetworkSpec(config, model_config, files)
 
 
@@ -216,7 +217,7 @@ def step_runner_class(value: str) -> type[StepRunner]:
     Raises:
         ConfigError: there is no such class.
     """
-    return load_class(ConfigError, "step_runner", value, StepRunner, ("network", "tables"))  # type: ignore[type-abstract]
+    return load_class("step_runner", value, StepRunner, ("network", "tables"))  # type: ignore[type-abstract]
 
 
 def _step_runner_maker(
@@ -229,7 +230,8 @@ def _step_runner_maker(
     found = step_runner_class(value)
 
     def make(network: Network, tables: DeviceTables) -> StepRunner:
-        return CheckedRunner(make_instance(ConfigError, name, found, network, tables), name)
+        runner = at_start(name, "__init__()", found, network, tables)
+        return guarded(runner, StepRunner, name, RunnerRules())
 
     return make
 

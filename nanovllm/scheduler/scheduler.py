@@ -330,7 +330,7 @@ class Scheduler:
         """
         appended = None
         while appended is None:
-            victim = self.policy.victim(self.running[index:])
+            victim = self.policy.victim(tuple(self.running[index:]))
             self.preempt(victim)
             self.stats.num_preemptions += 1
             self.setbacks.append(Setback(victim.seq_id, "preempted", seq.seq_id))

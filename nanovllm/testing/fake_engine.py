@@ -21,6 +21,7 @@ from nanovllm.kv.groups.state import ROOM_TO_GROW, StateGroup
 from nanovllm.kv.groups.window import WindowGroup
 from nanovllm.kv.trie import Node
 from nanovllm.kv.windows import WindowSpec, num_tables
+from nanovllm.options.plugins import Guarded
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.gates import Gate
@@ -34,7 +35,7 @@ from nanovllm.scheduler.messages import (
     Schedule,
     StepResult,
 )
-from nanovllm.scheduler.policy import CheckedPolicy, Policy
+from nanovllm.scheduler.policy import Policy
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.testing.invariants import check_blocks, check_scheduler
@@ -435,7 +436,7 @@ class Engine:
         self.keys: dict[Sequence, Any] = {}  # those that the last step went by
         self._order = policy.order
         policy.order = self._order_asked  # type: ignore[method-assign]
-        inner = policy.policy if isinstance(policy, CheckedPolicy) else policy
+        inner: Any = policy.plugin if isinstance(policy, Guarded) else policy
         self.chooses_victims = type(inner).victim is not Policy.victim
 
     def _order_asked(self, seq: Sequence) -> Any:

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.attention.backend import Backend, CheckedBackend
+from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.selector import own_backend, select_backend
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.attention import Attention
-from nanovllm.options.plugins import is_plugin
+from nanovllm.options.plugins import Guarded, is_plugin
 from nanovllm.worker.kv_pool import KVPool, page_layout
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.state_layers import StateLayers
@@ -138,9 +138,9 @@ class AttentionGroups:
 def _check_apart(backends: list[Backend]) -> None:
     """Raise ConfigError if a backend of the user's cannot take a cache whose blocks lie apart."""
     for backend in backends:
-        if isinstance(backend, CheckedBackend) and not backend.blocks_lie_apart:
+        if isinstance(backend, Guarded) and not backend.blocks_lie_apart:
             raise ConfigError(
-                f"attention_backend {backend.name} says that blocks_lie_apart is False, but they "
+                f"{backend.name} says that blocks_lie_apart is False, but they "
                 "do in a model with several kinds of layers, and on a CPU with kv_offload_gib, "
                 "kv_cache_dir or kv_tier: let it index blocks and offsets, or leave one out"
             )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from nanovllm.errors import PluginError
+from nanovllm.errors import BrokenRule
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.step_output import PendingResult
@@ -47,43 +47,26 @@ class StepRunner(ABC):
         """Write the KV of the tokens of `rows`; return what was computed."""
 
 
-class CheckedRunner(StepRunner):
-    """A step runner from outside of the package: what it raises or does wrong is an error that
-    names it. It is not asked about rows that follow drafts in flight, whose positions only the
-    device knows.
+class RunnerRules:
+    """What a step runner of the user's must return: see `nanovllm.options.plugins.Guarded`."""
 
-    Args:
-        runner: the one that runs steps.
-        name: for the errors, `step_runner="module:Class"`.
-    """
+    def fits(self, fits: bool, rows: list[Row]) -> bool:
+        """No step has rows that follow drafts in flight, whose positions only the device knows."""
+        return bool(fits) and not any(row.num_unverified_tokens for row in rows)
 
-    def __init__(self, runner: StepRunner, name: str) -> None:
-        self.runner = runner
-        self._name = name
-
-    def fits(self, rows: list[Row]) -> bool:
-        if any(row.num_unverified_tokens for row in rows):
-            return False
-        return bool(PluginError.guard(self._name, "fits()", self.runner.fits, rows))
-
-    def run(self, rows: list[Row]) -> Computed:
-        computed = PluginError.guard(self._name, "run()", self.runner.run, rows)
+    def run(self, computed: Computed, rows: list[Row]) -> Computed:
         num_tokens = sum(row.num_scheduled_tokens for row in rows)
         if not isinstance(computed, Computed):
-            raise PluginError.of(
-                self._name,
-                f"run() returned {computed!r:.80}: return a {Computed.__module__}.Computed",
+            raise BrokenRule(
+                f"run() returned {computed!r:.80}: return a {Computed.__module__}.Computed"
             )
         if computed.hidden is None and computed.tokens is None:
-            raise PluginError.of(
-                self._name, "run() computed neither hidden states nor tokens: give one of both"
-            )
+            raise BrokenRule("run() computed neither hidden states nor tokens: give one of both")
         for field, value in computed._asdict().items():
             if value is not None and len(value) != num_tokens:
-                raise PluginError.of(
-                    self._name,
+                raise BrokenRule(
                     f"run() returned {field} of {len(value)} tokens for a step of {num_tokens}: "
-                    "return those of all tokens, in the order of the rows",
+                    "return those of all tokens, in the order of the rows"
                 )
         return computed
 

@@ -4,7 +4,6 @@ What other processes hold counts only as memory that is not free.
 """
 
 import contextlib
-import errno
 import itertools
 import logging
 import os
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence as Seq
 
 import torch
 
-from nanovllm.errors import OutOfMemoryError
+from nanovllm.errors import OutOfMemoryError, refuses_memory
 from nanovllm.kv.windows import pages_for
 from nanovllm.options.config import Config
 from nanovllm.scheduler.worker_info import WorkerInfo
@@ -105,22 +104,13 @@ def require_one_sequence(info: WorkerInfo) -> None:
         )
 
 
-def refuses_memory(error: Exception) -> bool:
-    """Return whether Python, torch or a system call was refused memory, on the host or a GPU."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return "DefaultCPUAllocator: can't allocate" in str(error)  # torch has no class for it
-
-
 @contextlib.contextmanager
 def memory_errors(config: Config) -> Iterator[None]:
     """Raise OutOfMemoryError where memory is refused inside, with the options that size it."""
     try:
         yield
     except (MemoryError, OSError, RuntimeError) as error:
-        if not refuses_memory(error):
+        if isinstance(error, OutOfMemoryError) or not refuses_memory(error):
             raise
         given = ", ".join(f"{name} {getattr(config, name)}" for name in _SIZES)
         raise OutOfMemoryError(

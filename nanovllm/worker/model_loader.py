@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.errors import CheckpointError
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.linear import Matrix
 from nanovllm.loading.files import is_gguf
@@ -29,7 +29,7 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class, own_family
 from nanovllm.options.config import Config
-from nanovllm.options.plugins import make_instance
+from nanovllm.options.plugins import at_start
 from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.utils.memory import return_freed
 from nanovllm.utils.pages import PageReserve
@@ -188,12 +188,23 @@ def make_modules(
 
 
 def _build(model_config: ModelConfig, max_model_len: int, device: torch.device) -> nn.Module:
-    name = own_family(model_config)
+    family = own_family(model_config)
     with _default_dtype(model_config.dtype), device:
         make = model_class(model_config)
-        if name is None:
-            return make(model_config, max_model_len)
-        return make_instance(ConfigError, name, make, model_config, max_model_len)
+        return at_start(family, "__init__()", make, model_config, max_model_len)
+
+
+def own_parts(model_config: ModelConfig) -> str | None:
+    """Return the names of a family and a weight format of the user's, for errors; None: all is
+    ours.
+    """
+    names = [own_family(model_config)]
+    if model_config.quantization_config is not None:
+        from nanovllm.features.formats.weight_formats import own_format
+
+        own = own_format(model_config.quantization_config)
+        names.append(None if own is None else own.name)
+    return " or ".join(filter(None, names)) or None
 
 
 def load_model(model: nn.Module, spec: NetworkSpec, kernels: Kernels) -> None:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.errors import OutOfMemoryError
+from nanovllm.errors import OutOfMemoryError, refuses_memory
 from nanovllm.kernels.selector import require_triton
+from nanovllm.options.plugins import in_step
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.memory import keep_freed
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.extensions import LAPS, Computed, RunnerPart, SamplingWatch, StepRunner
-from nanovllm.worker.kv_cache import refuses_memory
 from nanovllm.worker.model_loader import NetworkSpec, num_positions
 from nanovllm.worker.network import Network
 from nanovllm.worker.sampling_rows import SamplingRows
@@ -127,6 +127,7 @@ class ModelRunner:
 
         Raises:
             OutOfMemoryError: the system refuses memory that the step needs. Later steps work.
+            PluginError: a class of the user's fails.
         """
         if len(self._launched) == LAPS:
             # A step runner may write this step's tokens over those of the step LAPS steps ago.
@@ -134,11 +135,14 @@ class ModelRunner:
         try:
             for part in self.parts:
                 part.begin(schedule)
-            pending = self._execute(schedule)
+            if self.network.own is None:
+                pending = self._execute(schedule)
+            else:
+                pending = in_step(self.network.own, "a step", self._execute, schedule)
             for part in self.parts:
                 part.end(schedule, pending)
         except (MemoryError, OSError, RuntimeError) as error:
-            if not refuses_memory(error):
+            if isinstance(error, OutOfMemoryError) or not refuses_memory(error):
                 raise
             raise OutOfMemoryError(
                 f"the system refuses memory that a step needs ({error}): free memory, or lower "

@@ -11,11 +11,12 @@ import torch
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.kernels.selector import select_kernels
+from nanovllm.options.plugins import at_start
 from nanovllm.scheduler.messages import Row
 from nanovllm.worker.attention_groups import AttentionGroups
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_pool import KVPool
-from nanovllm.worker.model_loader import NetworkSpec, build_model, load_model
+from nanovllm.worker.model_loader import NetworkSpec, build_model, load_model, own_parts
 
 if TYPE_CHECKING:
     from nanovllm.features.lora.methods import StepAdapters
@@ -29,6 +30,7 @@ class Network:
 
     Attributes:
         adapters: which adapter each token of the running step has; None: the layers have none.
+        own: names the user's family and weight format, for errors; None: all is ours.
     """
 
     pool: KVPool
@@ -43,7 +45,8 @@ class Network:
         self.model = build_model(spec, max_model_len, device, self.kernels)
         self.attention = AttentionGroups(self.model, spec, max_model_len, device, self.kernels)
         self.backend: Backend = self.attention.groups[0].backend
-        load_model(self.model, spec, self.kernels)
+        self.own = own_parts(spec.model_config)
+        at_start(self.own, "loading", load_model, self.model, spec, self.kernels)
         self.adapters: StepAdapters | None = None
         self.device = device
 

@@ -12,9 +12,8 @@ from functools import partial
 
 import torch
 
-from nanovllm.errors import PluginError
 from nanovllm.kv.windows import num_tables
-from nanovllm.models.registry import own_family
+from nanovllm.options.plugins import at_start
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import MAX_SAMPLES, Admission, Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
@@ -120,10 +119,9 @@ def allocate(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
     drafter = runner.drafter
     if drafter is not None:
         drafter.allocate(tables, info.num_blocks)
-    family = own_family(network.model_config)
-    if family is not None:  # before anything records it
+    if network.own is not None:  # before anything records it
         token = [Row(-1, 0, 0, 1, samples=False)]
-        PluginError.guard(family, "forward()", network.forward, tables, token, None)
+        at_start(network.own, "forward()", network.forward, tables, token, None)
         network.pool.zero([0])
     if runner.device.type == "cuda":
         compile_kernels(runner, info)

@@ -11,8 +11,9 @@ import pytest
 
 from examples.lab.lfu_eviction import LeastFrequentlyUsed
 from nanovllm.errors import PluginError
-from nanovllm.kv.eviction import CheckedOrder
-from nanovllm.scheduler.policy import CheckedPolicy
+from nanovllm.kv.eviction import EvictionOrder, OrderRules
+from nanovllm.options.plugins import guarded, in_step
+from nanovllm.scheduler.policy import Policy, PolicyRules
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.testing.fake_engine import Engine
 
@@ -34,13 +35,19 @@ def mistaken(make: Callable[..., Any], method: str, wrong: Method) -> Callable[.
     return type("Mistaken", (make,), {method: wrong})
 
 
+def make_order(order: Callable[..., Any], num_pages: int) -> EvictionOrder:
+    made, name = order(num_pages), "the order m:C"
+    rules = in_step(name, "__len__()", OrderRules, made, num_pages)
+    return guarded(made, EvictionOrder, name, rules)
+
+
 def run(policy: Callable[..., Any] | None, order: Callable[..., Any] | None) -> None:
     """Run requests that share prompts, wait, are preempted, and evict."""
     more: dict[str, Any] = {}
     if policy is not None:
-        more["make_policy"] = lambda: CheckedPolicy(policy(), "the policy m:C")
+        more["make_policy"] = lambda: guarded(policy(), Policy, "the policy m:C", PolicyRules())
     if order is not None:
-        more["make_order"] = lambda pages: CheckedOrder(order(pages), pages, "the order m:C")
+        more["make_order"] = partial(make_order, order)
     engine = Engine(
         num_blocks=14, block_size=2, max_num_seqs=4, max_model_len=24, max_num_batched_tokens=8,
         **more,
@@ -129,7 +136,7 @@ def test_an_order_that_moves_a_running_sequence_is_an_error() -> None:
         max_num_batched_tokens=6,
         max_model_len=60,
         num_blocks=60,
-        make_policy=partial(CheckedPolicy, make(), "m:C"),
+        make_policy=partial(guarded, make(), Policy, "m:C", PolicyRules()),
     )
     engine.add([1, 2], max_tokens=9, ignore_eos=True)
     engine.step()

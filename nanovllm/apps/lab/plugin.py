@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm.errors import ConfigError
-from nanovllm.kv.eviction import CheckedOrder, EvictionOrder
-from nanovllm.options.plugins import load_class, make_instance
+from nanovllm.kv.eviction import EvictionOrder, OrderRules
+from nanovllm.options.plugins import at_start, guarded, in_step, load_class
 from nanovllm.options.validation import listed, shown
-from nanovllm.scheduler.policy import CheckedPolicy, Policy
+from nanovllm.scheduler.policy import Policy, PolicyRules
 
 POLICY, EVICTION = "scheduling_policy", "eviction_policy"
 """The engine options that name a plugin, which are its kind here."""
@@ -42,17 +42,17 @@ class Plugin(NamedTuple):
     def for_scheduler(self) -> dict[str, Any]:
         """`make_policy` or `make_order` of `nanovllm.testing.fake_engine.Engine`."""
         name = f'{self.kind}="{self.value}"'
-        if self.kind == POLICY:
-            return {
-                "make_policy": lambda: CheckedPolicy(
-                    make_instance(ConfigError, name, self.made_by), name
-                )
-            }
-        return {
-            "make_order": lambda num_pages: CheckedOrder(
-                make_instance(ConfigError, name, self.made_by, num_pages), num_pages, name
-            )
-        }
+
+        def make_policy() -> Policy:
+            policy: Policy = at_start(name, "__init__()", self.made_by)
+            return guarded(policy, Policy, name, PolicyRules())
+
+        def make_order(num_pages: int) -> EvictionOrder:
+            order: EvictionOrder = at_start(name, "__init__()", self.made_by, num_pages)
+            rules = in_step(name, "__len__()", OrderRules, order, num_pages)
+            return guarded(order, EvictionOrder, name, rules)
+
+        return {"make_policy": make_policy} if self.kind == POLICY else {"make_order": make_order}
 
     @contextlib.contextmanager
     def importable(self) -> Iterator[None]:
@@ -84,7 +84,7 @@ def find_plugin(file: str, class_name: str | None = None) -> Plugin:
         kind = next(kind for kind, (base, _) in _BASES.items() if issubclass(found[chosen], base))
         base, arguments = _BASES[kind]
         value = f"{path.stem}:{chosen}"
-        load_class(ConfigError, kind, value, base, arguments)
+        load_class(kind, value, base, arguments)
     return Plugin(kind, found[chosen], value, path.parent)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.errors import CheckpointError, ConfigError, NanoVLLMError, UnsupportedModelError
+from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.features.formats.awq import Awq
 from nanovllm.features.formats.compressed_tensors import CompressedTensors
 from nanovllm.features.formats.gguf import GgufFormat
@@ -27,7 +27,7 @@ from nanovllm.loading.files import is_gguf
 from nanovllm.loading.shards import Shard, model_shards
 from nanovllm.loading.tensor_files import read_header
 from nanovllm.options.config import Config
-from nanovllm.options.plugins import installed, load_class, make_instance
+from nanovllm.options.plugins import at_start, installed, load_class
 from nanovllm.options.validation import shown
 from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.utils.pages import PageReserve
@@ -48,14 +48,7 @@ class CheckedFormat(WeightFormat):
         self._format = weight_format
 
     def stored(self, matrix: Matrix, names: list[str]) -> StoredWeight | None:
-        try:
-            stored = self._format.stored(matrix, names)
-        except NanoVLLMError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"{self.name}: stored() raised {type(error).__name__}: {error}"
-            ) from error
+        stored = at_start(self.name, "stored()", self._format.stored, matrix, names)
         lacks = [method for method in ("shards", "method") if not hasattr(stored, method)]
         if stored is not None and lacks:
             raise ConfigError(
@@ -72,6 +65,11 @@ class OwnFormat(NamedTuple):
     """The option `quantization`: "module:Class"."""
     config: dict[str, Any]
     """The checkpoint's quantization_config; empty without one."""
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return f'quantization="{self.plugin}"'
 
 
 FORMATS: dict[str, Callable[[dict[str, Any]], WeightFormat]] = {
@@ -99,8 +97,9 @@ def checkpoint_format(config: Any) -> WeightFormat | None:
     """
     if config is None:
         return None
-    if isinstance(config, OwnFormat):
-        return _own_format(config)
+    own = own_format(config)
+    if own is not None:
+        return _make_own(own)
     if not isinstance(config, dict):
         raise CheckpointError(
             f"config.json: quantization_config must be an object, is {shown(config)}"
@@ -112,10 +111,6 @@ def checkpoint_format(config: Any) -> WeightFormat | None:
             f"{shown(config['group_size'])}), whose form is not supported: take the original "
             f"checkpoint, a GGUF file, or one in {', '.join(FORMATS)}"
         )
-    if isinstance(method, str) and method not in FORMATS:
-        plugin = installed("format").get(method)
-        if plugin is not None:
-            return _own_format(OwnFormat(plugin, config))
     if not isinstance(method, str) or method not in FORMATS:
         raise UnsupportedModelError(
             f"quantization_config quant_method {shown(method)} is not supported (only "
@@ -125,15 +120,25 @@ def checkpoint_format(config: Any) -> WeightFormat | None:
     return FORMATS[method](config)
 
 
-def _own_format(own: OwnFormat) -> WeightFormat:
+def own_format(config: Any) -> OwnFormat | None:
+    """Return the format of the user's that reads `config`, as for `checkpoint_format`."""
+    if isinstance(config, OwnFormat):
+        return config
+    method = config.get("quant_method") if isinstance(config, dict) else None
+    if not isinstance(method, str) or method in FORMATS:
+        return None
+    plugin = installed("format").get(method)
+    return None if plugin is None else OwnFormat(plugin, config)
+
+
+def _make_own(own: OwnFormat) -> WeightFormat:
     """Return the user's format.
 
     Raises:
         ConfigError: it cannot be loaded, or raises an exception that is not ours.
     """
-    found = load_class(ConfigError, "quantization", own.plugin, WeightFormat, ("config",))  # type: ignore[type-abstract]
-    name = f'quantization="{own.plugin}"'
-    return CheckedFormat(make_instance(ConfigError, name, found, own.config), name)
+    found = load_class("quantization", own.plugin, WeightFormat, ("config",))  # type: ignore[type-abstract]
+    return CheckedFormat(at_start(own.name, "__init__()", found, own.config), own.name)
 
 
 def check_quantization(stored: Any, config: Config) -> None:

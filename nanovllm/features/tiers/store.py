@@ -1,13 +1,13 @@
 """The byte store that the options ask for: a directory, or the user's."""
 
 import logging
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
+from typing import Any
 
-from nanovllm.errors import ConfigError
 from nanovllm.features.tiers.directory import DirectoryStore
 from nanovllm.features.tiers.tier import ByteStore
 from nanovllm.options.config import Config
-from nanovllm.options.plugins import load_class, make_instance
+from nanovllm.options.plugins import at_start, load_class
 
 logger = logging.getLogger(__name__)
 
@@ -26,35 +26,26 @@ class CheckedStore(ByteStore):
         self._warned = False
 
     def has(self, key: bytes) -> bool:
-        try:
-            return bool(self._store.has(key))
-        except Exception as error:
-            return self._miss("has()", error)
+        return bool(self._asked("has()", self._store.has, key))
 
     def read(self, key: bytes, buffers: Seq[memoryview]) -> bool:
-        try:
-            return bool(self._store.read(key, buffers))
-        except Exception as error:
-            return self._miss("read()", error)
+        return bool(self._asked("read()", self._store.read, key, buffers))
 
     def write(self, key: bytes, buffers: Seq[memoryview]) -> None:
-        try:
-            self._store.write(key, buffers)
-        except Exception as error:
-            self._miss("write()", error)
+        self._asked("write()", self._store.write, key, buffers)
 
     def close(self) -> None:
-        try:
-            self._store.close()
-        except Exception as error:
-            self._miss("close()", error)
+        self._asked("close()", self._store.close)
 
-    def _miss(self, call: str, error: Exception) -> bool:
-        level = logging.DEBUG if self._warned else logging.WARNING
-        self._warned = True
-        reason = f"{call} raised {type(error).__name__}: {error}"
-        logger.log(level, "%s: %s; what it should give is computed", self._name, reason)
-        return False
+    def _asked(self, call: str, method: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return method(*args)
+        except (Exception, SystemExit) as error:
+            level = logging.DEBUG if self._warned else logging.WARNING
+            self._warned = True
+            reason = f"{call} raised {type(error).__name__}: {error}"
+            logger.log(level, "%s: %s; what it should give is computed", self._name, reason)
+            return None
 
 
 def store_class(value: str) -> type[ByteStore]:
@@ -63,7 +54,7 @@ def store_class(value: str) -> type[ByteStore]:
     Raises:
         ConfigError: there is no such class.
     """
-    return load_class(ConfigError, "kv_tier", value, ByteStore, ("namespace", "rank"))  # type: ignore[type-abstract]
+    return load_class("kv_tier", value, ByteStore, ("namespace", "rank"))  # type: ignore[type-abstract]
 
 
 def make_store(config: Config, namespace: str, rank: int = 0) -> ByteStore | None:
@@ -78,7 +69,7 @@ def make_store(config: Config, namespace: str, rank: int = 0) -> ByteStore | Non
     if config.kv_tier is not None:
         name = f'kv_tier="{config.kv_tier}"'
         found = store_class(config.kv_tier)
-        return CheckedStore(make_instance(ConfigError, name, found, namespace, rank), name)
+        return CheckedStore(at_start(name, "__init__()", found, namespace, rank), name)
     if config.kv_cache_dir is not None:
         limit = int(config.kv_cache_dir_gib * 2**30)
         return DirectoryStore(config.kv_cache_dir, limit, namespace, rank)

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 
-from nanovllm.errors import PluginError
+from nanovllm.errors import BrokenRule
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
@@ -116,51 +116,19 @@ class Proposer(ABC):
         return dataclasses.replace(info, step_seconds=step_seconds, draft_seconds=draft_seconds)
 
 
-class CheckedProposer(Proposer):
-    """A proposer from outside of the package: what it raises or does wrong is an error that names
-    it.
+class ProposerRules:
+    """What a proposer of the user's must return: see `nanovllm.options.plugins.Guarded`."""
 
-    Args:
-        proposer: the one that proposes.
-        name: for the errors, `speculative_config: method="module:Class"`.
-    """
-
-    def __init__(self, proposer: Proposer, name: str) -> None:
-        self.proposer = proposer
-        self._name = name
-        self.block_bytes = proposer.block_bytes
-        self.follows_drafts = proposer.follows_drafts
-
-    @property
-    def networks(self) -> list[Network]:
-        return self.proposer.networks
-
-    def warm_up(self, tables: DeviceTables, num_blocks: int, rows: list[Row]) -> int:
-        warm_up = self.proposer.warm_up
-        return PluginError.guard(self._name, "warm_up()", warm_up, tables, num_blocks, rows)
-
-    def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
-        allocate = self.proposer.allocate
-        PluginError.guard(self._name, "allocate()", allocate, tables, num_blocks)
-        self.follows_drafts = self.proposer.follows_drafts
-
-    def admit(self, schedule: Schedule) -> None:
-        PluginError.guard(self._name, "admit()", self.proposer.admit, schedule)
-
-    def propose(self, rows: list[Row]) -> list[int]:
-        counts = PluginError.guard(self._name, "propose()", self.proposer.propose, rows)
-        most = [row.num_draft_tokens for row in rows]
+    def propose(self, counts: list[int], rows: list[Row]) -> list[int]:
         if not isinstance(counts, list) or len(counts) != len(rows):
-            raise PluginError.of(
-                self._name,
+            raise BrokenRule(
                 f"propose() returned {counts!r:.80} for {len(rows)} rows: return a list with the "
-                "number of drafts of each",
+                "number of drafts of each"
             )
-        for count, limit in zip(counts, most, strict=True):
-            if not isinstance(count, int) or not 0 <= count <= limit:
-                raise PluginError.of(
-                    self._name,
-                    f"propose() returned {count!r} for a row: return an integer from 0 to its "
-                    f"num_draft_tokens, {limit}",
+        for count, row in zip(counts, rows, strict=True):
+            if not isinstance(count, int) or not 0 <= count <= row.num_draft_tokens:
+                raise BrokenRule(
+                    f"propose() returned {count!r:.80} for a row: return an integer from 0 to its "
+                    f"num_draft_tokens, {row.num_draft_tokens}"
                 )
         return counts

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from nanovllm.errors import ConfigError
-from nanovllm.features.speculation.proposers.proposer import CheckedProposer, Proposer
-from nanovllm.options.plugins import is_plugin, load_class, make_instance
+from nanovllm.features.speculation.proposers.proposer import Proposer, ProposerRules
+from nanovllm.options.plugins import at_start, guarded, is_plugin, load_class
 from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.network import Network
@@ -30,8 +29,8 @@ def make_proposer(
     method = spec.method
     if method is not None and is_plugin(method):
         name = f'speculative_config: method="{method}"'
-        found = make_instance(ConfigError, name, proposer_class(method), target)
-        return CheckedProposer(found, name)
+        found = at_start(name, "__init__()", proposer_class(method), target)
+        return guarded(found, Proposer, name, ProposerRules())
     if draft is None:
         from nanovllm.features.speculation.proposers.ngram import Ngram
 
@@ -52,4 +51,4 @@ def proposer_class(method: str) -> type[Proposer]:
         ConfigError: there is no such class.
     """
     name = "speculative_config: method"
-    return load_class(ConfigError, name, method, Proposer, ("network",))  # type: ignore[type-abstract]
+    return load_class(name, method, Proposer, ("network",))  # type: ignore[type-abstract]
