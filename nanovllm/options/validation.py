@@ -3,6 +3,7 @@
 The caller gives the error class to raise.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -14,10 +15,10 @@ import numbers
 import operator
 import os
 import reprlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from nanovllm.errors import NanoVLLMError
+from nanovllm.errors import ConfigError, NanoVLLMError
 
 if TYPE_CHECKING:
     from nanovllm.options.other_names import OtherName
@@ -227,6 +228,34 @@ def check_path(
     if not isinstance(path, str) or not path:
         raise error(f"{name} must be {rule}, got {shown(value)}")
     return plain_text(path)
+
+
+def check_place(name: str, path: str) -> None:
+    """Raise ConfigError if the file that an option names cannot be written: before the work whose
+    result it would hold.
+    """
+    if os.path.isdir(path):
+        raise ConfigError(f"{name} {shown(path)} is a directory: name a file in it")
+    if not os.access(path if os.path.exists(path) else os.path.dirname(path) or ".", os.W_OK):
+        raise ConfigError(
+            f"{name} {shown(path)} cannot be written: name a file in a directory that is there and "
+            "yours to write to"
+        )
+
+
+@contextlib.contextmanager
+def writing(name: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise ConfigError if the file that an option names cannot be written inside.
+
+    matplotlib and torch, too, write files: they also raise ValueError and RuntimeError.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise ConfigError(
+            f"{name} {shown(os.fspath(path))} cannot be written: {reason}; name another file"
+        ) from error
 
 
 def check_json_object(error: Error, name: str, value: Any) -> dict[str, Any]:

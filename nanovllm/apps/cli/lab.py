@@ -1,6 +1,7 @@
 """`nanovllm lab`: commands for those who write plugins."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from nanovllm.apps.prove.options import ProveOptions
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, add_flags, add_other_flags, given_fields
-from nanovllm.options.validation import listed
+from nanovllm.options.validation import check_place, listed
 from nanovllm.utils.progress import progress_bar
 from nanovllm.utils.terminal import write
 
@@ -48,46 +49,56 @@ def _add_new(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def _add_check(commands: "argparse._SubParsersAction[Parser]") -> None:
-    about = "Check that an engine keeps every rule with a policy or an eviction order in place."
-    parser = commands.add_parser(
-        "check",
-        help=about,
-        description=about,
-        epilog="The exit status is 0 if all rules are kept, or 1.",
-        usage="nanovllm lab check FILE [MODEL] [flags]",
-    )
-    parser.set_defaults(command=check, parser=parser, takes="lab check takes a FILE and a MODEL")
-    _add_plugin(parser)
-    add_flags(parser.add_argument_group("check"), CheckOptions, but=(), defaults={})
-    group = parser.add_argument_group("the ways of nanovllm prove")
     peers = {"peer", "peer_python", "api_key", "output", "lora_modules"}
-    add_flags(group, ProveOptions, but=peers, defaults={})
-    add_engine_flags(parser)
-    add_other_flags(parser, default=argparse.SUPPRESS)
+    _add_trial(
+        commands,
+        check,
+        "Check that an engine keeps every rule with a policy or an eviction order in place.",
+        "The exit status is 0 if all rules are kept, or 1.",
+        {"check": (CheckOptions, set()), "the ways of nanovllm prove": (ProveOptions, peers)},
+    )
 
 
 def _add_bench(commands: "argparse._SubParsersAction[Parser]") -> None:
-    about = "Measure an engine with a policy or an eviction order beside the default."
+    _add_trial(
+        commands,
+        bench,
+        "Measure an engine with a policy or an eviction order beside the default.",
+        "Without FILE the default is measured beside itself.",
+        {"bench": (BenchOptions, set())},
+        needs_file=False,
+    )
+
+
+def _add_trial(
+    commands: "argparse._SubParsersAction[Parser]",
+    run: Callable[[argparse.Namespace], int],
+    about: str,
+    more: str,
+    groups: dict[str, tuple[type, set[str]]],
+    *,
+    needs_file: bool = True,
+) -> None:
+    """Add a command that runs engines with the plugin in a file.
+
+    Args:
+        groups: of flags, by title: the class of their fields, and those that are left out.
+    """
+    name = run.__name__
+    file = "FILE" if needs_file else "[FILE]"
     parser = commands.add_parser(
-        "bench",
+        name,
         help=about,
         description=about,
-        epilog="Without FILE the default is measured beside itself.",
-        usage="nanovllm lab bench [FILE] [MODEL] [flags]",
+        epilog=more,
+        usage=f"nanovllm lab {name} {file} [MODEL] [flags]",
     )
-    parser.set_defaults(command=bench, parser=parser, takes="lab bench takes a FILE and a MODEL")
-    _add_plugin(parser, nargs="?")
-    add_flags(parser.add_argument_group("bench"), BenchOptions, but=(), defaults={})
-    add_engine_flags(parser)
-    add_other_flags(parser, default=argparse.SUPPRESS)
-
-
-def _add_plugin(parser: Parser, nargs: str | None = None) -> None:
-    """Add the arguments that say which plugin an engine gets, and which model it runs."""
+    takes = f"lab {name} takes a FILE and a MODEL"
+    parser.set_defaults(command=run, parser=parser, takes=takes)
     parser.add_argument(
         "file",
         metavar="FILE",
-        nargs=nargs,
+        nargs=None if needs_file else "?",
         help="A Python file with a policy or an eviction order.",
     )
     parser.add_argument(
@@ -103,6 +114,10 @@ def _add_plugin(parser: Parser, nargs: str | None = None) -> None:
         metavar="NAME",
         help="The class in FILE, if it has several. (default: the only one)",
     )
+    for title, (fields, left_out) in groups.items():
+        add_flags(parser.add_argument_group(title), fields, but=left_out, defaults={})
+    add_engine_flags(parser)
+    add_other_flags(parser, default=argparse.SUPPRESS)
 
 
 def _engine_options(args: argparse.Namespace, plugin: Plugin | None) -> dict[str, Any]:
@@ -135,10 +150,15 @@ def check(args: argparse.Namespace) -> int:
 def bench(args: argparse.Namespace) -> int:
     """Measure an engine with a plugin beside the default."""
     from nanovllm.apps.lab import bench as lab
+    from nanovllm.apps.lab.plot import check_plot, draw
 
     plugin = None if args.file is None else find_plugin(args.file, args.class_name)
     options = _engine_options(args, plugin)
     how = BenchOptions(**given_fields(BenchOptions, args))
+    if how.output is not None:
+        check_place("output", how.output)
+    if how.plot is not None:
+        check_plot(how.plot)
     with progress_bar(total=lab.num_steps(how), shown=True) as bar:
         found = lab.bench(plugin, args.model, options, how, bar.update)
     for line in lab.show(found):
@@ -146,8 +166,6 @@ def bench(args: argparse.Namespace) -> int:
     if how.output is not None:
         save_results(how.output, found.as_json())
     if how.plot is not None:
-        from nanovllm.apps.lab.plot import draw
-
         draw(found, how.plot)
     return 0
 

@@ -29,13 +29,14 @@ from nanovllm.apps.cli.sources import (
     pieces,
     server_source,
 )
-from nanovllm.apps.explain.options import ExplainOptions, check_place
+from nanovllm.apps.explain.options import ExplainOptions
 from nanovllm.apps.router.options import RouterOptions, names_several
 from nanovllm.apps.server.options import model_name
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
 from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, fields_of, given_fields
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.validation import check_place
 from nanovllm.utils.line_input import joined_lines, typed_lines
 from nanovllm.utils.terminal import (
     OutputError,
@@ -178,7 +179,7 @@ def explain(args: argparse.Namespace) -> int:
     if chosen.xray:
         options["enforce_eager"] = True
     if chosen.html is not None:
-        check_place(chosen.html)
+        check_place("html", chosen.html)
     given = _prompts(args)
     flags = {"max_tokens": EXPLAINED_TOKENS, **flags}
     llm, params = load(options, flags, is_named=args.names_model, is_chat=args.chat)

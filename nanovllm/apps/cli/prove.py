@@ -13,6 +13,7 @@ from nanovllm.apps.prove.options import ProveOptions
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, add_flags, add_other_flags, given_fields
+from nanovllm.options.validation import check_place, writing
 from nanovllm.utils.terminal import write
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def prove(args: argparse.Namespace) -> int:
     if options.peer is None:
         model = model or demo_model.default_model()
         Config(model=model, **engine_options)
+    if options.output is not None:
+        check_place("output", options.output)
     proof = _proof(model, engine_options, options)
     if proof.not_tried:
         write(f"not tried: {'; '.join(proof.not_tried)}\n")
@@ -105,9 +108,6 @@ def save_results(path: str, found: dict[str, Any]) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    try:
-        Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"output {path!r} cannot be written: {error.strerror or error}; name another file"
-        ) from None
+    text = json.dumps(found, indent=1) + "\n"
+    with writing("output", path):
+        Path(path).write_text(text, encoding="utf-8")

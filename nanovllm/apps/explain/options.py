@@ -1,8 +1,6 @@
 """`ExplainOptions`: what `nanovllm explain` shows, and where."""
 
 import dataclasses
-import os
-from pathlib import Path
 from typing import Annotated
 
 from nanovllm.errors import ConfigError
@@ -29,14 +27,3 @@ class ExplainOptions:
 
     def __post_init__(self) -> None:
         check_fields(ConfigError, self)
-
-
-def check_place(path: str) -> None:
-    """Raise ConfigError if a page cannot be written there: before the work that it would show."""
-    if os.path.isdir(path):
-        raise ConfigError(f"html {path!r:.200} is a directory: name a file in it")
-    if not os.access(path if os.path.exists(path) else Path(path).absolute().parent, os.W_OK):
-        raise ConfigError(
-            f"html {path!r:.200} cannot be written: name a file in a directory that is there and "
-            "yours to write to"
-        )

@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from nanovllm.apps.explain.story import Story
-from nanovllm.errors import ConfigError
+from nanovllm.options.validation import writing
 
 
 def write_page(story: Story, path: str) -> None:
@@ -15,12 +15,9 @@ def write_page(story: Story, path: str) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    try:
-        Path(path).write_text(page_of(story), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"html {path!r:.200} cannot be written: {error.strerror or error}; name another file"
-        ) from None
+    page = page_of(story)
+    with writing("html", path):
+        Path(path).write_text(page, encoding="utf-8")
 
 
 def page_of(story: Story) -> str:

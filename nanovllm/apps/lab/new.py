@@ -6,7 +6,7 @@ import keyword
 from pathlib import Path
 
 from nanovllm.errors import ConfigError
-from nanovllm.options.validation import check_choice, shown
+from nanovllm.options.validation import check_choice, shown, writing
 
 TEMPLATES = Path(__file__).with_name("templates")
 KINDS = (
@@ -42,11 +42,9 @@ def write_plugin(kind: str, name: str | None, folder: Path) -> Path:
     _check_name(name, path)
     text = (TEMPLATES / f"{kind}.py").read_text(encoding="utf-8")
     text = text.replace(_class_name(f"my_{kind}"), _class_name(name)).replace(f"my_{kind}", name)
-    try:
-        with path.open("x", encoding="utf-8") as file:  # never over a file that is there
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}") from error
+    # Never over a file that is there.
+    with writing("the file", path), path.open("x", encoding="utf-8") as file:
+        file.write(text)
     return path
 
 

@@ -1,25 +1,32 @@
 """Draws what `nanovllm lab bench` measured: each comparison's ratio, its interval and its pairs."""
 
+import importlib.util
 import math
 import statistics
 
 from nanovllm.apps.lab.bench import MEASURES, Bench
 from nanovllm.apps.lab.ratio import FASTER, NOTHING, SLOWER
 from nanovllm.errors import ConfigError
+from nanovllm.options.validation import check_place, writing
 
 _COLOURS = {FASTER: "tab:green", SLOWER: "tab:red", NOTHING: "tab:gray"}
+
+
+def check_plot(path: str) -> None:
+    """Raise ConfigError if `draw` cannot write there, or matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("matplotlib is not installed: pip install '.[lab]'")
+    check_place("plot", path)
 
 
 def draw(found: Bench, path: str) -> None:
     """Write the picture, in the format that the file's name says.
 
     Raises:
-        ConfigError: matplotlib is not installed, or cannot write the file.
+        ConfigError: matplotlib cannot write the file.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("matplotlib is not installed: pip install '.[lab]'") from None
+    from matplotlib.figure import Figure
+
     measures = found.measures()
     figure = Figure(figsize=(9, 1.4 + 0.6 * len(measures)), layout="constrained")
     axes = figure.subplots()
@@ -40,7 +47,5 @@ def draw(found: Bench, path: str) -> None:
     axes.margins(x=0.15)
     axes.set_xlabel("plugin / default: less is faster; a line is a pair of processes")
     axes.set_title(found.plugin or "the default beside itself", fontsize=10)
-    try:
+    with writing("plot", path):
         figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"plot {path!r} cannot be written: {error}") from None

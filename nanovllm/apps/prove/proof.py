@@ -16,6 +16,7 @@ from nanovllm.apps.prove.ways import ALONE, Setting, Shape, Way, drafts_of, sett
 from nanovllm.errors import CheckpointError, ConfigError, OutOfMemoryError
 from nanovllm.llm import LLM
 from nanovllm.options.lora_request import named_adapters
+from nanovllm.options.validation import writing
 
 SAME, DIFFERS = "same", "differs"
 _LONGEST = 320
@@ -215,13 +216,8 @@ class Prover:
         way = reproduction.shrunk(difference, differs)
         text = reproduction.script(self._model, difference, way, requests, self._adapters)
         path = Path(self._prove.reproduction)
-        try:
+        with writing("reproduction", path):
             path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"reproduction {str(path)!r} cannot be written: {error.strerror or error}; name "
-                "another file"
-            ) from None
         self.proof.reproduction = str(path)
         self.proof.difference = f"{_name(setting, way)}: request {index}: {difference.words()}"
         self.proof.is_shown = reproduction.shows(path)

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.features.observe.trace import Trace
-from nanovllm.options.validation import shown
+from nanovllm.options.validation import shown, writing
 from nanovllm.worker.model_runner import ModelRunner
 
 _numbers = count()
@@ -109,10 +109,8 @@ def _stop(runner: ModelRunner, begin: str) -> str:
     found.stop()
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     path = f"{begin}-rank{rank}.json"
-    try:
+    with writing("profile", path):
         found.export_chrome_trace(path)
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(f"{path} cannot be written: {error}") from error
     return path
 
 
