@@ -1,6 +1,7 @@
 """`nanovllm lab check`: right plugins pass, and each broken twin is found by the check for it."""
 
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,17 @@ def test_an_engine_that_a_twin_ends_is_a_finding() -> None:
     found = checked(TWINS, "LosesPages")["the same bits"]
     assert not found.holds
     assert 'eviction_policy="twins:LosesPages": after put_last' in found.words
+
+
+@pytest.mark.usefixtures("without_engine")
+def test_a_call_that_does_not_return_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanovllm.apps.lab.check._CALL_SECONDS", 0.1)
+    before = signal.getsignal(signal.SIGALRM)
+    found = checked(TWINS, "NeverReturns")
+    assert {finding.words for finding in found.values() if not finding.holds} == {
+        "first() did not return within 0.1 s"
+    }
+    assert signal.getsignal(signal.SIGALRM) is before
 
 
 PLUGIN = "from nanovllm.scheduler.prompt_queue import PromptQueue\n"

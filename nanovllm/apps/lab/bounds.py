@@ -13,6 +13,7 @@ from nanovllm.testing.fake_engine import VOCAB_SIZE, Engine
 
 MOST_OVERTAKEN = 500
 """A request that so many later ones have gone before starves."""
+_MOST_STEPS = 50_000
 _BACKLOG = 8
 """Requests of the stream that wait at any time: more come than the engine can run."""
 _MAX_MODEL_LEN = 64
@@ -62,13 +63,14 @@ def wait_of(request: Ask, others: Ask, *, scarce: bool, **plugin: Any) -> Wait:
     numbers = itertools.count()
     for _ in range(2 * _BACKLOG):
         _add(engine, others, next(numbers))
+    steps = _steps(engine)
     for _ in range(6):
-        engine.step()
+        next(steps)
     seq = _add(engine, request, next(numbers))
     while not seq.is_finished and len(engine.sequences) < seq.seq_id + MOST_OVERTAKEN:
         for _ in range(_BACKLOG - engine.scheduler.num_waiting):
             _add(engine, others, next(numbers))
-        engine.step()
+        next(steps)
     admitted = engine.admitted
     before = admitted[: admitted.index(seq.seq_id)] if seq.was_admitted else admitted
     later = sum(seq_id > seq.seq_id for seq_id in before)
@@ -82,12 +84,13 @@ def share_of_a_flood(**plugin: Any) -> float:
     engine = _engine(num_blocks=120, **plugin)
     numbers = itertools.count()
     many, few = Ask(8, 4, "many"), Ask(8, 4, "few")
+    steps = _steps(engine)
     while len(engine.admitted) < 200:
         for ask, backlog in ((many, 2 * _BACKLOG), (few, 2)):
             waiting = sum(not s.was_admitted and s.user == ask.user for s in engine.sequences)
             for _ in range(backlog - waiting):
                 _add(engine, ask, next(numbers))
-        engine.step()
+        next(steps)
     admitted = [engine.sequences[seq_id] for seq_id in engine.admitted]
     return sum(seq.user == "many" for seq in admitted) / len(admitted)
 
@@ -179,6 +182,19 @@ def _engine(num_blocks: int, **plugin: Any) -> Engine:
         max_model_len=_MAX_MODEL_LEN,
         **plugin,
     )
+
+
+def _steps(engine: Engine) -> Iterator[None]:
+    """Make a step for each `next`.
+
+    Raises:
+        AssertionError: there are so many that some request can never end.
+    """
+    for _ in range(_MOST_STEPS):
+        engine.step()
+        yield
+    admitted = len(set(engine.admitted))
+    raise AssertionError(f"{_MOST_STEPS} steps, and of {admitted} requests that run some never end")
 
 
 def _add(engine: Engine, ask: Ask, number: int) -> Sequence:
