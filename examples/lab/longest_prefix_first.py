@@ -27,7 +27,6 @@ class LongestPrefixFirst(Policy):
     def __init__(self) -> None:
         self._prompts: Heap[Sequence] = Heap()
         self._keys: dict[Sequence, Key] = {}
-        self._most_keys = 1024
         self._window = 0  # its first request
         self._begun: dict[tuple[object, ...], int] = {}
         """By prefix: the first request of the window that has it."""
@@ -39,7 +38,6 @@ class LongestPrefixFirst(Policy):
     def push(self, seq: Sequence) -> None:
         if seq not in self._keys:  # else it was preempted
             self._keys[seq] = self._key(seq)
-            self._forget_those_that_ended()
         self._prompts.set(seq, self._keys[seq])
 
     def remove(self, seq: Sequence) -> None:
@@ -47,6 +45,9 @@ class LongestPrefixFirst(Policy):
 
     def first(self) -> Sequence | None:
         return self._prompts.first() if len(self._prompts) else None
+
+    def end(self, seq: Sequence) -> None:
+        self._keys.pop(seq, None)
 
     def _key(self, seq: Sequence) -> Key:
         if seq.seq_id >= self._window + WINDOW or not len(self._prompts):
@@ -57,9 +58,3 @@ class LongestPrefixFirst(Policy):
             prefix = (seq.root_uid, *seq.token_ids[: min(length, seq.num_prompt_tokens)])
             branches.append(self._begun.setdefault(prefix, seq.seq_id))
         return (seq.priority, self._window, *branches, seq.seq_id)
-
-    def _forget_those_that_ended(self) -> None:
-        """A policy is not told when a sequence ends, so it looks now and then: O(1) a request."""
-        if len(self._keys) > self._most_keys:
-            self._keys = {s: key for s, key in self._keys.items() if not s.is_finished}
-            self._most_keys = 2 * len(self._keys) + 1024

@@ -48,6 +48,9 @@ class Policy(ABC):
         At 0 it is removed next. A sequence that must wait elsewhere advances as if all were.
         """
 
+    def end(self, seq: Sequence) -> None:  # noqa: B027
+        """Note that a sequence has ended, after it was removed if it was held. Called once."""
+
     def victim(self, candidates: Seq[Sequence]) -> Sequence:
         """Return the sequence that loses its KV, because the first candidate needs a page.
 

@@ -432,3 +432,4 @@ class Scheduler:
             self._dequeue(seq)
         for gate in self.gates:
             gate.remove(seq)
+        self.policy.end(seq)

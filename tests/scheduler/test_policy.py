@@ -4,7 +4,9 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
+from examples.lab.fair_share import FairShare
 from examples.lab.shortest_job_first import AGEING, ShortestFirst
+from nanovllm.scheduler.policy import Policy
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.testing.fake_engine import Engine
@@ -84,3 +86,42 @@ def test_the_policy_shares_a_step(state_pages: int) -> None:
     engine.run()
     rows = [[row.num_scheduled_tokens for row in s.rows] for s, _ in engine.launched]
     assert rows == [[2, 2, 2], [2, 2, 2], [1, 1, 1]]
+
+
+class NotesEnds(PromptQueue):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[int] = []
+
+    def end(self, seq: Sequence) -> None:
+        assert not seq.is_queued
+        self.ended.append(seq.seq_id)
+
+
+def test_the_policy_is_told_of_each_end_once() -> None:
+    policy = NotesEnds()
+    engine = Engine(num_blocks=9, block_size=2, max_num_seqs=2, max_model_len=18,
+                    make_policy=lambda: policy)  # fmt: skip
+    sequences = [engine.add([n, 2], max_tokens=10, ignore_eos=True) for n in range(4)]
+    engine.step()
+    for aborted in (sequences[0], sequences[3]):  # one that runs, one that waits
+        engine.abort(aborted)
+    assert policy.ended == [0, 3]
+    engine.run()
+    assert sorted(policy.ended) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("make", "is_fair"), [(PromptQueue, False), (FairShare, True)])
+def test_a_fair_share_is_of_the_tokens_used(make: type[Policy], is_fair: bool) -> None:
+    """Both users' requests take 12 tokens; one may take 96 and ends early, as most texts do."""
+    engine = Engine(max_num_seqs=1, max_model_len=100, num_blocks=100, make_policy=make)
+    for _ in range(60):
+        engine.add([1] * 8, max_tokens=4, ignore_eos=True, user="exact")
+        engine.add([1] * 8, max_tokens=88, ignore_eos=True, user="early")
+    while len(engine.admitted) < 60:
+        engine.step()
+        for seq in list(engine.scheduler.running):
+            if len(seq.token_ids) == 12:
+                engine.abort(seq)
+    early = sum(engine.sequences[seq_id].user == "early" for seq_id in engine.admitted)
+    assert (early >= 25) == is_fair, early
