@@ -112,6 +112,7 @@ PLUGIN = "from nanovllm.scheduler.prompt_queue import PromptQueue\n"
         ("none_here", PLUGIN, None, "has no plugin: a class derived from nanovllm.scheduler.pol"),
         ("one_here", f"{PLUGIN}class A(PromptQueue): ...", "C", "class 'C' is no plugin in .*: A$"),
         ("wrong_here", "import no_such_module", None, "ModuleNotFoundError: No module named 'no_"),
+        ("exits_here", "import sys; sys.exit(3)", None, "cannot be imported: SystemExit: 3"),
         ("random", "", None, "is hidden by another module random"),
         ("no-module", "", None, "its name must be that of a Python module"),
         ("abstract_here", "from nanovllm.scheduler.policy import Policy\nclass A(Policy): ...",

@@ -92,7 +92,7 @@ def _classes(path: Path) -> dict[str, type]:
     """Return the plugins that a file itself defines, by name."""
     try:
         module = importlib.import_module(path.stem)
-    except Exception as reason:
+    except (Exception, SystemExit) as reason:
         raise ConfigError(
             f"FILE {path} cannot be imported: {type(reason).__name__}: {reason}"
         ) from reason
