@@ -128,6 +128,18 @@ def test_a_file_that_has_no_plugin(
         find_plugin(str(file), class_name)
 
 
+def test_a_file_may_be_in_a_package(tmp_path: Path) -> None:
+    folder = tmp_path / "my pack" / "own_pack" / "sub"
+    folder.mkdir(parents=True)
+    for name in ("__init__.py", "sub/__init__.py"):
+        (tmp_path / "my pack" / "own_pack" / name).touch()
+    (folder.parent / "base.py").write_text(PLUGIN)
+    file = folder / "mine.py"
+    file.write_text("from ..base import PromptQueue\nclass Mine(PromptQueue): ...")
+    plugin = find_plugin(str(file))
+    assert (plugin.value, plugin.folder) == ("own_pack.sub.mine:Mine", tmp_path / "my pack")
+
+
 def test_the_kind_is_that_of_the_class() -> None:
     plugin = find_plugin(str(EXAMPLES / "lfu_eviction.py"))
     assert plugin.kind == EVICTION

@@ -78,20 +78,23 @@ def find_plugin(file: str, class_name: str | None = None) -> Plugin:
             f"FILE {shown(file)} cannot be imported: its name must be that of a Python module, "
             "such as shortest_first.py"
         )
-    with _found(path.parent):
-        found = _classes(path)
+    module, folder = path.stem, path.parent
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier():  # it is in a package
+        module, folder = f"{folder.name}.{module}", folder.parent
+    with _found(folder):
+        found = _classes(path, module)
         chosen = _choose(file, found, class_name)
         kind = next(kind for kind, (base, _) in _BASES.items() if issubclass(found[chosen], base))
         base, arguments = _BASES[kind]
-        value = f"{path.stem}:{chosen}"
+        value = f"{module}:{chosen}"
         load_class(kind, value, base, arguments)
-    return Plugin(kind, found[chosen], value, path.parent)
+    return Plugin(kind, found[chosen], value, folder)
 
 
-def _classes(path: Path) -> dict[str, type]:
+def _classes(path: Path, name: str) -> dict[str, type]:
     """Return the plugins that a file itself defines, by name."""
     try:
-        module = importlib.import_module(path.stem)
+        module = importlib.import_module(name)
     except (Exception, SystemExit) as reason:
         raise ConfigError(
             f"FILE {path} cannot be imported: {type(reason).__name__}: {reason}"
@@ -99,14 +102,14 @@ def _classes(path: Path) -> dict[str, type]:
     where = getattr(module, "__file__", None)
     if where is None or not Path(where).samefile(path):
         raise ConfigError(
-            f"FILE {path} is hidden by another module {path.stem}, {where or 'of Python itself'}: "
+            f"FILE {path} is hidden by another module {name}, {where or 'of Python itself'}: "
             "rename it"
         )
     bases = tuple(base for base, _ in _BASES.values())
     return {
         name: item
         for name, item in vars(module).items()
-        if isinstance(item, type) and issubclass(item, bases) and item.__module__ == path.stem
+        if isinstance(item, type) and issubclass(item, bases) and item.__module__ == name
     }
 
 
