@@ -411,6 +411,7 @@ REQUEST_NAMES = other_names(
     ("n_keep n_discard", (0,), "a prompt that is too long is refused; see truncate_prompt_tokens"),
     ("id_slot", (-1,), _CONFINED),
     ("timings_per_token return_progress", (False,), "use stream_options"),
+    ("verbose", (False,), "use return_token_ids, which returns the prompt's too"),
     ("return_hidden_states return_routed_experts", (False,), _NOT_RETURNED),
     ("return_cached_tokens_details return_weight_versions", (False,), _NOT_RETURNED),
     ("custom_logit_processor custom_params session_params", (), _CONFINED),

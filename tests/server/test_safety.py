@@ -11,6 +11,7 @@ import pytest
 
 from nanovllm import AsyncLLM
 from nanovllm.apps.server.options import ServerOptions
+from nanovllm.errors import ConfigError
 from tests.server.conftest import Reply, Running, running
 
 KEYS = ("first-key", "second-key")
@@ -283,3 +284,9 @@ def test_cors_is_off_unless_asked_for(server: Running, async_llm: AsyncLLM) -> N
     with running(async_llm, cors_origins=("https://a.example",)) as other:
         reply = other.send("/health", Origin="https://a.example")
         assert reply.headers["access-control-allow-origin"] == "https://a.example"
+
+
+@pytest.mark.parametrize("origin", ["localhost", "a.example:80", "https://a.example/", "https://A"])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match=f"cors_origins must be .*, got {origin!r}"):
+        ServerOptions(cors_origins=("*", "http://[::1]:3000", origin))

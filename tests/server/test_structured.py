@@ -175,6 +175,17 @@ def test_an_error_of_tools_names_them(server: Running) -> None:
     )
 
 
+@pytest.mark.parametrize(("kind", "name"), [("json_object", "schema"), ("json", "value")])
+def test_a_schema_as_llama_cpp_and_tgi_write_it(server: Running, kind: str, name: str) -> None:
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 40}
+    form = {"type": kind, name: {"const": "42"}}
+    reply = server.send("/v1/chat/completions", {**body, "response_format": form})
+    assert reply.body["choices"][0]["message"]["content"] == '"42"'
+    for wrong in ({**form, name: 123}, {**form, name: {"type": "hiccup"}}, {**form, "other": 1}):
+        reply = server.send("/v1/chat/completions", {**body, "response_format": wrong})
+        assert (reply.status, (reply.error["param"] or "")[:15]) == (400, "response_format")
+
+
 def test_other_forms(client: OpenAI) -> None:
     def ask(**form: Any) -> str:
         found = client.completions.create(

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -60,6 +61,16 @@ def _names(error: Error, name: str, value: Any) -> str:
     return given
 
 
+def _origins(error: Error, name: str, value: Any) -> tuple[str, ...]:
+    """Return origins as browsers write them, in lower case; another text would never match."""
+    given = check_texts(error, name, value)
+    for each in given:
+        if each not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/A-Z]+", each):
+            rule = 'must be "*" or origins such as "https://page.example:8443", without a path'
+            raise error(f"{name} {rule}, got {shown(each)}")
+    return given
+
+
 @strict_keywords(ConfigError)
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
@@ -111,8 +122,9 @@ class ServerOptions:
     """Seconds after which a request is ended with an error; None is no limit."""
     drain_seconds: Annotated[float, check_float, 0] = 30.0
     """Seconds that running requests have to finish after SIGTERM."""
-    cors_origins: Annotated[tuple[str, ...], check_texts] = ()
-    """Origins of web pages that may use the server; "*" is every page."""
+    cors_origins: Annotated[tuple[str, ...], _origins] = ()
+    """Origins of web pages that may use the server, such as "https://page.example"; "*" is every
+    page."""
     root_path: Annotated[str | None, _path] = None
     """Path under which a proxy has the server, such as "/llm"; requests may come with it or
     without. None is no path."""

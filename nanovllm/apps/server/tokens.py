@@ -22,7 +22,12 @@ router = APIRouter(tags=["tokens"], route_class=JSONRoute)
 class TokenizeRequest(RequestModel):
     """A text, or a conversation."""
 
-    others: ClassVar[Mapping[str, OtherName]] = other_names(("chat_template", (), NO_TEMPLATE))
+    others: ClassVar[Mapping[str, OtherName]] = other_names(
+        ("chat_template", (), NO_TEMPLATE),
+        ("content", (), "use prompt"),
+        ("add_special", (), "use add_special_tokens"),
+        ("with_pieces", (False,), "use return_token_strs"),
+    )
 
     model: str | None = None
     prompt: str | None = None

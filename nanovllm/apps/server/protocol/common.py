@@ -135,12 +135,22 @@ class ResponseFormat(RequestModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_type(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and given.get("type") == "structural_tag":
+    def _take_other_forms(cls, given: Any) -> Any:
+        """Read a schema beside "json_object", where llama.cpp has it, and TGI, whose client
+        huggingface_hub writes every schema so.
+        """
+        kind = given.get("type") if isinstance(given, dict) else None
+        if kind == "structural_tag":
             what = "use tools, or structured_outputs with a grammar"
             raise refused(
                 "type", f"response_format of type structural_tag is not supported: {what}"
             )
+        if kind in ("json_object", "json"):
+            for name in ("schema", "value"):
+                if given.get(name) is not None:
+                    rest = {key: value for key, value in given.items() if key != name}
+                    schema = {"schema": given[name]}
+                    return {**rest, "type": "json_schema", "json_schema": schema}
         return given
 
     @model_validator(mode="after")
