@@ -91,10 +91,10 @@ def find_plugin(file: str, class_name: str | None = None) -> Plugin:
     return Plugin(kind, found[chosen], value, folder)
 
 
-def _classes(path: Path, name: str) -> dict[str, type]:
+def _classes(path: Path, module_name: str) -> dict[str, type]:
     """Return the plugins that a file itself defines, by name."""
     try:
-        module = importlib.import_module(name)
+        module = importlib.import_module(module_name)
     except (Exception, SystemExit) as reason:
         raise ConfigError(
             f"FILE {path} cannot be imported: {type(reason).__name__}: {reason}"
@@ -102,14 +102,14 @@ def _classes(path: Path, name: str) -> dict[str, type]:
     where = getattr(module, "__file__", None)
     if where is None or not Path(where).samefile(path):
         raise ConfigError(
-            f"FILE {path} is hidden by another module {name}, {where or 'of Python itself'}: "
-            "rename it"
+            f"FILE {path} is hidden by another module {module_name}, "
+            f"{where or 'of Python itself'}: rename it"
         )
     bases = tuple(base for base, _ in _BASES.values())
     return {
         name: item
         for name, item in vars(module).items()
-        if isinstance(item, type) and issubclass(item, bases) and item.__module__ == name
+        if isinstance(item, type) and issubclass(item, bases) and item.__module__ == module_name
     }
 
 
