@@ -20,6 +20,7 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
 from nanovllm.options.plugins import at_start, guarded, is_plugin, load_class
+from nanovllm.utils.cgroup import groups
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.extensions import RunnerRules, StepRunner
 from nanovllm.worker.model_loader import NetworkSpec, check_weights, own_parts
@@ -329,12 +330,12 @@ def num_cores() -> int:
 
 
 def _cpu_limits() -> Iterator[float]:
-    """Yield the CPU quotas of this process's cgroup (version 1 or 2), in cores."""
-    root = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = (root / "cpu.max").read_text().split()
-        yield int(quota) / int(period)  # the quota "max" means no limit; int() refuses it
-    with contextlib.suppress(OSError, ValueError):
-        microseconds = int((root / "cpu/cpu.cfs_quota_us").read_text())
-        if microseconds > 0:  # -1 means no limit
-            yield microseconds / int((root / "cpu/cpu.cfs_period_us").read_text())
+    """Yield the CPU quotas of this process's cgroups (version 1 or 2), in cores."""
+    for group in groups("cpu"):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (group / "cpu.max").read_text().split()
+            yield int(quota) / int(period)  # the quota "max" means no limit; int() refuses it
+        with contextlib.suppress(OSError, ValueError):
+            microseconds = int((group / "cpu.cfs_quota_us").read_text())
+            if microseconds > 0:  # -1 means no limit
+                yield microseconds / int((group / "cpu.cfs_period_us").read_text())

@@ -9,6 +9,7 @@ import logging
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence as Seq
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,7 @@ from nanovllm.errors import OutOfMemoryError, refuses_memory
 from nanovllm.kv.windows import pages_for
 from nanovllm.options.config import Config
 from nanovllm.scheduler.worker_info import WorkerInfo
+from nanovllm.utils.cgroup import groups
 from nanovllm.utils.memory import lazy_zeros
 
 logger = logging.getLogger(__name__)
@@ -130,11 +132,11 @@ def available_memory() -> int:
     has a limit.
     """
     available = _meminfo_available()
-    for limit_file, usage_file in _CGROUP_FILES:
+    for group, (limit_name, usage_name) in itertools.product(groups("memory"), _CGROUP_FILES):
         try:
-            with open(limit_file) as limit, open(usage_file) as usage:
+            with open(group / limit_name) as limit, open(group / usage_name) as usage:
                 left = int(limit.read()) - int(usage.read())
-            available = min(available, left + _page_cache(limit_file))
+            available = min(available, left + _page_cache(group))
         except (OSError, ValueError):  # other cgroup version, no cgroup, or "max" (no limit)
             continue
     return max(available, 0)
@@ -146,9 +148,9 @@ def _memory_limit() -> int:
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         limit = 4 * _CPU_POOL_BYTES
-    for limit_file, _ in _CGROUP_FILES:
+    for group, (limit_name, _) in itertools.product(groups("memory"), _CGROUP_FILES):
         try:
-            with open(limit_file) as file:
+            with open(group / limit_name) as file:
                 limit = min(limit, int(file.read()))
         except (OSError, ValueError):  # as in available_memory
             continue
@@ -164,10 +166,10 @@ def _resident_memory() -> int:
         return 0
 
 
-def _page_cache(limit_file: str) -> int:
+def _page_cache(group: Path) -> int:
     """Return the reclaimable bytes in a cgroup's usage: cached files, such as weights just read."""
     try:
-        with open(os.path.join(os.path.dirname(limit_file), "memory.stat")) as file:
+        with open(group / "memory.stat") as file:
             stat = dict(line.split() for line in file)
         return int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
     except (OSError, ValueError):
@@ -223,6 +225,7 @@ _SIZES = (
 """The options from which the sizes of the pool, the tables and the largest step follow."""
 
 _CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
+"""What a group of version 2 calls its limit and its usage, and one of version 1."""
