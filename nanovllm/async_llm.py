@@ -214,11 +214,14 @@ class AsyncLLM(AsyncWeightMethods):
             pooling.scoring, data_1, data_2, pooling_params, instruction
         )
         fair: dict[str, Any] = {"priority": priority, "user": user, "lora_request": lora_request}
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self.generate(prompt, params, **fair))
-                for prompt, params in zip(scoring.prompts, scoring.params, strict=True)
-            ]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self.generate(prompt, params, **fair))
+                    for prompt, params in zip(scoring.prompts, scoring.params, strict=True)
+                ]
+        except ExceptionGroup as errors:  # the first ends the others
+            raise errors.exceptions[0] from None
         return scoring.results([task.result() for task in tasks])
 
     async def abort(self, request_id: int | str | Iterable[int | str]) -> None:

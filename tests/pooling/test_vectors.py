@@ -99,6 +99,8 @@ def test_generation_beside_vectors_is_unchanged(llm: LLM) -> None:
             other.generate("A KV cache is", params), other.score("a", ["b", "c"]), *tasks
         )
         made.update(text=text, scores=scores, vectors=rest)
+        with pytest.raises(InvalidRequestError, match="max_model_len 512"):  # not a group of errors
+            await other.score("a", ["b", "c " * 2000])
         other.shutdown()
 
     asyncio.run(both())
