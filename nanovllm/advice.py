@@ -103,7 +103,7 @@ _VECTORS = "embed() returns EmbeddingRequestOutput, and score() ScoringRequestOu
 _CLASSES = "there are no classifiers; score() has the scores of rerankers"
 _OPTIONS = "LLM and AsyncLLM take all options by name, and dictionaries for groups of them"
 _BEAMS = "there is no beam search; use SamplingParams(n=...)"
-_MODELS = "models are files of nanovllm/models; others cannot be registered"
+_MODELS = 'give LLM a class of yours as model_family="module:Class"'
 
 IMPORTS = {
     **dict.fromkeys(("multimodal", "assets", "MultiModalDataDict"), _TEXT_ONLY),
@@ -123,7 +123,7 @@ IMPORTS = {
     "platforms": "use torch.cuda.is_available()",
     "logger": "use logging.getLogger(__name__)",
     "envs": "there are no VLLM_ variables; use the options of LLM",
-    "plugins": "there are no plugins",
+    "plugins": 'give LLM classes of yours as "module:Class"; docs/plugins.md shows which',
 }
 """By name, or last part of a module's name: what to use instead of vLLM's."""
 
