@@ -108,7 +108,9 @@ def _array_to_list(value: Any) -> Any:
     if not (hasattr(value, "tolist") and hasattr(value, "dtype")):
         return value
     if "int" not in str(value.dtype):
-        raise InvalidRequestError(f"token ids must be integers, got an array of {value.dtype}")
+        raise InvalidRequestError(
+            f"token ids must be integers, got an array of {value.dtype}; texts are given as a list"
+        )
     return value.tolist()
 
 

@@ -129,7 +129,9 @@ def _logit_bias(error: Error, name: str, value: Any) -> tuple[tuple[int, float],
     checked = []
     for token, bias in pairs:
         # The keys of a JSON object are strings; vLLM accepts them too.
-        token = int(token) if isinstance(token, str) and token.isdecimal() else token
+        # A token id has 10 digits at most; int() raises for thousands.
+        if isinstance(token, str) and token.isdecimal() and len(token) <= 10:
+            token = int(token)
         token = check_int(error, f"{name} token", token, 0, MAX_TOKEN_ID)
         number = check_float(error, f"{name}[{token}]", bias, -float("inf"))
         checked.append((token, min(100.0, max(-100.0, number))))
