@@ -74,7 +74,8 @@ FOLDERS = {
         torch=False,
     ),
     "prove": Folder(
-        "llm demo_model kv.windows loading options scheduler.worker_info utils", torch=True
+        "llm demo_model kv.groups.state kv.windows loading options scheduler.worker_info utils",
+        torch=True,
     ),
     "explain": Folder(
         "attention engine kernels layers llm loading options scheduler utils worker", torch=True

@@ -14,7 +14,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.prove.options import ProveOptions
-from nanovllm.apps.prove.proof import Prover
+from nanovllm.apps.prove.proof import SAME, Prover
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu import library as library_module
 from nanovllm.kernels.cpu.library import library
@@ -99,6 +99,7 @@ def assert_same_bits(
     proof = Prover(model, options, prove).prove()
     assert proof.holds, proof.difference
     assert not [text for text in proof.not_tried if any(way in text for way in ways)]
+    assert {verdict.status for verdict in proof.verdicts} == {SAME}  # none is not shown
 
 
 FEW = ("chunks of 17",)

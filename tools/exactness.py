@@ -36,12 +36,13 @@ def models() -> str:
     rows = []
     for entry in read("models"):
         different = sum(verdict["num_different"] for verdict in entry["verdicts"])
-        number = str(len(entry["verdicts"]))
+        not_shown = [each["way"] for each in entry["verdicts"] if each["status"] == "not shown"]
+        number = str(len(entry["verdicts"]) - len(not_shown))
         if different:
             number += f", but **{different} answers differ**"
         # The others are what no run of this table has.
         untried = [text.partition(":")[0] for text in entry["not_tried"] if ": " in text]
-        untried = [name for name in untried if name != "LoRA"]
+        untried = [name for name in untried if name != "LoRA"] + not_shown
         rows.append((entry["model"], entry["layers"], number, "; ".join(untried)))
     return table(("Model", "Layers and weights", "Ways, same bits", "Not tried"), rows)
 

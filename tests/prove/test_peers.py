@@ -62,6 +62,22 @@ def test_bad_arguments(
     assert message in capsys.readouterr().err
 
 
+def test_what_did_not_happen_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """A sequence of one block is never preempted."""
+    arguments = ["prove", demo_model.MODEL, "--ways", "preempted", "--num-requests", "4"]
+    assert cli.main([*arguments, "--max-model-len", "32"]) == 2
+    shown = capsys.readouterr()
+    (line,) = [line for line in shown.out.splitlines() if line.startswith("preempted ")]
+    assert line.split()[1:5] == ["not", "shown", "0", "preemptions"]
+    assert "nothing is shown" in shown.err
+
+
+@pytest.mark.parametrize("option", ["output", "reproduction"])
+def test_a_file_that_cannot_be_written(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["prove", demo_model.MODEL, f"--{option}", "/no/such/folder/file"]) == 2
+    assert f"{option} '/no/such/folder/file' cannot be written" in capsys.readouterr().err
+
+
 def test_a_peer_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["prove", demo_model.MODEL, "--peer", "vllm", "--peer-python", "/no/python"]
     assert cli.main(arguments) == 2

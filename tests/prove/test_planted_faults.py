@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nanovllm.apps.cli import main as cli
+from nanovllm.features.lora.registry import AdapterRegistry
 from nanovllm.features.lora.slots import AdapterSlots
 from nanovllm.features.tiers import directory, entry_file
 from nanovllm.kernels.cpu import ops
@@ -117,6 +118,14 @@ def keeps_a_stale_adapter(patch: Patch) -> None:
     patch.setattr(AdapterSlots, "holds", wrong)
 
 
+def keeps_a_replaced_adapter(patch: Patch) -> None:
+    def wrong(self: AdapterRegistry, adapter: Any) -> Any:
+        known = self._known.get(adapter.lora_int_id)
+        return None if known is None else known.adapter
+
+    patch.setattr(AdapterRegistry, "_same", wrong)
+
+
 def accepts_drafts_unchecked(patch: Patch) -> None:
     def wrong(sampled: Any, drafts: Any, endings: Any, first: int, last: int) -> Any:
         return [*drafts[first:last], sampled[last]], None
@@ -146,6 +155,7 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, dict[str, Any]]] = {
     seeds_by_row: ("batches of 5", {}),
     takes_snapshots_a_token_late: ("half warm", STATES),
     keeps_a_stale_adapter: ("adapters in turn", {}),
+    keeps_a_replaced_adapter: ("adapters loaded again", {}),
     accepts_drafts_unchecked: ("n-gram drafts", {}),
     believes_torn_files: ("KV in files", {}),
 }

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,10 @@ def prove(args: argparse.Namespace) -> int:
     if options.peer is not None and engine_options:
         flag = min(engine_options).replace("_", "-")
         raise ConfigError(f"--{flag} is for nanovllm, and a peer has its own options: leave it out")
+    for name in "output", "reproduction":
+        path = getattr(options, name)
+        if path is not None and not os.access(Path(path).parent, os.W_OK):
+            raise ConfigError(f"{name} {path!r} cannot be written: its folder is not writable")
     model = args.model
     if options.peer is None:
         model = model or demo_model.default_model()
@@ -69,7 +74,15 @@ def prove(args: argparse.Namespace) -> int:
     if options.output is not None:
         save_results(options.output, {"command": sys.argv[1:], **dataclasses.asdict(proof)})
     if proof.holds:
-        write(f"{proof.engine}: all tokens and log-probabilities are the same, bit for bit.\n")
+        if not proof.num_same:
+            raise ConfigError(
+                "nothing is shown: what these ways are about did not happen in any of them; leave "
+                "ways out, or give a longer max_model_len"
+            )
+        write(
+            f"{proof.engine}: in {proof.num_same} ways all tokens and log-probabilities are the "
+            "same, bit for bit.\n"
+        )
         return 0
     if proof.reproduction is not None:
         shown = "shows" if proof.is_shown else "did not show, when it was run,"
@@ -99,7 +112,7 @@ def _show(verdict: "Verdict") -> None:
     if verdict.num_different:
         status = f"{verdict.num_different} of {verdict.num_answers} differ"
         status += f", {verdict.num_different_tokens} in tokens"
-    write(f"{name:34}{status:32}{verdict.evidence:32}{verdict.seconds:6.1f} s\n")
+    write(f"{name:34}{status:32}{verdict.evidence:42}{verdict.seconds:6.1f} s\n")
 
 
 def save_results(path: str, found: dict[str, Any]) -> None:

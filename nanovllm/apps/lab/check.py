@@ -228,7 +228,7 @@ def _proof(
     from nanovllm.apps.prove.proof import Prover
 
     proof = Prover(model, {**engine_options, **plugin.options}, prove).prove()
-    ways = len(proof.verdicts)
     if proof.holds:
-        return True, f"{len(proof.digests[''])} requests, {ways} ways as `nanovllm prove` has them"
+        shown = f"{len(proof.digests[''])} requests, {proof.num_same} ways"
+        return True, f"{shown} as `nanovllm prove` has them"
     return False, f"{proof.difference}; {proof.reproduction} shows it"

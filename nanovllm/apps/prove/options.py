@@ -35,7 +35,7 @@ class ProveOptions:
     ways: Annotated[Seq[str], check_texts] = ()
     """Try only the ways whose names contain this text. None is all."""
     lora_modules: Annotated[Seq[str], check_texts] = ()
-    """LoRA adapters that requests take in turn, each name=path."""
+    """LoRA adapters that requests take in turn, after the model alone; each name=path."""
     reproduction: Annotated[str, check_path, "a file"] = "reproduction.py"
     """File for the script that shows the first difference."""
     output: Annotated[str | None, check_path, "a file or None"] = None

@@ -1,19 +1,20 @@
 """The same requests with another engine: one that is installed, or a server with OpenAI's API."""
 
+import asyncio
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm.apps.prove.options import ProveOptions
 from nanovllm.apps.prove.proof import Proof, Verdict, full_name, verdict_of
-from nanovllm.apps.prove.requests import Bits, Request, as_bits, make_requests, texts
+from nanovllm.apps.prove.requests import Bits, Request, Workload, as_bits, make_workload, texts
 from nanovllm.apps.prove.ways import Calls
 from nanovllm.errors import ConfigError, ServerError
 from nanovllm.loading.hub import open_checkpoint
@@ -52,9 +53,7 @@ def prove_engine(model: str, prove: ProveOptions, on_verdict: OnVerdict) -> Proo
         CheckpointError: the model's tokenizer cannot be read.
     """
     assert prove.peer is not None
-    requests = _requests(model, prove)
-    all_ = tuple(range(prove.num_requests))
-    halves = tuple(range(prove.num_requests, len(requests)))
+    requests, all_, halves, _ = _workload(model, prove)
     runs = {"vllm": _vllm_runs, "transformers": _transformers_runs, "llamacpp": _llamacpp_runs}
     if prove.peer != "vllm":
         requests = [_greedy(request) for request in requests]
@@ -95,24 +94,23 @@ def _verdicts(
             proof.digests[run.setting] = [bits.digest for _, bits in answers]
             continue
         happened = line["counts"].get(run.evidence, 0)
-        if run.evidence and not happened:
-            proof.not_tried.append(f"{called}: no {run.evidence}")
         yield verdict_of(
             run.setting,
             name,
             answers,
             alone[run.setting],
+            happened=happened > 0 or not run.evidence,
             evidence=f"{happened} {run.evidence}" if run.evidence else "",
             seconds=line["seconds"],
         )
 
 
-def _requests(model: str, prove: ProveOptions) -> list[Request]:
+def _workload(model: str, prove: ProveOptions) -> Workload:
     tokenizer = serving_tokenizer(open_checkpoint(model))
     if tokenizer is None:
         raise ConfigError(f"{model} has no tokenizer, so there are no prompts for a peer")
     vocab_size = len(tokenizer.get_vocab())
-    return make_requests(prove.num_requests, vocab_size, _BLOCK, _LONGEST, tokenizer.encode)
+    return make_workload(prove.num_requests, vocab_size, _BLOCK, _LONGEST, tokenizer.encode)
 
 
 def _greedy(request: Request) -> Request:
@@ -201,14 +199,20 @@ def _answers(
     environment = {**os.environ, **run.environment}
     try:
         done = subprocess.run(
-            command, input=json.dumps(job), capture_output=True, text=True, env=environment
+            command,
+            input=json.dumps(job),
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
         )
     except OSError as error:
         raise ConfigError(
             f"peer_python {command[0]!r} cannot be run: {error.strerror or error}; give the Python "
             f"in which {prove.peer} is installed"
         ) from None
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    written = done.stdout.splitlines(keepends=True)
+    lines = [json.loads(line) for line in written if line.endswith("\n")]  # a killed one stops
     if not lines:
         raise ConfigError(
             f"{prove.peer} does not run in {command[0]!r}: {_last_line(done.stderr)}; give the "
@@ -232,70 +236,122 @@ def prove_server(model: str | None, prove: ProveOptions, on_verdict: OnVerdict) 
         model: None: the server's first.
 
     Raises:
-        ServerError: the server cannot be reached, or refuses a request.
+        ServerError: the server cannot be reached, refuses a request, or answers in another form.
         ConfigError: httpx is not installed.
     """
     if importlib.util.find_spec("httpx") is None:
         raise ConfigError("httpx is not installed: pip install '.[client]'")
-    import httpx
+    return asyncio.run(_prove_server(model, prove, on_verdict))
 
+
+async def _prove_server(model: str | None, prove: ProveOptions, on_verdict: OnVerdict) -> Proof:
     assert prove.peer is not None
-    key = prove.api_key or os.environ.get("OPENAI_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    base = prove.peer.rstrip("/").removesuffix("/v1")
-    with httpx.Client(base_url=base, headers=headers, timeout=_SECONDS, trust_env=False) as client:
-        owner = "a server"
+    owner = "a server"
+    prompts = texts(prove.num_requests)
+    async with _Server(prove.peer, prove.api_key) as server:
         if model is None:
-            first = _call(client, "GET", "/v1/models")["data"][0]
-            model, owner = str(first["id"]), first.get("owned_by", owner)
+            model, owner = await server.first_model(owner)
         proof = Proof(model, engine=f"{owner} at {prove.peer}")
-        prompts = texts(prove.num_requests)
 
-        def answers(at_once: int) -> list[tuple[int, Bits]]:
-            with ThreadPoolExecutor(at_once) as pool:
-                jobs = [pool.submit(_complete, client, model, *each) for each in enumerate(prompts)]
-                return list(enumerate(job.result() for job in jobs))
+        async def answers(at_once: int) -> list[tuple[int, Bits]]:
+            room = asyncio.Semaphore(at_once)
 
-        alone = dict(answers(1))
+            async def answer(index: int, prompt: str) -> tuple[int, Bits]:
+                async with room:
+                    return index, await server.complete(model, index, prompt)
+
+            return await asyncio.gather(*(answer(*each) for each in enumerate(prompts)))
+
+        alone = dict(await answers(1))
         proof.digests[""] = [bits.digest for bits in alone.values()]
+        has_logprobs = all(bits.logprobs or not bits.token_ids for bits in alone.values())
         for at_once in (1, 2, 8, 64):
             name = "alone again" if at_once == 1 else f"{at_once} at once"
             start = time.monotonic()
-            found = answers(at_once)
-            verdict = verdict_of("", name, found, alone, seconds=time.monotonic() - start)
+            found = await answers(at_once)
+            verdict = verdict_of(
+                "",
+                name,
+                found,
+                alone,
+                evidence="" if has_logprobs else "texts only",
+                seconds=time.monotonic() - start,
+            )
             proof.verdicts.append(verdict)
             on_verdict(verdict)
     return proof
 
 
-def _complete(client: Any, model: str, index: int, prompt: str) -> Bits:
-    """Return the bits of a completion; its tokens are the bytes of its text."""
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": 16 + index % 33,
-        "temperature": 0.8 * (index % 2),
-        "seed": index,
-        "logprobs": 2,
-    }
-    choice = _call(client, "POST", "/v1/completions", body)["choices"][0]
-    logprobs = choice.get("logprobs") or {}
-    values = logprobs.get("token_logprobs")
-    if values is None:  # llama.cpp's form
-        values = [each["logprob"] for each in logprobs.get("content") or ()]
-    at_tokens = tuple(((0, float(value)),) for value in values)
-    return Bits(tuple(choice["text"].encode("utf-8", "replace")), at_tokens, ())
+class _Server:
+    """A server with OpenAI's API.
+
+    Args:
+        api_key: None is the environment variable OPENAI_API_KEY.
+    """
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        import httpx
+
+        key = api_key or os.environ.get("OPENAI_API_KEY")
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._errors = (httpx.HTTPError, httpx.InvalidURL, ValueError)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.AsyncClient(headers=headers, timeout=_SECONDS, trust_env=False)
+
+    async def __aenter__(self) -> "_Server":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._client.aclose()
+
+    async def first_model(self, owner: str) -> tuple[str, str]:
+        """Return the id of the first model, and who has it: `owner` if that is not said."""
+        found = await self._call("GET", "/v1/models")
+        try:
+            first = found["data"][0]
+            return str(first["id"]), str(first.get("owned_by", owner))
+        except (AttributeError, LookupError, TypeError):
+            raise _not_as_expected("/v1/models", found) from None
+
+    async def complete(self, model: str, index: int, prompt: str) -> Bits:
+        """Return the bits of a completion; its tokens are the bytes of its text."""
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": 16 + index % 33,
+            "temperature": 0.8 * (index % 2),
+            "seed": index,
+            "logprobs": 2,
+        }
+        found = await self._call("POST", "/v1/completions", body)
+        try:
+            choice = found["choices"][0]
+            text = choice["text"].encode("utf-8", "replace")
+            logprobs = choice.get("logprobs") or {}
+            values = logprobs.get("token_logprobs")
+            if values is None:  # llama.cpp's form
+                values = [each["logprob"] for each in logprobs.get("content") or ()]
+            at_tokens = tuple(((0, float(value)),) for value in values)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            raise _not_as_expected("/v1/completions", found) from None
+        if any(math.isnan(value) for ((_, value),) in at_tokens):
+            raise ServerError(f"/v1/completions: a log-probability of request {index} is NaN")
+        return Bits(tuple(text), at_tokens, ())
+
+    async def _call(self, method: str, path: str, body: Any = None) -> Any:
+        import httpx
+
+        try:
+            response = await self._client.request(method, self._url + path, json=body)
+            response.raise_for_status()
+            return response.json()
+        except httpx.HTTPStatusError as error:
+            text = error.response.text[:300]
+            raise ServerError(f"{path}: status {error.response.status_code}: {text}") from None
+        except self._errors as error:
+            reason = str(error) or type(error).__name__
+            raise ServerError(f"{self._url}: {reason}; is the server running?") from None
 
 
-def _call(client: Any, method: str, path: str, body: Any = None) -> Any:
-    import httpx
-
-    try:
-        response = client.request(method, path, json=body)
-        response.raise_for_status()
-        return response.json()
-    except httpx.HTTPStatusError as error:
-        text = error.response.text[:300]
-        raise ServerError(f"{path}: status {error.response.status_code}: {text}") from None
-    except (httpx.HTTPError, ValueError) as error:
-        raise ServerError(f"{client.base_url}: {error}; is the server running?") from None
+def _not_as_expected(path: str, found: Any) -> ServerError:
+    return ServerError(f"{path}: not an answer of OpenAI's API: {json.dumps(found)[:300]}")

@@ -10,7 +10,7 @@ from nanovllm import __version__
 from nanovllm.apps.prove import reproduction
 from nanovllm.apps.prove.options import ProveOptions
 from nanovllm.apps.prove.reproduction import Difference
-from nanovllm.apps.prove.requests import Bits, Request, make_requests
+from nanovllm.apps.prove.requests import Bits, make_workload
 from nanovllm.apps.prove.runner import Found, generate, run
 from nanovllm.apps.prove.ways import ALONE, Setting, Shape, Way, drafts_of, settings, ways
 from nanovllm.errors import CheckpointError, ConfigError, OutOfMemoryError
@@ -18,7 +18,7 @@ from nanovllm.llm import LLM
 from nanovllm.options.lora_request import named_adapters
 from nanovllm.options.validation import writing
 
-SAME, DIFFERS = "same", "differs"
+SAME, DIFFERS, NOT_SHOWN = "same", "differs", "not shown"
 _LONGEST = 320
 """Tokens of a prompt and its answer, unless max_model_len says how many."""
 _LONGEST_FULL = 1024
@@ -35,7 +35,7 @@ class Verdict:
     setting: str
     way: str
     status: str
-    """SAME or DIFFERS."""
+    """SAME or DIFFERS; NOT_SHOWN: nothing differs, but what the way is about has not happened."""
     num_answers: int = 0
     num_different: int = 0
     num_different_tokens: int = 0
@@ -65,6 +65,11 @@ class Proof:
     is_shown: bool = False
     """Whether the script showed the difference when it was run."""
     difference: str | None = None
+
+    @property
+    def num_same(self) -> int:
+        """How many ways were shown to give the same bits."""
+        return sum(verdict.status == SAME for verdict in self.verdicts)
 
     @property
     def holds(self) -> bool:
@@ -97,25 +102,21 @@ class Prover:
         longest = _LONGEST_FULL if prove.full else _LONGEST
         drafts = drafts_of(model, options)
         self._options = {"max_model_len": longest, **options}
-        self._options.pop("speculative_config", None)
+        self._given_drafts = self._options.pop("speculative_config", None)
+        num_adapters = len(self._adapters)
+        if self._adapters:
+            self._options = {"enable_lora": True, "max_loras": num_adapters} | self._options
         llm = LLM(model, **self._options)
         try:
             info = llm.engine.worker_info
             tokenizer = llm.engine.input_processor.tokenizer
-            self.requests = make_requests(
-                prove.num_requests,
-                info.vocab_size,
-                info.block_size,
-                info.max_model_len,
-                None if tokenizer is None else tokenizer.encode,
-                long_answers=bool(info.state_pages or info.windows),
-            )
+            encode = None if tokenizer is None else tokenizer.encode
+            sizes = info.vocab_size, info.block_size, info.max_model_len
+            workload = make_workload(prove.num_requests, *sizes, encode, num_adapters=num_adapters)
         finally:
             llm.shutdown()
-        halves = tuple(range(prove.num_requests, len(self.requests)))
-        lengths = [request.params["max_tokens"] for request in self.requests]
-        longest_first = sorted(range(prove.num_requests), key=lambda index: -lengths[index])
-        self._shape = Shape(prove.num_requests, halves, tuple(longest_first), info, drafts)
+        self.requests = workload.requests
+        self._shape = Shape(workload, info, num_adapters, drafts)
         arithmetic = {} if info.arithmetic is None else info.arithmetic._asdict()
         self.proof = Proof(model, arithmetic=arithmetic)
 
@@ -125,7 +126,7 @@ class Prover:
         Raises:
             NanoVLLMError: the model does not run, or the script cannot be written.
         """
-        found = settings(self._options, has_adapters=bool(self._adapters), full=self._prove.full)
+        found = settings(self._options, full=self._prove.full)
         self._prove.check_ways(_name(each, way) for each in found for way in self._ways(each))
         first: Difference | None = None
         for setting in found:
@@ -146,9 +147,8 @@ class Prover:
         chosen = [w for w in self._ways(setting) if self._prove.chooses(_name(setting, w))]
         if not chosen:
             return
-        requests = self._requests_of(setting)
         try:
-            alone = self._alone(setting, requests)
+            alone = self._alone(setting, chosen)
         except _REFUSALS as reason:
             if not setting.name:
                 raise
@@ -158,18 +158,22 @@ class Prover:
         for way in chosen:
             start = time.monotonic()
             try:
-                found = run(self._model, setting.options, way, requests, self._adapters)
+                found = run(self._model, setting.options, way, self.requests, self._adapters)
             except _REFUSALS as reason:
+                if (
+                    self._given_drafts
+                    and way.options.get("speculative_config") == self._given_drafts
+                ):
+                    raise
                 self.proof.not_tried.append(f"{_name(setting, way)}: {_short(reason)}")
                 continue
             seconds = time.monotonic() - start
-            if not found.counts[way.evidence]:
-                self.proof.not_tried.append(f"{_name(setting, way)}: no {way.evidence}")
             verdict = verdict_of(
                 setting.name,
                 way.name,
                 found.answers,
                 alone,
+                happened=all(found.counts[name] for name in way.evidence),
                 evidence=_evidence(way, found),
                 seconds=seconds,
             )
@@ -180,26 +184,18 @@ class Prover:
                     yield Difference(setting, way, index, alone[index], bits)
                     break
 
-    def _requests_of(self, setting: Setting) -> list[Request]:
-        if not setting.has_adapters:
-            return self.requests
-        turns = len(self._adapters) + 1
-        return [
-            request._replace(adapter=None if index % turns == 0 else index % turns - 1)
-            for index, request in enumerate(self.requests)
-        ]
-
-    def _alone(self, setting: Setting, requests: Seq[Request]) -> dict[int, Bits]:
-        """Return the bits of each request alone, by its index. An engine serves one adapter, so
-        that it cannot mistake one for another.
+    def _alone(self, setting: Setting, chosen: Seq[Way]) -> dict[int, Bits]:
+        """Return the bits of each request of some ways, alone, by its index. An engine serves one
+        adapter, so that it cannot mistake one for another.
         """
         found: dict[int, Bits] = {}
-        for adapter in dict.fromkeys(request.adapter for request in requests):
+        indices = {i for way in chosen for calls in way.engines for call in calls for i in call}
+        for adapter in dict.fromkeys(self.requests[index].adapter for index in sorted(indices)):
             llm = LLM(self._model, **{**setting.options, **ALONE})
             try:
-                for index, request in enumerate(requests):
-                    if request.adapter == adapter:
-                        (found[index],) = generate(llm, requests, (index,), self._adapters)
+                for index in sorted(indices):
+                    if self.requests[index].adapter == adapter:
+                        (found[index],) = generate(llm, self.requests, (index,), self._adapters)
             finally:
                 llm.shutdown()
         return found
@@ -207,14 +203,14 @@ class Prover:
     def _reproduce(self, difference: Difference) -> None:
         """Write the script of a difference, and run it."""
         setting, index = difference.setting, difference.request
-        requests = self._requests_of(setting)
+        given = self.requests, self._adapters
 
         def differs(way: Way) -> bool:
-            found = run(self._model, setting.options, way, requests, self._adapters)
+            found = run(self._model, setting.options, way, *given)
             return any(i == index and bits != difference.alone for i, bits in found.answers)
 
         way = reproduction.shrunk(difference, differs)
-        text = reproduction.script(self._model, difference, way, requests, self._adapters)
+        text = reproduction.script(self._model, difference, way, *given)
         path = Path(self._prove.reproduction)
         with writing("reproduction", path):
             path.write_text(text, encoding="utf-8")
@@ -229,6 +225,7 @@ def verdict_of(
     answers: Seq[tuple[int, Bits]],
     alone: Mapping[int, Bits],
     *,
+    happened: bool = True,
     evidence: str = "",
     seconds: float = 0.0,
 ) -> Verdict:
@@ -236,13 +233,15 @@ def verdict_of(
 
     Args:
         answers: (index of the request, its answer).
+        happened: whether anything happened of what the way is about.
+        evidence: what happened, in words.
     """
     different = [(bits, alone[index]) for index, bits in answers if bits != alone[index]]
     tokens = sum(found.token_ids != own.token_ids for found, own in different)
     return Verdict(
         setting,
         way,
-        DIFFERS if different else SAME,
+        DIFFERS if different else SAME if happened else NOT_SHOWN,
         len(answers),
         len(different),
         tokens,
@@ -257,10 +256,10 @@ def _short(reason: Exception) -> str:
 
 
 def _evidence(way: Way, found: Found) -> str:
-    happened = found.counts[way.evidence]
-    if way.evidence == "accepted drafts":
-        return f"{happened} of {found.counts['drafts']} drafts accepted"
-    return f"{happened} {way.evidence}"
+    counts = {name: str(found.counts[name]) for name in way.evidence}
+    if "accepted drafts" in counts:
+        counts["accepted drafts"] += f" of {found.counts['drafts']}"
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def full_name(setting: str, way: str) -> str:

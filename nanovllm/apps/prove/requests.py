@@ -7,13 +7,14 @@ import hashlib
 import random
 import struct
 from collections.abc import Callable, Mapping, Sequence as Seq
+from itertools import islice
 from typing import Any, NamedTuple
 
 from nanovllm import demo_model
 from nanovllm.outputs import Logprob, RequestOutput
 
 MAX_TOKENS = 48
-"""Most tokens of an answer, but for a few long ones."""
+"""Most tokens of an answer; long requests have more."""
 Values = tuple[tuple[tuple[int, float], ...], ...]
 """At each position, (token, log-probability) of some tokens, the chosen one first."""
 
@@ -67,27 +68,38 @@ def as_bits(found: Seq[Any]) -> Bits:
     return Bits(tuple(tokens), *at)
 
 
-def make_requests(
+class Workload(NamedTuple):
+    """Requests, and the indices of each kind of them."""
+
+    requests: list[Request]
+    usual: tuple[int, ...]
+    halves: tuple[int, ...]
+    """Of those whose prompt is half of another one's."""
+    long: tuple[int, ...]
+    """Of those with answers so long that they preempt each other."""
+
+
+def make_workload(
     count: int,
     vocab_size: int,
     block_size: int,
     longest: int,
     encode: Callable[[str], list[int]] | None = None,
     *,
-    long_answers: bool = False,
-) -> list[Request]:
-    """Return `count` requests, the same in each process, and behind them halves of some prompts.
+    num_adapters: int = 0,
+) -> Workload:
+    """Return `count` usual requests, halves of some, and long ones: the same in each process.
 
     Args:
         longest: tokens of a prompt and its answer together.
-        long_answers: whether some answers take more than MAX_TOKENS.
         encode: the model's tokenizer; prompts are then pieces of English. None: random tokens.
+        num_adapters: which the requests have in turn, after the model alone.
     """
     rng = random.Random(0)
-    most = max(1, longest - MAX_TOKENS)
+    most = longest - min(MAX_TOKENS, longest // 2)
     text = _text(encode, vocab_size, rng, most)
     starts = [0, 7, block_size // 2 + 1, block_size, 3 * block_size // 2, 2 * block_size, most]
-    requests: list[Request] = []
+    usual: list[Request] = []
     for index in range(count):
         start = min(rng.choice(starts), most - 1)
         # The window is somewhere in the text, so prompts with an equal start go on differently.
@@ -95,21 +107,45 @@ def make_requests(
         own = (text[place:] + text)[: rng.randint(1, max(1, min(60, most - start)))]
         prompt = text[:start] + own
         if index % 9 == 8:
-            prompt = list(requests[-1].prompt)
-        room = longest - len(prompt)
-        if not (long_answers and index % 2 == 0):
-            room = min(room, MAX_TOKENS)
-        requests.append(Request(prompt, _params(index, rng, vocab_size, room)))
-    half = {"temperature": 0.0, "max_tokens": 1, "logprobs": 2}
-    halves = [each.prompt[: len(each.prompt) // 2] for each in requests]
-    return requests + [Request(each, half) for each in halves if len(each) >= block_size]
+            prompt = list(usual[-1].prompt)
+        room = min(longest - len(prompt), MAX_TOKENS)
+        params = _params(index, rng, vocab_size, room)
+        usual.append(Request(prompt, params, _adapter(index // 2, num_adapters)))
+    params = {"temperature": 0.0, "max_tokens": 1, "logprobs": 2}
+    halves = [
+        Request(each.prompt[: len(each.prompt) // 2], params, each.adapter)
+        for each in usual
+        if len(each.prompt) >= 2 * block_size
+    ]
+    long = []
+    for index, params in enumerate(_long_params(rng, vocab_size)):
+        length = 1 + index * min(block_size, most) // 4
+        params |= {"max_tokens": longest - length, "ignore_eos": True, "logprobs": 2}
+        long.append(Request(text[-length:], params, _adapter(index, num_adapters)))
+    places = iter(range(count + len(halves) + len(long)))
+    indices = (tuple(islice(places, len(kind))) for kind in (usual, halves, long))
+    return Workload([*usual, *halves, *long], *indices)
+
+
+def _adapter(turn: int, num_adapters: int) -> int | None:
+    turn %= num_adapters + 1
+    return turn - 1 if turn else None
+
+
+def _long_params(rng: random.Random, vocab_size: int) -> list[dict[str, Any]]:
+    few = rng.sample(range(vocab_size), min(3, vocab_size))
+    return [
+        {"temperature": 0.0, "repetition_penalty": 1.2},
+        {"temperature": 0.8, "seed": 1, "allowed_token_ids": few},
+        {"temperature": 0.8, "seed": 2, "presence_penalty": 0.5},
+    ]
 
 
 def _params(index: int, rng: random.Random, vocab_size: int, room: int) -> dict[str, Any]:
     params: dict[str, Any] = {
         "temperature": 0.8 * (index % 2),
         "seed": index,
-        "max_tokens": rng.randint(max(1, room // 4), max(1, room)) if room <= MAX_TOKENS else room,
+        "max_tokens": rng.randint(max(1, room // 4), room),
         "ignore_eos": index % 3 > 0,
         "logprobs": 2,
     }

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence as Seq
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from nanovllm.apps.prove.requests import Bits, Request, as_bits, bits_of
@@ -49,13 +50,16 @@ def run(
         if way.keeps_files:
             options["kv_cache_dir"] = directory
         if way.elsewhere:
-            return _run_elsewhere(model, options, way, requests)
+            return _run_elsewhere(model, options, way, requests, adapters)
         for calls in way.engines:
             llm = LLM(model, **options)
             try:
                 do_what_does_not_pay(llm)
+                if way.reloads:
+                    generate(llm, requests, calls[0], _with_paths_of_others(adapters))
+                loaded = [replace(each, load_inplace=way.reloads) for each in adapters]
                 for call in calls:
-                    answers += zip(call, generate(llm, requests, call, adapters), strict=True)
+                    answers += zip(call, generate(llm, requests, call, loaded), strict=True)
                 counts.update(_counts(llm))
             finally:
                 llm.shutdown()
@@ -80,6 +84,13 @@ def generate(
         if completion.finish_reason == "error":
             raise EngineDeadError(f"a request ended with an error: {completion.stop_reason}")
     return [bits_of(output) for output in outputs]
+
+
+def _with_paths_of_others(adapters: Seq[LoRARequest]) -> list[LoRARequest]:
+    others = [*adapters[1:], adapters[0]]
+    return [
+        replace(each, lora_path=other.path) for each, other in zip(adapters, others, strict=True)
+    ]
 
 
 def do_what_does_not_pay(llm: LLM) -> None:
@@ -113,9 +124,21 @@ def _counts(llm: LLM) -> Counter[str]:
     return found
 
 
-def _run_elsewhere(model: str, options: dict[str, Any], way: Way, requests: Seq[Request]) -> Found:
-    """Do what `run` does in a new process. Requests have no adapters."""
-    job = {"model": model, "options": options, "engines": way.engines, "requests": requests}
+def _run_elsewhere(
+    model: str,
+    options: dict[str, Any],
+    way: Way,
+    requests: Seq[Request],
+    adapters: Seq[LoRARequest],
+) -> Found:
+    """Do what `run` does in a new process."""
+    job = {
+        "model": model,
+        "options": options,
+        "engines": way.engines,
+        "requests": requests,
+        "adapters": [asdict(adapter) for adapter in adapters],
+    }
     done = subprocess.run(
         [sys.executable, "-m", "nanovllm.apps.prove.runner"],
         input=json.dumps(job),
@@ -133,9 +156,10 @@ def main() -> int:
     """Run the job on standard input, and write what was found to standard output."""
     job = json.load(sys.stdin)
     requests = [Request(*request) for request in job["requests"]]
+    adapters = [LoRARequest(**fields) for fields in job["adapters"]]
     way = Way("", {}, job["engines"])
     try:
-        found = run(job["model"], job["options"], way, requests)
+        found = run(job["model"], job["options"], way, requests, adapters)
     except NanoVLLMError as error:
         sys.stderr.write(f"{error}\n")
         return 1
