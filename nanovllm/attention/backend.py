@@ -18,6 +18,7 @@ NO_QUANTIZED_KV = "does not support an 8-bit KV cache"
 """The reason of the backends that refuse every spec with `quantized_kv`."""
 NO_VALUES_IN_KEYS = "does not take values that are a part of the keys"
 """The reason of the backends that refuse every spec with a `value_dim`."""
+_ONLY_CAUSAL = "a token sees only those before it"
 
 
 class Backend(abc.ABC):
@@ -39,6 +40,8 @@ class Backend(abc.ABC):
     finite numbers: see `Schedule.blocks_to_zero`."""
     blocks_lie_apart: ClassVar[bool] = False
     """Whether a layer's cache may be a view whose blocks, dimension 1, are not contiguous."""
+    sees_both_ways: ClassVar[bool] = False
+    """Whether specs that are not `causal` are supported."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -48,6 +51,11 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
         """Return why this backend does not support `spec`, or None if it does."""
+
+    @classmethod
+    def refusal(cls, spec: AttentionSpec) -> str | None:
+        """Return what `unsupported` does, also for a backend that has never heard of `causal`."""
+        return cls.unsupported(spec) if spec.causal or cls.sees_both_ways else _ONLY_CAUSAL
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Return the shape of a layer's KV cache: flash-attn's. Dimension 1 counts the blocks.
@@ -76,7 +84,8 @@ class Backend(abc.ABC):
     ) -> torch.Tensor:
         """Store the keys and values of `qkv`, then attend with its queries.
 
-        A token attends to its own position and all earlier ones in its window.
+        A token attends to its own position and all earlier ones in its window; if the spec is not
+        `causal`, to all of its row.
 
         Args:
             qkv: [T, (num_heads + 2 num_kv_heads) * head_dim] contiguous, not yet normalised and

@@ -56,7 +56,7 @@ def select_backend(spec: AttentionSpec, kernels: Kernels) -> Backend:
     """
     reasons: list[str] = []
     for backend in candidates(kernels.name):
-        reason = backend.unsupported(spec)
+        reason = backend.refusal(spec)
         if reason is None:
             logger.info("attention backend: %s%s", backend.name, "".join(f"; {r}" for r in reasons))
             return backend(spec)
@@ -81,7 +81,7 @@ def own_backend(spec: AttentionSpec, asked: str) -> Backend:
     """
     name = f'attention_backend="{asked}"'
     found = backend_class(asked)
-    reason = at_start(name, "unsupported()", found.unsupported, spec)
+    reason = at_start(name, "unsupported()", found.refusal, spec)
     if reason is not None:
         raise ConfigError(f"{name} cannot serve this model: {reason}; leave it out")
     logger.info("attention backend: %s", asked)

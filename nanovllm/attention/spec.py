@@ -12,6 +12,9 @@ from nanovllm.kernels.torch_math import NORM_ROUNDED, rms_norm, rotate
 class AttentionOptions:
     """What may differ from plain causal attention."""
 
+    causal: bool = True
+    """Whether a token sees no token after it; False: it sees all of its row, which has the whole
+    prompt."""
     scale: float | None = None
     """Factor on scores; None: head_dim ** -0.5."""
     window: int | None = None

@@ -44,7 +44,8 @@ class Chunk:
     """[width] int64 block ids, from that of the first key on."""
     num_keys: int
     mask: torch.Tensor | None
-    """[tokens, num_keys] bool, true for the keys that a token sees; None: causal from key 0."""
+    """[tokens, num_keys] bool, true for the keys that a token sees; None: those up to it from key 0
+    on, or all."""
 
 
 class TorchBackend(Backend):
@@ -55,6 +56,7 @@ class TorchBackend(Backend):
     name: ClassVar[str] = "torch"
     default_block_size: ClassVar[int] = 16
     blocks_lie_apart: ClassVar[bool] = True
+    sees_both_ways: ClassVar[bool] = True
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
@@ -138,7 +140,7 @@ class TorchBackend(Backend):
     ) -> Chunk:
         blocks = batch.block_tables[row, : -(-seq_len // self.block_size)].long()
         mask = None
-        if query_len < seq_len:
+        if query_len < seq_len and self.spec.causal:
             keys = torch.arange(seq_len, device=blocks.device)
             mask = keys <= keys[seq_len - query_len :, None]
         return Chunk(start, start + query_len, blocks, seq_len, mask)
@@ -165,7 +167,7 @@ class TorchBackend(Backend):
             k[None],
             v[None],
             attn_mask=plan.mask,
-            is_causal=plan.mask is None,
+            is_causal=self.spec.causal and plan.mask is None,
             scale=self.spec.scale,
             enable_gqa=True,
         )
@@ -173,7 +175,9 @@ class TorchBackend(Backend):
 
 
 class TorchExplicitBackend(TorchBackend):
-    """The torch backend for all specs. Scores and weights are float32."""
+    """The torch backend for all causal specs. Scores and weights are float32."""
+
+    sees_both_ways: ClassVar[bool] = False
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:

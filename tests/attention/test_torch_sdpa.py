@@ -7,12 +7,14 @@ import random
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm.apps.lab.templates.backend import MyBackend
 from nanovllm.attention import torch_sdpa
-from nanovllm.attention.selector import select_backend
+from nanovllm.attention.selector import own_backend, select_backend
 from nanovllm.attention.spec import AttentionSpec, QKNorm
 from nanovllm.attention.torch_sdpa import TorchBackend
+from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.kernels.torch_kernels import TORCH
 from tests.attention.cases import contiguous_sdpa, make_case, random_rows, reference
 from tests.closeness import assert_close
@@ -42,6 +44,30 @@ def test_mixed_batches(head_dim, block_size, seed):
 def test_group_sizes(group):
     case = make_case([(5, 5), (1, 30), (4, 19), (1, 1)], 2, group, 64, 16, seed=group)
     assert_close(run(case), reference(case), atol=1e-5, rows=case.token_names())
+
+
+@pytest.mark.parametrize("rows", [[(1, 1), (7, 7), (1, 5), (40, 40)], [(3, 20), (16, 16)]])
+def test_tokens_see_those_after_them(rows):
+    case = make_case(rows, 2, 3, 16, 16)
+    case.spec = dataclasses.replace(case.spec, causal=False)
+    found = run(case).split(case.batch.lengths.query_lens)
+    queries = case.q.split(case.batch.lengths.query_lens)
+    for q, keys, values, out in zip(queries, case.keys, case.values, found, strict=True):
+        exact = scaled_dot_product_attention(
+            *(x.double().transpose(0, 1) for x in (q, keys, values)), enable_gqa=True
+        )
+        assert_close(out, exact.transpose(0, 1), atol=1e-5)
+
+
+def test_a_backend_that_has_not_heard_of_them_refuses_such_layers():
+    spec = AttentionSpec(4, 2, 8, torch.float32, torch.device("cpu"), None, causal=False)
+    assert isinstance(select_backend(spec, TORCH), TorchBackend)
+    assert MyBackend.unsupported(spec) is None
+    with pytest.raises(ConfigError, match="a token sees only those before it"):
+        own_backend(spec, "nanovllm.apps.lab.templates.backend:MyBackend")
+    windowed = dataclasses.replace(spec, window=5)
+    with pytest.raises(UnsupportedModelError, match="a token sees only those before it"):
+        select_backend(windowed, TORCH)
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, MyBackend])

@@ -229,13 +229,14 @@ def attention(
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
+    causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     value_dim: int | None = None,
 ) -> torch.Tensor:
-    """Return causal attention of q [t, heads, dim] over a paged KV cache; see `Backend.attend`.
+    """Return attention of q [t, heads, dim] over a paged KV cache; see `Backend.attend`.
 
     A row's result is the same, bit for bit, whatever the other rows are, and however a sequence is
     cut into chunks. Blocks that no query's window reaches are not read, nor are their ids.
@@ -244,7 +245,8 @@ def attention(
         block_tables: [rows, width] int32.
         cu_seqlens_q: [rows + 1] int32.
         seq_lens: [rows] int32.
-        scale, window, softcap, value_dim: as in `AttentionSpec`.
+        causal, scale, window, softcap, value_dim: as in `AttentionSpec`; only causal attention has
+            windows.
         sinks: [heads] float32; None: there are none.
 
     Returns:
@@ -272,7 +274,7 @@ def attention(
         value_dim,
         block_size,
         8 * kv_cache.element_size(),
-        window or 0,
+        window or 0 if causal else -1,
         head_dim**-0.5 if scale is None else scale,
         softcap,
     )

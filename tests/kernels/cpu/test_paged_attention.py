@@ -155,8 +155,10 @@ def test_torchs_preparation_is_float64s(options):
     assert_close(v, exact, atol=1e-5, rtol=1e-5)
 
 
-def reference(q, k, v, seq_lens, query_lens, scale=None, window=None, softcap=0.0, sinks=None):
-    """Return causal attention in float64. A sequence's q rows are its last tokens."""
+def reference(
+    q, k, v, seq_lens, query_lens, scale=None, window=None, softcap=0.0, sinks=None, causal=True
+):
+    """Return attention in float64. A sequence's q rows are its last tokens."""
     outs, start, end = [], 0, 0
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     for seq_len, query_len in zip(seq_lens, query_lens, strict=True):
@@ -172,7 +174,7 @@ def reference(q, k, v, seq_lens, query_lens, scale=None, window=None, softcap=0.
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         distance = torch.arange(seq_len - query_len, seq_len)[:, None] - torch.arange(seq_len)
-        seen = (distance >= 0) & (distance < (window or seq_len))
+        seen = (distance >= 0) & (distance < (window or seq_len)) | (not causal)
         scores.masked_fill_(~seen, -torch.inf)
         if sinks is not None:  # a key more, whose value is 0
             column = sinks.double()[:, None, None].expand(-1, query_len, 1)
@@ -383,6 +385,29 @@ def test_windows_softcap_and_sinks(
 
 @pytest.mark.thinned(5)
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"), [(4, 4, 32, 64), (6, 2, 64, 32)]
+)
+def test_tokens_see_those_after_them(heads, kv_heads, head_dim, block_size, kv_dtype):
+    cpu = torch.device("cpu")
+    sizes = heads, kv_heads, head_dim, torch.bfloat16, cpu, block_size, kv_dtype
+    check_prompts_and_chunks(AttentionSpec(*sizes, causal=False))
+
+
+@native
+def test_all_tokens_see_several_segments():
+    sizes = 1, 1, 32, torch.bfloat16, torch.device("cpu"), 64
+    not_rotated = QKNorm(None, None, 1e-6, torch.zeros(4500, 0))
+    stored = Stored(AttentionSpec(*sizes, causal=False), [4500], norm=not_rotated)
+    [found] = stored.attend([(0, 4400, 4500)])
+    keys = (x.double() for x in stored.kv)
+    exact = reference(stored.q[4400:].double(), *keys, [4500], [100], causal=False)
+    assert_close(found, exact, atol=0.002, rtol=2**-7)
+
+
+@pytest.mark.thinned(5)
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "value_dim", "block_size", "window", "sinks"),
     [
@@ -407,12 +432,16 @@ def check_prompts_and_chunks(spec):
     whole = stored.attend([(row, 0, n) for row, n in enumerate(seq_lens)])
     exact = reference(
         *(x.double() for x in (stored.q, *stored.kv)),
-        *(seq_lens, seq_lens, spec.scale, spec.window, spec.softcap, stored.sinks),
+        *(seq_lens, seq_lens, spec.scale, spec.window, spec.softcap, stored.sinks, spec.causal),
     )
     found = torch.cat(whole)
     assert_close(found, exact, atol=0.01, rtol=2**-8, rows=token_names(seq_lens, seq_lens))
     error = (found - exact).abs()
     assert error.mean() < 0.001 + 2**-9 * exact.abs().mean()
+    if not spec.causal:  # there are no chunks: each prompt alone
+        for row, n in enumerate(seq_lens):
+            assert torch.equal(stored.attend([(row, 0, n)])[0], whole[row])
+        return
     chunks = [(2, 40, 290), (1, 69, 70), (2, 0, 40), (2, 332, 333), (1, 0, 33), (2, 290, 332)]
     for together in (chunks, [(1, 33, 69)], [(2, 300, 301)]):
         for (row, start, stop), found in zip(together, stored.attend(together), strict=True):

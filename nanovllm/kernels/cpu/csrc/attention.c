@@ -67,16 +67,16 @@ typedef struct {
     int group;          /* query heads that share a tile */
     ptrdiff_t values;   /* numbers of a value: c.dim, or less where the values are the last numbers of the keys */
     ptrdiff_t skipped;  /* numbers of a key before those that are its value */
-    ptrdiff_t window;   /* keys that a token sees, its own included, at most */
+    ptrdiff_t window;   /* keys that a token sees, its own and those before it, at most */
     float scale;        /* of scores, times log2(e): a weight is exp2(scale * (score - row_max)) */
     float squash;       /* a score becomes tanh(squash * score); 0: it stays */
     const float *sinks; /* [heads]: a sink is a score more of each row, whose value is 0; NULL: there are none */
 } query_shape;
 
-/* Tokens [first, first + count) of a sequence in the batch, the last of which sees num_keys. */
+/* Tokens [first, first + count) of a sequence in the batch, the first of which sees `seen` keys, the last num_keys. */
 typedef struct {
     const int32_t *block_table;
-    int32_t first, count, num_keys;
+    int32_t first, count, seen, num_keys;
     int32_t shareable; /* so many blocks, whole passes that all tokens see in full, may be read together with another tile's */
 } token_tile;
 
@@ -214,6 +214,7 @@ INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence k
 /* Squash a row's scores of a pass, if there is a softcap, and set those that its token does not see to -inf. */
 INLINE void mask_row(const query_tile *t, key_pass pass, int r, float *scores) {
     ptrdiff_t visible = pass.seen + r / t->shape.group, hidden = visible - t->shape.window;
+    if (visible > pass.left) visible = pass.left; /* all tokens see as many */
     if (t->shape.squash != 0.0f)
         for (ptrdiff_t j = pass.first; j < pass.keys; j += VL) store(scores + j, tanh_(load(scores + j) * t->shape.squash));
     for (ptrdiff_t j = visible < 0 ? 0 : visible / VL * VL; j < pass.keys; j += VL)
@@ -351,7 +352,7 @@ static __attribute__((noinline)) void attend_passes(const cache_layout *c, const
 
 /* Return the first block that a tile sees. */
 INLINE ptrdiff_t first_block(const cache_layout *c, token_tile t, ptrdiff_t window) {
-    ptrdiff_t start = t.num_keys - t.count + 1 - window;
+    ptrdiff_t start = t.seen - window;
     return start > 0 ? start / c->block : 0;
 }
 
@@ -364,7 +365,7 @@ INLINE kv_sequence visible_keys(const cache_layout *c, kv_head head, token_tile 
     else block = first * pass_blocks;
     ptrdiff_t skipped = first * pass_blocks, left = t.num_keys - skipped * c->block, most = (last - first) * keys_of_pass(c);
     return (kv_sequence){head, t.block_table + skipped, left < most ? left : most, (block - skipped) * c->block,
-                         left - t.count + 1};
+                         t.seen - skipped * c->block};
 }
 
 /* Return a part of a tile: `rows` rows from `first` on. */
@@ -474,18 +475,20 @@ static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, 
 typedef struct {
     int group, max_tokens;
     ptrdiff_t window;
+    int causal;
 } tiling;
 
-/* Cut a row of `tokens` of the batch, the first of which is token `first`, the last sees num_keys. The tile with the most keys
- * comes first. Return the number of tiles. */
+/* Cut a row of `tokens` of the batch, the first of which is token `first`, the last sees num_keys, and all do if attention is not
+ * causal. The tile with the most keys comes first. Return the number of tiles. */
 static ptrdiff_t cut_row(const cache_layout *c, tiling by, const int32_t *block_table, int32_t first, int32_t tokens,
                          int32_t num_keys, token_tile *tiles) {
     ptrdiff_t n = 0;
-    for (int32_t rest = tokens, count; rest > 0; rest -= count, num_keys -= count) {
+    for (int32_t rest = tokens, count; rest > 0; rest -= count, num_keys -= by.causal ? count : 0) {
         count = (rest - 1) % by.max_tokens + 1;
-        ptrdiff_t passes = count < by.max_tokens && num_keys <= by.window ? (num_keys - count + 1) / keys_of_pass(c) : 0;
+        int32_t seen = by.causal ? num_keys - count + 1 : num_keys;
+        ptrdiff_t passes = count < by.max_tokens && num_keys <= by.window ? seen / keys_of_pass(c) : 0;
         int32_t shareable = (int32_t)(passes * blocks_of_pass(c));
-        tiles[n++] = (token_tile){block_table, first + rest - count, count, num_keys, shareable};
+        tiles[n++] = (token_tile){block_table, first + rest - count, count, seen, num_keys, shareable};
     }
     return n;
 }
@@ -596,20 +599,20 @@ static int parts_of_group(int group, ptrdiff_t tokens, ptrdiff_t rows) {
     return best;
 }
 
-/* Compute causal attention of a batch. Row r has the tokens [cu_seqlens[r], cu_seqlens[r + 1]), the last of its seq_lens[r].
- * A token at position p sees the keys in (p - window, p]; if the window is 0, all up to p. A score s = scale * q . k becomes
- * softcap * tanh(s / softcap), unless softcap is 0. Unless sinks[heads] is NULL, exp(sink) is added to the sum of a softmax.
- * If `values` is less than dim, the cache has only keys, of 16 bits, and the last `values` numbers of a key are its value. out is
- * [tokens][heads][values]. */
+/* Compute attention of a batch. Row r has the tokens [cu_seqlens[r], cu_seqlens[r + 1]), the last of its seq_lens[r]. A token at
+ * position p sees the keys in (p - window, p]; if the window is 0, all up to p; if it is -1, all of its row. A score
+ * s = scale * q . k becomes softcap * tanh(s / softcap), unless softcap is 0. Unless sinks[heads] is NULL, exp(sink) is added to
+ * the sum of a softmax. If `values` is less than dim, the cache has only keys, of 16 bits, and the last `values` numbers of a key
+ * are its value. out is [tokens][heads][values]. */
 void nv_attention(team *team, const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t head_bytes, ptrdiff_t block_bytes,
                   const int32_t *block_tables, ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens,
                   const float *sinks, row_count num_rows, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t values,
                   ptrdiff_t block, ptrdiff_t bits, ptrdiff_t window, float scale, float softcap) {
     int parts = parts_of_group(heads / kv_heads, cu_seqlens[num_rows], num_rows), group = heads / kv_heads / parts;
     cache_layout layout = layout_of(dim, block, bits);
-    query_shape shape = {heads, group, values, dim - values, window ? window : INT32_MAX, scale * 1.44269504f, 0, NULL};
+    query_shape shape = {heads, group, values, dim - values, window > 0 ? window : INT32_MAX, scale * 1.44269504f, 0, NULL};
     if (softcap != 0.0f) shape.squash = scale / softcap, shape.scale = softcap * 1.44269504f;
-    tiling by = {group, TILE_ROWS / group, shape.window};
+    tiling by = {group, TILE_ROWS / group, shape.window, window >= 0};
     ptrdiff_t num_tiles = 0, n = 0, num_groups = 0, floats = row_floats(width_of_values(&shape)), num_pieces[2] = {0};
     for (ptrdiff_t r = 0; r < num_rows; r++) num_tiles += (cu_seqlens[r + 1] - cu_seqlens[r] + by.max_tokens - 1) / by.max_tokens;
     tile_group *groups = scratch(num_tiles * (sizeof *groups + sizeof(token_tile)));
