@@ -140,7 +140,8 @@ def _scheduler(
         info.num_blocks,
         info.block_size,
         enable_prefix_caching=config.enable_prefix_caching
-        and not config.enable_return_routed_experts,
+        and not config.enable_return_routed_experts
+        and info.causal,
         groups=_groups(info),
         order=order(info.num_blocks),
         tiers=tiers,
@@ -178,6 +179,10 @@ def _groups(info: WorkerInfo) -> list[Group]:
         from nanovllm.kv.groups.state import StateGroup
 
         groups.append(StateGroup(info.state_pages, cell_tokens=info.cell_tokens))
+    if not info.causal:
+        from nanovllm.kv.groups.whole import WholeGroup
+
+        groups.append(WholeGroup(info.max_model_len))
     return groups
 
 
@@ -251,6 +256,7 @@ def _input_processor(
         tokenizer,
         vocab_size=info.vocab_size,
         max_model_len=info.max_model_len,
+        generates=info.causal,
         seed=config.seed,
         max_logprobs=config.max_logprobs,
         in_process=config.runs_in_process,

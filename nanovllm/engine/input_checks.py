@@ -164,6 +164,12 @@ class PromptLimit:
     tokenizer: TextTokenizer | None
     max_model_len: int
     last: int  # the model's last token
+    generates: bool = True  # else there is no output
+
+    @property
+    def most(self) -> int:
+        """The most tokens of a prompt."""
+        return self.max_model_len - self.generates
 
     def check_length(self, text: str, encode: Callable[[str], list[int]]) -> None:
         """Raise InvalidRequestError if a prompt's text is surely too long, or its first part is.
@@ -174,16 +180,16 @@ class PromptLimit:
         size = _SLICE_CHARS * self.max_model_len
         while size < len(text):
             num_tokens = len(encode(text[:size])) - _UNSETTLED_TOKENS
-            if num_tokens >= self.max_model_len:
+            if num_tokens > self.most:
                 raise self.exceeded(f"more than {num_tokens}")
             size *= 2
 
     def exceeded(self, num_tokens: str) -> PromptTooLongError:
         """Return the error for a prompt of so many tokens."""
-        limit = self.max_model_len
+        room = f"leaves room for {self.most} at most, and one of output" * self.generates
         return PromptTooLongError(
-            f"the prompt has {num_tokens} tokens; max_model_len {limit} leaves "
-            f"room for {limit - 1} at most, and one of output: shorten it, or raise the limit"
+            f"the prompt has {num_tokens} tokens; max_model_len {self.max_model_len} "
+            f"{room or 'is the most'}: shorten it, or raise the limit"
         )
 
     def check_made_tokens(self, token_ids: list[int]) -> None:
@@ -205,11 +211,10 @@ class PromptLimit:
         """
         if not token_ids:
             raise InvalidRequestError("the prompt is empty: give at least one token")
-        limit = self.max_model_len
         last = self.last
         if kept is not None:
-            token_ids = token_ids[-(limit - 1 if kept == -1 else kept) :]
-        if len(token_ids) >= limit:
+            token_ids = token_ids[-(self.most if kept == -1 else kept) :]
+        if len(token_ids) > self.most:
             raise self.exceeded(str(len(token_ids)))
         return [
             token
@@ -225,9 +230,9 @@ class PromptLimit:
         if num_chars <= limit:
             return
         bound = self.bound
-        if bound is None or num_chars <= (limit - 1) * bound.chars_per_token:
+        if bound is None or num_chars <= self.most * bound.chars_per_token:
             return
-        if bound.least_tokens(texts) > limit - 1:
+        if bound.least_tokens(texts) > self.most:
             raise PromptTooLongError(
                 f"{what} has {num_chars} characters, and no token has more than "
                 f"{bound.chars_per_token:g}: it cannot fit into max_model_len {limit}; shorten it, "

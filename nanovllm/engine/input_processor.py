@@ -42,6 +42,7 @@ class InputProcessor:
     Args:
         tokenizer: None if the checkpoint has none; prompts are then lists of token ids.
         seed: seeds the requests without a seed.
+        generates: whether the model does; if not, all requests have PoolingParams.
         make_grammars: makes what compiles structured_outputs, when a request first has one. It
             is not called without a tokenizer.
         make_pooling: makes what knows of vectors, when a request first has PoolingParams.
@@ -56,6 +57,7 @@ class InputProcessor:
         vocab_size: int,
         max_model_len: int,
         seed: int,
+        generates: bool = True,
         make_grammars: "Callable[[], GrammarCompiler] | None" = None,
         make_pooling: "Callable[[PromptLimit], PoolingRequests] | None" = None,
         find_adapter: Callable[[LoRARequest | None], AdapterSlot | None] = no_adapters,
@@ -71,7 +73,7 @@ class InputProcessor:
         self._lock = threading.Lock()  # guards these three, which are made when first needed
         self._seeds = random.Random(seed)
         self._seq_ids = count()
-        self.limit = PromptLimit(tokenizer, max_model_len, vocab_size - 1)
+        self.limit = PromptLimit(tokenizer, max_model_len, vocab_size - 1, generates)
         self.params_check = ParamsCheck(tokenizer is not None, vocab_size, **checks)
 
     def make_request(
@@ -98,11 +100,8 @@ class InputProcessor:
         Raises:
             InvalidRequestError: the prompt or a parameter is invalid or unsupported.
         """
-        pooling: PoolingParams | None = None
-        if isinstance(params, PoolingParams):
-            prompt, pooling = self.pooling.complete(params, make_prompt(prompt))
-            params = NO_OUTPUT
-        params = self.params_check.check(SamplingParams() if params is None else params)
+        params, prompt, pooling = self._with_pooling(params, prompt)
+        params = self.params_check.check(params)
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         priority = check_priority(priority)
         check_names(request_id, user)
@@ -227,6 +226,24 @@ class InputProcessor:
         token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         self.limit.check_made_tokens(token_ids)
         return token_ids
+
+    def _with_pooling(
+        self, params: SamplingParams | PoolingParams | None, prompt: PromptInput
+    ) -> tuple[SamplingParams, PromptInput, PoolingParams | None]:
+        """Return the sampling parameters of a request, its prompt, and how it is pooled, if it is.
+
+        Raises:
+            InvalidRequestError: as for `PoolingRequests.complete`, or the model only makes vectors.
+        """
+        if isinstance(params, PoolingParams):
+            prompt, pooling = self.pooling.complete(params, make_prompt(prompt))
+            return NO_OUTPUT, prompt, pooling
+        if not self.limit.generates:
+            raise InvalidRequestError(
+                "this model makes vectors and scores of texts, and generates nothing: use embed() "
+                "or score(), or over HTTP /v1/embeddings or /rerank"
+            )
+        return SamplingParams() if params is None else params, prompt, None
 
     def _tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Return the token ids of a prompt."""

@@ -97,8 +97,8 @@ class Scheduler:
         return len(self._sequences) - len(self.running)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence, whose prompt must be shorter than max_model_len."""
-        assert 0 < seq.num_prompt_tokens < self.max_model_len
+        """Queue a new sequence, whose prompt must leave room for a token, unless it is pooled."""
+        assert 0 < seq.num_prompt_tokens < self.max_model_len + (seq.pooling is not None)
         seq.eos_token_ids = frozenset() if seq.params.ignore_eos else self.eos_token_ids
         seq.stop_token_ids = seq.eos_token_ids.union(seq.params.stop_token_ids)
         longest = seq.num_prompt_tokens + seq.params.max_tokens

@@ -50,6 +50,9 @@ class WorkerInfo:
     """Pages of the pool that hold the state of one sequence; 0: the model has no state."""
     cell_tokens: int = 1
     """Rows of a prompt end at multiples of so many tokens, or at its end."""
+    causal: bool = True
+    """Whether a token sees only those before it. If not, a prompt is computed in one step, nothing
+    of it is cached, and nothing is generated."""
     max_draft_tokens: int = 0
     """Most drafts of a row; 0 without speculation."""
     num_host_slots: int = 0

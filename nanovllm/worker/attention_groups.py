@@ -67,6 +67,9 @@ class AttentionGroups:
         specs = [_spec(layer, max_model_len, common) for layer in layers]
         backends = {spec: select(spec) for spec in dict.fromkeys(specs)}
         spec_of = dict(zip(layers, specs, strict=True))
+        self.causal = all(spec.causal for spec in specs)
+        # Of a step: the last of its prompts is whole, too, if tokens see those after them.
+        self.overshoot = 0 if self.causal else max_model_len - 1
         owners = [layer for layer in layers if layer.source is None]
         self._shapes = [backends[spec_of[layer]].kv_cache_shape(1) for layer in owners]
         sizes = [torch.Size(shape).numel() * self._dtype.itemsize for shape in self._shapes]

@@ -75,12 +75,13 @@ class ModelRunner:
         if config.native_kernels and device.type == "cuda" and config.device != "auto":
             require_triton(config.device)
         self.max_model_len = num_positions(target)
-        # Larger steps take more memory; on a CPU they do not make a token cheaper.
-        default_num_tokens = 1024 if device.type == "cpu" else 16384
-        self.max_num_batched_tokens = config.max_num_batched_tokens or default_num_tokens
         if device.type == "cpu":
             keep_freed()  # what is freed with one weight, and with each step, serves the next
         network = self.network = Network(target, self.max_model_len, device)
+        # Larger steps take more memory; on a CPU they do not make a token cheaper.
+        default_num_tokens = 1024 if device.type == "cpu" else 16384
+        default_num_tokens += network.attention.overshoot
+        self.max_num_batched_tokens = config.max_num_batched_tokens or default_num_tokens
         self.steps = make_steps and make_steps(network, self.max_num_batched_tokens)
         self.uses_graphs = self.steps is not None and self.steps.uses_graphs
         self.num_padding_blocks = int(self.uses_graphs)  # for the tokens that pad a graph's step

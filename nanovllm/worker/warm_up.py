@@ -67,6 +67,7 @@ def measure(runner: ModelRunner) -> WorkerInfo:
         windows=network.attention.layout.windows,
         state_pages=states.num_pages,
         cell_tokens=states.choose_cells(runner.max_num_batched_tokens, config.max_num_seqs),
+        causal=network.attention.causal,
         max_draft_tokens=0 if config.speculation is None else config.speculation.max_draft_tokens,
     )
     blocks_of_one = num_tables(info.windows) * -(-runner.max_model_len // block_size)
@@ -123,7 +124,7 @@ def allocate(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
         token = [Row(-1, 0, 0, 1, samples=False)]
         at_start(network.own, "forward()", network.forward, tables, token, None)
         network.pool.zero([0])
-    if runner.device.type == "cuda":
+    if runner.device.type == "cuda" and info.causal:
         compile_kernels(runner, info)
     if runner.steps is not None:
         runner.step_runners = runner.steps.make(tables, accepts=runner.follows_drafts)
@@ -168,11 +169,12 @@ def _largest_steps(
 
     tables.rules[0] = LogitsRules(ruled, 0, (), frozenset(), tables.device)
     count = max(1, min(max_tokens // length, num_seqs))
-    prompts = [Row(i, i, 0, length, samples=True) for i in range(count)]
+    prompts = [Row(i, i, 0, length, samples=info.causal) for i in range(count)]
     num_drafts = 0
     if drafts:
         num_drafts = max(0, min(MAX_SAMPLES, max_tokens, length * num_seqs) // num_seqs - 1)
-    return prompts, [Row(i, i, 0, 1 + num_drafts, True, num_drafts) for i in range(num_seqs)]
+    samples = [Row(i, i, 0, 1 + num_drafts, info.causal, num_drafts) for i in range(num_seqs)]
+    return prompts, samples
 
 
 def warm_up_steps(info: WorkerInfo, num_drafts: int) -> Iterator[Schedule]:

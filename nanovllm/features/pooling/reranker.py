@@ -61,7 +61,7 @@ class Reranker:
         elif kept > 0:
             document = self._shortened(document, kept)
         body = self._encode(f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}")
-        room = limit.max_model_len - 1 - len(self._beginning) - len(self._end)
+        room = limit.most - len(self._beginning) - len(self._end)
         if kept == -1:
             body = body[: max(0, room)]
         if len(body) > room:
