@@ -30,7 +30,8 @@ METHODS = {
     "tokenizer": "get_tokenizer() returns it",
     "get_world_size": "it is the option tensor_parallel_size",
     **dict.fromkeys(
-        ("supported_tasks", "get_supported_tasks"), "each model has generate, embed and score"
+        ("supported_tasks", "get_supported_tasks"),
+        "each model has embed and score, and generate unless it is an encoder",
     ),
     **dict.fromkeys(
         ("reset_mm_cache", "reset_encoder_cache"),

@@ -94,7 +94,7 @@ def random_model(
     bias_size = 0.1 if config.model_type in ("gpt2", "gpt_neox") else 0.7
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
+        if name.lower().endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
             noise = 1.5 + 0.5 * noise
         elif name.endswith("bias"):
             noise = bias_size * noise

@@ -33,6 +33,8 @@ class Family(nn.Module):
     """Whether the pairs that rotate are adjacent numbers of a head. See `QKNorm`."""
     only: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """The values that some fields may have: others are refused."""
+    skipped_positions: ClassVar[int] = 0
+    """Of max_position_embeddings: rows of a table that no position has."""
     norm: ClassVar[dict[str, Any]] = {}
     """Options of the norms, see `decoder.make_norm`."""
 

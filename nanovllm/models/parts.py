@@ -312,17 +312,25 @@ class ScaledDecoder(Decoder):
 
 
 class PositionedDecoder(Decoder):
-    """A decoder with an embedding of each position, which is added to the token's."""
+    """A decoder with an embedding of each position, which is added to the token's.
+
+    Args:
+        skipped: rows of the table before that of position 0.
+    """
 
     kernels: Kernels = TORCH
 
-    def __init__(self, config: ModelConfig, layers: list[DecoderLayer], **norm: Any) -> None:
+    def __init__(
+        self, config: ModelConfig, layers: list[DecoderLayer], skipped: int = 0, **norm: Any
+    ) -> None:
         super().__init__(config, layers, **norm)
-        self.positions = nn.Embedding(config.max_position, config.hidden_size)
+        self.positions = nn.Embedding(config.max_position + skipped, config.hidden_size)
+        self._skipped = skipped
 
     def embed(self, batch: Batch) -> torch.Tensor:
         embedded = super().embed(batch)
-        rows = self.kernels.take_rows(self.positions.weight.data, batch.positions)
+        table = self.positions.weight.data[self._skipped :]
+        rows = self.kernels.take_rows(table, batch.positions)
         self.kernels.add(rows, embedded)
         return embedded
 

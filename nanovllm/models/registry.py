@@ -18,6 +18,8 @@ MODULES = {
     "AfmoeForCausalLM": "afmoe",
     "BailingHybridForCausalLM": "bailing_hybrid",
     "BambaForCausalLM": "bamba",
+    "BertForSequenceClassification": "bert",
+    "BertModel": "bert",
     "Cohere2ForCausalLM": "cohere",
     "CohereForCausalLM": "cohere",
     "DeepseekV2ForCausalLM": "deepseek",
@@ -72,8 +74,12 @@ MODULES = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
+    "RobertaForSequenceClassification": "roberta",
+    "RobertaModel": "roberta",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
+    "XLMRobertaForSequenceClassification": "roberta",
+    "XLMRobertaModel": "roberta",
 }
 """The file of each architecture, which has a class of this name. The class's docstring begins with
 "MODELS: LAYERS."; without ": " its layers are those of the class that it inherits from."""
@@ -169,9 +175,10 @@ def _read_own(config: dict[str, Any], dtype: str, own: str) -> ModelConfig:
 
 
 def _read(config: dict[str, Any], dtype: str, family: type[DecoderForCausalLM]) -> ModelConfig:
-    return ModelConfig.from_hf(
+    found = ModelConfig.from_hf(
         config, dtype, family.defaults, family.reads, family.aliases, family.ignores
     )
+    return dataclasses.replace(found, max_position=found.max_position - family.skipped_positions)
 
 
 def model_class(config: ModelConfig) -> type[nn.Module]:

@@ -152,6 +152,7 @@ def _attention(network: DecoderForCausalLM) -> Iterator[dict[str, Any]]:
         options = attention.attn.options
         rope = ropes.get(attention.rotary_emb)
         yield {
+            "causal": options.causal,
             "window": options.window,
             "heads": heads,
             "kv_heads": kv_heads,

@@ -66,7 +66,8 @@ def streamed(tokenizer: Tokenizer, token_ids: list[int], *, skip: bool) -> str:
 
 
 def test_every_family_has_a_tokenizer_here() -> None:
-    assert FAMILIES.keys() == set(MODULES.values())
+    encoders = {"bert", "roberta"}  # they write no text: tests/pooling/test_encoders.py
+    assert FAMILIES.keys() == set(MODULES.values()) - encoders
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -209,6 +209,15 @@ DEEPSEEK = {
     },
 }
 NO_RMS: dict[str, Any] = {name: SILU[name] for name in SILU if name != "rms_norm_eps"}
+BERT: dict[str, Any] = {
+    **{key: NO_RMS[key] for key in NO_RMS if key not in ("num_key_value_heads", "head_dim")},
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 130,
+    "pad_token_id": 1,
+    "position_embedding_type": "absolute",
+    "type_vocab_size": 2,
+}
 COHERE = {**NO_RMS, "layer_norm_eps": 1e-5, "logit_scale": 0.25}
 KIMI = {
     **{name: value for name, value in LATENT.items() if name != "max_position_embeddings"},
@@ -441,6 +450,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": BY_THREE,
         "rope_scaling": LLAMA3,
     },
+    "BertForSequenceClassification": {**BERT, "id2label": {"0": "LABEL_0"}},
+    "BertModel": BERT,
     "FalconH1ForCausalLM": FALCON_H1,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
@@ -653,6 +664,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3_5ForConditionalGeneration": nested(QWEN3_5),
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": nested(QWEN3_5_MOE),
+    "RobertaForSequenceClassification": {**BERT, "id2label": {"0": "LABEL_0"}},
+    "RobertaModel": BERT,
     "SeedOssForCausalLM": {**SILU, "attention_out_bias": False, "mlp_bias": False},
     "SmolLM3ForCausalLM": {
         **SILU,
@@ -663,6 +676,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": BY_THREE,
         "mlp_bias": False,
     },
+    "XLMRobertaForSequenceClassification": {**BERT, "id2label": {"0": "LABEL_0"}},
+    "XLMRobertaModel": BERT,
 }
 """By architecture, without the field that names it: see `config_of`."""
 

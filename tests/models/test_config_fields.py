@@ -42,10 +42,11 @@ MODEL_TYPES: dict[str, str] = {
 ARCHITECTURES = [
     name
     for name in MODULES
-    if "Unified" not in name
+    if name in MODEL_TYPES
+    and "Unified" not in name
     and ("text_config" not in CONFIGS[name] or MODEL_TYPES.get(name) in NESTED)
 ]
-"""Not those with a text model that is here already."""
+"""Not those with a text model that is here already, and not encoders."""
 DIFFER = {
     (
         "Olmo3ForCausalLM",

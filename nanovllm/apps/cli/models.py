@@ -114,6 +114,8 @@ def _several(
 
 def _attention(row: dict[str, Any]) -> Iterator[str]:
     yield f"window of {row['window']} tokens" if row["window"] else "all tokens"
+    if not row["causal"]:
+        yield "in both directions"
     yield f"{_count(row['heads'], 'head')} of {row['head_dim']}"
     if row["value_dim"]:
         yield f"latents of {row['value_dim']} for all heads"

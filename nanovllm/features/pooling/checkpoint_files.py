@@ -36,6 +36,7 @@ _OLD_MODES = {
 }
 """Poolings by the fields that older files set to true."""
 _GGUF_POOLINGS = {1: "mean", 2: "cls", 3: "last"}
+_ACTIVATIONS = ("sigmoid", "identity")
 _MOST_PROMPTS = 1024
 _QWEN3_RERANKER = "qwen3-reranker"
 
@@ -54,13 +55,16 @@ class PoolingSettings:
     answers: tuple[str | int, str | int] | None = None
     """Of a reranker: the tokens, or their texts, with which it says that a document does not meet a
     query, and that it does. None: scores are the similarity of vectors."""
+    activation: str | None = None
+    """Of a cross-encoder: what makes a score of its logit, "sigmoid" or "identity"."""
 
 
-def read_settings(checkpoint: Checkpoint, model: str) -> PoolingSettings:
+def read_settings(checkpoint: Checkpoint, model: str, pooling: str = "last") -> PoolingSettings:
     """Return what the checkpoint's files say; the defaults where they say nothing.
 
     Args:
         model: the model's name, or its directory.
+        pooling: the default.
 
     Raises:
         CheckpointError: a file is invalid.
@@ -72,10 +76,12 @@ def read_settings(checkpoint: Checkpoint, model: str) -> PoolingSettings:
         return PoolingSettings(answers=answers)
     prompts = _read(path, "config_sentence_transformers.json")
     settings = PoolingSettings(
+        pooling=pooling,
         similarity=_similarity(prompts),
         prompts=_prompts(prompts),
         default_prompt_name=prompts.get("default_prompt_name"),
         answers=answers,
+        activation=_activation(checkpoint.config),
     )
     name = settings.default_prompt_name
     if name is not None and not (isinstance(name, str) and name in settings.prompts):
@@ -163,6 +169,21 @@ def _named_answers(config: dict[str, Any], model: str) -> tuple[str, str] | None
         return given[0], given[1]
     is_reranker = _QWEN3_RERANKER in Path(model).name.lower()
     return ("no", "yes") if is_reranker else None
+
+
+def _activation(config: dict[str, Any]) -> str | None:
+    """Return what makes a score of a cross-encoder's logit, as sentence-transformers does: what the
+    config.json names, else a sigmoid; None for another model.
+    """
+    if "ForSequenceClassification" not in str(config.get("architectures")):
+        return None
+    nested = config.get("sentence_transformers")
+    fields = {**config, **(nested if isinstance(nested, dict) else {})}
+    for key in ("activation_fn", "sbert_ce_default_activation_function"):
+        if (found := fields.get(key)) is not None:
+            name = str(found).rpartition(".")[2].lower()
+            return check_choice(UnsupportedModelError, f"config.json: {key}", name, _ACTIVATIONS)
+    return "sigmoid"
 
 
 def _similarity(config: dict[str, Any]) -> str:

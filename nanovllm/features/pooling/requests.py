@@ -12,6 +12,7 @@ from nanovllm.engine.input_checks import PromptLimit, check_unicode
 from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.features.pooling.checkpoint_files import PoolingSettings, read_settings
+from nanovllm.features.pooling.cross_encoder import CrossEncoder
 from nanovllm.features.pooling.reranker import Reranker
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.loading.text_tokenizer import TextTokenizer
@@ -52,10 +53,15 @@ class PoolingRequests:
         self.hidden_size = hidden_size
         self._tokenizer = tokenizer
         self._limit = limit
-        self.reranker: Reranker | None = None
+        self._num_logits = (
+            limit.last + 1 if limit.generates else int(settings.activation is not None)
+        )
+        self.reranker: Reranker | CrossEncoder | None = None
         """Scores pairs of texts; None: the similarity of their vectors does."""
         if settings.answers is not None and tokenizer is not None:
             self.reranker = Reranker(tokenizer, settings.answers, limit)
+        elif settings.activation is not None and tokenizer is not None:
+            self.reranker = CrossEncoder(tokenizer, settings.activation, limit)
 
     def complete(self, params: PoolingParams, prompt: Prompt) -> tuple[Prompt, PoolingParams]:
         """Return the tokens of a prompt, and `params` as the ranks need them.
@@ -70,13 +76,15 @@ class PoolingRequests:
                 f"dimensions must be at most {self.hidden_size}, the size of this model's vectors, "
                 f"got {dimensions}"
             )
-        if max(params.token_ids, default=0) > self._limit.last:
+        if max(params.token_ids, default=-1) >= self._num_logits:
+            last = f"this model's last is {self._num_logits - 1}"
             raise InvalidRequestError(
-                f"token_ids holds token {max(params.token_ids)}; this model's last is "
-                f"{self._limit.last}"
+                f"token_ids holds token {max(params.token_ids)}; "
+                f"{last if self._num_logits else 'this model has no logits: leave it out'}"
             )
-        if params.token_ids:  # logits follow the last token
-            for_ranks = PoolingParams(pooling="last", normalize=False, token_ids=params.token_ids)
+        if params.token_ids:  # logits follow the last token, and a label's the first
+            pooling = "last" if self._limit.generates else "cls"
+            for_ranks = PoolingParams(pooling=pooling, normalize=False, token_ids=params.token_ids)
             return self._tokenized(prompt, params), for_ranks
         settings = self.settings
         for_ranks = PoolingParams(
@@ -127,7 +135,7 @@ class PoolingRequests:
         limit = self._limit
         kept = params.truncate_prompt_tokens
         if kept is not None:
-            most = limit.max_model_len - 1
+            most = limit.most
             kept = most if kept == -1 else min(kept, most)
         tokens = prompt.token_ids
         if tokens is not None:
@@ -282,7 +290,7 @@ def pooling_requests(
         CheckpointError: a file of the checkpoint is invalid, or asks for what is not supported.
     """
     hidden_size = read_config(checkpoint.config, config.dtype, config.model_family).hidden_size
-    settings = read_settings(checkpoint, config.model)
+    settings = read_settings(checkpoint, config.model, "last" if limit.generates else "cls")
     return PoolingRequests(settings, tokenizer, limit, hidden_size)
 
 

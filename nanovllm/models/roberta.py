@@ -1,0 +1,33 @@
+"""The RoBERTa family: BERT whose positions begin at the third row of their table, and without types
+of tokens.
+"""
+
+from typing import Any, ClassVar
+
+from nanovllm.models.bert import BertForSequenceClassification, BertModel
+
+
+class RobertaModel(BertModel):
+    """RoBERTa, DistilRoBERTa: BERT without types of tokens; makes vectors."""
+
+    prefix = "roberta."
+    skipped_positions = 2
+    only: ClassVar[dict[str, tuple[Any, ...]]] = {**BertModel.only, "pad_token_id": (1,)}
+
+
+class XLMRobertaModel(RobertaModel):
+    """Multilingual E5, BGE M3: BERT without types of tokens; makes vectors."""
+
+
+class RobertaForSequenceClassification(BertForSequenceClassification):
+    """RoBERTa cross-encoders: RoBERTa with a head that scores a pair of texts."""
+
+    names = BertModel.names
+    prefix = RobertaModel.prefix
+    skipped_positions = RobertaModel.skipped_positions
+    only = RobertaModel.only
+    takes_pairs = False
+
+
+class XLMRobertaForSequenceClassification(RobertaForSequenceClassification):
+    """BGE rerankers: RoBERTa with a head that scores a pair of texts."""
