@@ -3,8 +3,8 @@
 `nanovllm.features.training` does the work, and is imported when one of these methods is called.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.shared_engine import SharedEngine
@@ -19,6 +19,18 @@ if TYPE_CHECKING:
     from nanovllm.features.training.rank import TensorInfo
 
 Result = TypeVar("Result")
+
+
+class Commands(Protocol):
+    """A call that takes several commands to the engine; others may run between them."""
+
+    def commands(self) -> Iterator[Callable[[], Any]]:
+        """Yield commands; each must have returned before the next is asked for."""
+        ...
+
+    def fail(self) -> None:
+        """Take back what has been done, because a command has failed or the caller leaves."""
+        ...
 
 
 class ModelMethods:
@@ -123,7 +135,7 @@ class WeightMethods(ModelMethods):
             ConfigError: this is a GPU, or the file cannot be written.
             UnsupportedModelError: at level 2, `update_weights` cannot fill this model's weights.
         """
-        self._shared.call(lambda: self._control.sleep(level, mode))
+        self._run(self._control.sleep(level, mode))
 
     def wake_up(self, tags: Seq[str] | None = None) -> bool:
         """Restore what `sleep` released; return whether everything is awake.
@@ -174,13 +186,7 @@ class WeightMethods(ModelMethods):
         """
         from nanovllm.features.training.updates import Update
 
-        update = Update(self._control, weights, weight_version, mode)
-        try:
-            for command in update.commands():
-                self._shared.call(command)
-        except BaseException:
-            self._shared.call(update.fail)
-            raise
+        self._run(Update(self._control, weights, weight_version, mode))
 
     def start_weight_update(self, mode: str = "abort") -> None:
         """Begin an update of several `update_weights` calls; requests are refused until it ends.
@@ -188,7 +194,7 @@ class WeightMethods(ModelMethods):
         Raises:
             InvalidRequestError: an update has already begun, or the weights sleep.
         """
-        self._shared.call(lambda: self._control.start(mode))
+        self._run(self._control.start(mode))
 
     def finish_weight_update(self, weight_version: int | str | None = None) -> None:
         """End the update that `start_weight_update` began.
@@ -198,12 +204,28 @@ class WeightMethods(ModelMethods):
         """
         self._shared.call(lambda: self._control.end(weight_version))
 
+    def _run(self, call: Commands) -> None:
+        try:
+            for command in call.commands():
+                self._shared.call(command)
+        except BaseException:
+            self._shared.call(call.fail)
+            raise
+
 
 class AsyncWeightMethods(ModelMethods):
     """Base of `AsyncLLM`: the methods of `WeightMethods`, which documents them."""
 
     async def _between_steps(self, command: Callable[[], Result]) -> Result:
         raise NotImplementedError
+
+    async def _run(self, call: Commands) -> None:
+        try:
+            for command in call.commands():
+                await self._between_steps(command)
+        except BaseException:
+            await self._between_steps(call.fail)
+            raise
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See `WeightMethods.reset_prefix_cache`."""
@@ -220,15 +242,17 @@ class AsyncWeightMethods(ModelMethods):
 
         Args:
             mode: what happens to the requests in flight. "abort" ends them immediately, with
-                finish_reason "abort"; "wait" lets them finish; "keep" keeps them for later.
+                finish_reason "abort"; "wait" lets them finish before the pause begins; "keep" keeps
+                them for later. While a call with "wait" waits, everything else goes on; cancelling
+                it cancels the pause.
             clear_cache: forget all cached prefixes, and have requests that are kept compute their
                 KV anew. An update of the weights does so in any case.
 
         Raises:
-            InvalidRequestError: mode is unknown; or it is "wait", the engine is paused already, and
-                cannot run.
+            InvalidRequestError: mode is unknown; or it is "wait", and the engine is paused already
+                and cannot run, or `resume_generation` is called before the pause has begun.
         """
-        await self._between_steps(lambda: self._control.pause(mode, clear_cache))
+        await self._run(self._control.pause(mode, clear_cache))
 
     async def resume_generation(self) -> None:
         """Go on after `pause_generation`; without one nothing happens.
@@ -253,7 +277,7 @@ class AsyncWeightMethods(ModelMethods):
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """See `WeightMethods.sleep`."""
-        await self._between_steps(lambda: self._control.sleep(level, mode))
+        await self._run(self._control.sleep(level, mode))
 
     async def wake_up(self, tags: Seq[str] | None = None) -> bool:
         """See `WeightMethods.wake_up`."""
@@ -273,17 +297,11 @@ class AsyncWeightMethods(ModelMethods):
         """See `WeightMethods.update_weights`. The iterator runs in the event loop."""
         from nanovllm.features.training.updates import Update
 
-        update = Update(self._control, weights, weight_version, mode)
-        try:
-            for command in update.commands():
-                await self._between_steps(command)
-        except BaseException:
-            await self._between_steps(update.fail)
-            raise
+        await self._run(Update(self._control, weights, weight_version, mode))
 
     async def start_weight_update(self, mode: str = "abort") -> None:
         """See `WeightMethods.start_weight_update`."""
-        await self._between_steps(lambda: self._control.start(mode))
+        await self._run(self._control.start(mode))
 
     async def finish_weight_update(self, weight_version: int | str | None = None) -> None:
         """See `WeightMethods.finish_weight_update`."""

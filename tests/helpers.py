@@ -18,6 +18,7 @@ import pytest
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.observer import Observer
 from nanovllm.testing.invariants import check_scheduler
 from tests.glossary import GREEDY
 
@@ -57,6 +58,16 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.001)
+
+
+class SlowSteps(Observer):
+    """Gives each step of an engine a least time, so that a test can act while a request runs."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def begin_step(self) -> None:
+        time.sleep(self._seconds)
 
 
 def in_threads(jobs: list[Callable[[], Any]], seconds: float = 60) -> list[Any]:

@@ -21,13 +21,17 @@ def kv_cache_tokens(info: WorkerInfo) -> int:
     return info.num_blocks * info.max_model_len // of_one
 
 
-def read_metrics(scheduler: Scheduler) -> list[Metric | Vector | Histogram]:
-    """Return what `LLMEngine.get_metrics` returns."""
+def read_metrics(scheduler: Scheduler, num_held: int = 0) -> list[Metric | Vector | Histogram]:
+    """Return what `LLMEngine.get_metrics` returns.
+
+    Args:
+        num_held: how many sequences wait besides those of the scheduler.
+    """
     stats = scheduler.stats
     pool = scheduler.block_manager
     found: list[Metric | Vector | Histogram] = [
         Gauge("vllm:num_requests_running", len(scheduler.running)),
-        Gauge("vllm:num_requests_waiting", scheduler.num_waiting),
+        Gauge("vllm:num_requests_waiting", scheduler.num_waiting + num_held),
         Gauge("vllm:kv_cache_usage_perc", 1 - pool.num_free_blocks / len(pool.blocks)),
         Counter("vllm:prefix_cache_queries", stats.num_queried_tokens),
         Counter("vllm:prefix_cache_hits", stats.num_cached_tokens),

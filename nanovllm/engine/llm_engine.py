@@ -94,6 +94,7 @@ class LLMEngine:
         self._outputs: list[RequestOutput] = []  # for the next step() to return
         self._has_failed = False  # by a PluginError
         self.is_paused = False  # requests are queued, and no step is launched
+        self._held: list[Request] | None = None  # not queued yet; None: new requests are
         self.weights: WeightControl | None = None  # made when weights first change, or sleep
         self.profile: Profile | None = None  # made when one is first asked for
 
@@ -131,9 +132,21 @@ class LLMEngine:
         self.output_processor.add_request(request)
         for observer in self.observers:
             observer.add_request(request)
-        # The others follow once the first has computed the prompt: they find its blocks cached.
-        with self._ended_by_plugins():
-            self.scheduler.add(request.unqueued.pop(0))
+        if self._held is not None:
+            self._held.append(request)
+        else:
+            self._queue_first(request)
+
+    def hold_new_requests(self) -> None:
+        """Queue requests that come from now on only after `queue_held_requests`."""
+        self._held = [] if self._held is None else self._held
+
+    def queue_held_requests(self) -> None:
+        """Queue what `hold_new_requests` has held, and hold no more."""
+        held, self._held = self._held or (), None
+        for request in held:
+            if request.unqueued:  # else it was aborted
+                self._queue_first(request)
 
     def step(self) -> list[RequestOutput]:
         """Do `run_step` and return the outputs of requests without `deliver`."""
@@ -243,7 +256,8 @@ class LLMEngine:
         """
         from nanovllm.engine.engine_metrics import read_metrics
 
-        return read_metrics(self.scheduler)
+        num_held = sum(bool(request.unqueued) for request in self._held or ())
+        return read_metrics(self.scheduler, num_held)
 
     def shutdown(self) -> None:
         """End the workers and free the model. May be called again.
@@ -345,6 +359,13 @@ class LLMEngine:
                 failure = failure or error
         if failure is not None:
             raise failure
+
+    def _queue_first(self, request: Request) -> None:
+        """Queue a request's first sequence. The others follow once it has computed the prompt: they
+        find its blocks cached.
+        """
+        with self._ended_by_plugins():
+            self.scheduler.add(request.unqueued.pop(0))
 
     def _queue_remaining(self, request: Request) -> None:
         """Queue the request's sequences that the scheduler does not have yet."""

@@ -2,8 +2,8 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Sequence as Seq
-from contextlib import ExitStack, aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence as Seq
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -115,6 +115,22 @@ class Place:
         pool = pool or state_of(self.request).preparing
         with self.guard:
             return await asyncio.wrap_future(pool.submit(self.user or "", function, *args))
+
+
+@contextmanager
+def while_connected(request: Request) -> Iterator[None]:
+    """Interrupt what waits in the block when the client goes away.
+
+    Raises:
+        APIError: the client is gone.
+    """
+    guard = _Guard()
+    watch = asyncio.create_task(guard.watch(request))
+    try:
+        with guard:
+            yield
+    finally:
+        watch.cancel()
 
 
 def admit(request: Request, num_sequences: int, body: EngineRequest | None = None) -> Place:

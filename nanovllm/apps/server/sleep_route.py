@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 
 from nanovllm.apps.server.error_bodies import APIError, naming_params
+from nanovllm.apps.server.generation import while_connected
 from nanovllm.apps.server.state import ServerState, state_of
 
 router = APIRouter(tags=["development"])
@@ -29,7 +30,7 @@ def controlled(request: Request) -> ServerState:
 @router.post("/sleep")
 async def sleep(request: Request, level: int = 1, mode: str = "abort") -> dict[str, Any]:
     """Give back the memory of weights and KV; requests in flight end, or are awaited."""
-    with naming_params(("level", "mode"), "level"):
+    with naming_params(("level", "mode"), "level"), while_connected(request):
         await controlled(request).llm.sleep(level, mode)
     return {"status": "sleeping", "level": level}
 

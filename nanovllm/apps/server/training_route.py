@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 
 from nanovllm.apps.server.error_bodies import APIError, naming_params
+from nanovllm.apps.server.generation import while_connected
 from nanovllm.apps.server.json_route import JSONRoute, parse
 from nanovllm.apps.server.protocol.common import RequestModel
 from nanovllm.apps.server.sleep_route import controlled
@@ -61,8 +62,11 @@ class UpdateRequest(RequestModel):
 
 @router.post("/pause")
 async def pause(request: Request, mode: str = "abort", clear_cache: bool = True) -> dict[str, str]:
-    """Compute nothing until /resume; requests in flight are aborted, awaited or kept."""
-    with naming_params(("mode",), "mode"):
+    """Compute nothing until /resume; requests in flight are aborted, awaited or kept.
+
+    A client that leaves while they are awaited gives up the pause.
+    """
+    with naming_params(("mode",), "mode"), while_connected(request):
         llm = controlled(request).llm
         await llm.pause_generation(mode=mode, clear_cache=clear_cache)
     return {"status": "paused"}
@@ -115,6 +119,7 @@ async def server_info(request: Request, config_format: str = "json") -> dict[str
                 "data_parallel_size": 1,
             },
             "lora_config": lora if config.enable_lora else None,
+            "weight_transfer_config": None,  # vLLM's engines for it are on GPUs
         }
     }
 

@@ -9,8 +9,10 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence as Seq
 from typing import Any
 
+from nanovllm.engine.commands import fulfil
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.features.training.interruption import Interruption
 from nanovllm.features.training.packets import NamedTensor, Packet
 from nanovllm.features.training.rank import MAX_LISTED, RankWeights, TensorInfo, on_weights
 from nanovllm.options.validation import listed, shown
@@ -32,6 +34,8 @@ class WeightControl:
         self.is_updating = False  # between start() and finish()
         self._owner: object | None = None  # the call that updates; None: start_weight_update()
         self._missing: list[str] = []  # tensors that must come before the next request
+        self._waiting: list[Interruption] = []  # for the end of the requests in flight
+        self._was_paused = False  # when the first pause began to wait
 
     @property
     def engine(self) -> LLMEngine:
@@ -48,55 +52,129 @@ class WeightControl:
     def is_sleeping(self) -> bool:
         return bool(self._asleep)
 
-    def pause(self, mode: str, clear_cache: bool) -> None:
-        """Launch no step until `resume`; requests in flight end as `mode` says, or are kept.
+    def pause(self, mode: str, clear_cache: bool) -> Interruption:
+        """Return a call that launches no step until `resume`; requests in flight end as `mode`
+        says, or are kept.
 
-        Raises:
-            InvalidRequestError: mode is unknown; or requests are to be awaited that cannot run.
+        Its commands raise:
+            InvalidRequestError: mode is unknown; or requests are to be awaited that cannot run, or
+                a resume comes while they are.
         """
-        if mode not in PAUSE_MODES:
-            raise InvalidRequestError(f"mode {shown(mode)} must be one of {', '.join(PAUSE_MODES)}")
-        engine = self.engine
-        if mode == "wait" and engine.is_paused:
-            if reason := self._reason():
+
+        def check() -> None:
+            if mode not in PAUSE_MODES:
+                raise InvalidRequestError(
+                    f"mode {shown(mode)} must be one of {', '.join(PAUSE_MODES)}"
+                )
+            if mode == "wait" and self.engine.is_paused and (reason := self._reason()):
                 raise InvalidRequestError(f'mode "wait" cannot await requests: {reason}')
-            engine.is_paused = False  # so that those that were kept run
-        if mode != "keep":
-            self._end_requests(mode)
-        engine.is_paused = True
-        engine.finish_steps()
-        if clear_cache:
-            self._forget_prefixes()
-        self._refuse()
+
+        def act() -> None:
+            if mode != "wait":
+                check()
+            if mode == "abort":
+                self._abort_requests()
+            self.engine.is_paused = True
+            self.engine.finish_steps()
+            if clear_cache:
+                self._forget_prefixes()
+            self._end_waiting()
+
+        return Interruption(self, mode, check, act, None)
 
     def resume(self) -> None:
-        """Go on after `pause`; without one nothing changes.
+        """Go on after `pause`, also one that still waits; without one nothing changes.
 
         Raises:
             InvalidRequestError: the weights or the pool are away, or the weights are not whole.
         """
         if self.engine.is_paused and (reason := self._reason()):
             raise InvalidRequestError(f"the engine stays paused: {reason}")
+        message = "the pause did not begin: a resume came while it waited for requests to finish"
+        for call in self._waiting:
+            if call.is_pause:
+                call.outcome.set_exception(InvalidRequestError(message))
+        self._waiting = [call for call in self._waiting if not call.is_pause]
         self.engine.is_paused = False
+        self.engine.queue_held_requests()
 
-    def sleep(self, level: int, mode: str) -> None:
-        """Give back the memory of weights and KV pool; requests in flight end as `mode` says.
+    def begin_wait(self, call: Interruption) -> None:
+        """Let the requests in flight finish before `call` acts, with those that a pause has kept.
 
         Raises:
+            NanoVLLMError: what `call.check` raises.
+        """
+        call.check()
+        engine = self.engine
+        if call.is_pause:
+            if not any(other.is_pause for other in self._waiting):
+                self._was_paused = engine.is_paused
+            engine.is_paused = False
+            engine.hold_new_requests()
+        self._waiting.append(call)
+        self._refuse()
+
+    def wait_step(self) -> None:
+        """Run a step of the requests in flight. Without any, or in a pause, all calls act."""
+        engine = self.engine
+        engine.owner.check()
+        engine.executor.check_health()
+        if not engine.is_paused and engine.scheduler.num_unfinished:
+            engine.run_step()
+        if engine.is_paused or not engine.scheduler.num_unfinished:
+            self._end_waiting()
+
+    def leave_wait(self, call: Interruption) -> None:
+        """Let `call`, if it still waits, never act."""
+        if call not in self._waiting:
+            return
+        self._waiting.remove(call)
+        if call.is_pause and not any(other.is_pause for other in self._waiting):
+            self.engine.is_paused = self._was_paused
+            self.engine.queue_held_requests()
+        self._refuse()
+
+    def _end_waiting(self) -> None:
+        """Let the calls that wait act, pauses first: after them the others abort nothing.
+
+        The requests that were held go on, or wait for a resume.
+        """
+        calls, self._waiting = self._waiting, []
+        for call in sorted(calls, key=lambda call: not call.is_pause):
+            fulfil(call.outcome, call.act)
+        self.engine.queue_held_requests()
+        self._refuse()
+
+    def sleep(self, level: int, mode: str) -> Interruption:
+        """Return a call that gives back the memory of weights and KV pool; requests in flight end
+        as `mode` says.
+
+        Its commands raise:
             InvalidRequestError: level or mode is unknown, or an update of the weights runs.
             ConfigError: the weights cannot be kept.
         """
-        if isinstance(level, bool) or level not in (1, 2):
-            raise InvalidRequestError(
-                f"sleep level {shown(level)} must be 1 (keep the weights in a file) or 2 (forget "
-                "them)"
-            )
-        self._require_no_update("sleep()")
+
+        def check() -> None:
+            if isinstance(level, bool) or level not in (1, 2):
+                raise InvalidRequestError(
+                    f"sleep level {shown(level)} must be 1 (keep the weights in a file) or 2 "
+                    "(forget them)"
+                )
+            _check_mode(mode)
+            self._require_no_update("sleep()")
+
+        def act() -> None:
+            check()
+            self._sleep(level)
+
+        return Interruption(self, mode, check, act, "the engine is about to sleep: call wake_up()")
+
+    def _sleep(self, level: int) -> None:
         if level == 2 and self._level == 1 and "weights" in self._asleep:
             self.wake_up(["weights"])  # what was kept is forgotten now
         if self._asleep == set(TAGS):
             return
-        self._interrupt(mode)
+        self._interrupt()
         self._call(
             RankWeights.keep, level
         )  # all ranks keep their weights before one gives them back
@@ -125,24 +203,33 @@ class WeightControl:
         self._refuse()
         return not self._asleep
 
-    def start(self, mode: str, owner: object | None = None) -> None:
-        """Begin an update: no request runs until `finish`.
+    def start(self, mode: str, owner: object | None = None) -> Interruption:
+        """Return a call that begins an update: no request runs until `finish`.
 
         Args:
             owner: what alone may load tensors, and finish; None: any call may.
 
-        Raises:
+        Its commands raise:
             InvalidRequestError: one has begun already, or the weights sleep, or mode is unknown.
         """
-        self._require_no_update("an update")
-        if "weights" in self._asleep:
-            raise InvalidRequestError(
-                'the weights sleep: call wake_up(["weights"]) before update_weights'
-            )
-        self._interrupt(mode)
-        self.is_updating = True
-        self._owner = owner
-        self._refuse()
+
+        def check() -> None:
+            self._require_no_update("an update")
+            if "weights" in self._asleep:
+                raise InvalidRequestError(
+                    'the weights sleep: call wake_up(["weights"]) before update_weights'
+                )
+            _check_mode(mode)
+
+        def act() -> None:
+            check()
+            self._interrupt()
+            self.is_updating = True
+            self._owner = owner
+            self._refuse()
+
+        refusal = "an update of the weights is about to begin: try again when it has ended"
+        return Interruption(self, mode, check, act, refusal)
 
     def check(self, tensors: Seq[NamedTensor], whole: bool, owner: object | None = None) -> None:
         """Check tensors of an update before any is written. See `RankWeights.check`."""
@@ -216,25 +303,19 @@ class WeightControl:
         self._missing = names or self._missing
         self._refuse()
 
-    def _interrupt(self, mode: str) -> None:
-        """End the requests in flight, unless the engine is paused; forget the KV of all prefixes.
+    def _interrupt(self) -> None:
+        """Abort the requests that run, unless the engine is paused; forget the KV of all prefixes.
 
-        Raises:
-            InvalidRequestError: `mode` is unknown.
+        After a wait none runs.
         """
-        if mode not in MODES:
-            raise InvalidRequestError(f"mode {shown(mode)} must be one of {', '.join(MODES)}")
         if not self.engine.is_paused:
-            self._end_requests(mode)
+            self._abort_requests()
         self._forget_prefixes()
 
-    def _end_requests(self, mode: str) -> None:
-        """Abort the requests in flight, or await them."""
+    def _abort_requests(self) -> None:
         engine = self.engine
         engine.owner.check()
         engine.executor.check_health()
-        while mode == "wait" and engine.scheduler.num_unfinished:
-            engine.run_step()
         for request_id in list(engine.output_processor.requests):
             engine.abort(request_id)
         engine.run_last_steps()
@@ -277,7 +358,9 @@ class WeightControl:
 
     def _refuse(self) -> None:
         """Have requests refused while they cannot run; those that come in a pause wait for it."""
-        reason = None if self.engine.is_paused else self._reason()
+        reason = None
+        if not self.engine.is_paused:
+            reason = self._reason() or next(filter(None, (c.refusal for c in self._waiting)), None)
         refusal = None if reason is None else InvalidRequestError(reason)
         self.engine.executor.refusal = refusal
 
@@ -285,6 +368,11 @@ class WeightControl:
 def _union(of_ranks: Iterable[list[str]]) -> list[str]:
     """Return the names that one rank or more returned."""
     return list(dict.fromkeys(name for names in of_ranks for name in names))
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in MODES:
+        raise InvalidRequestError(f"mode {shown(mode)} must be one of {', '.join(MODES)}")
 
 
 def check_version(version: int | str | None) -> None:

@@ -3,14 +3,13 @@
 The iterator runs in the caller's thread, the commands between two steps.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
 from functools import partial
 from typing import Any
 
 from nanovllm.features.training.control import WeightControl, check_version
+from nanovllm.features.training.interruption import Command
 from nanovllm.features.training.packets import NamedTensor, Packet, checked, in_messages
-
-Command = Callable[[], Any]
 
 
 class Update:
@@ -30,8 +29,8 @@ class Update:
         check_version(version)
         self._control = control
         self._version = version
-        self._mode = mode
         self._is_part = control.is_open
+        self._start = control.start(mode, self)
         self._items: Iterable[Any] = weights.items() if isinstance(weights, Mapping) else weights
         self._is_there = isinstance(weights, Mapping | list | tuple)
 
@@ -46,7 +45,7 @@ class Update:
             items = [checked(item) for item in items]
             yield partial(control.check, items, not self._is_part, self._owner)
         if not self._is_part:
-            yield partial(control.start, self._mode, self)
+            yield from self._start.commands()
         for message in self._messages(map(checked, items)):
             yield partial(control.load, message, self._owner)
         if not self._is_part:
@@ -54,6 +53,7 @@ class Update:
 
     def fail(self) -> None:
         """End the update, because its iterator or a command has failed."""
+        self._start.fail()
         self._control.fail(self._owner)
 
     @property
