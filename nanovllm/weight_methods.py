@@ -3,7 +3,7 @@
 `nanovllm.features.training` does the work, and is imported when one of these methods is called.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from nanovllm.engine.llm_engine import LLMEngine
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nanovllm.features.observe.profile import Profile
     from nanovllm.features.training.control import WeightControl
     from nanovllm.features.training.rank import TensorInfo
+    from nanovllm.features.training.updates import Weights
 
 Result = TypeVar("Result")
 
@@ -161,7 +162,7 @@ class WeightMethods(ModelMethods):
 
     def update_weights(
         self,
-        weights: Iterable[tuple[str, Any]] | Mapping[str, Any],
+        weights: "Weights",
         *,
         weight_version: int | str | None = None,
         mode: str = "abort",
@@ -175,7 +176,8 @@ class WeightMethods(ModelMethods):
             weights: pairs of a checkpoint's name and a torch tensor of any float dtype. A list or a
                 mapping is checked as a whole before anything is written, an iterator tensor by
                 tensor. If an iterator fails after a layer was written, all weights must be passed
-                again before the next request.
+                again before the next request. A str or a Path is a directory whose safetensors
+                files hold the tensors; their names, shapes and dtypes are checked as a whole.
             weight_version: for `RequestOutput.weight_version`.
             mode: see the class.
 
@@ -289,7 +291,7 @@ class AsyncWeightMethods(ModelMethods):
 
     async def update_weights(
         self,
-        weights: Iterable[tuple[str, Any]] | Mapping[str, Any],
+        weights: "Weights",
         *,
         weight_version: int | str | None = None,
         mode: str = "abort",

@@ -187,13 +187,7 @@ def weight_files(
     if from_hub:
         patterns = ["*.safetensors", "*.safetensors.index.json"]
         path = download(model, revision, patterns, download_dir)
-    if named := _indexed_files(path / "model.safetensors.index.json"):
-        return named
-    if check_file(path, "model.safetensors"):
-        return [path / "model.safetensors"]
-    files = sorted(path.glob("*.safetensors"))
-    if missing := [file.name for file in files if not check_file(path, file.name)]:
-        raise CheckpointError(f"{path}: {shown(missing[0])} is a link to a missing file")
+    files = safetensors_files(path)
     if not files:
         others = sorted(
             f.name for f in path.iterdir() if f.suffix in {".bin", ".pt", ".pth", ".gguf"}
@@ -213,6 +207,23 @@ def weight_files(
             f"{path} has no .safetensors weights{found}; convert the checkpoint to safetensors, "
             'or use load_format="dummy" for random weights'
         )
+    return files
+
+
+def safetensors_files(path: Path) -> list[Path]:
+    """Return the weight files of a directory: those that its index names, or all.
+
+    Raises:
+        CheckpointError: the index names missing files, or a file is outside the directory or not a
+            regular one.
+    """
+    if named := _indexed_files(path / "model.safetensors.index.json"):
+        return named
+    if check_file(path, "model.safetensors"):
+        return [path / "model.safetensors"]
+    files = sorted(path.glob("*.safetensors"))
+    if missing := [file.name for file in files if not check_file(path, file.name)]:
+        raise CheckpointError(f"{path}: {shown(missing[0])} is a link to a missing file")
     return files
 
 

@@ -17,7 +17,7 @@ from nanovllm.loading.files import MAX_JSON_BYTES, is_gguf, parse_object, refuse
 if TYPE_CHECKING:
     from nanovllm.loading.gguf import GgufWeight
 
-_DTYPES = {
+TORCH_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
@@ -104,7 +104,7 @@ def equal_tensors(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
     headers = [read_header(file) for file, _ in (one, other)]
     infos = [header[name] for header, (_, name) in zip(headers, (one, other), strict=True)]
     shape, dtype, *_ = infos[0]
-    if (shape, dtype) != infos[1][:2] or dtype not in _DTYPES or not shape:
+    if (shape, dtype) != infos[1][:2] or dtype not in TORCH_DTYPES or not shape:
         return False
     num_rows = max(1, _COMPARED // max(1, math.prod(shape[1:])))
     with contextlib.ExitStack() as opened:
@@ -161,7 +161,7 @@ class TensorFile:
             values: Any = read_rows(self._file, self._weights[name], rows, raw=raw)
             return torch.from_numpy(values[(slice(None), *columns)])
         info = self._header[name]
-        dtype = _DTYPES[info.dtype]
+        dtype = TORCH_DTYPES[info.dtype]
         if math.prod(info.shape) == 1:
             return self._bytes(name, info.offset, dtype.itemsize).view(dtype).view(info.shape)
         first, *others = slices

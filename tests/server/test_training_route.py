@@ -4,6 +4,7 @@ import base64
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,6 +305,22 @@ def test_a_trainer_that_dies(server: Running, sender: WeightSender, old: Weights
     thread.join(20)
     assert replies[0].status == 500
     assert "the other end of the transfer has gone" in replies[0].error["message"]
+
+
+def test_weights_of_a_directory(server: Running, sender: WeightSender, tmp_path: Path) -> None:
+    path = "/update_weights_from_disk"
+    before = text_of(server.send("/v1/completions", SHORT))
+    reply = server.send(path, {"model_path": str(tmp_path)})
+    assert (reply.status, reply.error["param"]) == (400, "model_path")
+    assert "has no safetensors files" in reply.error["message"]
+    reply = server.send(path, {"model_path": str(tmp_path), "flush_cache": False})
+    assert (reply.status, reply.error["param"]) == (400, "flush_cache")
+    body = {"model_path": demo_model.MODEL, "weight_version": "again", "load_format": None}
+    first = Sent(server, LONG)
+    assert server.send(path, body).body == {"success": True, "message": "Weights updated"}
+    assert first.answer().body["choices"][0]["finish_reason"] == "length"
+    assert server.send("/weight_info").body == {"weight_version": "again"}
+    assert text_of(server.send("/v1/completions", SHORT)) == before
 
 
 def test_what_cannot_be_joined(server: Running) -> None:

@@ -1,5 +1,6 @@
 """After an update an engine is one that loaded the new weights."""
 
+import dataclasses
 import os
 import random
 import tempfile
@@ -33,8 +34,11 @@ PROMPTS = [_SHARED + random_prompt(_RNG, 5), _SHARED[:20], random_prompt(_RNG, 3
 """With a prefix that stays cached: of the old weights it would be wrong."""
 
 
-def tokens_of(llm: LLM) -> list[list[int]]:
-    return token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+def tokens_of(llm: LLM) -> list[Any]:
+    """Return the tokens after each prompt; for the last also their log-probabilities."""
+    params = [GREEDY, GREEDY, dataclasses.replace(GREEDY, logprobs=2)]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [token_ids(outputs), outputs[-1].outputs[0].logprobs]
 
 
 def in_buckets(weights: Weights, seed: int) -> Any:
@@ -280,6 +284,45 @@ def test_a_rank_that_fails(
     llm.sleep()
     llm.wake_up()
     assert tokens_of(llm) == before
+
+
+def test_files_of_weights(model: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """Headers are checked as a whole; a number that is wrong is found where it is read."""
+    old = read_weights(model)
+    new = changed(old, 1)
+    directory = checkpoint_of(model, new, tmp_path / "new")
+    llm, other = make_llm(model, **OPTIONS), make_llm(model, **OPTIONS)
+    before = tokens_of(llm)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/model.safetensors").write_bytes(b"x" * 100)
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link/model.safetensors").symlink_to(tmp_path / "new/model.safetensors")
+    for path, message in [
+        (tmp_path / "missing", "has no safetensors files"),
+        (tmp_path / "empty", "has no safetensors files"),
+        (tmp_path / "broken", "is not a sound safetensors file"),
+        (tmp_path / "link", "is outside the directory"),
+        ("a\0b", "cannot open file"),
+        (checkpoint_of(model, old | {"x": new[Q_PROJ]}, tmp_path / "more"), "no tensor 'x'"),
+        (
+            checkpoint_of(model, new | {Q_PROJ: new[Q_PROJ].to(torch.int32)}, tmp_path / "ints"),
+            "dtype torch.int32",
+        ),
+    ]:
+        with pytest.raises(InvalidRequestError, match=message):
+            llm.update_weights(path)
+        assert llm.weight_version == 0
+    assert tokens_of(llm) == before
+    wrong = new | {Q_PROJ: new[Q_PROJ] * float("nan")}
+    with pytest.raises(InvalidRequestError, match="NaN or infinite"):
+        llm.update_weights(checkpoint_of(model, wrong, tmp_path / "nan"))
+    with pytest.raises(InvalidRequestError, match="weights are not whole"):
+        tokens_of(llm)
+    llm.update_weights(Path(directory), weight_version="step-7")
+    other.update_weights(new)
+    assert tokens_of(llm) == tokens_of(other) != before
+    assert llm.weight_version == "step-7"
 
 
 @pytest.mark.parametrize("quantization", [None, "int4"])

@@ -86,7 +86,7 @@ ABSENT_ROUTES = {
             *("/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/server_info"),
             *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"),
             *("/start_weight_update", "/update_weights", "/finish_weight_update", "/weight_info"),
-            "/get_world_size",
+            *("/get_world_size", "/update_weights_from_disk"),
         ),
         _DEV_MODE,
     ),
@@ -97,9 +97,9 @@ ABSENT_ROUTES = {
     "/resume_memory_occupation": "use POST /wake_up",
     **dict.fromkeys(
         (
-            *("/update_weights_from_disk", "/update_weights_from_tensor"),
-            *("/update_weights_from_distributed", "/init_weights_update_group"),
-            *("/destroy_weights_update_group", "/update_weights_from_ipc"),
+            *("/update_weights_from_distributed", "/update_weights_from_tensor"),
+            *("/update_weights_from_ipc", "/init_weights_update_group"),
+            "/destroy_weights_update_group",
             *("/init_communicator", "/update_named_param", "/close_communicator"),
         ),
         _WEIGHTS,

@@ -60,12 +60,38 @@ class UpdateRequest(RequestModel):
     update_info: UpdateInfo
 
 
+class DiskRequest(RequestModel):
+    """Which weights to read, in SGLang's form."""
+
+    others: ClassVar[Mapping[str, OtherName]] = other_names(
+        ("load_format", ("auto", "safetensors"), "files are safetensors; leave it out"),
+        ("flush_cache", (True,), "KV of the old weights is never used again; leave it out"),
+        ("keep_pause", (False,), "a paused engine stays paused until /resume; leave it out"),
+        ("manifest", (), "leave it out"),
+    )
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {"is_async", "torch_empty_cache", "recapture_cuda_graph", "token_step"}
+    )
+
+    model_path: str = Field(min_length=1)
+    """A directory on the server's machine."""
+    weight_version: str | None = None
+    abort_all_requests: bool = False
+
+
 @router.post("/pause")
-async def pause(request: Request, mode: str = "abort", clear_cache: bool = True) -> dict[str, str]:
+async def pause(
+    request: Request,
+    mode: str = "abort",
+    clear_cache: bool = True,
+    wait_for_inflight_requests: bool = False,
+) -> dict[str, str]:
     """Compute nothing until /resume; requests in flight are aborted, awaited or kept.
 
-    A client that leaves while they are awaited gives up the pause.
+    A client that leaves while they are awaited gives up the pause. To wait for them is what older
+    clients ask for.
     """
+    mode = "wait" if wait_for_inflight_requests else mode
     with naming_params(("mode",), "mode"), while_connected(request):
         llm = controlled(request).llm
         await llm.pause_generation(mode=mode, clear_cache=clear_cache)
@@ -173,6 +199,18 @@ async def update_weights(request: Request, body: UpdateRequest) -> dict[str, str
     with naming_params((), "update_info", fields):
         await controlled(request).transfer.receive(info.names, info.dtype_names, info.shapes)
     return {"message": "Weights updated"}
+
+
+@router.post("/update_weights_from_disk")
+async def update_weights_from_disk(request: Request, body: DiskRequest) -> dict[str, Any]:
+    """Read new weights from a directory. Requests in flight are aborted, or finish first; those of
+    a paused engine are kept.
+    """
+    mode = "abort" if body.abort_all_requests else "wait"
+    with naming_params(DiskRequest.model_fields, "model_path"):
+        llm = controlled(request).llm
+        await llm.update_weights(body.model_path, weight_version=body.weight_version, mode=mode)
+    return {"success": True, "message": "Weights updated"}
 
 
 @router.post("/finish_weight_update")

@@ -231,11 +231,10 @@ class WeightControl:
         refusal = "an update of the weights is about to begin: try again when it has ended"
         return Interruption(self, mode, check, act, refusal)
 
-    def check(self, tensors: Seq[NamedTensor], whole: bool, owner: object | None = None) -> None:
+    def check(self, infos: Seq[TensorInfo], whole: bool, owner: object | None = None) -> None:
         """Check tensors of an update before any is written. See `RankWeights.check`."""
         if self.is_updating:
             self._require_update(owner)
-        infos = [TensorInfo(name, tuple(x.shape), x.dtype) for name, x in tensors]
         self._call(RankWeights.check, infos, whole)
 
     def check_part(self, infos: Seq[TensorInfo]) -> None:

@@ -3,13 +3,19 @@
 The iterator runs in the caller's thread, the commands between two steps.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
 from functools import partial
 from typing import Any
 
 from nanovllm.features.training.control import WeightControl, check_version
+from nanovllm.features.training.files import WeightFiles
 from nanovllm.features.training.interruption import Command
 from nanovllm.features.training.packets import NamedTensor, Packet, checked, in_messages
+from nanovllm.features.training.rank import TensorInfo
+
+Weights = Iterable[Any] | Mapping[str, Any] | str | os.PathLike[str]
+"""Pairs of a name and a tensor, or the path of a directory that has files of them."""
 
 
 class Update:
@@ -20,19 +26,14 @@ class Update:
     """
 
     def __init__(
-        self,
-        control: WeightControl,
-        weights: Iterable[Any] | Mapping[str, Any],
-        version: int | str | None,
-        mode: str,
+        self, control: WeightControl, weights: Weights, version: int | str | None, mode: str
     ) -> None:
         check_version(version)
         self._control = control
+        self._weights = weights
         self._version = version
         self._is_part = control.is_open
         self._start = control.start(mode, self)
-        self._items: Iterable[Any] = weights.items() if isinstance(weights, Mapping) else weights
-        self._is_there = isinstance(weights, Mapping | list | tuple)
 
     def commands(self) -> Iterator[Command]:
         """Yield the commands; each must have returned before the next is asked for.
@@ -40,14 +41,12 @@ class Update:
         If the iterator or a command fails, `fail` must be called.
         """
         control = self._control
-        items = self._items
-        if self._is_there:
-            items = [checked(item) for item in items]
-            yield partial(control.check, items, not self._is_part, self._owner)
+        infos, loads = self._loads()
+        if infos is not None:
+            yield partial(control.check, infos, not self._is_part, self._owner)
         if not self._is_part:
             yield from self._start.commands()
-        for message in self._messages(map(checked, items)):
-            yield partial(control.load, message, self._owner)
+        yield from loads
         if not self._is_part:
             yield partial(control.finish, self._version, self)
 
@@ -59,6 +58,30 @@ class Update:
     @property
     def _owner(self) -> "Update | None":
         return None if self._is_part else self
+
+    def _loads(self) -> tuple[list[TensorInfo] | None, Iterator[Command]]:
+        """Return what is known of the tensors before they are read, and commands to load them."""
+        weights = self._weights
+        if isinstance(weights, str | os.PathLike):
+            files = WeightFiles(weights)
+            return files.infos, self._from_files(files)
+        items = weights.items() if isinstance(weights, Mapping) else weights
+        infos = None
+        if isinstance(weights, Mapping | list | tuple):
+            items = [checked(item) for item in items]
+            infos = [TensorInfo(name, tuple(x.shape), x.dtype) for name, x in items]
+        messages = self._messages(map(checked, items))
+        return infos, (partial(self._control.load, each, self._owner) for each in messages)
+
+    def _from_files(self, files: WeightFiles) -> Iterator[Command]:
+        """Yield commands that each read a tensor: the caller's thread reads none."""
+        tensors = files.tensors()
+
+        def load() -> None:
+            for message in self._messages([checked(next(tensors))]):
+                self._control.load(message, self._owner)
+
+        return (load for _ in files.infos)
 
     def _messages(self, tensors: Iterable[NamedTensor]) -> Iterator[Seq[NamedTensor | Packet]]:
         """Yield what a command takes: one tensor, which the rank in this process copies at once; or
