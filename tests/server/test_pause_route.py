@@ -22,7 +22,7 @@ SHORT = {**PROMPT, "max_tokens": 4}
 def server() -> Iterator[Running]:
     """Of an engine whose steps are slow."""
     llm = AsyncLLM(demo_model.MODEL, max_model_len=512, num_kvcache_blocks=64, device="cpu")
-    llm.engine.observers.append(SlowSteps(0.004))
+    llm.engine.observers.append(SlowSteps(0.02))
     with running(llm, dev_mode=True) as found:
         yield found
     llm.shutdown()
@@ -53,14 +53,14 @@ class Client:
 
     def __init__(self, server: Running, path: str, body: str = "") -> None:
         engine = server.state.llm.engine
-        before = len(engine.output_processor.requests)
+        before = set(engine.output_processor.requests)
         self._socket = socket.create_connection((server.host, server.port), timeout=30)
         self._socket.sendall(
             f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
         )
         if body:
-            wait_until(lambda: len(engine.output_processor.requests) > before, 20)
+            wait_until(lambda: not before.issuperset(engine.output_processor.requests), 20)
 
     def hang_up(self) -> None:
         self._socket.close()

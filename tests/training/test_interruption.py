@@ -1,6 +1,7 @@
 """Pauses, sleep and updates in any order, of many callers at once: no request is lost."""
 
 import asyncio
+import contextlib
 import os
 import random
 from collections.abc import Awaitable, Callable
@@ -11,8 +12,8 @@ from nanovllm.errors import InvalidRequestError
 from tests.training.test_updates import OPTIONS, PROMPTS
 from tests.training.weights import SMALL
 
-NUM_RUNS = int(os.environ.get("UPDATE_CASES", "3"))
-NUM_ACTIONS = 60
+NUM_RUNS = int(os.environ.get("UPDATE_CASES", "2"))
+NUM_ACTIONS = 40
 
 
 class Callers:
@@ -53,7 +54,8 @@ class Callers:
         for _ in range(2):  # a call that waited may have paused again
             for _ in range(200):
                 await self._llm.wake_up()
-                await self._llm.resume_generation()
+                with contextlib.suppress(InvalidRequestError):  # an update runs, or sleep began
+                    await self._llm.resume_generation()
                 if all(call.done() for call in self._calls):
                     break
                 await asyncio.sleep(0.005)
@@ -70,6 +72,7 @@ class Callers:
             if output.finish_reason == "abort":
                 expected = expected[: len(output.token_ids)]
             assert output.token_ids == expected
+        await self._llm.check_health()  # behind the ends of cancelled requests
         engine = self._llm.engine
         assert engine.is_finished()
         assert not engine.output_processor.requests
