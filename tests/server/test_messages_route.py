@@ -58,6 +58,7 @@ def test_streams_by_named_events(anthropic_client: Anthropic, server: Running) -
     assert found.stop_reason == "end_turn"
     assert found.usage.output_tokens > 0
     reply = server.send("/v1/messages", {**fields, **GREEDY, "stream": True})
+    assert reply.headers["request-id"] == reply.headers["x-request-id"]
     names = [
         line.removeprefix("event: ") for line in reply.body.splitlines() if line[:6] == "event:"
     ]

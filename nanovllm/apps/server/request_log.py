@@ -133,7 +133,10 @@ async def _run(
     """Run the app, add headers to its answer, and return the status of the answer."""
     status = None
     is_gone = False
-    headers = [(b"x-request-id", record.request_id.encode())]
+    request_id = record.request_id.encode()
+    headers = [(b"x-request-id", request_id)]
+    if "/v1/messages" in scope["path"]:
+        headers.append((b"request-id", request_id))  # Anthropic's name, which its client reads
     if record.traceparent is not None:
         headers.append((b"traceparent", record.traceparent.encode()))
 
