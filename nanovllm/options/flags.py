@@ -8,6 +8,7 @@ import ast
 import contextlib
 import dataclasses
 import decimal
+import functools
 import inspect
 import json
 import re
@@ -147,7 +148,8 @@ class _Field(NamedTuple):
     default: Any
 
 
-def fields_of(owner: type[Any]) -> dict[str, _Field]:
+@functools.cache
+def fields_of(owner: type) -> Mapping[str, _Field]:
     """Return the fields that can be written on a command line, by name."""
     hints = typing.get_type_hints(owner)
     found = {}
@@ -167,7 +169,7 @@ def fields_of(owner: type[Any]) -> dict[str, _Field]:
 
 def add_flags(
     group: "argparse._ActionsContainer",
-    owner: type[Any],
+    owner: type,
     *,
     but: Collection[str],
     defaults: Mapping[str, str],
@@ -282,7 +284,7 @@ def _with_flags(advice: str, parser: argparse.ArgumentParser) -> str:
     )
 
 
-def given_fields(owner: type[Any], args: argparse.Namespace) -> dict[str, Any]:
+def given_fields(owner: type, args: argparse.Namespace) -> dict[str, Any]:
     """Return the values of the flags that were given for the fields of `owner`."""
     given = vars(args)
     return {name: given[name] for name in fields_of(owner) if name in given}
@@ -387,7 +389,8 @@ def _is_plain(kind: Any) -> bool:
     return plain and all(map(_is_plain, typing.get_args(kind)))
 
 
-def _field_docs(owner: type[Any]) -> dict[str, str]:
+@functools.cache  # reading the source takes longer than all else that a command does
+def _field_docs(owner: type) -> Mapping[str, str]:
     """Return the string below each field in the source, by field."""
     docs: dict[str, str] = {}
     for base in reversed(owner.__mro__[:-1]):

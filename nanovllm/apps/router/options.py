@@ -227,7 +227,7 @@ def _spec(names: tuple[str, ...], options: dict[str, Any], num_models: int) -> M
     return ModelSpec(names, model, options, server, config.gpu_memory_utilization)
 
 
-def _flags(owner: type[Any], fields: Mapping[str, Any]) -> list[str]:
+def _flags(owner: type, fields: Mapping[str, Any]) -> list[str]:
     """Return values of fields as flags of the command line."""
     kinds = fields_of(owner)
     words = []
