@@ -1,8 +1,8 @@
-"""One Ray cluster of four nodes in this machine, for all tests of this folder.
+"""One Ray cluster of two nodes in this machine, for all tests of this folder.
 
 pytest-xdist gives the whole folder to one worker: see `pytest_xdist_make_scheduler` in
 tests/conftest.py. The cluster ends with the folder's last test, so that no later test shares the
-cores and 1.3 GB of memory with it.
+cores and memory with it.
 """
 
 import importlib.util
@@ -20,8 +20,8 @@ from tests.helpers import ROOT
 if importlib.util.find_spec("ray") is None:
     collect_ignore_glob = ["*"]
 
-NUM_NODES = 4
-NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
+NUM_NODES = 2
+NODE: dict[str, Any] = {"num_cpus": 3, "object_store_memory": 80 * 2**20}
 """What each node says it has; 80 MiB is near the least that Ray takes."""
 
 _running: list[Any] = []
@@ -30,10 +30,10 @@ _running: list[Any] = []
 
 @pytest.fixture
 def ray_cluster() -> Any:
-    """The `ray.cluster_utils.Cluster`: four nodes of two CPUs; this process is connected.
+    """The `ray.cluster_utils.Cluster`: two nodes of three CPUs; this process is connected.
 
     Other processes connect by RAY_ADDRESS=cluster.address. A test that kills a node adds it itself,
-    with `cluster.add_node(**NODE)`, so that four stay. Ray's workers import this tree's package.
+    with `cluster.add_node(**NODE)`, so that two stay. Ray's workers import this tree's package.
     """
     if not _running:
         _start()
@@ -61,6 +61,8 @@ def _start() -> None:
 
     os.environ["PYTHONPATH"] = str(ROOT)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Each takes two seconds to start.
+    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
     # Ray writes the address there whatever temp_dir is, and makes no directory for it.
     Path(ray._private.utils.get_ray_address_file(None)).parent.mkdir(parents=True, exist_ok=True)
     directory = tempfile.mkdtemp(prefix="ray")  # short: the path of a Unix socket has a limit

@@ -38,7 +38,8 @@ from tests.ray.conftest import NODE
 MODEL = demo_model.MODEL
 RAY: dict[str, Any] = {"distributed_executor_backend": "ray"}
 TWO_NODES = {**RAY, "tensor_parallel_size": 2, "num_threads": 4}
-"""Two threads a rank: a node of two cores has room for one rank."""
+"""Two threads a rank: a node of three cores has room for one rank, and for one of one thread."""
+ONE_RANK = {**RAY, "num_threads": 1}
 DEMO = {"dtype": "float32", "max_model_len": 256, "enable_prefix_caching": False}
 SHORT = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -115,7 +116,7 @@ def test_logits_processors_cannot_go_to_another_process(
 
 def test_a_rank_whose_node_has_no_files_says_so(ray_cluster: Any) -> None:
     """All nodes are in this machine: another path stands for a node without the files."""
-    config = Config(MODEL, **RAY)
+    config = Config(MODEL, **ONE_RANK)
     ranks = RayRanks(*check_networks(config, open_checkpoint(MODEL)))
     ranks._config = dataclasses.replace(ranks._config, model="/nowhere")
     with pytest.raises(
@@ -145,7 +146,7 @@ def test_a_node_with_another_version_of_the_model_is_refused(tmp_path: Path, cha
 
 
 def test_one_rank_ends_with_its_engine(nothing_left: Any) -> None:
-    llm = LLM(MODEL, **RAY)
+    llm = LLM(MODEL, **ONE_RANK)
     ranks = processes(llm)
     assert len(ranks) == 1
     used = shared_memory(ranks)
@@ -157,7 +158,7 @@ def test_one_rank_ends_with_its_engine(nothing_left: Any) -> None:
 
 
 def test_a_killed_actor_raises_and_leaves_nothing(nothing_left: Any, make_llm: Any) -> None:
-    llm = make_llm(MODEL, **RAY)
+    llm = make_llm(MODEL, **ONE_RANK)
     ranks = processes(llm)
     used = shared_memory(ranks)
     (place,) = llm.engine.executor.ranks.places
@@ -178,7 +179,7 @@ def test_without_room_the_error_says_what_is_needed(
     ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster_module, "_ROOM_SECONDS", 0.2)
-    with pytest.raises(ConfigError, match=r"no room for 2 times 8 CPU.* of 8 CPU are free on 4"):
+    with pytest.raises(ConfigError, match=r"no room for 2 times 8 CPU.* of 6 CPU are free on 2"):
         LLM(MODEL, **RAY, tensor_parallel_size=2, num_threads=16)
     with pytest.raises(ConfigError, match=r"no room for 1 times 1 GPU.* 0 of 0 GPU"):
         LLM(MODEL, **RAY, device="cuda")
@@ -190,7 +191,8 @@ from nanovllm import LLM, SamplingParams
 
 if __name__ == "__main__":
     model, size = sys.argv[1], int(sys.argv[2])
-    llm = LLM(model, distributed_executor_backend="ray", tensor_parallel_size=size)
+    ray = {"distributed_executor_backend": "ray", "num_threads": size}
+    llm = LLM(model, tensor_parallel_size=size, **ray)
     print(*(place.pid for place in llm.engine.executor.ranks.places), flush=True)
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     while True:
