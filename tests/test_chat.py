@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.errors import InvalidRequestError
 from tests.checkpoints import copy_checkpoint
+from tests.every_case import examples
 from tests.glossary import ANSWER_TO, GREEDY, OPTIONS, QUESTION, QUESTIONS
 from tests.helpers import generate, join
 
@@ -262,7 +263,7 @@ MESSAGE = st.fixed_dictionaries(
         st.sampled_from(["tools", "add_generation_prompt", "continue_final_message", "x"]), JSON
     ),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_any_messages_are_rendered_or_refused(demo_llm: LLM, messages: Any, options: Any) -> None:
     message = ""
     try:

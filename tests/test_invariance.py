@@ -53,12 +53,18 @@ WARM: dict[str, dict[str, Any]] = {
 """Options under which it is generated twice: the second time, prompts hit the prefix cache."""
 
 
-def each_model(options: dict[str, Any], few: list[str]) -> pytest.MarkDecorator:
-    """Parametrize a test by workload and options; models other than qwen3 have only `few`."""
+def each_model(
+    options: dict[str, Any], few: list[str], some: list[str] | None = None
+) -> pytest.MarkDecorator:
+    """Parametrize a test by workload and options; models other than qwen3 have only `few`.
+
+    qwen3 has `some` of them, all if that is None.
+    """
+    of_qwen3 = options if some is None or EVERY_CASE else some
     cases = [
         pytest.param(model, options[name], id=f"{model}-{name}")
         for model in (*FAMILIES, "glossary")
-        for name in (options if EVERY_CASE or model == "qwen3" else few)
+        for name in (options if EVERY_CASE else of_qwen3 if model == "qwen3" else few)
     ]
     return pytest.mark.parametrize(("workload", "options"), cases, indirect=["workload"])
 
@@ -127,8 +133,7 @@ def workload(request: pytest.FixtureRequest, shared_checkpoint: Callable[..., st
     if request.param == "glossary":
         return glossary_workload()
     model = shared_checkpoint(**FAMILIES[request.param])
-    num_requests = 40 if request.param == "qwen3" else 24
-    return random_workload(model, num_requests)
+    return random_workload(model, num_requests=40 if EVERY_CASE else 24)
 
 
 @pytest.fixture(scope="module")
@@ -157,14 +162,18 @@ def generate(workload: Workload, make_llm: Any) -> Callable[..., Tokens]:
     return run
 
 
-@each_model(COLD, few=["batches of 5"])
+@each_model(
+    COLD,
+    few=["batches of 5"],
+    some=["batches of 2", "batches of 64", "blocks of 3", "blocks of 1, no prefix cache"],
+)
 def test_tokens_do_not_depend_on_the_options(
     generate: Any, expected: Tokens, options: dict[str, Any]
 ) -> None:
     assert generate(**options) == expected
 
 
-@each_model(WARM, few=["chunks of 7"])
+@each_model(WARM, few=["chunks of 7"], some=["whole prompts", "chunks of 1"])
 def test_tokens_do_not_depend_on_a_warm_prefix_cache(
     generate: Any, expected: Tokens, options: dict[str, Any]
 ) -> None:

@@ -85,6 +85,7 @@ def check_logprobs(output: RequestOutput, params: SamplingParams, logits_of: Log
         check_entries(entries, prompt[place], params.prompt_logprobs, reference[place - 1])
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "options",
     [

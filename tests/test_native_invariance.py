@@ -90,11 +90,16 @@ def generate(model: str, workload: Any, **options: Any) -> list[list[int]]:
 
 
 def assert_same_bits(
-    model: str, tmp_path: Path, ways: tuple[str, ...], full: bool = False, **options: Any
+    model: str,
+    tmp_path: Path,
+    ways: tuple[str, ...],
+    full: bool = False,
+    num_requests: int = NUM_PROVED,
+    **options: Any,
 ) -> None:
     """Check that requests have the same bits alone and in these ways of `nanovllm prove`."""
     script = str(tmp_path / "reproduction.py")
-    prove = ProveOptions(ways=ways, full=full, num_requests=NUM_PROVED, reproduction=script)
+    prove = ProveOptions(ways=ways, full=full, num_requests=num_requests, reproduction=script)
     options = {"max_model_len": MAX_MODEL_LEN, "device": "cpu", **options}
     proof = Prover(model, options, prove).prove()
     assert proof.holds, proof.difference
@@ -264,7 +269,7 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
 """With windows, sinks, experts, states and latents."""
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_bits_of_other_families_do_not_depend_on_the_batch(
@@ -280,7 +285,7 @@ def test_bits_of_other_families_do_not_depend_on_the_batch(
     caplog.set_level(logging.INFO, "nanovllm")
     ways = (*FEW, "drafts, chunks, preempted", *(["call by call"] if quantization is None else []))
     options = {"quantization": quantization, "kvcache_block_size": 32, **ONE_KV}
-    assert_same_bits(model, tmp_path, ways, **options)
+    assert_same_bits(model, tmp_path, ways, num_requests=5, **options)
     assert "call by call" not in caplog.text
 
 
@@ -360,6 +365,7 @@ def test_tokens_stay_right_while_another_engine_is_built(model: str, workload: A
     assert all(tokens == expected for tokens in found)
 
 
+@pytest.mark.thinned(4)
 @QUANTIZATIONS
 @pytest.mark.parametrize(
     "options",

@@ -134,7 +134,7 @@ def expected(exact: LLM) -> torch.Tensor:
     ("options", "largest", "least"),
     [
         (None, 0.01, 0.94),
-        ({"quantization": "none"}, 0.005, 0.96),
+        pytest.param({"quantization": "none"}, 0.005, 0.96, marks=pytest.mark.long),
         ({"quantization": "none", "kv_cache_dtype": "int8"}, 0.008, 0.95),
     ],
     ids=["small", "bfloat16", "int8 KV"],

@@ -161,7 +161,7 @@ def check(
     return run
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @NATIVE
 @pytest.mark.parametrize(
     "options",
@@ -182,6 +182,7 @@ def test_outputs_do_not_depend_on_speculation(
     check(**options)
 
 
+@pytest.mark.thinned(2)
 @NATIVE
 @pytest.mark.parametrize(
     "base",
@@ -221,6 +222,7 @@ def test_with_preemption(check: Callable[..., LLM], preempted: list[Any]) -> Non
     assert preempted
 
 
+@pytest.mark.thinned(2)
 @NATIVE
 @pytest.mark.parametrize(("seed", "queue_depth"), [(0, 0), (1, 1), (2, 4)])
 def test_with_arrivals_priorities_and_aborts(
@@ -244,6 +246,7 @@ REAL_METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thinned(2)
 @NATIVE
 @pytest.mark.parametrize("method", REAL_METHODS)
 @pytest.mark.parametrize("queue_depth", [0, 1])

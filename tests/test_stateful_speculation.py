@@ -239,6 +239,7 @@ def test_each_proposer(
         assert 10 < num_accepted < num_proposed
 
 
+@pytest.mark.thinned(2)
 @native
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("model", ["bfloat16", "bfloat16 convolution"])

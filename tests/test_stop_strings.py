@@ -107,6 +107,7 @@ def assert_stop_strings_cut(llm: Any) -> None:
     assert_idle(llm)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -435,6 +435,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("method", "queue_depth"),
     [("no drafts", 0), ("no drafts", 3), ("ngram", 1), ("draft_model", 0), ("draft_model", 3)],

@@ -368,6 +368,7 @@ def test_triton_serves_a_cpu_only_interpreted(a_gpu, monkeypatch):
 # --- the engine
 
 
+@pytest.mark.long  # test_cuda_graph.py has an engine with all Triton kernels
 def test_the_engine_generates_the_same_tokens(monkeypatch):
     """With the shipped model: chunks of a prompt beside a row that decodes, then a prefix hit."""
     options = {

@@ -29,6 +29,7 @@ def run(case, make=TorchBackend):
     return backend.forward(qkv, QKNorm(None, None, 0.0, unrotated), case.cache, batch)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("block_size", [1, 3, 16, 256])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])

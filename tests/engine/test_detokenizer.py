@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from nanovllm import demo_model
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.options.sampling_params import TOKEN_MARK
+from tests.every_case import examples
 
 UNFINISHED = "\ufffd"
 CHARACTERS = ["a", "the", "cat", ".", "'t", " ", "\n", "é", "e\u0301", "日", "本語", "你好", "👋"]
@@ -148,7 +149,7 @@ def decoded_prefixes(kind: str, token_ids: Seq[int], skip_special_tokens: bool) 
 
 
 @every_tokenizer
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data(), skip_special_tokens=st.booleans())
 def test_text_grows_to_what_decoding_at_once_gives(
     kind: str, data: st.DataObject, skip_special_tokens: bool
@@ -178,7 +179,7 @@ def test_text_grows_to_what_decoding_at_once_gives(
 
 
 @every_tokenizer
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(data=st.data(), skip_special_tokens=st.booleans())
 def test_tokens_at_once_equal_tokens_one_by_one(
     kind: str, data: st.DataObject, skip_special_tokens: bool
@@ -198,7 +199,7 @@ def test_tokens_at_once_equal_tokens_one_by_one(
 
 
 @every_tokenizer
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data(), text=TEXTS)
 def test_whole_characters_are_never_shown_as_broken(
     kind: str, data: st.DataObject, text: str
@@ -233,7 +234,7 @@ def first_stop(
 
 
 @every_tokenizer
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     data=st.data(),
     skip_special_tokens=st.booleans(),

@@ -174,6 +174,7 @@ def test_sizes(max_rows: int) -> None:
     assert len(sizes) <= 3 + 64 + -(-max_rows // 64)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("queue_depth", [0, 1, 4])
 def test_same_tokens(
     random_model: str, workload: Workload, eager: Any, captures: Any, queue_depth: int
@@ -211,6 +212,7 @@ def test_same_tokens_with_preemption(
     assert num_replays(captures) > 10
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "options", [{"max_num_seqs": 1}, {"max_num_seqs": 24}, {"max_num_batched_tokens": 5}]
 )

@@ -177,7 +177,7 @@ SUBSETS = [subset for size in range(6) for subset in itertools.combinations(FEAT
 @pytest.mark.parametrize("features", SUBSETS, ids="-".join)
 def test_each_subset(features: tuple[str, ...]) -> None:
     """Longer runs than those above have more loads, snapshots and windows in flight."""
-    for seed in range(4):
+    for seed in range(examples(4)):
         machine, rng = MixtureMachine(), random.Random(f"{features} {seed}")
         machine.start_mixture(**random_options({*features}, rng))
         for _ in range(100):

@@ -232,7 +232,7 @@ def beside(tmp_path: Path) -> Any:
     return run
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_field_does_what_it_does_there_or_is_refused(architecture: str, beside: Any) -> None:
     every = list(changes(architecture))

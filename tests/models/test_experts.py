@@ -92,6 +92,7 @@ def make_model(case):
 saved = saved_models(make_model, CASES)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("saved", "chunk"), runs(CASES, every=3), indirect=["saved"])
 def test_greedy_tokens(saved, chunk, make_llm):
     check_answers(saved, chunk, make_llm)

@@ -19,7 +19,7 @@ from tests.models.family_cases import CASES, make_model
 saved = saved_models(make_model, CASES)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("saved", "chunk"), runs(CASES), indirect=["saved"])
 def test_greedy_tokens(saved, chunk, make_llm):
     check_answers(saved, chunk, make_llm)

@@ -350,7 +350,7 @@ def make_model(case):
 saved = saved_models(make_model, CASES)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("saved", "chunk"), runs(CASES, (7, 64, 1)), indirect=["saved"])
 def test_greedy_tokens(saved, chunk, make_llm, preempted):
     """Tokens behind each of three prompts: batched, in chunks, from a hit, and preempted."""

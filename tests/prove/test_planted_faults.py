@@ -162,7 +162,7 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, dict[str, Any]]] = {
 """By fault: a way that shows it, and the model."""
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_finds_a_planted_fault(
     plant: Callable[[Patch], None],

@@ -24,7 +24,7 @@ def test_no_request_of_the_schema_makes_the_server_fail(async_llm: AsyncLLM) -> 
             for mode in schemathesis.GenerationMode:
 
                 @settings(
-                    max_examples=5,
+                    max_examples=3,
                     deadline=None,
                     derandomize=True,
                     database=None,
@@ -41,4 +41,4 @@ def test_no_request_of_the_schema_makes_the_server_fail(async_llm: AsyncLLM) -> 
                     assert status < 400 or "error" in reply.json()
 
                 check()
-        assert num_requests > 40
+        assert num_requests > 24

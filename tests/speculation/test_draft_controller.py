@@ -157,6 +157,7 @@ def test_a_first_draft_that_costs_more_than_the_others() -> None:
     assert simulation.choices[-1] == [16]
 
 
+@pytest.mark.thinned(3)
 @curves
 @pytest.mark.parametrize("draft_seconds", [0.0, 0.1], ids=["free", "network"])
 def test_useless_proposals_cost_two_percent(curve: Curve, draft_seconds: float) -> None:
@@ -207,6 +208,7 @@ def test_the_good_rows_get_the_drafts() -> None:
     assert sum(sum(choice[4:]) for choice in late) < 100
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("batch", [1, 8, 64])
 @pytest.mark.parametrize("rate", [0.0, 0.6, 0.9])
 @curves
@@ -218,6 +220,7 @@ def test_slow_steps_do_not_mislead(curve: Curve, rate: float, batch: int) -> Non
     assert found >= (0.97 if rate == 0 else 0.85) * ideal(curve, rate, batch)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("error", [0.8, 2.0])
 @pytest.mark.parametrize("wrong", [1, 8, 24, 48])
 @curves

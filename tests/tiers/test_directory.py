@@ -16,6 +16,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.features.tiers import directory
 from nanovllm.features.tiers.directory import DirectoryStore
 from nanovllm.features.tiers.entry_file import MAX_KEY_BYTES, file_bytes
+from tests.every_case import examples
 from tests.tiers.helpers import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -112,7 +113,7 @@ def damage_places() -> st.SearchStrategy[int]:
     return st.one_of(st.integers(0, header - 1), st.integers(header, file_bytes(PAGE) - 1))
 
 
-@settings(max_examples=300, **OFTEN)
+@settings(max_examples=examples(300), **OFTEN)
 @given(offset=damage_places(), bit=st.integers(0, 7))
 @example(offset=0, bit=0)
 @example(offset=file_bytes(PAGE) - 1, bit=7)

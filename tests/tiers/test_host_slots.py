@@ -4,6 +4,7 @@ from hypothesis import given, settings, strategies as st
 
 from nanovllm.features.tiers.tier import HostSlots
 from nanovllm.scheduler.transfers import Part
+from tests.every_case import examples
 
 
 def put(host: HostSlots, name: str, num_pages: int = 1) -> Part | None:
@@ -74,7 +75,7 @@ def test_a_forgotten_entry_keeps_its_slots_while_it_is_loaded() -> None:
     assert put(host, "a") is not None
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["offer", "begin", "end", "forget"]), st.integers(0, 5)),

@@ -89,6 +89,7 @@ def requests(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
     return prefix + own * draw(st.integers(1, 3)), draw(_SAMPLING)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("sampled_by", list(ENGINES)[:3])
 def test_sampled_and_scored_are_equal(engines: Engines, sampled_by: str) -> None:
     """In any batch, chunk, hit and preemption; scored alone, together, and by other engines."""

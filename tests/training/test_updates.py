@@ -48,6 +48,7 @@ def in_buckets(weights: Weights, seed: int) -> Any:
         yield name, weights[name].float() if rng.random() < 0.3 else weights[name]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.skipif(library() is None, reason="no compiler here")
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)

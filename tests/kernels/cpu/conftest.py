@@ -30,7 +30,7 @@ VARIANTS = {
     "native": ((),),
     "avx512-bf16": (("avx512_bf16",), "-march=cooperlake", *QUICK),
     "avx512": (("avx512bw",), "-march=skylake-avx512", *QUICK),
-    "avx2": (("avx2", "fma"), "-march=haswell"),
+    "avx2": (("avx2", "fma"), "-march=haswell", *QUICK),
     "emulated-avx512": (("avx2", "fma"), *EMULATE),
     "emulated-avx512-bf16": (("avx2", "fma"), *EMULATE, "-DEMULATE_BF16"),
     "emulated-amx": (("avx2", "fma"), *EMULATE, "-DEMULATE_AMX"),

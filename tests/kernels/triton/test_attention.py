@@ -81,6 +81,7 @@ def assert_accurate(case, out):
     assert_close(out, exact, atol=limit, rows=case.token_names())
 
 
+@pytest.mark.thinned(5)
 @each_dtype
 @pytest.mark.parametrize(
     ("head_dim", "block_size"), [(16, 1), (64, 16), (80, 24), (96, 64), (128, 128), (256, 256)]
@@ -93,6 +94,7 @@ def test_mixed_batches(head_dim, block_size, dtype):
     assert_accurate(case, attend(case))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("group", [*range(1, 9), 12, 130])
 def test_groups(group):
     """A tile has empty rows if the group is not a power of two. 130 heads need a larger tile."""
@@ -214,6 +216,7 @@ def test_a_row_is_the_same_in_every_batch():
         assert all(torch.equal(got[i], expected[row]) for i, row in enumerate(order))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(("group", "block_size"), [(2, 16), (3, 64), (8, 256)])
 def test_rows_that_share_blocks_read_them_once_and_change_no_bit(

@@ -109,6 +109,7 @@ def assert_accurate(case, cache, sinks):
 # --- windows
 
 
+@pytest.mark.thinned(3)
 @each_dtype
 @pytest.mark.parametrize(
     ("window", "group", "block_size"),
@@ -148,6 +149,7 @@ def test_a_long_row_with_a_short_window_has_one_split():
 # --- scores
 
 
+@pytest.mark.thinned(3)
 @each_dtype
 @pytest.mark.parametrize("length", [70, 1100], ids=["one split", "splits"])
 def test_softcaps_sinks_and_scales(length, dtype):
@@ -169,6 +171,7 @@ def test_a_sink_may_be_far_from_all_scores():
     assert (out[:, 1] == 0).all()
 
 
+@pytest.mark.thinned(3)
 @each_dtype
 @pytest.mark.parametrize(
     ("heads", "head_dim", "value_dim", "options"),
@@ -183,6 +186,7 @@ def test_values_in_keys(heads, head_dim, value_dim, options, dtype):
     assert_accurate(*case_of(rows, 1, heads, head_dim, 16, dtype, value_dim=value_dim, **options))
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("head_dim", [256, 384, 512])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
 def test_wide_heads(head_dim, dtype):

@@ -94,6 +94,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("heads", "options"), CASES[:2] if SIMULATED else CASES)
 def test_errors_in_bfloat16_are_those_of_single_tokens(heads, options) -> None:
     """With strong and weak decay, beta near 0 and 1, and tokens that are alike."""

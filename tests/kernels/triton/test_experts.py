@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("inference_mode")
 patch_interpreter()
 
 
+@pytest.mark.thinned(5)
 @each_dtype
 @pytest.mark.parametrize(
     ("tokens", "num_experts", "activation", "interleaved", "bias"),
@@ -65,6 +66,7 @@ def test_route(num_experts, top_k, renormalize):
     assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     ("sigmoid", "renormalize", "groups"),

@@ -49,6 +49,7 @@ def test_quantize(shape, group, dtype):
     assert ((ours - theirs).abs() <= theirs.abs() / 7 + wide * 2.0**-9).all()
 
 
+@pytest.mark.thinned(2)
 @has_fp8
 @few_dtypes
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ class Case:
         assert close.all()
 
 
+@pytest.mark.thinned(3)
 @each_dtype
 @pytest.mark.parametrize(
     ("head_dim", "block_size", "group", "qk_norm"),

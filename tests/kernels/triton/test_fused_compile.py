@@ -61,13 +61,9 @@ def layer(model, rows, dtype, chained):
 @pytest.mark.parametrize(
     ("model", "rows", "dtype", "archs"),
     shapes(
+        [(QWEN3, 16, BF16, [80]), (QWEN3, 1, BF16, [90]), (LLAMA, 16, BF16, [90])],
         [
             (QWEN3, 16, BF16, [90]),
-            (QWEN3, 16, BF16, [80]),
-            (QWEN3, 1, BF16, [90]),
-            (LLAMA, 16, BF16, [90]),
-        ],
-        [
             *((model, 16, BF16, [100]) for model in (QWEN3, LLAMA)),
             (LLAMA, 16, BF16, [80]),
             (LLAMA, 16, F32, [90]),

@@ -61,6 +61,7 @@ class Case:
         )
 
 
+@pytest.mark.thinned(3)
 @each_dtype
 @pytest.mark.parametrize(
     ("rows", "size", "outputs", "splits"),

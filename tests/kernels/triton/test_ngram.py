@@ -40,7 +40,7 @@ def upload(numbers):
     return torch.tensor(numbers, device=DEVICE)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 4), (3, 3), (1, 9)])
 @pytest.mark.parametrize("alphabet", [1, 2, 4, 10**9])
 def test_propose(alphabet, sizes):

@@ -55,6 +55,7 @@ def assert_inverts(tokens, logits, sampling):
     return clear.float().mean()
 
 
+@pytest.mark.thinned(3)
 @each_dtype
 @pytest.mark.parametrize("vocab_size", [1, 127, 2049, 6003])
 def test_sample_inverts_the_distribution(vocab_size, dtype):
@@ -138,6 +139,7 @@ def test_rounding_never_selects_a_token_without_weight():
     assert places.tolist() == [2, 2, 2, 4, 4, 4, 4]
 
 
+@pytest.mark.thinned(3)
 @each_dtype
 @pytest.mark.parametrize("vocab_size", [1, 5, 2048, 7001])
 def test_greedy_takes_the_first_of_the_largest(vocab_size, dtype):

@@ -165,6 +165,7 @@ def check_bits(case, size):
     assert torch.equal(drafted.pool, whole.pool)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @each_dtype
 @pytest.mark.parametrize(
@@ -177,6 +178,7 @@ def test_causal_conv(channels, taps, bias, silu, dtype):
     check_bits(case, min(taps - 1, 3))
 
 
+@pytest.mark.thinned(3)
 @each_dtype
 @pytest.mark.parametrize(
     ("key_heads", "value_heads", "key_dim", "value_dim"), [(2, 4, 20, 12), (1, 1, 100, 12)]
@@ -195,6 +197,7 @@ def test_delta_rule_with_a_decay_for_each_row_of_the_state(bound, dtype):
     check_bits(case, 4)
 
 
+@pytest.mark.thinned(3)
 @each_dtype
 @pytest.mark.parametrize(
     ("groups", "heads", "state_dim", "head_dim", "limits"),

@@ -64,6 +64,7 @@ class StoreCase:
         return store(self.qkv, *self.weights, EPS, *tables, kv_cache, self.q.shape[1])
 
 
+@pytest.mark.thinned(5)
 @each_dtype
 @pytest.mark.parametrize(("tokens", "qk_norm"), [(1, True), (6, True), (6, False)])
 @pytest.mark.parametrize(
@@ -189,6 +190,7 @@ def exact_head(x, weight, norm, positions):
     return exact_norm(x, factor) if weight is not None and norm.after_rotation else x
 
 
+@pytest.mark.thinned(5)
 @each_dtype
 @pytest.mark.parametrize(
     ("parts", "head_dim", "rotary_dim", "weighted", "options"),

@@ -29,6 +29,7 @@ from nanovllm.features.structured.grammar import GrammarCompiler
 from nanovllm.options.sampling_params import TOKEN_MARK
 from nanovllm.options.structured_outputs import structured_outputs
 from nanovllm.outputs import CompletionOutput
+from tests.every_case import examples
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [
@@ -449,7 +450,7 @@ TEXTS = (TextDelta, ReasoningDelta, ToolCallArguments)
 FRAGMENTS = [*TAGS, HERMES_CALL, "<think", "<|", "|>", "<", "a", " ", "\n", '{"name": "', "}"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.lists(st.sampled_from(FRAGMENTS), max_size=20).map("".join),
     st.booleans(),

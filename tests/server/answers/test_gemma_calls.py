@@ -10,6 +10,7 @@ from nanovllm.apps.server.answers.literal_calls import CLOSING, QUOTE, Gemma4Par
 from nanovllm.apps.server.answers.parts import TextDelta, ToolCallStart
 from nanovllm.apps.server.answers.tool_calls import ToolCallParser
 from nanovllm.options.sampling_params import TOKEN_MARK
+from tests.every_case import examples
 from tests.server.answers.helpers import Answer, check_calls, cut, joined, json_values
 
 TAGS = (Gemma4Parser.tag, CLOSING, QUOTE)
@@ -144,7 +145,7 @@ TEXTS = st.text(st.sampled_from("a{}[],:\"'\\ \né🌧<|>"), max_size=8).filter(
 VALUES = json_values(TEXTS, KEYS)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.dictionaries(KEYS, VALUES, max_size=3),
     st.booleans(),
@@ -179,7 +180,7 @@ FRAGMENTS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.lists(st.sampled_from(FRAGMENTS), max_size=30),
     st.lists(st.integers(1, 9), max_size=40),

@@ -14,6 +14,7 @@ from nanovllm.apps.server.answers.parts import (
 )
 from nanovllm.chat.tool_messages import for_harmony
 from nanovllm.options.sampling_params import TOKEN_MARK
+from tests.every_case import examples
 from tests.server.answers.helpers import Split, split
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = TAGS
@@ -152,7 +153,7 @@ WORDS = ["analysis", "final", "commentary", "assistant", " to=functions.f", " js
 TOKENS = st.sampled_from([*TAGS, *WORDS, "<|", "end|>", "é🌧", " ", "\n", "?", "x", "to="])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(TOKENS, max_size=30), st.lists(st.integers(1, 9), max_size=40), st.booleans())
 def test_any_cut_gives_the_same(tokens: list[str], sizes: list[int], is_cut: bool) -> None:
     text = "".join(tokens)
@@ -170,7 +171,7 @@ def test_any_cut_gives_the_same(tokens: list[str], sizes: list[int], is_cut: boo
 BODIES = st.text(st.sampled_from("a{}\"'\\ \né🌧<|>:=to"), min_size=1, max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("rtcp"), BODIES), min_size=1, max_size=5))
 def test_messages_come_out_as_they_went_in(messages: list[tuple[str, str]]) -> None:
     headers = {

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from nanovllm.apps.server.answers.muse import MuseParser
+from tests.every_case import examples
 from tests.server.answers.helpers import Split, cut, split
 
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "more": {"type": "object"}}
@@ -139,7 +140,7 @@ FRAGMENTS = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(st.sampled_from(FRAGMENTS), max_size=25).map("".join),
     st.lists(st.integers(1, 9), max_size=40),

@@ -15,6 +15,7 @@ from nanovllm.apps.server.answers.pythonic_calls import (
     as_json,
 )
 from nanovllm.options.sampling_params import TOKEN_MARK
+from tests.every_case import examples
 from tests.server.answers.helpers import Answer, check_calls, cut, joined, json_values
 
 
@@ -179,7 +180,7 @@ TEXTS = st.text(st.sampled_from("ab \n\t\\é🌧{}[]():<|>"), max_size=8)
 VALUES = json_values(TEXTS, TEXTS)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.dictionaries(KEYS, VALUES, max_size=3), st.lists(st.integers(1, 9), max_size=40))
 def test_arguments_are_pythons(arguments: dict[str, Any], sizes: list[int]) -> None:
     given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
@@ -194,7 +195,7 @@ FRAGMENTS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.lists(st.sampled_from(FRAGMENTS), max_size=30),
     st.lists(st.integers(1, 9), max_size=40),

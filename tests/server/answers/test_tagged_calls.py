@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from nanovllm.apps.server.answers.parts import ToolCallArguments, ToolCallStart
 from nanovllm.apps.server.answers.tagged_calls import TaggedParser, as_json
+from tests.every_case import examples
 from tests.server.answers.helpers import Answer, cut, joined
 
 SCHEMA: dict[str, Any] = {
@@ -196,7 +197,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.fixed_dictionaries({}, optional=VALUES), st.lists(st.integers(1, 9), max_size=40))
 def test_arguments_are_what_the_template_writes(
     arguments: dict[str, Any], sizes: list[int]
@@ -212,7 +213,7 @@ FRAGMENTS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.lists(st.sampled_from(FRAGMENTS), max_size=30),
     st.lists(st.integers(1, 9), max_size=40),

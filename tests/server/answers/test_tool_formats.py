@@ -28,6 +28,7 @@ from nanovllm.apps.server.answers.pythonic_calls import (
 from nanovllm.apps.server.answers.tagged_calls import GlmParser, InvokeParser, SeedParser
 from nanovllm.apps.server.answers.template_marks import find_tool_format
 from nanovllm.apps.server.answers.tool_calls import ToolCallParser
+from tests.every_case import examples
 from tests.server.answers.helpers import Answer, cut, joined, parse
 
 F, G = '{"name": "f", "arguments": {"a": [1, "]"]}}', '{"name": "g", "arguments": {}}'
@@ -383,7 +384,7 @@ FRAGMENTS = [
 ]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(
     st.sampled_from(sorted({case[0] for case in CASES}, key=lambda kind: kind.__name__)),
     st.lists(st.sampled_from(FRAGMENTS), max_size=30).map("".join),
@@ -398,7 +399,7 @@ def test_any_cut_gives_the_same(
     assert parse(kind, list(text), cut=is_cut) == whole
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.sampled_from([HermesParser, LlamaParser, MistralParser]),
     st.lists(st.sampled_from([f for f in FRAGMENTS if f not in "{"]), max_size=30).map("".join),
@@ -417,7 +418,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.dictionaries(st.text(), JSON_VALUES, max_size=4),
     st.sampled_from([None, 2]),

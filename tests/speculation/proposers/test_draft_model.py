@@ -84,6 +84,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
                 assert got == pytest.approx(wanted, abs=1e-4)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_target_as_its_own_draft_is_always_right(
     options: dict[str, Any],

@@ -242,6 +242,7 @@ def random_tokens(count, seed):
     return torch.randint(1003, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("form", ["raw", "speculators"])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_of_a_prompt_and_of_chained_steps(case, form, target_path, tmp_path):

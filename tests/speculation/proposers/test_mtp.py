@@ -142,6 +142,7 @@ def test_the_c_kernels_give_the_same_bits(
     assert acceptance(llm)[1] > 100
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_transformers_modules_draft(
     family: str,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies
 
+from tests.every_case import examples
 from tests.kernels.triton.simulator import arithmetic
 from tests.kernels.triton.simulator.driver import launch
 from tests.kernels.triton.simulator.memory import KernelError
@@ -265,7 +266,7 @@ def wrap(value, bits, signed):
 
 
 @given(integers, integers, integers)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_integers_agree_with_pythons(x, y, z):
     for bits in (32, 64):
         for kind in "su":
