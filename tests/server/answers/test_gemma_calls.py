@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from nanovllm.apps.server.answers.literal_calls import CLOSING, QUOTE, Gemma4Parser
+from nanovllm.apps.server.answers.parameter_types import ParameterTypes, TypedFunction
 from nanovllm.apps.server.answers.parts import TextDelta, ToolCallStart
 from nanovllm.apps.server.answers.tool_calls import ToolCallParser
 from nanovllm.options.sampling_params import TOKEN_MARK
@@ -131,6 +132,33 @@ def test_text_that_reads_like_tags_is_text() -> None:
     expected = [said, ("f", json.dumps({"a": said, "b": [said]}))]
     for by_characters in (False, True):
         assert parse_tokens([*tokens, CLOSING], by_characters=by_characters) == expected
+
+
+def test_tokens_with_nothing_between_them_say_nothing() -> None:
+    start, end = TAGS[:2]
+    assert parse_tokens([start, end, "\nHi"]) == ["Hi"]
+    assert parse_tokens(["Hi ", start, start, " ", end, start, "call:f{}", end]) == [
+        "Hi",
+        ("f", "{}"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schema", "word", "value"),
+    [
+        ({"type": "string"}, "01234", "01234"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": "integer"}, "1234", 1234),
+        (None, "1234", 1234),
+    ],
+)
+def test_a_bare_word_where_the_schema_wants_a_string(schema: Any, word: str, value: Any) -> None:
+    properties = {} if schema is None else {"a": schema}
+    function = TypedFunction("f", {}, ParameterTypes({"properties": properties}))
+    parser = Gemma4Parser(functions=[function])
+    ((_, arguments),) = finished(parser, [call(f"{{b:1,a:{word},c:[1]}}")], is_cut=False)
+    assert json.loads(arguments) == {"b": 1, "a": value, "c": [1]}
 
 
 def test_a_string_without_an_end_ends_with_the_call() -> None:

@@ -106,6 +106,8 @@ def test_pieces_arrive_as_soon_as_they_are_certain() -> None:
         (False, "<|channel>thought\na\n<|channel>thought\nb<channel|>c", "a\nb", "c"),
         (False, "<|channel>thought\na<channel|><channel|>b<channel|>", "a", "b"),
         (False, "<channel|>b", "", "b"),
+        (False, "thought\na\n<channel|>b", "a", "b"),
+        (False, "thoughts\n", "", "thoughts\n"),
         (False, "b <|channel>thought\n<channel|>c", "", "b c"),
         (False, "b<|channel>thought\na<channel|>c", "a", "bc"),
         (False, "b<|channel>thought", "", "b"),

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
-from nanovllm.apps.server.answers.parameter_types import Function
+from nanovllm.apps.server.answers.parameter_types import Function, ParameterTypes
 from nanovllm.apps.server.answers.text_reader import (
     JSON_SCALAR,
     NotACall,
@@ -61,6 +61,9 @@ class LiteralParser(ToolCallParser):
 
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
         super().__init__(marked, functions)
+        self._types = {each.name: each.types for each in self._functions}
+        self._parameters: ParameterTypes | None = None  # of the function that is called
+        self._parameter = ""  # of the value that is read; "" where it has quotes
         self._open: list[_Bracket] = []
         self._num_undecided = 0
         self._held: list[str] = []  # JSON, from the first bracket on that is not decided
@@ -76,6 +79,7 @@ class LiteralParser(ToolCallParser):
             closing: the bracket after them.
             separator: what stands between a name and its value.
         """
+        self._parameters = self._types.get(name)
         self._start(name)
         self._drop_read()
         self._write("{")
@@ -203,10 +207,12 @@ class LiteralParser(ToolCallParser):
     def _member(self, separator: str) -> Steps[None]:
         """Read a key and the character after it, and pass them on."""
         yield from self._skip_space()
+        self._parameter = ""
         if not (yield from self._is_quoted(separator)):
             key = yield from self._bare(separator + self._ends.replace("]", ""))
             value = decoded(key) if key.startswith('"') else None
-            self._write(json.dumps(key if value is None else value, ensure_ascii=False))
+            self._parameter = key if value is None else value
+            self._write(json.dumps(self._parameter, ensure_ascii=False))
         yield from self._skip_space()
         yield from self._accept(separator)
         yield from self._skip_space()
@@ -342,10 +348,17 @@ class Gemma4Parser(LiteralParser):
 
     def _as_json(self, word: str) -> str:
         word, quote, _ = word.partition(self._quote)
-        if quote:  # the model forgot the opening one
+        if quote or self._is_string():  # the model forgot the opening one, or both
             return json.dumps(word, ensure_ascii=False)
         word = "null" if word in ("None", "nil") else word
         return word if JSON_SCALAR.fullmatch(word) else json.dumps(word, ensure_ascii=False)
+
+    def _is_string(self) -> bool:
+        """Whether the schema wants nothing but a string for the value that is read."""
+        types = self._parameters
+        if types is None or len(self._open) > 1 or self._parameter not in types.declared:
+            return False
+        return types.of(self._parameter) == {"string"}
 
 
 class FunctionGemmaParser(Gemma4Parser):

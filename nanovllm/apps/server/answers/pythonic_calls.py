@@ -51,8 +51,6 @@ class PythonicParser(LiteralParser):
 
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
         super().__init__(marked, functions)
-        self._types = {each.name: each.types for each in self._functions}
-        self._parameters: Collection[str] = ()  # of the function that is called
         # A token that ends the calls ends the string, too: the model forgot its quote.
         self.breaks = ("\\", self._end) if self.closing in marked else ("\\",)
 
@@ -82,7 +80,6 @@ class PythonicParser(LiteralParser):
         name = yield from self._call_name()
         if not name:
             raise NotACall
-        self._parameters = self._types[name].declared if name in self._types else ()
         yield from self._read_call(name, ")", "=")
 
     def _call_name(self) -> Steps[str]:
@@ -171,7 +168,8 @@ class PythonicParser(LiteralParser):
             return character == "{" or (yield from self._call_name()) != ""
         key = yield from self._word_before(_KEY, "=")
         has_key = key != "" and (yield from self._following()) != "="
-        return has_key and (is_sure or not self._parameters or key in self._parameters)
+        declared = self._parameters.declared if self._parameters else ()
+        return has_key and (is_sure or not declared or key in declared)
 
     def _word_before(self, pattern: re.Pattern[str], bracket: str) -> Steps[str]:
         """Read a word of such characters and a bracket; return the word, "" without the bracket."""

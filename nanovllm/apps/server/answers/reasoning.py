@@ -93,11 +93,14 @@ class ReasoningParser(PartsReader):
 
     def _answer(self) -> Iterator[None]:
         """Read the answer. Only what may belong to a tag is held back."""
-        while not self._ended and self._opening.startswith(self._text.lstrip()):
+        label = f"{self._label}\n"  # models forget the tag before it
+        openings = (self._opening, label) if self._label else (self._opening,)
+        while not self._ended and any(o.startswith(self._text.lstrip()) for o in openings):
             yield
         text = self._text.lstrip()
-        if text.startswith(self._opening):
+        if text.startswith(openings):
             self.is_open = True
+            self._text = self._opening + text.removeprefix(self._opening)
         elif self._cut and self._opening.startswith(text):
             self._text = self._text.removesuffix(text)
         if self.is_open:

@@ -101,7 +101,11 @@ class ToolCallParser(TextReader):
                 try:
                     if has_tag and self._text[: self._pos].endswith(self._opening):
                         yield from self._skip_tags(self._opening)  # models repeat it
-                    yield from self._calls()
+                    is_token = self.tag in self._marked and self._end != ""
+                    if is_token and (yield from self._accept(self._end)):
+                        self._is_after_call = True  # tokens with nothing between them say nothing
+                    else:
+                        yield from self._calls()
                     yield from self._skip_tags(self._end)
                 except NotACall:
                     if self._cut and (has_tag or self._num_calls > num_calls):
