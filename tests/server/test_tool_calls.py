@@ -87,6 +87,13 @@ def test_text_and_calls_of_an_unasked_call(client: OpenAI, stream: bool) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_text_after_a_call_begins_a_line(client: OpenAI, stream: bool) -> None:
+    form = {"structured_outputs": {"choice": [f"Let me look. {CALL} It is noon."]}}
+    choice = chat(client, stream=stream, extra_body=form)
+    assert choice.message.content == "Let me look.\nIt is noon."
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("stop", "arguments", "reason"),
     [('o": ', '{"t', "stop"), ("</tool_call>", '{"to": "Rome"}', "tool_calls"), ("me", "", "stop")],

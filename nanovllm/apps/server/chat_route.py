@@ -117,6 +117,23 @@ class _Choice:
         self.reader = AnswerReader(server, body, prompt, functions)
         self.text_frames: TextFrames | None = None
         """Make the frames of mere text; set with the first chunk."""
+        self._has_text = False
+        self._is_after_call = False
+
+    def parts(self, completion: CompletionOutput) -> list[Part]:
+        """Return what is certain after the next piece of the answer.
+
+        A message has one text: what follows a call begins a line of it.
+        """
+        parts = self.reader.parts(completion)
+        for index, part in enumerate(parts):
+            if isinstance(part, TextDelta):
+                if self._has_text and self._is_after_call:
+                    parts[index] = TextDelta(f"\n{part.text}")
+                self._has_text, self._is_after_call = True, False
+            elif isinstance(part, ToolCallStart):
+                self._is_after_call = True
+        return parts
 
 
 class _Answer:
@@ -148,7 +165,7 @@ class _Answer:
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         choice = self._choices[completion.index]
-        parts = choice.reader.parts(completion)
+        parts = choice.parts(completion)
         return ChatChoice(
             index=completion.index,
             message=_message(parts),
@@ -178,7 +195,7 @@ class _Answer:
                 text = self._chunk_choice(completion.index, Delta(content=TextFrames.TEXT))
                 choice.text_frames = TextFrames(self._chunk(text, output))
             self._num_output += len(completion.token_ids)
-            match choice.reader.parts(completion):
+            match choice.parts(completion):
                 case [TextDelta() as part] if self._is_plain and completion.finish_reason is None:
                     frames.append(choice.text_frames.frame(part.text))
                 case parts:
