@@ -141,6 +141,12 @@ def test_a_reranker_asks_for_yes_or_no(llm: LLM, states: list[torch.Tensor]) -> 
                 logits = model(torch.tensor([ids])).logits[0, -1]
             expected = math.exp(logits[9]) / (math.exp(logits[5]) + math.exp(logits[9]))
             assert each.outputs.score == pytest.approx(expected, abs=1e-5)
+        raw = PoolingParams(normalize=False)
+        for each, logit in zip(
+            found, llm.score("q?", documents, pooling_params=raw, use_tqdm=False), strict=True
+        ):
+            probability = 1 / (1 + math.exp(-logit.outputs.score))
+            assert probability == pytest.approx(each.outputs.score, abs=1e-6)
         cut = PoolingParams(truncate_prompt_tokens=3)
         short = llm.score("q?", documents[1], pooling_params=cut, use_tqdm=False)[0]
         assert len(short.prompt_token_ids) < len(found[1].prompt_token_ids)

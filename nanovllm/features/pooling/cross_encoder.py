@@ -58,9 +58,9 @@ class CrossEncoder:
         limit.check_made_tokens(tokens)
         return tokens
 
-    def score(self, logits: Seq[float]) -> float:
-        """Return the score of a pair from its label's logit."""
+    def score(self, logits: Seq[float], *, is_probability: bool = True) -> float:
+        """Return the score of a pair from its label's logit; or the logit, as `Reranker.score`."""
         (logit,) = logits
-        if self._activation == "identity":
+        if self._activation == "identity" or not is_probability:
             return logit
         return math.exp(min(logit, 0.0)) / (1 + math.exp(-abs(logit)))

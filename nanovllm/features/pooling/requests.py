@@ -213,6 +213,7 @@ class Scoring:
         self._pooling = pooling
         self._num_queries = len(queries)
         params = PoolingParams() if params is None else params
+        self._is_probability = params.normalize is not False
         self.prompts: list[Prompt]
         self.params: list[PoolingParams]
         reranker = pooling.reranker
@@ -260,7 +261,8 @@ class Scoring:
         values = [pooled(output) for output in outputs]
         reranker = self._pooling.reranker
         if reranker is not None:
-            return [reranker.score(logits) for logits in values]
+            is_probability = self._is_probability
+            return [reranker.score(logits, is_probability=is_probability) for logits in values]
         vectors = np.asarray(values, dtype=np.float64)
         first, second = vectors[: self._num_queries], vectors[self._num_queries :]
         match self._pooling.settings.similarity:

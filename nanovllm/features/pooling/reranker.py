@@ -68,10 +68,16 @@ class Reranker:
             raise limit.exceeded(str(len(self._beginning) + len(body) + len(self._end)))
         return [*self._beginning, *body, *self._end]
 
-    def score(self, logits: Seq[float]) -> float:
-        """Return the probability of yes, when the answer is yes or no, from their logits."""
+    def score(self, logits: Seq[float], *, is_probability: bool = True) -> float:
+        """Return the probability of yes, when the answer is yes or no, from their logits.
+
+        Args:
+            is_probability: False is for its logit, the difference of the two.
+        """
         no, yes = logits
         difference = yes - no
+        if not is_probability:
+            return difference
         if difference >= 0:
             return 1 / (1 + math.exp(-difference))
         return math.exp(difference) / (1 + math.exp(difference))
