@@ -23,6 +23,7 @@ from nanovllm.vllm import EngineArgs, FlexibleArgumentParser
         ("serve m --lora-modules a=/b --max-num-seqs 0", "must be an integer from 1 to"),
         ("serve m --cors-origins * --max-num-seqs 0", "must be an integer from 1 to"),
         ("serve m --swap-spac 4", "there is no flag --swap-spac "),
+        ("serve m --hf-overrides.a.b 4", """.b; give --hf-overrides '{"a": {"b": ...}}'"""),
     ],
 )
 def test_flags_of_vllm(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
