@@ -133,6 +133,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         (["--num-pairs", "5"], "--num-pairs must be at least 9 for 5 workloads"),
         (["--workloads", "sideways"], "'sideways' is in no workload's name; they are: nano-vllm's"),
+        (["--output", "/none/a.json"], "--output '/none/a.json' cannot be written: name a file in"),
         (["no.py"], "FILE 'no.py' is not a file"),
     ],
 )
