@@ -229,6 +229,22 @@ def test_divisors_are_bounded(compiler: GrammarCompiler, schema: str, is_refused
     assert time.monotonic() - start < 1
 
 
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        '"minimum": -18446744073709551616, "maximum": -18446744073709551611',
+        r'"exclusiveMinimum": -1e30, "exclusiveM\u0061ximum": -9223372036854775807',
+        '"minimum": 1000000000000000000000000000000',
+    ],
+)
+def test_bounds_beyond_64_bits_are_refused(compiler: GrammarCompiler, bounds: str) -> None:
+    """Symptom: a segmentation fault in llguidance, which ended a server; or a wrong number."""
+    with pytest.raises(InvalidRequestError, match="is beyond 64 bits"):
+        compiler.compile(StructuredOutputsParams(json=f'{{"type": "integer", {bounds}}}'))
+    wide = '{"type": "integer", "minimum": -4611686018427387904, "maximum": 4611686018427387904}'
+    compiler.compile(StructuredOutputsParams(json=wide))
+
+
 @pytest.mark.parametrize("form", ["json", "grammar"])
 def test_patterns_of_properties_are_bounded(compiler: GrammarCompiler, form: str) -> None:
     """Symptom: 600 of them take minutes, which llguidance's limits do not cover."""

@@ -33,6 +33,8 @@ _MAX_CACHE_BYTES = 1 << 27
 """Of all compiled grammars that are kept, as `_size` estimates them."""
 _MAX_REMAINDERS = 100_000
 """Of the divisors in a schema: their least common multiple, times their number."""
+_END_OF_INT64 = 2.0**63
+"""The least number above what llguidance counts with."""
 _MAX_PATTERNS = 64
 """Keys of all patternProperties in a schema, of which each is compared with each."""
 _FUNCTION = re.compile(r"(?m)^arguments_\d+: (%json .*) // (\".*\")$")
@@ -145,6 +147,7 @@ class GrammarCompiler:
         tokenizer, described = self._make_tokenizer()
         try:
             _check_divisors(params.text)
+            _check_bounds(params.text)
             _check_patterns(params)
             grammar = _llguidance_grammar(params, described)
         except ValueError as error:
@@ -244,9 +247,8 @@ def _check_divisors(text: str) -> None:
         ValueError: the divisors are too large, or the text is not valid Unicode.
     """
     text.encode()
-    plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), text)
     divisors = []
-    for number in re.findall(r'"multipleOf"\s*:\s*([-+.0-9eE]+)', plain):
+    for _, number in _numbers_of("multipleOf", text):
         try:
             _, digits, exponent = Decimal(number).normalize().as_tuple()
         except InvalidOperation:
@@ -257,6 +259,32 @@ def _check_divisors(text: str) -> None:
         raise ValueError(
             f"multipleOf: the divisors together have over {_MAX_REMAINDERS} remainders"
         )
+
+
+def _check_bounds(text: str) -> None:
+    """Refuse bounds that llguidance cuts to 64 bits: other integers would be allowed, or, where
+    all allowed ones are cut to the least, it would recurse until the process crashes.
+
+    Raises:
+        ValueError: a lower bound is too large, or an upper one too small.
+    """
+    for name, number in _numbers_of("(?:exclusiveM|m)(?:in|ax)imum", text):
+        try:
+            bound = float(number)
+        except ValueError:  # llguidance says what is wrong
+            continue
+        if (bound if name.lower().endswith("minimum") else -bound) >= _END_OF_INT64:
+            raise ValueError(f"{name} {number:.40} is beyond 64 bits, and cannot be enforced")
+
+
+def _numbers_of(keyword: str, text: str) -> list[tuple[str, str]]:
+    """Return each keyword in a schema that has a number, and the number's text.
+
+    Args:
+        keyword: a regular expression.
+    """
+    plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), text)
+    return re.findall(rf'"({keyword})"\s*:\s*([-+.0-9eE]+)', plain)
 
 
 def _check_patterns(params: StructuredOutputsParams) -> None:
