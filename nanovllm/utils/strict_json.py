@@ -49,6 +49,8 @@ def read(data: bytes, name: str) -> Any:
         reason = f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
     except ValueError as error:
         reason = f"is not JSON: {error}"
+        if "int_max_str_digits" in reason:  # Python's advice is for programmers
+            reason = "has a number of thousands of digits"
     raise StrictJSONError(f"{name} {reason}") from None
 
 

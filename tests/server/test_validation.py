@@ -1,6 +1,7 @@
 """Every rule on a request answers 400 in OpenAI's form and names the field; then all is well."""
 
 import json
+import urllib.request
 from typing import Any
 
 import openai
@@ -298,6 +299,18 @@ def test_only_json_is_taken(server: Running, kind: str) -> None:
     reply = server.send(CHAT, body_of(CHAT), Content_Type=kind)
     assert reply.status == 415
     assert "Content-Type" in reply.error["message"]
+
+
+def test_what_a_client_tries_first_is_told_in_words(server: Running) -> None:
+    reply = server.send(CHAT, b"\x1f\x8b", Content_Encoding="gzip")
+    assert reply.status == 415
+    assert reply.error["message"] == "the body must not be compressed, got 'gzip': send it plain"
+    reply = server.send(CHAT)
+    assert (reply.status, reply.headers["Allow"]) == (405, "POST")
+    assert reply.error["message"] == f"{CHAT} takes POST, not GET"
+    asked = urllib.request.Request(f"{server.url}/health", method="HEAD")
+    with urllib.request.urlopen(asked) as answer:
+        assert (answer.status, answer.read()) == (200, b"")
 
 
 ITEM = {"role": "user", "content": ""}

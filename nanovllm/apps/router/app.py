@@ -73,10 +73,12 @@ def make_app(models: Models, options: ServerOptions) -> FastAPI:
 def _add_own_routes(app: FastAPI, models: Models) -> None:
     start_time = int(time.time())
 
+    @app.head("/health")
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
+    @app.head("/ready")
     @app.get("/ready")
     async def ready() -> dict[str, str]:
         if models.is_draining:

@@ -70,6 +70,7 @@ class _Connection(H11Protocol):
         """Whether an answer has begun whose body goes in chunks, and its client reads on."""
         cycle = self.cycle
         is_open = cycle.response_started and not (cycle.response_complete or cycle.disconnected)
+        is_open = is_open and not self.transport.is_closing()  # its client went away just now
         return is_open and not self.flow.write_paused and self.conn.their_http_version == b"1.1"
 
     def write(self, data: bytes) -> None:

@@ -240,14 +240,18 @@ def add_error_handlers(app: FastAPI, paths: Collection[str]) -> None:
     Args:
         paths: those of its routes.
     """
+    known = list(dict.fromkeys(paths))
 
     async def handle(request: Request, error: Exception) -> Response:
         found = as_api_error(error)
+        path = request.url.path
         if found is not error and found.status_code in (404, 405):  # the router's
-            path = request.url.path
             if found.status_code == 404 or path.rstrip("/") in ABSENT_ROUTES:
-                found = _unknown_route(path, paths)
-        return found.response(request.url.path)
+                found = _unknown_route(path, known)
+            elif allowed := (found.headers or {}).get("Allow"):
+                what = f"{path} takes {allowed}, not {request.method[:20]}"
+                found = APIError(405, what, headers=found.headers)
+        return found.response(path)
 
     for kind in (RequestValidationError, HTTPException, NanoVLLMError, Exception):
         app.add_exception_handler(kind, handle)

@@ -93,7 +93,12 @@ def parse(body: bytes) -> Any:
 
 
 def check_content_type(headers: Headers) -> None:
-    """Raise APIError, status 415, if a request's body is not said to be JSON."""
+    """Raise APIError, status 415, if a request's body is not said to be plain JSON."""
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise APIError(
+            415, f"the body must not be compressed, got {shown(encoding)}: send it plain"
+        )
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         given = shown(kind) if kind else "none"

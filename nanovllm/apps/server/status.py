@@ -30,6 +30,7 @@ _COUNTS = {
 }
 
 
+@router.head("/health", include_in_schema=False)  # monitors and load balancers ask so
 @router.get("/health")
 async def health(request: Request) -> dict[str, str]:
     """Say that the server is alive; status 500 if its engine is dead."""
@@ -37,6 +38,7 @@ async def health(request: Request) -> dict[str, str]:
     return {"status": "ok"}
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> dict[str, str]:
     """Say that the server takes requests; status 503 while it shuts down."""
