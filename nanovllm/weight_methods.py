@@ -48,6 +48,11 @@ class ModelMethods:
             message = missing_attribute(type(self).__name__, name)
             raise AttributeError(message, name=name, obj=self)
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied, at once: pickle would begin with all weights."""
+        kind = type(self).__name__
+        raise TypeError(f"{kind!r} objects cannot be pickled or copied; make one in each process")
+
     def render(self, messages: "Seq[Message]", **options: Any) -> list[int]:
         """Return the token ids of a conversation, rendered by the checkpoint's chat template.
 

@@ -1,5 +1,7 @@
 """Bad input raises a NanoVLLMError that names the value and the rule; the engine still works."""
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,7 @@ def works_after(llm: LLM) -> Any:
         (None, r"prompts must be a string, token ids, or a list"),
         (7, r"got int"),
         ("text", r"has no tokenizer"),
+        (numpy.str_("text"), r"has no tokenizer"),
         ([{"text": "x"}], r"""has the key "prompt" \(text\) or "prompt_token_ids", got 'text';"""),
         ({"prompt_token_ids": [1], "multi_modal_data": {}}, r"got 'multi_modal_data'; the model"),
         ({}, r'"prompt_token_ids", got neither'),
@@ -248,6 +251,13 @@ def test_token_ids_may_be_an_array(llm: LLM, prompts: Any) -> None:
     assert output.prompt_token_ids == [1, 2, 3]
     assert all(type(token) is int for token in output.prompt_token_ids)
     assert output.prompt is None
+
+
+@pytest.mark.usefixtures("works_after")
+@pytest.mark.parametrize("copy_of", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_engine_is_neither_pickled_nor_copied(llm: LLM, copy_of: Any) -> None:
+    with pytest.raises(TypeError, match="'LLM' objects cannot .*; make one in each process"):
+        copy_of(llm)
 
 
 @pytest.mark.usefixtures("works_after")

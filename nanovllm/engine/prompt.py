@@ -71,9 +71,9 @@ def as_list(given: Any) -> list[Any]:
     Raises:
         InvalidRequestError: it is neither.
     """
-    given = _array_to_list(given)
-    if isinstance(given, str | bytes | Mapping | Prompt):
+    if isinstance(given, str | bytes | Mapping | Prompt):  # a str of numpy's, too
         return [given]
+    given = _array_to_list(given)
     if not isinstance(given, Seq):
         raise InvalidRequestError(
             f"prompts must be a string, token ids, or a list of them, got {type(given).__name__}"
