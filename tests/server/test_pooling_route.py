@@ -68,7 +68,7 @@ def test_scores_and_ranks_agree(server: Running) -> None:
     assert ranked["results"][0]["index"] == 1
     assert ranked["results"][0]["document"] == {"text": documents[1]}
     assert len(ranked["results"]) == 2
-    everything = server.send("/v2/rerank", body).body["results"]
+    everything = server.send("/v2/rerank", {**body, "max_tokens_per_doc": 0}).body["results"]
     assert [each["relevance_score"] for each in everything] == sorted(scores, reverse=True)
     assert all("document" not in each for each in everything)
 

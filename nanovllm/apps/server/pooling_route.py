@@ -94,7 +94,7 @@ async def score(request: Request, body: ScoreRequest) -> Response:
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """Sort documents by how well they answer a query."""
     documents = body.documents
-    if body.max_tokens_per_doc is not None and body.truncate_prompt_tokens is None:
+    if body.max_tokens_per_doc and body.truncate_prompt_tokens is None:
         body.truncate_prompt_tokens = body.max_tokens_per_doc
     results = await _scored(request, body, body.query, documents, body.instruction)
     scores = [result.outputs.score for result in results]

@@ -148,8 +148,8 @@ class RerankRequest(PoolingRequest):
     top_n: Annotated[int, Field(ge=0)] | None = None
     """Return only so many of the best; null and 0 return all."""
     return_documents: bool | None = None
-    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
-    """Keep only so many tokens at the beginning of each document."""
+    max_tokens_per_doc: Annotated[int, Field(ge=0)] | None = None
+    """Keep only so many tokens at the beginning of each document; null and 0 keep all."""
     instruction: str | None = None
     """For rerankers: what a document must do for the query."""
 
