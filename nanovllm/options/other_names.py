@@ -295,8 +295,21 @@ CONFIG_NAMES = other_names(
     ("mm_encoder_fp8_scale_save_margin ec_manager_config", (ANY,), _IGNORED_MEDIA),
     ("enable_mm_embeds mm_encoder_only enable_tower_connector_lora", (False,), _TEXT_ONLY),
     ("default_mm_loras ec_transfer_config", (), _TEXT_ONLY),
+    ("torch_dtype", ("auto",), "use dtype"),
+    ("device_map", ("auto",), "use device, or tensor_parallel_size for several GPUs"),
+    ("load_in_8bit", (False,), 'use quantization="int8"'),
+    ("load_in_4bit", (False,), 'use quantization="int4"'),
+    ("attn_implementation", (ANY,), _KERNELS),
+    ("low_cpu_mem_usage", (True, False), _READ_FAST),
+    ("cache_dir", (), "use download_dir"),
+    ("token use_auth_token", (), "use the environment variable HF_TOKEN"),
+    ("n_ctx context_length", (), "use max_model_len"),
+    ("n_gpu_layers", (), 'use device="cuda" for all layers on a GPU, or device="cpu" for none'),
+    ("mem_fraction_static", (), "use gpu_memory_utilization"),
+    ("tp_size", (), "use tensor_parallel_size"),
 )
-"""Names of vLLM's EngineArgs and of nano-vllm's Config."""
+"""Names of vLLM's EngineArgs and of nano-vllm's Config, and of transformers, llama.cpp and SGLang
+for the same."""
 
 _CONVERT = 'convert the checkpoint to safetensors and use "auto"'
 _UNQUANTIZED = "load the unquantised checkpoint with"
@@ -360,7 +373,8 @@ SAMPLING_NAMES = other_names(
     ("guided_decoding response_format", (), _STRUCTURED),
     ("guided_json guided_regex guided_choice guided_grammar", (), _STRUCTURED),
     ("thinking_token_budget", (), "use max_tokens, stop or logits_processors"),
-    ("max_new_tokens max_completion_tokens", (), "use max_tokens"),
+    ("max_new_tokens max_completion_tokens n_predict", (), "use max_tokens"),
+    ("stop_sequences stop_strings", (), "use stop"),
     ("do_sample", (True,), "use temperature=0 for greedy sampling"),
     ("num_return_sequences", (), "use n"),
     ("top_logprobs", (), "use logprobs"),
