@@ -105,6 +105,19 @@ def test_built_once_into_a_private_cache(tmp_path, monkeypatch):
 
 
 @native
+def test_kernels_that_compute_nothing_are_found_by_the_self_test(tmp_path, answers):
+    """The kernels are off and the answers are right; the next test has wrong products in parts."""
+    idle = (
+        "int nv_enable(void) { return 1; } unsigned long nv_run(void) { return 0; } "
+        'char *nv_instructions(void) { return ""; }'
+    )
+    shown = answers(fake_compiler(tmp_path / "compiler", compiled(tmp_path, idle)))
+    assert "False True" in shown
+    assert "wrong products" in shown
+
+
+@native
+@pytest.mark.long
 def test_a_wrong_compilation_is_found_by_the_self_test(tmp_path, answers):
     """With a compiler that breaks the code, the kernels are off and the answers are right."""
     shown = answers(compiler_that(r"s/panel(w + first \* k, k/panel(w, k/", tmp_path))
