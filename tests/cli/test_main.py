@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-import nanovllm
+import nanovllm.__main__
 from nanovllm import SamplingParams, StructuredOutputsParams, demo_model
 from nanovllm.apps.cli import flag_groups, main as cli
 from nanovllm.errors import InvalidRequestError
@@ -1040,6 +1040,17 @@ def test_text_is_utf8_in_an_ascii_locale() -> None:
     assert terminal.check_text("a prompt", "caf\udcc3\udca9") == "café"
     with pytest.raises(InvalidRequestError, match="a prompt is no Unicode text"):
         terminal.check_text("a prompt", "\ud800")
+
+
+def test_interrupt_while_it_is_imported_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "nanovllm.apps.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "nanovllm.apps.cli.main")
+    assert nanovllm.__main__.main() == 130
 
 
 def test_command_runs_as_a_process() -> None:
