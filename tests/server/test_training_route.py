@@ -169,6 +169,8 @@ def test_wrong_modes(server: Running) -> None:
     assert "mode 'freeze' must be one of abort, wait, keep" in reply.error["message"]
     assert server.send("/is_paused").body == {"is_paused": False}
     assert server.send("/pause", b"", Origin="http://example.com").status == 403
+    reply = server.send("/pause")
+    assert (reply.status, "--dev-mode" in reply.error["message"]) == (405, False)
 
 
 def test_the_routes_need_the_option_and_a_key(async_llm: AsyncLLM) -> None:
@@ -328,6 +330,9 @@ def test_what_cannot_be_joined(server: Running) -> None:
     reply = server.send("/init_weight_transfer_engine", {"init_info": info})
     assert reply.status == 500
     assert "the trainer's store at 127.0.0.1:1 cannot be reached" in reply.error["message"]
+    long = {**info, "master_address": "a" * 100_000}
+    reply = server.send("/init_weight_transfer_engine", {"init_info": long})
+    assert (reply.status, "cannot be reached" in reply.error["message"]) == (500, True)
     for change, param in (
         ({"packed": True}, "init_info.packed"),
         ({"rank_offset": 2}, "init_info.rank_offset"),

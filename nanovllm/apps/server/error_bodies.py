@@ -246,7 +246,8 @@ def add_error_handlers(app: FastAPI, paths: Collection[str]) -> None:
         found = as_api_error(error)
         path = request.url.path
         if found is not error and found.status_code in (404, 405):  # the router's
-            if found.status_code == 404 or path.rstrip("/") in ABSENT_ROUTES:
+            given = path.rstrip("/")
+            if found.status_code == 404 or (given in ABSENT_ROUTES and given not in known):
                 found = _unknown_route(path, known)
             elif allowed := (found.headers or {}).get("Allow"):
                 what = f"{path} takes {allowed}, not {request.method[:20]}"

@@ -29,7 +29,7 @@ class WeightFiles:
             files = safetensors_files(Path(directory))
             self._headers = {file: read_header(file) for file in files}
         except (CheckpointError, OSError, ValueError) as error:
-            raise InvalidRequestError(f"update_weights: {error}") from error
+            raise InvalidRequestError(f"update_weights: {error!s:.400}") from error
         if not files:
             raise InvalidRequestError(
                 f"update_weights: {shown(os.fspath(directory))} has no safetensors files: give the "

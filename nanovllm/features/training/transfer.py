@@ -51,9 +51,10 @@ class TransferGroup:
         self._group: Any = None  # a ProcessGroupGloo, of which torch's types know little
         try:
             self._store = self._lead(port) if rank == 0 else self._reach(port)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ValueError) as error:  # ValueError: no name of a machine
             raise TransferError(
-                f"the trainer's store at {address}:{port} cannot be reached: {_first_line(error)}"
+                f"the trainer's store at {address:.100}:{port} cannot be reached: "
+                f"{_first_line(error)}"
             ) from error
 
     def _lead(self, port: int) -> TCPStore:
