@@ -63,5 +63,6 @@ def make_encoder(
         ]
         (path / "modules.json").write_text(json.dumps(listed))
         (path / "1_Pooling").mkdir(exist_ok=True)
-        write_json(path / "1_Pooling/config.json", {"pooling_mode": pooling})
+        sizes = {"embedding_dimension": SIZES["hidden_size"]}
+        write_json(path / "1_Pooling/config.json", {**sizes, "pooling_mode": pooling})
     return model
