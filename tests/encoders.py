@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from nanovllm import demo_model
 from tests.checkpoints import random_model, write_json
 
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+SPECIAL = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 SIZES: dict[str, Any] = {
     "vocab_size": 500,
     "hidden_size": 64,
