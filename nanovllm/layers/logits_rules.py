@@ -248,7 +248,7 @@ def run_processors(
             for name in rules.run_processors(logits[index], tokens):
                 if tell is not None:
                     tell(index, name, logits[index])
-        except Exception as error:  # the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             reason = f"{type(error).__name__}: {error!s:.200}"
             errors[index] = f"{rules.running} failed: {reason}"
     return errors
