@@ -20,6 +20,7 @@ from nanovllm.kernels.cpu import library as library_module
 from nanovllm.kernels.cpu.library import library
 from tests.checkpoints import FAMILIES
 from tests.helpers import random_prompt, token_ids
+from tests.lora.adapters import linears_of, write_adapter
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler here")
 
@@ -95,11 +96,18 @@ def assert_same_bits(
     ways: tuple[str, ...],
     full: bool = False,
     num_requests: int = NUM_PROVED,
+    lora_modules: tuple[str, ...] = (),
     **options: Any,
 ) -> None:
     """Check that requests have the same bits alone and in these ways of `nanovllm prove`."""
     script = str(tmp_path / "reproduction.py")
-    prove = ProveOptions(ways=ways, full=full, num_requests=num_requests, reproduction=script)
+    prove = ProveOptions(
+        ways=ways,
+        full=full,
+        num_requests=num_requests,
+        reproduction=script,
+        lora_modules=lora_modules,
+    )
     options = {"max_model_len": MAX_MODEL_LEN, "device": "cpu", **options}
     proof = Prover(model, options, prove).prove()
     assert proof.holds, proof.difference
@@ -132,6 +140,13 @@ def test_bits_do_not_depend_on_the_batch(
     each_model: str, ways: tuple[str, ...], options: dict[str, Any], tmp_path: Path
 ) -> None:
     assert_same_bits(each_model, tmp_path, ways, **options)
+
+
+def test_bits_do_not_depend_on_adapters_or_tiers(model: str, tmp_path: Path) -> None:
+    linears = linears_of(model)
+    paths = [write_adapter(tmp_path / str(seed), linears, seed=seed) for seed in range(2)]
+    adapters = tuple(f"a{seed}={path}" for seed, path in enumerate(paths))
+    assert_same_bits(model, tmp_path, ("adapters", "KV in"), lora_modules=adapters, **ONE_KV)
 
 
 def test_rows_behind_one_prompt_share_its_blocks(shared_checkpoint: Callable[..., str]) -> None:

@@ -36,13 +36,14 @@ def models() -> str:
     rows = []
     for entry in read("models"):
         different = sum(verdict["num_different"] for verdict in entry["verdicts"])
-        not_shown = [each["way"] for each in entry["verdicts"] if each["status"] == "not shown"]
+        not_shown = [each["way"] for each in entry["verdicts"] if not _happened(each)]
         number = str(len(entry["verdicts"]) - len(not_shown))
         if different:
             number += f", but **{different} answers differ**"
         # The others are what no run of this table has.
         untried = [text.partition(":")[0] for text in entry["not_tried"] if ": " in text]
-        untried = [name for name in untried if name != "LoRA"] + not_shown
+        untried = [name for name in untried if name != "LoRA" and name not in not_shown]
+        untried += not_shown
         rows.append((entry["model"], entry["layers"], number, "; ".join(untried)))
     return table(("Model", "Layers and weights", "Ways, same bits", "Not tried"), rows)
 
@@ -89,10 +90,15 @@ def _engine(proof: dict[str, Any], setting: str) -> str:
 def _cells(proof: dict[str, Any], setting: str) -> Iterator[tuple[str, str]]:
     """Yield (way, how many answers differ, and of those how many in tokens) where it happened."""
     for each in proof["verdicts"]:
-        if each["setting"] == setting and not each["evidence"].startswith("0 "):
+        if each["setting"] == setting and _happened(each):
             way = re.sub(r"^chunks of \d+ tokens?", "chunks", each["way"])
             different, tokens = each["num_different"], each["num_different_tokens"]
             yield way, f"{different} of {each['num_answers']}" + f" ({tokens})" * (different > 0)
+
+
+def _happened(verdict: dict[str, Any]) -> bool:
+    """Return whether anything happened of what a way is about; "not shown" is not in old files."""
+    return verdict["status"] != "not shown" and not verdict["evidence"].startswith("0 ")
 
 
 PARTS: dict[str, Callable[[], str]] = {

@@ -56,6 +56,8 @@ def models(directory: Path) -> Iterator[tuple[str, str, str, dict[str, Any], lis
     for case in CASES:
         tokens = {"eos_token_id": 7, "pad_token_id": 0, "bos_token_id": 1}
         config = {**MODEL, "model_type": case.family, **OTHER_FAMILIES.get(case.family, {})}
+        if case.has_mtp:
+            config["num_nextn_predict_layers"] = 1
         model = make_checkpoint(directory / case.family, **{**config, **tokens})
         if case.has_mtp:
             model, _ = add_mtp(directory / f"{case.family}-mtp", model)

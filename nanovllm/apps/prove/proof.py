@@ -109,6 +109,11 @@ class Prover:
         llm = LLM(model, **self._options)
         try:
             info = llm.engine.worker_info
+            self._options["max_model_len"] = info.max_model_len  # so no other engine cuts it
+            if info.max_model_len < 2:
+                raise ConfigError(
+                    "max_model_len must be at least 2 for a prompt and an answer, got 1"
+                )
             tokenizer = llm.engine.input_processor.tokenizer
             encode = None if tokenizer is None else tokenizer.encode
             sizes = info.vocab_size, info.block_size, info.max_model_len
