@@ -97,6 +97,7 @@ class WeightControl:
         self._waiting = [call for call in self._waiting if not call.is_pause]
         self.engine.is_paused = False
         self.engine.queue_held_requests()
+        self._refuse()
 
     def begin_wait(self, call: Interruption) -> None:
         """Let the requests in flight finish before `call` acts, with those that a pause has kept.
