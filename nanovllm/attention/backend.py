@@ -18,7 +18,7 @@ NO_QUANTIZED_KV = "does not support an 8-bit KV cache"
 """The reason of the backends that refuse every spec with `quantized_kv`."""
 NO_VALUES_IN_KEYS = "does not take values that are a part of the keys"
 """The reason of the backends that refuse every spec with a `value_dim`."""
-_ONLY_CAUSAL = "a token sees only those before it"
+_ONLY_CAUSAL = "only supports causal attention"
 
 
 class Backend(abc.ABC):

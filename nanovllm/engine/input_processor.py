@@ -189,7 +189,12 @@ class InputProcessor:
 
     @property
     def chat(self) -> "ChatTemplates":
-        """What renders conversations."""
+        """What renders conversations.
+
+        Raises:
+            InvalidRequestError: the model generates nothing.
+        """
+        self._require_generation()
         with self._lock:
             if self._chat is None:
                 from nanovllm.chat.templates import ChatTemplates
@@ -238,12 +243,15 @@ class InputProcessor:
         if isinstance(params, PoolingParams):
             prompt, pooling = self.pooling.complete(params, make_prompt(prompt))
             return NO_OUTPUT, prompt, pooling
+        self._require_generation()
+        return SamplingParams() if params is None else params, prompt, None
+
+    def _require_generation(self) -> None:
         if not self.limit.generates:
             raise InvalidRequestError(
                 "this model makes vectors and scores of texts, and generates nothing: use embed() "
                 "or score(), or over HTTP /v1/embeddings or /rerank"
             )
-        return SamplingParams() if params is None else params, prompt, None
 
     def _tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Return the token ids of a prompt."""

@@ -90,7 +90,7 @@ def token_types(batch: Batch) -> torch.Tensor:
 
 
 class BertModel(DecoderForCausalLM):
-    """BGE, E5, GTE, MiniLM, BERT: attention in both directions, norms after attention and MLP,
+    """BGE, E5, GTE, MiniLM: attention in both directions, norms after attention and MLP,
     learned positions; makes vectors.
     """
 
@@ -110,7 +110,11 @@ class BertModel(DecoderForCausalLM):
     prefix: ClassVar[str] = "bert."
     """Of the encoder's tensors, where the checkpoint has a head, too."""
     left_out: ClassVar[tuple[str, ...]] = (
-        *("pooler.", ".pooler.dense.weight", ".pooler.dense.bias", "cls.", "lm_head."),
+        "pooler.",
+        "cls.",
+        "lm_head.",
+        ".pooler.dense.weight",
+        ".pooler.dense.bias",
         ".position_ids",
     )
     norm: ClassVar[dict[str, Any]] = {"layer": LayerNorm}
@@ -158,6 +162,10 @@ class BertModel(DecoderForCausalLM):
         return (old, f"{self.prefix}{name}", f"{self.prefix}{old}")
 
 
+class BertForMaskedLM(BertModel):
+    """BERT"""
+
+
 class ScoreHead(nn.Module):
     """Makes the one logit of a pair of texts from the hidden state of its first token."""
 
@@ -182,7 +190,7 @@ class BertForSequenceClassification(BertModel):
         "classifier.dense.": "pooler.dense.",
         "classifier.out_proj.": "classifier.",
     }
-    left_out = (".position_ids",)
+    left_out: ClassVar[tuple[str, ...]] = (".position_ids",)
     takes_pairs = True
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:

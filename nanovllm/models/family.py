@@ -28,7 +28,8 @@ class Family(nn.Module):
     names: ClassVar[dict[str, str]] = {}
     """The checkpoint's names for modules that have other names here."""
     left_out: ClassVar[tuple[str, ...]] = ()
-    """Prefixes of the names of tensors that the network does not need and does not load."""
+    """Tensors that the network does not need and does not load: the beginnings of their names, or
+    their ends where a "." comes first."""
     interleaved: ClassVar[bool] = False
     """Whether the pairs that rotate are adjacent numbers of a head. See `QKNorm`."""
     only: ClassVar[dict[str, tuple[Any, ...]]] = {}

@@ -8,11 +8,15 @@ from nanovllm.models.bert import BertForSequenceClassification, BertModel
 
 
 class RobertaModel(BertModel):
-    """RoBERTa, DistilRoBERTa: BERT without types of tokens; makes vectors."""
+    """RoBERTa, Granite Embedding: BERT without types of tokens; makes vectors."""
 
     prefix = "roberta."
     skipped_positions = 2
     only: ClassVar[dict[str, tuple[Any, ...]]] = {**BertModel.only, "pad_token_id": (1,)}
+
+
+class RobertaForMaskedLM(RobertaModel):
+    """DistilRoBERTa"""
 
 
 class XLMRobertaModel(RobertaModel):
@@ -23,6 +27,7 @@ class RobertaForSequenceClassification(BertForSequenceClassification):
     """RoBERTa cross-encoders: RoBERTa with a head that scores a pair of texts."""
 
     names = BertModel.names
+    left_out = (".pooler.dense.weight", ".pooler.dense.bias", ".position_ids")
     prefix = RobertaModel.prefix
     skipped_positions = RobertaModel.skipped_positions
     only = RobertaModel.only

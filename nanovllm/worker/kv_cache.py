@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.errors import ConfigError, OutOfMemoryError, refuses_memory
+from nanovllm.errors import OutOfMemoryError, refuses_memory
 from nanovllm.kv.windows import pages_for
 from nanovllm.options.config import Config
 from nanovllm.scheduler.worker_info import WorkerInfo
@@ -83,17 +83,11 @@ def graph_bytes(sizes: Seq[int], capture: Callable[[int], None], device: torch.d
 
 
 def require_one_sequence(info: WorkerInfo) -> None:
-    """Check that the pool can hold one sequence of `max_model_len` tokens, and a step the whole
-    prompt if it must.
+    """Check that the pool can hold one sequence of `max_model_len` tokens.
 
     Raises:
-        OutOfMemoryError, ConfigError: it cannot.
+        OutOfMemoryError: it cannot.
     """
-    if not info.causal and info.max_num_batched_tokens < info.max_model_len:
-        raise ConfigError(
-            f"max_num_batched_tokens {info.max_num_batched_tokens}: this model computes a prompt "
-            f"in one step, so it must be at least max_model_len, {info.max_model_len}"
-        )
 
     def needed(num_tokens: int) -> int:
         chunk = info.max_num_batched_tokens

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.errors import OutOfMemoryError, refuses_memory
+from nanovllm.errors import ConfigError, OutOfMemoryError, refuses_memory
 from nanovllm.kernels.selector import require_triton
 from nanovllm.options.plugins import in_step
 from nanovllm.scheduler.messages import Row, Schedule
@@ -78,10 +78,16 @@ class ModelRunner:
         if device.type == "cpu":
             keep_freed()  # what is freed with one weight, and with each step, serves the next
         network = self.network = Network(target, self.max_model_len, device)
+        if not network.attention.causal and (config.has_tiers or config.speculation):
+            raise ConfigError(
+                "this model computes each prompt whole and generates nothing, so it has no use for "
+                "drafts and tiers: leave out speculative_config, kv_offload_gib, kv_cache_dir and "
+                "kv_tier"
+            )
         # Larger steps take more memory; on a CPU they do not make a token cheaper.
         default_num_tokens = 1024 if device.type == "cpu" else 16384
-        default_num_tokens += network.attention.overshoot
-        self.max_num_batched_tokens = config.max_num_batched_tokens or default_num_tokens
+        budget = config.max_num_batched_tokens or default_num_tokens
+        self.max_num_batched_tokens = budget + network.attention.overshoot
         self.steps = make_steps and make_steps(network, self.max_num_batched_tokens)
         self.uses_graphs = self.steps is not None and self.steps.uses_graphs
         self.num_padding_blocks = int(self.uses_graphs)  # for the tokens that pad a graph's step

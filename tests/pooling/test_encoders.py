@@ -108,7 +108,7 @@ def test_bits_do_not_depend_on_the_batch(bert: Path, opened: Any) -> None:
     alone = opened(bert, dtype="bfloat16")
     expected = [vectors(alone, [prompt])[0] for prompt in PROMPTS]
     assert alone.engine.worker_info.arithmetic.batch_invariant
-    for options in ({}, {"max_num_batched_tokens": 200}, {"enforce_eager": True}):
+    for options in ({}, {"max_num_batched_tokens": 1}, {"enforce_eager": True}):
         llm = opened(bert, dtype="bfloat16", **options)
         assert vectors(llm, PROMPTS * 3) == expected * 3
         outputs = llm.embed(PROMPTS, use_tqdm=False)
@@ -194,8 +194,11 @@ def test_what_is_refused(bert: Path, tmp_path: Path, opened: Any) -> None:
         llm.generate("a", use_tqdm=False)
     with pytest.raises(InvalidRequestError, match="this model has no logits"):
         llm.embed("a", pooling_params=PoolingParams(token_ids=[1]), use_tqdm=False)
-    with pytest.raises(ConfigError, match="max_num_batched_tokens 127: .* max_model_len, 128"):
-        opened(bert, max_num_batched_tokens=127)
+    with pytest.raises(InvalidRequestError, match="generates nothing: use embed"):
+        llm.chat([{"role": "user", "content": "a"}], use_tqdm=False)
+    for options in ({"kv_offload_gib": 0.01}, {"speculative_config": {"method": "ngram"}}):
+        with pytest.raises(ConfigError, match="no use for drafts and tiers"):
+            opened(bert, **options)
     make_encoder(tmp_path, num_labels=3)
     with pytest.raises(UnsupportedModelError, match="id2label .*only one label"):
         opened(tmp_path)

@@ -98,6 +98,8 @@ class ServerState:
         template = tokenizer.chat_template if self.chat_template is None else self.chat_template
         if isinstance(template, dict):  # several templates by name
             template = template.get("tool_use", template.get("default"))
+        if not processor.limit.generates:
+            template = None
         shape = None if template is None else processor.chat.shape(template)
         added = tokenizer.added_tokens_decoder
         return find_answer_format(template, *parsers, added, shape)

@@ -1,11 +1,11 @@
 """Cross-encoders: a query and a document are one prompt, and the model has one label: the score."""
 
-import math
 from collections.abc import Sequence as Seq
 from typing import Any
 
 from nanovllm.engine.input_checks import PromptLimit
 from nanovllm.errors import InvalidRequestError
+from nanovllm.features.pooling.reranker import sigmoid
 from nanovllm.loading.text_tokenizer import TextTokenizer
 
 
@@ -63,4 +63,4 @@ class CrossEncoder:
         (logit,) = logits
         if self._activation == "identity" or not is_probability:
             return logit
-        return math.exp(min(logit, 0.0)) / (1 + math.exp(-abs(logit)))
+        return sigmoid(logit)

@@ -76,11 +76,7 @@ class Reranker:
         """
         no, yes = logits
         difference = yes - no
-        if not is_probability:
-            return difference
-        if difference >= 0:
-            return 1 / (1 + math.exp(-difference))
-        return math.exp(difference) / (1 + math.exp(difference))
+        return sigmoid(difference) if is_probability else difference
 
     def _token(self, answer: str | int) -> int:
         if isinstance(answer, int):
@@ -104,3 +100,8 @@ class Reranker:
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def sigmoid(logit: float) -> float:
+    """Return 1 / (1 + exp(-logit)), also where that would overflow."""
+    return math.exp(min(logit, 0.0)) / (1 + math.exp(-abs(logit)))

@@ -17,7 +17,7 @@ class WholeGroup(Group):
         max_model_len: the last row of a step may have as many tokens.
     """
 
-    suffix = b"a"
+    suffix = b"whole"  # of no entry
     num_tables = 0
     grows = False
 
