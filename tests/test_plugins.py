@@ -1,5 +1,6 @@
 """Plugins: classes of the user's at each seam, by name or entry point, here and in other ranks."""
 
+import copy
 import json
 import logging
 import re
@@ -56,6 +57,15 @@ class WrongShape(MyBackend):
         return q[:, :1]
 
 
+class WrongForward(MyBackend):
+    def forward(self, *args: Any, **options: Any) -> torch.Tensor:
+        return super().forward(*args, **options)[:, :1]
+
+
+class NoName(MyBackend):
+    name: ClassVar[Any] = None
+
+
 class Contiguous(MyBackend):
     blocks_lie_apart: ClassVar[bool] = False
 
@@ -74,6 +84,27 @@ class TooMany(MyProposer):
 class Raises(MyProposer):
     def propose(self, rows: list[Any]) -> list[int]:
         raise KeyError(7)
+
+
+class DropsRows(MyProposer):
+    def draft(self, rows: list[Row]) -> list[Row]:
+        return rows[1:]
+
+
+class DraftsTooMany(MyProposer):
+    def draft(self, rows: list[Row]) -> list[Row]:
+        return [row._replace(num_scheduled_tokens=5, num_draft_tokens=4) for row in rows]
+
+
+class DraftsText(MyProposer):
+    def draft(self, rows: list[Row]) -> list[Any]:
+        return ["text" for _ in rows]
+
+
+class KnowsPositions(MyRunner):
+    def fits(self, rows: list[Row]) -> bool:
+        assert not any(row.num_unverified_tokens for row in rows)
+        return super().fits(rows)
 
 
 class HalfRun(MyRunner):
@@ -203,6 +234,7 @@ def test_steps_go_through_them(make_llm: Any) -> None:
     assert isinstance(runner.step_runners[0], Guarded)
     assert runner.step_runners[0].num_steps[2] >= 10
     assert isinstance(runner.network.backend, Guarded)
+    assert runner.network.backend.name == MyBackend.name
     weight = runner.network.model.model.layers[0].mlp.down_proj.method.weight
     assert torch.equal((weight.float() * STEPS).round() / STEPS, weight.float())
 
@@ -239,6 +271,8 @@ def test_a_broken_tier_is_logged_once(
     [
         ("attention_backend", "Broken", PluginError, "plan() raised KeyError: 7"),
         ("attention_backend", "WrongShape", PluginError, "attend() returned torch.bfloat16 ["),
+        ("attention_backend", "WrongForward", PluginError, "forward() returned torch.bfloat16 ["),
+        ("attention_backend", "NoName", ConfigError, "has no name: set one in the class"),
         ("attention_backend", "Contiguous", ConfigError, "says that blocks_lie_apart is False"),
         ("attention_backend", "Picky", ConfigError, "cannot serve this model: has no heads of 32"),
         ("attention_backend", "MyRule", ConfigError, "derived from nanovllm.attention.backend.B"),
@@ -283,17 +317,43 @@ def test_refused_memory_ends_a_step_and_no_engine(make_llm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cls", "message"),
+    ("cls", "method", "message"),
     [
-        (TooMany, "propose() returned 4 for a row: return an integer from 0 to"),
-        (Raises, "KeyError: 7"),
+        (TooMany, "propose", "propose() returned 4 for a row: return an integer from 0 to"),
+        (TooMany, "draft", "propose() returned 4 for a row"),
+        (Raises, "propose", "KeyError: 7"),
+        (DropsRows, "draft", "draft() returned [] for 1 rows"),
+        (DraftsTooMany, "draft", "draft() returned Row("),
+        (DraftsText, "draft", "draft() returned 'text' for Row("),
     ],
 )
-def test_a_broken_proposer_is_named(cls: type[MyProposer], message: str) -> None:
+def test_a_broken_proposer_is_named(cls: type[MyProposer], method: str, message: str) -> None:
     """Which steps have drafts depends on what they cost: so it is called here."""
     proposer = guarded(cls(None), Proposer, "method", ProposerRules())  # type: ignore[arg-type]
     with pytest.raises(PluginError, match=re.escape(message)):
-        proposer.propose([Row(0, 0, 1, 4, True, 3)])
+        getattr(proposer, method)([Row(0, 0, 1, 4, True, 3)])
+
+
+class Short(MyProposer):
+    def draft(self, rows: list[Row]) -> list[Row]:
+        return [row._replace(num_scheduled_tokens=2, num_draft_tokens=1) for row in rows]
+
+
+def test_a_guard_can_be_copied_and_lets_right_drafts_pass() -> None:
+    proposer = guarded(Short(None), Proposer, "method", ProposerRules())  # type: ignore[arg-type]
+    for each in (proposer, copy.copy(proposer)):
+        assert each.draft([Row(0, 0, 1, 4, True, 3)]) == [Row(0, 0, 1, 2, True, 1)]
+    assert not hasattr(proposer, "__no_such__")
+
+
+def test_a_runner_is_not_asked_about_positions_that_the_device_knows(make_llm: Any) -> None:
+    llm = make_llm(demo_model.MODEL, **OPTIONS, step_runner=f"{HERE}:KnowsPositions")
+    tokens_of(llm)
+    runner = llm.engine.executor._runner
+    before = runner.step_runners[0].num_steps.copy()
+    with torch.inference_mode():
+        runner.run_rows([Row(0, 0, 0, 1, True, num_unverified_tokens=1)])
+    assert runner.step_runners[0].num_steps == before
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,11 @@ class BackendRules:
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
 
+    def forward(
+        self, out: torch.Tensor, qkv: torch.Tensor, *_: object, **__: object
+    ) -> torch.Tensor:
+        return _shaped("forward()", out, qkv, self._spec.num_heads, self._spec.output_dim)
+
     def store(self, q: torch.Tensor, qkv: torch.Tensor, *_: object) -> torch.Tensor:
         return _shaped("store()", q, qkv, self._spec.num_heads, self._spec.head_dim)
 

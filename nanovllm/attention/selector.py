@@ -11,7 +11,7 @@ from nanovllm.attention.backend import Backend, BackendRules
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.kernels.torch_kernels import Kernels
-from nanovllm.options.plugins import at_start, guarded, load_class
+from nanovllm.options.plugins import at_start, guarded, in_worker, load_class
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +81,11 @@ def own_backend(spec: AttentionSpec, asked: str) -> Backend:
     """
     name = f'attention_backend="{asked}"'
     found = backend_class(asked)
+    if not isinstance(getattr(found, "name", None), str):
+        raise ConfigError(f'{name} has no name: set one in the class, such as name = "mine"')
     reason = at_start(name, "unsupported()", found.refusal, spec)
     if reason is not None:
         raise ConfigError(f"{name} cannot serve this model: {reason}; leave it out")
     logger.info("attention backend: %s", asked)
     backend = at_start(name, "__init__()", found, spec)
-    return guarded(backend, Backend, name, BackendRules(spec))
+    return guarded(backend, Backend, name, BackendRules(spec), in_worker)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from importlib.metadata import entry_points
 from types import MethodType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 from nanovllm.errors import (
     BrokenRule,
@@ -164,7 +164,8 @@ def in_step(
     """Return what a plugin's function returns in an engine. The arguments are as for `at_start`.
 
     Raises:
-        PluginError: it raises an exception, unless that refuses memory, which ends no engine.
+        PluginError: it raises an exception, also one that refuses memory: what the engine keeps
+            of a step is half changed.
     """
     try:
         return function(*args, **keywords)
@@ -173,17 +174,34 @@ def in_step(
     except BrokenRule as fault:
         raise PluginError.of(name, str(fault)) from fault.__cause__
     except (Exception, SystemExit) as error:
-        if refuses_memory(error):
-            raise
         fault_of = f"{call} raised {type(error).__name__}: {error}"
         raise PluginError.of(name, fault_of) from error
+
+
+def in_worker(
+    name: str, call: str, function: Callable[P, T], /, *args: P.args, **keywords: P.kwargs
+) -> T:
+    """Return what `in_step` does, for a plugin in a worker. Memory that the system refuses there
+    fails the step and ends no engine, so an exception that says so stays as it is.
+    """
+    try:
+        return function(*args, **keywords)
+    except (Exception, SystemExit) as error:
+        if refuses_memory(error):
+            raise
+        return in_step(name, call, _raise, error)
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 class Guarded:
     """A plugin in an engine: what its methods raise, or return against a rule, is a PluginError.
 
-    All else is as if it were the plugin itself. Methods that it has from its seam run on this
-    object, so that what they call is guarded, too.
+    Attributes are read from the plugin. Methods that it inherits from its seam run on this object,
+    so that what they call is guarded, too. Its own run on the plugin, and each is looked up once:
+    another one that the plugin sets later is not called.
 
     Args:
         plugin: an object of the user's.
@@ -191,15 +209,26 @@ class Guarded:
         name: the option and the class, `scheduling_policy="module:Class"`.
         rules: has a method for each of the plugin's that has a rule. It is called with what that
             returned and with its arguments; it returns that, or raises BrokenRule.
+        call: `in_step` or `in_worker`.
     """
 
-    def __init__(self, plugin: object, seam: type, name: str, rules: object = None) -> None:
+    def __init__(
+        self,
+        plugin: object,
+        seam: type,
+        name: str,
+        rules: object = None,
+        call: Callable[..., Any] = in_step,
+    ) -> None:
         self.plugin = plugin
-        self.name = name
+        self._option = name
         self._seam = seam
         self._rules = rules
+        self._call = call
 
     def __getattr__(self, name: str) -> Any:
+        if name == "plugin" or name.startswith("__"):  # a copy asks before it has any attribute
+            raise AttributeError(f"{type(self).__name__} has no {name}")
         found = getattr(self.plugin, name)
         if not callable(found) or not hasattr(self._seam, name):
             return found
@@ -207,7 +236,7 @@ class Guarded:
             return MethodType(found.__func__, self)
         rule = getattr(self._rules, name, None)
         checked = found if rule is None else partial(_ruled, found, rule)
-        call = self.__dict__[name] = partial(in_step, self.name, f"{name}()", checked)
+        call = self.__dict__[name] = partial(self._call, self._option, f"{name}()", checked)
         return call  # from now on Python finds it by itself
 
     def __bool__(self) -> bool:
@@ -223,9 +252,11 @@ class Guarded:
         return iter(cast(Any, self.plugin))
 
 
-def guarded(plugin: T, seam: type, name: str, rules: object = None) -> T:
+def guarded(
+    plugin: T, seam: type, name: str, rules: object = None, call: Callable[..., Any] = in_step
+) -> T:
     """Return `plugin` in a `Guarded`, whose arguments these are."""
-    return cast(T, Guarded(plugin, seam, name, rules))
+    return cast(T, Guarded(plugin, seam, name, rules, call))
 
 
 def _ruled(method: Callable[..., T], rule: Callable[..., T], /, *args: Any, **keywords: Any) -> T:

@@ -19,7 +19,7 @@ from nanovllm.loading.hub import Checkpoint, weight_files
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
-from nanovllm.options.plugins import at_start, guarded, is_plugin, load_class
+from nanovllm.options.plugins import at_start, guarded, in_worker, is_plugin, load_class
 from nanovllm.utils.cgroup import groups
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.extensions import RunnerRules, StepRunner
@@ -232,7 +232,7 @@ def _step_runner_maker(
 
     def make(network: Network, tables: DeviceTables) -> StepRunner:
         runner = at_start(name, "__init__()", found, network, tables)
-        return guarded(runner, StepRunner, name, RunnerRules())
+        return guarded(runner, StepRunner, name, RunnerRules(), in_worker)
 
     return make
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from nanovllm.kernels.cpu import library
 from nanovllm.loading.files import is_gguf
+from nanovllm.options.plugins import is_plugin
 from nanovllm.scheduler.worker_info import Arithmetic, WorkerInfo
 from nanovllm.worker.model_runner import ModelRunner
 
@@ -15,6 +16,7 @@ def with_arithmetic(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
     config = runner.config
     names = {backend.name for backend in network.attention.backends}
     in_c = names == {"cpu"} and network.kernels.name == "c"
+    in_c = in_c and not is_plugin(config.attention_backend)  # which may have that name, too
     # A step that can be recorded consists of C kernels alone, none of which mixes rows.
     is_invariant = in_c and bool(runner.step_runners) and config.step_runner is None
     kernels = f"C, {library.description()}" if in_c else network.kernels.name

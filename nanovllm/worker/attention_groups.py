@@ -90,7 +90,7 @@ class AttentionGroups:
         self.groups = sorted(dict.fromkeys(keys), key=lambda group: group.table)
         self._spread = len(self.groups) > 1 or self.states.num_pages > 0
         if self._spread or (config.has_tiers and device.type == "cpu"):
-            _check_apart(self.backends)
+            _check_apart(self.backends, asked)
         self._group_of = [self.groups.index(key) for key in keys]
 
     @property
@@ -138,12 +138,14 @@ class AttentionGroups:
         return dataclasses.replace(first, others=tuple(others)) if others else first
 
 
-def _check_apart(backends: list[Backend]) -> None:
-    """Raise ConfigError if a backend of the user's cannot take a cache whose blocks lie apart."""
+def _check_apart(backends: list[Backend], asked: str) -> None:
+    """Raise ConfigError if a backend of the user's, which the option attention_backend names,
+    cannot take a cache whose blocks lie apart.
+    """
     for backend in backends:
         if isinstance(backend, Guarded) and not backend.blocks_lie_apart:
             raise ConfigError(
-                f"{backend.name} says that blocks_lie_apart is False, but they "
+                f'attention_backend="{asked}" says that blocks_lie_apart is False, but they '
                 "do in a model with several kinds of layers, and on a CPU with kv_offload_gib, "
                 "kv_cache_dir or kv_tier: let it index blocks and offsets, or leave one out"
             )

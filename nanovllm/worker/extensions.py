@@ -51,8 +51,7 @@ class RunnerRules:
     """What a step runner of the user's must return: see `nanovllm.options.plugins.Guarded`."""
 
     def fits(self, fits: bool, rows: list[Row]) -> bool:
-        """No step has rows that follow drafts in flight, whose positions only the device knows."""
-        return bool(fits) and not any(row.num_unverified_tokens for row in rows)
+        return bool(fits)
 
     def run(self, computed: Computed, rows: list[Row]) -> Computed:
         num_tokens = sum(row.num_scheduled_tokens for row in rows)

@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.errors import ConfigError, OutOfMemoryError, refuses_memory
 from nanovllm.kernels.selector import require_triton
-from nanovllm.options.plugins import in_step
+from nanovllm.options.plugins import Guarded, in_worker
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.distributed import broadcast_from_first
@@ -145,7 +145,7 @@ class ModelRunner:
             if self.network.own is None:
                 pending = self._execute(schedule)
             else:
-                pending = in_step(self.network.own, "a step", self._execute, schedule)
+                pending = in_worker(self.network.own, "a step", self._execute, schedule)
             for part in self.parts:
                 part.end(schedule, pending)
         except (MemoryError, OSError, RuntimeError) as error:
@@ -204,12 +204,7 @@ class ModelRunner:
         mode = self.config.logprobs_mode
         masks = None if self.masks is None else self.masks.begin(tables, rows)
         pooling = None if self.pooling is None else self.pooling.begin(rows)
-        computed = Computed()
-        for runner in self.step_runners:
-            if runner.fits(rows):
-                computed = runner.run(rows)
-                break
-        hidden, tokens, logits, draft_ids = computed
+        hidden, tokens, logits, draft_ids = self._run_fast(rows)
         is_plain = self.watch is None and all(tables.plain[row.table_idx] for row in rows)
         if tokens is not None and is_plain:
             on_host = tokens.device.type != self.device.type
@@ -248,6 +243,18 @@ class ModelRunner:
                 sampling.accept(tokens)
         forcing = {} if masks is None else masks.forcing
         return StepOutput(tokens, logprobs, sampling.endings, sampling.draft_ids, forcing, pooled)
+
+    def _run_fast(self, rows: list[Row]) -> Computed:
+        """Return what the first step runner that fits computes: nothing without one.
+
+        A user's is not asked about rows whose position only the device knows.
+        """
+        for runner in self.step_runners:
+            if isinstance(runner, Guarded) and any(row.num_unverified_tokens for row in rows):
+                continue
+            if runner.fits(rows):
+                return runner.run(rows)
+        return Computed()
 
     @property
     def follows_drafts(self) -> bool:

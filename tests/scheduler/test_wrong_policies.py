@@ -26,6 +26,10 @@ def fail(*_: object) -> None:
     raise ValueError("a mistake")
 
 
+def run_out(*_: object) -> None:
+    raise MemoryError
+
+
 def constant(value: object) -> Method:
     return lambda *_: value
 
@@ -92,6 +96,7 @@ def late_keys() -> Method:
         ("order", late_keys(), "keys must be comparable"),
         *((name, fail, rf"{name}\(\) raised ValueError: a mistake")
           for name in ("push", "remove", "first", "order", "advance", "share", "victim")),
+        *((name, run_out, rf"{name}\(\) raised MemoryError") for name in ("push", "advance")),
     ],
 )  # fmt: skip
 def test_a_wrong_policy_is_an_error(method: str, wrong: Method, message: str) -> None:
@@ -113,6 +118,7 @@ def test_a_wrong_policy_is_an_error(method: str, wrong: Method, message: str) ->
         ("__len__", constant(100), r"after __init__\(\) it has 100 pages, but 14 of 14 are free"),
         *((name, fail, rf"{name}\(\d*\) raised ValueError: a mistake")
           for name in ("take", "put_last", "put_first", "remove", "touch")),
+        ("take", run_out, r"take\(\) raised MemoryError"),
     ],
 )  # fmt: skip
 def test_a_wrong_eviction_order_is_an_error(method: str, wrong: Method, message: str) -> None:

@@ -28,6 +28,7 @@ from nanovllm.kernels.cpu.library import library_name
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.config import Config
+from nanovllm.options.plugins import is_plugin
 from nanovllm.utils.distributed import broadcast_from_first, gather_to_first, tensor_parallel
 from nanovllm.worker.network import Network
 
@@ -177,12 +178,14 @@ def source_digest() -> str:
 
 
 def _plugins_digest(config: Config, model_config: ModelConfig) -> list[str]:
-    """Return a digest of the file of each class of the user's that decides bits."""
+    """Return each class of the user's that decides bits, and the digests of their files."""
     values = [config.attention_backend, config.quantization, config.step_runner]
-    modules = [value.partition(":")[0] for value in values if value is not None and ":" in value]
+    classes = [value for value in values if value is not None and is_plugin(value)]
+    modules = [value.partition(":")[0] for value in classes]
     modules += [model_config.module] if model_config.module else []
     files = [importlib.import_module(name).__file__ for name in modules]
-    return [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file]
+    digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file]
+    return classes + digests
 
 
 def _version(package: str) -> str | None:

@@ -119,6 +119,24 @@ class Proposer(ABC):
 class ProposerRules:
     """What a proposer of the user's must return: see `nanovllm.options.plugins.Guarded`."""
 
+    def draft(self, drafted: list[Row], rows: list[Row]) -> list[Row]:
+        if not isinstance(drafted, list) or len(drafted) != len(rows):
+            raise BrokenRule(
+                f"draft() returned {drafted!r:.80} for {len(rows)} rows: return as many, in the "
+                "same order"
+            )
+        for found, row in zip(drafted, rows, strict=True):
+            missing = row.num_draft_tokens - getattr(found, "num_draft_tokens", -1)
+            if not 0 <= missing <= row.num_draft_tokens or found != row._replace(
+                num_scheduled_tokens=row.num_scheduled_tokens - missing,
+                num_draft_tokens=row.num_draft_tokens - missing,
+            ):
+                raise BrokenRule(
+                    f"draft() returned {found!r:.200} for {row}: return the row, with as many "
+                    "tokens less as drafts are missing"
+                )
+        return drafted
+
     def propose(self, counts: list[int], rows: list[Row]) -> list[int]:
         if not isinstance(counts, list) or len(counts) != len(rows):
             raise BrokenRule(
