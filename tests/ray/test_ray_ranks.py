@@ -114,6 +114,7 @@ def test_logits_processors_cannot_go_to_another_process(
         make_two_nodes().generate("x", params, use_tqdm=False)
 
 
+@pytest.mark.long
 def test_a_rank_whose_node_has_no_files_says_so(ray_cluster: Any) -> None:
     """All nodes are in this machine: another path stands for a node without the files."""
     config = Config(MODEL, **ONE_RANK)
@@ -200,6 +201,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "size"),
     [pytest.param(signal.SIGINT, 1, marks=pytest.mark.long), (signal.SIGKILL, 2)],
@@ -234,6 +236,7 @@ def test_ctrl_c_and_death_of_the_driver_end_the_ranks(
         assert "KeyboardInterrupt" in errors
 
 
+@pytest.mark.long
 def test_a_killed_node_raises_and_leaves_nothing(ray_cluster: Any, make_two_nodes: Any) -> None:
     """The last test with the shared engine, which it ends."""
     llm = make_two_nodes()

@@ -61,6 +61,7 @@ def test_dying_actors_change_nothing(
     assert found == expected
 
 
+@pytest.mark.long
 def test_a_batch_ends_if_no_engine_stays_alive(
     tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_batch_ends_if_no_engine_stays_alive(
     assert (tmp_path / "out.jsonl.parts" / "rows.jsonl").read_bytes() == b""
 
 
+@pytest.mark.long
 def test_errors_of_engines_reach_the_driver(ray_cluster: Any) -> None:
     engine = {"max_model_len": 256, "num_kvcache_blocks": 1}
     pool = RayPool(row_options(engine_options=engine), 1, actor_options=ONE_CPU)
