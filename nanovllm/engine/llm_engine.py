@@ -142,11 +142,12 @@ class LLMEngine:
         self._held = [] if self._held is None else self._held
 
     def queue_held_requests(self) -> None:
-        """Queue what `hold_new_requests` has held, and hold no more."""
-        held, self._held = self._held or (), None
-        for request in held:
+        """Queue what `hold_new_requests` has held, unless a PluginError came; hold no more."""
+        while self._held and not self._has_failed:
+            request = self._held.pop(0)
             if request.unqueued:  # else it was aborted
                 self._queue_first(request)
+        self._held = None
 
     def step(self) -> list[RequestOutput]:
         """Do `run_step` and return the outputs of requests without `deliver`."""
@@ -279,6 +280,7 @@ class LLMEngine:
             yield
         except PluginError as error:
             self._has_failed = True
+            self._in_flight.clear()
             self.executor.shutdown(str(error))
             self.shutdown()
             raise

@@ -7,8 +7,11 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from nanovllm import AsyncLLM, RequestOutput, SamplingParams
-from nanovllm.errors import InvalidRequestError
+import pytest
+
+from nanovllm import LLM, AsyncLLM, RequestOutput, SamplingParams
+from nanovllm.errors import InvalidRequestError, PluginError
+from nanovllm.features.training.control import control_of
 from tests.training.test_updates import OPTIONS, PROMPTS
 from tests.training.weights import SMALL
 
@@ -25,6 +28,8 @@ class Callers:
         self._whole = whole
         self._requests: list[tuple[int, int, asyncio.Task[RequestOutput]]] = []
         self._calls: list[asyncio.Task[Any]] = []
+        self.num_calls = 0  # that did what they were asked for
+        self.num_whole = 0  # requests that have all their tokens
 
     async def act(self) -> None:
         """Do something, and wait for it or not."""
@@ -61,8 +66,9 @@ class Callers:
                 await asyncio.sleep(0.005)
         for call in self._calls:
             assert call.done()
-            if not call.cancelled() and (error := call.exception()) is not None:
-                assert isinstance(error, InvalidRequestError), error
+            error = None if call.cancelled() else call.exception()
+            assert error is None or isinstance(error, InvalidRequestError), error
+            self.num_calls += error is None and not call.cancelled()
         for place, num_tokens, request in self._requests:
             try:
                 output = await asyncio.wait_for(request, 30)
@@ -72,6 +78,7 @@ class Callers:
             if output.finish_reason == "abort":
                 expected = expected[: len(output.token_ids)]
             assert output.token_ids == expected
+            self.num_whole += output.finish_reason == "length"
         await self._llm.check_health()  # behind the ends of cancelled requests
         engine = self._llm.engine
         assert engine.is_finished()
@@ -98,12 +105,91 @@ def test_no_request_is_lost(shared_checkpoint: Callable[..., str]) -> None:
         try:
             params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
             whole = [(await llm.generate(prompt, params)).token_ids for prompt in PROMPTS]
+            num_calls = num_whole = 0
             for seed in range(NUM_RUNS):
+                llm.engine.queue_depth = seed % 2 * 2
                 callers = Callers(llm, random.Random(seed), whole)
                 for _ in range(NUM_ACTIONS):
                     await callers.act()
                 await callers.end()
+                num_calls += callers.num_calls
+                num_whole += callers.num_whole
+            assert num_calls > 4
+            assert num_whole > 4
         finally:
             llm.shutdown()
 
     asyncio.run(run())
+
+
+PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+def test_a_waiting_pause_that_is_cancelled_in_a_pause(
+    shared_checkpoint: Callable[..., str], make_llm: Callable[..., LLM]
+) -> None:
+    """Symptom: an update writes weights under the steps that the device has still to run."""
+    llm = make_llm(shared_checkpoint(**SMALL), **OPTIONS)
+    expected = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    engine, control = llm.engine, control_of(llm.engine)
+    engine.queue_depth = 2
+    for prompt in PROMPTS:
+        engine.add_request(prompt, PARAMS)
+    (pause,) = control.pause("keep", False).commands()
+    pause()
+    second = control.pause("wait", False)
+    for command, _ in zip(second.commands(), range(4), strict=False):
+        command()
+    assert engine._in_flight
+    second.fail()
+    assert engine.is_paused
+    assert not engine._in_flight
+    control.resume()
+    outputs = []
+    while not engine.is_finished():
+        outputs += engine.step()
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+
+
+def test_a_resume_before_the_first_step_of_a_sleep(
+    shared_checkpoint: Callable[..., str], make_llm: Callable[..., LLM]
+) -> None:
+    """Symptom: requests that come then are queued, and the sleep waits for them, too."""
+    llm = make_llm(shared_checkpoint(**SMALL), **OPTIONS)
+    control = control_of(llm.engine)
+    (pause,) = control.pause("keep", False).commands()
+    pause()
+    sleep = control.sleep(1, "wait").commands()
+    next(sleep)()
+    control.resume()
+    with pytest.raises(InvalidRequestError, match=r"about to sleep: call wake_up\(\)"):
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    for command in sleep:
+        command()
+    assert llm.is_sleeping()
+
+
+def test_a_policy_that_fails_while_a_pause_waits(
+    shared_checkpoint: Callable[..., str],
+    make_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Symptom: the policy of the dead engine gets the held requests, with an error of its own."""
+    llm = make_llm(shared_checkpoint(**SMALL), **OPTIONS)
+    engine, control = llm.engine, control_of(llm.engine)
+    engine.add_request(PROMPTS[0], PARAMS)
+    engine.is_paused = True
+    call = control.pause("wait", False)
+    commands = call.commands()
+    next(commands)()
+    engine.add_request(PROMPTS[1], PARAMS)  # held
+
+    def fail(*_: object) -> None:
+        raise PluginError("the policy m:C: failed")
+
+    for name in ("schedule", "add"):
+        monkeypatch.setattr(engine.scheduler, name, fail)
+    with pytest.raises(PluginError):
+        next(commands)()
+    call.fail()
+    assert engine._held is None

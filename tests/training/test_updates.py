@@ -16,6 +16,7 @@ from nanovllm.errors import ConfigError, InvalidRequestError, UnsupportedModelEr
 from nanovllm.features.training import rank as rank_module, writing
 from nanovllm.features.training.packets import in_messages
 from nanovllm.features.training.targets import Weight
+from nanovllm.features.training.updates import Update
 from nanovllm.kernels.cpu.library import library
 from nanovllm.utils.distributed import tensor_parallel
 from tests.checkpoints import make_fp8_checkpoint
@@ -324,6 +325,33 @@ def test_files_of_weights(model: str, make_llm: Callable[..., LLM], tmp_path: Pa
     other.update_weights(new)
     assert tokens_of(llm) == tokens_of(other) != before
     assert llm.weight_version == "step-7"
+
+
+@pytest.mark.parametrize("place", ["before it is read", "at its end"])
+@pytest.mark.parametrize("change", [os.utime, os.remove])
+def test_files_that_change(
+    change: Callable[[Path], None],
+    place: str,
+    model: str,
+    make_llm: Callable[..., LLM],
+    tmp_path: Path,
+) -> None:
+    """Symptom: with mode="wait" offsets of one file are used for a later one; or an OSError."""
+    llm = make_llm(model, **OPTIONS)
+    new = changed(read_weights(model), 1)
+    update = Update(llm._control, checkpoint_of(model, new, tmp_path), None, "abort")
+    commands = update.commands()
+    for _ in range(3 if place == "before it is read" else 3 + len(new)):
+        next(commands)()  # open, check, start, and a tensor each
+    change(tmp_path / "model.safetensors")
+    with pytest.raises(InvalidRequestError, match=r"update_weights: .*model\.safetensors.*new dir"):
+        next(commands)()
+    update.fail()
+    if place == "before it is read":
+        assert llm.generate([1], GREEDY, use_tqdm=False)
+    else:
+        with pytest.raises(InvalidRequestError, match="weights are not whole"):
+            tokens_of(llm)
 
 
 @pytest.mark.parametrize("quantization", [None, "int4"])

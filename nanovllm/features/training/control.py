@@ -130,10 +130,15 @@ class WeightControl:
         if call not in self._waiting:
             return
         self._waiting.remove(call)
-        if call.is_pause and not any(other.is_pause for other in self._waiting):
-            self.engine.is_paused = self._was_paused
-            self.engine.queue_held_requests()
-        self._refuse()
+        is_last = call.is_pause and not any(other.is_pause for other in self._waiting)
+        try:
+            if is_last and self._was_paused:
+                self.engine.is_paused = True
+                self.engine.finish_steps()
+        finally:
+            if is_last:
+                self.engine.queue_held_requests()
+            self._refuse()
 
     def _end_waiting(self) -> None:
         """Let the calls that wait act, pauses first: after them the others abort nothing.

@@ -27,6 +27,7 @@ class WeightFiles:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         try:
             files = safetensors_files(Path(directory))
+            self._versions = {file: _version(file) for file in files}  # before they are read
             self._headers = {file: read_header(file) for file in files}
         except (CheckpointError, OSError, ValueError) as error:
             raise InvalidRequestError(f"update_weights: {error!s:.400}") from error
@@ -48,14 +49,30 @@ class WeightFiles:
     def tensors(self) -> Iterator[NamedTensor]:
         """Yield the tensors of `infos`, in that order: pages of the files.
 
+        Each must have been read before the next one, or behind the last the end, is asked for.
+
         Raises:
-            InvalidRequestError: a file has changed.
+            InvalidRequestError: a file has changed since its header was read.
         """
         for file, header in self._headers.items():
-            with closing(TensorFile(file, header)) as opened:
-                for name, info in header.items():
-                    whole = tuple(slice(0, size) for size in info.shape)
-                    try:
+            try:
+                with closing(TensorFile(file, header)) as opened:
+                    for name, info in header.items():
+                        self._require_unchanged(file)
+                        whole = tuple(slice(0, size) for size in info.shape)
                         yield name, opened.read(name, whole, raw=False)
-                    except CheckpointError as error:
-                        raise InvalidRequestError(f"update_weights: {error}") from error
+                    self._require_unchanged(file)
+            except (CheckpointError, OSError) as error:
+                raise InvalidRequestError(
+                    f"update_weights: {error!s:.400}; write each step to a new directory"
+                ) from error
+
+    def _require_unchanged(self, file: Path) -> None:
+        if _version(file) != self._versions[file]:
+            raise CheckpointError(f"{file} has changed")
+
+
+def _version(file: Path) -> tuple[int, int, int]:
+    """Return what tells a file from one that is written later under the same name."""
+    found = file.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns

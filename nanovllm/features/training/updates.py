@@ -34,6 +34,7 @@ class Update:
         self._version = version
         self._is_part = control.is_open
         self._start = control.start(mode, self)
+        self._files: WeightFiles | None = None
 
     def commands(self) -> Iterator[Command]:
         """Yield the commands; each must have returned before the next is asked for.
@@ -41,6 +42,8 @@ class Update:
         If the iterator or a command fails, `fail` must be called.
         """
         control = self._control
+        if isinstance(self._weights, str | os.PathLike):
+            yield partial(self._open, self._weights)
         infos, loads = self._loads()
         if infos is not None:
             yield partial(control.check, infos, not self._is_part, self._owner)
@@ -59,12 +62,15 @@ class Update:
     def _owner(self) -> "Update | None":
         return None if self._is_part else self
 
+    def _open(self, directory: str | os.PathLike[str]) -> None:
+        self._files = WeightFiles(directory)
+
     def _loads(self) -> tuple[list[TensorInfo] | None, Iterator[Command]]:
         """Return what is known of the tensors before they are read, and commands to load them."""
         weights = self._weights
         if isinstance(weights, str | os.PathLike):
-            files = WeightFiles(weights)
-            return files.infos, self._from_files(files)
+            assert self._files is not None, "opened before"
+            return self._files.infos, self._from_files(self._files)
         items = weights.items() if isinstance(weights, Mapping) else weights
         infos = None
         if isinstance(weights, Mapping | list | tuple):
@@ -74,14 +80,17 @@ class Update:
         return infos, (partial(self._control.load, each, self._owner) for each in messages)
 
     def _from_files(self, files: WeightFiles) -> Iterator[Command]:
-        """Yield commands that each read a tensor: the caller's thread reads none."""
+        """Yield commands that each read a tensor, and a last one that checks the files: the
+        caller's thread reads none.
+        """
         tensors = files.tensors()
 
         def load() -> None:
             for message in self._messages([checked(next(tensors))]):
                 self._control.load(message, self._owner)
 
-        return (load for _ in files.infos)
+        yield from (load for _ in files.infos)
+        yield partial(next, tensors, None)
 
     def _messages(self, tensors: Iterable[NamedTensor]) -> Iterator[Seq[NamedTensor | Packet]]:
         """Yield what a command takes: one tensor, which the rank in this process copies at once; or
