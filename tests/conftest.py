@@ -84,7 +84,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False
     config.addinivalue_line("markers", "long: runs with EVERY_CASE=1 alone")
     config.addinivalue_line("markers", "spawned: `make_llm` spawns ranks, as users' engines do")
-    config.addinivalue_line("markers", "thinned(n): one of n cases; all of them with EVERY_CASE=1")
+    thinned = "one of n cases of each dtype; all of them on a GPU, or with EVERY_CASE=1"
+    config.addinivalue_line("markers", f"thinned(n): {thinned}")
 
 
 @pytest.hookimpl(trylast=True)
@@ -98,11 +99,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _of_each_run(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Yield the cases that run without EVERY_CASE: see the markers in `pytest_configure`."""
-    seen: Counter[tuple[Path, str]] = Counter()
+    seen: Counter[tuple[Path, str, object]] = Counter()
+    on_gpu = has_cuda()
     for item in items:
         thinned = item.get_closest_marker("thinned")
-        place = item.path, getattr(item, "originalname", item.name)
-        kept = thinned is None or seen[place] % thinned.args[0] == 0
+        # The outermost parameter changes fastest: with n dtypes, all cases that are kept had one.
+        dtype = item.callspec.params.get("dtype") if hasattr(item, "callspec") else None
+        place = item.path, getattr(item, "originalname", item.name), dtype
+        kept = thinned is None or on_gpu or seen[place] % thinned.args[0] == 0
         seen[place] += 1
         if kept and item.get_closest_marker("long") is None:
             yield item

@@ -97,7 +97,21 @@ def variants_here() -> list[str]:
     return found
 
 
-@pytest.fixture(params=os.environ.get("KERNELS", "").split() or variants_here())
+def chosen_variants() -> list[str]:
+    """Return the variants that KERNELS names, or those of this processor."""
+    names = os.environ.get("KERNELS", "").split()
+    known = VARIANTS | ARM_VARIANTS
+    flags = build.processor_flags()
+    for name in names:
+        if name not in known:
+            pytest.exit(f"KERNELS: {name} is none of {', '.join(known)}", 2)
+        missing = set(VARIANTS.get(name, ((),))[0]) - flags
+        if missing:
+            pytest.exit(f"KERNELS: {name} needs a processor with {' and '.join(missing)}", 2)
+    return names or variants_here()
+
+
+@pytest.fixture(params=chosen_variants())
 def kernels(request, load, serve, monkeypatch):
     """Use the kernels built for each kind of processor that can be tested here."""
     if request.param in ARM_VARIANTS:
