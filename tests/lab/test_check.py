@@ -9,11 +9,12 @@ import pytest
 
 from nanovllm import demo_model
 from nanovllm.apps.cli import main as cli
-from nanovllm.apps.lab.check import Finding, check
+from nanovllm.apps.lab.check import Finding, _proof, check
 from nanovllm.apps.lab.options import CheckOptions
 from nanovllm.apps.lab.plugin import EVICTION, find_plugin
 from nanovllm.apps.prove.options import ProveOptions
 from nanovllm.errors import ConfigError
+from nanovllm.kernels.cpu.library import library
 from tests.helpers import ROOT
 
 TWINS = ROOT / "tests/lab/twins.py"
@@ -67,6 +68,24 @@ def test_a_broken_twin_is_found(name: str, where: str, words: str) -> None:
     found = checked(TWINS, name)
     assert not found[where].holds
     assert re.search(words, found[where].words)
+
+
+def test_ways_that_show_nothing_are_no_proof() -> None:
+    """A sequence of one block is never preempted."""
+    plugin = find_plugin(str(EXAMPLES / "lfu_eviction.py"))
+    with plugin.importable(), pytest.raises(ConfigError, match="nothing is shown"):
+        _proof(plugin, demo_model.MODEL, {"max_model_len": 32}, PROVE)
+
+
+@pytest.mark.skipif(library() is None, reason="an 8-bit KV cache needs the C kernels")
+def test_the_ways_of_another_setting_are_counted() -> None:
+    """Symptom: KeyError: ''."""
+    plugin = find_plugin(str(EXAMPLES / "lfu_eviction.py"))
+    ways = ProveOptions(num_requests=4, ways=("int8 KV, warm",))
+    with plugin.importable():
+        holds, words = _proof(plugin, demo_model.MODEL, {}, ways)
+    assert holds, words
+    assert words.startswith("4 requests, 1 way as")
 
 
 @pytest.mark.usefixtures("without_engine")

@@ -9,6 +9,7 @@ from nanovllm import demo_model
 from nanovllm.apps.cli import main as cli
 from nanovllm.apps.prove.options import ProveOptions
 from nanovllm.errors import ConfigError
+from tests.helpers import ROOT
 
 
 @pytest.mark.long
@@ -72,10 +73,38 @@ def test_what_did_not_happen_is_not_shown(capsys: pytest.CaptureFixture[str]) ->
     assert "nothing is shown" in shown.err
 
 
-@pytest.mark.parametrize("option", ["output", "reproduction"])
-def test_a_file_that_cannot_be_written(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["prove", demo_model.MODEL, f"--{option}", "/no/such/folder/file"]) == 2
-    assert f"{option} '/no/such/folder/file' cannot be written" in capsys.readouterr().err
+def test_ways_that_the_engine_refuses_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["prove", demo_model.MODEL, "--ways", "int8 KV", "--num-requests", "4"]
+    assert cli.main([*arguments, "--dtype", "float32"]) == 2
+    message = capsys.readouterr().err
+    assert "nothing is shown: none of these ways can be tried (int8 KV: " in message
+
+
+@pytest.mark.parametrize("command", [["prove"], ["lab", "check", "examples/lab/lfu_eviction.py"]])
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("/no/such/folder/file", "cannot be written"), (".", "is a directory")],
+)
+def test_a_file_that_cannot_be_written(
+    command: list[str],
+    path: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert cli.main([*command, demo_model.MODEL, "--reproduction", path]) == 2
+    assert f"reproduction '{path}' {message}" in capsys.readouterr().err
+    if command == ["prove"]:
+        assert cli.main([*command, demo_model.MODEL, "--output", path]) == 2
+        assert f"output '{path}' {message}" in capsys.readouterr().err
+
+
+def test_a_peer_writes_no_script(capsys: pytest.CaptureFixture[str]) -> None:
+    """Symptom: in a folder that is not writable a server cannot be asked."""
+    arguments = ["prove", "--peer", "http://127.0.0.1:9", "--reproduction", "/no/such/folder/file"]
+    assert cli.main(arguments) == 2
+    assert "is the server running?" in capsys.readouterr().err
 
 
 def test_a_peer_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

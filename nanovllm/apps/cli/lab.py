@@ -137,6 +137,7 @@ def check(args: argparse.Namespace) -> int:
     options = _engine_options(args, plugin)
     how = CheckOptions(**given_fields(CheckOptions, args))
     prove = ProveOptions(**given_fields(ProveOptions, args))
+    prove.check_places()
     found = run_checks(plugin, args.model, options, how, prove, _show)
     num_broken = sum(not finding.holds for finding in found)
     name = f"{plugin.kind} {plugin.value}"

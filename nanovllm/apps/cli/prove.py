@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from nanovllm.apps.prove.options import ProveOptions
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, add_flags, add_other_flags, given_fields
-from nanovllm.options.validation import check_place, writing
+from nanovllm.options.validation import writing
 from nanovllm.utils.terminal import write
 
 if TYPE_CHECKING:
@@ -58,27 +57,18 @@ def prove(args: argparse.Namespace) -> int:
     if options.peer is not None and engine_options:
         flag = min(engine_options).replace("_", "-")
         raise ConfigError(f"--{flag} is for nanovllm, and a peer has its own options: leave it out")
-    for name in "output", "reproduction":
-        path = getattr(options, name)
-        if path is not None and not os.access(Path(path).parent, os.W_OK):
-            raise ConfigError(f"{name} {path!r} cannot be written: its folder is not writable")
+    options.check_places()
     model = args.model
     if options.peer is None:
         model = model or demo_model.default_model()
         Config(model=model, **engine_options)
-    if options.output is not None:
-        check_place("output", options.output)
     proof = _proof(model, engine_options, options)
     if proof.not_tried:
         write(f"not tried: {'; '.join(proof.not_tried)}\n")
     if options.output is not None:
         save_results(options.output, {"command": sys.argv[1:], **dataclasses.asdict(proof)})
     if proof.holds:
-        if not proof.num_same:
-            raise ConfigError(
-                "nothing is shown: what these ways are about did not happen in any of them; leave "
-                "ways out, or give a longer max_model_len"
-            )
+        proof.check_shown()
         write(
             f"{proof.engine}: in {proof.num_same} ways all tokens and log-probabilities are the "
             "same, bit for bit.\n"

@@ -69,7 +69,7 @@ def check(
 
     Raises:
         ConfigError: hypothesis is not installed, Python runs without assertions, or the engine
-            refuses its options.
+            refuses its options, or the ways of `nanovllm prove` show nothing.
         CheckpointError: the model cannot be found or read.
     """
     if importlib.util.find_spec("hypothesis") is None:
@@ -229,6 +229,8 @@ def _proof(
 
     proof = Prover(model, {**engine_options, **plugin.options}, prove).prove()
     if proof.holds:
-        shown = f"{len(proof.digests[''])} requests, {proof.num_same} ways"
-        return True, f"{shown} as `nanovllm prove` has them"
+        proof.check_shown()
+        num_requests = max(map(len, proof.digests.values()))
+        ways = f"{proof.num_same} way" + "s" * (proof.num_same > 1)
+        return True, f"{num_requests} requests, {ways} as `nanovllm prove` has them"
     return False, f"{proof.difference}; {proof.reproduction} shows it"

@@ -9,6 +9,7 @@ from nanovllm.options.validation import (
     check_fields,
     check_int,
     check_path,
+    check_place,
     check_text,
     check_texts,
     strict_keywords,
@@ -69,6 +70,15 @@ class ProveOptions:
     def chooses(self, name: str) -> bool:
         """Whether the way of this name is to be tried."""
         return not self.ways or any(text in name for text in self.ways)
+
+    def check_places(self) -> None:
+        """Raise ConfigError if a file that may be written cannot be. A peer's answers have no
+        script.
+        """
+        if self.output is not None:
+            check_place("output", self.output)
+        if self.peer is None:
+            check_place("reproduction", self.reproduction)
 
     def check_ways(self, names: Iterable[str]) -> None:
         """Raise ConfigError if none of these ways is to be tried."""

@@ -76,6 +76,20 @@ class Proof:
         """Whether no answer differed."""
         return all(verdict.status != DIFFERS for verdict in self.verdicts)
 
+    def check_shown(self) -> None:
+        """Raise ConfigError if no way was shown to give the same bits, though none differs."""
+        if self.num_same:
+            return
+        if not self.verdicts:
+            reason = f" ({self.not_tried[0]})" if self.not_tried else ""
+            raise ConfigError(
+                f"nothing is shown: none of these ways can be tried{reason}; choose other ways"
+            )
+        raise ConfigError(
+            "nothing is shown: what these ways are about did not happen in any of them; leave "
+            "ways out, or give a longer max_model_len"
+        )
+
 
 class Prover:
     """Tries the ways with one model.
