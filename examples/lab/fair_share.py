@@ -45,16 +45,16 @@ class FairShare(Policy):
         else:
             del self._waiting[seq.user]
             self._users.remove(seq.user)
-        if not self._waiting:
-            self._paid.clear()
 
     def first(self) -> Sequence | None:
         return self._waiting[self._users.first()].first() if self._waiting else None
 
     def end(self, seq: Sequence) -> None:
-        if self._keys.pop(seq, None) is not None and seq.user in self._paid:
+        if self._keys.pop(seq, None) is not None:
             used = len(seq.token_ids) if seq.was_admitted else 0
             self._paid[seq.user] -= seq.max_num_tokens - used
+        if not self._keys:
+            self._paid.clear()
 
     def _rank(self, user: str) -> None:
         """Give the user the place of its first request, which keeps its start for good."""
