@@ -19,6 +19,7 @@ from nanovllm.apps.lab.templates.proposer import MyProposer
 from nanovllm.apps.lab.templates.rule import MyRule
 from nanovllm.apps.lab.templates.runner import MyRunner
 from nanovllm.apps.lab.templates.tier import MyTier
+from nanovllm.attention.cpu import CPUBackend
 from nanovllm.errors import (
     ConfigError,
     InvalidRequestError,
@@ -27,6 +28,7 @@ from nanovllm.errors import (
     UnsupportedModelError,
 )
 from nanovllm.features.speculation.proposers.proposer import Proposer, ProposerRules
+from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.torch_kernels import PlainWeight
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
@@ -64,6 +66,10 @@ class WrongForward(MyBackend):
 
 class NoName(MyBackend):
     name: ClassVar[Any] = None
+
+
+class LikeOurs(CPUBackend):
+    """Has the name of ours, too."""
 
 
 class Contiguous(MyBackend):
@@ -237,6 +243,13 @@ def test_steps_go_through_them(make_llm: Any) -> None:
     assert runner.network.backend.name == MyBackend.name
     weight = runner.network.model.model.layers[0].mlp.down_proj.method.weight
     assert torch.equal((weight.float() * STEPS).round() / STEPS, weight.float())
+
+
+@pytest.mark.skipif(library() is None, reason="no C kernels here")
+def test_a_backend_of_the_users_is_not_said_to_be_invariant(make_llm: Any) -> None:
+    options = {**OPTIONS, "attention_backend": f"{HERE}:LikeOurs"}
+    arithmetic = make_llm(demo_model.MODEL, **options).engine.worker_info.arithmetic
+    assert not arithmetic.batch_invariant
 
 
 def test_a_tier_outlives_the_engine(make_llm: Any, tmp_path: Path, monkeypatch: Any) -> None:

@@ -51,6 +51,13 @@ def test_it_is_a_name_of_a_directory(usual):
     assert usual == namespace_of()
 
 
+def test_classes_of_one_file_have_stores_of_their_own():
+    """They may have one name, too."""
+    names = (f"tests.test_plugins:{name}" for name in ("Broken", "WrongShape"))
+    first, second = (namespace_of(attention_backend=name) for name in names)
+    assert first != second
+
+
 def test_another_process_has_the_same(usual):
     """Hashes of objects and orders of sets differ between processes."""
     code = "from tests.tiers.test_kv_namespace import namespace_of; print(namespace_of())"
