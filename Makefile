@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test tests simulated check lint format docs-check pictures bench release clean
+.PHONY: help demo test tests check lint format docs-check pictures bench release clean
 
 # Python compiles a module when it first imports it, and most are never imported.
 INSTALL = $(BIN)/python -m pip install --no-compile -c constraints.txt
@@ -18,13 +18,11 @@ demo: $(VENV)/.core  ## set up, and let SmolLM2-135M-Instruct answer five questi
 	$(BIN)/python example.py
 
 test: $(VENV)/.dev  ## set up with the test tools, lint, run all tests
-	$(MAKE) -j 3 lint tests simulated
+	$(MAKE) -j 2 lint tests
 
 tests: $(VENV)/.dev
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --dist loadfile
-
-simulated: $(VENV)/.dev  ## execute compiled Triton kernels on a simulated GPU
-	SIMULATED_GPU=90 $(BIN)/python -m pytest -k "(bfloat16 or float32 and (other_kinds or gated_rms or add_lora)) and not compile" tests/kernels/triton
+	SIMULATED_GPU=90 $(BIN)/python -m pytest -n 2 -k "(bfloat16 or float32 and (other_kinds or gated_rms or add_lora)) and not compile" tests/kernels/triton
 
 check: $(VENV)/.dev lint  ## lint, and run the tests of what changed since main, and of the core: two minutes
 	OMP_WAIT_POLICY=passive $(BIN)/python -m tools.check

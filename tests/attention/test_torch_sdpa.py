@@ -64,10 +64,10 @@ def test_a_backend_that_has_not_heard_of_them_refuses_such_layers():
     spec = AttentionSpec(4, 2, 8, torch.float32, torch.device("cpu"), None, causal=False)
     assert isinstance(select_backend(spec, TORCH), TorchBackend)
     assert MyBackend.unsupported(spec) is None
-    with pytest.raises(ConfigError, match="a token sees only those before it"):
+    with pytest.raises(ConfigError, match="only supports causal attention"):
         own_backend(spec, "nanovllm.apps.lab.templates.backend:MyBackend")
     windowed = dataclasses.replace(spec, window=5)
-    with pytest.raises(UnsupportedModelError, match="a token sees only those before it"):
+    with pytest.raises(UnsupportedModelError, match="only supports causal attention"):
         select_backend(windowed, TORCH)
 
 

@@ -451,6 +451,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": LLAMA3,
     },
     "BertForSequenceClassification": {**BERT, "id2label": {"0": "LABEL_0"}},
+    "BertForMaskedLM": BERT,
     "BertModel": BERT,
     "FalconH1ForCausalLM": FALCON_H1,
     "Gemma2ForCausalLM": GEMMA2,
@@ -665,6 +666,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": nested(QWEN3_5_MOE),
     "RobertaForSequenceClassification": {**BERT, "id2label": {"0": "LABEL_0"}},
+    "RobertaForMaskedLM": BERT,
     "RobertaModel": BERT,
     "SeedOssForCausalLM": {**SILU, "attention_out_bias": False, "mlp_bias": False},
     "SmolLM3ForCausalLM": {

@@ -146,6 +146,7 @@ def test_a_node_with_another_version_of_the_model_is_refused(tmp_path: Path, cha
         _find_networks(elsewhere, found, "node 1")
 
 
+@pytest.mark.long
 def test_one_rank_ends_with_its_engine(nothing_left: Any) -> None:
     llm = LLM(MODEL, **ONE_RANK)
     ranks = processes(llm)
@@ -158,6 +159,7 @@ def test_one_rank_ends_with_its_engine(nothing_left: Any) -> None:
     nothing_left(ranks, used)
 
 
+@pytest.mark.long
 def test_a_killed_actor_raises_and_leaves_nothing(nothing_left: Any, make_llm: Any) -> None:
     llm = make_llm(MODEL, **ONE_RANK)
     ranks = processes(llm)

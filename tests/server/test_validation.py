@@ -471,7 +471,7 @@ def test_structural_tags_say_what_to_use(server: Running) -> None:
         ("/v1/completions/", "; did you mean '/v1/completions'?"),
         ("/llm/metrics", "; did you mean '/metrics'?"),
         ("/api/generate", ": use POST /v1/chat/completions"),
-        ("/v1/", ": use POST /v1/chat/completions"),
+        ("/v1/", ": routes begin with it: it belongs to the address that a client is given"),
         ("/api/unknown", "; /openapi.json lists all"),
         ("/%00%1b", "; /openapi.json lists all"),
         ("/" + "x" * 5000, "; /openapi.json lists all"),
