@@ -13,16 +13,17 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.kv.eviction import EvictionOrder, LeastRecentlyUsed, OrderRules
+from nanovllm.kv.eviction import EvictionOrder, LeastRecentlyUsed
 from nanovllm.kv.groups.group import Group
 from nanovllm.loading.hub import Checkpoint, configured_checkpoint, draft_checkpoint
 from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.loading.tokenizer import check_same_vocabulary, load_tokenizer, serving_tokenizer
 from nanovllm.options.config import EVICTION_POLICIES, SCHEDULING_POLICIES, Config
-from nanovllm.options.plugins import at_start, guarded, in_step, load_class
+from nanovllm.options.plugins import load_class
 from nanovllm.parallel.executor import Executor, make_executor
 from nanovllm.scheduler.gates import Gate
-from nanovllm.scheduler.policy import Policy, PolicyRules
+from nanovllm.scheduler.plugins import own_order, own_policy
+from nanovllm.scheduler.policy import Policy
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.worker_info import WorkerInfo
@@ -107,8 +108,7 @@ def _policy(config: Config) -> Policy:
     value = config.scheduling_policy
     name = f'scheduling_policy="{value}"'
     found = load_class("scheduling_policy", value, Policy)  # type: ignore[type-abstract]
-    policy = at_start(name, "__init__()", found)
-    return guarded(policy, Policy, name, PolicyRules())
+    return own_policy(name, found)
 
 
 def _eviction_order(config: Config) -> Callable[[int], EvictionOrder]:
@@ -119,13 +119,7 @@ def _eviction_order(config: Config) -> Callable[[int], EvictionOrder]:
     name = f'eviction_policy="{value}"'
     base = EvictionOrder
     found = load_class("eviction_policy", value, base, ("num_pages",))  # type: ignore[type-abstract]
-
-    def make(num_pages: int) -> EvictionOrder:
-        order = at_start(name, "__init__()", found, num_pages)
-        rules = in_step(name, "__len__()", OrderRules, order, num_pages)
-        return guarded(order, EvictionOrder, name, rules)
-
-    return make
+    return partial(own_order, name, found)
 
 
 def _scheduler(

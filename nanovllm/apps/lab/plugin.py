@@ -5,14 +5,16 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm.errors import ConfigError
-from nanovllm.kv.eviction import EvictionOrder, OrderRules
-from nanovllm.options.plugins import at_start, guarded, in_step, load_class
+from nanovllm.kv.eviction import EvictionOrder
+from nanovllm.options.plugins import load_class
 from nanovllm.options.validation import listed, shown
-from nanovllm.scheduler.policy import Policy, PolicyRules
+from nanovllm.scheduler.plugins import own_order, own_policy
+from nanovllm.scheduler.policy import Policy
 
 POLICY, EVICTION = "scheduling_policy", "eviction_policy"
 """The engine options that name a plugin, which are its kind here."""
@@ -42,17 +44,9 @@ class Plugin(NamedTuple):
     def for_scheduler(self) -> dict[str, Any]:
         """`make_policy` or `make_order` of `nanovllm.testing.fake_engine.Engine`."""
         name = f'{self.kind}="{self.value}"'
-
-        def make_policy() -> Policy:
-            policy: Policy = at_start(name, "__init__()", self.made_by)
-            return guarded(policy, Policy, name, PolicyRules())
-
-        def make_order(num_pages: int) -> EvictionOrder:
-            order: EvictionOrder = at_start(name, "__init__()", self.made_by, num_pages)
-            rules = in_step(name, "__len__()", OrderRules, order, num_pages)
-            return guarded(order, EvictionOrder, name, rules)
-
-        return {"make_policy": make_policy} if self.kind == POLICY else {"make_order": make_order}
+        if self.kind == POLICY:
+            return {"make_policy": partial(own_policy, name, self.made_by)}
+        return {"make_order": partial(own_order, name, self.made_by)}
 
     @contextlib.contextmanager
     def importable(self) -> Iterator[None]:

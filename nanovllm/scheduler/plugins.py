@@ -1,0 +1,32 @@
+"""A policy and an order of eviction of the user's, each guarded by the rules of its seam."""
+
+from collections.abc import Callable
+
+from nanovllm.kv.eviction import EvictionOrder, OrderRules
+from nanovllm.options.plugins import at_start, guarded, in_step
+from nanovllm.scheduler.policy import Policy, PolicyRules
+
+
+def own_policy(name: str, found: Callable[[], Policy]) -> Policy:
+    """Return the user's policy.
+
+    Args:
+        name: the option and the class, `scheduling_policy="module:Class"`.
+        found: the class.
+
+    Raises:
+        ConfigError: its `__init__` raises an exception that is not ours.
+    """
+    return guarded(at_start(name, "__init__()", found), Policy, name, PolicyRules())
+
+
+def own_order(name: str, found: Callable[[int], EvictionOrder], num_pages: int) -> EvictionOrder:
+    """Return the user's order of eviction. The arguments are as for `own_policy`.
+
+    Raises:
+        ConfigError: its `__init__` raises an exception that is not ours.
+        PluginError: it does not begin with all pages.
+    """
+    order = at_start(name, "__init__()", found, num_pages)
+    rules = in_step(name, "__len__()", OrderRules, order, num_pages)
+    return guarded(order, EvictionOrder, name, rules)
