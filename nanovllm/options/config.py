@@ -168,7 +168,8 @@ class Config:
     place them, on other machines too, even if it is one; "uni" is this process alone. None is this
     process for one, and mp for several."""
     step_runner: Annotated[str | None, check_plugin, "runner"] = None
-    """`StepRunner` of yours, as "module:Class", that runs the steps that fit it. None is none."""
+    """`StepRunner` of yours, as "module:Class", that runs the steps that fit it.
+    None disables it."""
     enforce_eager: bool = False
     """Run every step kernel by kernel, without CUDA graphs or recorded steps on the CPU. This takes
     less memory and starts faster, but decodes slower."""
@@ -201,7 +202,7 @@ class Config:
     """Most GiB of files in kv_cache_dir: the least recently used go first."""
     kv_tier: Annotated[str | None, check_plugin, "tier"] = None
     """`ByteStore` of yours, as "module:Class", that keeps the KV of prompts in place of
-    kv_cache_dir. None is none."""
+    kv_cache_dir. None disables it."""
     max_logprobs: Annotated[int, check_int, -1, _INT32] = 1000
     """Maximum number of log-probabilities that a request may ask for at each token; -1 is the size
     of the vocabulary."""

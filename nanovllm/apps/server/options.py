@@ -132,7 +132,7 @@ class ServerOptions:
     """File with a Jinja template, or the template itself. None is the checkpoint's template."""
     default_chat_template_kwargs: Annotated[dict[str, Any] | None, check_json_object] = None
     """Variables of the template in every request, such as {"enable_thinking": false}; a
-    request's own come before them. None is none."""
+    request's own come before them. None: no variables."""
     tool_call_parser: Annotated[str, check_text] = "auto"
     """Format of tool calls in answers; "auto" recognises it by the chat template."""
     reasoning_parser: Annotated[str, check_text] = "auto"

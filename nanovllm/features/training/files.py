@@ -49,7 +49,7 @@ class WeightFiles:
     def tensors(self) -> Iterator[NamedTensor]:
         """Yield the tensors of `infos`, in that order: pages of the files.
 
-        Each must have been read before the next one, or behind the last the end, is asked for.
+        Read each before you ask for the next one, and the last before you ask for the end.
 
         Raises:
             InvalidRequestError: a file has changed since its header was read.
