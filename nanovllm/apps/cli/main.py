@@ -185,7 +185,8 @@ def explain(args: argparse.Namespace) -> int:
     llm, params = load(options, flags, is_named=args.names_model, is_chat=args.chat)
     from nanovllm.apps.explain.explain import explain_prompts
 
-    explain_prompts(llm, _rendered(llm, given) if args.chat else given, params, chosen)
+    prompts = _rendered(llm, given) if args.chat else given
+    explain_prompts(llm, shown_model(args.model), prompts, params, chosen)
     return 0
 
 
