@@ -152,15 +152,26 @@ def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Comman
     defaults = {"max_logprobs": str(MAX_LOGPROBS)} if name == "serve" else {}
     add_engine_flags(parser, defaults)
     if name == "serve":
-        parser.set_defaults(max_logprobs=MAX_LOGPROBS)
-        add_server_flags(parser)
-        add_router_flags(parser)
+        _add_serve_flags(parser)
     add_other_flags(  # after the flags that they may name
         parser, default=argparse.SUPPRESS, is_server=name == "serve"
     )
     if name != "serve":
         own = {"max_tokens": str(EXPLAINED_TOKENS)} if name == "explain" else {}
         add_sampling_flags(parser, is_chat=None if takes_prompts else True, defaults=own)
+
+
+def _add_serve_flags(parser: Parser) -> None:
+    parser.set_defaults(max_logprobs=MAX_LOGPROBS)
+    parser.takes_lists = True
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="A YAML file with flags as keys, such as max-model-len: 8192; model is the MODEL. "
+        "What the command line has too, the file does not change. (default: no such file)",
+    )
+    add_server_flags(parser)
+    add_router_flags(parser)
 
 
 def _add_chat_flags(parser: Parser, *, may_have_url: bool) -> None:
