@@ -106,7 +106,7 @@ def _pool_of(options: RowOptions, batch: BatchOptions) -> Callable[[], Pool]:
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "workers, ray_address and worker_options need Ray, which is not installed: "
-            "pip install '.[ray]'"
+            "pip install -e '.[ray]' -c constraints.txt"
         )
     from nanovllm.apps.ray.row_pool import RayPool
 

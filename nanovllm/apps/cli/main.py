@@ -208,7 +208,9 @@ def _need(extra: str, *packages: str) -> None:
     """Raise ConfigError if a package of an extra is not installed."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{package} is not installed: pip install '.[{extra}]'")
+            raise ConfigError(
+                f"{package} is not installed: pip install -e '.[{extra}]' -c constraints.txt"
+            )
 
 
 def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:

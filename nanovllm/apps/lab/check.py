@@ -73,7 +73,7 @@ def check(
         CheckpointError: the model cannot be found or read.
     """
     if importlib.util.find_spec("hypothesis") is None:
-        raise ConfigError("hypothesis is not installed: pip install '.[lab]'")
+        raise ConfigError("hypothesis is not installed: pip install -e '.[lab]' -c constraints.txt")
     if not __debug__:
         raise ConfigError("python -O removes the assertions that are checked here: leave -O out")
     found: list[Finding] = []
