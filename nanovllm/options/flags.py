@@ -100,6 +100,10 @@ class Parser(DashingParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+        self.elsewhere: Mapping[str, str] = {}
+        """What to use instead of a command of other programs."""
+        self._common: Collection[str] = ()
+        self._examples: Sequence[str] = ()
         self.takes_lists = False
         """Whether all words behind a flag of several values are its own, as in vLLM, where a MODEL
         stands before it. Otherwise only the first one is, and the others are what they are."""
@@ -136,6 +140,8 @@ class Parser(DashingParser):
         """Raise ConfigError for a command that is not known, and suggest the one that was meant."""
         if action.choices is not None and value not in action.choices:
             hint = did_you_mean(value, list(action.choices))
+            if value in self.elsewhere:
+                hint = f": {self.elsewhere[value]}"
             self.error(f"there is no command {shown(f'{self.prog} {value}')}{hint}")
 
     def words(self, rest: list[str]) -> list[str]:
@@ -205,7 +211,36 @@ class Parser(DashingParser):
         """Return the help, in which flags have their own spelling."""
         for action in self._actions:
             action.help = action.help and self.in_flags(action.help)
-        return super().format_help()
+        if not self._common:
+            return super().format_help()
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, [])
+        formatter.add_text(self.description)
+        found = {action.dest: action for action in self._actions if action.option_strings}
+        common = [found[name] for name in (*self._common, "help_all")]
+        for title, actions in (("arguments", self._get_positional_actions()), ("flags", common)):
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        examples = "".join(f"  {line}\n" for line in self._examples)
+        return formatter.format_help() + f"\nexamples:\n{examples}" * bool(examples)
+
+    def shorten_help(self, common: Collection[str], *examples: str) -> None:
+        """Let --help show these flags and examples alone, and --help-all every flag."""
+        self._common = common
+        self._examples = examples
+        about = f"Show all flags: {self.prog} has more than these."
+        self.add_argument("--help-all", action=_HelpAll, help=about)
+
+
+class _HelpAll(argparse._HelpAction):
+    """Shows every flag, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        assert isinstance(parser, Parser)
+        parser._common = ()
+        super().__call__(parser, *args)
 
 
 class _Field(NamedTuple):

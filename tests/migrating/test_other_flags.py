@@ -123,7 +123,7 @@ def test_model_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_helps_do_not_show_them(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["serve", "--help"])
+    cli.main(["serve", "--help-all"])
     printed = capsys.readouterr().out
     assert "--kvcache-block-size" in printed
     assert "--block-size" not in printed

@@ -61,6 +61,7 @@ def add_batch(commands: "argparse._SubParsersAction[Parser]") -> None:
     add_flags(parser.add_argument_group("batch"), BatchOptions, but=(), defaults={})
     add_engine_flags(parser)
     add_other_flags(parser, default=argparse.SUPPRESS)  # after the flags that they may name
+    parser.shorten_help((*fields_of(BatchOptions), "model"))
     add_sampling_flags(parser)
 
 
