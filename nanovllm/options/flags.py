@@ -130,8 +130,8 @@ class Parser(DashingParser):
     def is_repeated(self, flag: str) -> bool:
         """Return whether a flag is given once for each of its values."""
         action = self._option_string_actions.get(flag)
-        is_field = isinstance(action, argparse._AppendAction | _JoinedTexts)
-        return is_field or (action is not None and action.dest in OTHER_LISTS)
+        is_list = isinstance(action, argparse._AppendAction)
+        return is_list or (action is not None and action.dest in OTHER_LISTS)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
@@ -290,8 +290,8 @@ def add_flags(
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name}
         if field.kind is bool:
             options["action"] = argparse.BooleanOptionalAction
-        elif name in JOINED:
-            options |= {"action": _JoinedTexts, "metavar": "TEXT"}
+        elif field.kind in TEXTS or name in JOINED:
+            options |= {"action": "extend", "type": _texts, "metavar": "TEXT"}
         elif field.kind is str:
             options["metavar"] = "TEXT"
         elif field.kind is int and name.endswith("_bytes"):
@@ -300,8 +300,6 @@ def add_flags(
             options |= {"type": _gib, "metavar": "GIB"}
         elif field.kind in (int, float):
             options |= {"type": _number(field.kind), "metavar": field.kind.__name__.upper()}
-        elif field.kind in TEXTS:
-            options |= {"action": "extend", "type": _texts, "metavar": "TEXT"}
         else:
             options |= {"type": json_value, "metavar": "JSON"}
         help_text = _help(docs.get(name, ""), field, defaults.get(name), options)
@@ -341,20 +339,6 @@ def add_other_flags(
     for name, short in SHORT_FLAGS.items():
         if action := known.get(_flag(name)):
             known.setdefault(short, action)
-
-
-class _JoinedTexts(argparse.Action):
-    """Keeps the values of a flag as one text with commas between."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        before = getattr(namespace, self.dest, None)
-        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
 
 
 class _OtherFlag(argparse.Action):
@@ -407,7 +391,8 @@ def _with_flags(advice: str, parser: argparse.ArgumentParser) -> str:
 def given_fields(owner: type, args: argparse.Namespace) -> dict[str, Any]:
     """Return the values of the flags that were given for the fields of `owner`."""
     given = vars(args)
-    return {name: given[name] for name in fields_of(owner) if name in given}
+    found = {name: given[name] for name in fields_of(owner) if name in given}
+    return found | {name: ",".join(found[name]) for name in JOINED if name in found}
 
 
 def json_value(text: str) -> Any:
@@ -467,7 +452,7 @@ def _help(doc: str, field: _Field, default: str | None, options: Mapping[str, An
         doc = doc[:-1] + "."
     if options.get("metavar") in ("SIZE", "GIB"):
         doc += " It may have a unit, as in 512MiB."
-    if options.get("action") in ("extend", _JoinedTexts):
+    if options.get("action") == "extend":
         doc += " The flag may be repeated."
     return (f"{doc} (default: {default})" if default else doc).strip().replace("%", "%%")
 

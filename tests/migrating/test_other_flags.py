@@ -1,10 +1,13 @@
 """Flags that vLLM's users type: taken, or refused with one line that says what to use."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nanovllm.apps.cli import main as cli
+from nanovllm.apps.server.options import ServerOptions
+from nanovllm.options.flags import given_fields
 from nanovllm.vllm import EngineArgs, FlexibleArgumentParser
 
 
@@ -61,10 +64,16 @@ LISTS = {
 }
 
 
+def read(words: list[str]) -> dict[str, Any]:
+    """Return the arguments as they are read, and as the options get them."""
+    args = cli._parse(words)
+    return vars(args) | given_fields(ServerOptions, args)
+
+
 @pytest.mark.parametrize("line", LISTS)
 def test_values_as_vllm_takes_them(line: str) -> None:
     """One server and one of several models read the same arguments."""
-    given = vars(cli._parse(["serve", *line.split()]))
+    given = read(["serve", *line.split()])
     assert {name: given[name] for name in LISTS[line]} == LISTS[line]
 
 
@@ -85,7 +94,7 @@ trust-remote-code:
 def test_a_file_of_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(FILE)
-    read = {
+    expected = {
         "models": ["m"],
         "max_model_len": 8000,
         "served_model_name": "a,b",
@@ -96,12 +105,12 @@ def test_a_file_of_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         "enable_prefix_caching": False,
     }
     for words in ([f"--config={path}"], ["--config", str(path)]):
-        given = vars(cli._parse(["serve", *words]))
-        assert {name: given[name] for name in read} == read
+        given = read(["serve", *words])
+        assert {name: given[name] for name in expected} == expected
     own = ["--api-key", "mine", "--max_model_len", "9", "--config", str(path)]
-    given = vars(cli._parse(["serve", "x/y", *own]))
+    given = read(["serve", "x/y", *own])
     ours = {"models": ["x/y"], "api_keys": ["mine"], "max_model_len": 9}
-    assert {name: given[name] for name in read} == read | ours
+    assert {name: given[name] for name in expected} == expected | ours
     for text, message in (
         ("no-such: 1", "there is no flag --no-such "),
         ("a: [", "is not YAML: while parsing a flow node"),
