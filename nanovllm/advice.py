@@ -30,7 +30,7 @@ METHODS = {
     "tokenizer": "get_tokenizer() returns it",
     **dict.fromkeys(
         ("model_config", "vllm_config", "get_model_config", "get_vllm_config"),
-        "engine.config has the options, and engine.worker_info what was found, such as "
+        "llm.engine.config has the options, and llm.engine.worker_info what was found, such as "
         "max_model_len",
     ),
     "get_world_size": "it is the option tensor_parallel_size",

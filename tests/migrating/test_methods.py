@@ -99,5 +99,5 @@ def test_keywords_of_vllm_are_taken_or_say_what_to_use(demo_llm: Any) -> None:
         PoolingParams(use_activation=False)
     with pytest.raises(InvalidRequestError, match=r"stream=True is not supported: use LLM\.stream"):
         SamplingParams(stream=True)
-    with pytest.raises(AttributeError, match=r"model_config.*: engine\.config has the options"):
+    with pytest.raises(AttributeError, match=r"model_config.*: llm\.engine\.config has the"):
         _ = demo_llm.model_config

@@ -94,7 +94,8 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
         args.model = args.models[0] if args.models else None
     elif rest and "prompt" not in args:
         name = args.command.__name__
-        args.parser.error(f"{name} takes a MODEL and no prompts, got {shown(rest[0])}")
+        hint = "; use nanovllm run for one question" * (name == "chat")
+        args.parser.error(f"{name} takes a MODEL and no prompts, got {shown(rest[0])}{hint}")
     elif rest:  # prompts after a flag: argparse itself does not accept them there
         args.prompt += rest
     if args.model_flag is not None:
