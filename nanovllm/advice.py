@@ -28,6 +28,11 @@ METHODS = {
     "set_tokenizer": "to use another tokenizer, give token ids as prompts",
     "preprocess_chat": "render() returns the token ids of a conversation",
     "tokenizer": "get_tokenizer() returns it",
+    **dict.fromkeys(
+        ("model_config", "vllm_config", "get_model_config", "get_vllm_config"),
+        "llm.engine.config has the options, and llm.engine.worker_info what was found, such as "
+        "max_model_len",
+    ),
     "get_world_size": "it is the option tensor_parallel_size",
     **dict.fromkeys(
         ("supported_tasks", "get_supported_tasks"),

@@ -80,16 +80,22 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
             _scheduler(config, info, eos_token_ids, policy, order),
             _input_processor(config, info, checkpoint, tokenizer, eos_token_ids, executor),
             OutputProcessor(tokenizer),
-            # "vllm" means no recommended parameters; the checkpoint's end-of-sequence tokens stay.
-            generation_config={}
-            if config.generation_config == "vllm"
-            else checkpoint.generation_config,
+            generation_config=_generation_config(config, checkpoint),
             load_tokenizer=cache(partial(load_tokenizer, checkpoint)),
             observers=observers,
             queue_depth=int(info.runs_ahead) if queue_depth is None else queue_depth,
         )
         undo.pop_all()
     return engine
+
+
+def _generation_config(config: Config, checkpoint: "Checkpoint") -> dict[str, Any]:
+    """Return the sampling that is recommended; "vllm" leaves out what the checkpoint says of it."""
+    own = config.override_generation_config or {}
+    found = {} if config.generation_config == "vllm" else dict(checkpoint.generation_config)
+    if "temperature" in own:
+        found.pop("do_sample", None)  # False would make it 0
+    return {**found, **own}
 
 
 def _observers(config: Config) -> "list[Observer]":

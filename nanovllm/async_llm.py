@@ -25,6 +25,7 @@ from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.validation import takes_other_keywords
 from nanovllm.outputs import (
     EmbeddingRequestOutput,
     Histogram,
@@ -96,6 +97,7 @@ class AsyncLLM(AsyncWeightMethods):
             take=take,
         )
 
+    @takes_other_keywords
     async def generate(
         self,
         prompt: PromptInput,
@@ -128,6 +130,7 @@ class AsyncLLM(AsyncWeightMethods):
         async with contextlib.aclosing(outputs):
             return await anext(outputs)
 
+    @takes_other_keywords
     async def chat(
         self,
         messages: Seq[Message],
@@ -172,6 +175,7 @@ class AsyncLLM(AsyncWeightMethods):
         async with contextlib.aclosing(outputs):
             return await anext(outputs)
 
+    @takes_other_keywords
     async def embed(
         self,
         prompt: PromptInput,
@@ -192,6 +196,7 @@ class AsyncLLM(AsyncWeightMethods):
         output = await self.generate(prompt, params, request_id, **fair)
         return self.engine.input_processor.pooling.embedding(output)
 
+    @takes_other_keywords
     async def score(
         self,
         data_1: str | Seq[str],
@@ -224,6 +229,7 @@ class AsyncLLM(AsyncWeightMethods):
             raise errors.exceptions[0] from None
         return scoring.results([task.result() for task in tasks])
 
+    @takes_other_keywords
     async def abort(self, request_id: int | str | Iterable[int | str]) -> None:
         """End a request: its `generate` or `stream` returns what it has, with finish reason abort.
 

@@ -17,6 +17,7 @@ from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.validation import takes_other_keywords
 from nanovllm.outputs import (
     DraftCounts,
     EmbeddingRequestOutput,
@@ -52,6 +53,7 @@ class LLM(WeightMethods):
         self.engine = make_engine(Config(model=model, **options))
         self._shared = SharedEngine(self.engine)
 
+    @takes_other_keywords
     def generate(
         self,
         prompts: PromptInput | Seq[PromptInput],
@@ -83,6 +85,7 @@ class LLM(WeightMethods):
         requests = processor.make_requests(prompts, sampling_params, priority, lora_request)
         return self._outputs(requests, use_tqdm)
 
+    @takes_other_keywords
     def chat(
         self,
         messages: "Seq[Message] | Seq[Seq[Message]]",
@@ -126,6 +129,7 @@ class LLM(WeightMethods):
             prompts, sampling_params, use_tqdm, priority=priority, lora_request=lora_request
         )
 
+    @takes_other_keywords
     def embed(
         self,
         prompts: PromptInput | Seq[PromptInput],
@@ -153,6 +157,7 @@ class LLM(WeightMethods):
         requests = processor.make_requests(prompts, params, priority, lora_request)
         return list(map(processor.pooling.embedding, self._outputs(requests, use_tqdm)))
 
+    @takes_other_keywords
     def score(
         self,
         data_1: str | Seq[str],

@@ -1,9 +1,8 @@
 """The outputs of a request, readable as nano-vllm's dictionaries and as vLLM's objects."""
 
 import dataclasses
-from collections.abc import Iterator
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -177,11 +176,11 @@ class CompletionOutput:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """The output of a request, with its prompt.
+class RequestOutput(dict[str, Any]):
+    """The output of a request, with its prompt: nano-vllm's dictionary and vLLM's object in one.
 
-    `output["text"]` and `output["token_ids"]` (nano-vllm) are `output.outputs[0].text` and
-    `output.outputs[0].token_ids` (vLLM).
+    `output["text"]` and `output["token_ids"]` are `output.outputs[0].text` and
+    `output.outputs[0].token_ids`. The dictionary has what JSON can hold.
     """
 
     request_id: int | str
@@ -217,16 +216,29 @@ class RequestOutput:
     def finish_reason(self) -> str | None:
         return self.outputs[0].finish_reason
 
-    def keys(self) -> tuple[str, ...]:
-        return _KEYS
+    def __post_init__(self) -> None:
+        first = self.outputs[0] if self.outputs else CompletionOutput(0, "", [], None)
+        dict.__init__(
+            self,
+            text=first.text,
+            token_ids=first.token_ids,
+            finish_reason=first.finish_reason,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            num_cached_tokens=self.num_cached_tokens,
+            request_id=self.request_id,
+        )
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(_KEYS)
+    def __ne__(self, other: object) -> bool:
+        return not self == other  # a dictionary's own would compare the items alone
 
-    def __getitem__(self, key: str) -> Any:
-        if key not in _KEYS:
-            raise KeyError(f"{key!r}; a RequestOutput has {', '.join(_KEYS)}")
-        return getattr(self, key)
+    def __missing__(self, key: str) -> NoReturn:
+        raise KeyError(f"{key!r}{_advice(key)}; a RequestOutput has {', '.join(self)}")
+
+    if not TYPE_CHECKING:  # with __getattr__, a type checker would not find misspelled names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"a RequestOutput has no attribute {name!r}{_advice(name)}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -273,15 +285,9 @@ class ScoringRequestOutput:
     finished: bool = True
 
 
-_KEYS = (
-    "text",
-    "token_ids",
-    "finish_reason",
-    "prompt",
-    "prompt_token_ids",
-    "num_cached_tokens",
-    "request_id",
-)
+def _advice(name: str) -> str:
+    """Return where a name is that each continuation has."""
+    return f": use output.outputs[0].{name}" * (name in CompletionOutput.__dataclass_fields__)
 
 
 def _difference(start: float | None, end: float | None) -> float | None:

@@ -7,10 +7,9 @@ an error that says what to use.
 
 import argparse
 import dataclasses
-import functools
 import gc
-from collections.abc import AsyncGenerator, Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn, NotRequired, ParamSpec, Self, TypedDict, TypeVar
+from collections.abc import AsyncGenerator, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn, NotRequired, Self, TypedDict, TypeVar
 
 from nanovllm import async_llm, demo_model, llm
 from nanovllm.advice import missing_attribute, missing_name
@@ -26,11 +25,11 @@ from nanovllm.options.flags import (
     fields_of,
 )
 from nanovllm.options.lora_request import LoRARequest
-from nanovllm.options.other_names import CONFIG_NAMES, other_names
+from nanovllm.options.other_names import CONFIG_NAMES
 from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.options.structured_outputs import StructuredOutputsParams
-from nanovllm.options.validation import shown
+from nanovllm.options.validation import takes_other_keywords
 from nanovllm.outputs import (
     CompletionOutput,
     Counter,
@@ -71,54 +70,13 @@ __all__ = [
     "cleanup_dist_env_and_memory",
 ]
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 Parser = TypeVar("Parser", bound="argparse._ActionsContainer")
-
-_TEXT_ONLY = "the models here read text only; leave it out"
-
-KEYWORDS = other_names(
-    ("prompt_adapter_request", (), "put the text into the prompt"),
-    ("guided_options_request", (), "use SamplingParams(structured_outputs=...)"),
-    ("tokenization_kwargs", ({},), "use truncate_prompt_tokens, or give token ids as prompts"),
-    ("mm_processor_kwargs", ({},), _TEXT_ONLY),
-    ("chat_template_content_format", ("auto", "string"), "content is joined to a string"),
-    ("trace_headers", (), "the server reads a request's trace from its headers; leave it out"),
-    ("data_parallel_rank", (0,), "there is one copy of the model; leave it out"),
-    ("prompt_text", (), 'use {"prompt": text, "prompt_token_ids": ids} as the prompt'),
-)
-"""Keywords of vLLM's methods that the methods here do not have."""
-
-_WITHOUT_EFFECT = (
-    *("usage_context", "start_engine_loop", "stat_loggers", "log_requests", "internal", "device"),
-    *("disable_log_requests", "disable_log_stats", "enable_multiprocessing", "reset_connector"),
-)
-"""Keywords that are about vLLM's own processes and logs: any value is fine."""
-
 
 if not TYPE_CHECKING:  # a type checker finds misspelled names only without it
 
     def __getattr__(name: str) -> NoReturn:
         """Say what to use instead of a name of vLLM's that is not here."""
         raise missing_name(__name__, name)
-
-
-def takes_other_keywords(method: Callable[Parameters, Result]) -> Callable[..., Result]:
-    """Let a method take vLLM's further keywords: those that ask for what happens anyway.
-
-    The method then raises InvalidRequestError where a keyword of vLLM's asks for something else.
-    """
-
-    @functools.wraps(method)
-    def checked(*args: Any, **keywords: Any) -> Result:
-        for name in [name for name in keywords if name in KEYWORDS or name in _WITHOUT_EFFECT]:
-            value = keywords.pop(name)
-            other = KEYWORDS.get(name)
-            if other is not None and not other.accepts(value):
-                raise InvalidRequestError(f"{name}={shown(value)} is not supported: {other.advice}")
-        return method(*args, **keywords)
-
-    return checked
 
 
 class EngineArgs(Config):
@@ -162,8 +120,6 @@ class LLM(llm.LLM):
     def __init__(self, model: str, **options: Any) -> None:
         super().__init__(model, **_asked_for(options))
 
-    chat = takes_other_keywords(llm.LLM.chat)
-
     @classmethod
     @takes_other_keywords
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -174,7 +130,6 @@ class LLM(llm.LLM):
         """
         return cls(**_options(engine_args))
 
-    @takes_other_keywords
     def generate(
         self, prompts: Any = None, *args: Any, prompt_token_ids: Any = None, **options: Any
     ) -> list[RequestOutput]:
@@ -204,8 +159,6 @@ class AsyncLLM(async_llm.AsyncLLM):
 
     def __init__(self, model: str, **options: Any) -> None:
         super().__init__(model, **_asked_for(options))
-
-    chat = takes_other_keywords(async_llm.AsyncLLM.chat)
 
     @classmethod
     @takes_other_keywords
@@ -240,8 +193,6 @@ class AsyncLLM(async_llm.AsyncLLM):
             user=user,
             lora_request=lora_request,
         )
-
-    abort = takes_other_keywords(async_llm.AsyncLLM.abort)
 
 
 AsyncLLMEngine = AsyncLLM

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.errors import CheckpointError
+from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.options.sampling_params import default_sampling_params
 from tests.checkpoints import copy_checkpoint
 from tests.glossary import OPTIONS
@@ -93,3 +93,23 @@ def test_default_sampling_params_come_from_generation_config(
     )
     (tmp_path / "generation_config.json").unlink()
     assert make_llm(model, **OPTIONS).get_default_sampling_params() == SamplingParams()
+
+
+def test_an_option_overrides_single_recommendations(
+    make_llm: Any, random_model: str, tmp_path: Path
+) -> None:
+    recommended = {"do_sample": False, "top_k": 20, "top_p": 0.95}
+    model = copy_checkpoint(random_model, tmp_path, generation_config=recommended)
+    own = {"temperature": 0.7, "top_k": 5, "max_new_tokens": 9}
+    found = make_llm(model, override_generation_config=own).get_default_sampling_params()
+    assert found == SamplingParams(temperature=0.7, top_k=5, top_p=0.95, max_tokens=9)
+    options = {"generation_config": "vllm", "override_generation_config": own}
+    found = make_llm(model, **options).get_default_sampling_params()
+    assert found == SamplingParams(temperature=0.7, top_k=5, max_tokens=9)
+    for wrong, message in (
+        ({"max_tokens": 9}, "has no field 'max_tokens'"),
+        ({"top_p": 2}, "override_generation_config: top_p must be"),
+        ({"do_sample": "no"}, "override_generation_config: do_sample must be True or False"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            LLM(model, override_generation_config=wrong)

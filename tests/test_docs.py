@@ -9,6 +9,8 @@ import dataclasses
 import io
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -171,3 +173,36 @@ def test_nobody_is_told_to_install_another_package() -> None:
     assert [
         name for name, text in texts.items() if re.search(r"pip install '?nanovllm", text)
     ] == []
+
+
+def test_nobody_is_told_to_replace_a_checkout_by_a_copy() -> None:
+    """Without -e, pip copies the checkout, and edits do nothing. A server in /opt is to be one."""
+    texts = {str(path): path.read_text("utf-8") for path in PACKAGE.rglob("*.py")} | LINKED
+    told = [
+        (name, command)
+        for name, text in texts.items()
+        if name != "CHANGELOG.md"
+        for command in re.findall(r"(?<!/opt/nanovllm/bin/)pip install ([^`\n]*)", text)
+        if re.search(r"(^| )['\"]?\.(\[| |['\"]|$)", command)
+    ]
+    assert len(told) > 20
+    right = re.compile(r"-e '?\.\S* -c constraints\.txt")
+    assert [each for each in told if not right.match(each[1])] == []
+
+
+def test_make_repairs_a_checkout_that_was_replaced_by_a_copy(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    venv = tmp_path / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    for name in ("bin/python", ".core", ".dev"):
+        (venv / name).touch()
+
+    def commands(target: str) -> str:
+        make = ["make", "-n", "-C", str(tmp_path), target]
+        return subprocess.run(make, capture_output=True, text=True, check=True).stdout
+
+    assert "install" not in commands("demo") + commands("docs-check")
+    (venv / "lib/python3.11/site-packages/nanovllm").mkdir(parents=True)
+    assert "constraints.txt -e .\n" in commands("demo")
+    assert "constraints.txt -e '.[dev]'\n" in commands("docs-check")

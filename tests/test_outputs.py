@@ -1,6 +1,8 @@
 """A request's output reads like nano-vllm's dictionaries and like vLLM's objects."""
 
+import copy
 import dataclasses
+import json
 import pickle
 
 import pytest
@@ -55,6 +57,28 @@ def test_output_converts_to_a_dictionary(output):
     }
     assert dict(output) == expected
     assert {**output} == expected
+    assert json.loads(json.dumps([output])) == [expected]
+    assert json.loads(json.dumps(output, indent=1)) == expected
+    assert dict(output.items()) == expected
+    assert list(output.values()) == list(expected.values())
+    assert (output.get("text"), output.get("logprobs"), output.get("x", 1)) == (" world", None, 1)
+    assert len(output) == 7
+
+
+@pytest.mark.parametrize("name", ["logprobs", "cumulative_logprob", "stop_reason"])
+def test_what_a_continuation_has_is_named(output, name):
+    with pytest.raises(KeyError, match=rf"use output\.outputs\[0\]\.{name}"):
+        output[name]
+    with pytest.raises(AttributeError, match=rf"use output\.outputs\[0\]\.{name}"):
+        getattr(output, name)
+
+
+def test_outputs_that_differ_only_beside_the_dictionary_are_not_equal(output):
+    other = dataclasses.replace(output, weight_version=7)
+    assert output != other
+    assert not output == other  # noqa: SIM201  # both operators are compared
+    assert copy.deepcopy(output) == output
+    assert not output != copy.copy(output)  # noqa: SIM202
 
 
 def test_membership_is_of_keys(output):

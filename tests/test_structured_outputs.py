@@ -385,7 +385,7 @@ def test_without_llguidance_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     params = SamplingParams(structured_outputs={"regex": "this was not compiled before"})
-    with pytest.raises(InvalidRequestError, match=r"pip install '\.\[structured\]'"):
+    with pytest.raises(InvalidRequestError, match=r"pip install -e '\.\[structured\]'"):
         llm.generate("a", params, use_tqdm=False)
 
 

@@ -13,6 +13,7 @@ from nanovllm.options.config import Config
 from nanovllm.options.other_names import (
     CONFIG_NAMES,
     CONFIG_VALUES,
+    KEYWORDS,
     REQUEST_NAMES,
     SAMPLING_NAMES,
     SERVE_NAMES,
@@ -118,7 +119,7 @@ PARTS: dict[str, Callable[[], str]] = {
         name for name in methods(vllm.LLM) if name not in methods(LLM)
     ),
     "LLMEngine's methods": lambda: listed(methods(vllm.LLMEngine)),
-    "other keywords": lambda: others(vllm.KEYWORDS),
+    "other keywords": lambda: others(KEYWORDS),
     "other methods": lambda: advices(METHODS),
     "flags of the server": lambda: others(SERVE_NAMES),
     "fields of requests": lambda: others(REQUEST_NAMES),

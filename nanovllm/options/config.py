@@ -10,8 +10,9 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from nanovllm.errors import ConfigError
+from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.options.plugins import check_plugin, check_plugins, installed, is_plugin
+from nanovllm.options.sampling_params import GENERATION_FIELDS, default_sampling_params
 from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.options.validation import (
     Error,
@@ -21,6 +22,7 @@ from nanovllm.options.validation import (
     check_int,
     check_json_object,
     check_path,
+    did_you_mean,
     plain_text,
     shown,
     strict_keywords,
@@ -52,7 +54,22 @@ _NEEDS = {
 def _dtype(error: Error, name: str, value: Any) -> str:
     if type(value).__module__ == "torch":  # such as torch.bfloat16
         value = str(value).removeprefix("torch.")
+    elif value in ("half", "float"):  # other names of torch's
+        value = "float16" if value == "half" else "float32"
     return check_choice(error, name, value, DTYPES)
+
+
+def _recommended(error: Error, name: str, value: Any) -> dict[str, Any]:
+    given = check_json_object(error, name, value)
+    if unknown := [key for key in given if key not in GENERATION_FIELDS]:
+        raise error(
+            f"{name} has no field {shown(unknown[0])}{did_you_mean(unknown[0], GENERATION_FIELDS)}"
+        )
+    try:
+        default_sampling_params(given)
+    except CheckpointError as reason:
+        raise error(f"{name}: {str(reason).partition(': ')[2]}") from None
+    return given
 
 
 def _device(error: Error, name: str, value: Any) -> str:
@@ -124,6 +141,9 @@ class Config:
     """Where recommended sampling parameters come from: "auto" is the checkpoint's
     generation_config.json, "vllm" none; otherwise a directory with that file, which then also names
     the end-of-sequence tokens besides the tokenizer's."""
+    override_generation_config: Annotated[dict[str, Any] | None, _recommended] = None
+    """Recommended sampling parameters that replace those of generation_config, such as
+    {"temperature": 0.6, "max_new_tokens": 512}; None is no change."""
     dtype: Annotated[str, _dtype] = "auto"
     """Data type of weights and activations: "float32", "bfloat16" or "float16"; "auto" keeps the
     checkpoint's, but is bfloat16 for a GGUF file and, on a CPU, for a quantised checkpoint in

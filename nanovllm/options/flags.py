@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from nanovllm.errors import ConfigError, NanoVLLMError, ServerError
+from nanovllm.options.config_file import with_file
 from nanovllm.options.validation import did_you_mean, shown
 
 if TYPE_CHECKING:
@@ -33,11 +34,39 @@ UNITS = {"B": 1} | {
 """Bytes of the units of a size, in capitals. A letter alone is a power of 1024, as in systemd; a
 small one is none, because it is a power of 1000 in vLLM."""
 
-TEXTS = (Sequence[str], tuple[str, ...])
-"""The types of fields whose flag is given once for each text."""
+COUNT_UNITS = {
+    letter: base**power
+    for base, letters in ((1000, "kmgt"), (1024, "KMGT"))
+    for power, letter in enumerate(letters, 1)
+}
+"""What the letter at the end of a number stands for, as in vLLM: 8k is 8000, and 8K is 8192."""
 
-SHORT_FLAGS = {"tensor_parallel_size": "-tp", "quantization": "-q"}
-"""By field of Config: vLLM's short flag."""
+TEXTS = (Sequence[str], tuple[str, ...])
+"""The types of fields whose flag is given once for each text, or with a list in JSON."""
+
+JOINED = ("served_model_name",)
+"""Fields that hold several names with commas between."""
+
+OTHER_LISTS = ("cudagraph_capture_sizes", "ignore_patterns")
+"""vLLM's options of several values that are not fields."""
+
+SHORT_FLAGS = {
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+    "prefill_context_parallel_size": "-pcp",
+    "decode_context_parallel_size": "-dcp",
+    "enable_expert_parallel": "-ep",
+    "nnodes": "-n",
+    "node_rank": "-r",
+    "api_server_count": "-asc",
+    "quantization": "-q",
+    "optimization_level": "-O",
+    "compilation_config": "-cc",
+    "attention_config": "-ac",
+    "speculative_config": "-sc",
+}
+"""By option: vLLM's short flag."""
 
 
 class DashingParser(argparse.ArgumentParser):
@@ -50,8 +79,12 @@ class DashingParser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else list(args)
         if self._subparsers is None:  # otherwise the parser of the command does it
             end = words.index("--") if "--" in words else len(words)
-            words = [*map(self._with_dashes, words[:end]), *words[end:]]
+            words = [*self._spelled(words[:end]), *words[end:]]
         return super().parse_known_args(words, namespace)
+
+    def _spelled(self, words: Sequence[str]) -> list[str]:
+        """Return words as this parser knows them."""
+        return list(map(self._with_dashes, words))
 
     def _with_dashes(self, word: str) -> str:
         flag, equals, value = word.partition("=")
@@ -67,6 +100,38 @@ class Parser(DashingParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+        self.elsewhere: Mapping[str, str] = {}
+        """What to use instead of a command of other programs."""
+        self._common: Collection[str] = ()
+        self._examples: Sequence[str] = ()
+        self.takes_lists = False
+        """Whether all words behind a flag of several values are its own, as in vLLM, where a MODEL
+        stands before it. Otherwise only the first one is, and the others are what they are."""
+
+    def _spelled(self, words: Sequence[str]) -> list[str]:
+        """Return words as this parser knows them: a flag before each of its values."""
+        found: list[str] = []
+        repeated = ""
+        words = super()._spelled(words)
+        if "--config" in self._option_string_actions:
+            words = with_file(words, self)
+        names_model = not words[0].startswith("-") if words else False
+        for word in words:
+            flag = word.partition("=")[0]
+            if word.startswith("-"):
+                names_model |= flag == "--model"
+                takes_list = self.takes_lists and names_model and self.is_repeated(flag)
+                repeated = flag if takes_list else ""
+            elif repeated and found[-1] != repeated:
+                found.append(repeated)
+            found.append(word)
+        return found
+
+    def is_repeated(self, flag: str) -> bool:
+        """Return whether a flag is given once for each of its values."""
+        action = self._option_string_actions.get(flag)
+        is_list = isinstance(action, argparse._AppendAction)
+        return is_list or (action is not None and action.dest in OTHER_LISTS)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
@@ -75,6 +140,8 @@ class Parser(DashingParser):
         """Raise ConfigError for a command that is not known, and suggest the one that was meant."""
         if action.choices is not None and value not in action.choices:
             hint = did_you_mean(value, list(action.choices))
+            if value in self.elsewhere:
+                hint = f": {self.elsewhere[value]}"
             self.error(f"there is no command {shown(f'{self.prog} {value}')}{hint}")
 
     def words(self, rest: list[str]) -> list[str]:
@@ -144,7 +211,36 @@ class Parser(DashingParser):
         """Return the help, in which flags have their own spelling."""
         for action in self._actions:
             action.help = action.help and self.in_flags(action.help)
-        return super().format_help()
+        if not self._common:
+            return super().format_help()
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, [])
+        formatter.add_text(self.description)
+        found = {action.dest: action for action in self._actions if action.option_strings}
+        common = [found[name] for name in (*self._common, "help_all")]
+        for title, actions in (("arguments", self._get_positional_actions()), ("flags", common)):
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        examples = "".join(f"  {line}\n" for line in self._examples)
+        return formatter.format_help() + f"\nexamples:\n{examples}" * bool(examples)
+
+    def shorten_help(self, common: Collection[str], *examples: str) -> None:
+        """Let --help show these flags and examples alone, and --help-all every flag."""
+        self._common = common
+        self._examples = examples
+        about = f"Show all flags: {self.prog} has more than these."
+        self.add_argument("--help-all", action=_HelpAll, help=about)
+
+
+class _HelpAll(argparse._HelpAction):
+    """Shows every flag, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        assert isinstance(parser, Parser)
+        parser._common = ()
+        super().__call__(parser, *args)
 
 
 class _Field(NamedTuple):
@@ -194,6 +290,8 @@ def add_flags(
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name}
         if field.kind is bool:
             options["action"] = argparse.BooleanOptionalAction
+        elif field.kind in TEXTS or name in JOINED:
+            options |= {"action": "extend", "type": _texts, "metavar": "TEXT"}
         elif field.kind is str:
             options["metavar"] = "TEXT"
         elif field.kind is int and name.endswith("_bytes"):
@@ -202,8 +300,6 @@ def add_flags(
             options |= {"type": _gib, "metavar": "GIB"}
         elif field.kind in (int, float):
             options |= {"type": _number(field.kind), "metavar": field.kind.__name__.upper()}
-        elif field.kind in TEXTS:
-            options |= {"action": "append", "metavar": "TEXT"}
         else:
             options |= {"type": json_value, "metavar": "JSON"}
         help_text = _help(docs.get(name, ""), field, defaults.get(name), options)
@@ -226,9 +322,6 @@ def add_other_flags(
 
     names = {**CONFIG_NAMES, **SERVE_NAMES} if is_server else CONFIG_NAMES
     known = group._option_string_actions
-    for field, short in SHORT_FLAGS.items():
-        if (action := known.get(_flag(field))) and short not in known:
-            known[short] = action
     for name, other in names.items():
         flags = [_flag(name)]
         if any(isinstance(value, bool) for value in other.accepted):
@@ -243,6 +336,9 @@ def add_other_flags(
                 default=default,
                 help=argparse.SUPPRESS,
             )
+    for name, short in SHORT_FLAGS.items():
+        if action := known.get(_flag(name)):
+            known.setdefault(short, action)
 
 
 class _OtherFlag(argparse.Action):
@@ -260,7 +356,9 @@ class _OtherFlag(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         flag = option_string or self.option_strings[0]
-        value = _json_or_text(values) if isinstance(values, str) else flag == self.option_strings[0]
+        value = (
+            _json_or_text(values) if isinstance(values, str) else flag != self.option_strings[-1]
+        )
         if not self._other.accepts(value):
             given = f"{flag} {shown(values)[1:-1]}" if isinstance(values, str) else flag
             advice = _with_flags(self._other.advice, parser)
@@ -293,7 +391,8 @@ def _with_flags(advice: str, parser: argparse.ArgumentParser) -> str:
 def given_fields(owner: type, args: argparse.Namespace) -> dict[str, Any]:
     """Return the values of the flags that were given for the fields of `owner`."""
     given = vars(args)
-    return {name: given[name] for name in fields_of(owner) if name in given}
+    found = {name: given[name] for name in fields_of(owner) if name in given}
+    return found | {name: ",".join(found[name]) for name in JOINED if name in found}
 
 
 def json_value(text: str) -> Any:
@@ -313,6 +412,13 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f'not a JSON object, such as {{"a": 1}}: {shown(text)}')
     return value
+
+
+def _texts(text: str) -> list[str]:
+    """Return the texts of a list in JSON, such as ["a", "b"], or the text alone."""
+    value = _json_or_text(text)
+    is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return value if is_list else [text]
 
 
 _NONE = re.compile(r" None(?: is |: | (?:disables|writes|returns) \w+\.$)(.*)$", re.DOTALL)
@@ -346,7 +452,7 @@ def _help(doc: str, field: _Field, default: str | None, options: Mapping[str, An
         doc = doc[:-1] + "."
     if options.get("metavar") in ("SIZE", "GIB"):
         doc += " It may have a unit, as in 512MiB."
-    if options.get("action") == "append":
+    if options.get("action") == "extend":
         doc += " The flag may be repeated."
     return (f"{doc} (default: {default})" if default else doc).strip().replace("%", "%%")
 
@@ -378,6 +484,10 @@ def _gib(text: str) -> float:
 def _number(kind: type[int] | type[float]) -> Callable[[str], int | float]:
     def parse(text: str) -> int | float:
         try:
+            found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT])", text.strip())
+            if found and kind is int:
+                number = decimal.Decimal(found[1] or found[3])
+                return int(number * COUNT_UNITS[found[2] or found[4]])
             return kind(text)
         except ValueError:
             what = "an integer" if kind is int else "a number"

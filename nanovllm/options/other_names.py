@@ -93,7 +93,6 @@ CONFIG_NAMES = other_names(
     ("hf_config eos", (), "use hf_overrides to change fields of config.json"),
     ("rope_scaling", ({},), 'use hf_overrides={"rope_scaling": {...}}'),
     ("rope_theta", (), 'use hf_overrides={"rope_theta": ...}'),
-    ("override_generation_config", ({},), "use SamplingParams"),
     ("model_impl", ("auto", "vllm"), "models run in nanovllm's own code"),
     ("task runner", ("auto", "generate", "embed", "pooling", "score"), _POOLS),
     ("convert", ("auto", "none", "embed"), _POOLS),
@@ -316,7 +315,6 @@ _UNQUANTIZED = "load the unquantised checkpoint with"
 _FROM_CHECKPOINT = "leave it out: the checkpoint says it"
 
 CONFIG_VALUES = {
-    "dtype": other_names(("half", (), 'use "float16"'), ("float", (), 'use "float32"')),
     "load_format": other_names(
         ("safetensors", (), 'use "auto", which reads safetensors'),
         ("gguf", (), 'use "auto", which recognises a GGUF file'),
@@ -363,9 +361,11 @@ SPECULATIVE_METHODS = other_names(
 )
 """Methods of vLLM's that are not here, and what to use."""
 
+_STREAM = "use LLM.stream(prompt), or AsyncLLM.stream: they yield the tokens of each step"
 _NO_BEAMS = "beam search is not supported; use n continuations and their cumulative_logprob"
 
 SAMPLING_NAMES = other_names(
+    ("stream", (False,), _STREAM),
     ("best_of", (), "use n, and take those of the best cumulative_logprob"),
     ("use_beam_search early_stopping", (False,), _NO_BEAMS),
     ("length_penalty", (1.0,), _NO_BEAMS),
@@ -392,6 +392,35 @@ SAMPLING_NAMES = other_names(
     ("trace_decode_token_ids", (), "use prompt_logprobs of the text"),
 )
 """Names of vLLM's SamplingParams, and of transformers and OpenAI for the same."""
+
+POOLING_NAMES = other_names(
+    ("use_activation softmax activation", (), "use normalize; score() has the model's activation"),
+    ("task", ("embed", "score", "classify"), _POOLS),
+    ("skip_reading_prefix_cache", (False,), "give the prompt a cache_salt of its own"),
+    ("extra_kwargs", ({},), "use the fields of PoolingParams"),
+)
+"""Names of vLLM's PoolingParams."""
+
+_PROCESSES = "it is about vLLM's own processes and logs; leave it out"
+
+KEYWORDS = other_names(
+    ("stream", (False,), _STREAM),
+    ("prompt_adapter_request", (), "put the text into the prompt"),
+    ("guided_options_request", (), "use SamplingParams(structured_outputs=...)"),
+    ("tokenization_kwargs", ({},), "use truncate_prompt_tokens, or give token ids as prompts"),
+    ("mm_processor_kwargs", ({},), _TEXT_ONLY),
+    ("chat_template_content_format", ("auto", "string"), "content is joined to a string"),
+    ("trace_headers", (), "the server reads a request's trace from its headers; leave it out"),
+    ("data_parallel_rank", (0,), "there is one copy of the model; leave it out"),
+    ("prompt_text", (), 'use {"prompt": text, "prompt_token_ids": ids} as the prompt'),
+    ("use_activation", (), "use PoolingParams(normalize=...); scores have the model's activation"),
+    ("truncate_prompt_tokens", (), "it is a field of SamplingParams and PoolingParams"),
+    ("prompt_token_ids", (), "give token ids as prompts"),
+    ("usage_context start_engine_loop stat_loggers log_requests internal", (ANY,), _PROCESSES),
+    ("disable_log_requests disable_log_stats enable_multiprocessing", (ANY,), _PROCESSES),
+    ("reset_connector", (ANY,), _PROCESSES),
+)
+"""Keywords of vLLM's methods that the methods here do not have."""
 
 _NOT_RETURNED = "it is not returned; leave it out"
 _INERT_ALONE = "it changes nothing alone; leave it out"
@@ -505,6 +534,8 @@ OTHER_NAMES: Mapping[str, Mapping[str, OtherName]] = {
     "Config": CONFIG_NAMES,
     "SpeculativeConfig": SPECULATIVE_NAMES,
     "SamplingParams": SAMPLING_NAMES,
+    "PoolingParams": POOLING_NAMES,
+    "methods": KEYWORDS,
     "StructuredOutputsParams": STRUCTURED_NAMES,
 }
-"""By class, names that are not fields of it; by field, values that it does not take."""
+"""By class, names that are not fields of it; by field, values that it does not take; keywords."""

@@ -311,15 +311,21 @@ class SamplingParams:
         )
 
 
+_SHARED_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+GENERATION_FIELDS = (*_SHARED_NAMES, "do_sample", "max_new_tokens")
+"""What a generation_config.json may say of sampling."""
+
+
 def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
     """Return the sampling parameters recommended in a generation_config.json.
 
     Raises:
         CheckpointError: it recommends an invalid value.
     """
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {
-        name: generation_config[name] for name in names if generation_config.get(name) is not None
+        name: generation_config[name]
+        for name in _SHARED_NAMES
+        if generation_config.get(name) is not None
     }
     do_sample = generation_config.get("do_sample")
     if do_sample is not None and not check_bool(

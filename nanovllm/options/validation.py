@@ -16,9 +16,9 @@ import operator
 import os
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
-from nanovllm.errors import ConfigError, NanoVLLMError
+from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
 
 if TYPE_CHECKING:
     from nanovllm.options.other_names import OtherName
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 Error = type[NanoVLLMError]
 """What a check raises."""
@@ -95,6 +96,26 @@ def strict_keywords(error: Error) -> Callable[[type[T]], type[T]]:
         return cls
 
     return decorate
+
+
+def takes_other_keywords(method: Callable[P, T]) -> Callable[P, T]:
+    """Let a method take vLLM's further keywords: those that ask for what happens anyway.
+
+    The method then raises InvalidRequestError where a keyword of vLLM's asks for something else.
+    """
+    known = inspect.signature(method).parameters
+
+    @functools.wraps(method)
+    def checked(*args: P.args, **keywords: P.kwargs) -> T:
+        for name in [name for name in keywords if name not in known]:
+            if other := _other_name("methods", name):
+                value = keywords.pop(name)
+                if not other.accepts(value):
+                    given = f"{name}={shown(value)}"
+                    raise InvalidRequestError(f"{given} is not supported: {other.advice}")
+        return method(*args, **keywords)
+
+    return checked
 
 
 def _other_name(owner: str, name: str) -> "OtherName | None":

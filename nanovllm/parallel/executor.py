@@ -104,7 +104,7 @@ def make_executor(
     if by_ray and find_spec("ray") is None:
         raise ConfigError(
             'distributed_executor_backend="ray" needs Ray, which is not installed: '
-            "pip install '.[ray]'"
+            "pip install -e '.[ray]' -c constraints.txt"
         )
     if config.load_format != "dummy":
         read_ahead(_files(checkpoint))  # before torch is imported, which takes a second

@@ -74,7 +74,7 @@ def test_files_that_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 def test_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["batch", "--help"]) == 0
+    assert cli.main(["batch", "--help-all"]) == 0
     text = capsys.readouterr().out
     for flag in ("--workers", "--ray-address", "--id-column", "--max-model-len", "--temperature"):
         assert f" {flag} " in text

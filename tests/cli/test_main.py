@@ -20,6 +20,7 @@ import pytest
 import nanovllm.__main__
 from nanovllm import SamplingParams, StructuredOutputsParams, demo_model
 from nanovllm.apps.cli import flag_groups, main as cli
+from nanovllm.apps.cli.arguments import EXAMPLES
 from nanovllm.errors import InvalidRequestError
 from nanovllm.llm import LLM
 from nanovllm.options.config import Config
@@ -232,6 +233,9 @@ def test_missing_model_is_one_line_and_status_2(run: Run) -> None:
             "--kv-cache-memory-bytes must be",
         ),
         (["chat", "m", "Hi"], "chat takes a MODEL and no prompts, got 'Hi'"),
+        (["ls"], "there is no command 'nanovllm ls': `hf cache ls` lists the models"),
+        (["ps"], "there is no command 'nanovllm ps': a server's models are at /v1/models"),
+        (["run-batch", "-i", "x"], "there is no command 'nanovllm run-batch': use batch"),
     ],
 )
 def test_bad_usage_is_one_line_and_status_2(run: Run, arguments: list[str], message: str) -> None:
@@ -379,7 +383,7 @@ def test_version(run: Run) -> None:
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_help_explains_every_flag(run: Run, command: str) -> None:
-    status, out, err = run(command, "--help")
+    status, out, err = run(command, "--help-all")
     assert (status, err) == (0, "")
     shown = "".join(out.split())  # argparse breaks lines, also at hyphens
     for owner in (Config, SamplingParams):
@@ -396,11 +400,34 @@ def test_help_explains_every_flag(run: Run, command: str) -> None:
         assert "".join(text.split()) in shown
 
 
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [("generate", "--top-p"), ("chat", "--url"), ("run", "--narrate"), ("serve", "--config"),
+     ("explain", "--html"), ("batch", "--workers"), ("prove", "--full"), ("lab check", "--fair")],
+)  # fmt: skip
+def test_help_is_short(run: Run, monkeypatch: pytest.MonkeyPatch, command: str, flag: str) -> None:
+    """Symptom: 278 lines, in which nobody finds --temperature."""
+    monkeypatch.setenv("COLUMNS", "80")
+    status, out, err = run(*command.split(), "--help")
+    assert (status, err) == (0, "")
+    assert out.count("\n") < 60
+    assert f"  {flag}" in out
+    assert "--kvcache-block-size" not in out
+    assert "--help-all" in out
+    everything = run(*command.split(), "--help-all")[1]
+    assert "--kvcache-block-size" in everything
+    assert len(everything) > 3 * len(out)
+    if command in EXAMPLES:
+        first, second = out.partition("examples:\n")[2].splitlines()
+        for line in (first, second):
+            cli._parse(shlex.split(line)[1:])
+
+
 @pytest.mark.parametrize("command", [["generate"], ["chat"], ["serve"], ["explain"]])
 def test_help_speaks_no_python(run: Run, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     """Each flag has a help whose defaults and names are words of the command line."""
     monkeypatch.setenv("COLUMNS", "1000")
-    status, out, _ = run(*command, "--help")
+    status, out, _ = run(*command, "--help-all")
     flags = re.split(r"\n  (?=-)", out)[2:]
     assert status == 0
     assert len(flags) > 20
@@ -580,7 +607,8 @@ def test_every_field_has_a_flag(
             assert getattr(params, name) == value
             untouched = dataclasses.replace(params, **{name: getattr(SamplingParams(), name)})
         else:
-            assert options.pop(name) == value
+            given = options.pop(name)
+            assert (tuple(given) if isinstance(given, list) else given) == value
             untouched = dataclasses.replace(params, seed=None)
         expected = {"temperature": 0.25, "max_tokens": 512}
         expected.pop(name, None)
@@ -612,7 +640,7 @@ def test_new_field_gets_a_flag(run: Run, recorder: Any, monkeypatch: pytest.Monk
     for module in (cli, flag_groups):
         monkeypatch.setattr(module, "Config", NewConfig)
         monkeypatch.setattr(module, "SamplingParams", NewParams)
-    shown = " ".join(run("chat", "--help")[1].split())
+    shown = " ".join(run("chat", "--help-all")[1].split())
     assert "--num-spoons INT How many spoons there are; 50% are clean. (default: 1)" in shown
     assert "--hook" not in shown, "a command line cannot hold a function"
     flags = ["--num-spoons", "7", "--polished", "--sweetness", "0.5"]
@@ -660,6 +688,20 @@ def test_chat_keeps_the_conversation(run: Run, rendered: list[Any]) -> None:
 
 def test_chat_takes_the_glossary_by_default(run: Run) -> None:
     assert chat(run, lines=[QUESTIONS[2]]) == ([ANSWERS[2]], "")
+
+
+def test_run_answers_one_question(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "is_interactive", lambda: True)
+    flags = [*FAST, "--temperature", "0"]
+    for words in ([demo_model.MODEL, QUESTIONS[0]], [demo_model.MODEL, *QUESTIONS[0].split()]):
+        status, out, _ = run("run", *words, *flags, stdin="not read")
+        assert (status, out) == (0, f"{ANSWERS[0]}\n")
+    status, _, err = run("run", demo_model.MODEL, "x " * 999, *flags)
+    assert status == 2
+    assert "tokens" in err
+    status, _, err = run("run", "/no/such", QUESTIONS[0])
+    assert status == 2
+    assert "model directory '/no/such' does not exist" in err
 
 
 def test_chat_commands_reset_and_exit(run: Run, rendered: list[Any]) -> None:

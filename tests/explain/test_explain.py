@@ -287,6 +287,7 @@ def test_the_command_shows_steps(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "layer by layer" in out
     page = tmp_path / "page.html"
     assert cli.main([*command, "--html", str(page), "What is a cache?"]) == 0
+    assert '{"model":"the glossary model that ships with nanovllm",' in page.read_text()
     out, err = capsys.readouterr()
     assert out == ""
     assert f"{page} shows 2 steps" in err

@@ -88,3 +88,10 @@ def test_the_colours_are_those_of_the_scheme(page: Page) -> None:
     colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
     is_dark = page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
     assert colour == ("rgb(20, 23, 27)" if is_dark else "rgb(255, 255, 255)")
+
+
+def test_a_narrow_page_has_nothing_outside(page: Page) -> None:
+    """Symptom: the facts and the name of the step lie to the right of a phone's screen."""
+    page.set_viewport_size({"width": 320, "height": 640})
+    page.get_by_text("The engine").click()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 320

@@ -83,6 +83,26 @@ def test_the_table_says_what_is_slower() -> None:
     assert last.startswith("No difference shown; none is larger than ")
 
 
+def test_no_count_is_left_out() -> None:
+    """Symptoms: a count that varies is not shown, and 3 beside 0 is three times as many."""
+    bench = made_up(factor=1.0)
+    for default, plugin in bench.rounds.values():
+        for number, (own, other) in enumerate(zip(default, plugin, strict=True)):
+            own[0]["counts"] = own[1]["counts"] = {"steps": 7, "preemptions": 0, "same": 5}
+            other[0]["counts"] = other[1]["counts"] = {
+                "steps": 8 + number,
+                "preemptions": 3,
+                "same": 5,
+            }
+    steps, preemptions = (
+        next(line for line in show(bench) if f" {what} " in line)
+        for what in ("steps", "preemptions")
+    )
+    assert steps.split()[-6:] == ["7", "12", "1.714", "median:", "rounds", "differ"]
+    assert preemptions.split()[-4:] == ["0", "3", "new", "exact"]
+    assert not any(" same " in line for line in show(bench))
+
+
 def test_the_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "bench.svg"
@@ -131,7 +151,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-pairs", "5"], "--num-pairs must be at least 9 for 5 workloads"),
+        (["--num-pairs", "5"], "--num-pairs must be at least 9 for 7 comparisons"),
         (["--workloads", "sideways"], "'sideways' is in no workload's name; they are: nano-vllm's"),
         (["--output", "/none/a.json"], "--output '/none/a.json' cannot be written: name a file in"),
         (["no.py"], "FILE 'no.py' is not a file"),

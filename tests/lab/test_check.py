@@ -1,5 +1,6 @@
 """`nanovllm lab check`: right plugins pass, and each broken twin is found by the check for it."""
 
+import builtins
 import re
 import signal
 from pathlib import Path
@@ -7,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from nanovllm import demo_model
+from nanovllm import demo_model, errors
 from nanovllm.apps.cli import main as cli
-from nanovllm.apps.lab.check import Finding, _proof, check
+from nanovllm.apps.lab.check import Finding, _guarded, _proof, check
 from nanovllm.apps.lab.options import CheckOptions
 from nanovllm.apps.lab.plugin import EVICTION, find_plugin
 from nanovllm.apps.prove.options import ProveOptions
@@ -68,6 +69,20 @@ def test_a_broken_twin_is_found(name: str, where: str, words: str) -> None:
     found = checked(TWINS, name)
     assert not found[where].holds
     assert re.search(words, found[where].words)
+
+
+@pytest.mark.parametrize("kind", ["ValueError", "PluginError"])
+def test_an_error_without_words_is_shown_as_code(kind: str) -> None:
+    """Symptom: the words of a broken rule are "AssertionError in _check_budgets: "."""
+
+    def fails() -> tuple[bool, str]:
+        raise getattr(
+            errors if kind == "PluginError" else builtins,
+            kind,
+        )
+
+    code = 'raise getattr( errors if kind == "PluginError" else builtins, kind, )'
+    assert _guarded(fails) == (False, f"{kind} in fails: {code}")
 
 
 def test_ways_that_show_nothing_are_no_proof() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
+from nanovllm import LLM, AsyncLLM, PoolingParams, SamplingParams, demo_model
 from nanovllm.advice import METHODS
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from tests.glossary import GREEDY, OPTIONS, QUESTION, QUESTIONS
@@ -78,3 +78,26 @@ def test_exit_is_shutdown(make_llm: Any) -> None:
     llm.exit()
     with pytest.raises(EngineDeadError, match="shut down"):
         llm.generate(QUESTION)
+
+
+def test_keywords_of_vllm_are_taken_or_say_what_to_use(demo_llm: Any) -> None:
+    quiet = {"use_tqdm": False, "stream": False, "tokenization_kwargs": {}, "trace_headers": None}
+    [output] = demo_llm.generate(QUESTION, GREEDY, **quiet)
+    assert output.text == generate(demo_llm, QUESTION).text
+    for method, name, value, remedy in (
+        ("generate", "stream", True, r"use LLM\.stream\(prompt\), or AsyncLLM\.stream"),
+        ("chat", "stream", True, r"use LLM\.stream\(prompt\)"),
+        ("embed", "tokenization_kwargs", {"a": 1}, "use truncate_prompt_tokens, or give token ids"),
+        ("score", "use_activation", False, r"use PoolingParams\(normalize=\.\.\.\)"),
+    ):
+        arguments = [QUESTION] * (1 + (method == "score"))
+        with pytest.raises(InvalidRequestError, match=f"^{name}=.* is not supported: {remedy}"):
+            getattr(demo_llm, method)(*arguments, **{name: value})
+    with pytest.raises(TypeError, match="no_such"):
+        demo_llm.embed(QUESTION, no_such=1)
+    with pytest.raises(InvalidRequestError, match=r"use_activation=.*: use normalize"):
+        PoolingParams(use_activation=False)
+    with pytest.raises(InvalidRequestError, match=r"stream=True is not supported: use LLM\.stream"):
+        SamplingParams(stream=True)
+    with pytest.raises(AttributeError, match=r"model_config.*: llm\.engine\.config has the"):
+        _ = demo_llm.model_config

@@ -4,11 +4,11 @@ from nanovllm import LLM, AsyncLLM
 from nanovllm.advice import METHODS
 from nanovllm.options.other_names import (
     CONFIG_NAMES,
+    KEYWORDS,
     SAMPLING_NAMES,
     SERVE_NAMES,
     SPECULATIVE_NAMES,
 )
-from nanovllm.vllm import KEYWORDS
 from tools import migrating
 
 

@@ -1,8 +1,13 @@
 """Flags that vLLM's users type: taken, or refused with one line that says what to use."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from nanovllm.apps.cli import main as cli
+from nanovllm.apps.server.options import ServerOptions
+from nanovllm.options.flags import given_fields
 from nanovllm.vllm import EngineArgs, FlexibleArgumentParser
 
 
@@ -23,6 +28,13 @@ from nanovllm.vllm import EngineArgs, FlexibleArgumentParser
         ("serve m --lora-modules a=/b --max-num-seqs 0", "must be an integer from 1 to"),
         ("serve m --cors-origins * --max-num-seqs 0", "must be an integer from 1 to"),
         ("serve m --swap-spac 4", "there is no flag --swap-spac "),
+        ("serve m -dp 2", "-dp 2 is not supported: use --tensor-parallel-size"),
+        ("serve m -O0", "-O 0 is not supported: CUDA graphs are captured for all sizes"),
+        ("serve m -ep", "-ep is not supported: each rank has a part of every expert"),
+        ("serve m --max-model-len 1.5K", "must be an integer, got '1.5K'"),
+        ("serve m --config /none.yaml", "config '/none.yaml' cannot be read: No such file"),
+        ("serve --api-key k1 k2 k3", "a flag takes several values only behind a MODEL"),
+        ("serve m --served-model-name", "--served-model-name: expected one argument"),
         ("serve m --hf-overrides.a.b 4", """.b; give --hf-overrides '{"a": {"b": ...}}'"""),
     ],
 )
@@ -31,6 +43,83 @@ def test_flags_of_vllm(line: str, message: str, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().err
     assert message in printed
     assert printed.count("\n") == 1
+
+
+LISTS = {
+    "m --served-model-name a b --port 1": {"served_model_name": "a,b", "models": ["m"], "port": 1},
+    "--model m --api-key k l --api-key o": {"api_keys": ["k", "l", "o"], "models": ["m"]},
+    "x/m y/n --lora-modules a=/b c=/d": {
+        "lora_modules": ["a=/b", "c=/d"],
+        "models": ["x/m", "y/n"],
+    },
+    "--api-key k x/m y/n": {"api_keys": ["k"], "models": ["x/m", "y/n"]},
+    "x/m --port 1 y/n": {"models": ["x/m", "y/n"]},
+    "m --cors-origins=* null -- n": {"cors_origins": ["*", "null"], "models": ["m", "n"]},
+    "m --cudagraph-capture-sizes 1 2 4 -O3 -dp 1": {"models": ["m"]},
+    'm --logits-rules ["a:B","c:D"]': {"logits_rules": ["a:B", "c:D"]},
+    "m --logits-rules a:B": {"logits_rules": ["a:B"]},
+    "m --max-model-len 8k": {"max_model_len": 8000},
+    "m --max-model-len 8K --max-num-seqs 2.5k": {"max_model_len": 8192, "max_num_seqs": 2500},
+    'm --override-generation-config {"top_k":3}': {"override_generation_config": {"top_k": 3}},
+}
+
+
+def read(words: list[str]) -> dict[str, Any]:
+    """Return the arguments as they are read, and as the options get them."""
+    args = cli._parse(words)
+    return vars(args) | given_fields(ServerOptions, args)
+
+
+@pytest.mark.parametrize("line", LISTS)
+def test_values_as_vllm_takes_them(line: str) -> None:
+    """One server and one of several models read the same arguments."""
+    given = read(["serve", *line.split()])
+    assert {name: given[name] for name in LISTS[line]} == LISTS[line]
+
+
+FILE = """\
+model: m
+max-model-len: 8k
+served_model_name: [a, b]
+api-key: [k1, k2]
+lora-modules: [{name: sql, path: /adapters/sql}, fr=/adapters/fr]
+hf-overrides: {rope_theta: 1000000}
+enable-lora: true
+enable-prefix-caching: false
+enable-log-requests: true
+trust-remote-code:
+"""
+
+
+def test_a_file_of_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(FILE)
+    expected = {
+        "models": ["m"],
+        "max_model_len": 8000,
+        "served_model_name": "a,b",
+        "api_keys": ["k1", "k2"],
+        "lora_modules": ['{"name": "sql", "path": "/adapters/sql"}', "fr=/adapters/fr"],
+        "hf_overrides": {"rope_theta": 1000000},
+        "enable_lora": True,
+        "enable_prefix_caching": False,
+    }
+    for words in ([f"--config={path}"], ["--config", str(path)]):
+        given = read(["serve", *words])
+        assert {name: given[name] for name in expected} == expected
+    own = ["--api-key", "mine", "--max_model_len", "9", "--config", str(path)]
+    given = read(["serve", "x/y", *own])
+    ours = {"models": ["x/y"], "api_keys": ["mine"], "max_model_len": 9}
+    assert {name: given[name] for name in expected} == expected | ours
+    for text, message in (
+        ("no-such: 1", "there is no flag --no-such "),
+        ("a: [", "is not YAML: while parsing a flow node"),
+        ("model", "has no options, such as max-model-len: 4096"),
+        ("port: x", "--port: must be an integer, got 'x'"),
+    ):
+        path.write_text(text)
+        assert cli.main(["serve", "--config", str(path)]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_model_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +132,7 @@ def test_model_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_helps_do_not_show_them(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["serve", "--help"])
+    cli.main(["serve", "--help-all"])
     printed = capsys.readouterr().out
     assert "--kvcache-block-size" in printed
     assert "--block-size" not in printed

@@ -60,6 +60,7 @@ def test_every_field_can_be_given():
         "download_dir": "/downloads",
         "hf_overrides": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         "generation_config": "vllm",
+        "override_generation_config": {"temperature": 0.5, "max_new_tokens": 9},
         "dtype": "bfloat16",
         "device": "cuda:3",
         "load_format": "dummy",
@@ -232,6 +233,8 @@ def test_known_dtypes_are_accepted(value):
 
 
 def test_torch_dtypes_become_their_names():
+    assert Config("model", dtype="half").dtype == "float16"
+    assert Config("model", dtype="float").dtype == "float32"
     assert Config("model", dtype=torch.bfloat16).dtype == "bfloat16"
     with pytest.raises(ConfigError, match="^dtype must be one of .* got 'float64'"):
         Config("model", dtype=torch.float64)

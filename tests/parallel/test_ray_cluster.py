@@ -15,7 +15,7 @@ ray = pytest.importorskip("ray")
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install '\.\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[ray\]'"):
         LLM(demo_model.MODEL, distributed_executor_backend="ray")
 
 

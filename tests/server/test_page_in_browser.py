@@ -460,6 +460,22 @@ def test_dark_light_and_narrow(context: BrowserContext, page: Page) -> None:
     expect(page.locator("#sidebar")).to_be_hidden()
 
 
+@pytest.mark.parametrize("width", [320, 375, 768, 1280])
+def test_a_long_name_of_a_model_moves_nothing_off_the_screen(page: Page, width: int) -> None:
+    """Symptom: the page is as wide as the model's name, and on a phone Send is outside."""
+    page.set_viewport_size({"width": width, "height": 640})
+    name = "Some-Organisation/" + "Qwen3-Coder-480B-A35B-" * 5
+    models = json.dumps({"object": "list", "data": [{"id": name, "object": "model"}]})
+    page.route("**/v1/models", lambda route: route.fulfill(body=models))
+    page.reload()
+    expect(page.locator("#model")).to_contain_text(name)
+    for name in ("send", "settings", "theme"):
+        box = page.locator(f"#{name}").bounding_box()
+        assert box is not None
+        assert box["x"] + box["width"] <= width
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
 def test_a_reload_in_the_middle_loses_no_question(page: Page) -> None:
     held: list[Route] = []
     page.route("**/v1/models", lambda route: held.append(route))

@@ -92,6 +92,21 @@ def test_what_the_browser_keeps(place: str) -> None:
     assert not any("cookie" in text for text in SCRIPTS.values())
 
 
+@pytest.mark.parametrize(
+    ("path", "selector"),
+    [("server/page/chat.css", "main"), ("server/page/chat.css", "body.chat"),
+     ("explain/page/style.css", "dl")],
+)  # fmt: skip
+def test_a_column_that_holds_any_text_is_no_wider_than_the_screen(path: str, selector: str) -> None:
+    """A plain column is as wide as its longest word: on a phone, a model's name moves Send outside.
+
+    Without a browser there is no layout to look at; test_page_in_browser.py has one.
+    """
+    css = (ROOT / "nanovllm/apps" / path).read_text()
+    [rule] = re.findall(rf"^{re.escape(selector)} \{{ display: grid;([^}}]*)\}}", css, re.MULTILINE)
+    assert re.search(r"grid-template(-columns)?:[^;]* minmax\(0, 1fr\);", rule)
+
+
 def test_the_policy_allows_the_files_and_nothing_else(server: Running) -> None:
     headers = server.send("/").headers
     policy = dict(rule.split(" ", 1) for rule in headers["content-security-policy"].split("; "))

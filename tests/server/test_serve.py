@@ -273,7 +273,7 @@ def test_says_what_to_install(
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     status, error = run(demo_model.MODEL, capsys=capsys)
     assert status == 2
-    assert "pip install '.[server]'" in error
+    assert "pip install -e '.[server]' -c constraints.txt" in error
 
 
 def test_the_library_does_not_need_the_extras() -> None:

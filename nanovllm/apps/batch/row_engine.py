@@ -104,5 +104,6 @@ def check_form(form: str) -> None:
     """Raise ConfigError if a package is missing that rows of this form need."""
     if form == OPENAI and importlib.util.find_spec("fastapi") is None:
         raise ConfigError(
-            "OpenAI's batch format needs the server's routes: pip install '.[server]'"
+            "OpenAI's batch format needs the server's routes: "
+            "pip install -e '.[server]' -c constraints.txt"
         )

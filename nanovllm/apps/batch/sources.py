@@ -66,7 +66,10 @@ def is_parquet(path: Path) -> bool:
     if ending not in (".parquet", ".pq"):
         raise ConfigError(f"a batch's file is .jsonl or .parquet, got {shown(str(path))}")
     if importlib.util.find_spec("pyarrow") is None:
-        raise ConfigError(f"{path} is Parquet, and pyarrow is not installed: pip install '.[ray]'")
+        raise ConfigError(
+            f"{path} is Parquet, and pyarrow is not installed: "
+            "pip install -e '.[ray]' -c constraints.txt"
+        )
     return True
 
 

@@ -25,6 +25,35 @@ MAX_LOGPROBS = 20
 """max_logprobs of a server if no flag sets it, as OpenAI's."""
 EXPLAINED_TOKENS = 16
 """max_tokens of `explain` if no flag sets it."""
+COMMON = {
+    "generate": "chat json max_tokens temperature top_p seed n stop max_model_len quantization",
+    "chat": "url system temperature top_p max_tokens seed max_model_len quantization device "
+    "num_threads",
+    "run": "system temperature top_p max_tokens seed max_model_len quantization device "
+    "num_threads narrate",
+    "serve": "host port api_keys served_model_name config max_model_len quantization device "
+    "gpu_memory_utilization tensor_parallel_size",
+    "explain": "html chat xray max_tokens temperature top_p seed max_model_len max_num_seqs "
+    "max_num_batched_tokens",
+}
+"""By command, the flags that --help shows."""
+EXAMPLES = {
+    "generate": ('"The sky is"', 'Qwen/Qwen3-0.6B --chat --max-tokens 300 "Why is the sky blue?"'),
+    "chat": ("Qwen/Qwen3-0.6B --temperature 0.7", "--url http://127.0.0.1:8000"),
+    "run": ("Qwen/Qwen3-0.6B", 'Qwen/Qwen3-0.6B "Why is the sky blue?"'),
+    "serve": ("Qwen/Qwen3-0.6B --port 8000", "Qwen/Qwen3-0.6B small=org/other --api-key SECRET"),
+    "explain": ('"What is a KV cache?"', '--html steps.html --chat "What is a KV cache?"'),
+}
+"""By command, what stands behind it in two examples."""
+ELSEWHERE = {
+    "ls": "`hf cache ls` lists the models on this machine",
+    "ps": "a server's models are at /v1/models, and its load at /status",
+    "stop": "Ctrl-C ends a server, and --keep-alive says when a model of several leaves memory",
+    "complete": "use generate, or chat --url",
+    "run-batch": "use batch",
+    "bench": "use lab bench, or python bench.py",
+}
+"""What to use for commands of ollama and vLLM."""
 Command = Callable[[argparse.Namespace], int]
 """Runs with the parsed arguments, and returns the exit status. Its docstring is the help."""
 
@@ -42,6 +71,7 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
     parser = Parser(prog="nanovllm", description="Run a language model.")
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     parser.set_defaults(command=None, parser=parser)
+    parser.elsewhere = ELSEWHERE
     added = parser.add_subparsers(metavar="COMMAND")
     for command in commands:
         _add_command(added, command)
@@ -64,12 +94,13 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
         args.model = args.models[0] if args.models else None
     elif rest and "prompt" not in args:
         name = args.command.__name__
-        args.parser.error(f"{name} takes a MODEL and no prompts, got {shown(rest[0])}")
+        hint = "; use nanovllm run for one question" * (name == "chat")
+        args.parser.error(f"{name} takes a MODEL and no prompts, got {shown(rest[0])}{hint}")
     elif rest:  # prompts after a flag: argparse itself does not accept them there
         args.prompt += rest
     if args.model_flag is not None:
         _take_model_flag(args)
-    elif "prompt" in args and args.model is not None and not _is_model(args.model):
+    elif "prompt" in args and args.model is not None and not _is_model(args.model, args.command):
         args.prompt.insert(0, args.model)
         args.model = None
     args.names_model = args.model is not None
@@ -89,15 +120,17 @@ def _take_model_flag(args: argparse.Namespace) -> None:
     args.model = args.model_flag
 
 
-def _is_model(word: str) -> bool:
-    """Return whether the first word of `generate` is a model, not a prompt.
+def _is_model(word: str, command: Command) -> bool:
+    """Return whether the first word of a command is a model, not a prompt.
 
     It is if it exists as a path, or could be a path or a hub id: one word with a slash, or with
-    .gguf at its end.
+    .gguf at its end. `run` takes any one word for a model.
 
     Raises:
         ConfigError: it reads like a model's name, but no such model can be found.
     """
+    if command.__name__ == "run" and len(word.split()) == 1:
+        return True
     if looks_like_model(word) and not Path(word).exists():
         raise ConfigError(no_model(word, f" (a prompt? nanovllm generate --model MODEL {word})"))
     with contextlib.suppress(OSError, ValueError):  # no path has such a name
@@ -109,8 +142,8 @@ def _is_model(word: str) -> bool:
 def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Command) -> None:
     name = command.__name__
     takes_prompts = name in ("generate", "explain")
-    words = "[MODEL] [PROMPT ...]" if takes_prompts else "[MODEL ...]"
-    words = words if takes_prompts or name == "serve" else "[MODEL]"
+    words = "[MODEL] [PROMPT ...]" if takes_prompts or name == "run" else "[MODEL]"
+    words = "[MODEL ...]" if name == "serve" else words
     parser = commands.add_parser(
         name,
         help=command.__doc__,
@@ -134,7 +167,7 @@ def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Comman
     )
     parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
     if name in ("chat", "run"):
-        _add_chat_flags(parser, may_have_url=name == "chat")
+        _add_chat_flags(parser, is_run=name == "run")
     elif takes_prompts:
         _add_prompt_flags(parser)
     if name == "explain":
@@ -152,19 +185,35 @@ def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Comman
     defaults = {"max_logprobs": str(MAX_LOGPROBS)} if name == "serve" else {}
     add_engine_flags(parser, defaults)
     if name == "serve":
-        parser.set_defaults(max_logprobs=MAX_LOGPROBS)
-        add_server_flags(parser)
-        add_router_flags(parser)
+        _add_serve_flags(parser)
     add_other_flags(  # after the flags that they may name
         parser, default=argparse.SUPPRESS, is_server=name == "serve"
     )
     if name != "serve":
         own = {"max_tokens": str(EXPLAINED_TOKENS)} if name == "explain" else {}
         add_sampling_flags(parser, is_chat=None if takes_prompts else True, defaults=own)
+    examples = (f"nanovllm {name} {words}" for words in EXAMPLES[name])
+    parser.shorten_help(COMMON[name].split(), *examples)
 
 
-def _add_chat_flags(parser: Parser, *, may_have_url: bool) -> None:
-    if may_have_url:
+def _add_serve_flags(parser: Parser) -> None:
+    parser.set_defaults(max_logprobs=MAX_LOGPROBS)
+    parser.takes_lists = True
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="A YAML file with flags as keys, such as max-model-len: 8192; model is the MODEL. "
+        "What the command line has too, the file does not change. (default: no such file)",
+    )
+    add_server_flags(parser)
+    add_router_flags(parser)
+
+
+def _add_chat_flags(parser: Parser, *, is_run: bool) -> None:
+    if is_run:
+        about = "A question to answer, instead of a conversation; its words are joined."
+        parser.add_argument("prompt", metavar="PROMPT", nargs="*", help=about)
+    else:
         parser.add_argument(
             "--url",
             "--base-url",

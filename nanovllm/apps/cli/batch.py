@@ -61,6 +61,7 @@ def add_batch(commands: "argparse._SubParsersAction[Parser]") -> None:
     add_flags(parser.add_argument_group("batch"), BatchOptions, but=(), defaults={})
     add_engine_flags(parser)
     add_other_flags(parser, default=argparse.SUPPRESS)  # after the flags that they may name
+    parser.shorten_help((*fields_of(BatchOptions), "model"))
     add_sampling_flags(parser)
 
 
@@ -106,7 +107,7 @@ def _pool_of(options: RowOptions, batch: BatchOptions) -> Callable[[], Pool]:
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "workers, ray_address and worker_options need Ray, which is not installed: "
-            "pip install '.[ray]'"
+            "pip install -e '.[ray]' -c constraints.txt"
         )
     from nanovllm.apps.ray.row_pool import RayPool
 

@@ -14,7 +14,7 @@ from nanovllm.apps.lab.plugin import Plugin, find_plugin
 from nanovllm.apps.prove.options import ProveOptions
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
-from nanovllm.options.flags import Parser, add_flags, add_other_flags, given_fields
+from nanovllm.options.flags import Parser, add_flags, add_other_flags, fields_of, given_fields
 from nanovllm.options.validation import check_place, listed
 from nanovllm.utils.progress import progress_bar
 from nanovllm.utils.terminal import write
@@ -116,8 +116,10 @@ def _add_trial(
     )
     for title, (fields, left_out) in groups.items():
         add_flags(parser.add_argument_group(title), fields, but=left_out, defaults={})
+    own = [name for owner, but in groups.values() for name in fields_of(owner) if name not in but]
     add_engine_flags(parser)
     add_other_flags(parser, default=argparse.SUPPRESS)
+    parser.shorten_help(["class_name", *own])
 
 
 def _engine_options(args: argparse.Namespace, plugin: Plugin | None) -> dict[str, Any]:

@@ -126,7 +126,8 @@ def chat(args: argparse.Namespace) -> int:
         raise InvalidRequestError(f"a conversation has one answer, so n must be 1, got {n}")
     if args.system is not None:
         args.system = check_text("the system message", args.system)
-    if sys.stdin is None:
+    question = " ".join(getattr(args, "prompt", ()))
+    if sys.stdin is None and not question:
         raise InvalidRequestError("standard input is closed, so there is nothing to answer")
     if args.url is not None:
         source, name = _connect(args, options, flags)
@@ -139,10 +140,11 @@ def chat(args: argparse.Namespace) -> int:
         source = _naming_flags(source, args.parser)
         name = shown_model(options["model"])
         first = {name: getattr(params, name) for name in dict.fromkeys((*RECOMMENDED, *flags))}
-    if is_interactive():
-        write("Type a message, or /help.\n")
     conversation = Chat(source, args.system, name, Settings(first))
-    if is_interactive():
+    if question:
+        conversation.answer(check_text("the question", question))
+    elif is_interactive():
+        write("Type a message, or /help.\n")
         conversation.run(typed_lines(conversation.completions))
     else:
         conversation.run(joined_lines(piped_lines()))
@@ -185,7 +187,8 @@ def explain(args: argparse.Namespace) -> int:
     llm, params = load(options, flags, is_named=args.names_model, is_chat=args.chat)
     from nanovllm.apps.explain.explain import explain_prompts
 
-    explain_prompts(llm, _rendered(llm, given) if args.chat else given, params, chosen)
+    prompts = _rendered(llm, given) if args.chat else given
+    explain_prompts(llm, shown_model(args.model), prompts, params, chosen)
     return 0
 
 
@@ -207,7 +210,9 @@ def _need(extra: str, *packages: str) -> None:
     """Raise ConfigError if a package of an extra is not installed."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{package} is not installed: pip install '.[{extra}]'")
+            raise ConfigError(
+                f"{package} is not installed: pip install -e '.[{extra}]' -c constraints.txt"
+            )
 
 
 def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:

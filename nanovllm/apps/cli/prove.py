@@ -12,7 +12,7 @@ from nanovllm.apps.cli.flag_groups import add_engine_flags
 from nanovllm.apps.prove.options import ProveOptions
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
-from nanovllm.options.flags import Parser, add_flags, add_other_flags, given_fields
+from nanovllm.options.flags import Parser, add_flags, add_other_flags, fields_of, given_fields
 from nanovllm.options.validation import writing
 from nanovllm.utils.terminal import write
 
@@ -48,6 +48,7 @@ def add_prove(commands: "argparse._SubParsersAction[Parser]") -> None:
     add_flags(parser.add_argument_group("prove"), ProveOptions, but=(), defaults={})
     add_engine_flags(parser)
     add_other_flags(parser, default=argparse.SUPPRESS)  # after the flags that they may name
+    parser.shorten_help(tuple(fields_of(ProveOptions)))
 
 
 def prove(args: argparse.Namespace) -> int:

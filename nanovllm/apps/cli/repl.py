@@ -140,7 +140,7 @@ class Chat:
                 if re.match(r"/\w+(\s|$)", text):  # not a path such as /etc/hosts
                     self._obey(*text.split(None, 1))
                 elif text:
-                    self._answer(text)
+                    self.answer(text)
             except (InvalidRequestError, ServerError) as error:
                 complain(str(error))
 
@@ -163,7 +163,7 @@ class Chat:
             raise InvalidRequestError(f"there is no command {name:.80}{hint}")
         command(argument)
 
-    def _answer(self, text: str) -> None:
+    def answer(self, text: str) -> None:
         """Write the answer and keep the turn; keep nothing of it if Ctrl-C stops the answer."""
         question = {"role": "user", "content": text}
         messages = [*self._messages(), question]
@@ -192,7 +192,7 @@ class Chat:
         before = self._turns
         self._turns = earlier
         try:
-            self._answer(question["content"])
+            self.answer(question["content"])
         finally:
             if len(self._turns) < len(before):
                 self._turns = before

@@ -15,12 +15,13 @@ from nanovllm.utils.terminal import complain
 
 
 def explain_prompts(
-    llm: LLM, prompts: list[Any], params: SamplingParams, options: ExplainOptions
+    llm: LLM, name: str, prompts: list[Any], params: SamplingParams, options: ExplainOptions
 ) -> Story:
     """Generate for all prompts together; show each step, or write the page that `options` name.
 
     Args:
         llm: with enforce_eager for xray.
+        name: the model's, for the page's title.
 
     Raises:
         ConfigError: the page cannot be written.
@@ -35,6 +36,7 @@ def explain_prompts(
     with contextlib.ExitStack() as stack:
         xray = stack.enter_context(xrayed(llm.engine)) if options.xray else None
         story = stack.enter_context(recorded(llm.engine, options.num_top, tell, xray))
+        story.model = name
         if screen is not None:
             screen.show_facts(story)
         llm.generate(prompts, params, use_tqdm=False)

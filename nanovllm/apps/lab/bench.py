@@ -107,14 +107,18 @@ class Bench:
         own, others = (statistics.median(chain(*side)) for side in (default, plugin))
         return Measure(workload, what, own, others, ratio, ratio.verdict)
 
-    def counts(self) -> list[tuple[str, str, int, int]]:
-        """Return (workload, what, default, plugin) of counts that are the same in each round."""
+    def counts(self) -> list[tuple[str, str, int, int, bool]]:
+        """Return (workload, what, default, plugin, whether each round has the same) of counts.
+
+        A count that is not the same in each round is the median, one that a round had.
+        """
         found = []
         for workload, sides in self.rounds.items():
             for what in sides[0][0][0]["counts"]:
-                values = [{r["counts"][what] for pair in side for r in pair} for side in sides]
-                if all(len(each) == 1 for each in values):
-                    found.append((workload, what, *(each.pop() for each in values)))
+                values = [[r["counts"][what] for pair in side for r in pair] for side in sides]
+                default, plugin = map(statistics.median_low, values)
+                is_exact = all(len({*each}) == 1 for each in values)
+                found.append((workload, what, default, plugin, is_exact))
         return found
 
     def as_json(self) -> dict[str, Any]:
@@ -142,11 +146,13 @@ def bench(
         EngineDeadError: an engine ends, as a wrong plugin ends it.
     """
     names = _chosen(options.workloads)
-    fewest = fewest_pairs(_ERROR / sum(measure[0] in names for measure in MEASURES))
+    num_compared = sum(measure[0] in names for measure in MEASURES)
+    fewest = fewest_pairs(_ERROR / num_compared)
     if options.num_pairs < fewest:
+        compared = f"{num_compared} comparison" + "s" * (num_compared > 1)
         raise ConfigError(
-            f"num_pairs must be at least {fewest} for {len(names)} workloads: with fewer no "
-            f"difference can be shown, got {options.num_pairs}"
+            f"num_pairs must be at least {fewest} for {compared}: with fewer no difference can be "
+            f"shown, got {options.num_pairs}"
         )
     base = {**ENGINE, **engine_options}
     both = [base, base if plugin is None else {**base, **plugin.options}]
@@ -279,10 +285,11 @@ def show(found: Bench) -> Iterator[str]:
             f"{m.workload:18}{m.what:46.46}{m.default:9.4g}{m.plugin:9.4g}"
             f"{m.ratio.estimate:7.3f}  {interval:16}  {m.verdict}"
         )
-    for workload, what, default, plugin in found.counts():
+    for workload, what, default, plugin, is_exact in found.counts():
         if default != plugin:
-            ratio = plugin / max(1, default)
-            yield f"{workload:18}{what:46}{default:9}{plugin:9}{ratio:7.3f}  exact"
+            ratio = f"{plugin / default:.3f}" if default else "new"
+            words = "exact" if is_exact else "median: rounds differ"
+            yield f"{workload:18}{what:46}{default:9}{plugin:9}{ratio:>7}  {words}"
     if all(m.verdict == NOTHING for m in measures):
         widest = max(max(m.ratio.high, 1 / m.ratio.low) for m in measures)
         yield f"No difference shown; none is larger than {widest - 1:.1%}, as far as this can tell."

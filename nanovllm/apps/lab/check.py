@@ -6,9 +6,11 @@ ways of `nanovllm prove`.
 
 import contextlib
 import importlib.util
+import linecache
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
@@ -73,7 +75,7 @@ def check(
         CheckpointError: the model cannot be found or read.
     """
     if importlib.util.find_spec("hypothesis") is None:
-        raise ConfigError("hypothesis is not installed: pip install '.[lab]'")
+        raise ConfigError("hypothesis is not installed: pip install -e '.[lab]' -c constraints.txt")
     if not __debug__:
         raise ConfigError("python -O removes the assertions that are checked here: leave -O out")
     found: list[Finding] = []
@@ -116,7 +118,7 @@ def _guarded(checked: Callable[[], Checked]) -> Checked:
     except _Endless as error:
         return False, str(error)
     except Exception as error:
-        words = str(error) if isinstance(error, NanoVLLMError) else f"{_place(error)}: {error}"
+        words = (isinstance(error, NanoVLLMError) and str(error)) or _words(error)
         lines = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
         calls = [line for line in lines if line.startswith("state.") and line != "state.check()"]
         return False, "\n".join([words, *calls])
@@ -163,13 +165,12 @@ def _calls_end() -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
 
 
-def _place(error: BaseException) -> str:
-    """Return where an exception was raised, such as "AssertionError in check_blocks"."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = "" if trace is None else f" in {trace.tb_frame.f_code.co_name}"
-    return f"{type(error).__name__}{where}"
+def _words(error: Exception) -> str:
+    """Return where an exception was raised, and its message or else the code that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    lines = range(last.lineno or 0, (last.end_lineno or 0) + 1)
+    code = " ".join(linecache.getline(last.filename, number).strip() for number in lines)
+    return f"{type(error).__name__} in {last.name}: {str(error) or code}"
 
 
 def _random_calls(plugin: Plugin, num_runs: int) -> Checked:

@@ -15,7 +15,7 @@ _COLOURS = {FASTER: "tab:green", SLOWER: "tab:red", NOTHING: "tab:gray"}
 def check_plot(path: str) -> None:
     """Raise ConfigError if `draw` cannot write there, or matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("matplotlib is not installed: pip install '.[lab]'")
+        raise ConfigError("matplotlib is not installed: pip install -e '.[lab]' -c constraints.txt")
     check_place("plot", path)
 
 

@@ -10,7 +10,9 @@ import sys
 def main() -> int:
     """Run lm_eval's command line with the arguments of this process."""
     if importlib.util.find_spec("lm_eval") is None:
-        sys.stderr.write("nanovllm: lm_eval is not installed: pip install '.[lm-eval]'\n")
+        sys.stderr.write(
+            "nanovllm: lm_eval is not installed: pip install -e '.[lm-eval]' -c constraints.txt\n"
+        )
         return 2
     from lm_eval.__main__ import cli_evaluate
 

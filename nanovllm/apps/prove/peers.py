@@ -240,7 +240,7 @@ def prove_server(model: str | None, prove: ProveOptions, on_verdict: OnVerdict) 
         ConfigError: httpx is not installed.
     """
     if importlib.util.find_spec("httpx") is None:
-        raise ConfigError("httpx is not installed: pip install '.[client]'")
+        raise ConfigError("httpx is not installed: pip install -e '.[client]' -c constraints.txt")
     return asyncio.run(_prove_server(model, prove, on_verdict))
 
 

@@ -153,7 +153,7 @@ def read_models(
         else:
             raise ConfigError(
                 f"{shown(word)} names no model: give a path, a hub id, which is OWNER/NAME, "
-                "NAME=MODEL, or a TOML file"
+                "NAME=MODEL, or a TOML file; a flag takes several values only behind a MODEL"
             )
     if given_names := server.get("served_model_name"):
         if len(found) > 1:

@@ -142,7 +142,8 @@ class GrammarCompiler:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError:
             raise InvalidRequestError(
-                "structured_outputs needs llguidance: pip install '.[structured]'"
+                "structured_outputs needs llguidance: "
+                "pip install -e '.[structured]' -c constraints.txt"
             ) from None
         tokenizer, described = self._make_tokenizer()
         try:

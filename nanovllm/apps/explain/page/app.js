@@ -292,6 +292,7 @@ function obey(event) {
 }
 
 get("model").textContent = story.model;
+document.title = `${story.model} – nanovllm explain`;
 get("facts").append(
   ...Object.entries(story.facts).flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]),
 );
