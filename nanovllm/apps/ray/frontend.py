@@ -4,7 +4,6 @@ It reads the body, because Ray Serve's proxies choose a replica before they have
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -31,9 +30,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.apps.ray.affinity import conversation_key
 from nanovllm.apps.server.admission import BodyBudget
-from nanovllm.apps.server.error_bodies import APIError, as_api_error
+from nanovllm.apps.server.error_bodies import APIError, as_api_error, route_path
 from nanovllm.apps.server.middleware import GuardMiddleware
 from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.sse import error_frames
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +80,7 @@ def _at_root(app: ASGIApp) -> ASGIApp:
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
-            scope = {**scope, "path": path, "root_path": ""}
+            scope = {**scope, "path": route_path(scope), "root_path": ""}
         await app(scope, receive, send)
 
     return answer
@@ -222,12 +221,11 @@ class _Answer:
         is cut, which every client notices.
 
         Raises:
-            ConnectionError: the answer is not a stream, or one whose events are numbered.
+            ConnectionError: the answer is not a stream.
         """
-        if not self._is_stream or path == "/v1/responses":
+        if not self._is_stream:
             raise ConnectionError(error.body["error"]["message"])
-        text = f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n"
-        await self._send({"type": "http.response.body", "body": text.encode()})
+        await self._send({"type": "http.response.body", "body": error_frames(error, path)})
 
 
 def _died() -> APIError:

@@ -44,7 +44,7 @@ from nanovllm.apps.server.response_items import (
     stored_items,
 )
 from nanovllm.apps.server.response_store import StoredResponse
-from nanovllm.apps.server.sse import error_frame, frame, sse
+from nanovllm.apps.server.sse import frame, sse
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import SamplingParams
@@ -84,7 +84,7 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
             )
         outputs = await run(place, body, prompt, params)
         if body.stream:
-            return sse(answer.frames(outputs), on_error=error_frame)
+            return sse(answer.frames(outputs), "/v1/responses")
         text = answer.whole(await anext(outputs))
         return Response(text, media_type="application/json")
 
