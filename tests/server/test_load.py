@@ -85,7 +85,7 @@ def test_bodies_share_a_budget(small: Running, monkeypatch: pytest.MonkeyPatch) 
         return {"type": "http.request", "body": bytes(2**16 + 60)}
 
     async def read_all() -> None:
-        budget = BodyBudget(100)
+        budget = BodyBudget(1)
         with budget.reading(receive) as first, budget.reading(receive) as second:
             await first()
             with pytest.raises(APIError) as refused:

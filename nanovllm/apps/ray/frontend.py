@@ -37,8 +37,6 @@ from nanovllm.apps.server.sse import error_frames
 
 logger = logging.getLogger(__name__)
 
-_MANY_BODIES = 64
-"""At most this many bodies of max_body_bytes are in memory."""
 _ATTEMPTS = 2
 """Replicas that may die of one request, so that a request that kills its replica does not kill
 all."""
@@ -92,7 +90,7 @@ class _Forward:
     def __init__(self, engine: DeploymentHandle[Any], options: ServerOptions) -> None:
         self._engine = engine
         self._options = options
-        self._bodies = BodyBudget(_MANY_BODIES * options.max_body_bytes)
+        self._bodies = BodyBudget(options.max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request."""

@@ -21,20 +21,18 @@ from starlette.routing import Route
 
 from nanovllm import __version__
 from nanovllm.apps.router.models import Model, Models
-from nanovllm.apps.router.proxy import Proxy, for_engine
-from nanovllm.apps.server import pages
+from nanovllm.apps.router.proxy import Backlog, Proxy, for_engine
+from nanovllm.apps.server import pages, profile_route
 from nanovllm.apps.server.admission import BodyBudget, shutting_down
-from nanovllm.apps.server.app import ROUTERS
-from nanovllm.apps.server.error_bodies import APIError, add_error_handlers
-from nanovllm.apps.server.middleware import guard
+from nanovllm.apps.server.app import ROUTERS, app_of, routes_of, stand_guard
+from nanovllm.apps.server.error_bodies import APIError
+from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.options import ServerOptions
 
-_MANY_BODIES = 64
-"""At most this many bodies of max_body_bytes are in memory."""
 _ASK_SECONDS = 5.0
-"""An engine that does not answer in time is left out of /metrics."""
-_ANSWERING = ("loaded", "sleeping")
-"""The states in which an engine tells its numbers."""
+"""An engine that does not answer in time is left out where all are asked."""
+_BACKLOG_BYTES = 256 * 2**20
+"""Of all answers that wait for clients who read slowly."""
 _NOT_PASSED = (
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),  # which the router would not know
 )
@@ -42,31 +40,24 @@ _NOT_PASSED = (
 
 def make_app(models: Models, options: ServerOptions) -> FastAPI:
     """Return an app that answers with `models`."""
-    app = FastAPI(
-        title="nanovllm",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        redirect_slashes=False,
-        root_path=options.root_path or "",
-    )
-    app.include_router(pages.router)
+    routers = [*ROUTERS]
+    if any(model.spec.engine.get("profile_dir") for model in models.all):
+        routers.append(profile_route.router)
+    app = app_of([pages.router], options)
+    schema = app_of(routers, options)
+    app.openapi = schema.openapi  # type: ignore[method-assign]  # what the engines answer
     _add_own_routes(app, models)
-    routes = (*app.routes, *pages.router.routes)
-    own = {route.path for route in routes if isinstance(route, Route)}
-    proxy = Proxy(models, BodyBudget(_MANY_BODIES * options.max_body_bytes))
-    engines = [r for router in ROUTERS for r in router.routes if isinstance(r, Route)]
-    for route in engines:
-        if route.path in (*own, *_NOT_PASSED):
-            continue
+    own = {route.path for route in (*routes_of([app.router, pages.router]),)}
+    bodies, backlog = BodyBudget(options.max_body_bytes), Backlog(_BACKLOG_BYTES)
+    passed = [r for r in routes_of(routers) if r.path not in (*own, *_NOT_PASSED)]
+    for route in passed:
         if "{" in route.path:  # of something that one engine keeps
             app.add_api_route(route.path, _asking_all(models), methods=list(route.methods or ()))
         else:
+            loads = isinstance(route, JSONRoute) and "POST" in (route.methods or ())
+            proxy = Proxy(models, bodies, backlog, loads=loads)
             app.router.routes.append(Route(route.path, proxy, methods=route.methods))
-    app.router.routes.append(Route("/openapi.json", proxy, methods=["GET"]))
-    add_error_handlers(app, [r.path for r in app.routes if isinstance(r, Route)])
-    guard(app, options)
+    stand_guard(app, options, [*own, *(route.path for route in passed)])
     return app
 
 
@@ -81,7 +72,7 @@ def _add_own_routes(app: FastAPI, models: Models) -> None:
     @app.head("/ready")
     @app.get("/ready")
     async def ready() -> dict[str, str]:
-        if models.is_draining:
+        if models.admission.is_draining:
             raise shutting_down()
         return {"status": "ready"}
 
@@ -103,12 +94,11 @@ def _add_own_routes(app: FastAPI, models: Models) -> None:
     @app.get("/status.json")
     async def status(model: str | None = None) -> Response:
         """Return the load of a model, by default of the first that is loaded; load none."""
-        named = [models.find(model)] if model else models.all
-        for each in named:
-            if each.is_alive and each.state in _ANSWERING:
-                text = await _asked(each, "/status.json")
+        running = models.answering(model)
+        for text in await asyncio.gather(*(_asked(each, "/status.json") for each in running)):
+            if text:
                 return Response(text, media_type="application/json")
-        raise APIError(503, "no model is loaded now", code="no_model_loaded")
+        raise APIError(503, "no model that is in memory answers now", code="no_model_loaded")
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -131,14 +121,19 @@ def _asking_all(models: Models) -> Callable[[Request], Awaitable[Response]]:
     """Return a route that asks each engine that runs for what an id in the path names."""
 
     async def ask(request: Request) -> Response:
-        for model in models.all:
-            if model.engine is None or model.state not in _ANSWERING:
-                continue
-            with contextlib.suppress(httpx.HTTPError):
-                found = await model.engine.client.send(for_engine(request.scope, b""))
-                if found.status_code != 404:
+        asked = [
+            asyncio.create_task(_sent(model, for_engine(request.scope, b"")))
+            for model in models.answering()
+        ]
+        try:
+            for answer in asyncio.as_completed(asked):
+                found = await answer
+                if found is not None and found.status_code != 404:
                     kind = found.headers.get("content-type")
                     return Response(found.content, found.status_code, media_type=kind)
+        finally:
+            for task in asked:
+                task.cancel()
         raise APIError(404, "no model that runs has what the path names", code="not_found")
 
     return ask
@@ -164,6 +159,7 @@ def _cards(model: Model, start_time: int) -> list[dict[str, Any]]:
             "root": model.spec.model,
             "parent": model.name if name in adapters else None,
             "max_model_len": None,
+            "chats": model.chats,
             **known.get(name, {}),
             **state,
         }
@@ -173,7 +169,7 @@ def _cards(model: Model, start_time: int) -> list[dict[str, Any]]:
 
 async def _metrics(models: Models) -> bytes:
     """Return the metrics of all engines with a label `model`, and the router's own."""
-    running = [model for model in models.all if model.is_alive and model.state in _ANSWERING]
+    running = models.answering()
     texts = await asyncio.gather(*(_asked(model, "/metrics") for model in running))
     registry = CollectorRegistry()
     registry.register(_Merged([(m.name, text) for m, text in zip(running, texts, strict=True)]))
@@ -184,10 +180,17 @@ async def _metrics(models: Models) -> bytes:
 async def _asked(model: Model, path: str) -> str:
     """Return what a running engine answers; "" if it does not in time."""
     assert model.engine is not None
+    found = await _sent(model, model.engine.client.build_request("GET", path))
+    return "" if found is None else found.text
+
+
+async def _sent(model: Model, request: httpx.Request) -> httpx.Response | None:
+    """Return what a running engine answers; None if it does not in time."""
+    assert model.engine is not None
     with contextlib.suppress(httpx.HTTPError, TimeoutError):
         async with asyncio.timeout(_ASK_SECONDS):
-            return (await model.engine.client.get(path)).text
-    return ""
+            return await model.engine.client.send(request)
+    return None
 
 
 class _Merged:
