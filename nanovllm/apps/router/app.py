@@ -125,16 +125,19 @@ def _asking_all(models: Models) -> Callable[[Request], Awaitable[Response]]:
             asyncio.create_task(_sent(model, for_engine(request.scope, b"")))
             for model in models.answering()
         ]
+        found = None
         try:
             for answer in asyncio.as_completed(asked):
-                found = await answer
+                found = await answer or found
                 if found is not None and found.status_code != 404:
-                    kind = found.headers.get("content-type")
-                    return Response(found.content, found.status_code, media_type=kind)
+                    break
         finally:
             for task in asked:
                 task.cancel()
-        raise APIError(404, "no model that runs has what the path names", code="not_found")
+        if found is None:
+            raise APIError(404, "no model that runs has what the path names", code="not_found")
+        kind = found.headers.get("content-type")
+        return Response(found.content, found.status_code, media_type=kind)
 
     return ask
 
