@@ -72,7 +72,7 @@ def test_admission_refuses_what_never_fits_and_all_while_draining() -> None:
 
 
 @pytest.fixture(scope="module")
-def small(async_llm: AsyncLLM) -> Iterator[Running]:
+def small(front: str, async_llm: AsyncLLM) -> Iterator[Running]:
     """A server with a short queue and a short deadline."""
     with running(async_llm, max_waiting=4, request_timeout=0.5) as found:
         yield found

@@ -21,8 +21,6 @@ from ray.serve.exceptions import (
 )
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -31,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanovllm.apps.ray.affinity import conversation_key
 from nanovllm.apps.server.admission import BodyBudget
 from nanovllm.apps.server.error_bodies import APIError, as_api_error, route_path
-from nanovllm.apps.server.middleware import GuardMiddleware
+from nanovllm.apps.server.middleware import guard
 from nanovllm.apps.server.options import ServerOptions
 from nanovllm.apps.server.sse import error_frames
 
@@ -56,21 +54,9 @@ class Frontend:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the app. Ray Serve calls this once, in the replica of the frontend."""
-        options = self._options
-        guards = [
-            Middleware(
-                GuardMiddleware,
-                api_keys=options.api_keys,
-                allowed_hosts=options.allowed_hosts,
-                max_body_bytes=options.max_body_bytes,
-            )
-        ]
-        if options.cors_origins:
-            cors: dict[str, Any] = {"allow_origins": list(options.cors_origins)}
-            cors |= {"allow_methods": ["*"], "allow_headers": ["*"]}
-            guards.insert(0, Middleware(CORSMiddleware, **cors))
-        routes = [Route("/{path:path}", _Forward(self._engine, options))]
-        return _at_root(Starlette(routes=routes, middleware=guards))
+        app = Starlette(routes=[Route("/{path:path}", _Forward(self._engine, self._options))])
+        guard(app, self._options)
+        return _at_root(app)
 
 
 def _at_root(app: ASGIApp) -> ASGIApp:

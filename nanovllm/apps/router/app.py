@@ -54,8 +54,8 @@ def make_app(models: Models, options: ServerOptions) -> FastAPI:
         if "{" in route.path:  # of something that one engine keeps
             app.add_api_route(route.path, _asking_all(models), methods=list(route.methods or ()))
         else:
-            loads = isinstance(route, JSONRoute) and "POST" in (route.methods or ())
-            proxy = Proxy(models, bodies, backlog, loads=loads)
+            has_json = isinstance(route, JSONRoute) and "POST" in (route.methods or ())
+            proxy = Proxy(models, bodies, backlog, has_json=has_json)
             app.router.routes.append(Route(route.path, proxy, methods=route.methods))
     stand_guard(app, options, [*own, *(route.path for route in passed)])
     return app

@@ -125,7 +125,8 @@ class Models:
             return self.all[0]
         if (model := self.by_name.get(name)) is not None:
             return model
-        known = [shown(each.name) for each in self.all]
+        names = [name for each in self.all for name in (*each.spec.names, *each.spec.adapters)]
+        known = list(map(shown, names))
         raise APIError(
             404,
             f"the model {shown(name)} does not exist; this server has {listed(known, _MOST_NAMES)}",

@@ -60,15 +60,15 @@ class Proxy:
     A request names its model in its body or, without one, in its query.
 
     Args:
-        loads: whether a request loads its model. It must not if it has no body in JSON, for such
-            requests any web page can send.
+        has_json: whether its requests have a body in JSON. One that has none loads no model if it
+            needs no key either: any web page can send it.
     """
 
-    def __init__(self, models: Models, bodies: BodyBudget, backlog: Backlog, *, loads: bool):
+    def __init__(self, models: Models, bodies: BodyBudget, backlog: Backlog, *, has_json: bool):
         self._models = models
         self._bodies = bodies
         self._backlog = backlog
-        self._loads = loads
+        self._has_json = has_json
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with ExitStack() as held:
@@ -84,10 +84,11 @@ class Proxy:
             watch = asyncio.create_task(guard.watch(Request(scope, counted)))
             held.callback(watch.cancel)
             answer = _Answer(scope, send, guard, self._backlog)
+            loads = self._has_json or "key_digest" in scope["state"]
             held.callback(answer.stop)
             try:
                 with guard:
-                    await self._answer(answer, name, for_engine(scope, body))
+                    await self._answer(answer, name, for_engine(scope, body), loads=loads)
             except APIError as error:
                 await answer.break_off(error)
             self._models.admission.engine_ended(guard, 1)
@@ -99,7 +100,7 @@ class Proxy:
         Raises:
             APIError: status 400 or 415, the body is not JSON.
         """
-        if self._loads:
+        if self._has_json:
             check_content_type(Headers(scope=scope))
             is_large = len(body) > _LARGE_BYTES
             value = await asyncio.to_thread(parse, body) if is_large else parse(body)
@@ -109,13 +110,15 @@ class Proxy:
             found = query.get("model", [None])[0]
         return found if isinstance(found, str) else None  # the engine refuses what is not a name
 
-    async def _answer(self, answer: "_Answer", name: str | None, request: httpx.Request) -> None:
+    async def _answer(
+        self, answer: "_Answer", name: str | None, request: httpx.Request, *, loads: bool
+    ) -> None:
         """Let the model's engine answer; it is free when it has ended, whoever still reads."""
         for has_another_try in (True, False):
-            model = self._models.find(name) if self._loads else self._models.in_memory(name)
+            model = self._models.find(name) if loads else self._models.in_memory(name)
             reason = f"the engine of {model.name!r} has died; try again"
             died = APIError(500, reason, code="engine_dead")
-            uses = self._models.use(model) if self._loads else nullcontext(model.engine)
+            uses = self._models.use(model) if loads else nullcontext(model.engine)
             async with uses as engine:
                 assert engine is not None
                 try:
