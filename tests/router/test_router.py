@@ -165,6 +165,10 @@ def test_what_all_have_together(router: Router) -> None:
     assert 'vllm:num_requests_running{engine="0",model="a",model_name="a"} 0.0' in text
     assert 'nanovllm:model_state{model="a",state="loaded"} 1.0' in text
     assert text.count("# TYPE vllm:num_requests_running gauge") == 1
+    assert router.http.get("/v1/models/none").status_code == 404
+    text = router.http.get("/metrics").text
+    assert text.count("# TYPE nanovllm:http_requests_total counter") == 1
+    assert 'http_requests_total{model="",path="/v1/models/{name:path}",status="404"}' in text
     assert router.http.get("/v1/models/gpt-4").json()["max_model_len"] == 512
     assert router.http.get("/health", headers={"Authorization": ""}).json() == {"status": "ok"}
     for path in ("/", "/status", "/page/app.js", "/page/vendor/purify.js"):

@@ -5,14 +5,9 @@ It reads the body, because Ray Serve's proxies choose a replica before they have
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
 from typing import Any
 
-from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.serve.exceptions import (
     BackPressureError,
@@ -29,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanovllm.apps.ray.affinity import conversation_key
 from nanovllm.apps.server.admission import BodyBudget
 from nanovllm.apps.server.error_bodies import APIError, as_api_error, route_path
+from nanovllm.apps.server.merged_metrics import merge
 from nanovllm.apps.server.middleware import guard
 from nanovllm.apps.server.options import ServerOptions
 from nanovllm.apps.server.sse import error_frames
@@ -175,8 +171,9 @@ class _Forward:
             )
         except (DeploymentUnavailableError, TimeoutError):
             raise _no_replica() from None
-        texts = dict(item for item in found if not isinstance(item, Exception))
-        return Response(merge(texts), media_type=CONTENT_TYPE_LATEST)
+        items = [item for item in found if not isinstance(item, Exception)]
+        texts = {name: text.decode() for name, text in items}
+        return Response(merge(texts, "replica"), media_type=CONTENT_TYPE_LATEST)
 
 
 class _Answer:
@@ -226,30 +223,3 @@ def _no_replica() -> APIError:
     return APIError(
         503, "no replica is ready; try again later", code="no_replica", headers={"Retry-After": "5"}
     )
-
-
-class _Page(Collector):
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the families, for `generate_latest`."""
-        return self._families
-
-
-def merge(texts: Mapping[str, bytes]) -> bytes:
-    """Return the samples of all texts in Prometheus' format, each with the label `replica`.
-
-    Args:
-        texts: in the same format, by name of the replica.
-    """
-    families: dict[str, Metric] = {}
-    for replica, text in sorted(texts.items()):
-        for family in text_string_to_metric_families(text.decode()):
-            found = families.setdefault(
-                family.name, Metric(family.name, family.documentation, family.type)
-            )
-            for sample in family.samples:
-                labels = {**sample.labels, "replica": replica}
-                found.samples.append(sample._replace(labels=labels))
-    return generate_latest(_Page(families.values()))

@@ -3,20 +3,19 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence as Seq
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     Metric as Family,
 )
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
 from nanovllm import __version__
@@ -27,7 +26,9 @@ from nanovllm.apps.server.admission import BodyBudget, shutting_down
 from nanovllm.apps.server.app import ROUTERS, app_of, routes_of, stand_guard
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.json_route import JSONRoute
+from nanovllm.apps.server.merged_metrics import merge
 from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.request_log import record_of
 
 _ASK_SECONDS = 5.0
 """An engine that does not answer in time is left out where all are asked."""
@@ -46,8 +47,9 @@ def make_app(models: Models, options: ServerOptions) -> FastAPI:
     app = app_of([pages.router], options)
     schema = app_of(routers, options)
     app.openapi = schema.openapi  # type: ignore[method-assign]  # what the engines answer
-    _add_own_routes(app, models)
-    own = {route.path for route in (*routes_of([app.router, pages.router]),)}
+    answered: Counter[tuple[str, int]] = Counter()
+    _add_own_routes(app, models, answered)
+    own = {route.path for route in routes_of([app.router, pages.router])}
     bodies, backlog = BodyBudget(options.max_body_bytes), Backlog(_BACKLOG_BYTES)
     passed = [r for r in routes_of(routers) if r.path not in (*own, *_NOT_PASSED)]
     for route in passed:
@@ -57,11 +59,12 @@ def make_app(models: Models, options: ServerOptions) -> FastAPI:
             has_json = isinstance(route, JSONRoute) and "POST" in (route.methods or ())
             proxy = Proxy(models, bodies, backlog, has_json=has_json)
             app.router.routes.append(Route(route.path, proxy, methods=route.methods))
-    stand_guard(app, options, [*own, *(route.path for route in passed)])
+    paths = [*own, *(route.path for route in passed)]
+    stand_guard(app, options, paths, lambda path, status: answered.update([(path, status)]))
     return app
 
 
-def _add_own_routes(app: FastAPI, models: Models) -> None:
+def _add_own_routes(app: FastAPI, models: Models, answered: Counter[tuple[str, int]]) -> None:
     start_time = int(time.time())
 
     @app.head("/health")
@@ -102,7 +105,7 @@ def _add_own_routes(app: FastAPI, models: Models) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        text = await _metrics(models)
+        text = await _metrics(models, answered)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
@@ -136,6 +139,8 @@ def _asking_all(models: Models) -> Callable[[Request], Awaitable[Response]]:
                 task.cancel()
         if found is None:
             raise APIError(404, "no model that runs has what the path names", code="not_found")
+        if (record := record_of(request.scope)) is not None:
+            record.is_passed_on = True
         kind = found.headers.get("content-type")
         return Response(found.content, found.status_code, media_type=kind)
 
@@ -170,14 +175,12 @@ def _cards(model: Model, start_time: int) -> list[dict[str, Any]]:
     ]
 
 
-async def _metrics(models: Models) -> bytes:
+async def _metrics(models: Models, answered: Counter[tuple[str, int]]) -> bytes:
     """Return the metrics of all engines with a label `model`, and the router's own."""
     running = models.answering()
     texts = await asyncio.gather(*(_asked(model, "/metrics") for model in running))
-    registry = CollectorRegistry()
-    registry.register(_Merged([(m.name, text) for m, text in zip(running, texts, strict=True)]))
-    registry.register(_Own(models))
-    return generate_latest(registry)
+    names = (model.name for model in running)
+    return merge(dict(zip(names, texts, strict=True)), "model", _own(models, answered))
 
 
 async def _asked(model: Model, path: str) -> str:
@@ -196,49 +199,28 @@ async def _sent(model: Model, request: httpx.Request) -> httpx.Response | None:
     return None
 
 
-class _Merged:
-    """The families of several engines' metrics; each sample says whose it is."""
-
-    def __init__(self, texts: Seq[tuple[str, str]]) -> None:
-        self._texts = texts
-
-    def collect(self) -> Iterable[Family]:
-        merged: dict[str, Family] = {}
-        for name, text in self._texts:
-            for family in text_string_to_metric_families(text):
-                whole = merged.setdefault(
-                    family.name, Family(family.name, family.documentation, family.type)
-                )
-                for sample in family.samples:
-                    labels = {**sample.labels, "model": name}
-                    whole.samples.append(sample._replace(labels=labels))
-        return merged.values()
-
-
-class _Own:
-    """The router's metrics: the states of its models, their loads and their deaths."""
-
-    def __init__(self, models: Models) -> None:
-        self._models = models
-
-    def collect(self) -> Iterator[Family]:
-        state = GaugeMetricFamily(
-            "nanovllm:model_state", "1 for the state of each model.", labels=["model", "state"]
-        )
-        waiting = GaugeMetricFamily(
-            "nanovllm:model_requests_waiting", "Requests that wait for a model.", labels=["model"]
-        )
-        loads = CounterMetricFamily("nanovllm:model_loads", "Times loaded.", labels=["model"])
-        deaths = CounterMetricFamily(
-            "nanovllm:model_deaths", "Engines that died.", labels=["model"]
-        )
-        seconds = GaugeMetricFamily(
-            "nanovllm:model_load_seconds", "Seconds of the last load.", labels=["model"]
-        )
-        for model in self._models.all:
-            state.add_metric([model.name, model.state], 1)
-            waiting.add_metric([model.name], len(model.waiters))
-            loads.add_metric([model.name], model.num_loads)
-            deaths.add_metric([model.name], model.num_deaths)
-            seconds.add_metric([model.name], model.load_seconds)
-        yield from (state, waiting, loads, deaths, seconds)
+def _own(models: Models, answered: Counter[tuple[str, int]]) -> Iterator[Family]:
+    """Yield the router's metrics: its models' states, loads and deaths, and what no engine saw."""
+    state = GaugeMetricFamily(
+        "nanovllm:model_state", "1 for the state of each model.", labels=["model", "state"]
+    )
+    waiting = GaugeMetricFamily(
+        "nanovllm:model_requests_waiting", "Requests that wait for a model.", labels=["model"]
+    )
+    loads = CounterMetricFamily("nanovllm:model_loads", "Times loaded.", labels=["model"])
+    deaths = CounterMetricFamily("nanovllm:model_deaths", "Engines that died.", labels=["model"])
+    seconds = GaugeMetricFamily(
+        "nanovllm:model_load_seconds", "Seconds of the last load.", labels=["model"]
+    )
+    for model in models.all:
+        state.add_metric([model.name, model.state], 1)
+        waiting.add_metric([model.name], len(model.waiters))
+        loads.add_metric([model.name], model.num_loads)
+        deaths.add_metric([model.name], model.num_deaths)
+        seconds.add_metric([model.name], model.load_seconds)
+    answers = CounterMetricFamily(
+        "nanovllm:http_requests", "HTTP requests.", labels=["model", "path", "status"]
+    )
+    for (path, status), count in answered.items():
+        answers.add_metric(["", path, str(status)], count)
+    yield from (state, waiting, loads, deaths, seconds, answers)

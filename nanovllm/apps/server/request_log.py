@@ -122,7 +122,7 @@ class RequestLog:
                 route = getattr(scope.get("route"), "path", "other")
                 is_probe = route in _PROBES and status < 400
                 _log(fields, is_probe=is_probe or record.is_passed_on)
-                if self._count is not None:
+                if self._count is not None and not record.is_passed_on:
                     self._count(route, status)
                 if self._open_telemetry is not None:
                     self._open_telemetry.end(

@@ -19,14 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 
-from nanovllm.apps.server.admission import shutting_down
+from nanovllm.apps.server.admission import Admission, shutting_down
 from nanovllm.apps.server.app import make_app
 from nanovllm.apps.server.connection import connection_class
-from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.log_setup import Log
 from nanovllm.apps.server.middleware import MAX_HEAD_BYTES
 from nanovllm.apps.server.options import (
@@ -110,19 +109,6 @@ def http_config(app: Any, options: ServerOptions) -> uvicorn.Config:
     )
 
 
-class Requests(Protocol):
-    """What has a server's requests."""
-
-    is_draining: bool
-
-    @property
-    def num_requests(self) -> int:
-        """How many requests are in the server."""
-
-    def end_all(self, error: APIError) -> None:
-        """End those that are left; their clients get the error."""
-
-
 class DrainingServer(uvicorn.Server):
     """uvicorn's server, which drains at the first signal and ends at once at the second.
 
@@ -136,7 +122,7 @@ class DrainingServer(uvicorn.Server):
         app: Any,
         listener: socket.socket,
         options: ServerOptions,
-        requests: Requests,
+        requests: Admission,
         on_start: Callable[[], object],
         tell: Callable[[str, int], object],
     ) -> None:
