@@ -25,6 +25,7 @@ sys.exit(main())
 """
 _POLL_SECONDS = 0.05
 _END_SECONDS = 10.0
+_PROBE_SECONDS = 5.0
 _MAX_LINE = 2**16
 _KEPT_LINES = 20
 _ERROR = re.compile(r"nanovllm: (.*)")
@@ -125,8 +126,13 @@ class EngineProcess:
         return errors[-1] if errors else f"its process ended with status {status}"
 
     async def call(self, path: str, seconds: float) -> bool:
-        """Post to a route without a body; return whether it worked within `seconds`."""
+        """Post to a route without a body; return whether it worked within `seconds`.
+
+        A process that hangs fails at once.
+        """
         try:
+            async with asyncio.timeout(_PROBE_SECONDS):
+                await self.client.get("/health")
             async with asyncio.timeout(seconds):
                 return (await self.client.post(path)).status_code == 200
         except (httpx.HTTPError, TimeoutError):
