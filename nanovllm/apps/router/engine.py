@@ -68,9 +68,11 @@ class EngineProcess:
 
     async def start(self) -> None:
         """Start the process."""
+        environment = {**os.environ}
+        environment.pop(API_KEY_VARIABLE, None)  # a key may have a comma
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", _COMMAND, *self._words),
-            env={**os.environ, API_KEY_VARIABLE: ""},  # a key may have a comma
+            env=environment,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
@@ -128,7 +130,7 @@ class EngineProcess:
     async def call(self, path: str, seconds: float) -> bool:
         """Post to a route without a body; return whether it worked within `seconds`.
 
-        A process that hangs fails at once.
+        A process that hangs fails within 5 s.
         """
         try:
             async with asyncio.timeout(_PROBE_SECONDS):

@@ -148,7 +148,7 @@ class Models:
         for model in self.answering(name):
             return model
         which = f"the model {shown(name)} is not" if name else "no model is"
-        reason = f"{which} in memory, where a request with a body in JSON brings it"
+        reason = f"{which} loaded, and this request loads none: send one with a body in JSON first"
         raise APIError(503, reason, code="no_model_loaded")
 
     @asynccontextmanager
