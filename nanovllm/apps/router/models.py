@@ -145,8 +145,8 @@ class Models:
 
     def in_memory(self, name: str | None) -> Model:
         """Return the first of `answering`; raise APIError, status 503, if there is none."""
-        for model in self.answering(name):
-            return model
+        if found := self.answering(name):
+            return found[0]
         which = f"the model {shown(name)} is not" if name else "no model is"
         reason = f"{which} loaded, and this request loads none: send one with a body in JSON first"
         raise APIError(503, reason, code="no_model_loaded")

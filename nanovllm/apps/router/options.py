@@ -40,8 +40,8 @@ ENGINE_FIELDS = (
     *("log_level", "log_format"),
 )
 """The fields of ServerOptions that each model's engine has, and that its table may name."""
-_OF_BOTH = ("read_timeout", "root_path", "max_connections")
-"""Those that the router has and every engine too; all others are the router's alone."""
+_OF_ENGINES = (*ENGINE_FIELDS, "read_timeout", "root_path", "max_connections")
+"""With those that the router has and every engine too; all others are the router's alone."""
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _ALL = 0.9
@@ -144,8 +144,7 @@ def read_models(
     Raises:
         ConfigError: a file or an option is wrong, or two models have one name.
     """
-    of_engines = (*ENGINE_FIELDS, *_OF_BOTH)
-    shared = {**engine, **{name: server[name] for name in of_engines if name in server}}
+    shared = {**engine, **{name: server[name] for name in _OF_ENGINES if name in server}}
     # An engine may still have the connections of clients that have gone.
     most = 2 * server.get("max_connections", ServerOptions.max_connections)
     shared["max_connections"] = min(most, MAX_FILES)
@@ -224,8 +223,7 @@ def _spec(names: tuple[str, ...], options: dict[str, Any], num_models: int) -> M
     """Return a model's spec, whose options are checked."""
     if any(not name or "," in name for name in names):
         raise ConfigError(f"the name {shown(','.join(names))} must have text and no comma")
-    of_engines = (*ENGINE_FIELDS, *_OF_BOTH)
-    server = {name: options.pop(name) for name in of_engines if name in options}
+    server = {name: options.pop(name) for name in _OF_ENGINES if name in options}
     share = options.pop("gpu_memory_utilization", _ALL / num_models)
     try:
         config = Config(**{**options, "gpu_memory_utilization": share})
