@@ -83,6 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let xdist's workers take whole files in the order of `pytest_collection_modifyitems`."""
     config.option.loadscopereorder = False
     config.addinivalue_line("markers", "long: runs with EVERY_CASE=1 alone")
+    config.addinivalue_line("markers", "of_engines: a server of several models answers otherwise")
     config.addinivalue_line("markers", "spawned: `make_llm` spawns ranks, as users' engines do")
     thinned = "one of n cases of each dtype; all of them on a GPU, or with EVERY_CASE=1"
     config.addinivalue_line("markers", f"thinned(n): {thinned}")

@@ -14,6 +14,7 @@ from nanovllm.errors import ConfigError, InvalidRequestError, ServerError
 from tests.wire_server import (
     CLOSE,
     HEAD,
+    MODELS,
     Script,
     Step,
     WireServer,
@@ -231,9 +232,16 @@ def test_a_server_that_is_not_there() -> None:
         list(server_client.stream(server, "/v1/completions", {}))
 
 
-def test_first_model() -> None:
+def test_first_model(monkeypatch: pytest.MonkeyPatch) -> None:
     with WireServer(lambda _: []) as wire:
         assert server_client.first_model(find_server(wire.url + "/v1")) == "wire-model"
+        encoder = {"id": "encoder", "chats": False}
+        for cards, name in (
+            ([encoder, 3, {"id": "llm", "chats": True}], "llm"),
+            ([encoder], "encoder"),
+        ):
+            monkeypatch.setitem(MODELS, "data", cards)
+            assert server_client.first_model(find_server(wire.url + "/v1")) == name
     with (
         WireServer(lambda _: [(0.0, whole(200, {}))]) as wire,
         pytest.raises(ServerError, match="lists no model at /v1/models"),

@@ -1,8 +1,8 @@
 """The metrics of several replicas on one page."""
 
-from nanovllm.apps.ray.frontend import merge
+from nanovllm.apps.server.merged_metrics import merge
 
-PAGE = b"""# HELP tokens_total Tokens.
+PAGE = """# HELP tokens_total Tokens.
 # TYPE tokens_total counter
 tokens_total{engine="0"} 5.0
 # HELP seconds Seconds.
@@ -15,7 +15,7 @@ seconds_sum 4.5
 
 
 def test_every_sample_names_its_replica() -> None:
-    page = merge({"b": PAGE, "a": PAGE.replace(b"5.0", b"7.0")}).decode()
+    page = merge({"b": PAGE, "a": PAGE.replace("5.0", "7.0")}, "replica").decode()
     lines = [line for line in page.splitlines() if not line.startswith("#")]
     assert lines[:2] == [
         'tokens_total{engine="0",replica="a"} 7.0',
@@ -27,4 +27,4 @@ def test_every_sample_names_its_replica() -> None:
 
 
 def test_no_replica_gives_an_empty_page() -> None:
-    assert merge({}) == b""
+    assert merge({}, "replica") == b""

@@ -27,7 +27,7 @@ from nanovllm.options.flags import given_fields
 
 
 def specs(*words: str, **options: Any) -> list[ModelSpec]:
-    of_server = {"dev_mode", "log_level", "served_model_name"} & options.keys()
+    of_server = {field.name for field in dataclasses.fields(ServerOptions)} & options.keys()
     server = {name: options.pop(name) for name in of_server}
     return read_models(words, options, server)
 
@@ -98,6 +98,13 @@ def test_when_a_server_has_several(words: list[str], several: bool) -> None:
         ("[a]\nmodle = 'x'", r"\[a\] lacks its model, such as model = "),
         ("[a]\nmodel = 'x'\nmax_modellen = 3", "'max_modellen'; did you mean 'max_model_len'"),
         ("[a]\nmodel = 'x'\nport = 3", "there is no option 'port'"),
+        ("[a]\nmodel = 'x'\ntool_call_parser = 'hermess'", "model 'a': tool_call_parser must be"),
+        ("[a]\nmodel = 'x'\nreasoning_parser = 'no'", "model 'a': reasoning_parser must be one of"),
+        (
+            "[a]\nmodel = 'x'\nlora_directory = '/x'",
+            "lora_directory='/x' is for adapters, but",
+        ),
+        ("[a]\nmodel = 'x'\nlora_directory = '/x'\nenable_lora = true", "'/x' is not a directory"),
         ("[a]\nmodel = 'x'\nmax_model_len = 0", "model 'a': max_model_len must be an integer"),
         ("[a]\nmodel = 'x'\n[b]\nmodel = 'y'\naliases = ['a']", "two models have the name 'a'"),
         ("[a]\nmodel = 'x'\naliases = ['b,c']", "'a,b,c' must have text and no comma"),
@@ -112,13 +119,18 @@ def test_a_wrong_table(text: str, message: str, tmp_path: Path) -> None:
 
 
 def test_each_option_of_the_server_is_the_engines_or_the_routers() -> None:
-    routers = {"host", "port", "uds", "api_keys", "max_connections", "read_timeout", "root_path"}
-    routers |= {"drain_seconds", "cors_origins", "log_config"}
+    routers = {"host", "port", "uds", "api_keys", "cors_origins", "log_config"}
     routers.add("dev_mode")  # which it refuses
-    given = {"served_model_name", "enable_sleep_mode"}  # what the router gives its engines
+    given = {"served_model_name", "enable_sleep_mode", "drain_seconds"}  # to its engines
+    (spec,) = specs("x/y", max_connections=9, read_timeout=200, root_path="/llm")
+    options = ServerOptions(**given_fields(ServerOptions, parse(spec.words(), (serve,))))
+    assert (options.max_connections, options.read_timeout) == (18, 200)
+    assert (options.root_path, options.drain_seconds) == ("/llm", 0)
+    assert options.enable_sleep_mode
+    both = {"max_connections", "read_timeout", "root_path"}
     fields = {field.name for field in dataclasses.fields(ServerOptions)}
-    assert fields == {*ENGINE_FIELDS} | routers | given
-    assert len(fields) == len(ENGINE_FIELDS) + len(routers) + len(given)
+    assert fields == {*ENGINE_FIELDS} | routers | given | both
+    assert len(fields) == len(ENGINE_FIELDS) + len(routers) + len(given) + len(both)
 
 
 def test_options_of_one_model_alone() -> None:

@@ -22,7 +22,7 @@ from nanovllm import demo_model
 from tests.helpers import environment, wait_until
 
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
-KEY = "sk-test"
+KEY = "sk-test,with-a-comma"
 
 
 class Router:
@@ -89,6 +89,8 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
 
 def test_models_come_when_they_are_asked_for_and_make_room(router: Router) -> None:
     assert router.states() == dict.fromkeys(("a", "gpt-4", "b", "lost"), "unloaded")
+    assert "/v1/responses" in router.http.get("/openapi.json").json()["paths"]
+    assert router.states() == dict.fromkeys(("a", "gpt-4", "b", "lost"), "unloaded")
     answer = router.ask("gpt-4").json()
     assert answer["model"] == "gpt-4"
     text = answer["choices"][0]["message"]["content"]
@@ -139,15 +141,20 @@ def test_a_model_that_cannot_be_loaded_says_why(router: Router) -> None:
 
 def test_errors_before_an_engine_is_asked(router: Router) -> None:
     assert router.ask("none").status_code == 404
-    assert "this server has 'a', 'b', 'lost'" in router.ask("none").json()["error"]["message"]
+    assert "this server has 'a', 'gpt-4', 'b'" in router.ask("none").json()["error"]["message"]
     assert router.http.get("/v1/models", headers={"Authorization": "no"}).status_code == 401
     assert router.http.post("/sleep").status_code == 404
     assert router.http.get("/no").status_code == 404
+    for odd in ("%0a", "%00", "..", "%2e%2e", "a%20b", "%25", "%ff"):
+        assert router.http.get(f"/v1/responses/{odd}").status_code == 404
     body = b'{"model": "a", "model": "b"}'
     json_type = {"Content-Type": "application/json"}
     assert router.http.post("/v1/completions", content=body, headers=json_type).status_code == 400
     assert router.http.post("/v1/completions", content=body).status_code == 415
     assert router.ask(3).status_code == 400  # type: ignore[arg-type]
+    answers = (router.ask("a"), router.ask("none"))
+    for name in ("date", "x-request-id"):
+        assert [len(answer.headers.get_list(name)) for answer in answers] == [1, 1]
     anthropic = router.http.post("/v1/messages", json={"model": "none"}).json()
     assert anthropic["type"] == "error"
 
@@ -158,6 +165,10 @@ def test_what_all_have_together(router: Router) -> None:
     assert 'vllm:num_requests_running{engine="0",model="a",model_name="a"} 0.0' in text
     assert 'nanovllm:model_state{model="a",state="loaded"} 1.0' in text
     assert text.count("# TYPE vllm:num_requests_running gauge") == 1
+    assert router.http.get("/v1/models/none").status_code == 404
+    text = router.http.get("/metrics").text
+    assert text.count("# TYPE nanovllm:http_requests_total counter") == 1
+    assert 'http_requests_total{model="",path="/v1/models/{name:path}",status="404"}' in text
     assert router.http.get("/v1/models/gpt-4").json()["max_model_len"] == 512
     assert router.http.get("/health", headers={"Authorization": ""}).json() == {"status": "ok"}
     for path in ("/", "/status", "/page/app.js", "/page/vendor/purify.js"):
@@ -167,7 +178,10 @@ def test_what_all_have_together(router: Router) -> None:
 def test_a_stored_response_is_found_where_it_is(router: Router) -> None:
     response = router.openai.responses.create(model="b", input="Hi", max_output_tokens=8)
     router.ask("a")
+    engine = router.engines()["a"]
+    os.kill(engine, signal.SIGSTOP)  # one that hangs holds up nothing of the others
     assert router.openai.responses.retrieve(response.id).output_text == response.output_text
+    os.kill(engine, signal.SIGCONT)
     router.openai.responses.delete(response.id)
     assert router.http.get(f"/v1/responses/{response.id}").status_code == 404
 

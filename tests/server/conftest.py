@@ -1,13 +1,19 @@
-"""A server in this process, on the shipped model: real sockets, one engine for all tests."""
+"""A server in this process, on the shipped model: real sockets, one engine for all tests.
 
+What is asked of a server is asked of a router in front of it too: see `pytest_generate_tests`.
+"""
+
+import asyncio
 import json
 import signal
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,10 +24,19 @@ from fastapi import FastAPI
 from openai import OpenAI
 
 from nanovllm import AsyncLLM, demo_model
+from nanovllm.apps.cli.arguments import parse
+from nanovllm.apps.cli.main import chat, generate, run, serve
+from nanovllm.apps.router import app as router_app, models as router_models
+from nanovllm.apps.router.engine import EngineProcess
+from nanovllm.apps.router.options import RouterOptions, read_models
+from nanovllm.apps.router.serve import RouterServer
 from nanovllm.apps.server.app import make_app
+from nanovllm.apps.server.log_setup import Log
 from nanovllm.apps.server.options import ServerOptions
 from nanovllm.apps.server.serve import Server, bound_socket
 from nanovllm.apps.server.state import ServerState
+from nanovllm.options.flags import given_fields
+from tests.every_case import EVERY_CASE
 
 CITY = {
     "type": "object",
@@ -89,9 +104,49 @@ class Running(NamedTuple):
         return Reply(status, json.loads(raw) if is_json else raw.decode(), found)
 
 
+FRONTS = ("engine", "router")
+_front = FRONTS[0]
+_NOT_OF_ROUTERS = ("dev_mode", "enable_sleep_mode", "lora_directory")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Let each test that asks a server ask a router, too, which has one engine behind it."""
+    asks = {"server", "running"} & {*metafunc.fixturenames, *metafunc.function.__code__.co_names}
+    fronts = FRONTS[: 1 if metafunc.definition.get_closest_marker("of_engines") else None]
+    if asks or "front" in metafunc.fixturenames:
+        metafunc.fixturenames.insert(0, "front")
+        metafunc.parametrize("front", fronts, indirect=True, scope="session")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without EVERY_CASE=1, ask routers one question of ten."""
+    if EVERY_CASE:
+        return
+    kept, seen = [], 0
+    for item in items:
+        if hasattr(item, "callspec") and item.callspec.params.get("front") == "router":
+            seen += 1
+            if seen % 10:
+                continue
+        kept.append(item)
+    items[:] = kept
+
+
+@pytest.fixture(scope="session")
+def front(request: pytest.FixtureRequest) -> str:
+    """What `running` runs from now on. Fixtures that call it have this one."""
+    global _front
+    _front = request.param
+    return _front
+
+
 @contextmanager
 def running(llm: AsyncLLM, **options: Any) -> Iterator[Running]:
-    """Run a server on a free port."""
+    """Run a server on a free port; where `front` says so, a router in front of its engine."""
+    if _front == "router":
+        with routed(llm, options) as behind_router:
+            yield behind_router
+        return
     checked = ServerOptions(port=0, **options)
     app = make_app(llm, checked)
     with bound_socket(checked) as listener:
@@ -106,6 +161,89 @@ def running(llm: AsyncLLM, **options: Any) -> Iterator[Running]:
         thread.join()
 
 
+@contextmanager
+def routed(llm: AsyncLLM, given: dict[str, Any]) -> Iterator[Running]:
+    """Run a router with one engine, which is `llm` in this process; its `state` is the engine's."""
+    for name in _NOT_OF_ROUTERS:
+        if name in given:
+            pytest.skip(f"a router has no {name}")
+    config = llm.engine.config
+    engine = {"profile_dir": config.profile_dir} if config.profile_dir else {}
+    engine |= {"enable_lora": True} if config.enable_lora else {}
+    specs = read_models([config.model], engine, given)
+    options = ServerOptions(port=0, **given)
+    log = Log(options.log_level, options.log_format, options.log_config)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        bound_socket(options) as listener,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(router_models, "EngineProcess", partial(EngineHere, llm))
+        models = router_models.Models(
+            specs, options, RouterOptions(keep_alive="-1"), directory, log
+        )
+        server = RouterServer(router_app.make_app(models, options), models, options, listener)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+
+        async def load() -> Any:
+            async with models.use(models.all[0]) as engine:
+                return engine
+
+        here = asyncio.run_coroutine_threadsafe(load(), server._loop).result()
+        host, port = listener.getsockname()
+        yield Running(here.app, host, port, lambda: server.handle_exit(signal.SIGTERM, None))
+        server.should_exit = True
+        thread.join()
+
+
+class EngineHere(EngineProcess):
+    """An engine's server as a thread of this process, with the words of a process of its own."""
+
+    def __init__(self, llm: AsyncLLM, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._llm = llm
+
+    async def start(self) -> None:
+        """Start the thread."""
+        args = parse(self._words, (generate, chat, run, serve))
+        options = ServerOptions(**given_fields(ServerOptions, args), api_keys=self._api_keys)
+        self.app = make_app(self._llm, options)
+        self._process: Any = ServingThread(self.app, options)
+        self._reading = asyncio.create_task(asyncio.sleep(0))
+
+
+class ServingThread(threading.Thread):
+    """A server in a thread, with what an `EngineProcess` asks of a process."""
+
+    def __init__(self, app: FastAPI, options: ServerOptions) -> None:
+        super().__init__()
+        self._app = app
+        self._options = options
+        self._server: Server | None = None
+        self.start()
+
+    def run(self) -> None:
+        with bound_socket(self._options) as listener:
+            self._server = Server(self._app, listener)
+            self._server.run(sockets=[listener])
+
+    @property
+    def returncode(self) -> int | None:
+        return None if self.is_alive() else 0
+
+    async def wait(self) -> int:
+        while self.is_alive():
+            await asyncio.sleep(0.01)
+        return 0
+
+    def terminate(self) -> None:
+        assert self._server is not None
+        self._server.handle_exit(signal.SIGTERM, None)
+
+
 @pytest.fixture(scope="session")
 def async_llm() -> Iterator[AsyncLLM]:
     """The demo model; tests that use it leave nothing in it."""
@@ -115,7 +253,7 @@ def async_llm() -> Iterator[AsyncLLM]:
 
 
 @pytest.fixture(scope="session")
-def server(async_llm: AsyncLLM) -> Iterator[Running]:
+def server(front: str, async_llm: AsyncLLM) -> Iterator[Running]:
     """A server with the default options."""
     with running(async_llm) as found:
         assert found.state.answer_format  # is kept, and tests put other templates in the state

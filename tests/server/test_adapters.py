@@ -41,7 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapted(home: Path) -> Iterator[Running]:
+def adapted(front: str, home: Path) -> Iterator[Running]:
     options = {"max_model_len": 512, "num_kvcache_blocks": 512, "enforce_eager": True}
     llm = AsyncLLM(demo_model.MODEL, enable_lora=True, max_loras=2, **options)
     with running(llm, lora_modules=(f"first={home / 'a'}",), lora_directory=str(home)) as found:
@@ -223,6 +223,7 @@ def test_two_hundred_adapters(adapted: Running) -> None:
     assert complete(adapted, "first") != complete(adapted, "model")
 
 
+@pytest.mark.of_engines
 def test_without_the_option_nothing_is_loaded(server: Running, home: Path) -> None:
     for path, body in ((LOAD, {"lora_name": "a", "lora_path": str(home / "a")}), (UNLOAD, {})):
         reply = server.send(path, {"lora_name": "a", **body})

@@ -29,7 +29,7 @@ CLAUDE = Agent("claude_code", "/v1/messages?beta=true", "messages", "max_tokens"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server(front: str) -> Iterator[Running]:
     """A server with room for the tools of an agent."""
     llm = AsyncLLM(demo_model.MODEL, max_model_len=4096, num_kvcache_blocks=256)
     with running(llm) as found:

@@ -99,6 +99,11 @@ def test_a_proxy_may_leave_its_path_or_not(async_llm: AsyncLLM) -> None:
         assert server.send("/health").status == 200
         schema = server.send("/llm/openapi.json", Authorization="Bearer key").body
         assert schema["servers"] == [{"url": "/llm"}]
+        for path in ("/llm/v1/messages", "/v1/messages"):  # refused by a guard, and by the route
+            assert server.send(path, {}).body["type"] == "error"
+            assert server.send(path, {}, Authorization="Bearer key").body["type"] == "error"
+        lost = server.send("/llm/v1/chat/completion", Authorization="Bearer key")
+        assert "'/v1/chat/completions'" in lost.error["message"]
 
 
 @pytest.mark.parametrize("family", ["DeepSeek-R1-Distill", "SmolLM3"])

@@ -196,10 +196,10 @@ def test_bodies_are_counted_until_the_answer_is_sent_and_not_kept(async_llm: Asy
 def test_a_body_of_exactly_the_limit_is_read() -> None:
     async def main() -> None:
         async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": bytes(2**16 + 60)}
+            return {"type": "http.request", "body": bytes(2**16 + 64)}
 
-        with BodyBudget(60).reading(receive) as counted:
-            assert len((await counted())["body"]) == 2**16 + 60
+        with BodyBudget(1).reading(receive) as counted:
+            assert len((await counted())["body"]) == 2**16 + 64
 
     run(main())
 

@@ -65,7 +65,7 @@ def llm(model: str) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def client(model: str) -> Iterator[OpenAI]:
+def client(front: str, model: str) -> Iterator[OpenAI]:
     llm = AsyncLLM(model, max_model_len=512)
     with running(llm) as server:
         yield server.client()

@@ -72,7 +72,7 @@ def test_admission_refuses_what_never_fits_and_all_while_draining() -> None:
 
 
 @pytest.fixture(scope="module")
-def small(async_llm: AsyncLLM) -> Iterator[Running]:
+def small(front: str, async_llm: AsyncLLM) -> Iterator[Running]:
     """A server with a short queue and a short deadline."""
     with running(async_llm, max_waiting=4, request_timeout=0.5) as found:
         yield found
@@ -85,7 +85,7 @@ def test_bodies_share_a_budget(small: Running, monkeypatch: pytest.MonkeyPatch) 
         return {"type": "http.request", "body": bytes(2**16 + 60)}
 
     async def read_all() -> None:
-        budget = BodyBudget(100)
+        budget = BodyBudget(1)
         with budget.reading(receive) as first, budget.reading(receive) as second:
             await first()
             with pytest.raises(APIError) as refused:

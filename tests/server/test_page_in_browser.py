@@ -535,3 +535,12 @@ def test_answers_that_repeat_themselves_do_not_stop_the_page(page: Page, piece: 
         piece * (30_000 // len(piece)),
     )
     assert shown
+
+
+def test_the_page_begins_with_a_model_that_chats(page: Page) -> None:
+    """Symptom: it began with an encoder, the first model of a server of several."""
+    cards = [{"id": "encoder", "chats": False}, {"id": "llm", "chats": None}, {"id": "last"}]
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": cards}))
+    page.reload()
+    expect(page.locator("#model option")).to_have_count(3)
+    expect(page.locator("#model")).to_have_value("llm")

@@ -13,7 +13,7 @@ PROMPT: Any = [{"role": "user", "content": "What is a KV cache?"}]
 
 
 @pytest.fixture(scope="module")
-def ruled() -> Iterator[OpenAI]:
+def ruled(front: str) -> Iterator[OpenAI]:
     """OpenAI's client of a server with a rule."""
     rule = "nanovllm.apps.lab.templates.rule:MyRule"
     llm = AsyncLLM(demo_model.MODEL, max_model_len=512, num_kvcache_blocks=64, logits_rules=[rule])

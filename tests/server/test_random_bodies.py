@@ -191,7 +191,7 @@ def fields_of_routes(server: Running) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def odd(async_llm: AsyncLLM) -> Iterator[Running]:
+def odd(front: str, async_llm: AsyncLLM) -> Iterator[Running]:
     """A server that nobody keeps long."""
     with running(async_llm, request_timeout=0.5) as found:
         yield found

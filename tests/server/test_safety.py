@@ -18,7 +18,7 @@ KEYS = ("first-key", "second-key")
 
 
 @pytest.fixture(scope="module")
-def guarded(async_llm: AsyncLLM) -> Iterator[Running]:
+def guarded(front: str, async_llm: AsyncLLM) -> Iterator[Running]:
     """A server with API keys, small limits and short deadlines."""
     limits = {"max_body_bytes": 20000, "read_timeout": 1.0, "min_priority": -5}
     with running(async_llm, api_keys=KEYS, **limits) as found:

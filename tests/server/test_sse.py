@@ -5,15 +5,19 @@ import socket
 import time
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
 pytest.importorskip("fastapi")
 
+from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.protocol.completions import Completion, CompletionChoice
-from nanovllm.apps.server.sse import TextFrames, frame
+from nanovllm.apps.server.sse import TextFrames, error_frames, frame
 from nanovllm.engine.reader import Reader
 from nanovllm.outputs import RequestOutput
 from tests.server.conftest import Running
+from tests.wire_server import WireServer
 
 pytestmark = pytest.mark.usefixtures("idle_afterwards")
 
@@ -49,6 +53,26 @@ def test_frames_of_text_are_those_of_whole_chunks(name: str) -> None:
         found, wanted = frames.frame(text), frame(chunk(text, name))
         assert found.count("\n") == wanted.count("\n") == 2
         assert json.loads(found[6:]) == json.loads(wanted[6:])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/v1/messages"])
+def test_its_client_raises_the_error_that_ends_a_stream(path: str) -> None:
+    """Symptom: of a stream of /v1/messages that broke off, Anthropic's client made an answer."""
+    body = error_frames(APIError(503, "it broke"), path)
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n"
+    with WireServer(lambda _: [(0.0, head % len(body) + body)]) as wire:
+        claude = anthropic.Anthropic(base_url=wire.url, api_key="x")
+        client = openai.OpenAI(base_url=wire.url, api_key="x")
+        ask: dict[str, Any] = {
+            "/v1/completions": lambda: client.completions.create(model="a", prompt="", stream=True),
+            "/v1/responses": lambda: client.responses.create(model="a", input="", stream=True),
+            "/v1/messages": lambda: claude.messages.create(
+                model="a", max_tokens=1, messages=[], stream=True
+            ),
+        }
+        stream = ask[path]()
+        with pytest.raises((openai.APIError, anthropic.APIError), match="it broke"):
+            list(stream)
 
 
 def text_of(body: str) -> list[str]:

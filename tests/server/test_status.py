@@ -59,6 +59,7 @@ def test_a_request_in_the_log(server: Running, caplog: pytest.LogCaptureFixture)
     assert "paged attention" not in caplog.text.lower()
 
 
+@pytest.mark.of_engines
 def test_metrics_of_the_server(async_llm: AsyncLLM) -> None:
     """The queue holds one sequence, so two answers are too many."""
     with running(async_llm, max_waiting=1) as server:

@@ -53,12 +53,28 @@ def test_bytes_are_bounded() -> None:
     for index in range(50):
         store.add("", stored(str(index), size=30))
     assert [index for index in range(50) if (("", str(index)) in store._kept)] == [47, 48, 49]
-    store.add("", stored("large", size=101))
-    assert not store._kept
-    assert store._num_bytes == 0
+    store.add("", stored("large", size=101))  # is not kept, and pushes nothing out
+    assert ("", "49") in store._kept
+    assert store._num_bytes.total() == 90
     for _ in range(9):  # in place of the last one of the name
         store.add("", stored("same", size=60))
-    assert store._num_bytes == 60
+    assert store._num_bytes.total() == 90  # with "49"
+
+
+@pytest.mark.parametrize("limits", [(100, 100), (10, 1000)])
+def test_an_owner_keeps_a_fair_share(limits: tuple[int, int]) -> None:
+    """Symptom: whoever stored much pushed out what all others had."""
+    store = ResponseStore(*limits)
+    for name in ("a", "b"):
+        store.add("mine", stored(name))
+    for index in range(50):
+        store.add("yours", stored(str(index)))
+    store.add("yours", stored("large", size=limits[1] + 1))
+    assert ids(store.get("mine", "a") + store.get("mine", "b")) == ["a", "b"]
+    assert store._num_responses == {"mine": 2, "yours": 8}
+    for index in range(50):
+        store.add("mine", stored(str(index)))
+    assert store._num_responses == {"mine": 5, "yours": 5}
 
 
 def test_owners_share_nothing_and_rings_end() -> None:
@@ -235,6 +251,20 @@ def test_a_conversation_is_no_larger_than_a_body(async_llm: AsyncLLM) -> None:
         reply = server.send(ROUTE, {**body, "previous_response_id": second.body["id"]})
         assert (reply.status, reply.error["param"]) == (400, "previous_response_id")
         assert "max_body_bytes is 1400" in reply.error["message"]
+
+
+def test_a_conversation_that_grew_afterwards_is_not_read(async_llm: AsyncLLM) -> None:
+    """Symptom: a chain of responses, each replaced by a large one, took a GET 900 MB and 5 s."""
+    with running(async_llm, max_body_bytes=4000) as server:
+        text: list[dict[str, Any]] = [{"type": "input_text", "text": "Hi", "unread": " " * 2500}]
+        for index, content in ((0, "Hi"), (1, "Hi"), (2, "Hi"), (1, text), (0, text)):
+            body: dict[str, Any] = {"input": [{"role": "user", "content": content}]}
+            body |= {"max_output_tokens": 1, "request_id": str(index)}
+            body |= {"previous_response_id": f"resp_{index - 1}"} if index else {}
+            assert server.send(ROUTE, body).status == 200
+        assert server.send(f"{ROUTE}/resp_1/input_items").status == 200
+        reply = server.send(f"{ROUTE}/resp_2/input_items")
+        assert (reply.status, "max_body_bytes is 4000" in reply.error["message"]) == (400, True)
 
 
 def test_too_long_a_prompt_has_openais_code(server: Running) -> None:

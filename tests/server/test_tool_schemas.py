@@ -56,7 +56,7 @@ def test_values_are_counted_over_all_schemas() -> None:
 
 
 @pytest.fixture(scope="module")
-def tagged(async_llm: AsyncLLM) -> Any:
+def tagged(front: str, async_llm: AsyncLLM) -> Any:
     """A server of a model that writes calls as Qwen 3.5 does."""
     with running(async_llm, tool_call_parser="qwen3_coder") as found:
         yield found

@@ -78,7 +78,7 @@ def find_server(url: str, api_key: str | None = None) -> Server:
 
 
 def first_model(server: Server) -> str:
-    """Return the name of the first model that the server lists.
+    """Return the name of the first model that the server lists, of those that chat if it says so.
 
     Raises:
         ServerError: it lists none, cannot be reached, refuses, or takes over 10 s.
@@ -96,8 +96,10 @@ def first_model(server: Server) -> str:
 
     with contextlib.suppress(ValueError, RecursionError):
         match json.loads(asyncio.run(get())):
-            case {"data": [{"id": str(name)}, *_]}:
-                return name
+            case {"data": [{"id": str(name)}, *_] as cards}:
+                known = [card for card in cards if isinstance(card, dict)]
+                chats = (card.get("id") for card in known if card.get("chats") is not False)
+                return str(next(chats, name))
     raise ServerError(f"{server.name} lists no model at /v1/models; name one")
 
 

@@ -4,16 +4,10 @@ It reads the body, because Ray Serve's proxies choose a replica before they have
 """
 
 import asyncio
-import json
 import logging
-from collections.abc import Iterable, Mapping
 from typing import Any
 
-from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.serve.exceptions import (
     BackPressureError,
@@ -22,8 +16,6 @@ from ray.serve.exceptions import (
 )
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -31,14 +23,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.apps.ray.affinity import conversation_key
 from nanovllm.apps.server.admission import BodyBudget
-from nanovllm.apps.server.error_bodies import APIError, as_api_error
-from nanovllm.apps.server.middleware import GuardMiddleware
+from nanovllm.apps.server.error_bodies import APIError, as_api_error, route_path
+from nanovllm.apps.server.merged_metrics import merge
+from nanovllm.apps.server.middleware import guard
 from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.sse import error_frames
 
 logger = logging.getLogger(__name__)
 
-_MANY_BODIES = 64
-"""At most this many bodies of max_body_bytes are in memory."""
 _ATTEMPTS = 2
 """Replicas that may die of one request, so that a request that kills its replica does not kill
 all."""
@@ -58,21 +50,9 @@ class Frontend:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the app. Ray Serve calls this once, in the replica of the frontend."""
-        options = self._options
-        guards = [
-            Middleware(
-                GuardMiddleware,
-                api_keys=options.api_keys,
-                allowed_hosts=options.allowed_hosts,
-                max_body_bytes=options.max_body_bytes,
-            )
-        ]
-        if options.cors_origins:
-            cors: dict[str, Any] = {"allow_origins": list(options.cors_origins)}
-            cors |= {"allow_methods": ["*"], "allow_headers": ["*"]}
-            guards.insert(0, Middleware(CORSMiddleware, **cors))
-        routes = [Route("/{path:path}", _Forward(self._engine, options))]
-        return _at_root(Starlette(routes=routes, middleware=guards))
+        app = Starlette(routes=[Route("/{path:path}", _Forward(self._engine, self._options))])
+        guard(app, self._options)
+        return _at_root(app)
 
 
 def _at_root(app: ASGIApp) -> ASGIApp:
@@ -80,8 +60,7 @@ def _at_root(app: ASGIApp) -> ASGIApp:
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
-            scope = {**scope, "path": path, "root_path": ""}
+            scope = {**scope, "path": route_path(scope), "root_path": ""}
         await app(scope, receive, send)
 
     return answer
@@ -93,7 +72,7 @@ class _Forward:
     def __init__(self, engine: DeploymentHandle[Any], options: ServerOptions) -> None:
         self._engine = engine
         self._options = options
-        self._bodies = BodyBudget(_MANY_BODIES * options.max_body_bytes)
+        self._bodies = BodyBudget(options.max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request."""
@@ -192,8 +171,9 @@ class _Forward:
             )
         except (DeploymentUnavailableError, TimeoutError):
             raise _no_replica() from None
-        texts = dict(item for item in found if not isinstance(item, Exception))
-        return Response(merge(texts), media_type=CONTENT_TYPE_LATEST)
+        items = [item for item in found if not isinstance(item, Exception)]
+        texts = {name: text.decode() for name, text in items}
+        return Response(merge(texts, "replica"), media_type=CONTENT_TYPE_LATEST)
 
 
 class _Answer:
@@ -222,12 +202,11 @@ class _Answer:
         is cut, which every client notices.
 
         Raises:
-            ConnectionError: the answer is not a stream, or one whose events are numbered.
+            ConnectionError: the answer is not a stream.
         """
-        if not self._is_stream or path == "/v1/responses":
+        if not self._is_stream:
             raise ConnectionError(error.body["error"]["message"])
-        text = f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n"
-        await self._send({"type": "http.response.body", "body": text.encode()})
+        await self._send({"type": "http.response.body", "body": error_frames(error, path)})
 
 
 def _died() -> APIError:
@@ -244,30 +223,3 @@ def _no_replica() -> APIError:
     return APIError(
         503, "no replica is ready; try again later", code="no_replica", headers={"Retry-After": "5"}
     )
-
-
-class _Page(Collector):
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the families, for `generate_latest`."""
-        return self._families
-
-
-def merge(texts: Mapping[str, bytes]) -> bytes:
-    """Return the samples of all texts in Prometheus' format, each with the label `replica`.
-
-    Args:
-        texts: in the same format, by name of the replica.
-    """
-    families: dict[str, Metric] = {}
-    for replica, text in sorted(texts.items()):
-        for family in text_string_to_metric_families(text.decode()):
-            found = families.setdefault(
-                family.name, Metric(family.name, family.documentation, family.type)
-            )
-            for sample in family.samples:
-                labels = {**sample.labels, "replica": replica}
-                found.samples.append(sample._replace(labels=labels))
-    return generate_latest(_Page(families.values()))

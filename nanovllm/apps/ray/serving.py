@@ -15,9 +15,7 @@ from ray.serve.config import AutoscalingConfig
 from nanovllm.apps.ray.affinity import AffinityRouter
 from nanovllm.apps.ray.frontend import Frontend
 from nanovllm.apps.ray.replica import Engine
-from nanovllm.apps.server.adapters import check_adapter_options
-from nanovllm.apps.server.answers.answer_format import find_answer_format
-from nanovllm.apps.server.options import ServerOptions, keys_of_environment
+from nanovllm.apps.server.options import ServerOptions, check_options, keys_of_environment
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.options.other_names import CONFIG_NAMES
@@ -70,7 +68,7 @@ def deployment(model: str, *, num_frontends: int = 1, **options: Any) -> serve.A
     check_int(ConfigError, "num_frontends", num_frontends, 1)
     given = _split(options)
     config = Config(model=model, **given.engine)
-    check_adapter_options(given.server, config)
+    check_options(given.server, config)
     common: dict[str, Any] = {
         "graceful_shutdown_timeout_s": given.server.drain_seconds,
         "graceful_shutdown_wait_loop_s": _SHUTDOWN_WAIT_SECONDS,
@@ -136,9 +134,9 @@ def _split(options: dict[str, Any]) -> _Given:
 
     given = {**part(of_server), "max_stored_responses": 0}
     given["api_keys"] = (*given.get("api_keys", ()), *keys_of_environment())
-    server = ServerOptions(**given)
-    find_answer_format(None, server.tool_call_parser, server.reasoning_parser)  # checks them
-    return _Given(server, part(options.keys() - of_server - _OF_SERVE), part(_OF_SERVE))
+    return _Given(
+        ServerOptions(**given), part(options.keys() - of_server - _OF_SERVE), part(_OF_SERVE)
+    )
 
 
 def _replicas(given: dict[str, Any]) -> dict[str, Any]:

@@ -2,19 +2,22 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 
 import httpx
 
+from nanovllm.apps.server.options import API_KEY_VARIABLE
 from nanovllm.errors import ServerError
 
 _COMMAND = """
-import ctypes, signal, sys
+import ctypes, json, signal, sys
+sys.argv += [f"--api-key={key}" for key in json.load(sys.stdin)]  # unseen in the list of processes
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end when the router does
 from nanovllm.apps.cli.main import main
@@ -22,6 +25,7 @@ sys.exit(main())
 """
 _POLL_SECONDS = 0.05
 _END_SECONDS = 10.0
+_PROBE_SECONDS = 5.0
 _MAX_LINE = 2**16
 _KEPT_LINES = 20
 _ERROR = re.compile(r"nanovllm: (.*)")
@@ -33,7 +37,7 @@ class EngineProcess:
     Args:
         words: the arguments of the command `nanovllm`.
         path: of the socket; its directory must be one that only this user can enter.
-        environment: of the process.
+        api_keys: of the router: it asks with the first of them, and users take turns there.
         tell: gets each line of its log.
     """
 
@@ -41,11 +45,11 @@ class EngineProcess:
         self,
         words: Seq[str],
         path: str,
-        environment: Mapping[str, str],
+        api_keys: Seq[str],
         tell: Callable[[str], object],
     ) -> None:
-        self._words = [*words, f"--uds={path}", "--enable-sleep-mode"]
-        self._environment = dict(environment)
+        self._words = [*words, f"--uds={path}"]
+        self._api_keys = list(api_keys)
         self._tell = tell
         self._tail: deque[str] = deque(maxlen=_KEPT_LINES)
         self.client = httpx.AsyncClient(
@@ -55,9 +59,8 @@ class EngineProcess:
             base_url="http://localhost",
             timeout=None,
         )
-        key = self._environment.get("NANOVLLM_API_KEY", "").partition(",")[0]
-        if key:
-            self.client.headers["Authorization"] = f"Bearer {key}"
+        if api_keys:
+            self.client.headers["Authorization"] = f"Bearer {api_keys[0]}"
         self.is_stopping = False
         """Whether we end the process, if it ends."""
         self._process: asyncio.subprocess.Process | None = None
@@ -65,16 +68,21 @@ class EngineProcess:
 
     async def start(self) -> None:
         """Start the process."""
+        environment = {**os.environ}
+        environment.pop(API_KEY_VARIABLE, None)  # a key may have a comma
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", _COMMAND, *self._words),
-            env=self._environment,
-            stdin=asyncio.subprocess.DEVNULL,
+            env=environment,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the router, which ends its engines in order
             limit=_MAX_LINE,
         )
         self._reading = asyncio.create_task(self._read())
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(self._api_keys).encode())
+        self._process.stdin.close()
 
     @property
     def pid(self) -> int:
@@ -119,19 +127,31 @@ class EngineProcess:
             return f"its process was ended by {name}{why}"
         return errors[-1] if errors else f"its process ended with status {status}"
 
-    async def call(self, path: str) -> bool:
-        """Post to a route without a body; return whether it worked."""
+    async def call(self, path: str, seconds: float) -> bool:
+        """Post to a route without a body; return whether it worked within `seconds`.
+
+        A process that hangs fails within 5 s.
+        """
         try:
-            return (await self.client.post(path)).status_code == 200
-        except httpx.HTTPError:
+            async with asyncio.timeout(_PROBE_SECONDS):
+                await self.client.get("/health")
+            async with asyncio.timeout(seconds):
+                return (await self.client.post(path)).status_code == 200
+        except (httpx.HTTPError, TimeoutError):
             return False
+
+    def terminate(self) -> None:
+        """Ask the process to end; it ends its requests as a server that shuts down does."""
+        if self.is_alive and not self.is_stopping:  # at a second signal it ends at once
+            assert self._process is not None
+            self._process.terminate()
+        self.is_stopping = True
 
     async def stop(self) -> None:
         """End the process; requests that it still has are lost."""
-        self.is_stopping = True
+        self.terminate()
         if self.is_alive:
             assert self._process is not None
-            self._process.terminate()
             try:
                 await asyncio.wait_for(self._process.wait(), _END_SECONDS)
             except TimeoutError:

@@ -5,19 +5,19 @@ Of HTTP it knows only the errors that it raises. All of it runs in the event loo
 
 import asyncio
 import itertools
-import os
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from nanovllm.apps.router.engine import EngineProcess
 from nanovllm.apps.router.options import ModelSpec, RouterOptions
-from nanovllm.apps.server.admission import shutting_down
+from nanovllm.apps.server.admission import Admission, shutting_down
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.log_setup import Log
-from nanovllm.apps.server.options import API_KEY_VARIABLE, ServerOptions
+from nanovllm.apps.server.models_route import may_chat
+from nanovllm.apps.server.options import ServerOptions
 from nanovllm.options.validation import listed, shown
 from nanovllm.utils.terminal import complain
 
@@ -39,6 +39,7 @@ class Model:
         self.state = "unloaded"
         """Or "loading", "loaded", "unloading" or "sleeping"."""
         self.engine: EngineProcess | None = None
+        self.chats = may_chat(spec.model, has_template="chat_template" in spec.server)
         self.cards: list[dict[str, Any]] = []
         """What its engine lists at /v1/models; kept while it is not loaded."""
         self.has_room = False
@@ -101,7 +102,10 @@ class Models:
         }
         for model in self.all:
             self.by_name.setdefault(model.spec.model, model)
-        self.is_draining = False
+        self.admission = Admission(
+            options.max_waiting, lambda: self.admission.num_active, options.read_timeout
+        )
+        """All requests that engines answer. Here none waits for its turn, only for its model."""
         self.log = log
         self._options = options
         self._router = router
@@ -121,7 +125,8 @@ class Models:
             return self.all[0]
         if (model := self.by_name.get(name)) is not None:
             return model
-        known = [shown(each.name) for each in self.all]
+        names = [name for each in self.all for name in (*each.spec.names, *each.spec.adapters)]
+        known = list(map(shown, names))
         raise APIError(
             404,
             f"the model {shown(name)} does not exist; this server has {listed(known, _MOST_NAMES)}",
@@ -129,20 +134,31 @@ class Models:
             code="model_not_found",
         )
 
-    @property
-    def num_requests(self) -> int:
-        return sum(model.num_requests + len(model.waiters) for model in self.all)
+    def answering(self, name: str | None = None) -> list[Model]:
+        """Return the models whose engines can be asked now, at most the named one; load none.
+
+        Raises:
+            APIError: status 404: there is no such model.
+        """
+        named = [self.find(name)] if name else self.all
+        return [each for each in named if each.is_alive and each.state in ("loaded", "sleeping")]
+
+    def in_memory(self, name: str | None) -> Model:
+        """Return the first of `answering`; raise APIError, status 503, if there is none."""
+        if found := self.answering(name):
+            return found[0]
+        which = f"the model {shown(name)} is not" if name else "no model is"
+        reason = f"{which} loaded, and this request loads none: send one with a body in JSON first"
+        raise APIError(503, reason, code="no_model_loaded")
 
     @asynccontextmanager
     async def use(self, model: Model) -> AsyncIterator[EngineProcess]:
         """Yield a model's engine once it is loaded, and keep it loaded until the block ends.
 
         Raises:
-            APIError: status 500, it cannot be loaded; status 503, that takes too long, too many
-                wait for it, or the server shuts down.
+            APIError: status 500, it cannot be loaded; status 503, that takes too long, or too many
+                wait for it.
         """
-        if self.is_draining:
-            raise shutting_down()
         engine = await self._enter(model)
         try:
             yield engine
@@ -156,7 +172,7 @@ class Models:
             return model.engine
         if model.failure is not None and time.monotonic() < model.retry_at:
             raise _cannot_load(model)
-        if len(model.waiters) >= self._options.max_waiting:
+        if len(model.waiters) >= model.spec.server.get("max_waiting", self._options.max_waiting):
             reason = f"{len(model.waiters)} requests wait for {model.name!r}; try again later"
             raise APIError(503, reason, code="queue_full", headers={"Retry-After": "5"})
         waiter: asyncio.Future[EngineProcess] = asyncio.get_running_loop().create_future()
@@ -205,7 +221,7 @@ class Models:
             model.timer = loop.call_later(seconds, lambda: self._spawn(self._unload(model)))
 
     def _load_soon(self, model: Model) -> None:
-        if model.loading is None and not self.is_draining:
+        if model.loading is None and not self.admission.is_draining:
             model.loading = self._spawn(self._load(model))
 
     def _spawn(self, coroutine: Any) -> "asyncio.Task[Any]":
@@ -276,7 +292,7 @@ class Models:
         start = time.monotonic()
         if model.state == "sleeping" and model.engine is not None:
             self._set(model, "loading")
-            if await model.engine.call("/wake_up"):
+            if await model.engine.call("/wake_up", self._router.load_timeout):
                 model.wake_seconds = time.monotonic() - start
                 self._set(model, "loaded")
                 self.log.tell(f"nanovllm: {model.name} is awake after {model.wake_seconds:.2f} s")
@@ -285,7 +301,7 @@ class Models:
         self._set(model, "loading")
         path = str(Path(self._directory) / str(next(self._numbers)))
         engine = EngineProcess(
-            model.spec.words(), path, self._environment(), lambda line: self._tell(model, line)
+            model.spec.words(), path, self._options.api_keys, lambda line: self._tell(model, line)
         )
         model.engine = engine
         await engine.start()
@@ -310,7 +326,9 @@ class Models:
                     return
                 self._set(model, "unloading")
                 is_worth_it = not model.wake_seconds > model.load_seconds
-                if is_worth_it and await engine.call("/sleep?level=1&mode=wait"):
+                if is_worth_it and await engine.call(
+                    "/sleep?level=1&mode=wait", self._router.load_timeout
+                ):
                     self._set(model, "sleeping", has_room=False)
                 else:
                     model.engine = None
@@ -339,20 +357,22 @@ class Models:
         if was_loaded and time.monotonic() - model.loaded_at > _STABLE_SECONDS:
             self._load_soon(model)
 
+    def terminate(self) -> None:
+        """Let each engine end its requests, as alone at the end of its server."""
+        for model in self.all:
+            for waiter in model.waiters:
+                if not waiter.done():
+                    waiter.set_exception(shutting_down())
+            if model.engine is not None:
+                model.engine.terminate()
+
     async def shut_down(self) -> None:
         """End all engines."""
-        self.is_draining = True
+        self.admission.is_draining = True
         for task in list(self._tasks):
             task.cancel()
         engines = [model.engine for model in self.all if model.engine is not None]
         await asyncio.gather(*(engine.stop() for engine in engines), return_exceptions=True)
-
-    def end_all(self, error: APIError) -> None:
-        """Refuse the requests that wait for a model."""
-        for model in self.all:
-            for waiter in model.waiters:
-                if not waiter.done():
-                    waiter.set_exception(error)
 
     def _set(self, model: Model, state: str, *, has_room: bool | None = None) -> None:
         model.state = state
@@ -362,11 +382,6 @@ class Models:
 
     def _tell(self, model: Model, line: str) -> None:
         complain(f"[{model.name}] {line}" if self.log.is_plain else line)
-
-    def _environment(self) -> Mapping[str, str]:
-        """Return the environment of an engine; with our keys, so that users take turns there."""
-        keys = ",".join(self._options.api_keys)
-        return {**os.environ, API_KEY_VARIABLE: keys}
 
 
 def _cannot_load(model: Model) -> APIError:

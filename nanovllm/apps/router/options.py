@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Annotated, Any
 
-from nanovllm.apps.server.options import ServerOptions, model_name
+from nanovllm.apps.server.options import MAX_FILES, ServerOptions, check_options, model_name
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.options.flags import TEXTS, Parser, add_flags, fields_of
@@ -39,7 +39,9 @@ ENGINE_FIELDS = (
     ),
     *("log_level", "log_format"),
 )
-"""The fields of ServerOptions that each model's engine has; the others are the router's."""
+"""The fields of ServerOptions that each model's engine has, and that its table may name."""
+_OF_ENGINES = (*ENGINE_FIELDS, "read_timeout", "root_path", "max_connections")
+"""With those that the router has and every engine too; all others are the router's alone."""
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _ALL = 0.9
@@ -94,7 +96,7 @@ class ModelSpec:
     engine: Mapping[str, Any]
     """The fields of Config that were given."""
     server: Mapping[str, Any]
-    """Those of `ENGINE_FIELDS` that were given."""
+    """Those of ServerOptions that were given, as far as they are an engine's."""
     share: float
     """Of the memory of the GPU, or of the machine without one."""
 
@@ -111,6 +113,8 @@ class ModelSpec:
             "serve",
             f"--model={self.model}",
             f"--served-model-name={','.join(self.names)}",
+            "--drain-seconds=0",  # that of the router is over when it ends an engine
+            "--enable-sleep-mode",
             *given,
         ]
 
@@ -140,7 +144,10 @@ def read_models(
     Raises:
         ConfigError: a file or an option is wrong, or two models have one name.
     """
-    shared = {**engine, **{name: server[name] for name in ENGINE_FIELDS if name in server}}
+    shared = {**engine, **{name: server[name] for name in _OF_ENGINES if name in server}}
+    # An engine may still have the connections of clients that have gone.
+    most = 2 * server.get("max_connections", ServerOptions.max_connections)
+    shared["max_connections"] = min(most, MAX_FILES)
     found: list[tuple[tuple[str, ...], dict[str, Any]]] = []
     for word in words:
         if _is_table(word):
@@ -216,11 +223,11 @@ def _spec(names: tuple[str, ...], options: dict[str, Any], num_models: int) -> M
     """Return a model's spec, whose options are checked."""
     if any(not name or "," in name for name in names):
         raise ConfigError(f"the name {shown(','.join(names))} must have text and no comma")
-    server = {name: options.pop(name) for name in ENGINE_FIELDS if name in options}
+    server = {name: options.pop(name) for name in _OF_ENGINES if name in options}
     share = options.pop("gpu_memory_utilization", _ALL / num_models)
     try:
         config = Config(**{**options, "gpu_memory_utilization": share})
-        ServerOptions(served_model_name=",".join(names), **server)
+        check_options(ServerOptions(served_model_name=",".join(names), **server), config)
     except ConfigError as error:
         raise ConfigError(f"model {shown(names[0])}: {error}") from error
     model = options.pop("model")

@@ -1,8 +1,12 @@
 """`nanovllm serve` with several models: runs the router until a signal comes."""
 
 import argparse
+import asyncio
+import dataclasses
 import socket
 import tempfile
+import time
+from collections.abc import Callable
 from typing import Any
 
 from nanovllm.apps.router.app import make_app
@@ -11,6 +15,7 @@ from nanovllm.apps.router.options import RouterOptions, read_models
 from nanovllm.apps.server.log_setup import Log
 from nanovllm.apps.server.options import ServerOptions, keys_of_environment
 from nanovllm.apps.server.serve import (
+    FLUSH_SECONDS,
     OTHER_FILES,
     DrainingServer,
     allow_files,
@@ -33,6 +38,8 @@ def serve(args: argparse.Namespace) -> int:
     options = ServerOptions(**given)
     router = RouterOptions(**given_fields(RouterOptions, args))
     log = Log(options.log_level, options.log_format, options.log_config)
+    largest = max(spec.server.get("max_body_bytes", options.max_body_bytes) for spec in specs)
+    options = dataclasses.replace(options, max_body_bytes=largest)  # an engine checks its own
     allow_files(2 * options.max_connections + OTHER_FILES)
     place = "/tmp" if len(tempfile.gettempdir()) > _MAX_PLACE else None
     with (
@@ -40,13 +47,15 @@ def serve(args: argparse.Namespace) -> int:
         bound_socket(options) as listener,
     ):
         models = Models(specs, options, router, directory, log)
-        server = RouterServer(make_app(models, options), models, options, listener)
         names = ", ".join(spec.names[0] for spec in specs)
-        log.tell(
-            f"nanovllm: {names} at {url_of(options, listener)}, each loaded when it is asked for"
-        )
-        warn_if_open(log, options)
-        server.run(sockets=[listener])
+
+        def show_banner() -> None:
+            url = url_of(options, listener)
+            log.tell(f"nanovllm: {names} at {url}, each loaded when it is asked for")
+            warn_if_open(log, options)
+
+        app = make_app(models, options)
+        RouterServer(app, models, options, listener, show_banner).run(sockets=[listener])
     return 0
 
 
@@ -54,10 +63,23 @@ class RouterServer(DrainingServer):
     """The server of several models, which ends their engines with itself."""
 
     def __init__(
-        self, app: Any, models: Models, options: ServerOptions, listener: socket.socket
+        self,
+        app: Any,
+        models: Models,
+        options: ServerOptions,
+        listener: socket.socket,
+        on_start: Callable[[], object] = lambda: None,
     ) -> None:
         self._models = models
-        super().__init__(app, listener, options, models, models.log.tell)
+        super().__init__(app, listener, options, models.admission, on_start, models.log.tell)
+
+    async def _end_requests(self) -> None:
+        """Let the engines end those that are left, and end what one does not in time."""
+        self._models.terminate()
+        deadline = time.monotonic() + FLUSH_SECONDS
+        while self._models.admission.num_requests and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        await super()._end_requests()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, close the connections, and end the engines."""

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.apps.server.error_bodies import APIError
-from nanovllm.apps.server.options import ServerOptions
 from nanovllm.errors import ConfigError, InvalidRequestError
-from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest, named_adapters
 from nanovllm.options.validation import shown
 
@@ -33,7 +31,7 @@ class Adapters:
         directory: below which adapters lie that may be loaded; None: none may be.
 
     Raises:
-        ConfigError: an adapter of `modules` cannot be used, or there is no such directory.
+        ConfigError: an adapter of `modules` cannot be used.
     """
 
     def __init__(
@@ -46,8 +44,6 @@ class Adapters:
         self._base_names = frozenset(base_names)
         self._find = find
         self._home = None if directory is None else Path(directory).resolve()
-        if self._home is not None and not self._home.is_dir():
-            raise ConfigError(f"lora_directory {shown(directory)} is not a directory")
         self.by_name = named_adapters(modules, self._base_names)
         """Replaced when an adapter comes or goes, and never changed."""
         for adapter in self.by_name.values():
@@ -176,17 +172,3 @@ class Adapters:
                 param="lora_path",
             )
         return found
-
-
-def check_adapter_options(options: ServerOptions, config: Config) -> None:
-    """Check the options of adapters against the engine's.
-
-    Raises:
-        ConfigError: the engine takes no adapters.
-    """
-    for name in ("lora_modules", "lora_directory"):
-        if getattr(options, name) and not config.enable_lora:
-            raise ConfigError(
-                f"{name}={shown(getattr(options, name))} is for adapters, but enable_lora is "
-                f"False: give enable_lora=True too, or leave {name} out"
-            )

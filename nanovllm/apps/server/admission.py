@@ -16,6 +16,8 @@ _WINDOW_SECONDS = 30.0
 _MAX_RETRY_SECONDS = 60
 _SMALL_BODY = 2**16
 """Bytes of each body that are not counted, so that large ones do not keep out small ones."""
+_MANY_BODIES = 64
+"""At most this many of the largest bodies are in memory."""
 
 
 class Admitted:
@@ -192,11 +194,12 @@ class BodyBudget:
     """Bounds the bytes of all bodies that are in memory at the same time.
 
     Args:
-        max_bytes: of all bodies together; the first 64 KiB of each are not counted.
+        max_body_bytes: of one body. All together have 64 times as many at most; the first 64 KiB
+            of each are not counted.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_body_bytes: int) -> None:
+        self._max_bytes = _MANY_BODIES * max_body_bytes
         self._num_bytes = 0
 
     @contextmanager

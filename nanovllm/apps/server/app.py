@@ -1,8 +1,9 @@
 """The app: routes, error handlers and middleware put together."""
 
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -41,8 +42,15 @@ ROUTERS = tuple(
 )
 
 
-def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
-    """Return an app that answers with `llm`; `app.state.server` is its `ServerState`."""
+class _App(FastAPI):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, whose path may begin with the proxy's."""
+        scope["root_path"] = self.state.root_path
+        await super().__call__(scope, receive, send)
+
+
+def app_of(routers: Iterable[APIRouter], options: ServerOptions) -> FastAPI:
+    """Return an app with these routes and their schema, as it is told which path it has."""
     # The pages at /docs load scripts from elsewhere, so there are none.
     app = _App(
         title="nanovllm",
@@ -52,7 +60,38 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
         redirect_slashes=False,
         responses={"4XX": _ERROR, "5XX": _ERROR},
     )
-    app.state.server = ServerState(llm, options)
+    app.state.root_path = options.root_path or ""
+    for router in routers:
+        app.include_router(router)
+    return app
+
+
+def routes_of(routers: Iterable[APIRouter]) -> list[Route]:
+    return [route for router in routers for route in router.routes if isinstance(route, Route)]
+
+
+def stand_guard(
+    app: FastAPI,
+    options: ServerOptions,
+    paths: Collection[str],
+    count: Callable[[str, int], None] | None = None,
+) -> None:
+    """Give an app what every request passes: its checks, the form of its errors, its log.
+
+    A server of one model and one of several have this, and no request goes another way.
+
+    Args:
+        paths: those of its routes.
+        count: as for `RequestLog`.
+    """
+    add_error_handlers(app, paths)
+    guard(app, options)
+    app.add_middleware(RequestLog, count=count)
+
+
+def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
+    """Return an app that answers with `llm`; `app.state.server` is its `ServerState`."""
+    server = ServerState(llm, options)
     routers = [*ROUTERS]
     if llm.engine.config.profile_dir is not None:
         routers.append(profile.router)
@@ -60,17 +99,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
         routers.append(sleep.router)
     if options.dev_mode:
         routers.append(training.router)
-    for router in routers:
-        app.include_router(router)
-    routes = [route for router in routers for route in router.routes if isinstance(route, Route)]
-    add_error_handlers(app, [route.path for route in routes])
-    guard(app, options)
-    app.add_middleware(RequestLog, count=app.state.server.metrics.answered)
+    app = app_of(routers, options)
+    app.state.server = server
+    stand_guard(app, options, [route.path for route in routes_of(routers)], server.metrics.answered)
     return app
-
-
-class _App(FastAPI):
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, whose path may begin with the proxy's."""
-        scope["root_path"] = self.state.server.options.root_path or ""
-        await super().__call__(scope, receive, send)

@@ -97,6 +97,13 @@ def anthropic_body(error: APIError) -> dict[str, Any]:
     return {"type": "error", "error": found}
 
 
+def route_path(scope: Mapping[str, Any]) -> str:
+    """Return the path of a request without the path under which a proxy has the server."""
+    path: str = scope["path"]
+    prefix: str = scope.get("root_path", "")
+    return path[len(prefix) :] or "/" if f"{path}/".startswith(f"{prefix}/") else path
+
+
 def as_api_error(error: BaseException) -> APIError:
     """Return what a client is told of an error; nothing from inside an unexpected error."""
     if isinstance(error, APIError):
@@ -244,7 +251,7 @@ def add_error_handlers(app: FastAPI, paths: Collection[str]) -> None:
 
     async def handle(request: Request, error: Exception) -> Response:
         found = as_api_error(error)
-        path = request.url.path
+        path = route_path(request.scope)
         if found is not error and found.status_code in (404, 405):  # the router's
             given = path.rstrip("/")
             if found.status_code == 404 or (given in ABSENT_ROUTES and given not in known):

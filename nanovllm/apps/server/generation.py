@@ -30,7 +30,7 @@ _COMPILE_SECONDS = 10.0
 """For a grammar, with its wait for a thread. Compiling takes some 100 ms at most."""
 
 
-class _Guard(Admitted):
+class Guard(Admitted):
     """Ends an HTTP request when its client goes away or its time is over.
 
     The tasks of the request wait for the engine within `with guard`. There, and only there, they
@@ -91,7 +91,7 @@ class Place:
     """An admitted request's place in the server."""
 
     request: Request
-    guard: _Guard
+    guard: Guard
     user: str | None
     """The key of fairness."""
     priority: int
@@ -124,7 +124,7 @@ def while_connected(request: Request) -> Iterator[None]:
     Raises:
         APIError: the client is gone.
     """
-    guard = _Guard()
+    guard = Guard()
     watch = asyncio.create_task(guard.watch(request))
     try:
         with guard:
@@ -144,7 +144,7 @@ def admit(request: Request, num_sequences: int, body: EngineRequest | None = Non
             holds too much of this user.
     """
     server = state_of(request)
-    guard = _Guard()
+    guard = Guard()
     given = body or EngineRequest()
     adapter = server.check_model(given.model)
     priority = server.check_priority(given.priority)

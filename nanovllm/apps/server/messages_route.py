@@ -10,12 +10,11 @@ from starlette.responses import Response
 from nanovllm.apps.server import generation
 from nanovllm.apps.server.answers.parameter_types import typed
 from nanovllm.apps.server.conversation import AnswerReader, params_in_form, render, run
-from nanovllm.apps.server.error_bodies import APIError, anthropic_body, naming_params
+from nanovllm.apps.server.error_bodies import APIError, naming_params
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.message_blocks import MessageBuilder, messages_of
 from nanovllm.apps.server.params import chat_params, field_names
 from nanovllm.apps.server.protocol.message_objects import (
-    MessageEvent,
     MessageObject,
     MessageUsage,
     StopReason,
@@ -51,7 +50,7 @@ async def answer(request: Request, body: MessagesRequest) -> Response:
         answer = _Answer(server, body, prompt)
         outputs = await run(place, body, prompt, params)
         if body.stream:
-            return sse(answer.frames(outputs), on_error=_error_frame)
+            return sse(answer.frames(outputs), "/v1/messages")
         text = answer.whole(await anext(outputs)).model_dump_json()
         return Response(text, media_type="application/json")
 
@@ -175,7 +174,3 @@ class _Answer:
         if message.stop_reason == "end_turn" and completion.stop_reason in self._stop_sequences:
             message.stop_reason = "stop_sequence"
             message.stop_sequence = str(completion.stop_reason)
-
-
-def _error_frame(error: APIError) -> str:
-    return frame(MessageEvent(**anthropic_body(error)), "error")

@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.apps.server import pages
-from nanovllm.apps.server.error_bodies import APIError
+from nanovllm.apps.server.error_bodies import APIError, route_path
 from nanovllm.apps.server.options import ServerOptions
 from nanovllm.options.validation import shown
 
@@ -69,15 +69,14 @@ class GuardMiddleware:
         try:
             length = _content_length(headers)
             self._check_host(headers)
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
-            if self._keys and path not in OPEN_PATHS:
+            if self._keys and route_path(scope) not in OPEN_PATHS:
                 scope.setdefault("state", {})["key_digest"] = self._key_digest(headers)
             if length is not None and length > self._max_body_bytes:
                 await _drop_body(headers, receive, length)
                 raise self._too_large()
         except APIError as error:
             error.headers = {**(error.headers or {}), "Connection": "close"}
-            await error.response(scope["path"])(scope, receive, send)
+            await error.response(route_path(scope))(scope, receive, send)
             return
         await self._app(scope, self._limited(receive), send)
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
+from huggingface_hub import try_to_load_from_cache
 from pydantic import BaseModel, Field
 
 from nanovllm.apps.server import generation
@@ -13,8 +15,14 @@ from nanovllm.apps.server.error_bodies import naming_params
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.protocol.common import RequestModel
 from nanovllm.apps.server.state import ServerState, state_of
+from nanovllm.errors import CheckpointError
+from nanovllm.loading.files import read_json
+from nanovllm.loading.tokenizer_files import read_chat_templates
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.other_names import OtherName, other_names
+
+_GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""What is in the names of architectures that write text."""
 
 router = APIRouter(tags=["models"], route_class=JSONRoute)
 
@@ -32,6 +40,8 @@ class ModelCard(BaseModel):
     parent: str | None = None
     """The model that an adapter changes."""
     max_model_len: int
+    chats: bool
+    """Whether it takes conversations: it generates, and there is a chat template."""
     arithmetic: dict[str, Any]
     """What decides an answer's bits: see `Arithmetic`."""
 
@@ -63,6 +73,29 @@ class UnloadAdapterRequest(RequestModel):
     ignored: ClassVar[frozenset[str]] = frozenset({"lora_int_id"})
 
     lora_name: str = Field(min_length=1)
+
+
+def may_chat(model: str, *, has_template: bool) -> bool | None:
+    """Return what the files of a model that is not loaded say of `ModelCard.chats`.
+
+    Nothing is downloaded. None: the files are not here, or do not say.
+    """
+    path: Any = Path(model) / "config.json"
+    if not path.is_file():
+        try:
+            path = try_to_load_from_cache(model, "config.json")
+        except ValueError:  # not the name of a repository
+            return None
+    if not isinstance(path, Path | str):
+        return None
+    folder = Path(path).parent
+    try:
+        name = str(read_json(folder / "config.json").get("architectures"))
+        settings = read_json(folder / "tokenizer_config.json")
+        has_template = has_template or read_chat_templates(folder, settings) is not None
+    except CheckpointError:
+        return None
+    return has_template and any(kind in name for kind in _GENERATING)
 
 
 @router.get("/v1/models")
@@ -109,5 +142,6 @@ def _card(
         root=server.llm.engine.config.model if adapter is None else adapter.lora_path,
         parent=None if adapter is None else adapter.base_model_name or server.model_name,
         max_model_len=server.max_model_len,
+        chats=server.has_chat_template and server.llm.engine.input_processor.limit.generates,
         arithmetic={} if server.arithmetic is None else server.arithmetic._asdict(),
     )

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from nanovllm.apps.server.log_setup import FORMATS, LEVELS
 from nanovllm.errors import ConfigError
+from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, add_flags
 from nanovllm.options.validation import (
     Error,
@@ -26,7 +27,7 @@ from nanovllm.options.validation import (
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 """Environment variable with an API key, or several with commas between."""
-_MAX_FILES = 10**6
+MAX_FILES = 10**6
 """Linux lets a process open 2**20 files, by default."""
 
 
@@ -102,7 +103,7 @@ class ServerOptions:
     max_waiting: Annotated[int, check_int, 1] = 2048
     """Maximum number of sequences that wait for the engine, not counting those that run; further
     requests get status 503."""
-    max_connections: Annotated[int, check_int, 1, _MAX_FILES] = 4096
+    max_connections: Annotated[int, check_int, 1, MAX_FILES] = 4096
     """Maximum number of open connections; further ones get status 503 and are closed."""
     min_priority: Annotated[int, check_int, -(2**31), 0] = 0
     """Lowest priority that a request may ask for. Lower values go first, before the turns of users,
@@ -179,6 +180,26 @@ class ServerOptions:
             return None
         here = ("localhost", "127.0.0.1", "[::1]")  # no page's name, nor is what follows
         return frozenset({*here, "0.0.0.0", "[::]", self.host})
+
+
+def check_options(options: ServerOptions, config: Config) -> None:
+    """Check what several options say together, before anything is loaded.
+
+    Raises:
+        ConfigError: a parser has no such name, the engine takes no adapters, or there is no
+            directory of them.
+    """
+    from nanovllm.apps.server.answers.answer_format import find_answer_format  # slow to import
+
+    find_answer_format(None, options.tool_call_parser, options.reasoning_parser)
+    for name in ("lora_modules", "lora_directory"):
+        if getattr(options, name) and not config.enable_lora:
+            raise ConfigError(
+                f"{name}={shown(getattr(options, name))} is for adapters, but enable_lora is "
+                f"False: give enable_lora=True too, or leave {name} out"
+            )
+    if options.lora_directory is not None and not os.path.isdir(options.lora_directory):
+        raise ConfigError(f"lora_directory {shown(options.lora_directory)} is not a directory")
 
 
 def keys_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:

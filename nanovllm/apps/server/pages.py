@@ -11,6 +11,8 @@ from pathlib import Path
 from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import Response
 
+from nanovllm.apps.server.error_bodies import route_path
+
 router = APIRouter(include_in_schema=False)
 
 _FOLDER = Path(__file__).parent / "page"
@@ -64,7 +66,7 @@ def _file(path: Path) -> tuple[bytes, str]:
 @router.api_route(FILE_ROUTE, methods=_METHODS)
 async def page_file(request: Request) -> Response:
     """Send one of the pages' files."""
-    path = _FILES.get(request.url.path.removeprefix(request.scope["root_path"]))
+    path = _FILES.get(route_path(request.scope))
     if path is None:
         raise HTTPException(404)
     data, etag = _file(path)

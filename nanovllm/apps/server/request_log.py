@@ -51,6 +51,8 @@ class RequestRecord:
     """Seconds from arrival in the engine."""
     finish_reasons: dict[str, None] = dataclasses.field(default_factory=dict)
     """Each that occurred, in order."""
+    is_passed_on: bool = False
+    """Whether an engine of its own process answers, and logs it."""
 
     def first_token(self, seconds: float) -> None:
         """Note the time to a first token; the shortest counts."""
@@ -118,8 +120,9 @@ class RequestLog:
                 seconds = time.monotonic() - seconds
                 fields = _fields(scope, record, status, seconds)
                 route = getattr(scope.get("route"), "path", "other")
-                _log(fields, is_probe=route in _PROBES and status < 400)
-                if self._count is not None:
+                is_probe = route in _PROBES and status < 400
+                _log(fields, is_probe=is_probe or record.is_passed_on)
+                if self._count is not None and not record.is_passed_on:
                     self._count(route, status)
                 if self._open_telemetry is not None:
                     self._open_telemetry.end(

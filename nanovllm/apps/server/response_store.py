@@ -2,7 +2,7 @@
 owner. It knows texts of JSON, not what is in them.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import NamedTuple
 
 from nanovllm.apps.server.error_bodies import APIError
@@ -35,9 +35,10 @@ class StoredResponse(NamedTuple):
 
 
 class ResponseStore:
-    """Responses by owner and id. Beyond a limit, those not used for longest are dropped.
+    """Responses by owner and id. Beyond a limit, whoever has most loses those not used for longest.
 
-    Using a response uses all before it, so a conversation loses its end before its beginning.
+    So an owner who has no more than a fair share loses nothing to the others. Using a response uses
+    all before it, so a conversation loses its end before its beginning.
 
     Args:
         max_responses: 0 keeps none.
@@ -47,7 +48,8 @@ class ResponseStore:
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._num_bytes = 0
+        self._num_bytes: Counter[str] = Counter()  # of each owner
+        self._num_responses: Counter[str] = Counter()
         self._kept: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()  # oldest use first
         self._by_item: dict[tuple[str, str], str] = {}  # by owner and id of an item: its response
 
@@ -56,13 +58,18 @@ class ResponseStore:
         return self._max_responses > 0
 
     def add(self, owner: str, stored: StoredResponse) -> None:
-        """Keep a response, in place of one with its id."""
+        """Keep a response, in place of one with its id; not one that is larger than the store."""
         self._drop((owner, stored.response_id))
+        if stored.num_bytes > self._max_bytes:
+            return
         self._kept[owner, stored.response_id] = stored
         self._by_item |= {(owner, item_id): stored.response_id for item_id in stored.item_ids}
-        self._num_bytes += stored.num_bytes
-        while self._num_bytes > self._max_bytes or len(self._kept) > self._max_responses:
-            self._drop(next(iter(self._kept)))
+        self._num_bytes[owner] += stored.num_bytes
+        self._num_responses[owner] += 1
+        while self._num_bytes.total() > self._max_bytes:
+            self._drop(self._oldest_of(self._num_bytes))
+        while len(self._kept) > self._max_responses:
+            self._drop(self._oldest_of(self._num_responses))
 
     def get(self, owner: str, response_id: str) -> list[StoredResponse]:
         """Return a response, last in a list with all before it that are there.
@@ -136,8 +143,14 @@ class ResponseStore:
             return "was not stored, as this server's max_stored_responses is 0"
         return "was not stored, was deleted, or made room for others"
 
+    def _oldest_of(self, held: Counter[str]) -> tuple[str, str]:
+        """Return the response not used for longest of the owner who holds most."""
+        ((owner, _),) = held.most_common(1)
+        return next(key for key in self._kept if key[0] == owner)
+
     def _drop(self, key: tuple[str, str]) -> None:
         if (found := self._kept.pop(key, None)) is not None:
-            self._num_bytes -= found.num_bytes
+            self._num_bytes[key[0]] -= found.num_bytes
+            self._num_responses[key[0]] -= 1
             for item_id in found.item_ids:
                 self._by_item.pop((key[0], item_id), None)

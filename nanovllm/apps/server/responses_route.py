@@ -44,7 +44,7 @@ from nanovllm.apps.server.response_items import (
     stored_items,
 )
 from nanovllm.apps.server.response_store import StoredResponse
-from nanovllm.apps.server.sse import error_frame, frame, sse
+from nanovllm.apps.server.sse import frame, sse
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import SamplingParams
@@ -84,7 +84,7 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
             )
         outputs = await run(place, body, prompt, params)
         if body.stream:
-            return sse(answer.frames(outputs), on_error=error_frame)
+            return sse(answer.frames(outputs), "/v1/responses")
         text = answer.whole(await anext(outputs))
         return Response(text, media_type="application/json")
 
@@ -136,6 +136,7 @@ async def list_input_items(
 ) -> ItemList:
     """List what a stored response answers, with what came before it in its conversation."""
     chain = state_of(request).responses.get(_owner(request), response_id)
+    _check_size(request, chain[:-1])  # any of them may have been replaced by a larger one
     items = await asyncio.to_thread(listed_items, chain)
     if order == "desc":
         items.reverse()
@@ -174,7 +175,15 @@ def _known(request: Request, body: ResponsesRequest) -> _Known:
     item_ids = {item.id for item in given if isinstance(item, InputReference)}
     previous_id = body.previous_response_id
     earlier = [] if previous_id is None else responses.conversation(owner, previous_id)
-    num_bytes = sum(each.num_turn_bytes for each in earlier)
+    referenced = {item_id: responses.with_item(owner, item_id) for item_id in item_ids}
+    outputs = {each.response_id: len(each.output) for each in referenced.values()}
+    _check_size(request, earlier, sum(outputs.values()))
+    return _Known(earlier, referenced)
+
+
+def _check_size(request: Request, turns: Seq[StoredResponse], num_more: int = 0) -> None:
+    """Raise APIError, status 400, if what is to be read of stored responses is too large."""
+    num_bytes = num_more + sum(each.num_turn_bytes for each in turns)
     if num_bytes > (most := state_of(request).options.max_body_bytes):
         raise APIError(
             400,
@@ -182,10 +191,6 @@ def _known(request: Request, body: ResponsesRequest) -> _Known:
             "go on with a new one",
             param="previous_response_id",
         )
-    return _Known(
-        earlier,
-        {item_id: responses.with_item(owner, item_id) for item_id in item_ids},
-    )
 
 
 def _count(server: ServerState, body: ResponsesRequest, known: _Known) -> int:

@@ -19,19 +19,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 
-from nanovllm.apps.server.adapters import check_adapter_options
-from nanovllm.apps.server.admission import shutting_down
-from nanovllm.apps.server.answers.answer_format import find_answer_format
+from nanovllm.apps.server.admission import Admission, shutting_down
 from nanovllm.apps.server.app import make_app
 from nanovllm.apps.server.connection import connection_class
-from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.log_setup import Log
 from nanovllm.apps.server.middleware import MAX_HEAD_BYTES
-from nanovllm.apps.server.options import ServerOptions, keys_of_environment, model_name
+from nanovllm.apps.server.options import (
+    ServerOptions,
+    check_options,
+    keys_of_environment,
+    model_name,
+)
 from nanovllm.apps.server.state import ServerState
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.engine.engine_metrics import kv_cache_tokens
@@ -44,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep an idle connection, so that none is closed under a new request."""
-_FLUSH_SECONDS = 2
+FLUSH_SECONDS = 2
 """For the answers of requests that were ended."""
 _EXIT_SECONDS = 10
 """For the engine to end."""
@@ -59,8 +61,7 @@ def serve(args: argparse.Namespace) -> int:
     given["api_keys"] = (*given.get("api_keys", ()), *keys_of_environment())
     options = ServerOptions(**given)
     engine_options: dict[str, Any] = {"model": args.model, **given_fields(Config, args)}
-    check_adapter_options(options, Config(**engine_options))
-    find_answer_format(None, options.tool_call_parser, options.reasoning_parser)  # checks them
+    check_options(options, Config(**engine_options))
     log = Log(options.log_level, options.log_format, options.log_config)
     allow_files(options.max_connections + OTHER_FILES)
     with bound_socket(options) as listener:
@@ -103,28 +104,16 @@ def http_config(app: Any, options: ServerOptions) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=_FLUSH_SECONDS,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )
-
-
-class Requests(Protocol):
-    """What has a server's requests."""
-
-    is_draining: bool
-
-    @property
-    def num_requests(self) -> int:
-        """How many requests are in the server."""
-
-    def end_all(self, error: APIError) -> None:
-        """End those that are left; their clients get the error."""
 
 
 class DrainingServer(uvicorn.Server):
     """uvicorn's server, which drains at the first signal and ends at once at the second.
 
     Args:
+        on_start: called when clients can connect.
         tell: called with what the user should know, and its level.
     """
 
@@ -133,12 +122,14 @@ class DrainingServer(uvicorn.Server):
         app: Any,
         listener: socket.socket,
         options: ServerOptions,
-        requests: Requests,
+        requests: Admission,
+        on_start: Callable[[], object],
         tell: Callable[[str, int], object],
     ) -> None:
         self._listener = listener
         self._drain_seconds = options.drain_seconds
         self._requests = requests
+        self._on_start = on_start
         self._tell = tell
         self._was_asked = False
         super().__init__(http_config(app, options))
@@ -147,6 +138,7 @@ class DrainingServer(uvicorn.Server):
         """Start listening."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, and close the connections."""
@@ -173,8 +165,12 @@ class DrainingServer(uvicorn.Server):
         deadline = time.monotonic() + seconds
         while requests.num_requests and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        requests.end_all(shutting_down())
+        await self._end_requests()
         self.should_exit = True
+
+    async def _end_requests(self) -> None:
+        """End those that are left, each with an error."""
+        self._requests.end_all(shutting_down())
 
 
 class Server(DrainingServer):
@@ -188,16 +184,15 @@ class Server(DrainingServer):
         tell: Callable[[str, int], object] = lambda message, level: complain(message),
     ) -> None:
         self._server: ServerState = app.state.server
-        self._on_start = on_start
         self._tasks: list[asyncio.Task[None]] = []
-        super().__init__(app, listener, self._server.options, self._server.admission, tell)
+        options, requests = self._server.options, self._server.admission
+        super().__init__(app, listener, options, requests, on_start, tell)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening, and watching the engine."""
         await super().startup(sockets)
         self._tasks.append(asyncio.create_task(self._watch_engine()))
         self._tasks.append(asyncio.create_task(self._server.metrics.watch_event_loop()))
-        self._on_start()
 
     async def _watch_engine(self) -> None:
         """End the server when the engine is dead."""

@@ -2,14 +2,14 @@
 
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from nanovllm.apps.server.error_bodies import APIError, as_api_error
+from nanovllm.apps.server.error_bodies import APIError, anthropic_body, as_api_error
 
 logger = logging.getLogger(__name__)
 
@@ -36,32 +36,29 @@ DONE = "data: [DONE]\n\n"
 """The frame at the end of a stream."""
 
 
-def error_frame(error: APIError) -> str:
-    """Return an error as OpenAI's event."""
-    return f"data: {json.dumps(error.body)}\n\n"
+def error_frames(error: APIError, path: str) -> bytes:
+    """Return what ends a stream that an error breaks off, in the form of the route `path`.
+
+    Whoever ends a stream writes this: the route, or a server in front of its engine.
+    """
+    if path.startswith("/v1/messages"):
+        return f"event: error\ndata: {json.dumps(anthropic_body(error))}\n\n".encode()
+    done = "" if path.startswith("/v1/responses") else DONE
+    return f"data: {json.dumps(error.body)}\n\n{done}".encode()
 
 
-def last_frames(error: APIError) -> str:
-    """Return an error as OpenAI's event, and the end of a stream."""
-    return error_frame(error) + DONE
-
-
-def sse(
-    frames: AsyncGenerator[str, None], *, on_error: Callable[[APIError], str] = last_frames
-) -> _EventStream:
+def sse(frames: AsyncGenerator[str, None], path: str = "") -> _EventStream:
     """Return a response that sends frames as they come.
 
     Args:
         frames: each is one event or several, or none.
-        on_error: makes the frames that end a stream when `frames` raises an error.
+        path: the route, whose form an error has that `frames` raises.
     """
-    encoded = _encoded(frames, on_error)
+    encoded = _encoded(frames, path)
     return _EventStream(encoded, headers=_HEADERS, media_type="text/event-stream")
 
 
-async def _encoded(
-    frames: AsyncGenerator[str, None], on_error: Callable[[APIError], str]
-) -> AsyncGenerator[bytes, None]:
+async def _encoded(frames: AsyncGenerator[str, None], path: str) -> AsyncGenerator[bytes, None]:
     try:
         async with aclosing(frames):
             async for text in frames:
@@ -70,7 +67,7 @@ async def _encoded(
     except Exception as error:
         if not isinstance(error, APIError):
             logger.exception("a stream ended with an error")
-        yield on_error(as_api_error(error)).encode()
+        yield error_frames(as_api_error(error), path)
 
 
 def frame(event: BaseModel, name: str | None = None) -> str:

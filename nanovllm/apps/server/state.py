@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 
 from nanovllm import __version__
-from nanovllm.apps.server.adapters import Adapters, check_adapter_options
+from nanovllm.apps.server.adapters import Adapters
 from nanovllm.apps.server.admission import Admission, BodyBudget
 from nanovllm.apps.server.answers.answer_format import AnswerFormat, find_answer_format
 from nanovllm.apps.server.error_bodies import APIError
-from nanovllm.apps.server.options import ServerOptions, model_name
+from nanovllm.apps.server.options import ServerOptions, check_options, model_name
 from nanovllm.apps.server.prometheus import ServerMetrics
 from nanovllm.apps.server.prompt_watch import PromptWatch
 from nanovllm.apps.server.response_store import ResponseStore
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 _MOST_NAMES = 8
 """Adapters that an error lists."""
-_MANY_BODIES = 64
-"""At most this many bodies of max_body_bytes are in memory."""
 
 
 class ServerState:
@@ -41,7 +39,7 @@ class ServerState:
     def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
         engine = llm.engine
         _ = engine.input_processor.limit.bound  # computed now, so that no request waits for it
-        check_adapter_options(options, engine.config)
+        check_options(options, engine.config)
         tokenizer = engine.input_processor.tokenizer
         self.llm = llm
         self.options = options
@@ -64,7 +62,7 @@ class ServerState:
         self.admission = Admission(
             options.max_waiting, lambda: len(engine.scheduler.running), options.read_timeout
         )
-        self.bodies = BodyBudget(_MANY_BODIES * options.max_body_bytes)
+        self.bodies = BodyBudget(options.max_body_bytes)
         self.max_model_len = engine.worker_info.max_model_len
         self.token_bytes = (lambda token: b"") if tokenizer is None else token_bytes(tokenizer)
         """The bytes of a token; none without a tokenizer."""

@@ -18,7 +18,7 @@ const AT_END = 60; // pixels from the end within which the page follows the text
 
 const scroll = byId("scroll"), messages = byId("messages"), prompt = byId("prompt");
 const running = new Map(); // by the conversation's id: {controller, message}
-const model = byId("model");
+const model = byId("model"), cannotChat = new Set();
 let current = store.create();
 let live = null; // the view of the answer that grows on the page
 
@@ -210,13 +210,15 @@ function begin() {
 async function loadModels() {
   if (model.options.length) return;
   const { data } = await (await request("v1/models")).json();
+  data.filter(({ chats }) => chats === false).forEach(({ id }) => cannotChat.add(id));
   if (!model.options.length) model.append(...data.map(({ id }) => make("option", { value: id }, id)));
   chooseModel();
 }
 
 function chooseModel() {
   const names = Array.from(model.options, (option) => option.value);
-  if (names.length) model.value = names.includes(current.settings.model) ? current.settings.model : names[0];
+  const first = names.find((name) => !cannotChat.has(name)) ?? names[0];
+  if (names.length) model.value = names.includes(current.settings.model) ? current.settings.model : first;
 }
 
 function changeSettings() {
