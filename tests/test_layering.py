@@ -68,8 +68,8 @@ FOLDERS = {
     "router": Folder("options server utils", torch=False),
     "batch": Folder("async_llm loading.files options server utils.strict_json", torch=False),
     "cli": Folder(
-        "batch demo_model explain lab learn llm async_llm loading.files loading.hub_cache "
-        "options prove "
+        "batch demo_model explain lab learn llm async_llm loading.download loading.files "
+        "loading.hub options prove "
         "ray.row_pool router server utils worker.model_report",
         torch=False,
     ),

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from nanovllm import demo_model
 from nanovllm.apps.cli.arguments import EXPLAINED_TOKENS, parse
 from nanovllm.apps.cli.flag_groups import CHAT_SAMPLING, MAX_TOKENS, RECOMMENDED
-from nanovllm.apps.cli.hub import pull_if_absent
 from nanovllm.apps.cli.repl import Chat, Settings
 from nanovllm.apps.cli.sources import (
     Message,
@@ -150,10 +149,7 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Chat with a model by its name: pull it first if it is not here."""
-    if args.names_model:
-        options = given_fields(Config, args)
-        pull_if_absent(args.model, options.get("revision"), options.get("download_dir"))
+    """Chat with a model by its name, which is downloaded first if it is not here."""
     return chat(args)
 
 
