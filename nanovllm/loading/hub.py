@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from nanovllm import demo_model
 from nanovllm.errors import CheckpointError
 from nanovllm.loading.download import (
     download,
@@ -58,6 +59,7 @@ class Checkpoint:
     """The directory or the GGUF file."""
     config: dict[str, Any]
     generation_config: dict[str, Any]
+    """Of a GGUF file what it recommends for sampling, in the same names."""
     tokenizer_path: Path | None = None
     """Directory or GGUF file of the tokenizer; None if there is none, or none is wanted."""
 
@@ -171,7 +173,8 @@ def _read(path: Path) -> Checkpoint:
         from nanovllm.loading.gguf import read_gguf
 
         found = read_gguf(path)
-        return Checkpoint(path, found.config, {}, path if found.tokenizer else None)
+        sampling = {**demo_model.recommended(path), **found.sampling}
+        return Checkpoint(path, found.config, sampling, path if found.tokenizer else None)
     return Checkpoint(
         path,
         _read_config(path),

@@ -77,8 +77,8 @@ def find_server(url: str, api_key: str | None = None) -> Server:
     return Server(parts.netloc, f"{parts.scheme}://{parts.netloc}{path}", headers)
 
 
-def first_model(server: Server) -> str:
-    """Return the name of the first model that the server lists.
+def model_card(server: Server, name: str | None = None) -> dict[str, Any]:
+    """Return what the server lists of a model, by default of its first: at least its `id`.
 
     Raises:
         ServerError: it lists none, cannot be reached, refuses, or takes over 10 s.
@@ -96,8 +96,9 @@ def first_model(server: Server) -> str:
 
     with contextlib.suppress(ValueError, RecursionError):
         match json.loads(asyncio.run(get())):
-            case {"data": [{"id": str(name)}, *_]}:
-                return name
+            case {"data": [{"id": str()}, *_] as cards}:
+                named = (card for card in cards if card == {**card, "id": name})
+                return cards[0] if name is None else next(named, {"id": name})
     raise ServerError(f"{server.name} lists no model at /v1/models; name one")
 
 

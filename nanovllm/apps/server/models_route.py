@@ -15,6 +15,7 @@ from nanovllm.apps.server.protocol.common import RequestModel
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.other_names import OtherName, other_names
+from nanovllm.options.sampling_params import chat_sampling
 
 router = APIRouter(tags=["models"], route_class=JSONRoute)
 
@@ -32,6 +33,8 @@ class ModelCard(BaseModel):
     parent: str | None = None
     """The model that an adapter changes."""
     max_model_len: int
+    chat_sampling: dict[str, float]
+    """What a chat of a person should ask for, where the checkpoint recommends no sampling."""
     arithmetic: dict[str, Any]
     """What decides an answer's bits: see `Arithmetic`."""
 
@@ -103,11 +106,14 @@ async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> PlainT
 def _card(
     server: ServerState, adapter: LoRARequest | None = None, name: str | None = None
 ) -> ModelCard:
+    engine = server.llm.engine
+    is_free = engine.config.generation_config != "vllm"
     return ModelCard(
         id=name or server.model_name if adapter is None else adapter.lora_name,
         created=server.start_time,
-        root=server.llm.engine.config.model if adapter is None else adapter.lora_path,
+        root=engine.config.model if adapter is None else adapter.lora_path,
         parent=None if adapter is None else adapter.base_model_name or server.model_name,
         max_model_len=server.max_model_len,
+        chat_sampling=chat_sampling(engine.generation_config) if is_free else {},
         arithmetic={} if server.arithmetic is None else server.arithmetic._asdict(),
     )
