@@ -5,6 +5,7 @@ and no weights. Imports no torch.
 """
 
 import dataclasses
+import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +24,8 @@ from nanovllm.loading.files import check_file, is_gguf, local_path, read_json
 from nanovllm.options.config import Config
 from nanovllm.options.model_names import tag_of
 from nanovllm.options.validation import check_int, listed, shown
+
+logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model"),
@@ -141,7 +144,8 @@ def open_checkpoint(
             of the hub. What is local goes first.
         download_dir: where downloads go; None is huggingface_hub's cache.
 
-    What the cache has damaged is fetched anew.
+    A GGUF file that is damaged in the cache is fetched anew. Other files of the cache may have been
+    edited on purpose.
 
     Raises:
         CheckpointError: there is no such directory or hub id, the hub cannot be reached, there is
@@ -151,10 +155,10 @@ def open_checkpoint(
     path = _find(model, revision, download_dir)
     try:
         return _read(path)
-    except CheckpointError:
-        files = [path] if is_gguf(path) else path.glob("*.json")
-        if not remove_damaged(files):
+    except CheckpointError as error:
+        if not is_gguf(path) or local_path(model).exists() or not remove_damaged([path]):
             raise
+        logger.warning("%s; it is not what the hub has, so it is fetched again", error)
     return _read(_find(model, revision, download_dir))
 
 

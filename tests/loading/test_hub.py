@@ -758,16 +758,23 @@ def test_a_file_that_comes_damaged_is_fetched_again(gguf_hub, client, tmp_path, 
     assert client("org/one") == sound
 
 
-@pytest.mark.parametrize(("model", "name"), [("org/one", "x.gguf"), ("org/tiny", "config.json")])
-def test_what_is_damaged_in_the_cache_is_fetched_again(gguf_hub, client, tmp_path, model, name):
-    sound = client(model)
-    (file,) = (tmp_path / "home").rglob(name)
+@pytest.mark.parametrize("place", [0, 9, 60])
+def test_a_header_that_is_damaged_in_the_cache_is_fetched_again(gguf_hub, client, tmp_path, place):
+    sound = client("org/one")
+    (file,) = (tmp_path / "home").rglob("x.gguf")
     blob = file.resolve()
-    for place in (0, 1):
-        blob.write_bytes(damaged(blob.read_bytes(), place))
-        gguf_hub.fetched.clear()
-        assert client(model) == sound
-        assert [name for _, name in gguf_hub.fetched] == [name]
+    blob.write_bytes(damaged(blob.read_bytes(), place))
+    assert "error" in client(str(file)), "a path is left as it is"
+    assert client("org/one") == sound
+    assert [name for _, name in gguf_hub.fetched] == ["x.gguf"] * 2
+
+
+def test_a_file_of_the_cache_that_its_user_edited_is_kept(client, tmp_path):
+    client("org/tiny")
+    (file,) = (tmp_path / "home").rglob("config.json")
+    file.resolve().write_text("{")
+    assert "cannot read" in client("org/tiny")["error"]
+    assert file.read_text() == "{"
 
 
 def test_nothing_outside_the_cache_is_deleted(gguf_hub, client, tmp_path):
