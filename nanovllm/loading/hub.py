@@ -5,17 +5,27 @@ and no weights. Imports no torch.
 """
 
 import dataclasses
+import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from nanovllm import demo_model
 from nanovllm.errors import CheckpointError
-from nanovllm.loading.download import check_name, download, hub_files, way_online
+from nanovllm.loading.download import (
+    download,
+    hub_files,
+    plain_name,
+    remove_damaged,
+    way_online,
+)
 from nanovllm.loading.files import check_file, is_gguf, local_path, read_json
 from nanovllm.options.config import Config
 from nanovllm.options.model_names import tag_of
 from nanovllm.options.validation import check_int, listed, shown
+
+logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model"),
@@ -52,6 +62,7 @@ class Checkpoint:
     """The directory or the GGUF file."""
     config: dict[str, Any]
     generation_config: dict[str, Any]
+    """Of a GGUF file what it recommends for sampling, in the same names."""
     tokenizer_path: Path | None = None
     """Directory or GGUF file of the tokenizer; None if there is none, or none is wanted."""
 
@@ -95,7 +106,8 @@ def configured_checkpoint(config: Config) -> Checkpoint:
     if config.skip_tokenizer_init:
         tokenizer_path = None
     elif config.tokenizer is not None:
-        path = _find_directory(config.tokenizer, None, config.download_dir, "tokenizer")
+        name = plain_name(config.tokenizer, config.download_dir)
+        path = _find_directory(name, None, config.download_dir, "tokenizer")
         if (tokenizer_path := _tokenizer_path(path)) is None:
             raise CheckpointError(f"tokenizer {config.tokenizer!r}: {path} has no tokenizer.json")
     return Checkpoint(
@@ -128,25 +140,45 @@ def open_checkpoint(
 
     Args:
         model: a local directory or a hub id, a GGUF file, or a file in a hub repository, such as
-            "owner/repo/model.gguf", also by the end of its name: "owner/repo:Q4_K_M". What is
-            local goes first.
+            "owner/repo/model.gguf", also by the end of its name: "owner/repo:Q4_K_M"; or an address
+            of the hub. What is local goes first.
         download_dir: where downloads go; None is huggingface_hub's cache.
+
+    A GGUF file that is damaged in the cache is fetched anew. Other files of the cache may have been
+    edited on purpose.
 
     Raises:
         CheckpointError: there is no such directory or hub id, the hub cannot be reached, there is
             no config.json, or a file is invalid or must not be opened.
     """
-    check_name(model)
+    model = plain_name(model, download_dir)
+    path = _find(model, revision, download_dir)
+    try:
+        return _read(path)
+    except CheckpointError as error:
+        if not is_gguf(path) or local_path(model).exists() or not remove_damaged([path]):
+            raise
+        logger.warning("%s; it is not what the hub has, so it is fetched again", error)
+    return _read(_find(model, revision, download_dir))
+
+
+def _find(model: str, revision: str | None, download_dir: str | None) -> Path:
+    """Return the directory or the GGUF file of `model`; download what is read first of it."""
     path = _find_gguf_file(model, revision, download_dir)
     if path is None:
         path = _find_directory(model, revision, download_dir, "model")
         if not (path / "config.json").is_file():
             path = _only_gguf(path, model, revision, download_dir)
+    return path
+
+
+def _read(path: Path) -> Checkpoint:
     if is_gguf(path):
         from nanovllm.loading.gguf import read_gguf
 
         found = read_gguf(path)
-        return Checkpoint(path, found.config, {}, path if found.tokenizer else None)
+        sampling = {**demo_model.recommended(path), **found.sampling}
+        return Checkpoint(path, found.config, sampling, path if found.tokenizer else None)
     return Checkpoint(
         path,
         _read_config(path),
@@ -183,6 +215,7 @@ def weight_files(
     path = checkpoint.path
     if is_gguf(path):
         return [path]
+    model = plain_name(model, download_dir)
     from_hub = not local_path(model).is_dir()
     if from_hub:
         patterns = ["*.safetensors", "*.safetensors.index.json"]
@@ -263,6 +296,10 @@ def _find_gguf_file(model: str, revision: str | None, download_dir: str | None) 
     owner, repo, name = model.split("/", 2)
     repo = f"{owner}/{repo}"
     path = download(repo, revision, [name], download_dir)
+    if not (path / name).exists():  # letter case does not count here either
+        here = [file.relative_to(path).as_posix() for file in path.rglob("*.gguf")]
+        same = [each for each in here if each.casefold() == name.casefold()]
+        name = same[0] if len(same) == 1 else name
     if not check_file(path, name):
         raise CheckpointError(f"hub model {repo!r} has no file {name!r}, or it is not cached here")
     return path / name

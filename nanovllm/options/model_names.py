@@ -6,6 +6,8 @@ Nothing here reads files or asks the hub.
 
 import re
 
+from nanovllm.errors import CheckpointError
+
 _EXAMPLES = {
     "deepseek": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
     "ernie": "baidu/ERNIE-4.5-0.3B-PT",
@@ -32,7 +34,10 @@ _FAMILY = re.compile(rf"({'|'.join(sorted(_EXAMPLES, reverse=True))})(?![a-z])",
 _SIZE = re.compile(r"[a-z][\w.-]*[-:]\d+(\.\d+)?[bm]([-.:_]\S*)?", re.IGNORECASE)
 """Names that end, or nearly so, in a number of parameters: nous-hermes-2-7b, command-r:35b."""
 _HUB = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/+", re.IGNORECASE)
-_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve)/[\w.-]+)?(/[\w./-]+\.gguf)?/?")
+_ADDRESS = re.compile(
+    r"([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve)/([\w.-]+))?((?:/[\w./-]+\.gguf|:[\w.-]+)?)/?"
+    r"(?:\?download=true)?"
+)
 _TAGGED = re.compile(r"([\w.-]+/[\w.-]+):([\w.-]+)")
 
 
@@ -74,15 +79,26 @@ def tag_of(model: str) -> tuple[str, str] | None:
     return (found[1], found[2]) if found else None
 
 
-def other_form(model: str) -> str | None:
-    """Return the remedy for a model that is named as other programs name it; None for others.
+def hub_name(model: str) -> str:
+    """Return the hub id, with a tag or a file, that an address of the hub means; other names as
+    they are.
 
     `model` is not a path on this machine.
+
+    Raises:
+        CheckpointError: the name or the address means no model here, with what to write instead.
     """
     text = _HUB.sub("", model, count=1)
-    if text != model:
-        found = _ID.fullmatch(text)
-        meant = f"{found[1]}{found[2] or ''}" if found else "OWNER/NAME"
-        meant = text if tag_of(text) else meant
-        return f"model {model!r}: give the hub id alone, {meant!r}"
-    return no_model(model) if looks_like_model(model) else None
+    if text == model:
+        if looks_like_model(model):
+            raise CheckpointError(no_model(model))
+        return model
+    found = _ADDRESS.fullmatch(text)
+    if found is None:
+        raise CheckpointError(f"model {model!r}: give the hub id alone, 'OWNER/NAME'")
+    if found[2] not in (None, "main"):
+        raise CheckpointError(
+            f"model {model!r}: give the hub id alone, {found[1] + found[3]!r}, and "
+            f"revision={found[2]!r}"
+        )
+    return found[1] + found[3]

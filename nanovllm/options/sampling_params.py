@@ -27,6 +27,10 @@ MAX_TOKENS = 2**31 - 1
 GREEDY_BELOW = 1e-5
 """Lower temperatures sample greedily: dividing the logits by them would overflow."""
 
+CHAT_SAMPLING: Mapping[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+"""What chats sample with if neither the user nor the checkpoint decides. At temperature 1 from all
+tokens SmolLM2-135M-Instruct answers two thirds as many easy questions right."""
+
 REQUESTS_FAULT = "no token can be chosen: the request's rules"
 """How the reason begins why an answer failed that its own parameters made impossible."""
 
@@ -338,3 +342,11 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingPar
         return SamplingParams(**given)
     except InvalidRequestError as error:
         raise CheckpointError(f"generation_config.json: {error}") from error
+
+
+def chat_sampling(generation_config: Mapping[str, Any]) -> dict[str, float]:
+    """Return what a chat samples with where a generation_config.json recommends no sampling."""
+    decides = generation_config.get("do_sample") is False
+    if decides or any(generation_config.get(name) is not None for name in CHAT_SAMPLING):
+        return {}
+    return dict(CHAT_SAMPLING)

@@ -1,6 +1,7 @@
 """Progress bars on standard error, in a terminal or in a notebook; a log gets none."""
 
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,3 +24,16 @@ def progress_bar(iterable: Iterable[Any] | None = None, *, shown: bool, **option
         {} if shown and shows_progress() else {"disable": True}
     )  # disable=False outweighs TQDM_DISABLE
     return tqdm(iterable, **hidden, **options)
+
+
+class QuietBar(tqdm):  # type: ignore[misc]  # tqdm has no types
+    """A bar that another library moves: none in a log, and none of less than a second."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        hidden = {} if shows_progress() else {"disable": True}
+        super().__init__(*args, **{**options, "delay": 1, **hidden})
+
+    def refresh(self, *args: Any, **options: Any) -> Any:
+        """Show the bar, which other calls than `update` do too early."""
+        is_early = self.disable or time.time() < self.start_t + self.delay
+        return None if is_early else super().refresh(*args, **options)

@@ -1,17 +1,20 @@
-"""`nanovllm pull`, `list`, `show`, `rm` and `run`, with a hub on localhost."""
+"""`nanovllm show` and `run`, with a hub on localhost; and the commands that are gone."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nanovllm import demo_model
+from nanovllm.apps.cli.main import main
 from tests.gguf_files import make_gguf
 from tests.helpers import environment
-from tests.hub_server import Hub, repository
+from tests.hub_server import Hub, as_bytes, repository
 
 COMMANDS = """
 import json, resource, sys
@@ -24,6 +27,7 @@ for words in json.loads(sys.argv[2]):
 """
 """Runs commands one after the other: most of the time of one is that of its imports."""
 
+DEMO: dict[str, Any] = {file.name: file.read_bytes() for file in Path(demo_model.MODEL).iterdir()}
 Run = Callable[..., tuple[str, str]]
 
 
@@ -34,13 +38,11 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @pytest.fixture
-def hub(gguf: bytes) -> Iterator[Hub]:
+def hub() -> Iterator[Hub]:
     model = {"config.json": "{}", "tokenizer.json": "{}", "model.safetensors": "weights" * 1000}
-    files: dict[str, str | bytes] = {f"model-{tag}.gguf": gguf for tag in ("Q4_K_M", "Q8_0")}
-    files["model-Q4_K_M.gguf"] += b" "  # the same content would be kept once
     repositories = {
         "org/tiny": repository("a" * 40, dict(model)),
-        "org/two": repository("b" * 40, files),
+        "org/demo": repository("d" * 40, dict(DEMO)),
     }
     with Hub(repositories).running() as running:
         yield running
@@ -73,74 +75,92 @@ def run(hub: Hub, tmp_path: Path) -> Run:
     return run
 
 
-def test_pull_list_show_and_rm(hub: Hub, run: Run, tmp_path: Path) -> None:
-    out, err = run("list", "pull org/tiny", "pull org/two:Q8_0", "pull org/two:q4_k_m", "list")
-    assert err.count("status 0") == 5
-    assert err.startswith("nanovllm: no models are here yet")
-    assert "org/tiny is here and checked: 6.84 KiB in " in err
-    names = [line.split()[0] for line in out.splitlines()]
-    assert names == ["org/tiny", "org/two:Q4_K_M", "org/two:Q8_0"]
-    hub.fetched.clear()
-    out, err = run(
-        *("show org/two:Q8_0", "show org/two", "show org/no", "rm org/two:Q8_0 org/tiny"),
-        *("rm org/two:Q8_0", "list", "rm org/two", "list"),
-        HF_HUB_OFFLINE="1",
-    )
-    *report, last = [line.split() for line in out.splitlines()]
-    assert ["revision", "b" * 40] in report
-    assert ["architecture", "Qwen3ForCausalLM"] in report
-    assert "org/two holds 2 models; name one of them: org/two:Q4_K_M, org/two:Q8_0" in err
-    assert "'org/no' is not in the cache: `nanovllm pull org/no` gets it; " in err
-    assert "org/two:Q8_0 is deleted: " in err
-    assert "model 'org/two:Q8_0' is not in the cache" in err
-    assert last[0] == "org/two:Q4_K_M"
-    assert "no models are here yet" in err
-    left = [path for path in (tmp_path / "hub").rglob("*") if path.is_file()]
-    assert not [path for path in left if path.suffix == ".gguf" or "blobs" in path.parts]
+def cached(tmp_path: Path, model: str, files: dict[str, Any], branch: str = "main") -> Path:
+    """Lay out files as huggingface_hub's cache does; return the directory of the snapshot."""
+    repo = tmp_path / "hub" / ("models--" + model.replace("/", "--"))
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / branch).write_text("a" * 40)
+    for name, content in files.items():
+        file = repo / "snapshots" / ("a" * 40) / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(as_bytes(content))
+    return repo / "snapshots" / ("a" * 40)
+
+
+def test_show_finds_what_is_here(hub: Hub, run: Run, gguf: bytes, tmp_path: Path) -> None:
+    demo = cached(tmp_path, "org/demo", DEMO)
+    two = cached(tmp_path, "org/two", {"Q4/model.gguf": gguf, "model-Q8_0.gguf": gguf})
+    one = cached(tmp_path, "org/one", {"config.json": "{}", "x.gguf": gguf}, branch="v2")
+    cached(tmp_path, "org/part", {"config.json": DEMO["config.json"]})
+    named = {
+        "org/two:Q8_0": two / "model-Q8_0.gguf",
+        "ORG/two:q8_0": two / "model-Q8_0.gguf",
+        "hf.co/org/two:Q8_0": two / "model-Q8_0.gguf",
+        "org/two/Q4/model.gguf": two / "Q4" / "model.gguf",
+        str(two / "Q4" / "model.gguf"): two / "Q4" / "model.gguf",
+        "org/demo": demo,
+        "Org/Demo": demo,
+        str(demo): demo,
+        "org/one": one / "x.gguf",
+    }
+    out, _ = run(*(f"show {name} --json" for name in named))
+    found = [json.loads(text) for text in re.split(r"(?<=^\})\n", out, flags=re.MULTILINE)[:-1]]
+    assert [each["path"] for each in found] == [str(path) for path in named.values()]
+    assert all(each["supported"] and each["is_whole"] for each in found)
+    out, err = run("show org/part", "show org/no:Q8_0", "show org/two")
+    assert re.search(r"^weights +not here: `hf download org/part` gets them$", out, re.MULTILINE)
+    assert "'org/no:Q8_0' is not on this machine: `hf download org/no --include '*Q8_0.gg" in err
+    assert "org/two holds 1 GGUF" not in err
     assert hub.fetched == []
+
+
+@pytest.mark.parametrize(
+    ("command", "instead"),
+    [
+        ("pull org/tiny", "hf download org/tiny"),
+        ("pull --revision v2 org/tiny", "hf download org/tiny"),
+        ("pull org/two:Q8_0", "hf download org/two --include '*Q8_0.gguf'"),
+        ("pull org/two/Q4/model.gguf", "hf download org/two Q4/model.gguf"),
+        ("list --json", "hf cache ls"),
+        ("rm", "hf cache rm model/OWNER/NAME"),
+        ("rm org/tiny org/two/a.gguf", "hf cache rm model/org/tiny hf://models/org/two/a.gguf"),
+    ],
+)
+def test_commands_that_are_gone(
+    capsys: pytest.CaptureFixture[str], command: str, instead: str
+) -> None:
+    assert main(command.split()) == 2
+    name = command.split()[0]
+    said = f"nanovllm: nanovllm {name} is gone: type `{instead}`, huggingface_hub's command\n"
+    assert capsys.readouterr() == ("", said)
 
 
 def test_a_connection_that_is_cut_goes_on_where_it_was(hub: Hub, run: Run) -> None:
     """huggingface_hub writes 10 MiB at a time."""
-    files = hub.repositories["org/tiny"]["commits"]["a" * 40]
+    files = hub.repositories["org/demo"]["commits"]["d" * 40]
     files["model.safetensors"] = bytes(12 * 2**20)
     hub.cut["model.safetensors"] = [11 * 2**20]
-    assert "is here and checked" in run("pull org/tiny")[1]
+    run("generate org/demo Hi")
     assert hub.ranges == [f"bytes={10 * 2**20}-"]
-
-
-def test_a_damaged_file_is_deleted_and_pulled_again(hub: Hub, run: Run) -> None:
-    hub.damaged.add("model.safetensors")
-    out, err = run("pull org/tiny", "list")
-    assert "model.safetensors of 'org/tiny' came damaged: its SHA-256 is not the hub's" in err
-    assert "status 2" in err
-    assert "without weights: pull it" in out
-    hub.damaged.clear()
-    hub.fetched.clear()
-    assert "is here and checked" in run("pull org/tiny")[1]
-    assert [name for _, name in hub.fetched] == ["model.safetensors"]
 
 
 def test_what_the_hub_refuses(hub: Hub, run: Run) -> None:
     hub.gated.add("org/tiny")
-    _, err = run("pull org/two:Q8_0", "pull org/tiny", "pull org/none", f"pull {demo_model.MODEL}")
+    _, err = run("run org/tiny", "run org/none")
     assert f"who have accepted its terms, at {hub.url}/org/tiny, and are logged in: `hf a" in err
     assert "'org/none' is neither a directory here nor a model on the hub" in err
-    assert err.count("; here are: org/two:Q8_0\n") == 2
-    assert "is a path on this machine: nothing is to be pulled" in err
-    assert err.count("status 2") == 3
+    assert err.count("status 2") == 2
 
 
 def test_a_disk_that_takes_no_more(run: Run, tmp_path: Path) -> None:
-    _, err = run("pull org/tiny", most=5000)
-    assert f"cannot write 'org/tiny' to {tmp_path}/hub: File too large; `nanovllm rm` dele" in err
+    _, err = run("run org/demo", most=5000)
+    assert f"cannot write 'org/demo' to {tmp_path}/hub: File too large; `hf cache rm` dele" in err
     assert not list(tmp_path.rglob("*.incomplete"))
 
 
-def test_run_pulls_first(hub: Hub, run: Run) -> None:
-    model = Path(demo_model.MODEL)
-    files = {file.name: file.read_bytes() for file in model.iterdir()}
-    hub.repositories["org/demo"] = repository("d" * 40, dict(files))
-    out, err = run("run org/demo --max-tokens 8 --temperature 0", stdin="Hi\n")
-    assert err.index("org/demo is here and checked") < err.index("status 0")
-    assert out == "Hi there! Ask me\n"
+def test_run_downloads_and_says_nothing_before_the_answer(hub: Hub, run: Run) -> None:
+    hub.headers["X-HF-Warning"] = "topic; please log in"
+    flags = "--max-tokens 8 --temperature 0"
+    out, err = run(f"run hf.co/org/demo {flags}", f"generate ORG/Demo Hi {flags}", stdin="Hi\n")
+    assert out == "Hi there! Ask me\n Hi there! Ask\n"
+    assert err == "status 0\nstatus 0\n"

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from nanovllm import SamplingParams, demo_model
-from nanovllm.apps.cli import main as cli
+from nanovllm import AsyncLLM, SamplingParams, demo_model
+from nanovllm.apps.cli import main as cli, server_client
 from nanovllm.llm import LLM
 from tests.checkpoints import copy_checkpoint
+from tests.server.conftest import running
 
 CHAT = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 """Of a model that recommends nothing."""
@@ -65,6 +66,44 @@ def test_a_chat_samples_well_where_the_checkpoint_recommends_nothing(
     err = capsys.readouterr().err
     assert err.count("recommends no sampling, so a chat takes ") == (said is not None)
     assert said is None or f"so a chat takes {said}" in err
+
+
+@pytest.mark.parametrize(
+    ("recommended", "option", "expected"),
+    [
+        ({}, "auto", {**CHAT, "top_k": 5}),
+        ({"top_p": 0.9}, "auto", {"top_k": 5}),
+        ({"do_sample": False}, "auto", {"top_k": 5}),
+        ({}, "vllm", {"top_k": 5}),
+    ],
+)
+def test_a_chat_with_a_server_samples_so_too(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    recommended: dict[str, Any],
+    option: str,
+    expected: dict[str, Any],
+) -> None:
+    """Clients that give nothing get the checkpoint's, or else OpenAI's defaults."""
+    model = copy_checkpoint(demo_model.MODEL, tmp_path, generation_config=recommended)
+    llm = AsyncLLM(model, generation_config=option, num_kvcache_blocks=64, max_model_len=512)
+    sent: list[dict[str, Any]] = []
+    stream = server_client.stream
+
+    def noted(server: Any, endpoint: str, body: Any) -> Any:
+        sent.append({name: body[name] for name in NAMES if name in body})
+        return stream(server, endpoint, body)
+
+    monkeypatch.setattr(server_client, "stream", noted)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    with running(llm) as server:
+        named = ["--model", server.send("/v1/models").body["data"][0]["id"]]
+        for words in ([], named):
+            url = ["--url", server.url, "--top-k", "5", "--max-tokens", "1"]
+            assert cli.main(["chat", *url, *words]) == 0
+            sys.stdin.seek(0)
+    llm.shutdown()
+    assert sent == [expected] * 2
 
 
 def test_generate_samples_so_with_chat_only(asked: list[SamplingParams], tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_missing_model_is_one_line_and_status_2(run: Run) -> None:
         (["server"], "no command 'nanovllm server'; did you mean 'serve'?"),
         (
             ["complete" * 50],
-            "; known: batch, chat, explain, generate, lab, learn, list, models, prove, pull, rm, ",
+            "; known: batch, chat, explain, generate, lab, learn, models, prove, run, serve, show",
         ),
         (["bench", "serve"], "no command 'nanovllm bench'"),
         (["generate", "--prefix-caching", "m", "p"], "did you mean '--enable-prefix-caching'?"),

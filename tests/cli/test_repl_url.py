@@ -136,8 +136,8 @@ def test_the_speed_is_of_the_tokens_after_the_first_text(
 def test_a_model_may_be_named(chat: Chat) -> None:
     with WireServer(echo) as wire:
         assert chat(wire, "other-model", lines=["hi"])[1] == ["HI"]
-        assert [(asked.method, asked.body["model"]) for asked in wire.asked] == [
-            ("POST", "other-model")
+        assert [asked.body["model"] for asked in wire.asked if asked.method == "POST"] == [
+            "other-model"
         ]
 
 

@@ -224,26 +224,26 @@ def unused_port() -> int:
 def test_a_server_that_is_not_there() -> None:
     server = find_server(f"http://127.0.0.1:{unused_port()}")
     with pytest.raises(ServerError, match="cannot reach 127.0.0.1:.*refused"):
-        server_client.first_model(server)
+        server_client.model_card(server)
     nowhere = find_server("http://no-such-host.invalid")
     with pytest.raises(ServerError, match="(?i)cannot reach no-such-host.invalid: .*name"):
-        server_client.first_model(nowhere)
+        server_client.model_card(nowhere)
     with pytest.raises(ServerError, match="cannot reach 127.0.0.1:.*refused"):
         list(server_client.stream(server, "/v1/completions", {}))
 
 
-def test_first_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_card(monkeypatch: pytest.MonkeyPatch) -> None:
     with WireServer(lambda _: []) as wire:
-        assert server_client.first_model(find_server(wire.url + "/v1")) == "wire-model"
+        assert server_client.model_card(find_server(wire.url + "/v1"))["id"] == "wire-model"
         encoder = {"id": "encoder", "chats": False}
         for cards, name in (
             ([encoder, 3, {"id": "llm", "chats": True}], "llm"),
             ([encoder], "encoder"),
         ):
             monkeypatch.setitem(MODELS, "data", cards)
-            assert server_client.first_model(find_server(wire.url + "/v1")) == name
+            assert server_client.model_card(find_server(wire.url + "/v1"))["id"] == name
     with (
         WireServer(lambda _: [(0.0, whole(200, {}))]) as wire,
         pytest.raises(ServerError, match="lists no model at /v1/models"),
     ):
-        server_client.first_model(find_server(wire.url + "/other"))
+        server_client.model_card(find_server(wire.url + "/other"))

@@ -307,3 +307,16 @@ def test_weights_that_do_not_match(make_llm, tmp_path):
         CheckpointError, match=r"do not match its metadata:\n  missing model\.layers\.2"
     ):
         make_llm(file, **OPTIONS)
+
+
+def test_what_a_file_recommends_for_sampling(tmp_path):
+    keys = {"temp": 0.2, "top_k": 30, "top_p": 0.9, "min_p": 0.1, "penalty_repeat": 1.1}
+    metadata = {f"general.sampling.{key}": value for key, value in keys.items()}
+    file, _ = make_gguf(tmp_path, "qwen3", "F32", metadata=metadata, vocab_size=20)
+    assert open_checkpoint(file).generation_config == {
+        "temperature": 0.2,
+        "top_k": 30,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+    }

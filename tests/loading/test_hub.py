@@ -723,3 +723,67 @@ def test_gguf_files_of_the_hub_of_which_none_is_named(gguf_hub, client):
     assert "org/two holds 2 GGUF files; name one of them, such as org/two/a.gguf: a.g" in found
     assert "has no file 'c.gguf'" in client("org/two/c.gguf")["error"]
     assert gguf_hub.fetched == []
+
+
+def test_letter_case_does_not_count_in_what_the_cache_has(gguf_hub, client):
+    files = next(iter(gguf_hub.repositories["org/two"]["commits"].values()))
+    files["model-Q8_0.gguf"] = files.pop("a.gguf")
+    found = client("org/two:Q8_0")
+    tiny = client("org/tiny")
+    gguf_hub.fetched.clear()
+    names = ["ORG/two:q8_0", "org/Two/MODEL-q8_0.gguf", "hf.co/Org/Two:Q8_0"]
+    names.append("https://huggingface.co/Org/two/blob/main/Model-Q8_0.gguf")
+    for variables in ({}, {"HF_HUB_OFFLINE": "1"}):
+        assert [client(name, **variables) for name in names] == [found] * len(names)
+        assert client("Org/Tiny", **variables) == tiny
+    assert gguf_hub.fetched == []
+
+
+def damaged(content, place):
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize("place", [0, 4, 60, -10], ids=["magic", "version", "header", "tensors"])
+def test_a_file_that_comes_damaged_is_fetched_again(gguf_hub, client, tmp_path, place):
+    """The checksum that the hub names is that of the sound file."""
+    gguf_hub.flipped["x.gguf"] = [place]
+    sound = client("org/one")
+    assert "error" not in sound
+    assert [name for _, name in gguf_hub.fetched] == ["x.gguf"] * 2
+    gguf_hub.damaged.add("x.gguf")
+    shutil.rmtree(tmp_path / "home")
+    assert "x.gguf of 'org/one' came damaged twice" in client("org/one")["error"]
+    assert not [*(tmp_path / "home").rglob("*.gguf")]
+    gguf_hub.damaged.clear()
+    assert client("org/one") == sound
+
+
+@pytest.mark.parametrize("place", [0, 9, 60])
+def test_a_header_that_is_damaged_in_the_cache_is_fetched_again(gguf_hub, client, tmp_path, place):
+    sound = client("org/one")
+    (file,) = (tmp_path / "home").rglob("x.gguf")
+    blob = file.resolve()
+    blob.write_bytes(damaged(blob.read_bytes(), place))
+    assert "error" in client(str(file)), "a path is left as it is"
+    assert client("org/one") == sound
+    assert [name for _, name in gguf_hub.fetched] == ["x.gguf"] * 2
+
+
+def test_a_file_of_the_cache_that_its_user_edited_is_kept(client, tmp_path):
+    client("org/tiny")
+    (file,) = (tmp_path / "home").rglob("config.json")
+    file.resolve().write_text("{")
+    assert "cannot read" in client("org/tiny")["error"]
+    assert file.read_text() == "{"
+
+
+def test_nothing_outside_the_cache_is_deleted(gguf_hub, client, tmp_path):
+    """A link of the cache may lead to a file of the user's, with the name of a checksum."""
+    client("org/one")
+    (file,) = (tmp_path / "home").rglob("x.gguf")
+    mine = tmp_path / ("e" * 64)
+    mine.write_bytes(b"mine")
+    file.unlink()
+    file.symlink_to(mine)
+    assert "error" in client("org/one")
+    assert mine.read_bytes() == b"mine"

@@ -4,7 +4,7 @@ import pytest
 
 from nanovllm import LLM
 from nanovllm.errors import CheckpointError
-from nanovllm.options.model_names import looks_like_model, other_form
+from nanovllm.options.model_names import hub_name, looks_like_model
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,9 @@ def test_words_of_prompts(word: str) -> None:
         ("qwen3:0.6b", "did you mean one such as 'Qwen/Qwen3-0.6B'?"),
         ("Llama-3.2-1B", "did you mean one such as 'meta-llama/Llama-3.2-1B-Instruct'?"),
         ("command-r:35b", "a hub id, which is OWNER/NAME"),
-        ("hf.co/Qwen/Qwen3-0.6B", "give the hub id alone, 'Qwen/Qwen3-0.6B'"),
-        ("https://huggingface.co/a/b/tree/main", "give the hub id alone, 'a/b'"),
-        ("https://huggingface.co/a/b/blob/main/c.gguf", "give the hub id alone, 'a/b/c.gguf'"),
         ("https://hf.co/", "give the hub id alone, 'OWNER/NAME'"),
-        ("hf.co/owner/Repo-GGUF:Q4_K_M", "give the hub id alone, 'owner/Repo-GGUF:Q4_K_M'"),
+        ("hf.co/a/b/c/d", "give the hub id alone, 'OWNER/NAME'"),
+        ("hf.co/a/b/blob/v2/c.gguf", "give the hub id alone, 'a/b/c.gguf', and revision='v2'"),
     ],
 )
 def test_names_of_other_programs_get_the_remedy(model: str, meant: str) -> None:
@@ -65,7 +63,18 @@ def test_names_of_other_programs_get_the_remedy(model: str, meant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", ["Qwen/Qwen3-0.6B", "gpt2", "a/b/c.gguf", "/no/such", "a:b/c", "a/b:Q8_0"]
+    ("model", "meant"),
+    [
+        *((name, name) for name in ("Qwen/Qwen3-0.6B", "gpt2", "a/b/c.gguf", "/no/such", "a:b/c")),
+        ("a/b:Q8_0", "a/b:Q8_0"),
+        ("hf.co/Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("hf.co/owner/Repo-GGUF:Q4_K_M", "owner/Repo-GGUF:Q4_K_M"),
+        ("HuggingFace.co/owner/Repo-GGUF/x.gguf", "owner/Repo-GGUF/x.gguf"),
+        ("https://huggingface.co/a/b/", "a/b"),
+        ("https://huggingface.co/a/b/tree/main", "a/b"),
+        ("https://huggingface.co/a/b/blob/main/d/c.gguf", "a/b/d/c.gguf"),
+        ("https://huggingface.co/a/b/resolve/main/c.gguf?download=true", "a/b/c.gguf"),
+    ],
 )
-def test_other_names_are_left_to_the_hub(model: str) -> None:
-    assert other_form(model) is None
+def test_addresses_of_the_hub_are_ids(model: str, meant: str) -> None:
+    assert hub_name(model) == meant

@@ -8,6 +8,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,11 @@ pytest.importorskip("playwright")
 
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
-from nanovllm import AsyncLLM
+from nanovllm import AsyncLLM, demo_model
+from nanovllm.options.sampling_params import CHAT_SAMPLING
+from tests.checkpoints import copy_checkpoint
 from tests.glossary import QUESTION
+from tests.helpers import environment
 from tests.server.conftest import Running, running
 
 CHOSEN = os.environ.get("NANOVLLM_BROWSER", "")
@@ -544,3 +549,33 @@ def test_the_page_begins_with_a_model_that_chats(page: Page) -> None:
     page.reload()
     expect(page.locator("#model option")).to_have_count(3)
     expect(page.locator("#model")).to_have_value("llm")
+
+
+def test_the_page_samples_as_a_chat_does(browser: Browser, tmp_path: Path) -> None:
+    """Where the checkpoint recommends nothing; what the user sets goes first."""
+    model = copy_checkpoint(demo_model.MODEL, tmp_path, generation_config={})
+    tables = tmp_path / "models.toml"
+    tables.write_text(f"[a]\nmodel = {json.dumps(model)}\nmax_model_len = 512\n")
+    llm = AsyncLLM(model, max_model_len=512, num_kvcache_blocks=64)
+    with running(llm) as server:
+        assert sampled(browser, server.url) == {**CHAT_SAMPLING, "top_p": 0.5}
+    llm.shutdown()
+    command = [sys.executable, "-m", "nanovllm", "serve", str(tables), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as several:
+        assert several.stderr is not None
+        url = next(m[1] for line in several.stderr if (m := re.search(r" at (http:[^, ]+)", line)))
+        assert sampled(browser, url.rstrip()) == {**CHAT_SAMPLING, "top_p": 0.5}
+        several.terminate()
+        several.communicate()
+
+
+def sampled(browser: Browser, url: str) -> dict[str, Any]:
+    """Return the sampling that the page asks for in the first request of a new user."""
+    page = browser.new_page()
+    page.add_init_script("localStorage['nanovllm-settings'] = '{\"top_p\": 0.5}'")
+    page.goto(url)
+    with page.expect_request(CHAT, timeout=60_000) as caught:
+        send(page)
+    found = caught.value.post_data_json
+    page.close()
+    return {name: found[name] for name in CHAT_SAMPLING if name in found}

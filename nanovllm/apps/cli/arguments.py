@@ -2,13 +2,14 @@
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
 
 from nanovllm import __version__, demo_model
 from nanovllm.apps.cli.batch import add_batch
 from nanovllm.apps.cli.flag_groups import add_engine_flags, add_sampling_flags
-from nanovllm.apps.cli.hub import add_hub_commands
+from nanovllm.apps.cli.hub import add_show, refuse_gone
 from nanovllm.apps.cli.lab import add_lab
 from nanovllm.apps.cli.learn import add_learn
 from nanovllm.apps.cli.models import add_models
@@ -77,10 +78,12 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
         _add_command(added, command)
     add_batch(added)
     add_models(added)
-    add_hub_commands(added)
+    add_show(added)
     add_prove(added)
     add_learn(added)
     add_lab(added)
+    argv = sys.argv[1:] if argv is None else argv
+    refuse_gone(argv)
     args, rest = parser.parse_known_args(argv)
     rest = args.parser.words(rest)
     if args.command is None:

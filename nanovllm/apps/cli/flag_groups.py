@@ -4,13 +4,10 @@ from collections.abc import Mapping
 
 from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, add_flags, fields_of
-from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import CHAT_SAMPLING, SamplingParams
 
 MAX_TOKENS = 512
 """max_tokens if neither a flag nor the checkpoint sets it."""
-CHAT_SAMPLING: Mapping[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-"""What chats sample with if neither a flag nor the checkpoint decides. At temperature 1
-from all tokens SmolLM2-135M-Instruct answers two thirds as many easy questions right."""
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
 """The fields of SamplingParams that a checkpoint may set."""
 

@@ -1,136 +1,107 @@
-"""`nanovllm pull`, `list`, `show` and `rm`: the models of huggingface_hub's cache, by name."""
+"""`nanovllm show`: what a model of this machine is; and the names of huggingface_hub's commands."""
 
 import argparse
 import datetime
-from collections.abc import Callable, Sequence as Seq
+import re
+from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 from nanovllm.apps.cli.models import REFUSED, print_result, report_lines, size_text, table
-from nanovllm.errors import CheckpointError
-from nanovllm.loading.files import local_path
-from nanovllm.loading.hub_cache import (
-    CachedModel,
-    cached_models,
-    find_model,
-    pull as pull_model,
-    remove,
-)
+from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.loading.download import cached_revision, offline, plain_name
+from nanovllm.loading.files import is_gguf, local_path
+from nanovllm.loading.hub import open_checkpoint, weight_files
 from nanovllm.options.flags import Parser
-from nanovllm.utils.progress import shows_progress
-from nanovllm.utils.terminal import complain, write
+from nanovllm.options.model_names import tag_of
 
-_NAME = "A hub id, with :TAG or /FILE.gguf at its end for one GGUF file of several."
-
-
-def add_hub_commands(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Add `pull`, `list`, `show` and `rm` to the commands."""
-    parser = _add(commands, pull, "MODEL")
-    parser.add_argument("--revision", metavar="TEXT", help="Commit, branch or tag. (default: main)")
-    for command, words in ((list_models, ""), (show, "MODEL [--json]"), (rm, "MODEL ...")):
-        parser = _add(commands, command, words)
-        if command is not rm:
-            parser.add_argument("--json", action="store_true", help="Print JSON.")
+_INSTEAD = {"pull": "hf download", "list": "hf cache ls", "rm": "hf cache rm"}
+"""Commands of huggingface_hub, by what they were called here."""
 
 
-def _add(
-    commands: "argparse._SubParsersAction[Parser]",
-    command: Callable[[argparse.Namespace], int],
-    words: str,
-) -> Parser:
-    name = command.__name__.removesuffix("_models")
-    about = command.__doc__
-    usage = f"nanovllm {name} {words}".rstrip()
-    parser = commands.add_parser(name, help=about, description=about, usage=usage)
-    takes = f"{name} takes {'one MODEL' if words else 'no MODEL'}"
-    parser.set_defaults(command=command, parser=parser, takes=takes)
-    if words:
-        nargs = "+" if command is rm else None
-        parser.add_argument("model", metavar="MODEL", nargs=nargs, help=_NAME)
+def refuse_gone(argv: Seq[str]) -> None:
+    """Raise ConfigError for a command that huggingface_hub has, with what to type instead."""
+    if not argv or argv[0] not in _INSTEAD:
+        return
+    names = [word for word in argv[1:] if re.fullmatch(r"\w[\w.-]*/[\w./:-]+", word)] or [
+        "OWNER/NAME"
+    ]
+    words = {"pull": _words(names[0]), "list": "", "rm": " ".join(map(_address, names))}[argv[0]]
+    instead = f"{_INSTEAD[argv[0]]} {words}".rstrip()
+    raise ConfigError(f"nanovllm {argv[0]} is gone: type `{instead}`, huggingface_hub's command")
+
+
+def _words(model: str) -> str:
+    """Return a model as `hf download` takes it."""
+    if tag := tag_of(model):
+        return f"{tag[0]} --include '*{tag[1]}.gguf'"
+    *id_parts, file = [*model.split("/", 2), "", ""][:3]
+    return f"{'/'.join(id_parts).rstrip('/')} {file}".rstrip()
+
+
+def _address(model: str) -> str:
+    """Return a model as `hf cache rm` takes it: of a file, all of its path in the repository."""
+    if tag := tag_of(model):
+        return f"hf://models/{tag[0]}/FILE.gguf"
+    return f"hf://models/{model}" if model.count("/") > 1 else f"model/{model}"
+
+
+def add_show(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """Add `show` to the commands."""
+    about = show.__doc__
+    usage = "nanovllm show MODEL [--json]"
+    parser = commands.add_parser("show", help=about, description=about, usage=usage)
+    parser.set_defaults(command=show, parser=parser, takes="show takes one MODEL")
+    about = (
+        "A hub id, with :TAG or /FILE.gguf at its end for one GGUF file of several; or a directory "
+        "or GGUF file."
+    )
+    parser.add_argument("model", metavar="MODEL", help=about)
     about = "Directory of the models. (default: huggingface_hub's cache)"
     parser.add_argument("--download-dir", metavar="TEXT", help=about)
-    return parser
-
-
-def pull(args: argparse.Namespace) -> int:
-    """Download a model from the hub, and check it; what is here already is only checked."""
-    _pull(args.model, args.revision, args.download_dir)
-    return 0
-
-
-def pull_if_absent(model: str, revision: str | None, download_dir: str | None) -> None:
-    """Pull a model that is neither a path on this machine nor in the cache.
-
-    Raises:
-        CheckpointError: as for `pull`.
-    """
-    if local_path(model).exists():
-        return
-    try:
-        is_here = find_model(model, download_dir).is_whole
-    except CheckpointError:
-        is_here = False
-    if not is_here:
-        _pull(model, revision, download_dir)
-
-
-def _pull(model: str, revision: str | None, download_dir: str | None) -> None:
-    if not shows_progress():
-        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
-
-        disable_progress_bars()
-    found = pull_model(model, revision, download_dir)
-    complain(f"nanovllm: {found.name} is here and checked: {size_text(found.size)} in {found.path}")
-
-
-def list_models(args: argparse.Namespace) -> int:
-    """List the models on this machine: name, size on the disk, and the day they came."""
-    found = cached_models(args.download_dir)
-    if args.json:
-        print_result([_fields(model) for model in found])
-    elif not found:
-        complain("nanovllm: no models are here yet: `nanovllm pull OWNER/NAME` gets one")
-    else:
-        width = max(len(model.name) for model in found) + 2
-        for model in found:
-            note = "" if model.is_whole else "  without weights: pull it"
-            write(f"{model.name:{width}}{size_text(model.size):>10}  {_day(model)}{note}\n")
-    return 0
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
 
 
 def show(args: argparse.Namespace) -> int:
     """Tell where a model of this machine lies, what it is, and the memory that it takes."""
     from nanovllm.worker import model_report
 
-    found = find_model(args.model, args.download_dir)
-    report: dict[str, Any] = {}
-    if found.is_whole:
-        report = model_report.report(str(found.path))
+    name = plain_name(args.model, args.download_dir)
+    revision = None
+    if not local_path(name).exists():
+        revision = cached_revision(name, args.download_dir)
+        if revision is None:
+            raise CheckpointError(
+                f"model {name!r} is not on this machine: `hf download {_words(name)}` gets it, and "
+                "`hf cache ls` lists what is here"
+            )
+    with offline():
+        checkpoint = open_checkpoint(name, revision, args.download_dir)
+        path = checkpoint.path
+        in_gguf = [] if is_gguf(path) else [*path.glob("*.gguf")]
+        try:
+            files = weight_files(checkpoint, name, revision, args.download_dir)
+        except CheckpointError:
+            if len(in_gguf) > 1:
+                raise
+            files = in_gguf
+            path = in_gguf[0] if in_gguf else path
+    report: dict[str, Any] = model_report.report(str(path)) if files else {}
+    on_disk = _on_disk(path)
+    size = sum(file.stat().st_size for file in on_disk)
+    modified = max(file.stat().st_mtime for file in on_disk)
     if args.json:
-        print_result({**report, **_fields(found)})
+        about = {"name": name, "revision": revision, "path": str(path), "size": size}
+        print_result({**report, **about, "modified": modified, "is_whole": bool(files)})
     else:
-        rows = [
-            ("name", found.name),
-            ("revision", found.revision),
-            ("path", str(found.path)),
-            ("on disk", f"{size_text(found.size)}, since {_day(found)}"),
-        ]
-        missing = [("weights", f"not here: `nanovllm pull {found.name}` gets them")]
+        day = datetime.datetime.fromtimestamp(modified).astimezone().date().isoformat()
+        rows = [("name", name), *([("revision", revision)] if revision else [])]
+        rows += [("path", str(path)), ("on disk", f"{size_text(size)}, since {day}")]
+        missing = [("weights", f"not here: `hf download {_words(name)}` gets them")]
         print_result(table([*rows, *(report_lines(report) if report else missing)]))
     return 0 if not report or report["supported"] else REFUSED
 
 
-def rm(args: argparse.Namespace) -> int:
-    """Delete models from this machine."""
-    names: Seq[str] = args.model
-    for name in dict.fromkeys(names):
-        freed = remove(name, args.download_dir)
-        complain(f"nanovllm: {name} is deleted: {size_text(freed)} are free")
-    return 0
-
-
-def _fields(model: CachedModel) -> dict[str, Any]:
-    return {**model._asdict(), "path": str(model.path)}
-
-
-def _day(model: CachedModel) -> str:
-    return datetime.datetime.fromtimestamp(model.modified).astimezone().date().isoformat()
+def _on_disk(path: Path) -> list[Path]:
+    """Return the files of a model: a GGUF file, or those of a directory."""
+    return [path] if is_gguf(path) else [file for file in path.rglob("*") if file.is_file()]

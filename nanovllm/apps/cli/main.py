@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm import demo_model
 from nanovllm.apps.cli.arguments import EXPLAINED_TOKENS, parse
-from nanovllm.apps.cli.flag_groups import CHAT_SAMPLING, MAX_TOKENS, RECOMMENDED
-from nanovllm.apps.cli.hub import pull_if_absent
+from nanovllm.apps.cli.flag_groups import MAX_TOKENS, RECOMMENDED
 from nanovllm.apps.cli.repl import Chat, Settings
 from nanovllm.apps.cli.sources import (
     Message,
@@ -32,10 +31,10 @@ from nanovllm.apps.cli.sources import (
 from nanovllm.apps.explain.options import ExplainOptions
 from nanovllm.apps.router.options import RouterOptions, names_several
 from nanovllm.apps.server.options import model_name
-from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
+from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError, ServerError
 from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, fields_of, given_fields
-from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.options.sampling_params import CHAT_SAMPLING, SamplingParams, chat_sampling
 from nanovllm.options.validation import check_place
 from nanovllm.utils.line_input import joined_lines, typed_lines
 from nanovllm.utils.terminal import (
@@ -152,10 +151,7 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Chat with a model by its name: pull it first if it is not here."""
-    if args.names_model:
-        options = given_fields(Config, args)
-        pull_if_absent(args.model, options.get("revision"), options.get("download_dir"))
+    """Chat with a model by its name, which is downloaded first if it is not here."""
     return chat(args)
 
 
@@ -239,9 +235,15 @@ def _connect(
     from nanovllm.apps.cli import server_client
 
     server = server_client.find_server(args.url, args.api_key)
-    model = args.model or server_client.first_model(server)
+    card = {"id": args.model}
+    with contextlib.suppress(ServerError) if args.model else contextlib.nullcontext():
+        card = server_client.model_card(server, args.model)
+    model = card["id"]
     if is_interactive():
         write(f"Talking to {model} at {server.name}\n")
+    match card:
+        case {"chat_sampling": {**sampling}}:
+            flags = {**{key: sampling[key] for key in CHAT_SAMPLING if key in sampling}, **flags}
     if args.chat_template_kwargs:
         flags = {**flags, "chat_template_kwargs": args.chat_template_kwargs}
     return server_source(server, model, flags), f"{model} at {server.name}"
@@ -310,10 +312,8 @@ def load(
 
 def _chat_sampling(recommended: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a chat samples with where the checkpoint does not decide; say so in a line."""
-    decides = recommended.get("do_sample") is False
-    if decides or any(recommended.get(name) is not None for name in CHAT_SAMPLING):
-        return {}
-    chosen = {name: value for name, value in CHAT_SAMPLING.items() if name not in flags}
+    found = chat_sampling(recommended)
+    chosen = {name: value for name, value in found.items() if name not in flags}
     if chosen and flags.get("temperature") != 0:
         values = ", ".join(f"{name} {value}" for name, value in chosen.items())
         note(f"nanovllm: the model recommends no sampling, so a chat takes {values}")

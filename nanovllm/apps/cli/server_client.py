@@ -77,8 +77,10 @@ def find_server(url: str, api_key: str | None = None) -> Server:
     return Server(parts.netloc, f"{parts.scheme}://{parts.netloc}{path}", headers)
 
 
-def first_model(server: Server) -> str:
-    """Return the name of the first model that the server lists, of those that chat if it says so.
+def model_card(server: Server, name: str | None = None) -> dict[str, Any]:
+    """Return what the server lists of a model: at least its `id`.
+
+    Without a name it is the first model of those that chat, if the server says so.
 
     Raises:
         ServerError: it lists none, cannot be reached, refuses, or takes over 10 s.
@@ -96,10 +98,12 @@ def first_model(server: Server) -> str:
 
     with contextlib.suppress(ValueError, RecursionError):
         match json.loads(asyncio.run(get())):
-            case {"data": [{"id": str(name)}, *_] as cards}:
+            case {"data": [{"id": str()}, *_] as cards}:
                 known = [card for card in cards if isinstance(card, dict)]
-                chats = (card.get("id") for card in known if card.get("chats") is not False)
-                return str(next(chats, name))
+                if name is not None:
+                    return next((card for card in known if card.get("id") == name), {"id": name})
+                chats = (card for card in known if card.get("chats") is not False)
+                return next(chats, known[0])
     raise ServerError(f"{server.name} lists no model at /v1/models; name one")
 
 

@@ -65,7 +65,7 @@ ABSENT_ROUTES = {
     ),
     "/apply-template": _RENDER,
     **dict.fromkeys(("/api/tags", "/api/ps", "/api/show"), _MODELS),
-    **dict.fromkeys(("/api/pull", "/api/delete"), "use `nanovllm pull` and `nanovllm rm`"),
+    **dict.fromkeys(("/api/pull", "/api/delete"), "use `hf download` and `hf cache rm`"),
     **dict.fromkeys(("/models/load", "/models/unload"), _BY_NAME),
     **dict.fromkeys(("/parse_function_call", "/separate_reasoning"), _SPLIT),
     **dict.fromkeys(("/open_session", "/close_session"), _NO_SESSIONS),

@@ -20,6 +20,7 @@ from nanovllm.loading.files import read_json
 from nanovllm.loading.tokenizer_files import read_chat_templates
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.other_names import OtherName, other_names
+from nanovllm.options.sampling_params import chat_sampling
 
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """What is in the names of architectures that write text."""
@@ -42,6 +43,8 @@ class ModelCard(BaseModel):
     max_model_len: int
     chats: bool
     """Whether it takes conversations: it generates, and there is a chat template."""
+    chat_sampling: dict[str, float]
+    """What a chat of a person should ask for, where the checkpoint recommends no sampling."""
     arithmetic: dict[str, Any]
     """What decides an answer's bits: see `Arithmetic`."""
 
@@ -136,12 +139,15 @@ async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> PlainT
 def _card(
     server: ServerState, adapter: LoRARequest | None = None, name: str | None = None
 ) -> ModelCard:
+    engine = server.llm.engine
+    is_free = engine.config.generation_config != "vllm"
     return ModelCard(
         id=name or server.model_name if adapter is None else adapter.lora_name,
         created=server.start_time,
-        root=server.llm.engine.config.model if adapter is None else adapter.lora_path,
+        root=engine.config.model if adapter is None else adapter.lora_path,
         parent=None if adapter is None else adapter.base_model_name or server.model_name,
         max_model_len=server.max_model_len,
-        chats=server.has_chat_template and server.llm.engine.input_processor.limit.generates,
+        chats=server.has_chat_template and engine.input_processor.limit.generates,
+        chat_sampling=chat_sampling(engine.generation_config) if is_free else {},
         arithmetic={} if server.arithmetic is None else server.arithmetic._asdict(),
     )

@@ -3,8 +3,10 @@ import { events, request } from "./api.js";
 
 const SAMPLING = ["temperature", "top_p", "max_tokens", "seed"];
 
-/** Return the body of a request that answers the messages. */
-export function requestBody({ settings, messages }, model) {
+/**
+ * Return the body of a request that answers the messages; `sampling` counts where the settings say nothing.
+ */
+export function requestBody({ settings, messages }, model, sampling = {}) {
   const sent = settings.system ? [{ role: "system", content: settings.system }] : [];
   for (const { role, content, tool_calls, tool_call_id } of messages) {
     const last = sent.at(-1);
@@ -12,7 +14,7 @@ export function requestBody({ settings, messages }, model) {
     if (role === "user" && last?.role === "user") last.content += `\n\n${content}`; // templates want turns
     else sent.push({ role, content, tool_calls, tool_call_id });
   }
-  const body = { model, messages: sent, stream: true };
+  const body = { ...sampling, model, messages: sent, stream: true };
   body.stream_options = { include_usage: true, continuous_usage_stats: true };
   for (const name of SAMPLING) if (settings[name] != null) body[name] = settings[name];
   if (settings.tools) {
@@ -28,10 +30,10 @@ export function requestBody({ settings, messages }, model) {
  */
 export async function answer(conversation, message, model, signal, changed) {
   const start = performance.now();
-  const body = requestBody(conversation, model);
   const clock = { first: null, numFirst: 0 };
   Object.assign(message, { model, content: "", reasoning: "", stats: null });
   try {
+    const body = requestBody(conversation, model, await chatSampling(model, signal));
     const reply = await request("v1/chat/completions", { body, signal });
     for await (const event of events(reply)) {
       add(message, event);
@@ -42,6 +44,15 @@ export async function answer(conversation, message, model, signal, changed) {
     if (error.name === "AbortError") message.finish_reason = "stopped";
     else message.error = error.message;
   }
+}
+
+/** Return what a chat samples with where the model recommends nothing; only its engine knows that. */
+async function chatSampling(model, signal) {
+  const card = async () => (await (await request(`v1/models/${encodeURIComponent(model)}`, { signal })).json()).chat_sampling;
+  const found = await card();
+  if (found) return found;
+  await request("tokenize", { body: { model, prompt: "" }, signal }); // which loads it
+  return (await card()) ?? {};
 }
 
 function add(message, { choices }) {
