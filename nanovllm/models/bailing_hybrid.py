@@ -6,7 +6,7 @@ from nanovllm.models.config_fields import config_number
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.deepseek import DeepseekV3ForCausalLM
 from nanovllm.models.hybrid_parts import check_mixed
-from nanovllm.models.kimi_parts import KIMI_ALIASES, KIMI_NAMES, LING_DEFAULTS, TYPES, kimi_delta
+from nanovllm.models.kimi_parts import KIMI_ALIASES, KIMI_NAMES, TYPES, kimi_delta
 from nanovllm.models.mla_parts import LatentAttention
 from nanovllm.models.model_config import ModelConfig
 
@@ -19,9 +19,8 @@ class BailingHybridForCausalLM(DeepseekV3ForCausalLM):
 
     names: ClassVar[dict[str, str]] = KIMI_NAMES
     aliases: ClassVar[dict[str, str]] = KIMI_ALIASES
-    defaults: ClassVar[dict[str, Any]] = LING_DEFAULTS
     ignores = frozenset({"q_lora_rank", "rope_interleave"})
-    reads = frozenset({"layer_types", "num_experts"})
+    reads = frozenset({"layer_types", "num_experts", "num_local_experts"})
     only: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:

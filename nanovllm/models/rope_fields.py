@@ -140,11 +140,13 @@ def read_rope(
     """Return the checked rotary settings of layers of `layer_type`.
 
     Args:
-        default_theta: the family's, used if the config has none.
+        default_theta: used if neither the config nor the family has one.
     """
     settings = rope_settings(fields, layer_type)
     rope_type = _rope_type(settings)
-    theta = config_number(settings, "rope_theta", default_theta or 10000.0, 2.0, 1e12)
+    theta = config_number(
+        {**fields, **settings}, "rope_theta", default_theta or 10_000.0, 2.0, 1e12
+    )
     original = config_size(settings, "original_max_position_embeddings", max_position)
     ratio = max_position / original if rope_type == "longrope" else 1.0
     factor = config_number(settings, "factor", min(max(ratio, 1.0), _ROPE_RANGE[1]), *_ROPE_RANGE)
@@ -183,8 +185,8 @@ def read_rope(
 def _factors(values: Any, key: str, num_pairs: int) -> tuple[float, ...]:
     if not isinstance(values, list) or len(values) != num_pairs:
         raise CheckpointError(
-            f"config.json: rope {key} must be a list of {num_pairs} numbers, half of "
-            f"what rotates of head_dim, got {shown(values)}"
+            f"config.json: rope {key} must be a list of {num_pairs} numbers, half of what "
+            f"partial_rotary_factor leaves of head_dim, got {shown(values)}"
         )
     name = f"config.json: a number in rope {key}"
     return tuple(check_float(CheckpointError, name, value, *_ROPE_RANGE) for value in values)
