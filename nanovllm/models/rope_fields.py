@@ -64,6 +64,9 @@ def rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
                 f"config.json: the rope settings must be an object, are {shown(found)}"
             )
     settings = {key: value for key, value in given.items() if value is not None}
+    for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        if settings.get(key) == 0 and settings[key] is not False:
+            del settings[key]  # 0 counts as absent, as in transformers
     local = (
         {"rope_theta": fields.get("rope_local_base_freq")} if layer_type != "full_attention" else {}
     )
