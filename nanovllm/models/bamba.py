@@ -20,6 +20,7 @@ class BambaForCausalLM(DecoderForCausalLM):
         "mlp.": "feed_forward.",
         "model.norm.": "model.final_layernorm.",
     }
+    ignores = frozenset({"partial_rotary_factor"})  # but not in rope_parameters
     reads = frozenset({"partial_rotary_factor"})
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:

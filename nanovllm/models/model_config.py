@@ -247,7 +247,8 @@ class ModelConfig:
         Args:
             theta: used if neither the config nor the family has one.
         """
-        return read_rope(self.fields, self.max_position, self.head_dim, layer_type, theta)
+        original = config_size(self.fields, self.names["max_position_embeddings"])
+        return read_rope(self.fields, original, self.head_dim, layer_type, theta)
 
 
 def _set_layer_types(fields: dict[str, Any], key: str) -> None:

@@ -25,6 +25,9 @@ class NemotronHForCausalLM(DecoderForCausalLM):
     aliases: ClassVar[dict[str, str]] = {
         "rms_norm_eps": "layer_norm_epsilon",
         "layer_types": "layers_block_type",
+        "n_groups": "mamba_n_groups",
+        "conv_kernel": "mamba_d_conv",
+        "use_conv_bias": "mamba_conv_bias",
     }
     only: ClassVar[dict[str, tuple[Any, ...]]] = {
         "mamba_hidden_act": ("silu",),

@@ -52,8 +52,13 @@ def rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
     """
     keys = ("rope_parameters", "rope_scaling")
     parameters, scaling = ({} if fields.get(key) is None else fields[key] for key in keys)
-    by_type = isinstance(parameters, dict) and isinstance(parameters.get(layer_type), dict)
+    by_type = isinstance(parameters, dict) and any(isinstance(p, dict) for p in parameters.values())
     if by_type:
+        if not isinstance(parameters.get(layer_type), dict):
+            raise CheckpointError(
+                f"config.json: rope_parameters must have an object for {layer_type}, are "
+                f"{shown(parameters)}"
+            )
         parameters = parameters[layer_type]
     if layer_type != "full_attention":
         scaling = {}  # in Gemma 3 and Olmo 3 it is only for layers with full attention
@@ -129,7 +134,9 @@ def _rope_type(settings: dict[str, Any]) -> str:
             raise CheckpointError(f"config.json: rope scaling {rope_type!r} has no {key}")
     if unknown := settings.keys() - {*_COMMON_ROPE_KEYS, *_ROPE_KEYS[rope_type], *FAMILY_KEYS}:
         names = shown(", ".join(sorted(unknown)))
-        raise UnsupportedModelError(f"config.json: rope settings not supported: {names}")
+        raise UnsupportedModelError(
+            f"config.json: rope settings not supported: {names} with rope_type {rope_type}"
+        )
     return rope_type
 
 
