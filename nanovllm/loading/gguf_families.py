@@ -70,7 +70,11 @@ def _mistral3(metadata: Metadata, config: Fields) -> Fields:
 
 def _phi3(metadata: Metadata, config: Fields) -> Fields:
     window = metadata.size("attention.sliding_window", 0)
-    return {"sliding_window": window or None}
+    fields: Fields = {"sliding_window": window or None}
+    original = "original_max_position_embeddings"
+    if original in config["rope_parameters"]:  # beside which config.json has it
+        fields[original] = config["rope_parameters"][original]
+    return fields
 
 
 def _olmo2(metadata: Metadata, config: Fields) -> Fields:

@@ -44,7 +44,7 @@ def _fields(metadata: Metadata, config: Fields) -> Fields:
         "layer_types": ["sliding_attention" if s else "full_attention" for s in slides],
         "num_kv_shared_layers": num_shared,
         "hidden_size_per_layer_input": extra,
-        "vocab_size_per_layer_input": embedding.shape[0] if embedding else None,
+        "vocab_size_per_layer_input": embedding.shape[0] if embedding else 1,
         **_mlp_sizes(metadata, num_layers, num_shared),
         "rope_parameters": {
             "full_attention": _full_rope(metadata, config),

@@ -50,7 +50,7 @@ def _deepseek(metadata: Metadata, config: Fields) -> Fields:
         **without_drafts(metadata, config),
         "architectures": [f"DeepseekV{3 if is_sigmoid else 2}ForCausalLM"],
         "first_k_dense_replace": dense_layers(metadata, config),
-        "n_routed_experts": metadata.size("expert_count", 0) or None,
+        "n_routed_experts": metadata.size("expert_count", 0),
         "num_experts_per_tok": metadata.size("expert_used_count", 1),
         "moe_intermediate_size": metadata.size("expert_feed_forward_length"),
         "n_shared_experts": metadata.size("expert_shared_count", 0),

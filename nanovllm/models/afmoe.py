@@ -23,16 +23,6 @@ class AfmoeForCausalLM(DecoderForCausalLM):
         "mlp.shared_expert.": "mlp.shared_experts.",
     }
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
-    defaults: ClassVar[dict[str, Any]] = {
-        "rms_norm_eps": 1e-5,
-        "head_dim": 128,
-        "sliding_window": 1024,
-        "moe_intermediate_size": 1408,
-        "num_experts": 64,
-        "num_experts_per_tok": 6,
-        "num_shared_experts": 2,
-        "num_dense_layers": 1,
-    }
     only: ClassVar[dict[str, tuple[Any, ...]]] = {
         "score_func": ("sigmoid",),
         "route_norm": (True,),

@@ -1,14 +1,17 @@
 """The Ling 3 family: Kimi Delta Attention, and latent attention with a gate for each head."""
 
+import dataclasses
 from typing import Any, ClassVar
 
+from nanovllm.errors import UnsupportedModelError
 from nanovllm.models.config_fields import config_number
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.deepseek import DeepseekV3ForCausalLM
 from nanovllm.models.hybrid_parts import check_mixed
-from nanovllm.models.kimi_parts import KIMI_ALIASES, KIMI_NAMES, LING_DEFAULTS, TYPES, kimi_delta
+from nanovllm.models.kimi_parts import KIMI_ALIASES, KIMI_NAMES, TYPES, kimi_delta
 from nanovllm.models.mla_parts import LatentAttention
 from nanovllm.models.model_config import ModelConfig
+from nanovllm.options.validation import shown
 
 
 class BailingHybridForCausalLM(DeepseekV3ForCausalLM):
@@ -19,10 +22,32 @@ class BailingHybridForCausalLM(DeepseekV3ForCausalLM):
 
     names: ClassVar[dict[str, str]] = KIMI_NAMES
     aliases: ClassVar[dict[str, str]] = KIMI_ALIASES
-    defaults: ClassVar[dict[str, Any]] = LING_DEFAULTS
-    ignores = frozenset({"q_lora_rank", "rope_interleave"})
-    reads = frozenset({"layer_types", "num_experts"})
-    only: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    ignores = frozenset({"q_lora_rank", "rope_interleave", "rotary_dim"})
+    reads = frozenset({"layer_types", "num_experts", "num_local_experts", "partial_rotary_factor"})
+    only: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "gated_attention_proj_granularity_type": ("head_wise",),
+        "linear_silu": (True,),
+        "moe_router_enable_expert_bias": (True,),
+        "no_kda_lora": (True,),
+        "score_function": ("sigmoid",),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "use_bias": (False,),
+        "use_kda_lora": (False,),
+        "use_mla_nope": (False,),
+        "use_qkv_bias": (False,),
+    }
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
+            if any(config.per_layer(key) or ()):
+                raise UnsupportedModelError(
+                    f"config.json: {key} {shown(config.fields[key])} is not supported (only zeros)"
+                )
+        # In the published config.json partial_rotary_factor is the share of qk_rope_head_dim in a
+        # head of Kimi Delta Attention: it changes nothing.
+        rope = dataclasses.replace(config.rope, partial=1.0)
+        super().__init__(dataclasses.replace(config, rope=rope), max_model_len)
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         mlp = self.make_mlp(config, index)

@@ -1,10 +1,10 @@
 """The Bamba family: most layers have Mamba-2, the others have attention."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.hybrid_parts import check_mixed
-from nanovllm.models.mamba_parts import MAMBA_DEFAULTS, MAMBA_NAMES, mamba_mixer
+from nanovllm.models.mamba_parts import MAMBA_NAMES, mamba_mixer
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import attention_biases
 
@@ -20,12 +20,7 @@ class BambaForCausalLM(DecoderForCausalLM):
         "mlp.": "feed_forward.",
         "model.norm.": "model.final_layernorm.",
     }
-    defaults: ClassVar[dict[str, Any]] = {
-        **MAMBA_DEFAULTS,
-        "rms_norm_eps": 1e-5,
-        "num_key_value_heads": 8,
-        "partial_rotary_factor": 0.5,
-    }
+    ignores = frozenset({"partial_rotary_factor"})  # but not in rope_parameters
     reads = frozenset({"partial_rotary_factor"})
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:

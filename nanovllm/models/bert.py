@@ -119,7 +119,6 @@ class BertModel(DecoderForCausalLM):
     )
     norm: ClassVar[dict[str, Any]] = {"layer": LayerNorm}
     aliases: ClassVar[dict[str, str]] = {"rms_norm_eps": "layer_norm_eps"}
-    defaults: ClassVar[dict[str, Any]] = {"layer_norm_eps": 1e-12}
     reads = frozenset({"hidden_act"})
     ignores = frozenset({"num_key_value_heads", "head_dim", "tie_word_embeddings"})
     only: ClassVar[dict[str, tuple[Any, ...]]] = {

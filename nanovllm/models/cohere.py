@@ -19,12 +19,6 @@ class CohereForCausalLM(DecoderForCausalLM):
     interleaved: ClassVar[bool] = True
     norm: ClassVar[dict[str, Any]] = {"layer": LayerNorm, "bias": False}
     aliases: ClassVar[dict[str, str]] = {"rms_norm_eps": "layer_norm_eps"}
-    defaults: ClassVar[dict[str, Any]] = {
-        "layer_norm_eps": 1e-5,
-        "logit_scale": 0.0625,
-        "rope_theta": 500_000.0,
-        "tie_word_embeddings": True,
-    }
     only: ClassVar[dict[str, tuple[Any, ...]]] = {
         "use_parallel_block": (True,),
         "use_qk_norm": (False,),
@@ -59,11 +53,6 @@ class Cohere2ForCausalLM(CohereForCausalLM):
     RoPE.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {
-        **CohereForCausalLM.defaults,
-        "rope_theta": 10_000.0,
-        "sliding_window": 4096,
-    }
     reads = frozenset({"logit_scale", "layer_types"})
 
     def window_of(self, config: ModelConfig, index: int) -> tuple[int | None, bool]:

@@ -9,9 +9,12 @@ MAX_SIZE = 2**24
 """Far above every known model, and low enough that no product of sizes overflows."""
 
 
-_TEXT_ARCHITECTURES = {("Mistral3ForConditionalGeneration", "mistral4"): "Mistral4ForCausalLM"}
-"""The architectures of text models, by that of a model for pictures and their own model_type: of
-those whose layers do not follow from the first alone."""
+_BY_TYPE = {
+    ("BailingMoeV3ForCausalLM", "bailing_hybrid"): "BailingHybridForCausalLM",
+    ("Mistral3ForConditionalGeneration", "mistral4"): "Mistral4ForCausalLM",
+}
+"""The architectures of text models, by the one that config.json names and the text model's own
+model_type: of those that do not follow from the first alone."""
 
 
 def text_fields(config: dict[str, Any]) -> dict[str, Any]:
@@ -38,8 +41,8 @@ def architecture_of(config: dict[str, Any]) -> str:
     if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):
         raise CheckpointError(f"config.json must name one architecture, has {shown(names)}")
     nested = config.get("text_config")
-    kind = nested.get("model_type") if isinstance(nested, dict) else None
-    return _TEXT_ARCHITECTURES.get((names[0], str(kind)), names[0])
+    kind = (nested if isinstance(nested, dict) else config).get("model_type")
+    return _BY_TYPE.get((names[0], str(kind)), names[0])
 
 
 def config_size(

@@ -14,19 +14,6 @@ class DeepseekV3ForCausalLM(LatentForCausalLM):
     plus a bias, and one that all tokens share.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "first_k_dense_replace": 3,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
-    }
     ignores = frozenset({"mlp_layer_types"})
     only: ClassVar[dict[str, tuple[Any, ...]]] = {
         "scoring_func": ("sigmoid",),
@@ -40,16 +27,6 @@ class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):
     so, chosen by a softmax, and those that all tokens share.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {
-        **DeepseekV3ForCausalLM.defaults,
-        "first_k_dense_replace": 0,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "routed_scaling_factor": 1.0,
-        "n_group": None,
-        "topk_group": None,
-        "topk_method": "greedy",
-    }
     ignores = DeepseekV3ForCausalLM.ignores | {"rope_interleave"}
     only: ClassVar[dict[str, tuple[Any, ...]]] = {
         "scoring_func": ("softmax",),

@@ -1,6 +1,6 @@
 """The ERNIE 4.5 family: Llama whose rotary embedding pairs adjacent numbers of a head."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -12,11 +12,6 @@ class Ernie4_5ForCausalLM(DecoderForCausalLM):
     """ERNIE 4.5 0.3B: Llama with rotary pairs of adjacent numbers; biases if the config says so."""
 
     interleaved: ClassVar[bool] = True
-    defaults: ClassVar[dict[str, Any]] = {
-        "rope_theta": 500_000.0,
-        "tie_word_embeddings": True,
-        "head_dim": 128,
-    }
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         bias = config.flag("use_bias")

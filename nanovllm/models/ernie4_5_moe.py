@@ -22,15 +22,6 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
     left_out = tuple(
         f"model.mtp_{part}." for part in ("block", "emb_norm", "hidden_norm", "linear_proj")
     )
-    defaults: ClassVar[dict[str, Any]] = {
-        **Ernie4_5ForCausalLM.defaults,
-        "rms_norm_eps": 1e-5,
-        "moe_k": 6,
-        "moe_num_experts": 64,
-        "moe_intermediate_size": 1536,
-        "moe_num_shared_experts": 2,
-        "moe_layer_start_index": 1,
-    }
 
     only: ClassVar[dict[str, tuple[Any, ...]]] = {
         "use_bias": (False,),

@@ -1,7 +1,7 @@
 """The EXAONE 4 family: norms only after attention and MLP; no RoPE in full attention."""
 
 import re
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.errors import UnsupportedModelError
@@ -17,7 +17,6 @@ class Exaone4ForCausalLM(DecoderForCausalLM):
     """
 
     names: ClassVar[dict[str, str]] = SANDWICH
-    defaults: ClassVar[dict[str, Any]] = {"sliding_window": 4096}
     reads = frozenset({"layer_types"})
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:

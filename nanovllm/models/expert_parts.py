@@ -81,7 +81,7 @@ def sparse_mlp(
     """
     num_experts = num_experts_of(config)
     key = "moe_k" if "moe_k" in config.fields else "num_experts_per_tok"
-    top_k = config.size(key, 8, high=num_experts)
+    top_k = config.size(key, high=num_experts)
     router = Router(config.hidden_size, num_experts, top_k, bias=bias, **choice)
     experts = Experts(
         num_experts,
@@ -159,16 +159,17 @@ def expert_groups(config: ModelConfig, best: int = 2) -> Groups | None:
         CheckpointError: the groups do not divide the experts, or are too small.
     """
     number = config.size("n_group", 1, high=MAX_EXPERTS)
-    kept = config.size("topk_group", 1, high=number)
-    if number == 1:
+    kept = config.size("topk_group", 1)
+    if number == kept == 1:
         return None
     num_experts = num_experts_of(config)
-    top_k = config.size("num_experts_per_tok", 8)
+    top_k = config.size("num_experts_per_tok")
     size, rest = divmod(num_experts, number)
-    if rest or size < best or size * kept < top_k:
+    if rest or size < best or kept > number or size * kept < top_k:
+        names = [config.names[key] for key in ("n_group", "topk_group", "num_experts_per_tok")]
         raise CheckpointError(
-            f"config.json: n_group {number} and topk_group {kept} do not fit {num_experts} experts "
-            f"of which a token has {top_k}"
+            f"config.json: {names[0]} {number}, {names[1]} {kept} and {names[2]} {top_k} do not "
+            f"fit {num_experts} experts"
         )
     return Groups(number, kept, best)
 
@@ -176,7 +177,8 @@ def expert_groups(config: ModelConfig, best: int = 2) -> Groups | None:
 def num_experts_of(config: ModelConfig) -> int:
     """Return the number of experts, whose field has a name of the family's."""
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    key = next((name for name in names if config.fields.get(name)), "num_experts")
+    given = [name for name in names if name in config.fields] or ["num_experts"]
+    key = next((name for name in given if config.fields.get(name)), given[0])
     return config.size(key, high=MAX_EXPERTS)
 
 

@@ -1,11 +1,11 @@
 """The Falcon-H1 family: attention and Mamba-2 side by side in each layer."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.models.decoder import DecoderLayer, SelfAttention
 from nanovllm.models.falcon_h1_parts import ParallelMixer, ScaledMLP, factors
-from nanovllm.models.mamba_parts import MAMBA_DEFAULTS, mamba_mixer
+from nanovllm.models.mamba_parts import mamba_mixer
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import MultipliedForCausalLM, Multipliers, attention_biases
 
@@ -21,13 +21,6 @@ class FalconH1ForCausalLM(MultipliedForCausalLM):
         "post_attention_layernorm.": "pre_ff_layernorm.",
         "mlp.": "feed_forward.",
         "model.norm.": "model.final_layernorm.",
-    }
-    defaults: ClassVar[dict[str, Any]] = {
-        **MAMBA_DEFAULTS,
-        "rms_norm_eps": 1e-5,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "mamba_d_ssm": 1024,
     }
     reads = frozenset({"embedding_multiplier"})
 

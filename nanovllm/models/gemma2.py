@@ -23,28 +23,21 @@ class Gemma2ForCausalLM(SandwichForCausalLM):
     qk_norm = False
     interval = 2
     """Every layer whose number is a multiple of this has full attention."""
-    local_theta: ClassVar[float | None] = None
-    """RoPE theta of layers with a window; None: the same as in the others."""
-    defaults: ClassVar[dict[str, Any]] = {
-        "head_dim": 256,
-        "tie_word_embeddings": True,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        **GELU_TANH,
-    }
-    reads = frozenset({*defaults, "layer_types"})
+    reads = frozenset(
+        {
+            *GELU_TANH,
+            "query_pre_attn_scalar",
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+            "layer_types",
+        }
+    )
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         layer_type = config.layer_types(self.interval)[index]
-        rope = config.rope
-        if self.local_theta is not None:
-            theta = self.local_theta if layer_type == "sliding_attention" else None
-            rope = config.rope_of(layer_type, theta)
         attention = SelfAttention(
             config,
-            self.rotary_emb(rope, config.head_dim),
+            self.rotary_emb(config.rope_of(layer_type), config.head_dim),
             qk_norm=self.qk_norm,
             norm_kind=NORM_CENTRED,
             options=AttentionOptions(

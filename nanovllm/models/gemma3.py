@@ -1,7 +1,5 @@
 """The Gemma 3 family, text model only: Gemma 2 with norms of queries and keys, and no caps."""
 
-from typing import Any, ClassVar
-
 from nanovllm.models.gemma2 import Gemma2ForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import OTHER_MODALITIES
@@ -13,20 +11,9 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     """
 
     qk_norm = True
-    local_theta = 10_000.0
     left_out = OTHER_MODALITIES
     ignores = frozenset({"attn_logit_softcapping"})
     reads = (Gemma2ForCausalLM.reads | {"rope_parameters", "rope_local_base_freq"}) - ignores
-    defaults: ClassVar[dict[str, Any]] = {
-        **Gemma2ForCausalLM.defaults,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 262_208,
-        "max_position_embeddings": 131_072,
-        "rope_theta": 1_000_000.0,
-    }
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         self.interval = config.size("sliding_window_pattern", 6)

@@ -7,15 +7,13 @@ from nanovllm.kernels.torch_math import NORM_WIDE
 from nanovllm.layers.attention import Attention
 from nanovllm.models.decoder import Decoder, DecoderLayer, GatedMLP
 from nanovllm.models.gemma4_parts import (
-    DEFAULTS,
-    UNIFIED,
     Gemma4Attention,
     Gemma4Decoder,
     Gemma4ExpertsLayer,
     Gemma4Layer,
 )
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.parts import OTHER_MODALITIES, SandwichForCausalLM, gelu_tanh
+from nanovllm.models.parts import GELU_TANH, OTHER_MODALITIES, SandwichForCausalLM, gelu_tanh
 
 
 class Gemma4ForCausalLM(SandwichForCausalLM):
@@ -26,8 +24,17 @@ class Gemma4ForCausalLM(SandwichForCausalLM):
     left_out = OTHER_MODALITIES
     ignores = frozenset({"partial_rotary_factor"})  # but not in rope_parameters
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
-    defaults: ClassVar[dict[str, Any]] = DEFAULTS
-    reads = frozenset({*DEFAULTS, "layer_types", "rope_parameters", "partial_rotary_factor"})
+    reads = frozenset(
+        {
+            *GELU_TANH,
+            "enable_moe_block",
+            "num_experts",
+            "final_logit_softcapping",
+            "layer_types",
+            "rope_parameters",
+            "partial_rotary_factor",
+        }
+    )
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         self._sources: dict[str, Attention] = {}
@@ -52,8 +59,6 @@ class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
 
 class Gemma4UnifiedForCausalLM(Gemma4ForCausalLM):
     """Gemma 4 12B, text only."""
-
-    defaults: ClassVar[dict[str, Any]] = UNIFIED
 
 
 class Gemma4UnifiedForConditionalGeneration(Gemma4UnifiedForCausalLM):

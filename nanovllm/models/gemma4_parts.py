@@ -21,33 +21,13 @@ from nanovllm.models.config_fields import config_size
 from nanovllm.models.decoder import DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import (
-    GELU_TANH,
     AddOnly,
     SandwichLayer,
     ScaledDecoder,
     ScaledEmbedding,
     gelu_tanh,
-    proportional_rope,
 )
 from nanovllm.options.validation import shown
-
-DEFAULTS: dict[str, Any] = {
-    "head_dim": 256,
-    "tie_word_embeddings": True,
-    **GELU_TANH,
-    "sliding_window": 512,
-    "num_kv_shared_layers": 0,
-    "hidden_size_per_layer_input": 256,
-    "vocab_size_per_layer_input": 262_144,
-    "attention_k_eq_v": False,
-    "enable_moe_block": False,
-    "num_experts": None,
-    "use_double_wide_mlp": False,
-    "final_logit_softcapping": None,
-    "rope_parameters": proportional_rope(0.25),
-}
-UNIFIED = {**DEFAULTS, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
-"""Defaults of Gemma 4 12B, whose layers do not have separate embeddings."""
 
 
 def full_attention_sizes(config: ModelConfig, index: int) -> ModelConfig:
@@ -92,11 +72,11 @@ class Gemma4Attention(SelfAttention):
         self.shares = index >= config.num_layers - config.count("num_kv_shared_layers")
         if self.shares and layer_type not in sources:
             raise CheckpointError(
-                f"config.json: num_kv_shared_layers: no layer of type {layer_type} has keys and "
-                "values"
+                f"config.json: num_kv_shared_layers: by layer_types, no layer of type {layer_type} "
+                "has keys and values"
             )
         sizes = full_attention_sizes(config, index) if is_full else config
-        rope = sizes.rope_of(layer_type, 1_000_000.0 if is_full else 10_000.0)
+        rope = sizes.rope_of(layer_type)
         window = None if is_full else config.size("sliding_window")
         parts = "qk" if is_full and config.flag("attention_k_eq_v") else "qkv"
         super().__init__(

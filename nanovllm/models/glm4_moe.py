@@ -13,14 +13,6 @@ class Glm4MoeForCausalLM(DecoderForCausalLM):
     """
 
     names: ClassVar[dict[str, str]] = DEEPSEEK_NAMES
-    defaults: ClassVar[dict[str, Any]] = {
-        "rms_norm_eps": 1e-5,
-        "partial_rotary_factor": 0.5,
-        "moe_intermediate_size": 1408,
-        "n_routed_experts": 128,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-    }
     only: ClassVar[dict[str, tuple[Any, ...]]] = {
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),

@@ -35,7 +35,6 @@ class GPT2LMHeadModel(DecoderForCausalLM):
         "max_position_embeddings": "n_positions",
         "rms_norm_eps": "layer_norm_epsilon",
     }
-    defaults: ClassVar[dict[str, Any]] = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
     ignores = frozenset({"intermediate_size", "num_key_value_heads", "head_dim"})
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:

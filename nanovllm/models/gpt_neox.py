@@ -44,7 +44,6 @@ class GPTNeoXForCausalLM(DecoderForCausalLM):
     left_out = (".attention.bias", ".attention.masked_bias", ".attention.rotary_emb.inv_freq")
     norm: ClassVar[dict[str, Any]] = {"layer": LayerNorm}
     aliases: ClassVar[dict[str, str]] = {"rms_norm_eps": "layer_norm_eps"}
-    defaults: ClassVar[dict[str, Any]] = {"layer_norm_eps": 1e-5, "rotary_pct": 0.25}
     reads = frozenset({"hidden_act", "partial_rotary_factor"})
     ignores = frozenset({"num_key_value_heads", "rope_theta", "partial_rotary_factor"})
 

@@ -22,11 +22,6 @@ class GptOssForCausalLM(DecoderForCausalLM):
 
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
     names: ClassVar[dict[str, str]] = {"mlp.gate.": "mlp.router."}
-    defaults: ClassVar[dict[str, Any]] = {
-        "sliding_window": 128,
-        "rope_theta": 150_000.0,
-        "num_experts_per_tok": 4,
-    }
     reads = frozenset({"layer_types", "num_local_experts", "num_experts"})
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:

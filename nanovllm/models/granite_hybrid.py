@@ -1,7 +1,7 @@
 """The Granite 4 family: Granite, with or without RoPE, Mamba-2 and experts."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -9,7 +9,7 @@ from nanovllm.errors import UnsupportedModelError
 from nanovllm.models.decoder import GatedMLP
 from nanovllm.models.granite_moe import GraniteMoeForCausalLM
 from nanovllm.models.hybrid_parts import check_mixed
-from nanovllm.models.mamba_parts import MAMBA_DEFAULTS, MAMBA_NAMES, mamba_mixer
+from nanovllm.models.mamba_parts import MAMBA_NAMES, mamba_mixer
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown
 
@@ -20,11 +20,6 @@ class GraniteMoeHybridForCausalLM(GraniteMoeForCausalLM):
     """
 
     names: ClassVar[dict[str, str]] = {**GraniteMoeForCausalLM.names, **MAMBA_NAMES}
-    defaults: ClassVar[dict[str, Any]] = {
-        **GraniteMoeForCausalLM.defaults,
-        **MAMBA_DEFAULTS,
-        "shared_intermediate_size": 1024,
-    }
     reads = GraniteMoeForCausalLM.reads | {"layer_types"}
     ignores = frozenset()
 

@@ -1,7 +1,7 @@
 """Granite with experts, whose checkpoints have names of their own for them."""
 
 from collections.abc import Collection
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -24,7 +24,6 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
         "mlp.gate_up_proj.": "shared_mlp.input_linear.",
         "mlp.down_proj.": "shared_mlp.output_linear.",
     }
-    defaults: ClassVar[dict[str, Any]] = {"num_local_experts": 8, "num_experts_per_tok": 2}
     reads = GraniteForCausalLM.reads | {"num_local_experts"}
     ignores = frozenset({"shared_intermediate_size"})
 

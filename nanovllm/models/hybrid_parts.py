@@ -23,18 +23,6 @@ DELTA_NAMES = {
     for part in ("in_proj_", "conv1d.", "A_log", "dt_bias", "norm.", "out_proj.")
 }
 """Checkpoint names for the modules of a `GatedDeltaNet` in a `DecoderLayer`."""
-DELTA_DEFAULTS: dict[str, Any] = {
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "head_dim": 256,
-    "partial_rotary_factor": 0.25,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-}
-"""Field defaults of families with gated DeltaNets."""
 MAX_TAPS = 64
 """Most tokens of a convolution: like `_MAX_DIM`, above every known model."""
 _MAX_DIM = 2**10

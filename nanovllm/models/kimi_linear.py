@@ -6,7 +6,6 @@ from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.deepseek import DeepseekV3ForCausalLM
 from nanovllm.models.kimi_parts import (
     KIMI_ALIASES,
-    KIMI_DEFAULTS,
     KIMI_NAMES,
     kimi_delta,
     layer_types_of_lists,
@@ -23,9 +22,9 @@ class KimiLinearForCausalLM(DeepseekV3ForCausalLM):
 
     names: ClassVar[dict[str, str]] = KIMI_NAMES
     aliases: ClassVar[dict[str, str]] = KIMI_ALIASES
-    defaults: ClassVar[dict[str, Any]] = KIMI_DEFAULTS
+    defaults: ClassVar[dict[str, Any]] = {"first_k_dense_replace": 1}
     ignores = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "rope_interleave"})
-    reads = frozenset({"layer_types", "num_experts"})
+    reads = frozenset({"layer_types", "num_experts", "num_local_experts"})
     only: ClassVar[dict[str, tuple[Any, ...]]] = {
         "mla_use_nope": (True,),
         "moe_layer_freq": (1,),

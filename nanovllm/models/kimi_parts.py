@@ -7,7 +7,6 @@ from nanovllm.errors import CheckpointError
 from nanovllm.layers.gated_delta import DeltaSizes
 from nanovllm.layers.kimi_delta import KimiDeltaAttention
 from nanovllm.models.config_fields import config_size
-from nanovllm.models.deepseek import DeepseekV3ForCausalLM
 from nanovllm.models.expert_parts import DEEPSEEK_NAMES
 from nanovllm.models.hybrid_parts import MAX_TAPS, check_mixed
 from nanovllm.models.model_config import ModelConfig
@@ -32,31 +31,6 @@ KIMI_ALIASES = {
     "n_shared_experts": "num_shared_experts",
 }
 """The names of common fields in both families."""
-KIMI_DEFAULTS: dict[str, Any] = {
-    **DeepseekV3ForCausalLM.defaults,
-    "q_lora_rank": None,
-    "max_position_embeddings": 1_048_576,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 2.446,
-    "n_group": 1,
-    "topk_group": 1,
-    "rms_norm_eps": 1e-5,
-    "linear_num_heads": 32,
-    "linear_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-}
-LING_DEFAULTS: dict[str, Any] = {
-    **DeepseekV3ForCausalLM.defaults,
-    "q_lora_rank": None,
-    "max_position_embeddings": 262_144,
-    "first_k_dense_replace": 2,
-    "num_experts": 512,
-    "rope_theta": 6_000_000.0,
-    "head_dim": 128,
-    "short_conv_kernel_size": 4,
-    "layer_group_size": 6,
-    "kda_safe_gate": True,
-}
 TYPES = ("linear_attention", "full_attention")
 """Of layers: with Kimi Delta Attention and with latent attention."""
 _LINEAR = {
@@ -108,7 +82,7 @@ def layer_types_of_lists(config: ModelConfig) -> list[str]:
     if sorted(types) != list(range(1, config.num_layers + 1)):
         raise CheckpointError(
             "config.json: kda_layers and full_attn_layers of linear_attn_config must have the "
-            f"numbers from 1 to {config.num_layers}, are {shown(lists)}"
+            f"numbers from 1 to num_hidden_layers {config.num_layers}, are {shown(lists)}"
         )
     return check_mixed([types[number] for number in sorted(types)])
 

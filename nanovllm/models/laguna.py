@@ -21,18 +21,7 @@ class LagunaForCausalLM(DecoderForCausalLM):
         "self_attn.gate_proj.": "self_attn.g_proj.",
         "mlp.expert_bias": "mlp.experts.e_score_correction_bias",
     }
-    defaults: ClassVar[dict[str, Any]] = {
-        "head_dim": 128,
-        "sliding_window": 512,
-        "first_k_dense_replace": 1,
-        "num_experts": 256,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "rope_parameters": {
-            "full_attention": {"rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
-            "sliding_attention": {"rope_theta": 10_000.0},
-        },
-    }
+    defaults: ClassVar[dict[str, Any]] = {"first_k_dense_replace": 1}
     only: ClassVar[dict[str, tuple[Any, ...]]] = {
         "gating": (True, "per-head", "per-element"),
         "moe_router_logit_softcapping": (0.0,),

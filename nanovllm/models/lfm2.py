@@ -1,7 +1,7 @@
 """The LFM2 family: most layers are short convolutions, the others have attention."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -44,15 +44,6 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
         "intermediate_size": "block_ff_dim",
         "tie_word_embeddings": "tie_embedding",
     }
-    defaults: ClassVar[dict[str, Any]] = {
-        "norm_eps": 1e-5,
-        "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": True,
-        "conv_L_cache": 3,
-        "block_auto_adjust_ff_dim": True,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_multiple_of": 256,
-    }
     reads = frozenset({"layer_types"})
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
@@ -73,14 +64,6 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
     aliases: ClassVar[dict[str, str]] = {
         "rms_norm_eps": "norm_eps",
         "tie_word_embeddings": "tie_embedding",
-    }
-    defaults: ClassVar[dict[str, Any]] = {
-        **Lfm2ForCausalLM.defaults,
-        "num_dense_layers": 2,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-        "use_expert_bias": True,
-        "norm_topk_prob": True,
     }
     reads = frozenset({"layer_types", "num_experts"})
 

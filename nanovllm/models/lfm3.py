@@ -1,6 +1,6 @@
 """The LFM3 family: short convolutions, windows and full attention in turn."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
@@ -11,7 +11,6 @@ from nanovllm.models.parts import (
     NarrowGateAttention,
     SandwichLayer,
     attention_biases,
-    proportional_rope,
 )
 
 
@@ -22,14 +21,6 @@ class Lfm3ForCausalLM(DecoderForCausalLM):
 
     names: ClassVar[dict[str, str]] = LFM_NAMES
     aliases: ClassVar[dict[str, str]] = {"rms_norm_eps": "norm_eps"}
-    defaults: ClassVar[dict[str, Any]] = {
-        "norm_eps": 1e-5,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-        "conv_L_cache": 7,
-        "sliding_window": 256,
-        "rope_parameters": proportional_rope(0.5),
-    }
     ignores = frozenset({"partial_rotary_factor"})  # but not in rope_parameters
     reads = frozenset({"layer_types", "rope_parameters", "partial_rotary_factor"})
 

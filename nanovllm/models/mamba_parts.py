@@ -14,17 +14,6 @@ MAMBA_NAMES = {
     for part in ("in_proj.", "conv1d.", "A_log", "D", "dt_bias", "norm.", "out_proj.")
 }
 """Checkpoint names for the modules of a `Mamba2` in a `DecoderLayer`."""
-MAMBA_DEFAULTS: dict[str, Any] = {
-    "mamba_n_heads": 128,
-    "mamba_d_head": "auto",
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
-    "mamba_proj_bias": False,
-}
-"""Defaults of the fields of `MambaFields`."""
 _MAX_DIM = 2**10
 _MAX_HEADS = 2**12
 
@@ -72,7 +61,8 @@ def mamba_mixer(
     if inner_size not in (None, heads * head_dim):
         raise CheckpointError(
             f"config.json: {fields.heads} {heads} times {fields.head_dim} {head_dim} is not "
-            f"{inner_size}, the size between the linears"
+            f"{inner_size}, the size between the linears: mamba_d_ssm, or mamba_expand times "
+            "hidden_size"
         )
     state_size = config.size(fields.state_size, high=_MAX_DIM)
     taps = config.size(fields.taps, high=MAX_TAPS, low=2)

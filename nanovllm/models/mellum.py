@@ -1,7 +1,5 @@
 """The Mellum 2 family: Qwen3-MoE with windows, and rotary angles by the type of layer."""
 
-from typing import Any, ClassVar
-
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.expert_parts import is_typed_dense, sparse_mlp
@@ -15,17 +13,6 @@ class MellumForCausalLM(DecoderForCausalLM):
     """
 
     left_out = OTHER_MODALITIES
-    defaults: ClassVar[dict[str, Any]] = {
-        "head_dim": 128,
-        "sliding_window": 1024,
-        "num_experts": 64,
-        "moe_intermediate_size": 896,
-        "norm_topk_prob": True,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 500_000.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-        },
-    }
     ignores = frozenset({"original_max_position_embeddings", "first_k_dense_replace"})
     """The first but not in rope_parameters."""
     reads = frozenset({"layer_types", "rope_parameters", "num_experts", "num_local_experts"})

@@ -1,6 +1,6 @@
 """The MiniCPM3 family: latent attention, and multipliers."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from nanovllm.models.decoder import DecoderLayer, GatedMLP
 from nanovllm.models.mla_parts import LatentAttention
@@ -12,17 +12,6 @@ class MiniCPM3ForCausalLM(MultipliedForCausalLM):
     """MiniCPM3-4B: latent attention; factors on embedding, residual and logits."""
 
     aliases: ClassVar[dict[str, str]] = {"head_dim": "qk_rope_head_dim"}
-    defaults: ClassVar[dict[str, Any]] = {
-        "kv_lora_rank": 256,
-        "q_lora_rank": 768,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 32,
-        "rms_norm_eps": 1e-5,
-        "scale_emb": 12,
-        "scale_depth": 1.4,
-        "dim_model_base": 256,
-        "tie_word_embeddings": True,
-    }
 
     def read_multipliers(self, config: ModelConfig) -> Multipliers:
         depth = config.num_layers**0.5

@@ -17,11 +17,6 @@ class MiniMaxM2ForCausalLM(DecoderForCausalLM):
         "mlp.expert_bias": "block_sparse_moe.e_score_correction_bias",
         "mlp.": "block_sparse_moe.",
     }
-    defaults: ClassVar[dict[str, Any]] = {
-        "rope_theta": 5_000_000.0,
-        "head_dim": 128,
-        "num_local_experts": 256,
-    }
     only: ClassVar[dict[str, tuple[Any, ...]]] = {
         "use_qk_norm": (True,),
         "qk_norm_type": ("per_layer",),

@@ -19,18 +19,6 @@ class Mistral4ForCausalLM(DeepseekV3ForCausalLM):
     their position; experts chosen by a softmax, and one that all tokens share.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {
-        **DeepseekV3ForCausalLM.defaults,
-        "kv_lora_rank": 256,
-        "q_lora_rank": 1024,
-        "qk_nope_head_dim": 64,
-        "first_k_dense_replace": 0,
-        "n_routed_experts": 128,
-        "num_experts_per_tok": 4,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-    }
     left_out = OTHER_MODALITIES
     reads = frozenset({"llama_4_scaling_beta", "partial_rotary_factor"})
     only: ClassVar[dict[str, tuple[Any, ...]]] = {"moe_layer_freq": (1,)}

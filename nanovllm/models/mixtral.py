@@ -1,6 +1,6 @@
 """The Mixtral family: Mistral with a mixture of experts in every layer."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, SelfAttention
@@ -15,7 +15,6 @@ class MixtralForCausalLM(DecoderForCausalLM):
     """
 
     names: ClassVar[dict[str, str]] = {".mlp.": ".block_sparse_moe."}
-    defaults: ClassVar[dict[str, Any]] = {"num_local_experts": 8, "num_experts_per_tok": 2}
     reads = frozenset({"num_local_experts"})
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:

@@ -156,8 +156,8 @@ class ModelConfig:
     def flag(self, key: str, default: bool = False) -> bool:
         """Return the family's own field `key`, true or false; `default` if absent."""
         key = self.names[key]
-        value = self.fields.get(key)
-        return config_bool(self.fields, key, default) if value is not None else default
+        null = key in self.fields and self.fields[key] is None
+        return False if null else config_bool(self.fields, key, default)
 
     def size(self, key: str, default: int | None = None, high: int = MAX_SIZE, low: int = 1) -> int:
         """Return the family's own field `key`, an integer from `low` to `high`."""
@@ -190,8 +190,8 @@ class ModelConfig:
             return None
         if not isinstance(values, list) or len(values) < self.num_layers:
             raise CheckpointError(
-                f"config.json: {key} must be a list of {self.num_layers} numbers, is "
-                f"{shown(values)}"
+                f"config.json: {key} must have a number for each of num_hidden_layers "
+                f"{self.num_layers}, is {shown(values)}"
             )
         name = f"config.json: a number in {key}"
         return [check_float(CheckpointError, name, value, 0.0, 1e12) for value in values]
@@ -229,8 +229,9 @@ class ModelConfig:
         unknown = {shown(name) for name in types if name not in names}
         if unknown or len(types) != self.num_layers:
             raise UnsupportedModelError(
-                f"config.json: layer_types has {len(types)} layers of {self.num_layers}; types "
-                f"that are not supported: {', '.join(sorted(unknown)) or 'none'}"
+                f"config.json: layer_types has {len(types)} layers of num_hidden_layers "
+                f"{self.num_layers}; types that are not supported: "
+                f"{', '.join(sorted(unknown)) or 'none'}"
             )
         return list(types)
 
@@ -244,9 +245,10 @@ class ModelConfig:
         """Return the rotary settings of layers of `layer_type`.
 
         Args:
-            theta: the family's default for such layers.
+            theta: used if neither the config nor the family has one.
         """
-        return read_rope(self.fields, self.max_position, self.head_dim, layer_type, theta)
+        original = config_size(self.fields, self.names["max_position_embeddings"])
+        return read_rope(self.fields, original, self.head_dim, layer_type, theta)
 
 
 def _set_layer_types(fields: dict[str, Any], key: str) -> None:
@@ -319,5 +321,8 @@ def _heads(config: dict[str, Any], name: Mapping[str, str]) -> tuple[int, int, i
             f"{num_kv_heads}"
         )
     if head_dim % 2:
-        raise UnsupportedModelError(f"head_dim {head_dim} is odd; rotary embedding needs halves")
+        raise UnsupportedModelError(
+            f"config.json: {name['head_dim']} {head_dim} is odd ({name['num_attention_heads']} "
+            f"{num_heads}); rotary embedding needs halves"
+        )
     return num_heads, num_kv_heads, head_dim

@@ -24,15 +24,9 @@ class MuseGlimmerForConditionalGeneration(SandwichForCausalLM):
 
     left_out = OTHER_MODALITIES
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_CENTRED}
-    defaults: ClassVar[dict[str, Any]] = {
-        "rope_theta": 10_000.0,
-        "sliding_window": 2048,
-        "qk_scale_factor": 3.87,
-        "output_multiplier": 0.19611613513818404,
-        "final_logit_softcapping": 20.0,
-        "post_norm_eps": 1e-8,
-    }
-    reads = frozenset({*defaults, "layer_types"})
+    reads = frozenset(
+        {"qk_scale_factor", "output_multiplier", "final_logit_softcapping", "layer_types"}
+    )
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
         slides = (config.num_layers - 1 - index) % 4 > 0

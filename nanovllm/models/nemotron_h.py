@@ -25,16 +25,9 @@ class NemotronHForCausalLM(DecoderForCausalLM):
     aliases: ClassVar[dict[str, str]] = {
         "rms_norm_eps": "layer_norm_epsilon",
         "layer_types": "layers_block_type",
-    }
-    defaults: ClassVar[dict[str, Any]] = {
-        "layer_norm_epsilon": 1e-5,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "n_groups": 8,
-        "ssm_state_size": 128,
-        "conv_kernel": 4,
-        "use_conv_bias": True,
-        "num_experts_per_tok": 2,
+        "n_groups": "mamba_n_groups",
+        "conv_kernel": "mamba_d_conv",
+        "use_conv_bias": "mamba_conv_bias",
     }
     only: ClassVar[dict[str, tuple[Any, ...]]] = {
         "mamba_hidden_act": ("silu",),

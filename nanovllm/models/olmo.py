@@ -24,7 +24,6 @@ class Olmo3ForCausalLM(DecoderForCausalLM):
 
     names: ClassVar[dict[str, str]] = SANDWICH
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
-    defaults: ClassVar[dict[str, Any]] = {"sliding_window": 4096, "rope_theta": 500_000.0}
     reads = frozenset({"layer_types", "rope_parameters"})
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:

@@ -57,15 +57,6 @@ def attention_biases(config: ModelConfig, *, default: bool = False) -> dict[str,
     return {"bias": bias, "output_bias": bias}
 
 
-def proportional_rope(part: float) -> dict[str, Any]:
-    """Return default rotary settings: in full attention `part` of each head rotates."""
-    full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": part}
-    return {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        "full_attention": full,
-    }
-
-
 class RotatedNormAttention(SelfAttention):
     """Attention whose queries and keys are normalised after RoPE."""
 
@@ -359,7 +350,7 @@ class SandwichForCausalLM(DecoderForCausalLM):
 
 
 GELU_TANH = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
-"""The default values of the fields that `gelu_tanh` checks."""
+"""The values that `gelu_tanh` wants, by field."""
 
 
 def gelu_tanh(config: ModelConfig) -> str:

@@ -6,7 +6,6 @@ from torch import nn
 
 from nanovllm.models.decoder import GatedMLP
 from nanovllm.models.expert_parts import shared_expert_mlp
-from nanovllm.models.hybrid_parts import DELTA_DEFAULTS
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3_next import Qwen3NextForCausalLM
 
@@ -27,7 +26,6 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
     """
 
     grouped = False
-    defaults = DELTA_DEFAULTS
     reads = _READS
 
     def make_mlp(self, config: ModelConfig, index: int) -> nn.Module:
@@ -42,12 +40,7 @@ class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):
     """Qwen3.5-MoE, text only: Qwen3.5 with experts, and one that all tokens share."""
 
     grouped = False
-    defaults: ClassVar[dict[str, Any]] = {
-        **DELTA_DEFAULTS,
-        "intermediate_size": 512,  # which no layer has
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-    }
+    defaults: ClassVar[dict[str, Any]] = {"intermediate_size": 512}  # which no layer has
     reads = _READS | {"num_experts"}
 
     def make_mlp(self, config: ModelConfig, index: int) -> nn.Module:

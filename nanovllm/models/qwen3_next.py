@@ -8,7 +8,6 @@ from nanovllm.kernels.torch_math import NORM_CENTRED
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP
 from nanovllm.models.expert_parts import expect_stored, is_dense, shared_expert_mlp
 from nanovllm.models.hybrid_parts import (
-    DELTA_DEFAULTS,
     DELTA_NAMES,
     HeadGatedAttention,
     check_mixed,
@@ -29,13 +28,6 @@ class Qwen3NextForCausalLM(DecoderForCausalLM):
     names: ClassVar[dict[str, str]] = DELTA_NAMES
     left_out = OTHER_MODALITIES
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_CENTRED}
-    defaults: ClassVar[dict[str, Any]] = {
-        **DELTA_DEFAULTS,
-        "intermediate_size": 5632,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "norm_topk_prob": True,
-    }
     reads = frozenset({"layer_types", "partial_rotary_factor", "attn_output_gate", "num_experts"})
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.models.config_fields import architecture_of
+from nanovllm.models.class_defaults import class_defaults, is_untied
+from nanovllm.models.config_fields import architecture_of, text_fields
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.plugins import installed, load_class
@@ -177,9 +178,20 @@ def _read_own(config: dict[str, Any], dtype: str, own: str) -> ModelConfig:
 
 
 def _read(config: dict[str, Any], dtype: str, family: type[DecoderForCausalLM]) -> ModelConfig:
-    found = ModelConfig.from_hf(
-        config, dtype, family.defaults, family.reads, family.aliases, family.ignores
-    )
+    classes = [cls.__name__ for cls in family.__mro__]
+    fields = text_fields(config)
+    text_type = fields.get("model_type") if fields is not config else None
+    if fields is config and classes[0].endswith("ForConditionalGeneration"):
+        if fields.get("hidden_size") is None:
+            raise CheckpointError("config.json has no text_config, the fields of the text model")
+    elif config.get("tie_word_embeddings") is None and is_untied(classes):
+        config = {**config, "tie_word_embeddings": False}
+    ignores = set(family.ignores)
+    if fields.get("rope_parameters") is None:
+        ignores.add("rope_parameters")  # null counts as absent
+    given = {key: value for key, value in fields.items() if key not in ignores}
+    defaults = class_defaults(classes, text_type, given) | family.defaults
+    found = ModelConfig.from_hf(config, dtype, defaults, family.reads, family.aliases, ignores)
     return dataclasses.replace(found, max_position=found.max_position - family.skipped_positions)
 
 

@@ -52,8 +52,13 @@ def rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
     """
     keys = ("rope_parameters", "rope_scaling")
     parameters, scaling = ({} if fields.get(key) is None else fields[key] for key in keys)
-    by_type = isinstance(parameters, dict) and isinstance(parameters.get(layer_type), dict)
+    by_type = isinstance(parameters, dict) and any(isinstance(p, dict) for p in parameters.values())
     if by_type:
+        if not isinstance(parameters.get(layer_type), dict):
+            raise CheckpointError(
+                f"config.json: rope_parameters must have an object for {layer_type}, are "
+                f"{shown(parameters)}"
+            )
         parameters = parameters[layer_type]
     if layer_type != "full_attention":
         scaling = {}  # in Gemma 3 and Olmo 3 it is only for layers with full attention
@@ -64,6 +69,9 @@ def rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
                 f"config.json: the rope settings must be an object, are {shown(found)}"
             )
     settings = {key: value for key, value in given.items() if value is not None}
+    for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        if settings.get(key) == 0 and settings[key] is not False:
+            del settings[key]  # 0 counts as absent, as in transformers
     local = (
         {"rope_theta": fields.get("rope_local_base_freq")} if layer_type != "full_attention" else {}
     )
@@ -126,7 +134,9 @@ def _rope_type(settings: dict[str, Any]) -> str:
             raise CheckpointError(f"config.json: rope scaling {rope_type!r} has no {key}")
     if unknown := settings.keys() - {*_COMMON_ROPE_KEYS, *_ROPE_KEYS[rope_type], *FAMILY_KEYS}:
         names = shown(", ".join(sorted(unknown)))
-        raise UnsupportedModelError(f"config.json: rope settings not supported: {names}")
+        raise UnsupportedModelError(
+            f"config.json: rope settings not supported: {names} with rope_type {rope_type}"
+        )
     return rope_type
 
 
@@ -140,11 +150,13 @@ def read_rope(
     """Return the checked rotary settings of layers of `layer_type`.
 
     Args:
-        default_theta: the family's, used if the config has none.
+        default_theta: used if neither the config nor the family has one.
     """
     settings = rope_settings(fields, layer_type)
     rope_type = _rope_type(settings)
-    theta = config_number(settings, "rope_theta", default_theta or 10000.0, 2.0, 1e12)
+    theta = config_number(
+        {**fields, **settings}, "rope_theta", default_theta or 10_000.0, 2.0, 1e12
+    )
     original = config_size(settings, "original_max_position_embeddings", max_position)
     ratio = max_position / original if rope_type == "longrope" else 1.0
     factor = config_number(settings, "factor", min(max(ratio, 1.0), _ROPE_RANGE[1]), *_ROPE_RANGE)
@@ -183,8 +195,8 @@ def read_rope(
 def _factors(values: Any, key: str, num_pairs: int) -> tuple[float, ...]:
     if not isinstance(values, list) or len(values) != num_pairs:
         raise CheckpointError(
-            f"config.json: rope {key} must be a list of {num_pairs} numbers, half of "
-            f"what rotates of head_dim, got {shown(values)}"
+            f"config.json: rope {key} must be a list of {num_pairs} numbers, half of what "
+            f"partial_rotary_factor leaves of head_dim, got {shown(values)}"
         )
     name = f"config.json: a number in rope {key}"
     return tuple(check_float(CheckpointError, name, value, *_ROPE_RANGE) for value in values)

@@ -1,7 +1,5 @@
 """The SmolLM3 family: Llama, some of whose layers have no RoPE."""
 
-from typing import Any, ClassVar
-
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
@@ -11,7 +9,6 @@ from nanovllm.models.parts import attention_biases
 class SmolLM3ForCausalLM(DecoderForCausalLM):
     """SmolLM3: Llama; every fourth layer has no RoPE; windows if the config says so."""
 
-    defaults: ClassVar[dict[str, Any]] = {"rope_theta": 2_000_000.0, "tie_word_embeddings": True}
     reads = frozenset({"no_rope_layers", "layer_types", "use_sliding_window"})
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:

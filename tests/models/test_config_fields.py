@@ -67,6 +67,7 @@ NO_ARITHMETIC = {*PreTrainedConfig().to_dict(), "text_config", "use_cache", "ini
 NO_ARITHMETIC |= {"bos_token_id", "eos_token_id", "pad_token_id", "vocab_size"}
 TOLERANCE = 1e-3
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
+ZERO_MSCALE = {**YARN, "rope_theta": 500.0, "mscale": 1.0, "mscale_all_dim": 0.0, "beta_fast": 0}
 FULL = ["full_attention"] * 6
 ROPES = (
     {"rope_type": "default", "rope_theta": 500.0},
@@ -260,7 +261,16 @@ def is_far(found: Any) -> bool:
         ("Gemma4ForCausalLM", "partial_rotary_factor", 0.5, False),
         ("CohereForCausalLM", "use_qk_norm", True, True),
         ("Cohere2ForCausalLM", "use_parallel_block", False, True),
+        ("BailingHybridForCausalLM", "partial_rotary_factor", 0.5, False),
+        ("BailingHybridForCausalLM", "rotary_dim", 8, False),
+        ("BailingHybridForCausalLM", "expert_swiglu_limit_list", [0.0] * 6, False),
+        ("BailingHybridForCausalLM", "share_expert_swiglu_limit_list", [0.0] * 5 + [7.0], True),
+        ("BailingHybridForCausalLM", "use_mla_nope", True, True),
+        ("BambaForCausalLM", "partial_rotary_factor", 1.0, False),
+        ("Ministral3ForCausalLM", "rope_parameters", ZERO_MSCALE, False),
+        ("Gemma3ForCausalLM", "rope_local_base_freq", None, True),
         ("NemotronHForCausalLM", "moe_latent_size", 16, True),
+        ("NemotronHForCausalLM", "mamba_n_groups", 4, False),
         ("NemotronHForCausalLM", "n_shared_experts", 2, True),
         ("NemotronHForCausalLM", "layers_block_type", [*BLOCKS, "mamba"], False),
     ],

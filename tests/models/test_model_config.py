@@ -390,7 +390,7 @@ NUMBERS = ["rms_norm_eps", "rope_theta", "factor", "beta_fast", "beta_slow", "at
 
 @pytest.mark.parametrize("key", [*NUMBERS, "mscale", "mscale_all_dim"])
 @pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), -float("inf"), 10**400, 1e300, 1e-300, -0.0, True, {}]
+    "value", [float("nan"), float("inf"), -float("inf"), 10**400, 1e300, 1e-300, -1.0, True, {}]
 )
 def test_numbers_that_give_no_finite_angle_or_norm(key, value):
     """Symptom: ZeroDivisionError or OverflowError when angles are computed, or NaN logits."""
@@ -399,6 +399,14 @@ def test_numbers_that_give_no_finite_angle_or_norm(key, value):
     with pytest.raises(CheckpointError, match=f"config.json: {key} must be ") as raised:
         read(**changes)
     assert len(str(raised.value)) < 250
+
+
+@pytest.mark.parametrize("key", ["beta_fast", "beta_slow", "mscale", "mscale_all_dim"])
+@pytest.mark.parametrize("value", [0, 0.0, -0.0])
+def test_settings_of_yarn_that_are_0_keep_their_defaults(key: str, value: float) -> None:
+    """Symptom: Devstral 2, whose mscale_all_dim is 0.0, is refused."""
+    scaling = {"type": "yarn", **YARN}
+    assert read(rope_scaling={**scaling, key: value}).rope == read(rope_scaling=scaling).rope
 
 
 @pytest.mark.parametrize("key", ["factor", "beta_fast", "beta_slow", "attention_factor", "mscale"])

@@ -1,5 +1,10 @@
 """The registry, and the page that is made of it."""
 
+import pytest
+
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.models.registry import read_config
+from tests.models.family_configs import config_of
 from tools import migrating, models
 
 
@@ -7,3 +12,11 @@ def test_page_of_models_is_current() -> None:
     text = models.PAGE.read_text("utf-8")
     assert models.page() == text, "run python -m tools.models"
     assert [mark for _, mark, _ in migrating.PART.findall(text)] == list(models.PARTS)
+
+
+def test_ling_3_has_the_name_of_its_own_code_in_the_published_file() -> None:
+    config = {**config_of("BailingHybridForCausalLM"), "architectures": ["BailingMoeV3ForCausalLM"]}
+    found = read_config({**config, "model_type": "bailing_hybrid"})
+    assert found.architecture == "BailingHybridForCausalLM"
+    with pytest.raises(UnsupportedModelError, match="BailingMoeV3ForCausalLM"):
+        read_config({**config, "model_type": "bailing_moe"})
