@@ -34,6 +34,7 @@ from nanovllm.apps.server.admission import BodyBudget
 from nanovllm.apps.server.error_bodies import APIError, as_api_error
 from nanovllm.apps.server.middleware import GuardMiddleware
 from nanovllm.apps.server.options import ServerOptions
+from nanovllm.errors import log_failure
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class _Forward:
                     await self._forward(scope, body, answer)
         except Exception as error:
             if not isinstance(error, (APIError, *_DIED)):
-                logger.exception("a request failed")
+                log_failure(logger, error, "a request failed")
             found = _died() if isinstance(error, _DIED) else as_api_error(error)
             if answer.has_begun:
                 await answer.break_off(found, scope["path"])
