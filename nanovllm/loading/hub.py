@@ -165,7 +165,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     if config.get("quantization_config") is None and (path / "hf_quant_config.json").exists():
         found = read_json(path / "hf_quant_config.json")
         config["quantization_config"] = {"quant_method": "modelopt", **found}
-    match stored := config.get("quantization_config"):
+    stored: Any = config.get("quantization_config")
+    match stored:
         case {"quant_algo": _} | {"quantization": {"quant_algo": _}}:  # as ModelOpt alone writes
             stored["quant_method"] = stored.get("quant_method") or "modelopt"
     return config

@@ -93,10 +93,9 @@ class TextReader(PartsReader):
                 self._pos -= len(found)
                 raise NotACall
 
+    @abstractmethod
     def _is_stop(self, tag: str) -> Steps[bool]:
         """Whether a tag that was read in a string ends the value; then the string is broken."""
-        return True
-        yield
 
     def _search(self, characters: str) -> Steps[str]:
         """Read up to the next of these characters or of `_stops`, and return it."""
