@@ -25,7 +25,7 @@ from nanovllm.models.registry import read_config
 
 def write_adapters(path: Path, config: dict[str, Any], count: int, rank: int) -> list[LoRARequest]:
     """Write `count` random adapters of all linears in bfloat16, and return them."""
-    linears = adapter_linears(read_config(config))
+    linears = {part.name: part.shape for part in adapter_linears(read_config(config)).values()}
     requests = []
     for number in range(count):
         directory = path / f"adapter{number}"

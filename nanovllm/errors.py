@@ -5,6 +5,7 @@ is an AssertionError instead.
 """
 
 import errno
+import logging
 
 
 class NanoVLLMError(Exception):
@@ -82,3 +83,13 @@ def refuses_memory(error: BaseException) -> bool:
     # torch, which is not imported here, has a class for a GPU and none for a CPU.
     is_gpu = type(error).__name__ == "OutOfMemoryError"
     return is_gpu or "DefaultCPUAllocator: can't allocate" in str(error)
+
+
+def log_failure(logger: logging.Logger, error: BaseException, what: str) -> None:
+    """Log that `what` failed: an error whose message says all that a user needs in one line; any
+    other, which is a fault of ours or of a plugin, with its traceback.
+    """
+    if isinstance(error, NanoVLLMError) and not isinstance(error, PluginError):
+        logger.error("%s: %s", what, error)
+    else:
+        logger.error("%s", what, exc_info=error)

@@ -182,7 +182,8 @@ class WeightMethods(ModelMethods):
                 mapping is checked as a whole before anything is written, an iterator tensor by
                 tensor. If an iterator fails after a layer was written, all weights must be passed
                 again before the next request. A str or a Path is a directory whose safetensors
-                files hold the tensors; their names, shapes and dtypes are checked as a whole.
+                files hold the tensors; their names, shapes and dtypes are checked as a whole, and
+                none may be missing, unless it is part of another update.
             weight_version: for `RequestOutput.weight_version`.
             mode: see the class.
 

@@ -98,14 +98,19 @@ def test_cut_character_ends_as_one_replacement(llm: LLM) -> None:
     assert num_broken >= 7
 
 
-def test_bad_words_are_left_out(make_llm: Any) -> None:
-    """The word has several tokens, and as many with a space before it."""
+@pytest.mark.parametrize("fewer", [0, 1])
+def test_bad_words_are_left_out(make_llm: Any, fewer: int) -> None:
+    """Symptom: " prefix", one token, is not forbidden with "prefix", which has four.
+
+    Args:
+        fewer: how many tokens fewer the word has with a space before it.
+    """
     llm = make_llm(demo_model.MODEL)
     encode = llm.get_tokenizer().encode
     question, answer = next(
         (question, answer)
         for question, answer in demo_model.entries()
-        if len(encode(f" {answer.split()[1]}")) == len(encode(answer.split()[1])) > 1
+        if len(encode(f" {answer.split()[1]}")) + fewer == len(encode(answer.split()[1])) > 1
     )
     word = answer.split()[1]
     texts = []
@@ -114,6 +119,22 @@ def test_bad_words_are_left_out(make_llm: Any) -> None:
         texts.append(llm.generate(question, params, use_tqdm=False)[0].text)
     assert f" {word}" in texts[0]
     assert f" {word}" not in texts[1]
+
+
+def test_seeds_have_a_sign(make_llm: Any) -> None:
+    """Symptom: a negative seed, which OpenAI's API has, is refused."""
+    llm = make_llm(demo_model.MODEL)
+    request = llm.engine.input_processor.make_request
+    for seed, seeds in ((-2, [-2, -1, 0]), (2**63 - 1, [2**63 - 1, -(2**63), 1 - 2**63])):
+        made = request([1], SamplingParams(seed=seed, n=3)).sequences
+        assert [sequence.seed for sequence in made] == seeds
+    drawn = SamplingParams(temperature=99.0, max_tokens=20, ignore_eos=True)
+    texts = [
+        llm.generate("A", drawn.clone(seed=seed), use_tqdm=False)[0].text
+        for seed in (-(2**53) + 1, -(2**53) + 1, 2**53 - 1, -(2**63), 0)
+    ]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) == 4
 
 
 def test_bad_words_may_be_white_space(make_llm: Any) -> None:

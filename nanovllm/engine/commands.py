@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from types import FrameType
 from typing import Any, TypeVar
 
+from nanovllm.errors import log_failure
+
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
@@ -26,8 +28,8 @@ def run_logged(command: Callable[[], object]) -> None:
     """Run a command; one that fails must not end the thread that runs it, nor keep the next."""
     try:
         command()
-    except BaseException:
-        logger.exception("a command to the engine failed")
+    except BaseException as error:
+        log_failure(logger, error, "a command to the engine failed")
 
 
 class DelayedInterrupt:

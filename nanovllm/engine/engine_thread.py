@@ -11,7 +11,7 @@ from nanovllm.engine.commands import run_logged
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.reader import Item, Reader, send
 from nanovllm.engine.request import Request
-from nanovllm.errors import EngineDeadError
+from nanovllm.errors import EngineDeadError, log_failure
 from nanovllm.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class EngineThread(threading.Thread):
         try:
             self._run_steps()
         except BaseException as error:
-            logger.exception("the engine's thread failed")
+            log_failure(logger, error, "the engine's thread failed")
             if isinstance(error, EngineDeadError):
                 end = error
             else:

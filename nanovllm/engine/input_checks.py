@@ -97,9 +97,10 @@ class ParamsCheck:
                 "logits_processors run in this process, so tensor_parallel_size must be 1, "
                 "without Ray; use logit_bias, allowed_token_ids or bad_words"
             )
-        if params.extra_args:
-            checked = {name: self._extra_arg(name, value) for name, value in params.extra_args}
-            params = params.clone(extra_args=checked)
+        if params.extra_args or params.logit_bias:  # the caller can change his dictionaries
+            given = params.extra_args or {}
+            checked = {name: self._extra_arg(name, value) for name, value in given.items()}
+            params = params.clone(extra_args=checked or None)
         for stop in params.stop:
             check_unicode("a stop string", stop)
         if not self.has_tokenizer and params.structured_outputs is not None:
@@ -110,7 +111,7 @@ class ParamsCheck:
         for name, token_ids in (
             ("stop_token_ids", params.stop_token_ids),
             ("allowed_token_ids", params.allowed_token_ids or ()),
-            ("logit_bias", [token for token, _ in params.logit_bias]),
+            ("logit_bias", params.logit_bias or ()),
         ):
             if max(token_ids, default=0) > last:
                 raise InvalidRequestError(

@@ -122,7 +122,7 @@ class InputProcessor:
                 next(self._seq_ids),
                 token_ids,
                 others if index else params,
-                seed=(seed + index) % 2**63,
+                seed=(seed + index + 2**63) % 2**64 - 2**63,  # of 64 bits, with a sign
                 priority=priority,
                 bad_words=bad_words,
                 user=user or "",
@@ -277,22 +277,17 @@ class InputProcessor:
     def _encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences to forbid for `words`.
 
-        As in vLLM, each word is encoded as it stands and after a space; the second form counts if
-        it has as many tokens as the first.
+        Each word is encoded as it stands and after a space: the tokens differ, also in number.
 
         Raises:
             InvalidRequestError: a word is too long or not valid Unicode, or there is no tokenizer.
         """
-        found: list[tuple[int, ...]] = []
+        found = []
         for word in words:
             check_unicode("a word of bad_words", word)
             self.limit.check_text("a word of bad_words", word)
             bare = word.lstrip() or word  # a word of white space only stays as it is
-            plain, spaced = (
-                tuple(self._encode("bad_words cannot be used", text, add_special_tokens=False))
-                for text in (bare, " " + bare)
-            )
-            found += [plain] if plain else []
-            if plain and spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
-                found.append(spaced)
-        return tuple(found)
+            for text in (bare, " " + bare):
+                tokens = self._encode("bad_words cannot be used", text, add_special_tokens=False)
+                found.append(tuple(tokens))
+        return tuple(dict.fromkeys(filter(None, found)))

@@ -19,7 +19,7 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.prompt import PromptInput
 from nanovllm.engine.request import Request
-from nanovllm.errors import EngineDeadError, InvalidRequestError, PluginError
+from nanovllm.errors import EngineDeadError, InvalidRequestError, PluginError, log_failure
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
@@ -218,8 +218,8 @@ class LLMEngine:
                 self.run_step()
         except EngineDeadError:  # those who need the engine are told
             logger.debug("the engine ended before the step after the last request")
-        except Exception:
-            logger.exception("the step after the last request failed")
+        except Exception as error:
+            log_failure(logger, error, "the step after the last request failed")
 
     @property
     def has_sequences(self) -> bool:

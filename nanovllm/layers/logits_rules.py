@@ -125,8 +125,8 @@ class LogitsRules:
         self._stops = tensor(sorted(stop_token_ids)) if params.min_tokens else None
         self._biased = self._biases = None
         if params.logit_bias:
-            self._biased = tensor([token for token, _ in params.logit_bias])
-            self._biases = tensor([bias for _, bias in params.logit_bias], torch.float32)
+            self._biased = tensor(list(params.logit_bias))
+            self._biases = tensor(list(params.logit_bias.values()), torch.float32)
 
     def run_processors(self, logits: torch.Tensor, tokens: torch.Tensor) -> Iterator[str]:
         """Change `logits` [vocab_size] float32 in place by the request's logits processors, then by
@@ -143,7 +143,7 @@ class LogitsRules:
         if self._processors:
             self._run_functions(logits, tokens)
             yield "logits_processors"
-        for name, value in self._params.extra_args:
+        for name, value in (self._params.extra_args or {}).items():
             self.running = f"logits rule {name}"
             if name not in self._made:  # what its __init__ raises ends the request, too
                 rule = self._own[name](value, self._num_prompt_tokens, logits.device)

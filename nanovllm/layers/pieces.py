@@ -58,7 +58,7 @@ class SmallLinear(PiecedLinear):
 class HeadLinear(Matrix):
     """A linear for each head. It keeps its bits when others are rounded: it is small.
 
-    No adapter can change it, because it is no `LinearBase`.
+    An adapter of a request cannot change it, because it is no `LinearBase`; a merged one can.
 
     Args:
         pieces: the rows of each head of this rank, equally many.

@@ -188,8 +188,8 @@ def _read(path: Path) -> Checkpoint:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Return config.json. quantization_config lies in another file in old uploads of ModelOpt, and
-    has another name in those of MLX.
+    """Return config.json. quantization_config lies in another file in old uploads of ModelOpt, does
+    not say that it is ModelOpt's in others, and has another name in those of MLX.
     """
     config = read_json(path / "config.json")
     if isinstance(config.get("quantization"), dict):
@@ -197,6 +197,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     if config.get("quantization_config") is None and (path / "hf_quant_config.json").exists():
         found = read_json(path / "hf_quant_config.json")
         config["quantization_config"] = {"quant_method": "modelopt", **found}
+    stored: Any = config.get("quantization_config")
+    match stored:
+        case {"quant_algo": _} | {"quantization": {"quant_algo": _}}:  # as ModelOpt alone writes
+            stored["quant_method"] = stored.get("quant_method") or "modelopt"
     return config
 
 

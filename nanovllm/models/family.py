@@ -70,7 +70,9 @@ class Family(nn.Module):
         return [placed for each in names for placed in placed_names(each)]
 
     def published_names(self, name: str) -> tuple[str, ...]:
-        """Return the names that files of the family have in place of transformers' `name`."""
+        """Return the names that files of the family have in place of transformers' `name`, or
+        transformers' own modules in place of the `name` in its files.
+        """
         return ()
 
 

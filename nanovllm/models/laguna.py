@@ -53,6 +53,9 @@ class LagunaForCausalLM(DecoderForCausalLM):
             **attention_biases(config),
         )
 
+    def published_names(self, name: str) -> tuple[str, ...]:
+        return (name.replace("mlp.shared_expert.", "mlp.shared_experts."),)
+
 
 def _num_heads(config: ModelConfig, index: int) -> int:
     """Return the number of query heads of layer `index`."""

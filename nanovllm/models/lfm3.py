@@ -43,6 +43,9 @@ class Lfm3ForCausalLM(DecoderForCausalLM):
             **attention_biases(config),
         )
 
+    def published_names(self, name: str) -> tuple[str, ...]:
+        return (name.replace("self_attn.gate_proj.", "self_attn.g_proj."),)
+
 
 _KINDS = ("conv", "full_attention", "conv", "sliding_attention")
 """The types of four layers after the first, which is a convolution, too."""

@@ -50,3 +50,6 @@ class NemotronHForCausalLM(DecoderForCausalLM):
         dense = kind == "mlp"
         mlp = plain_mlp(config, config.intermediate_size) if dense else plain_experts(config)
         return BlockLayer(config, None, mlp, **self.norm)
+
+    def published_names(self, name: str) -> tuple[str, ...]:
+        return (name.replace("backbone.", "model.", 1),)

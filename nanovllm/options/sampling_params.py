@@ -61,7 +61,7 @@ def _max_tokens(error: Error, name: str, value: Any) -> int:
 
 def _seed(error: Error, name: str, value: Any) -> int | None:
     is_none = isinstance(value, int) and value == -1  # as in vLLM
-    return None if is_none else check_int(error, name, value, 0, 2**63 - 1)
+    return None if is_none else check_int(error, name, value, -(2**63), 2**63 - 1)
 
 
 def _strings(error: Error, name: str, value: Any) -> tuple[str, ...]:
@@ -119,9 +119,7 @@ def _processors(error: Error, name: str, value: Any) -> tuple[LogitsProcessor, .
     return tuple(value)
 
 
-def _logit_bias(error: Error, name: str, value: Any) -> tuple[tuple[int, float], ...]:
-    if value is None:
-        return ()
+def _logit_bias(error: Error, name: str, value: Any) -> dict[int, float]:
     if isinstance(value, Mapping):
         value = tuple(value.items())
     try:
@@ -130,7 +128,7 @@ def _logit_bias(error: Error, name: str, value: Any) -> tuple[tuple[int, float],
         raise error(
             f"{name} must be a dictionary of token id to bias, got {shown(value)}"
         ) from None
-    checked = []
+    checked = {}
     for token, bias in pairs:
         # The keys of a JSON object are strings; vLLM accepts them too.
         # A token id has 10 digits at most; int() raises for thousands.
@@ -138,18 +136,8 @@ def _logit_bias(error: Error, name: str, value: Any) -> tuple[tuple[int, float],
             token = int(token)
         token = check_int(error, f"{name} token", token, 0, MAX_TOKEN_ID)
         number = check_float(error, f"{name}[{token}]", bias, -float("inf"))
-        checked.append((token, min(100.0, max(-100.0, number))))
-    return tuple(checked)
-
-
-def _extra_args(error: Error, name: str, value: Any) -> tuple[tuple[str, Any], ...]:
-    if value is None:
-        return ()
-    if isinstance(value, tuple) and all(
-        isinstance(item, tuple) and len(item) == 2 for item in value
-    ):
-        value = dict(value)  # as it is kept
-    return tuple(check_names(error, name, value).items())
+        checked[token] = min(100.0, max(-100.0, number))
+    return checked
 
 
 @strict_keywords(InvalidRequestError)
@@ -200,18 +188,21 @@ class SamplingParams:
     """Subtracted from a token's logit for each of its occurrences in the output; -2 to 2."""
     repetition_penalty: Annotated[float, check_float, 0.0] = 1.0
     """For tokens in prompt or output: divides positive logits and multiplies negative ones."""
-    logit_bias: Annotated[tuple[tuple[int, float], ...], _logit_bias] = ()
+    logit_bias: Annotated[dict[int, float] | None, _logit_bias] = dataclasses.field(
+        default=None, hash=False
+    )
     """Numbers to add to the logits of tokens, by token id, such as {"7": -5}; clamped to
     [-100, 100]."""
     allowed_token_ids: Annotated[Sequence[int] | None, _token_ids] = None
     """Ids of the tokens that may be generated, such as [7, 8]; None is all tokens."""
     bad_words: Annotated[Sequence[str], _strings] = ()
-    """A string that is not generated, or several. As in vLLM, the word with a space before it is
-    forbidden too, if that takes as many tokens as the word alone."""
+    """A string that is not generated, or several: neither as it stands nor after a space."""
     logits_processors: Annotated[Sequence[LogitsProcessor], _processors] = ()
     """Functions that change the logits before each token, called as f(output token ids, logits) or
     f(prompt token ids, output token ids, logits); not with tensor_parallel_size above 1."""
-    extra_args: Annotated[tuple[tuple[str, Any], ...], _extra_args] = ()
+    extra_args: Annotated[dict[str, Any] | None, check_names] = dataclasses.field(
+        default=None, hash=False
+    )
     """Values for logits rules of plugins, by name, such as {"no_digits": true}: those of the
     engine's option logits_rules."""
     structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None

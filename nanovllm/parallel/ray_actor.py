@@ -20,7 +20,7 @@ import xxhash
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import nanovllm
-from nanovllm.errors import CheckpointError
+from nanovllm.errors import CheckpointError, log_failure
 from nanovllm.loading.hub import configured_checkpoint, draft_checkpoint
 from nanovllm.options.config import Config
 from nanovllm.parallel.links import accept, listen
@@ -131,8 +131,8 @@ class RankActor:
 
         try:
             run_rank(job, messages, prepare)
-        except Exception:  # the engine has been told
-            logger.exception("rank %d ended", job.rank)
+        except Exception as error:  # the engine has been told
+            log_failure(logger, error, f"rank {job.rank} ended")
         finally:
             messages.close()
 

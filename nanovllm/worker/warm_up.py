@@ -32,7 +32,7 @@ KINDS = (
     SamplingParams(temperature=0.8, top_p=0.9),
     SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1),
     # With rules the logits are float32, for which kernels are compiled again.
-    SamplingParams(temperature=0.0, logit_bias=((0, 1.0),)),
+    SamplingParams(temperature=0.0, logit_bias={0: 1.0}),
     SamplingParams(
         temperature=0.8,
         top_k=20,
@@ -162,7 +162,7 @@ def _largest_steps(
     length = min(info.max_model_len, max_tokens)
     blocks = torch.arange(info.num_blocks - info.state_pages, device=tables.device)
     tables.block_tables[:num_seqs, : len(blocks)] = blocks
-    ruled = SamplingParams(temperature=1.0, logit_bias=((0, 1.0),))
+    ruled = SamplingParams(temperature=1.0, logit_bias={0: 1.0})
     tables.params = [ruled] * num_seqs
     # With rules in one row, all rows' logits are copied to float32.
     from nanovllm.layers.logits_rules import LogitsRules

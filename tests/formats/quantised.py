@@ -35,11 +35,13 @@ def write(
     path: Path,
     linear: Callable[[str, torch.Tensor], Written | None],
     quantization_config: Mapping[str, Any],
+    ends: tuple[str, ...] = ("_proj.weight", "_proj_with_mqa.weight"),
 ) -> tuple[str, str]:
     """Convert a float32 checkpoint.
 
     Args:
         linear: gets the name and the weight of a linear; None: it stays as it is.
+        ends: of the names of the weights that it gets.
 
     Returns:
         The converted checkpoint, and a plain one with its weights.
@@ -47,7 +49,7 @@ def write(
     tensors = load_file(Path(model) / "model.safetensors")
     wide = dict(tensors)
     for name in list(tensors):
-        if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
+        if not name.endswith(ends):
             continue
         written = linear(name.removesuffix(".weight"), tensors[name])
         if written is not None:

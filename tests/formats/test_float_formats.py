@@ -14,7 +14,7 @@ from nanovllm import SamplingParams
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu.library import library
 from tests.checkpoints import copy_checkpoint, read_json, write_json
-from tests.formats.float_checkpoints import make_compressed, make_modelopt, scheme_of
+from tests.formats.float_checkpoints import Cover, make_compressed, make_modelopt, scheme_of
 from tests.formats.float_families import COVER, FAMILIES, load_family, save_family
 from tests.models.comparison import assert_logits_agree, random_prompts
 
@@ -160,4 +160,36 @@ def test_scales_of_keys_and_values_are_not_read(random_model, make_llm, tmp_path
     ours, theirs = (
         llm.generate(prompts, GREEDY, use_tqdm=False) for llm in (found, make_llm(wide))
     )
+    assert [output.token_ids for output in ours] == [output.token_ids for output in theirs]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        ("NVFP4", 1),
+        ("FP8 tensor, static", 2),
+        ("FP8 blocks", 1),
+        ("ModelOpt W4A16_NVFP4", 2),
+        ("ModelOpt FP8", 1),
+    ],
+)
+def test_heads_and_embeddings(name, num_ranks, make_llm, tmp_path):
+    """Symptom: "unexpected lm_head.weight_scale" for a checkpoint that lists its head."""
+    model = save_family(tmp_path / "model", "qwen3")
+    ends = ("lm_head", "embed_tokens")
+    cover = Cover(lambda linear: linear.endswith(ends), ["re:.*_proj$"], ["*_proj"])
+    if name in COMPRESSED:
+        stored, wide = make_compressed(model, tmp_path, COMPRESSED[name], cover)
+    else:
+        algorithm = name.removeprefix("ModelOpt ")
+        stored, wide = make_modelopt(model, tmp_path, algorithm, cover, quant_method=None)
+    if num_ranks == 1:
+        assert_logits_agree(load_family(wide, "qwen3"), stored, name)
+        return
+    prompts = random_prompts(1, 1003, [3, 17])
+    ours, theirs = (
+        make_llm(path, device="cpu", dtype="float32", tensor_parallel_size=size)
+        for path, size in ((stored, 2), (wide, 1))
+    )
+    ours, theirs = (llm.generate(prompts, GREEDY, use_tqdm=False) for llm in (ours, theirs))
     assert [output.token_ids for output in ours] == [output.token_ids for output in theirs]

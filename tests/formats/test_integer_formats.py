@@ -125,6 +125,19 @@ def test_gptq_rules(models, tmp_path):
     assert_close(logits(stored), logits(plain), atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["W4A16 g128", "W8A8", "GPTQ", "AWQ"])
+def test_heads_and_embeddings(name, tmp_path):
+    sizes = {"vocab_size": 1008, "tie_word_embeddings": False}
+    model = make_checkpoint(tmp_path / "model", **quantised.SIZES, **sizes)
+    linear, settings = CASES[name]
+    changes = {"ignore": ["re:.*_proj$"], "lm_head": True, "modules_to_not_convert": ["_proj"]}
+    changes = {key: changes[key] for key in changes.keys() & settings.keys()}
+    changed = {**settings, **changes, "dynamic": {r"-:.*_proj$": {}}}
+    ends = ("lm_head.weight", "embed_tokens.weight")
+    stored, plain = quantised.write(model, tmp_path, linear, changed, ends)
+    assert_close(logits(stored), logits(plain), atol=1e-4)
+
+
 def test_gptq_of_some_modules(models, tmp_path):
     rules = [("self_attn", gptq(4, 128)[0]), ("", None)]
     settings = gptq(4, 128)[1]

@@ -213,7 +213,7 @@ def test_rules_are_needed_where_a_parameter_says_so():
         "allowed_token_ids": (1,),
         "bad_words": ("a",),
         "min_tokens": 1,
-        "logit_bias": ((1, 1.0),),
+        "logit_bias": {1: 1.0},
         "presence_penalty": -0.1,
         "frequency_penalty": 0.1,
         "repetition_penalty": 0.9,

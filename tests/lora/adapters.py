@@ -1,4 +1,4 @@
-"""Writes adapters as PEFT does, and merges them into a checkpoint. Knows nothing of the engine."""
+"""Writes adapters as PEFT does, and merges them into a checkpoint. Runs no engine."""
 
 import math
 import shutil
@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
+from nanovllm.features.lora.layer_parts import Slice
 from tests.checkpoints import write_json
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -73,6 +74,11 @@ def linears_of(model: str, targets: tuple[str, ...] = ALL) -> dict[str, tuple[in
     return found
 
 
+def slices_of(linears: Linears) -> dict[str, Slice]:
+    """Return what adapters have to fit, of a model with `linears`."""
+    return {name: Slice(name, shape, []) for name, shape in linears.items()}
+
+
 def write_adapter(
     path: Path,
     linears: Linears,
@@ -124,19 +130,20 @@ def merge(model: str, adapter: str, path: Path, scales: Callable[[str], float]) 
     return str(path)
 
 
-def adapt(theirs: torch.nn.Module, path: Path, **options: Any) -> str:
+def adapt(theirs: torch.nn.Module, path: Path, *, merged: bool = False, **options: Any) -> str:
     """Write an adapter of all linears of a transformers' model, and merge it there; return `path`.
 
     Those of pictures and the head are left out. transformers' experts are no linears.
 
     Args:
+        merged: whether it is to be merged here, too: requests do not adapt kv_b_proj.
         options: of `write_adapter`.
     """
     layers = {
         name: module
         for name, module in theirs.named_modules()
         if isinstance(module, torch.nn.Linear | Conv1D) and name.startswith(NETWORKS)
-        if not any(part in f"{name}." for part in OTHERS)
+        if not any(part in f"{name}." for part in OTHERS[merged:])
     }
     weights = {
         name: layer.weight.data.T if isinstance(layer, Conv1D) else layer.weight.data
@@ -153,6 +160,15 @@ def adapt(theirs: torch.nn.Module, path: Path, **options: Any) -> str:
 
 
 NETWORKS = ("model.", "language_model.", "transformer.", "gpt_neox.")
-OTHERS = ("visual", "vision", "multi_modal", "audio", "projector", "experts", "router", "mlp.gate.")
-OTHERS = (*OTHERS, "kv_b_proj")
+OTHERS = (
+    "kv_b_proj",
+    "visual",
+    "vision",
+    "multi_modal",
+    "audio",
+    "projector",
+    ".experts.",
+    "router",
+)
+OTHERS = (*OTHERS, "mlp.gate.")
 """Parts of the names of linears that adapters do not change here."""

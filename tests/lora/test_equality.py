@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from nanovllm import LLM, LoRARequest, RequestOutput, SamplingParams, demo_model
 from tests.helpers import random_prompt
@@ -261,8 +261,8 @@ def run(engine: Any) -> list[RequestOutput]:
     return outputs
 
 
-FAMILIES = ["qwen3_5_text 0", "phi3 0", "gemma3_text 0", "granitemoehybrid 0"]
-"""By default: mixers, merged linears of a checkpoint, a family with other names."""
+FAMILIES = ["qwen3_5_text 0", "phi3 0", "granitemoehybrid 0", "nemotron_h 0", "laguna 0"]
+"""By default: mixers, merged linears of a checkpoint, families with other names."""
 
 
 @pytest.mark.parametrize("case", [*test_hybrids.CASES, *family_cases.CASES] if MANY else FAMILIES)
@@ -276,3 +276,37 @@ def test_families(make_llm: Any, tmp_path: Path, case: str) -> None:
     prompts = [[3 + i * 7 % 400 for i in range(length)] for length in (9, 40)]
     outputs = ask(llm, [(prompt, request(path)) for prompt in prompts])
     assert_tokens_are_greedy(theirs, prompts, [output.outputs[0] for output in outputs])
+
+
+@pytest.mark.parametrize("case", ["minicpm3 0", "deepseek_v3 0"])
+def test_latent_attention_is_merged(make_llm: Any, tmp_path: Path, case: str) -> None:
+    """Symptom: PEFT's "all-linear" has kv_b_proj, which "is no linear of the model"."""
+    theirs = family_cases.make_model(case)
+    theirs.save_pretrained(tmp_path / "model")
+    path = adapt(theirs, tmp_path / "adapter", merged=True, r=4)
+    llm = make_llm(tmp_path / "model", dtype="float32", max_model_len=128, lora=path)
+    prompts = [[3 + i * 7 % 400 for i in range(length)] for length in (9, 40)]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert_tokens_are_greedy(theirs, prompts, [output.outputs[0] for output in outputs])
+
+
+def test_an_adapter_of_a_model_without_a_head(
+    make_llm: Any, random_model: str, tmp_path: Path
+) -> None:
+    """Its names begin otherwise, as transformers' AutoModel has them; so do those with pictures."""
+    AutoModel.from_pretrained(random_model).save_pretrained(tmp_path / "model")
+    llm = make_llm(tmp_path / "model", dtype="float32", **OPTIONS)
+    prompts = [[3, 4, 5], [6] * 20]
+    found = [llm.embed(prompts, use_tqdm=False)]
+    for number, prefix in enumerate(
+        ("model.", "", "model.language_model.", "language_model.model.")
+    ):
+        linears = {
+            name.replace("model.", prefix, 1): shape
+            for name, shape in linears_of(random_model).items()
+        }
+        path = write_adapter(tmp_path / str(number), linears, r=4)
+        found.append(llm.embed(prompts, lora_request=request(path), use_tqdm=False))
+    without, first, *others = [[each.outputs.embedding for each in outputs] for outputs in found]
+    assert first != without
+    assert all(other == first for other in others)

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from nanovllm import LoRARequest
 from nanovllm.errors import InvalidRequestError
 from nanovllm.features.lora.registry import AdapterRegistry
+from tests.lora.adapters import slices_of
 from tests.lora.fake_adapters import AdapterEngine
 
 LINEARS = {"model.layers.0.self_attn.q_proj": (6, 4)}
@@ -48,7 +49,7 @@ def test_fields_of_a_request_are_checked(fields: tuple[str, int, str], message: 
 
 
 def test_an_id_is_one_adapter_until_it_is_replaced(tmp_path: Path) -> None:
-    registry = AdapterRegistry(LINEARS, 8)
+    registry = AdapterRegistry(slices_of(LINEARS), 8)
     first, second = save(tmp_path / "a", 1), save(tmp_path / "b", 2)
     found = registry.find(LoRARequest("a", 1, first))
     assert found is not None
@@ -61,7 +62,7 @@ def test_an_id_is_one_adapter_until_it_is_replaced(tmp_path: Path) -> None:
 
 
 def test_bad_adapters_are_refused_by_name_and_not_kept(tmp_path: Path) -> None:
-    registry = AdapterRegistry(LINEARS, 2)
+    registry = AdapterRegistry(slices_of(LINEARS), 2)
     bad = [
         LoRARequest("large", 1, save(tmp_path / "large", rank=3)),
         LoRARequest("nan", 1, save(tmp_path / "nan", fill=float("nan"))),
@@ -72,13 +73,13 @@ def test_bad_adapters_are_refused_by_name_and_not_kept(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequestError, match=f"lora_request '{request.lora_name}'"):
             registry.find(request)
     assert len(registry) == 0
-    other = AdapterRegistry({"model.layers.0.self_attn.q_proj": (6, 5)}, 2)
+    other = AdapterRegistry(slices_of({"model.layers.0.self_attn.q_proj": (6, 5)}), 2)
     with pytest.raises(InvalidRequestError, match="does not fit the model"):
         other.find(LoRARequest("shape", 1, save(tmp_path / "shape")))
 
 
 def test_a_thousand_adapters_in_eight_slots(tmp_path: Path) -> None:
-    registry = AdapterRegistry(LINEARS, 2)
+    registry = AdapterRegistry(slices_of(LINEARS), 2)
     engine = AdapterEngine(max_loras=8, max_num_seqs=16, num_blocks=200)
     for number in range(1000):
         adapter = registry.find(LoRARequest("a", 1 + number, save(tmp_path / str(number), number)))

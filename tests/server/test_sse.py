@@ -15,6 +15,7 @@ from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.protocol.completions import Completion, CompletionChoice
 from nanovllm.apps.server.sse import TextFrames, error_frames, frame
 from nanovllm.engine.reader import Reader
+from nanovllm.errors import EngineDeadError
 from nanovllm.outputs import RequestOutput
 from tests.server.conftest import Running
 from tests.wire_server import WireServer
@@ -122,17 +123,25 @@ def test_deltas_that_are_waited_for_go_to_the_connection_at_once(
     assert 10 < num_taken < 41  # of 41 deltas the first and the last wake the task
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, EngineDeadError])
 def test_a_failure_to_make_a_frame_ends_its_stream_alone(
-    server: Running, monkeypatch: pytest.MonkeyPatch
+    server: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: type[Exception],
 ) -> None:
+    """The log has a traceback only of an error that is not told to anyone."""
+
     def fail(frames: TextFrames, text: str) -> str:
-        raise RuntimeError("no frame")
+        raise kind("no frame")
 
     monkeypatch.setattr(TextFrames, "frame", fail)
     streamed = server.send(COMPLETIONS, body_for(COMPLETIONS, stream=True))
     events = [line for line in streamed.body.splitlines() if line]
     assert json.loads(events[-2][6:])["error"]["type"] == "server_error"
     assert events[-1] == "data: [DONE]"
+    assert "a stream ended with an error" in caplog.text
+    assert ("Traceback" in caplog.text) is (kind is RuntimeError)
     monkeypatch.undo()
     assert server.send(COMPLETIONS, body_for(COMPLETIONS)).status == 200
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("fastapi")
 
@@ -317,6 +318,12 @@ def test_weights_of_a_directory(server: Running, sender: WeightSender, tmp_path:
     assert "has no safetensors files" in reply.error["message"]
     reply = server.send(path, {"model_path": str(tmp_path), "flush_cache": False})
     assert (reply.status, reply.error["param"]) == (400, "flush_cache")
+    weights = load_file(f"{demo_model.MODEL}/model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, tmp_path / "model.safetensors")
+    reply = server.send(path, {"model_path": str(tmp_path)})
+    assert (reply.status, reply.error["param"]) == (400, "model_path")
+    assert "the files lack model.norm.weight" in reply.error["message"]
     body = {"model_path": demo_model.MODEL, "weight_version": "again", "load_format": None}
     first = Sent(server, LONG)
     assert server.send(path, body).body == {"success": True, "message": "Weights updated"}

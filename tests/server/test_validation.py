@@ -35,7 +35,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 10**400}, "max_tokens"),
     ({"max_tokens": "7"}, "max_tokens"),
     ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
-    ({"seed": -2}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
     ({"seed": 2**63}, "seed"),
     ({"stop": ""}, "stop"),
     ({"stop": [1]}, "stop[0]"),

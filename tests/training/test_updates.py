@@ -293,6 +293,7 @@ def test_files_of_weights(model: str, make_llm: Callable[..., LLM], tmp_path: Pa
     old = read_weights(model)
     new = changed(old, 1)
     directory = checkpoint_of(model, new, tmp_path / "new")
+    fewer = {name: tensor for name, tensor in new.items() if name != Q_PROJ}
     llm, other = make_llm(model, **OPTIONS), make_llm(model, **OPTIONS)
     before = tokens_of(llm)
     (tmp_path / "empty").mkdir()
@@ -311,6 +312,7 @@ def test_files_of_weights(model: str, make_llm: Callable[..., LLM], tmp_path: Pa
             checkpoint_of(model, new | {Q_PROJ: new[Q_PROJ].to(torch.int32)}, tmp_path / "ints"),
             "dtype torch.int32",
         ),
+        (checkpoint_of(model, fewer, tmp_path / "fewer"), f"lack {Q_PROJ}, which would keep"),
     ]:
         with pytest.raises(InvalidRequestError, match=message):
             llm.update_weights(path)
@@ -325,6 +327,10 @@ def test_files_of_weights(model: str, make_llm: Callable[..., LLM], tmp_path: Pa
     other.update_weights(new)
     assert tokens_of(llm) == tokens_of(other) != before
     assert llm.weight_version == "step-7"
+    llm.start_weight_update()
+    llm.update_weights(tmp_path / "fewer")  # a part, as its caller says
+    llm.finish_weight_update()
+    assert tokens_of(llm) == tokens_of(other)
 
 
 @pytest.mark.parametrize("place", ["before it is read", "at its end"])

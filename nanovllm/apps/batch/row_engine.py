@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.apps.batch.options import RowOptions
 from nanovllm.apps.batch.rows import OPENAI, Row, dumps, failed_line
-from nanovllm.errors import ConfigError, EngineDeadError
+from nanovllm.errors import ConfigError, EngineDeadError, log_failure
 
 if TYPE_CHECKING:
     from nanovllm.apps.batch.openai_rows import OpenAIRows
@@ -53,7 +53,7 @@ class RowEngine:
             except EngineDeadError as error:
                 await self._renew(form, error)
             except Exception as error:  # of a template, of a tokenizer: the other rows go on
-                logger.exception("a row failed: %s", row.number)
+                log_failure(logger, error, f"row {row.number} failed")
                 return failed_line(self._options.form, row, f"{type(error).__name__}: {error}")
             else:
                 self._num_deaths = 0

@@ -28,6 +28,7 @@ from nanovllm.apps.server.merged_metrics import merge
 from nanovllm.apps.server.middleware import guard
 from nanovllm.apps.server.options import ServerOptions
 from nanovllm.apps.server.sse import error_frames
+from nanovllm.errors import log_failure
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class _Forward:
                     await self._forward(scope, body, answer)
         except Exception as error:
             if not isinstance(error, (APIError, *_DIED)):
-                logger.exception("a request failed")
+                log_failure(logger, error, "a request failed")
             found = _died() if isinstance(error, _DIED) else as_api_error(error)
             if answer.has_begun:
                 await answer.break_off(found, scope["path"])

@@ -46,7 +46,7 @@ from nanovllm.apps.server.response_items import (
 from nanovllm.apps.server.response_store import StoredResponse
 from nanovllm.apps.server.sse import frame, sse
 from nanovllm.apps.server.state import ServerState, state_of
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import InvalidRequestError, log_failure
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
 from nanovllm.outputs import CompletionOutput, RequestOutput
@@ -317,7 +317,7 @@ class _Answer:
                         self._end(output, completion, num_output)
         except Exception as error:
             if not isinstance(error, APIError):
-                logger.exception("a stream ended with an error")
+                log_failure(logger, error, "a stream ended with an error")
             found = as_api_error(error).body["error"]
             is_clients = found["type"] == "invalid_request_error"
             code = found["code"] or ("invalid_prompt" if is_clients else "server_error")

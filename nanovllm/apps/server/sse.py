@@ -10,6 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.apps.server.error_bodies import APIError, anthropic_body, as_api_error
+from nanovllm.errors import log_failure
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ async def _encoded(frames: AsyncGenerator[str, None], path: str) -> AsyncGenerat
                     yield text.encode()
     except Exception as error:
         if not isinstance(error, APIError):
-            logger.exception("a stream ended with an error")
+            log_failure(logger, error, "a stream ended with an error")
         yield error_frames(as_api_error(error), path)
 
 

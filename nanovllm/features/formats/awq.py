@@ -27,7 +27,7 @@ _EXCLUDED = "modules_to_not_convert"
 _FIXED: dict[str, tuple[Any, ...]] = {
     "version": (None, "gemm", "GEMM"),
     "zero_point": (None, True),
-    "lm_head": (None, False),
+    "lm_head": (None, False, True),
 }
 """Supported values of fields that change the layout."""
 

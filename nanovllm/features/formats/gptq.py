@@ -31,7 +31,7 @@ _LESS = {"gptq": 1, "gptq_v2": 0}
 """By `checkpoint_format`: how much less than the zero point is in the file."""
 _FIXED: dict[str, tuple[Any, ...]] = {
     "is_marlin_format": (None, False),
-    "lm_head": (None, False),
+    "lm_head": (None, False, True),
     "pack_dtype": (None, "int32"),
     "quant_type": (None,),
     "rotation": (None,),

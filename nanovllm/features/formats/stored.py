@@ -164,7 +164,8 @@ class LoadedField:
             return unpack_rows(part.tensor, field.bits, skipped, count, field.order)
         if field.outputs != 1:
             rows = torch.arange(part.skipped + start, part.skipped + stop, device=self._device)
-            return part.tensor[rows // (field.outputs or part.shape[0])]
+            scales = rows // (field.outputs or part.shape[0])
+            return part.tensor[scales.clamp(max=len(part.tensor) - 1)]  # a padded vocabulary ends
         rows = part.tensor[start:stop]
         return unpack_columns(rows, field.bits) if field.packed else rows
 

@@ -20,6 +20,7 @@ from nanovllm.features.formats.rounding import Rounding
 from nanovllm.features.formats.settings import UNREAD_SCALES, kv_scheme
 from nanovllm.features.formats.stored_fp8 import Fp8Format, StoredFp8
 from nanovllm.kernels.torch_kernels import Kernels
+from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.experts import StackedLinear
 from nanovllm.layers.linear import LinearBase, Matrix, StoredWeight, WeightFormat, shared_matrices
 from nanovllm.layers.pieces import HeadLinear
@@ -84,6 +85,9 @@ FORMATS: dict[str, Callable[[dict[str, Any]], WeightFormat]] = {
 """By `quant_method` of config.json: what reads the other settings."""
 _LINEARS = (LinearBase, StackedLinear, HeadLinear)
 """What a quantization_config is about."""
+_VOCABULARY = (VocabParallelEmbedding,)
+"""What it is about only if the checkpoint has scales for it: few name these among what is left out,
+and nearly all have them as plain numbers."""
 
 
 def checkpoint_format(config: Any) -> WeightFormat | None:
@@ -201,6 +205,8 @@ def expect_format(
         ignored = getattr(model, "ignored_weights", frozenset[str]())
         model.ignored_weights = ignored | UNREAD_SCALES  # type: ignore[assignment]
         store_as(model, found, known, device)
+        if not isinstance(config, OwnFormat):
+            store_as(model, found, known, device, _VOCABULARY)
         matrices = [module for module in model.modules() if isinstance(module, Matrix)]
         if isinstance(config, OwnFormat) and not any(matrix.stored for matrix in matrices):
             raise ConfigError(
@@ -268,9 +274,12 @@ def store_as(
         prefix, matrix = next(iter(matrices.items()))
         if not isinstance(matrix, kinds) or matrix.stored is not None:
             continue
+        names = list(_linear_names(shards_of[matrix]))
+        if kinds == _VOCABULARY and not _has_scales(names, known):
+            continue
         one = torch.empty(1, dtype=weight.dtype, device=device or weight.device)
         matrix.weight = nn.Parameter(one.expand(weight.shape), requires_grad=False)
-        stored = weight_format.stored(matrix, list(_linear_names(shards_of[matrix])))
+        stored = weight_format.stored(matrix, names)
         if stored is not None:
             meta = torch.empty_like(weight, device="meta")
             weight = nn.Parameter(meta, requires_grad=False)
@@ -286,3 +295,9 @@ def _linear_names(shards: list[Shard]) -> Iterator[str]:
     yield from dict.fromkeys(
         shard.name.removesuffix(".weight") for shard in shards if shard.target.ndim == 2
     )
+
+
+def _has_scales(names: list[str], known: Collection[str]) -> bool:
+    """Return whether `known` has more of the linears `names` than a weight and a bias."""
+    parts = [name.rpartition(".") for name in known]
+    return any(path in names and part not in ("weight", "bias") for path, _, part in parts)

@@ -1,12 +1,14 @@
 """Which checkpoint linears a model's layers compute, and where their outputs are in the layers."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.linear import LinearBase, Matrix
 from nanovllm.loading.shards import Renamed, Shard
+from nanovllm.models.family import Family
 
 WEIGHT = ".weight"
 
@@ -25,7 +27,7 @@ class Slice(NamedTuple):
     """The outputs of a layer that one checkpoint linear computes, side by side."""
 
     name: str
-    """The linear's path in the checkpoint, see `canonical`."""
+    """The linear's path in the checkpoint, as `Family.all_names` has it first."""
     shape: tuple[int, int]
     """The linear's outputs and inputs, of all ranks together."""
     pieces: list[Piece]
@@ -45,30 +47,36 @@ class Target(NamedTuple):
     slices: list[Slice]
 
 
-def layer_targets(model: nn.Module) -> dict[str, Target]:
-    """Return this rank's layers that adapters may change, by their module's path.
+def layer_targets(
+    model: nn.Module, kinds: tuple[type[Matrix], ...] = (LinearBase,)
+) -> dict[str, Target]:
+    """Return this rank's layers of `kinds`, which adapters may change, by their module's path.
 
     Args:
         model: with plain weights, which may be on torch's meta device.
     """
     found = {}
     for prefix, module in model.named_modules():
-        if isinstance(module, LinearBase):
+        if isinstance(module, kinds):
             shards = [shard for shard in module.shards(prefix) if shard.name.endswith(WEIGHT)]
+            names = [shard.name for shard in shards]
             if isinstance(model, Renamed):
-                names = [model.checkpoint_name(shard.name, ()) for shard in shards]
-            else:
-                names = [shard.name for shard in shards]
-            found[prefix] = _target(shards, [canonical(n.removesuffix(WEIGHT)) for n in names])
+                names = [model.checkpoint_name(name, ()) for name in names]
+            found[prefix] = _target(shards, [name.removesuffix(WEIGHT) for name in names])
     return found
 
 
-def canonical(path: str) -> str:
-    """Return a linear's path in a model without pictures: such a model has no language_model."""
-    for nested in ("model.language_model.", "language_model.model."):
-        if path.startswith(nested):
-            return f"model.{path.removeprefix(nested)}"
-    return path
+def named_slices(model: nn.Module, targets: Iterable[Target]) -> dict[str, Slice]:
+    """Return the slices of `targets` by every name that an adapter may have for their linears:
+    those of transformers' classes, with pictures and without a head, and of published classes.
+    """
+    own = {part.name: part for target in targets for part in target.slices}
+    found = dict(own)
+    if isinstance(model, Family):
+        for name, part in own.items():
+            for other in model.all_names(f"{name}{WEIGHT}"):
+                found.setdefault(other.removesuffix(WEIGHT), part)
+    return found
 
 
 def own_outputs(b: torch.Tensor, part: Slice) -> torch.Tensor:

@@ -9,19 +9,22 @@ import torch
 from torch import nn
 
 from nanovllm.errors import ConfigError, UnsupportedModelError
-from nanovllm.features.lora.layer_parts import Target, canonical, layer_targets, own_outputs
+from nanovllm.features.lora.layer_parts import Target, layer_targets, named_slices, own_outputs
 from nanovllm.features.lora.peft_config import MAX_RANK
-from nanovllm.features.lora.peft_files import Factors, check_fits, read_adapter
+from nanovllm.features.lora.peft_files import Factors, fitting, read_adapter
 from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.pieces import HeadLinear
 from nanovllm.loading.loader import Store
 from nanovllm.options.config import Config
+
+_KINDS = (LinearBase, HeadLinear)
 
 
 def merging(store: Store, model: nn.Module, config: Config) -> Store:
     """Return `store`, which then gets the weights of `model` with adapter `config.lora` added.
 
     Raises:
-        CheckpointError: as for `read_adapter` and `check_fits`.
+        CheckpointError: as for `read_adapter` and `fitting`.
         UnsupportedModelError: a weight is in few bits in the checkpoint already.
         ConfigError: there are no weights.
     """
@@ -30,10 +33,8 @@ def merging(store: Store, model: nn.Module, config: Config) -> Store:
         raise ConfigError("lora: load_format 'dummy' loads no weights to merge it into")
     adapter = read_adapter(config.lora, MAX_RANK)
     _check_plain(model)
-    targets = layer_targets(model)
-    linears = {part.name: part.shape for target in targets.values() for part in target.slices}
-    check_fits(adapter, linears)
-    factors = {canonical(module): each for module, each in adapter.linears.items()}
+    targets = layer_targets(model, _KINDS)
+    factors = fitting(adapter, named_slices(model, targets.values()))
     changed = {
         model.get_submodule(path): target
         for path, target in targets.items()
@@ -78,7 +79,7 @@ def _check_plain(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: they are not.
     """
-    layers = [(path, each) for path, each in model.named_modules() if isinstance(each, LinearBase)]
+    layers = [(path, each) for path, each in model.named_modules() if isinstance(each, _KINDS)]
     for shard in chain.from_iterable(layer.shards(path) for path, layer in layers):
         is_plain = shard.name.endswith((".weight", ".bias"))
         if not is_plain or not shard.target.is_floating_point() or shard.target.itemsize == 1:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from nanovllm.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
-from nanovllm.features.lora.layer_parts import canonical
+from nanovllm.features.lora.layer_parts import Slice
 from nanovllm.features.lora.peft_config import PeftConfig, read_peft_config
 from nanovllm.loading.files import (
     MAX_JSON_BYTES,
@@ -98,31 +98,40 @@ def read_adapter(path: str, max_rank: int) -> Adapter:
     return adapter
 
 
-def check_fits(adapter: Adapter, linears: Mapping[str, tuple[int, int]]) -> None:
-    """Check that each linear of `adapter` is one of the model's, and has its shape.
+def fitting(adapter: Adapter, linears: Mapping[str, Slice]) -> dict[str, Factors]:
+    """Return the factors of `adapter` by `Slice.name`: each linear is one of the model's, and has
+    its shape.
 
     Args:
-        linears: by dotted path, as `lora.targets.adapter_linears` returns it: outputs and inputs.
+        linears: what `named_slices` returns.
 
     Raises:
         CheckpointError: one is not; the message lists the first few.
     """
     wrong = []
-    for module, (a, b, _) in adapter.linears.items():
-        shape = linears.get(canonical(module))
-        if shape is None:
+    found: dict[str, Factors] = {}
+    for module, factors in adapter.linears.items():
+        part = linears.get(module)
+        outputs = len(factors.b)
+        inputs = factors.a.shape[1]
+        if part is None:
             wrong.append(f"{module} {_why_not(module)}")
-        elif (len(b), a.shape[1]) != shape:
+        elif (outputs, inputs) != part.shape:
             wrong.append(
-                f"{module} is for {a.shape[1]} inputs and {len(b)} outputs, the model's has "
-                f"{shape[1]} and {shape[0]}"
+                f"{module} is for {inputs} inputs and {outputs} outputs, the model's has "
+                f"{part.shape[1]} and {part.shape[0]}"
             )
+        elif part.name in found:
+            wrong.append(f"{module} is there twice, also under another name")
+        else:
+            found[part.name] = factors
     if wrong:
         lines = listed(wrong, _MAX_LISTED, "\n  ")
         raise CheckpointError(
             f"adapter {adapter.path} does not fit the model:\n  {lines}\n"
             "use an adapter of this model"
         )
+    return found
 
 
 def _why_not(module: str) -> str:
@@ -130,6 +139,8 @@ def _why_not(module: str) -> str:
         return "is of experts, which are not adapted: merge the adapter into the model"
     if module.endswith(("lm_head", "embed_tokens")):
         return "is the embedding or the head, which are not adapted: merge it into the model"
+    if module.endswith(".kv_b_proj"):
+        return "is of latent attention, which requests do not adapt: merge it by the option lora"
     return "is no linear of the model"
 
 

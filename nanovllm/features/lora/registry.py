@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from nanovllm.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
-from nanovllm.features.lora.peft_files import check_fits, read_adapter
+from nanovllm.features.lora.layer_parts import Slice
+from nanovllm.features.lora.peft_files import fitting, read_adapter
 from nanovllm.features.lora.targets import adapter_linears
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.models.registry import read_config
@@ -33,11 +34,11 @@ class AdapterRegistry:
     """Adapters by id. Several threads may call it at once.
 
     Args:
-        linears: outputs and inputs of each linear that adapters may change, by dotted path.
+        linears: what `named_slices` returns.
         max_rank: the largest rank.
     """
 
-    def __init__(self, linears: Mapping[str, tuple[int, int]], max_rank: int) -> None:
+    def __init__(self, linears: Mapping[str, Slice], max_rank: int) -> None:
         self._linears = linears
         self._max_rank = max_rank
         self._known: dict[int, Known] = {}
@@ -80,7 +81,7 @@ class AdapterRegistry:
     def _read(self, lora_request: LoRARequest) -> AdapterSlot:
         try:
             adapter = read_adapter(lora_request.lora_path, self._max_rank)
-            check_fits(adapter, self._linears)
+            fitting(adapter, self._linears)
         except (CheckpointError, UnsupportedModelError, InvalidRequestError, OSError) as error:
             raise InvalidRequestError(
                 f"lora_request {shown(lora_request.lora_name)}: {error}"

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from nanovllm.errors import CheckpointError
-from nanovllm.features.lora.layer_parts import Target, canonical, own_outputs
+from nanovllm.features.lora.layer_parts import Target, named_slices, own_outputs
 from nanovllm.features.lora.methods import AdaptedWeight, StepAdapters
-from nanovllm.features.lora.peft_files import Adapter, Factors, check_fits, read_adapter
+from nanovllm.features.lora.peft_files import Adapter, Factors, fitting, read_adapter
 from nanovllm.kernels.adapters import AdapterTable, empty_table
 from nanovllm.kernels.torch_kernels import Kernels, PlainWeight
 from nanovllm.layers.linear import LinearBase
@@ -42,7 +42,7 @@ class AdapterSlots:
         self._max_rank = max_rank
         self._dtype = dtype
         self._digests: list[str | None] = [None] * num_slots
-        self._linears = {s.name: s.shape for target in targets.values() for s in target.slices}
+        self._linears = named_slices(model, targets.values())
         self._tables: dict[str, AdapterTable] = {}
         self.step = StepAdapters(max_tokens, num_slots, device)
         most = max(len(target.slices) for target in targets.values())
@@ -78,7 +78,7 @@ class AdapterSlots:
         """Read the adapter from its files into its slot.
 
         Raises:
-            CheckpointError, InvalidRequestError: as for `read_adapter` and `check_fits`, or the
+            CheckpointError, InvalidRequestError: as for `read_adapter` and `fitting`, or the
                 files are not those of `wanted.digest` any more. The slot is empty then.
         """
         self.drop(wanted)
@@ -88,9 +88,8 @@ class AdapterSlots:
                 f"adapter {wanted.path}: its files have changed since it was read; load it "
                 "again, under another name or with load_inplace=True"
             )
-        check_fits(adapter, self._linears)
+        linears = fitting(adapter, self._linears)
         self._check_range(adapter)
-        linears = {canonical(module): factors for module, factors in adapter.linears.items()}
         for path, target in self._targets.items():
             self._store(wanted.slot, self._tables[path], target, linears)
         self._digests[wanted.slot] = wanted.digest

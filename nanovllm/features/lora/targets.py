@@ -3,8 +3,9 @@
 import dataclasses
 
 import torch
+from torch import nn
 
-from nanovllm.features.lora.layer_parts import Target, layer_targets
+from nanovllm.features.lora.layer_parts import Slice, Target, layer_targets, named_slices
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.worker.model_loader import make_modules
 
@@ -14,11 +15,15 @@ def adapter_targets(model_config: ModelConfig) -> dict[str, Target]:
 
     Whatever form the checkpoint's weights have.
     """
+    return layer_targets(_plain_twin(model_config))
+
+
+def adapter_linears(model_config: ModelConfig) -> dict[str, Slice]:
+    """Return what `named_slices` does, of a model with `model_config`."""
+    model = _plain_twin(model_config)
+    return named_slices(model, layer_targets(model).values())
+
+
+def _plain_twin(model_config: ModelConfig) -> nn.Module:
     plain = dataclasses.replace(model_config, quantization_config=None)
-    return layer_targets(make_modules(plain, 1, torch.device("meta")))
-
-
-def adapter_linears(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the outputs and inputs of each checkpoint linear that adapters may change, by path."""
-    targets = adapter_targets(model_config).values()
-    return {part.name: part.shape for target in targets for part in target.slices}
+    return make_modules(plain, 1, torch.device("meta"))

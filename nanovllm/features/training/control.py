@@ -237,11 +237,13 @@ class WeightControl:
         refusal = "an update of the weights is about to begin: try again when it has ended"
         return Interruption(self, mode, check, act, refusal)
 
-    def check(self, infos: Seq[TensorInfo], whole: bool, owner: object | None = None) -> None:
+    def check(
+        self, infos: Seq[TensorInfo], whole: bool, every: bool, owner: object | None = None
+    ) -> None:
         """Check tensors of an update before any is written. See `RankWeights.check`."""
         if self.is_updating:
             self._require_update(owner)
-        self._call(RankWeights.check, infos, whole)
+        self._call(RankWeights.check, infos, whole, every)
 
     def check_part(self, infos: Seq[TensorInfo]) -> None:
         """Check tensors of an update of several calls before they are there."""

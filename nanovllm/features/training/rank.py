@@ -17,6 +17,7 @@ from nanovllm.features.training.memory import HeldWeights, Spool
 from nanovllm.features.training.packets import NamedTensor, Packet
 from nanovllm.features.training.targets import Region, Target, Targets, Weight
 from nanovllm.features.training.writing import is_exact, old_values, write
+from nanovllm.options.validation import listed
 from nanovllm.utils.memory import return_freed
 from nanovllm.worker.kv_pool import KVPool
 from nanovllm.worker.model_runner import ModelRunner
@@ -120,18 +121,31 @@ class RankWeights:
 
     # Changing
 
-    def check(self, infos: Seq[TensorInfo], whole: bool) -> None:
+    def check(self, infos: Seq[TensorInfo], whole: bool, every: bool = False) -> None:
         """Check these tensors of an update before any is written.
 
         Args:
             whole: they are all of it.
+            every: they must be all that the model has.
 
         Raises:
-            InvalidRequestError: one is wrong, or a part of a rounded layer is missing.
+            InvalidRequestError: one is wrong, or a part of a rounded layer is missing, or a tensor.
         """
         filled: defaultdict[Weight, set[Region]] = defaultdict(set)
         for target in itertools.chain.from_iterable(self._targets_of(infos)):
             filled[target.weight].add(target.region)
+        missing = [
+            name
+            for weight in self.targets.weights
+            for region, name in weight.regions.items()
+            if region not in filled.get(weight, ())
+        ]
+        if every and missing:
+            raise InvalidRequestError(
+                f"update_weights: the files lack {listed(missing, MAX_LISTED)}, which would keep "
+                "the values of before: give files with all tensors of the model; or, if a part is "
+                "meant, call start_weight_update before and finish_weight_update after it"
+            )
         if whole:
             _require_whole(filled)
 

@@ -46,7 +46,9 @@ class Update:
             yield partial(self._open, self._weights)
         infos, loads = self._loads()
         if infos is not None:
-            yield partial(control.check, infos, not self._is_part, self._owner)
+            whole = not self._is_part
+            every = whole and self._files is not None
+            yield partial(control.check, infos, whole, every, self._owner)
         if not self._is_part:
             yield from self._start.commands()
         yield from loads

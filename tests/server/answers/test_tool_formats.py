@@ -24,10 +24,12 @@ from nanovllm.apps.server.answers.pythonic_calls import (
     LlamaPythonicParser,
     MiniCpmParser,
     OlmoParser,
+    PythonicParser,
 )
 from nanovllm.apps.server.answers.tagged_calls import GlmParser, InvokeParser, SeedParser
 from nanovllm.apps.server.answers.template_marks import find_tool_format
 from nanovllm.apps.server.answers.tool_calls import ToolCallParser
+from nanovllm.options.sampling_params import TOKEN_MARK
 from tests.every_case import examples
 from tests.server.answers.helpers import Answer, cut, joined, parse
 
@@ -297,6 +299,80 @@ CASES: list[tuple[type[ToolCallParser], str, Answer | None]] = [
     ),
     (MiniCpmParser, "<|tool_call_start|>\n```python\n1 + 2\n```", None),
 ]
+BROKEN: list[tuple[type[ToolCallParser], str, Answer]] = [
+    (
+        KimiParser,
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+        '{"a": "x}<|tool_call_end|><|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{}'
+        "<|tool_call_end|><|tool_calls_section_end|>Done.",
+        [("f", '{"a": "x}'), ("g", "{}"), "Done."],
+    ),
+    (
+        KimiParser,
+        "<|tool_call_begin|>f<|tool_call_argument_begin|>{"
+        '"a": [1, {}<|tool_call_end|><|tool_call_begin|>g<|tool_call_argument_begin|>{"a": "x}'
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        [("f", '{"a": [1, {}'), ("g", '{"a": "x}')],
+    ),
+    (
+        DeepSeekParser,
+        '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "x}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [("f", '{"a": "x}'), ("g", "{}")],
+    ),
+    (
+        HermesParser,
+        '<tool_call>{"name": "f", "arguments": {"a": "</tool_call> x}}</tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": {"a": "x}}</tool_call>',
+        [("f", '{"a": "</tool_call> x}}'), ("g", '{"a": "x}}')],
+    ),
+    (
+        HermesParser,
+        '<tool_call>{"name": "f", "arguments": {"a": "</tool_call><tool_call>{\\"b\\""}}'
+        "</tool_call>",
+        [("f", '{"a": "</tool_call><tool_call>{\\"b\\""}')],
+    ),
+]
+"""Calls whose JSON is not ended where the call is. One call ends and the next begins all the same:
+symptom: the string of the first swallows the second."""
+
+
+@pytest.mark.parametrize(("kind", "text", "answer"), BROKEN)
+def test_json_that_is_not_ended_ends_with_its_call(
+    kind: type[ToolCallParser], text: str, answer: Answer
+) -> None:
+    for size in (1, 2, 7, len(text)):
+        assert parse(kind, cut(text, [size] * (len(text) // size))) == answer
+
+
+def test_a_token_ends_the_call_whatever_the_string_is() -> None:
+    parser = KimiParser((*KimiParser.call_tags, KimiParser.separator))
+    begin, end = (TOKEN_MARK + tag for tag in KimiParser.call_tags)
+    separator = TOKEN_MARK + KimiParser.separator
+    text = f'{begin}f{separator}{{"a": "<|tool_call_end|>{end}Hm. {begin}g{separator}{{}}{end}'
+    parts = [part for character in text for part in parser.feed(character)]
+    answer = joined(parts + parser.finish(cut=False))
+    assert answer == [("f", '{"a": "<|tool_call_end|>'), "Hm.", ("g", "{}")]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("rest", "answer"),
+    [
+        ("[f(a='x')]", ""),
+        ("\n[f(a='x')]<|tool_call_end|>\nDone.", "Done."),
+        ("[f(a='x')][f(a='x')] Done.", "Done."),
+        ("[f(a='x', b=1)]", "[f(a='x', b=1)]"),
+        ("[f(a=", "[f(a="),
+    ],
+)
+def test_a_call_that_is_written_again_after_its_end(rest: str, answer: str, size: int) -> None:
+    """Symptom: LFM2's answer has the call's source as its text."""
+    text = f"<|tool_call_start|>[f(a='x')]<|tool_call_end|>{rest}"
+    expected: Answer = [("f", '{"a": "x"}'), *([answer] if answer else [])]
+    assert parse(PythonicParser, cut(text, [size] * (len(text) // size))) == expected
+
+
 WITHOUT_TAGS = (LlamaParser, LlamaPythonicParser)
 """Formats in which a call may begin with a bracket alone, which may be text."""
 

@@ -145,6 +145,7 @@ class SectionParser(HermesParser):
     in its place.
     """
 
+    calls_are_json = False
     call_tags: ClassVar[tuple[str, str]]
     """The tags around a call."""
 
@@ -152,6 +153,9 @@ class SectionParser(HermesParser):
         super().__init__(marked, functions)
         self._call_tag, self._call_end = map(self._tag, self.call_tags)
         self._openings = (self._opening, self._call_tag)
+
+    def _tags_after(self) -> tuple[str, ...]:
+        return (self._call_end, *super()._tags_after())
 
     def _calls(self) -> Steps[None]:
         is_tagged = self._text[: self._pos].endswith(self._call_tag)

@@ -68,6 +68,9 @@ class LiteralParser(ToolCallParser):
         self._num_undecided = 0
         self._held: list[str] = []  # JSON, from the first bracket on that is not decided
 
+    def _tags_after(self) -> tuple[str, ...]:
+        return ()  # its strings look for them
+
     @abstractmethod
     def _as_json(self, word: str) -> str:
         """Return a value that has no quotes and no brackets as JSON."""

@@ -95,6 +95,8 @@ class ReasoningParser(PartsReader):
         """Read the answer. Only what may belong to a tag is held back."""
         label = f"{self._label}\n"  # models forget the tag before it
         openings = (self._opening, label) if self._label else (self._opening,)
+        if not self.is_open:
+            yield from self._skip_closings(*openings)
         while not self._ended and any(o.startswith(self._text.lstrip()) for o in openings):
             yield
         text = self._text.lstrip()
@@ -138,6 +140,26 @@ class ReasoningParser(PartsReader):
             else:
                 yield
         yield from self._skip_line_ends()
+        yield from self._skip_closings()
+
+    def _skip_closings(self, *others: str) -> Iterator[None]:
+        """Skip closing tags that close nothing, at the beginning of the text, and the line ends
+        after them.
+
+        Args:
+            others: what else may come there.
+        """
+        tags = (self._closing, *others)
+        while True:
+            while not self._ended and any(tag.startswith(self._text.lstrip()) for tag in tags):
+                yield
+            text = self._text.lstrip()
+            if not text.startswith(self._closing):
+                break
+            self._text = text.removeprefix(self._closing)
+            yield from self._skip_line_ends()
+        if text and self._cut and self._closing.startswith(text):
+            self._text = ""
 
     def _tagged_answer(self) -> Iterator[None]:
         """Read text up to the tag after it, if it begins with the tag before it."""

@@ -9,9 +9,11 @@ Rome
 </tool_call>
 """
 
+import ast
 import contextlib
 import json
 import re
+import warnings
 from collections.abc import Collection, Sequence, Set
 from typing import ClassVar
 
@@ -24,6 +26,9 @@ _HELD = re.compile(rf"\n?{TOKEN_MARK}?(?:<[/a-z:_=\" ]{{0,24}})?\Z")
 """At the end of the text: what may begin the end of a value."""
 _GLM_NAME = re.compile(rf"[^\s<>{{}}\[\]{TOKEN_MARK}]")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
+_WHOLE = re.compile(r"(-?(?:0|[1-9]\d*))\.0*", re.ASCII)
+_MAX_LITERAL = 2**16
+"""Characters of a literal of Python's: its syntax tree takes a hundred times more."""
 _WORDS = {"true": "boolean", "false": "boolean", "null": "null", "none": "null"}
 
 
@@ -253,7 +258,8 @@ class GlmParser(TaggedParser):
 def as_json(text: str, types: Set[str]) -> str:
     """Return a value as JSON of one of these types, or else as a string.
 
-    Words may be Python's, as the chat template writes them: True, None.
+    It may be Python's, as chat templates write values: True, ['a', None]. A whole number may have
+    zeros after its point.
     """
     value = text.strip()
     if _WORDS.get(value.lower()) in types:
@@ -261,19 +267,32 @@ def as_json(text: str, types: Set[str]) -> str:
     number = "integer" if value.lstrip("-").isdecimal() else "number"
     if types & {number, "number"} and _NUMBER.fullmatch(value):
         return value
-    kind = {"{": "object", "[": "array"}.get(value[:1])
-    if kind in types and _is_json(value):
-        return value
+    if "integer" in types and (whole := _WHOLE.fullmatch(value)):
+        return whole[1]
+    kind = {"{": "object", "[": "array", "(": "array"}.get(value[:1])
+    if kind in types and (found := _object_or_list(value)) is not None:
+        return found
     inner = decoded(value) if value.startswith('"') and "string" not in types else None
     return json.dumps(text, ensure_ascii=False) if inner is None else as_json(inner, types)
 
 
-def _is_json(text: str) -> bool:
+def _object_or_list(text: str) -> str | None:
+    """Return an object or a list as JSON, whether it is JSON or Python's; None: it is neither."""
+
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
 
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         json.loads(text, parse_constant=refuse)
-    except (ValueError, RecursionError):
-        return False
-    return True
+        return text
+    if len(text) > _MAX_LITERAL:
+        return None
+    try:
+        with warnings.catch_warnings():  # of a backslash that escapes nothing
+            warnings.simplefilter("ignore")
+            value = ast.literal_eval(text)
+        found = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        found.encode()  # half of a surrogate pair cannot be sent
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+    return found if found[0] in "{[" else None

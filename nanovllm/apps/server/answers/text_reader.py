@@ -1,5 +1,6 @@
 """Readers of a text that is still arriving: characters, words, tags and JSON values."""
 
+import functools
 import json
 import re
 from abc import abstractmethod
@@ -14,8 +15,6 @@ Steps = Generator[None, None, T]
 """A piece of a reader's work. It yields where it needs more text."""
 
 JSON_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
-_BRACKET_OR_QUOTE = re.compile(r'["{}\[\]]')
-_QUOTE_OR_ESCAPE = re.compile(r'["\\]')
 _SCALAR = re.compile(r"[-+.\w]")
 
 
@@ -29,6 +28,7 @@ class TextReader(PartsReader):
     def __init__(self) -> None:
         super().__init__()
         self._pos = 0  # how much of the text was read
+        self._stops: tuple[str, ...] = ()  # tags that end a value which was not ended
 
     def _drop_read(self) -> str:
         """Forget the text that was read, and return it."""
@@ -61,7 +61,11 @@ class TextReader(PartsReader):
         return self._text[start : self._pos]
 
     def _skip_value(self) -> Steps[None]:
-        """Read a JSON value. Of objects and lists only the brackets and strings are looked at."""
+        """Read a JSON value. Of objects and lists only the brackets and strings are looked at.
+
+        Raises:
+            NotACall: it was not ended. What was read is up to the tag that comes instead.
+        """
         first = yield from self._peek()
         if first not in ("{", "[", '"'):
             if not (yield from self._word(_SCALAR)):
@@ -69,19 +73,38 @@ class TextReader(PartsReader):
             return
         depth = 0
         while True:
-            bracket = yield from self._search(_BRACKET_OR_QUOTE)
-            if bracket == '"':
-                while (yield from self._search(_QUOTE_OR_ESCAPE)) == "\\":
-                    yield from self._take()
+            found = yield from self._search('"{}[]')
+            if found == '"':
+                yield from self._rest_of_string()
+            elif found in self._stops:
+                self._pos -= len(found)
+                raise NotACall
             else:
-                depth += 1 if bracket in "{[" else -1
+                depth += 1 if found in "{[" else -1
             if depth <= 0:
                 return
 
-    def _search(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Read up to the next match of a pattern, one character, and return it."""
+    def _rest_of_string(self) -> Steps[None]:
+        """Read a JSON string after its first quote."""
+        while (found := (yield from self._search('"\\'))) != '"':
+            if found == "\\":
+                yield from self._take()
+            elif (yield from self._is_stop(found)):
+                self._pos -= len(found)
+                raise NotACall
+
+    @abstractmethod
+    def _is_stop(self, tag: str) -> Steps[bool]:
+        """Whether a tag that was read in a string ends the value; then the string is broken."""
+
+    def _search(self, characters: str) -> Steps[str]:
+        """Read up to the next of these characters or of `_stops`, and return it."""
+        pattern = _any_of(characters, self._stops)
         while (match := pattern.search(self._text, self._pos)) is None:
-            self._pos = len(self._text)
+            rest = self._text[self._pos :]
+            held = max((prefix_at_end(rest, tag) for tag in self._stops), key=len, default="")
+            is_text = self._ended and not self._cut
+            self._pos = len(self._text) - (0 if is_text else len(held))
             yield from self._more()
         self._pos = match.end()
         return match[0]
@@ -181,6 +204,11 @@ class TagsReader(PartsReader):
             yield
         if not self._cut:
             self._read(self._text)
+
+
+@functools.lru_cache(maxsize=256)
+def _any_of(characters: str, tags: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, (*tags, *characters))))
 
 
 def marked_tag(tag: str, marked: Collection[str]) -> str:

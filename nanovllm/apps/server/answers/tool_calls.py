@@ -23,6 +23,7 @@ from nanovllm.apps.server.answers.text_reader import (
     plain_object,
     prefix_at_end,
 )
+from nanovllm.options.sampling_params import TOKEN_MARK
 
 _ARGUMENTS = ("arguments", "parameters")
 _MOST_READ = 4096
@@ -51,6 +52,8 @@ class ToolCallParser(TextReader):
     """What the name is called in a call that is JSON."""
     only_known_keys: ClassVar[bool] = False
     """Whether an object with further keys is not a call."""
+    calls_are_json: ClassVar[bool] = True
+    """Whether JSON follows the opening of a call."""
 
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
         super().__init__()
@@ -59,6 +62,7 @@ class ToolCallParser(TextReader):
         self._opening = self._tag(self.tag)
         self._end = self._tag(self.closing)
         self._openings: tuple[str, ...] = (self._opening,)  # what calls may begin with
+        self._source: list[str] = []  # what was read since the opening of the last call
         self._num_calls = 0
         self._is_streaming = False  # the text read is arguments of the last call
         self._is_after_call = False  # no text since the last call
@@ -82,6 +86,56 @@ class ToolCallParser(TextReader):
             NotACall: it is text, from what was read after the last whole call.
         """
 
+    def _tags_after(self) -> tuple[str, ...]:
+        """Return the tags that may follow JSON in a call."""
+        return tuple(filter(None, (self._end, *self._openings)))
+
+    def _is_stop(self, tag: str) -> Steps[bool]:
+        """Whether a tag in a string ends the call: a token does, and one that a call follows, or
+        the end of the answer. Strings that quote calls have a backslash before their quotes.
+        """
+        if tag.startswith(TOKEN_MARK):
+            return True
+        if tag in self._openings:
+            return False
+        start = self._pos
+        is_streaming, self._is_streaming = self._is_streaming, False
+        yield from self._skip_space()
+        found = (yield from self._peek()) == ""
+        found = found or (tag != self._end and (yield from self._is_next(self._end)))
+        for opening in self._openings:
+            if not found and (yield from self._accept(opening)):
+                yield from self._skip_space()
+                if found := not self.calls_are_json or (yield from self._accept("{")):
+                    yield from self._skip_space()
+                    found = not (yield from self._is_next("\\"))
+        self._pos = start
+        self._is_streaming = is_streaming
+        return found
+
+    def _drop_read(self) -> str:
+        read = super()._drop_read()
+        self._source.append(read)
+        return read
+
+    def _skip_repeated(self, begin: int) -> Steps[None]:
+        """Read what models write once more after the closing tag: all that was between the tags.
+
+        Args:
+            begin: where that begins in what was read since the opening.
+        """
+        whole = ("".join(self._source) + self._text[: self._pos])[begin:].strip()
+        body = whole.removesuffix(self._end).strip()
+        while self._end and body != whole and body:
+            while not self._ended and body.startswith(self._text[self._pos :]):
+                yield
+            if not self._text.startswith(body, self._pos):
+                break
+            self._pos += len(body)
+            yield from self._skip_tags(self._end)
+        if self._cut and body.startswith(self._text[self._pos :]):
+            self._pos = len(self._text)
+
     def _tag(self, tag: str) -> str:
         return marked_tag(tag, self._marked)
 
@@ -98,15 +152,19 @@ class ToolCallParser(TextReader):
                 num_spaces = begin - len(self._text[:begin].rstrip())
                 self._send_text(begin - num_spaces)
                 self._pos = end - begin + num_spaces
+                self._source.clear()
+                self._stops = self._tags_after()
                 try:
                     if has_tag and self._text[: self._pos].endswith(self._opening):
                         yield from self._skip_tags(self._opening)  # models repeat it
+                    begin = self._pos
                     is_token = self.tag in self._marked and self._end != ""
                     if is_token and (yield from self._accept(self._end)):
                         self._is_after_call = True  # tokens with nothing between them say nothing
                     else:
                         yield from self._calls()
                     yield from self._skip_tags(self._end)
+                    yield from self._skip_repeated(begin)
                 except NotACall:
                     if self._cut and (has_tag or self._num_calls > num_calls):
                         return  # of a call that cannot be made
