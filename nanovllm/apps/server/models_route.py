@@ -23,6 +23,8 @@ class ModelCard(BaseModel):
     """A model that can be named in requests."""
 
     id: str
+    display_name: str
+    """The same, for Anthropic's client."""
     object: Literal["model"] = "model"
     created: int
     """Unix time in seconds."""
@@ -103,8 +105,10 @@ async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> PlainT
 def _card(
     server: ServerState, adapter: LoRARequest | None = None, name: str | None = None
 ) -> ModelCard:
+    name = name or server.model_name if adapter is None else adapter.lora_name
     return ModelCard(
-        id=name or server.model_name if adapter is None else adapter.lora_name,
+        id=name,
+        display_name=name,
         created=server.start_time,
         root=server.llm.engine.config.model if adapter is None else adapter.lora_path,
         parent=None if adapter is None else adapter.base_model_name or server.model_name,
