@@ -231,6 +231,34 @@ class BodyBudget:
             self._num_bytes -= held
 
 
+class AnswerBudget:
+    """Bounds the bytes of answers that wait for their clients to read.
+
+    Args:
+        max_bytes: of all answers together, but for the largest one.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._waiting: dict[object, tuple[int, Callable[[], object]]] = {}  # the oldest first
+
+    @contextmanager
+    def sending(self, num_bytes: int, cut: Callable[[], object]) -> Iterator[None]:
+        """Count an answer that this block sends. The oldest ones are cut if all are too many."""
+        key = object()
+        self._waiting[key] = num_bytes, cut
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._max_bytes and len(self._waiting) > 1:
+            size, end = self._waiting.pop(next(iter(self._waiting)))
+            self._num_bytes -= size
+            end()
+        try:
+            yield
+        finally:
+            self._num_bytes -= self._waiting.pop(key, (0, None))[0]
+
+
 def shutting_down() -> APIError:
     return APIError(
         503,

@@ -11,7 +11,7 @@ from fastapi import Request
 
 from nanovllm import __version__
 from nanovllm.apps.server.adapters import Adapters, check_adapter_options
-from nanovllm.apps.server.admission import Admission, BodyBudget
+from nanovllm.apps.server.admission import Admission, AnswerBudget, BodyBudget
 from nanovllm.apps.server.answers.answer_format import AnswerFormat, find_answer_format
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.options import ServerOptions, model_name
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _MOST_NAMES = 8
 """Adapters that an error lists."""
 _MANY_BODIES = 64
-"""At most this many bodies of max_body_bytes are in memory."""
+"""At most this many bodies of max_body_bytes are in memory, and as many bytes of answers."""
 
 
 class ServerState:
@@ -65,6 +65,7 @@ class ServerState:
             options.max_waiting, lambda: len(engine.scheduler.running), options.read_timeout
         )
         self.bodies = BodyBudget(_MANY_BODIES * options.max_body_bytes)
+        self.answers = AnswerBudget(_MANY_BODIES * options.max_body_bytes)
         self.max_model_len = engine.worker_info.max_model_len
         self.token_bytes = (lambda token: b"") if tokenizer is None else token_bytes(tokenizer)
         """The bytes of a token; none without a tokenizer."""
