@@ -340,11 +340,10 @@ def test_tools_are_those_after_the_last_message() -> None:
         return [function.name for function in found.functions]
 
     f, g = ({"type": "tool_reference", "name": name} for name in "fg")
-    new = {"type": "tool_definition", "definition": tool("h")}
     assert names(change("addition", **f)) == ["f", "g"]
     assert names(change("removal", **f)) == ["g"]
     assert names(change("removal", **f), change("addition", **f)) == ["f", "g"]
-    assert names(change("addition", **new), change("removal", **g)) == ["f", "h"]
+    assert names(change("removal", **f), change("removal", **g)) == []
 
 
 def test_the_billing_line_stays_out_wherever_the_system_speaks() -> None:
@@ -376,7 +375,7 @@ def test_the_billing_line_stays_out_wherever_the_system_speaks() -> None:
                     {"role": "system", "content": [{"type": "tool_removal", "tool": REFERENCE}]}
                 ]
             },
-            "a tool_removal names the tool 'g': define it",
+            "a tool_removal names 'g': define it",
         ),
         (
             {

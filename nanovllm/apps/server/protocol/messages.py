@@ -155,30 +155,6 @@ class ToolResultBlock(Block):
     is_error: bool | None = None
 
 
-class CustomTool(Tool):
-    """A tool that the client runs."""
-
-    schema_field: ClassVar[str] = "input_schema"
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        (
-            *("cache_control", "input_examples", "allowed_callers"),
-            *("defer_loading", "eager_input_streaming"),
-        )
-    )
-
-    type: Literal["custom"] = "custom"
-    parameters: dict[str, Any] = Field(alias="input_schema")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, given: Any) -> Any:
-        """Refuse tools of Anthropic's by name: their schemas are not in the request."""
-        kind = given.get("type") if isinstance(given, dict) else None
-        if kind not in (None, "custom"):
-            raise refused("type", f"the tool {shown(kind)} is not supported: {_ONLY_CUSTOM}")
-        return given
-
-
 class ToolReference(RequestModel):
     """A tool that the request defines."""
 
@@ -186,30 +162,11 @@ class ToolReference(RequestModel):
     name: str
 
 
-class ToolDefinition(RequestModel):
-    """A tool that is defined in a message."""
+class ToolChange(Block):
+    """A tool that there is, or is no more, from this message on."""
 
-    type: Literal["tool_definition"]
-    definition: CustomTool
-
-
-class ToolAddition(Block):
-    """A tool that there is from this message on."""
-
-    type: Literal["tool_addition"]
-    tool: Annotated[
-        Annotated[ToolReference, Tag("tool_reference")]
-        | Annotated[ToolDefinition, Tag("tool_definition")],
-        Discriminator(_type_of),
-        _of_types("the tool of a tool_addition", "tool_reference", "tool_definition"),
-    ]
-
-
-class ToolRemoval(Block):
-    """A tool that there is no more from this message on."""
-
-    type: Literal["tool_removal"]
-    tool: Annotated[ToolReference, _of_types("the tool of a tool_removal", "tool_reference")]
+    type: Literal["tool_addition", "tool_removal"]
+    tool: Annotated[ToolReference, _of_types("the tool", "tool_reference")]
 
 
 AnyBlock = Annotated[
@@ -220,8 +177,8 @@ AnyBlock = Annotated[
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
     | Annotated[SearchResultBlock, Tag("search_result")]
-    | Annotated[ToolAddition, Tag("tool_addition")]
-    | Annotated[ToolRemoval, Tag("tool_removal")],
+    | Annotated[ToolChange, Tag("tool_addition")]
+    | Annotated[ToolChange, Tag("tool_removal")],
     Discriminator(_type_of),
     _of_types(
         "a block",
@@ -249,6 +206,30 @@ def _few_blocks(messages: Any) -> Any:
                 "too_many_blocks", "must have at most {limit} blocks", {"limit": _MAX_BLOCKS}
             )
     return messages
+
+
+class CustomTool(Tool):
+    """A tool that the client runs."""
+
+    schema_field: ClassVar[str] = "input_schema"
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("cache_control", "input_examples", "allowed_callers"),
+            *("defer_loading", "eager_input_streaming"),
+        )
+    )
+
+    type: Literal["custom"] = "custom"
+    parameters: dict[str, Any] = Field(alias="input_schema")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, given: Any) -> Any:
+        """Refuse tools of Anthropic's by name: their schemas are not in the request."""
+        kind = given.get("type") if isinstance(given, dict) else None
+        if kind not in (None, "custom"):
+            raise refused("type", f"the tool {shown(kind)} is not supported: {_ONLY_CUSTOM}")
+        return given
 
 
 class ToolChoiceOption(RequestModel):
@@ -341,23 +322,18 @@ class CountTokensRequest(ConversationRequest):
         Raises:
             PydanticCustomError: one of them names a tool that is not defined.
         """
-        found = list(self.tools or ())
-        defined = {tool.name: tool for tool in found}
+        tools = self.tools or []
+        names = {tool.name for tool in tools}
+        removed = set()
         contents = [m.content for m in self.messages if not isinstance(m.content, str)]
         for block in itertools.chain.from_iterable(contents):
-            if not isinstance(block, ToolAddition | ToolRemoval):
-                continue
-            if isinstance(block.tool, ToolDefinition):
-                defined[block.tool.definition.name] = block.tool.definition
-                name = block.tool.definition.name
-            else:
+            if isinstance(block, ToolChange):
                 name = block.tool.name
-            if name not in defined:
-                raise refused("messages", f"a {block.type} names the tool {shown(name)}: define it")
-            found = [tool for tool in found if tool.name != name]
-            if isinstance(block, ToolAddition):
-                found.append(defined[name])
-        return found
+                if name not in names:
+                    raise refused("messages", f"a {block.type} names {shown(name)}: define it")
+                change = removed.add if block.type == "tool_removal" else removed.discard
+                change(name)
+        return [tool for tool in tools if tool.name not in removed]
 
     @property
     def choice(self) -> ToolChoice:
