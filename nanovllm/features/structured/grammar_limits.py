@@ -34,15 +34,16 @@ MANY_PATTERNS = 3
 _MANY_LEVELS = 500
 """More rules or brackets may stand in one another. llguidance goes into them by calls, and 2,500
 end the process."""
-_TRIAL_SECONDS = 2.0
+_TRIAL_SECONDS = 1.0
 """Of processor time."""
 _TRIAL_BYTES = 512 * 2**20
 _TRIAL_STACK = 5 * 2**20
 """Less than the 8 MiB of a thread that compiles."""
 _TRIAL_TOKENS = 64
-_LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
+_LITERALS = re.compile(r'(?s)(?:#|//)[^\n]*+|"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\])++/?')
+"""Comments, strings and expressions. Like `_DEFINITION`, it takes linear time."""
 _DEFINITION = re.compile(
-    r"([A-Za-z_]\w*)[ \t]*(?:\.[ \t]*-?\d+[ \t]*)?(?:\[[^\]]*\][ \t]*)?(?<!:):(?!:)"
+    r"\b([A-Za-z_][\w-]*+)[ \t]*+(?:\.[ \t]*+-?\d++[ \t]*+)?(?:\[[^\[\]]*+\][ \t]*+)?(?<!:):(?!:)"
 )
 
 
@@ -66,9 +67,9 @@ def check_terminals(lark: str) -> bool:
     Raises:
         ValueError: a terminal or an expression in a rule has too many.
     """
-    check_parts(found for found in _LITERALS.findall(lark) if found[0] == "/")
+    check_parts(found for found in _LITERALS.findall(lark) if _is_expression(found))
     # An expression leaves its number of parts, and neither names nor colons.
-    text = _LITERALS.sub(lambda found: "(" * num_parts(found[0]) * (found[0][0] == "/"), lark)
+    text = _LITERALS.sub(lambda found: "(" * num_parts(found[0]) * _is_expression(found[0]), lark)
     starts = list(_DEFINITION.finditer(text))
     ends = [start.start() for start in starts[1:]] + [len(text)]
     bodies = {
@@ -80,10 +81,10 @@ def check_terminals(lark: str) -> bool:
 
     def count(name: str) -> int:
         if name not in counts:
-            counts[name] = MAX_PARTS  # one that names itself is refused by llguidance
+            counts[name] = 0  # llguidance refuses one that names itself
             body = bodies[name]
             number = 1 + num_parts(body) + body.count("[")
-            for other in re.findall(r"\w+", body):
+            for other in re.findall(r"[\w-]+", body):
                 if other in bodies:
                     number += count(other)
             counts[name] = number
@@ -95,6 +96,10 @@ def check_terminals(lark: str) -> bool:
     except RecursionError:
         raise ValueError("recursion limit exceeded") from None
     return len(starts) + text.count("(") > _MANY_LEVELS or text.count("&") > MANY_PATTERNS
+
+
+def _is_expression(literal: str) -> bool:
+    return literal[0] == "/" and literal[:2] != "//"
 
 
 def _check_number(what: str, number: int) -> None:

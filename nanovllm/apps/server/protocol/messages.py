@@ -324,7 +324,7 @@ class CountTokensRequest(ConversationRequest):
         """
         tools = self.tools or []
         names = {tool.name for tool in tools}
-        removed = set()
+        removed: set[str] = set()
         contents = [m.content for m in self.messages if not isinstance(m.content, str)]
         for block in itertools.chain.from_iterable(contents):
             if isinstance(block, ToolChange):
