@@ -171,4 +171,6 @@ def _declares_all(schema: dict[str, Any]) -> bool:
     required = schema.get("required", [])
     if not isinstance(declared, dict) or not isinstance(required, list):
         return False
-    return not (schema.keys() & _SAYS_MORE) and all(name in declared for name in required)
+    # What is no name is left to the compiler, which refuses it.
+    known = all(isinstance(name, str) and name in declared for name in required)
+    return known and not schema.keys() & _SAYS_MORE

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -20,10 +21,17 @@ LARGE = 5 * 2**19
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
+LEFT = threading.Event()
+
+
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Read the request and answer: /large with many bytes."""
+    """Read the request and answer: /large with many bytes, /wait when its client has left."""
     while (await receive()).get("more_body"):
         pass
+    if scope["path"] == "/wait":
+        assert (await receive())["type"] == "http.disconnect"
+        LEFT.set()
+        return
     body = bytes(LARGE) if scope["path"] == "/large" else b"ok"
     length = (b"content-length", b"%d" % len(body))
     await send({"type": "http.response.start", "status": 200, "headers": [length]})
@@ -89,6 +97,50 @@ def test_a_slow_reader_that_goes_on_gets_all(connection: socket.socket) -> None:
         time.sleep(0.05)
     assert time.monotonic() - begin > 2 * LIMIT
     assert found > LARGE
+
+
+def test_chunks_of_one_byte_leave_others_their_time(address: Any) -> None:
+    """Symptom: 300 KB hold up every connection for seconds."""
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    def send() -> None:
+        with socket.create_connection(address, timeout=10) as found, suppress(OSError):
+            found.sendall(head + b"1\r\n \r\n" * 50_000)
+
+    senders = [threading.Thread(target=send) for _ in range(2)]
+    for sender in senders:
+        sender.start()
+    waits = []
+    while any(sender.is_alive() for sender in senders) and len(waits) < 100:
+        begin = time.monotonic()
+        with socket.create_connection(address, timeout=10) as other:
+            other.sendall(GET)
+            assert other.recv(65536).startswith(b"HTTP/1.1 200")
+        waits.append(time.monotonic() - begin)
+    assert max(waits, default=0) < 0.4
+    for sender in senders:
+        sender.join()
+
+
+def test_chunks_of_one_byte_are_a_body(connection: socket.socket) -> None:
+    chunks = b"1\r\n \r\n" * 2000 + b"0\r\n\r\n"
+    for begin in (b"", GET):
+        found = b""
+        connection.sendall(begin + GET[:-2].replace(b"GET", b"POST"))
+        connection.sendall(b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
+        while found.count(b"ok") < 1 + bool(begin):
+            found += connection.recv(65536)
+        assert found.count(b"HTTP/1.1 200") == 1 + bool(begin)
+
+
+@pytest.mark.parametrize("more", [b"X", GET, GET * 10_000], ids=["byte", "request", "many"])
+def test_a_client_that_sent_more_and_left_is_noticed(address: Any, more: bytes) -> None:
+    """Symptom: behind a request that runs nothing is read, nor that its client has gone."""
+    LEFT.clear()
+    with socket.create_connection(address, timeout=10) as found:
+        found.sendall(GET.replace(b"/", b"/wait", 1) + more)
+        time.sleep(0.1)
+    assert LEFT.wait(5)
 
 
 def test_a_connection_too_many_is_refused(address: Any) -> None:

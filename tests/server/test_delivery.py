@@ -34,13 +34,24 @@ class Client:
     def __init__(self, app: Any, path: str, body: dict[str, Any], num_read: int = 10**9) -> None:
         self.messages: list[dict[str, Any]] = []
         self._num_read = num_read
+        self.is_cut = False
         self.has_begun = asyncio.Event()
         self._reads_on, self._is_gone = asyncio.Event(), asyncio.Event()
         self._data: bytes | None = json.dumps(body).encode()
         headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
         scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
-        scope |= {"query_string": b"", "client": None, "state": {}}
+        scope |= {"query_string": b"", "client": None, "state": {"connection": self}}
         self.task = asyncio.create_task(app(scope, self._receive, self._send))
+
+    can_write = False  # as uvicorn's connection
+
+    @property
+    def transport(self) -> "Client":
+        return self
+
+    def abort(self) -> None:
+        self.is_cut = True
+        self.leave()
 
     @property
     def body(self) -> bytes:
@@ -113,6 +124,31 @@ def test_the_oldest_unread_answers_are_cut_off_if_they_are_too_many() -> None:
         for place in places:
             place.__exit__(None, None, None)
         assert (admission._num_unread, admission.num_active, admission.num_requests) == (0, 0, 0)
+
+
+def test_the_bytes_of_unread_answers_are_bounded(async_llm: AsyncLLM) -> None:
+    """Symptom: 2,048 answers of megabytes waited a minute each for clients that read nothing."""
+    app, state = make(async_llm, max_body_bytes=PIECE)
+    router = APIRouter(route_class=JSONRoute)
+
+    @router.post("/large")
+    async def large(body: dict[str, str]) -> Response:
+        return Response("a" * 16 * PIECE)
+
+    app.include_router(router)
+
+    async def check() -> None:
+        clients = [Client(app, "/large", {}, num_read=2) for _ in range(6)]
+        await until(lambda: sum(client.is_cut for client in clients) == 2)
+        assert [client.is_cut for client in clients] == [True] * 2 + [False] * 4
+        assert state.answers._num_bytes == 64 * PIECE
+        for client in clients:
+            client.read_on()
+            await client.task
+            assert client.is_cut or len(client.body) == 16 * PIECE
+        assert (state.answers._num_bytes, len(state.answers._waiting)) == (0, 0)
+
+    run(check())
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from nanovllm.apps.server.answers.answer_format import find_answer_format
 from nanovllm.apps.server.message_blocks import MessageBuilder, messages_of
 from nanovllm.apps.server.protocol.message_objects import MessageEvent, MessageObject
-from nanovllm.apps.server.protocol.messages import MessagesRequest
+from nanovllm.apps.server.protocol.messages import CountTokensRequest, MessagesRequest
 from tests.glossary import ANSWERS, QUESTIONS
 from tests.server.conftest import CITY, Running
 
@@ -288,6 +288,7 @@ def test_a_call_that_is_cut_off_keeps_what_is_there() -> None:
     assert call.input.get("a") == 1
 
 
+REFERENCE = {"type": "tool_reference", "name": "g"}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 CALL = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
 RESULT = {"type": "tool_result", "tool_use_id": "none"}
@@ -298,20 +299,91 @@ def said(*blocks: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": list(blocks)}
 
 
+def test_models_have_names_to_show(anthropic_client: Anthropic) -> None:
+    (found,) = anthropic_client.models.list().data
+    assert found.display_name == found.id == MODEL
+
+
+def test_texts_in_documents_and_search_results_are_read() -> None:
+    hit = {"type": "search_result", "source": "u", "title": "t", "content": [TEXT, TEXT]}
+    inner = {"type": "content", "content": [TEXT]}
+    documents = [
+        {"type": "document", "source": inner, "title": "d"},
+        {"type": "document", "source": {"type": "content", "content": "b"}},
+    ]
+    found = CountTokensRequest.model_validate(
+        {
+            "messages": [
+                {"role": "user", "content": [hit, *documents]},
+                said({**CALL, "id": "c"}),
+                {"role": "user", "content": [{**RESULT, "tool_use_id": "c", "content": [hit]}]},
+            ]
+        }
+    )
+    first, _, result = messages_of(found.system, found.messages)
+    assert first.content == "t\nu\na\na\n\nd\na\n\nb"
+    assert result.content == "t\nu\na\na"
+
+
+def test_tools_are_those_after_the_last_message() -> None:
+    def tool(name: str, **fields: Any) -> dict[str, Any]:
+        return {"name": name, "input_schema": {"type": "object", **fields}}
+
+    def change(kind: str, **fields: Any) -> dict[str, Any]:
+        return {"role": "system", "content": [{"type": f"tool_{kind}", "tool": fields}]}
+
+    def names(*changes: dict[str, Any]) -> list[str]:
+        messages = [{"role": "user", "content": "a"}, *changes]
+        given = {"messages": messages, "tools": [tool("f"), tool("g")]}
+        found = CountTokensRequest.model_validate(given)
+        assert len(messages_of(found.system, found.messages)) == 1
+        return [function.name for function in found.functions]
+
+    f, g = ({"type": "tool_reference", "name": name} for name in "fg")
+    assert names(change("addition", **f)) == ["f", "g"]
+    assert names(change("removal", **f)) == ["g"]
+    assert names(change("removal", **f), change("addition", **f)) == ["f", "g"]
+    assert names(change("removal", **f), change("removal", **g)) == []
+
+
+def test_the_billing_line_stays_out_wherever_the_system_speaks() -> None:
+    line = "x-anthropic-billing-header: cc_version=2.1; cch=d1d48;"
+    for content in (line, [{"type": "text", "text": line}], line + "\nb"):
+        given = [{"role": "user", "content": line}, {"role": "system", "content": content}]
+        found = CountTokensRequest.model_validate({"system": content, "messages": given})
+        texts = [message.content for message in messages_of(found.system, found.messages)]
+        assert texts == (["b", line, "b"] if str(content).endswith("b") else [line])
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"max_tokens": None}, "max_tokens should be a valid integer"),
         ({"max_tokens": 0}, "max_tokens must be"),
         ({"messages": []}, "messages should have at least 1 item"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "models here read text only"),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "got 'image': the models here read text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "server_tool_use"}]}]},
+            "tool_result or tool_addition or tool_removal, got 'server_tool_use'",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": [{"type": "tool_removal", "tool": REFERENCE}]}
+                ]
+            },
+            "a tool_removal names 'g': define it",
+        ),
         (
             {
                 "messages": [
                     {"role": "user", "content": [{"type": "document", "source": IMAGE["source"]}]}
                 ]
             },
-            "'base64' is not read",
+            "must be of type text or content, got 'base64': the models here read text only",
         ),
         (
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},

@@ -170,6 +170,22 @@ def test_the_server_goes_on_before_it_sleeps(server: Running) -> None:
     assert kept.reply().status == 200
 
 
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_requests_that_come_in_a_pause_are_refused_or_kept(server: Running, mode: str) -> None:
+    """As in vLLM 0.33; before, they waited without an answer."""
+    assert server.send(f"/pause?mode={mode}", b"").status == 200
+    for _ in range(2):
+        refused = server.send("/v1/completions", SHORT)
+        assert (refused.status, "POST /resume" in refused.error["message"]) == (503, True)
+        assert server.send("/ready").status == 503
+    assert server.send("/pause?mode=keep", b"").status == 200
+    kept = Call(server, "/v1/completions", SHORT)
+    wait_until(lambda: metric(server, "vllm:num_requests_waiting") == 1, 20)
+    assert server.send("/ready").status == 200
+    assert server.send("/resume", b"").status == 200
+    assert kept.reply().status == 200
+
+
 def test_a_pause_of_nothing(server: Running) -> None:
     for mode in ("abort", "wait", "keep", "wait"):
         start = time.monotonic()

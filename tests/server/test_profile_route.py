@@ -14,6 +14,8 @@ def test_a_profile_of_a_server(tmp_path: Path) -> None:
         refused = server.send("/stop_profile", {})
         assert refused.status == 400
         assert "start_profile" in refused.error["message"]
+        for path in ("/start_profile", "/stop_profile"):  # any page may send that to this machine
+            assert server.send(path, b"", Origin="http://evil.example").status == 403
         assert server.send("/start_profile", method="POST").status == 200
         assert server.send("/start_profile", {}).status == 400
         assert server.send("/v1/completions", BODY).status == 200

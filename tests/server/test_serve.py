@@ -20,7 +20,7 @@ import pytest
 
 from nanovllm import AsyncLLM, demo_model
 from nanovllm.apps.cli import main as cli
-from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.options import ServerOptions, keys_of_environment
 from nanovllm.errors import ConfigError
 from tests.helpers import ROOT, environment
 
@@ -109,6 +109,15 @@ def serving(*flags: str, **variables: str) -> Iterator[Process]:
     finally:
         server.process.kill()
         server.process.wait()
+
+
+@pytest.mark.parametrize("value", [",", ",,", ""])
+def test_a_variable_without_a_key_is_no_open_door(value: str) -> None:
+    if value:
+        with pytest.raises(ConfigError, match="which has no key: set one, or unset it"):
+            keys_of_environment({"NANOVLLM_API_KEY": value})
+    else:
+        assert keys_of_environment({"NANOVLLM_API_KEY": value}) == ()
 
 
 def test_serves_and_drains(tmp_path: Path) -> None:

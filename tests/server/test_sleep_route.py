@@ -1,5 +1,7 @@
 """Sleep over HTTP, and a model with several names: what a server of several models builds on."""
 
+import re
+
 import pytest
 
 pytest.importorskip("fastapi")
@@ -10,6 +12,12 @@ from tests.server.conftest import Running, running
 BODY = {"prompt": "A KV cache is", "max_tokens": 4, "temperature": 0}
 
 
+def sleep_states(server: Running) -> set[str]:
+    """Return the states that the metric vllm:engine_sleep_state says the engine is in."""
+    lines = re.findall(r"vllm:engine_sleep_state\{(.*)\} 1\.0", str(server.send("/metrics").body))
+    return {found for line in lines for found in re.findall(r'sleep_state="(\w+)"', line)}
+
+
 def test_the_engine_sleeps_and_wakes_up(async_llm: AsyncLLM) -> None:
     with running(async_llm, enable_sleep_mode=True) as server:
         text = server.send("/v1/completions", BODY).body["choices"][0]["text"]
@@ -18,8 +26,10 @@ def test_the_engine_sleeps_and_wakes_up(async_llm: AsyncLLM) -> None:
         reply = server.send("/sleep?mode=wait", b"")
         assert reply.body == {"status": "sleeping", "level": 1}
         assert server.send("/is_sleeping").body == {"is_sleeping": True}
-        assert "the engine sleeps" in server.send("/v1/completions", BODY).error["message"]
-        assert server.send("/metrics").status == 200
+        refused = server.send("/v1/completions", BODY)
+        assert (refused.status, "POST /wake_up" in refused.error["message"]) == (503, True)
+        assert server.send("/ready").status == 503
+        assert sleep_states(server) == {"weights_offloaded"}
         assert server.send("/wake_up?tags=pool", b"").error["param"] == "tags"
         weights = server.send("/wake_up?tags=weights", b"").body
         assert weights == {"status": "sleeping", "tags": ["weights"]}
@@ -27,6 +37,8 @@ def test_the_engine_sleeps_and_wakes_up(async_llm: AsyncLLM) -> None:
         assert (reply.status, reply.error["param"]) == (403, None)
         assert server.send("/wake_up", b"").body == {"status": "awake", "tags": None}
         assert server.send("/is_sleeping").body == {"is_sleeping": False}
+        assert server.send("/ready").status == 200
+        assert sleep_states(server) == {"awake"}
         assert server.send("/v1/completions", BODY).body["choices"][0]["text"] == text
 
 

@@ -101,11 +101,9 @@ def test_a_pause_ends_or_awaits_requests(server: Running, mode: str, reason: str
     assert server.send(f"/pause?mode={mode}", b"").status == 200
     choice = first.answer().body["choices"][0]
     assert choice["finish_reason"] == reason
-    second = Sent(server, SHORT)
-    time.sleep(0.1)
-    assert second.is_waiting
+    assert server.send("/v1/completions", SHORT).status == 503
     assert server.send("/resume", b"").status == 200
-    second.answer()
+    assert server.send("/v1/completions", SHORT).status == 200
 
 
 def test_a_pause_that_keeps_can_end_otherwise(server: Running) -> None:
@@ -113,7 +111,10 @@ def test_a_pause_that_keeps_can_end_otherwise(server: Running) -> None:
     assert server.send("/pause?mode=keep", b"").status == 200
     assert server.send("/pause?mode=wait", b"").status == 200
     assert first.answer().body["choices"][0]["finish_reason"] == "length"
+    assert server.send("/pause?mode=keep", b"").status == 200
     second = Sent(server, SHORT)
+    time.sleep(0.1)
+    assert second.is_waiting
     assert server.send("/pause?mode=abort", b"").status == 200
     assert second.answer().body["choices"][0]["finish_reason"] == "abort"
     assert server.send("/resume", b"").status == 200

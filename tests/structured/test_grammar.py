@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from nanovllm import StructuredOutputsParams, demo_model
 from nanovllm.errors import InvalidRequestError
 from nanovllm.features.structured import grammar
 from nanovllm.features.structured.grammar import GrammarCompiler
+from nanovllm.options.structured_outputs import made_grammar
 
 pytest.importorskip("llguidance")
 
@@ -260,12 +262,108 @@ def test_patterns_of_properties_are_bounded(compiler: GrammarCompiler, form: str
                 compiler.compile(params)
 
 
-def test_the_longest_grammar_without_rules_is_refused_at_once(compiler: GrammarCompiler) -> None:
+MANY = "a?" * 2000
+DOUBLED = "\n".join(f"A{i + 1}: A{i} A{i}" for i in range(14))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"regex": "a?" * 32000},
+        {"regex": "(a|)" * 2000 + "b"},
+        {"json": {"type": "string", "pattern": MANY}},
+        {"json": {"type": "object", "patternProperties": {MANY: {}}}},
+        {"grammar": f"start: /{MANY}/"},
+        {"grammar": "start: /x" + "\n?" * 2000 + "/"},
+        {"grammar": 'start: %json {"anyOf": [{"pattern": "' + MANY + '"}]}'},
+        {"grammar": f'start: A14 "x:" # a/b "\nA0: "x:"? /b*/ ["c"]\n{DOUBLED}'},
+        {"grammar": "start: A1500\nA0: /b/\n" + "\n".join(f"A{i + 1}: A{i}" for i in range(1500))},
+    ],
+)
+def test_parts_that_may_be_empty_are_bounded(
+    compiler: GrammarCompiler, form: dict[str, Any]
+) -> None:
+    """Symptom: minutes and gigabytes in one step of llguidance's lexer, above all its limits."""
+    start = time.monotonic()
+    with pytest.raises(InvalidRequestError, match=r"the limit is 1000: write fewer|too deeply"):
+        compiler.compile(StructuredOutputsParams(**form))
+    assert time.monotonic() - start < 1
+
+
+REFERENCES = {f"a{i + 1}": {"items": {"$ref": f"#/$defs/a{i}"}} for i in range(20000)}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        ("start: A\nA: " + " & ".join(f"/.*{i}.*/" for i in range(150)), "more than 1 s"),
+        ("start: a3000\n" + "\n".join(f"a{i + 1}: a{i}" for i in range(3000)), "too deeply"),
+        (
+            "start: %json "
+            + json.dumps({"$ref": "#/$defs/a20000", "$defs": {"a0": {}, **REFERENCES}}),
+            "too deeply",
+        ),
+    ],
+)
+def test_what_may_end_the_process_is_tried_in_another(
+    compiler: GrammarCompiler, grammar: str, reason: str
+) -> None:
+    """Symptom: a request with this grammar ends the server, or is compiled for hours."""
+    with pytest.raises(InvalidRequestError, match=reason):
+        compiler.compile(made_grammar(grammar, "the tools"))
+
+
+def test_what_looks_costly_is_compiled(compiler: GrammarCompiler) -> None:
+    patterns = [{"type": "string", "pattern": f"^(x|{i})*$"} for i in range(8)]
+    assert accepts(compiler, '"xx"', json={"allOf": patterns})
+    rules = "\n".join(f"a{i + 1}: a{i}" for i in range(600))
+    assert accepts(compiler, "x", grammar=f'start: a600\na0: "x"\n{rules}')
+    words = "|".join(f"words?{i}" for i in range(900))
+    assert accepts(compiler, "word7", regex=words)
+    schema = {f"k{i}": {"type": "string", "pattern": "(ab?c*)?" * 20} for i in range(60)}
+    compiler.compile(StructuredOutputsParams(json={"properties": schema}))
+
+
+KEYWORDS = (
+    "type properties required items prefixItems additionalProperties patternProperties allOf anyOf "
+    "oneOf not if enum const pattern format minLength minimum multipleOf maxItems uniqueItems "
+    "minProperties contains dependentRequired $ref $id $anchor $defs title x-guidance"
+)
+OF_WRONG_FORM = [None, 5, "(", "#/x", [None], [5], [[]], [{"a": None}], {"a": 5}, {"": {}}]
+
+
+@pytest.mark.parametrize("form", ["json", "grammar"])
+def test_schemas_of_wrong_form_are_refused_in_words(compiler: GrammarCompiler, form: str) -> None:
+    """Symptom: TypeError: unhashable type, or decimal.Overflow, and status 500."""
+    objects = {"type": "object", "properties": {"a": {}}}
+    texts = [
+        json.dumps({**base, keyword: value})
+        for keyword in KEYWORDS.split()
+        for value in OF_WRONG_FORM
+        for base in ({}, objects)
+    ]
+    refused = 0
+    for text in [*texts, '{"multipleOf": 1e9999999}', '{"multipleOf": 1e-9999999}']:
+        made = made_grammar(f"start: %json {text}", "the tools")
+        try:
+            compiler.compile(made if form == "grammar" else StructuredOutputsParams(json=text))
+        except InvalidRequestError:
+            refused += 1
+    assert refused > 300
+
+
+@pytest.mark.parametrize("piece", ["\n", '"\\', "/\\", "a", "a[", "a.", "a\t\t"])
+def test_the_longest_grammar_without_rules_is_refused_at_once(
+    compiler: GrammarCompiler, piece: str
+) -> None:
     """Symptom: 65,536 line ends hold up every thread of the process for most of a minute."""
+    text = piece * (65000 // len(piece))
     start = time.monotonic()
     with pytest.raises(InvalidRequestError, match="has no rule `start` of Lark, and is no GBNF"):
-        compiler.compile(StructuredOutputsParams(grammar="\n" * 2**16))
-    assert time.monotonic() - start < 1
+        compiler.compile(StructuredOutputsParams(grammar=text))
+    with suppress(InvalidRequestError):
+        compiler.compile(StructuredOutputsParams(grammar="start: A\nA: " + text))
+    assert time.monotonic() - start < 2
 
 
 def test_tokenizer_of_another_model_is_refused() -> None:

@@ -17,7 +17,7 @@ _MAX_RETRY_SECONDS = 60
 _SMALL_BODY = 2**16
 """Bytes of each body that are not counted, so that large ones do not keep out small ones."""
 _MANY_BODIES = 64
-"""At most this many of the largest bodies are in memory."""
+"""At most this many of the largest bodies are in memory, and as many bytes of answers."""
 
 
 class Admitted:
@@ -232,6 +232,34 @@ class BodyBudget:
             yield counted
         finally:
             self._num_bytes -= held
+
+
+class AnswerBudget:
+    """Bounds the bytes of answers that wait for their clients to read.
+
+    Args:
+        max_body_bytes: all answers together have 64 times as many at most, but for the largest one.
+    """
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self._max_bytes = _MANY_BODIES * max_body_bytes
+        self._num_bytes = 0
+        self._waiting: dict[object, tuple[int, Callable[[], object]]] = {}  # the oldest first
+
+    @contextmanager
+    def sending(self, num_bytes: int, cut: Callable[[], object]) -> Iterator[None]:
+        """Count an answer that this block sends. The oldest ones are cut if all are too many."""
+        key = object()
+        self._waiting[key] = num_bytes, cut
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._max_bytes and len(self._waiting) > 1:
+            size, end = self._waiting.pop(next(iter(self._waiting)))
+            self._num_bytes -= size
+            end()
+        try:
+            yield
+        finally:
+            self._num_bytes -= self._waiting.pop(key, (0, None))[0]
 
 
 def shutting_down() -> APIError:

@@ -6,13 +6,22 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import select
 import sys
 import termios
+import time
+from typing import ClassVar
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm.apps.server.error_bodies import APIError
+
+_TURN_SECONDS = 0.002
+"""For the parts of a body that one connection has sent, before others have their turn."""
+_LEAST_PIECE = 256
+_LARGEST_PIECE = 2**18
+_WATCH_SECONDS = 0.5
 
 
 def connection_class(read_timeout: float, most: int) -> type[H11Protocol]:
@@ -27,6 +36,7 @@ def connection_class(read_timeout: float, most: int) -> type[H11Protocol]:
     class Connection(_Connection):
         timeout = read_timeout
         max_connections = most
+        waiting: ClassVar[set[_Connection]] = set()
 
     return Connection
 
@@ -36,10 +46,16 @@ class _Connection(H11Protocol):
     max_connections: int
     _arriving: asyncio.TimerHandle | None = None
     _stuck: asyncio.TimerHandle | None = None
+    waiting: ClassVar[set["_Connection"]]
+    """Connections of which more has arrived than a turn has time for."""
+    _turn: asyncio.TimerHandle | None = None
+    _leaving: asyncio.TimerHandle | None = None
+    _piece_size = _LEAST_PIECE
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock of the first request; refuse a connection too many."""
         super().connection_made(transport)
+        self._arrived = bytearray()
         self.app_state = {**self.app_state, "connection": self}  # found in each request's state
         if len(self.connections) > self.max_connections:
             self._refuse(503, f"the server has {self.max_connections} connections; try again later")
@@ -48,15 +64,58 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clocks."""
-        for timer in (self._arriving, self._stuck):
+        for timer in (self._arriving, self._stuck, self._turn, self._leaving):
             if timer is not None:
                 timer.cancel()
+        self.waiting.discard(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Pass on what has arrived; start or stop the clock of its request."""
-        super().data_received(data)
+        """Pass on what has arrived; start or stop the clock of its request.
+
+        A body may come in chunks of a byte, which take a thousand times as long as their bytes: so
+        it is read in pieces, and all connections whose pieces take long share a third of the time.
+        """
+        self._arrived += data
+        if self._turn is None:
+            self._read_pieces()
+        else:  # the app has asked for more
+            self.transport.pause_reading()
+
+    def _read_pieces(self) -> None:
+        self._turn = None
+        self.waiting.discard(self)
+        while self._arrived and not self.transport.is_closing():
+            piece = bytes(self._arrived[: self._piece_size])
+            del self._arrived[: self._piece_size]
+            start = time.perf_counter()
+            super().data_received(piece)
+            took = time.perf_counter() - start
+            size = int(len(piece) * _TURN_SECONDS / max(took, 1e-6))
+            self._piece_size = min(max(size, _LEAST_PIECE), _LARGEST_PIECE)
+            if self._arrived and took > _TURN_SECONDS / 4:
+                self.waiting.add(self)
+                self._turn = self.loop.call_later(2 * took * len(self.waiting), self._read_pieces)
+                break
         self._watch_arrival()
+        if self._turn is not None:
+            self.transport.pause_reading()
+        elif not self.flow.read_paused:
+            self.transport.resume_reading()
+        if self._leaving is None and (self._turn or self.flow.read_paused):
+            self._leaving = self.loop.call_later(_WATCH_SECONDS, self._check_presence)
+
+    def _check_presence(self) -> None:
+        """Cut off a client that has left while nothing is read from it, its end neither."""
+        self._leaving = None
+        if self._turn is None and not self.flow.read_paused:
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        if poll.poll(0):
+            self.transport.abort()
+        else:
+            self._leaving = self.loop.call_later(_WATCH_SECONDS, self._check_presence)
 
     def on_response_complete(self) -> None:
         """Go on with a request that was sent before this answer; start its clock."""

@@ -140,10 +140,11 @@ def admit(request: Request, num_sequences: int, body: EngineRequest | None = Non
     The key of fairness is its user or, with several API keys, its key.
 
     Raises:
-        APIError: there is no such model, the priority is not allowed, the queue is full, or it
-            holds too much of this user.
+        APIError: the engine sleeps or is paused, there is no such model, the priority is not
+            allowed, the queue is full, or it holds too much of this user.
     """
     server = state_of(request)
+    server.check_awake()
     guard = Guard()
     given = body or EngineRequest()
     adapter = server.check_model(given.model)

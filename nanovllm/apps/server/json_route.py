@@ -30,19 +30,27 @@ class JSONRoute(APIRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request. A large answer waits here, not with the connection, for its client."""
+        server = scope["app"].state.server
+
+        def cut() -> None:
+            if connection := scope["state"].get("connection"):  # None behind other servers
+                connection.transport.abort()
 
         async def send_pieces(message: Message) -> None:
             body = message.get("body", b"")
-            for start in range(0, len(body) - _LARGE_BYTES, _LARGE_BYTES):
-                piece = body[start : start + _LARGE_BYTES]
-                await send({**message, "body": piece, "more_body": True})
-            rest = max(0, len(body) - 1) // _LARGE_BYTES * _LARGE_BYTES
-            await send({**message, "body": body[rest:]} if rest else message)
+            if len(body) <= _LARGE_BYTES:
+                await send(message)
+                return
+            with server.answers.sending(len(body), cut):
+                for start in range(0, len(body) - _LARGE_BYTES, _LARGE_BYTES):
+                    piece = body[start : start + _LARGE_BYTES]
+                    await send({**message, "body": piece, "more_body": True})
+                rest = (len(body) - 1) // _LARGE_BYTES * _LARGE_BYTES
+                await send({**message, "body": body[rest:]})
 
         with ExitStack() as held:
             scope.setdefault("state", {})["held"] = held
-            bodies = scope["app"].state.server.bodies
-            counted = held.enter_context(bodies.reading(receive))
+            counted = held.enter_context(server.bodies.reading(receive))
             await super().handle(scope, counted, send_pieces)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

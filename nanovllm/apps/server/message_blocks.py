@@ -24,8 +24,11 @@ from nanovllm.apps.server.protocol.message_objects import (
 )
 from nanovllm.apps.server.protocol.messages import (
     AnyBlock,
+    ContentSource,
     DocumentBlock,
     InputMessage,
+    PlainTextSource,
+    SearchResultBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
@@ -48,12 +51,9 @@ def messages_of(system: str | Seq[TextBlock] | None, given: Seq[InputMessage]) -
     Raises:
         InvalidRequestError: there is no content, or a side calls very many tools at once.
     """
-    texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
-    texts = [text for text in (_BILLING.sub("", text, count=1) for text in texts) if text]
     turns = _Turns()
-    for text in texts:
-        turns.add_text("system", text)
-    for message in given:
+    first = [] if system is None else [InputMessage.model_construct(role="system", content=system)]
+    for message in (*first, *given):
         if isinstance(message.content, str):
             turns.add_text(message.role, message.content)
         else:
@@ -70,11 +70,13 @@ class _Turns:
         self._tool_names: dict[str, str] = {}  # by the id of a call
 
     def add_text(self, role: str, text: str) -> None:
+        if role == "system" and not (text := _BILLING.sub("", text, count=1)):
+            return
         self._turn(role).setdefault("content", []).append(text)
 
     def add_block(self, role: str, block: AnyBlock) -> None:
         match block:
-            case TextBlock() | DocumentBlock():
+            case TextBlock() | DocumentBlock() | SearchResultBlock():
                 self.add_text(role, _text_of(block))
             case ThinkingBlock():
                 turn = self._turn("assistant")
@@ -115,10 +117,20 @@ def _joined(name: str, value: Any) -> Any:
     return _BETWEEN_PARTS[name].join(filter(None, value)) if name in _BETWEEN_PARTS else value
 
 
-def _text_of(block: TextBlock | DocumentBlock) -> str:
-    if isinstance(block, TextBlock):
-        return block.text
-    return "\n".join(filter(None, (block.title, block.context, block.source.data)))
+def _text_of(block: TextBlock | DocumentBlock | SearchResultBlock) -> str:
+    match block:
+        case TextBlock():
+            return block.text
+        case SearchResultBlock():
+            parts: Any = [block.title, block.source, *(part.text for part in block.content)]
+        case (
+            DocumentBlock(source=PlainTextSource(data=text))
+            | DocumentBlock(source=ContentSource(content=str(text)))
+        ):
+            parts = [block.title, block.context, text]
+        case DocumentBlock(source=ContentSource(content=list(blocks))):
+            parts = [block.title, block.context, *(part.text for part in blocks)]
+    return "\n".join(filter(None, parts))
 
 
 class MessageBuilder:

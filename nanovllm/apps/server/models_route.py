@@ -32,6 +32,8 @@ class ModelCard(BaseModel):
     """A model that can be named in requests."""
 
     id: str
+    display_name: str
+    """The same, for Anthropic's client."""
     object: Literal["model"] = "model"
     created: int
     """Unix time in seconds."""
@@ -141,8 +143,10 @@ def _card(
 ) -> ModelCard:
     engine = server.llm.engine
     is_free = engine.config.generation_config != "vllm"
+    name = name or server.model_name if adapter is None else adapter.lora_name
     return ModelCard(
-        id=name or server.model_name if adapter is None else adapter.lora_name,
+        id=name,
+        display_name=name,
         created=server.start_time,
         root=engine.config.model if adapter is None else adapter.lora_path,
         parent=None if adapter is None else adapter.base_model_name or server.model_name,

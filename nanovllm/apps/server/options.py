@@ -203,8 +203,18 @@ def check_options(options: ServerOptions, config: Config) -> None:
 
 
 def keys_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the API keys in the environment."""
-    return tuple(key for key in environment.get(API_KEY_VARIABLE, "").split(",") if key)
+    """Return the API keys in the environment.
+
+    Raises:
+        ConfigError: the variable is set, and has no key.
+    """
+    given = environment.get(API_KEY_VARIABLE, "")
+    keys = tuple(key for key in given.split(",") if key)
+    if given and not keys:
+        raise ConfigError(
+            f"{API_KEY_VARIABLE} is {given!r}, which has no key: set one, or unset it"
+        )
+    return keys
 
 
 def add_server_flags(parser: Parser) -> None:

@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request
 
-from nanovllm.apps.server.state import state_of
+from nanovllm.apps.server.sleep_route import controlled
 
 router = APIRouter(tags=["profile"])
 
@@ -10,7 +10,7 @@ router = APIRouter(tags=["profile"])
 @router.post("/start_profile")
 async def start_profile(request: Request) -> dict[str, str]:
     """Begin a profile in the directory `profile_dir`."""
-    llm = state_of(request).llm
+    llm = controlled(request).llm
     await llm.start_profile()
     return {"profile_dir": llm.engine.config.profile_dir or ""}
 
@@ -18,4 +18,4 @@ async def start_profile(request: Request) -> dict[str, str]:
 @router.post("/stop_profile")
 async def stop_profile(request: Request) -> dict[str, list[str]]:
     """End the profile and return the paths of its files, on the server's machine."""
-    return {"files": await state_of(request).llm.stop_profile()}
+    return {"files": await controlled(request).llm.stop_profile()}

@@ -228,6 +228,7 @@ class ServerMetrics:
             answers.add_metric([values[0], path, str(status)], count)
         yield answers
         yield self._cache_info()
+        yield self._sleep_state()
 
     def _engine_family(self, metric: Metric | Vector | EngineHistogram) -> Family:
         names = list(self._labels)
@@ -245,6 +246,16 @@ class ServerMetrics:
         kind = GaugeMetricFamily if isinstance(metric, Gauge) else CounterMetricFamily
         family = kind(metric.name, text, labels=names)
         family.add_metric(values, metric.value)
+        return family
+
+    def _sleep_state(self) -> Family:
+        weights = self._llm.engine.weights
+        level = 0 if weights is None else weights.sleep_level
+        text = "1 is the state that the engine is in: level 1 keeps the weights elsewhere."
+        labels = [*self._labels, "sleep_state"]
+        family = GaugeMetricFamily("vllm:engine_sleep_state", text, labels=labels)
+        for index, state in enumerate(("awake", "weights_offloaded", "discard_all")):
+            family.add_metric([*self._labels.values(), state], float(index == level))
         return family
 
     def _cache_info(self) -> Family:

@@ -11,7 +11,7 @@ from fastapi import Request
 
 from nanovllm import __version__
 from nanovllm.apps.server.adapters import Adapters
-from nanovllm.apps.server.admission import Admission, BodyBudget
+from nanovllm.apps.server.admission import Admission, AnswerBudget, BodyBudget
 from nanovllm.apps.server.answers.answer_format import AnswerFormat, find_answer_format
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.options import ServerOptions, check_options, model_name
@@ -63,9 +63,12 @@ class ServerState:
             options.max_waiting, lambda: len(engine.scheduler.running), options.read_timeout
         )
         self.bodies = BodyBudget(options.max_body_bytes)
+        self.answers = AnswerBudget(options.max_body_bytes)
         self.max_model_len = engine.worker_info.max_model_len
         self.token_bytes = (lambda token: b"") if tokenizer is None else token_bytes(tokenizer)
         """The bytes of a token; none without a tokenizer."""
+        self.refuses_in_pause = False
+        """Whether requests that come in a pause are refused; else they wait for its end."""
         self.failure: str | None = None
         """Why the engine is dead; None while it lives."""
         self.preparing = FairExecutor(2, "nanovllm-prepare")
@@ -108,6 +111,19 @@ class ServerState:
         from nanovllm.apps.server.weight_transfer import WeightTransfer
 
         return WeightTransfer(self.llm)
+
+    def check_awake(self) -> None:
+        """Raise APIError, status 503, if the engine sleeps, or has a pause that keeps nothing."""
+        engine = self.llm.engine
+        if engine.is_paused:
+            if self.refuses_in_pause:
+                raise APIError(
+                    503,
+                    "the engine is paused: POST /resume ends it; with mode=keep requests wait",
+                    code="paused",
+                )
+        elif engine.weights is not None and engine.weights.is_sleeping:
+            raise APIError(503, "the engine sleeps: POST /wake_up ends it", code="sleeping")
 
     def answer_head(self, prefix: str, request_id: str | None, name: str | None) -> dict[str, Any]:
         """Return what an answer to a request for the model `name`, or each chunk, begins with."""

@@ -41,11 +41,14 @@ async def health(request: Request) -> dict[str, str]:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> dict[str, str]:
-    """Say that the server takes requests; status 503 while it shuts down."""
+    """Say that the server takes requests; status 503 while it shuts down, sleeps or refuses them in
+    a pause.
+    """
     server = state_of(request)
     if server.admission.is_draining:
         raise shutting_down()
     _check_engine(server)
+    server.check_awake()
     return {"status": "ready"}
 
 

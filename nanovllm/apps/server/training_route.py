@@ -86,21 +86,23 @@ async def pause(
     clear_cache: bool = True,
     wait_for_inflight_requests: bool = False,
 ) -> dict[str, str]:
-    """Compute nothing until /resume; requests in flight are aborted, awaited or kept.
+    """Compute nothing until /resume; requests in flight are aborted, awaited or kept. Those that
+    come in the pause are refused, or kept as well.
 
     A client that leaves while they are awaited gives up the pause. To wait for them is what older
     clients ask for.
     """
     mode = "wait" if wait_for_inflight_requests else mode
     with naming_params(("mode",), "mode"), while_connected(request):
-        llm = controlled(request).llm
-        await llm.pause_generation(mode=mode, clear_cache=clear_cache)
+        server = controlled(request)
+        await server.llm.pause_generation(mode=mode, clear_cache=clear_cache)
+        server.refuses_in_pause = mode != "keep"
     return {"status": "paused"}
 
 
 @router.post("/resume")
 async def resume(request: Request) -> dict[str, str]:
-    """Go on with the requests that were kept, and with those that came meanwhile."""
+    """Go on with the requests that were kept."""
     await controlled(request).llm.resume_generation()
     return {"status": "resumed"}
 

@@ -10,13 +10,20 @@ import logging
 import math
 import re
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, InvalidOperation, Overflow
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.features.structured.grammar_errors import in_our_words, what_is_not_enforced
+from nanovllm.features.structured.grammar_limits import (
+    LIMITS,
+    MANY_PATTERNS,
+    check_parts,
+    check_terminals,
+    try_grammar,
+)
 from nanovllm.features.structured.grammar_tokenizer import GrammarTokenizer, grammar_tokenizer
 from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.options.json_schema import X_GUIDANCE, grammar_schema_text
@@ -37,21 +44,12 @@ _END_OF_INT64 = 2.0**63
 """The least number above what llguidance counts with."""
 _MAX_PATTERNS = 64
 """Keys of all patternProperties in a schema, of which each is compared with each."""
+_MANY_REFERENCES = 20
+_MANY_OBJECTS = 500
+"""With more of both in a schema, one may lead to another so deeply that llguidance crashes."""
 _FUNCTION = re.compile(r"(?m)^arguments_\d+: (%json .*) // (\".*\")$")
 """A rule of `ToolFormat.grammar`: the schema of a function, and its name."""
 _LENIENT = re.compile(r'"lenient"\s*:\s*true')
-_LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_lexer_states": 25_000,
-    "max_grammar_size": 100_000,
-    "verbose_errors": False,
-}
-"""Fields of llguidance's LLParserLimits: some 100 ms of compiling, 20 ms for a mask, and
-50 MB for a request."""
-
-
 _Key = tuple[str, str, bool]
 """A grammar's form, its text, and whether it disables any white space."""
 
@@ -149,11 +147,17 @@ class GrammarCompiler:
         try:
             _check_divisors(params.text)
             _check_bounds(params.text)
-            _check_patterns(params)
+            needs_trial = _check_patterns(params)
             grammar = _llguidance_grammar(params, described)
+            if params.form == "grammar":
+                needs_trial |= check_terminals(grammar)
         except ValueError as error:
             return in_our_words(str(error), places=_has_places(params))
-        limits = LLParserLimits(**_LIMITS)
+        if needs_trial and not self._is_copy:
+            size = self._vocab_size
+            if found := try_grammar(described.text, size, self.eos_token_ids, grammar):
+                return in_our_words(found)
+        limits = LLParserLimits(**LIMITS)
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if described.drops_space and not matcher.is_error():
             space = tokenizer.greedy_tokenize(" ")
@@ -177,7 +181,7 @@ class GrammarCompiler:
         tokenizer, _ = self._make_tokenizer()
         for rule in _FUNCTION.finditer(text):
             grammar = LLMatcher.grammar_from_lark(f"start: {rule[1]}")
-            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
             if matcher.is_error() or what_is_not_enforced(matcher.get_grammar_warnings())[1]:
                 return f"the parameters of {rule[2]}: "
         return ""
@@ -252,8 +256,10 @@ def _check_divisors(text: str) -> None:
     for _, number in _numbers_of("multipleOf", text):
         try:
             _, digits, exponent = Decimal(number).normalize().as_tuple()
-        except InvalidOperation:
+        except InvalidOperation:  # llguidance says what is wrong
             continue
+        except Overflow:
+            raise ValueError(f"multipleOf {number:.40} is too large") from None
         whole = min(len(digits) + max(int(exponent), 0), 20)  # digits of a number before its point
         divisors.append(int("".join(map(str, digits)).ljust(whole, "0")[:20]))
     if len(divisors) * math.lcm(*divisors) > _MAX_REMAINDERS:
@@ -288,28 +294,48 @@ def _numbers_of(keyword: str, text: str) -> list[tuple[str, str]]:
     return re.findall(rf'"({keyword})"\s*:\s*([-+.0-9eE]+)', plain)
 
 
-def _check_patterns(params: StructuredOutputsParams) -> None:
-    """Refuse what takes minutes without reaching llguidance's limits: many patternProperties.
+def _check_patterns(params: StructuredOutputsParams) -> bool:
+    """Refuse many patternProperties, and expressions of many parts.
+
+    Returns:
+        Whether a schema needs a trial: it may be deep, or several expressions meet in a text.
 
     Raises:
         ValueError: there are too many, in a schema or in the schemas of a grammar.
     """
     text = params.text
-    count = 0
+    num_keys = 0
+    patterns: list[str] = []
+    counts: Counter[str] = Counter()  # of objects and keywords in one schema
+    needs_trial = False
 
     def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        nonlocal count
-        found = (value for key, value in pairs if key == "patternProperties")
-        count += sum(len(value) for value in found if isinstance(value, dict))
+        nonlocal num_keys
+        counts["objects"] += 1
+        for key, value in pairs:
+            if key == "patternProperties" and isinstance(value, dict):
+                num_keys += len(value)
+                patterns.extend(value)
+            elif key in ("pattern", "format") and isinstance(value, str):
+                patterns.append(value)
+            counts["refs"] += key == "$ref"
+            counts["all"] += key == "allOf"
+            counts["patterns"] += key in ("pattern", "format")
         return dict(pairs)
 
     starts = {text.find("{", match.end()) for match in re.finditer("%json", text)} - {-1}
     decoder = json.JSONDecoder(object_pairs_hook=note)
     for start in {text.find("{")} if params.form == "json" else starts:
+        counts.clear()
         with contextlib.suppress(ValueError, RecursionError):  # llguidance says what is wrong
             decoder.raw_decode(text, start)
-    if count > _MAX_PATTERNS:
-        raise ValueError(f"patternProperties: {count} keys, the limit is {_MAX_PATTERNS}")
+        meets = counts["patterns"] > MANY_PATTERNS and counts["refs"] + counts["all"]
+        is_deep = counts["refs"] > _MANY_REFERENCES and counts["objects"] > _MANY_OBJECTS
+        needs_trial = bool(needs_trial or meets or is_deep)
+    if num_keys > _MAX_PATTERNS:
+        raise ValueError(f"patternProperties: {num_keys} keys, the limit is {_MAX_PATTERNS}")
+    check_parts([text] if params.form == "regex" else patterns)
+    return needs_trial
 
 
 def _llguidance_grammar(params: StructuredOutputsParams, tokenizer: GrammarTokenizer) -> str:

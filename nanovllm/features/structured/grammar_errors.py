@@ -90,6 +90,7 @@ _WORDS: tuple[tuple[str, _Rewritten], ...] = (
         r".*Current row has (\d+) items; max is (\d+).*",
         r"it is too complex: \1 ways to go on at one place, the limit is \2",
     ),
+    (r"lexer precomputation failed.*", "it is too complex: too many expressions constructed"),
     (
         r"Unable to determine if regex is empty.*",
         "it is too complex: a string that must fit several patterns",

@@ -52,6 +52,11 @@ class WeightControl:
     def is_sleeping(self) -> bool:
         return bool(self._asleep)
 
+    @property
+    def sleep_level(self) -> int:
+        """The level of the sleep that the engine is in; 0 while it is awake."""
+        return self._level if self._asleep else 0
+
     def pause(self, mode: str, clear_cache: bool) -> Interruption:
         """Return a call that launches no step until `resume`; requests in flight end as `mode`
         says, or are kept.

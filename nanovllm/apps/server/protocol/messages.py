@@ -1,5 +1,6 @@
 """Requests of /v1/messages and /v1/messages/count_tokens, by the names of Anthropic's API."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -20,6 +21,7 @@ from nanovllm.options.other_names import OtherName, other_names
 from nanovllm.options.validation import shown
 
 _TEXT_ONLY = "the models here read text only: send it as a text block"
+_NOT_TEXT = ("image", "document", "video", "audio", "file", "base64", "url")
 _ONLY_CUSTOM = "this server runs no tools itself; define it as a custom tool with an input_schema"
 _OF_OTHER_ROUTES = other_names(
     ("n", (1,), "an answer is one message"),
@@ -51,6 +53,31 @@ class TextBlock(Block):
     text: str
 
 
+def _type_of(block: Any) -> str | None:
+    return block.get("type") if isinstance(block, dict) else None
+
+
+def _of_types(what: str, *types: str) -> BeforeValidator:
+    """Return a check that an object has one of these types; the error names the one that it has."""
+
+    def check(given: Any) -> Any:
+        kind = _type_of(given)
+        if isinstance(given, dict) and kind not in types:
+            rule = f"{what} must be of type {' or '.join(types)}, got {shown(kind)}"
+            message = f"{rule}: {_TEXT_ONLY}" if kind in _NOT_TEXT else rule
+            raise refused("type", message)
+        return given
+
+    return BeforeValidator(check)
+
+
+BlockType = TypeVar("BlockType")
+_Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[BlockType], _MANY, Tag("list")], TEXT_OR_LIST
+]
+_OnlyText = Annotated[TextBlock, _of_types("a block here", "text")]
+
+
 class PlainTextSource(RequestModel):
     """The text of a document."""
 
@@ -58,23 +85,34 @@ class PlainTextSource(RequestModel):
     media_type: Literal["text/plain"] = "text/plain"
     data: str
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("type") != "text":
-            raise refused(
-                "type", f"a source of type {shown(given.get('type'))} is not read: {_TEXT_ONLY}"
-            )
-        return given
+
+class ContentSource(RequestModel):
+    """The text of a document, in blocks."""
+
+    type: Literal["content"]
+    content: _Content[_OnlyText]
 
 
 class DocumentBlock(Block):
     """A document."""
 
     type: Literal["document"]
-    source: PlainTextSource
+    source: Annotated[
+        Annotated[PlainTextSource, Tag("text")] | Annotated[ContentSource, Tag("content")],
+        Discriminator(_type_of),
+        _of_types("the source of a document", "text", "content"),
+    ]
     title: str | None = None
     context: str | None = None
+
+
+class SearchResultBlock(Block):
+    """What a search found."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Annotated[list[_OnlyText], _MANY]
 
 
 class ThinkingBlock(SentBack):
@@ -99,21 +137,12 @@ class ToolUseBlock(Block):
     input: dict[str, Any]
 
 
-def _type_of(block: Any) -> str | None:
-    return block.get("type") if isinstance(block, dict) else None
-
-
-BlockType = TypeVar("BlockType")
-_Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[BlockType], _MANY, Tag("list")], TEXT_OR_LIST
-]
 _TextOnly = Annotated[
-    Annotated[TextBlock, Tag("text")] | Annotated[DocumentBlock, Tag("document")],
-    Discriminator(
-        _type_of,
-        custom_error_type="block_type",
-        custom_error_message=f"must be of type text or document: {_TEXT_ONLY}",
-    ),
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[SearchResultBlock, Tag("search_result")],
+    Discriminator(_type_of),
+    _of_types("a block of a tool_result", "text", "document", "search_result"),
 ]
 
 
@@ -126,18 +155,35 @@ class ToolResultBlock(Block):
     is_error: bool | None = None
 
 
+class ToolReference(RequestModel):
+    """A tool that the request defines."""
+
+    type: Literal["tool_reference"]
+    name: str
+
+
+class ToolChange(Block):
+    """A tool that there is, or is no more, from this message on."""
+
+    type: Literal["tool_addition", "tool_removal"]
+    tool: Annotated[ToolReference, _of_types("the tool", "tool_reference")]
+
+
 AnyBlock = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[DocumentBlock, Tag("document")]
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")],
-    Discriminator(
-        _type_of,
-        custom_error_type="block_type",
-        custom_error_message="must be of type text, document, thinking, redacted_thinking, "
-        f"tool_use or tool_result: {_TEXT_ONLY}",
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[SearchResultBlock, Tag("search_result")]
+    | Annotated[ToolChange, Tag("tool_addition")]
+    | Annotated[ToolChange, Tag("tool_removal")],
+    Discriminator(_type_of),
+    _of_types(
+        "a block",
+        *("text", "document", "search_result", "thinking", "redacted_thinking"),
+        *("tool_use", "tool_result", "tool_addition", "tool_removal"),
     ),
 ]
 
@@ -242,7 +288,7 @@ class CountTokensRequest(ConversationRequest):
     not_taken: ClassVar[frozenset[str]] = frozenset(_OF_OTHER_ROUTES)
     ignored: ClassVar[frozenset[str]] = ConversationRequest.ignored | {
         *("thread", "cache_control", "context_management", "inference_geo", "speed"),
-        *("diagnostics", "user_profile_id", "workspace_id"),
+        *("diagnostics", "user_profile_id", "workspace_id", "betas"),
     }
     empty_is_absent = ConversationRequest.empty_is_absent | {"tool_choice", "output_config"}
     text_form = "output_config.format"
@@ -262,10 +308,32 @@ class CountTokensRequest(ConversationRequest):
 
     @property
     def functions(self) -> list[Tool]:
-        """The tools by name: clients send them in changing orders, and prompts begin with them."""
+        """The tools by name: clients send them in changing orders, and prompts begin with them.
+
+        Those are meant that there are after the last message.
+        """
         if self.tool_choice is not None and self.tool_choice.type == "none":
             return []
-        return sorted(self.tools or (), key=lambda tool: tool.name)
+        return sorted(self._tools(), key=lambda tool: tool.name)
+
+    def _tools(self) -> list[CustomTool]:
+        """Return the tools after the last message's additions and removals.
+
+        Raises:
+            PydanticCustomError: one of them names a tool that is not defined.
+        """
+        tools = self.tools or []
+        names = {tool.name for tool in tools}
+        removed: set[str] = set()
+        contents = [m.content for m in self.messages if not isinstance(m.content, str)]
+        for block in itertools.chain.from_iterable(contents):
+            if isinstance(block, ToolChange):
+                name = block.tool.name
+                if name not in names:
+                    raise refused("messages", f"a {block.type} names {shown(name)}: define it")
+                change = removed.add if block.type == "tool_removal" else removed.discard
+                change(name)
+        return [tool for tool in tools if tool.name not in removed]
 
     @property
     def choice(self) -> ToolChoice:
@@ -305,7 +373,7 @@ class CountTokensRequest(ConversationRequest):
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
-        if self.choice not in ("none", "auto") and not self.tools:
+        if not self._tools() and self.choice not in ("none", "auto"):
             raise refused("tool_choice", "tool_choice needs tools")
         if self.include_reasoning is None:
             self.include_reasoning = self.thinks

@@ -1,0 +1,171 @@
+"""What a grammar may cost, where llguidance's own limits do not hold: bounds and a trial.
+
+llguidance counts its work after each step of a lexer, and one step can take minutes. So texts that
+make such steps are refused, and those that may make them are tried in a process that can be ended.
+
+This file is the program of that process, too. So it imports only the standard library at its top.
+"""
+
+import json
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import IO, Any
+
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 25_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+"""Fields of llguidance's LLParserLimits: some 100 ms of compiling, 20 ms for a mask, and
+50 MB for a request."""
+MAX_PARTS = 1000
+"""Of an expression. As many parts that may be empty, one after the other, are one step of a lexer:
+its time and memory grow with the square of their number. 1,000 of \\w? take 0.3 s and 70 MB."""
+MANY_PATTERNS = 3
+"""More of them that one text must match may take a time that doubles with each."""
+_MANY_LEVELS = 500
+"""More rules or brackets may stand in one another. llguidance goes into them by calls, and 2,500
+end the process."""
+_TRIAL_SECONDS = 1.0
+"""Of processor time."""
+_TRIAL_BYTES = 512 * 2**20
+_TRIAL_STACK = 5 * 2**20
+"""Less than the 8 MiB of a thread that compiles."""
+_TRIAL_TOKENS = 64
+_LITERALS = re.compile(r'(?s)(?:#|//)[^\n]*+|"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\])++/?')
+"""Comments, strings and expressions. Like `_DEFINITION`, it takes linear time."""
+_DEFINITION = re.compile(
+    r"\b([A-Za-z_][\w-]*+)[ \t]*+(?:\.[ \t]*+-?\d++[ \t]*+)?(?:\[[^\[\]]*+\][ \t]*+)?(?<!:):(?!:)"
+)
+
+
+def num_parts(expression: str) -> int:
+    """Return how many parts of a regular expression may be empty or repeat, at most."""
+    return sum(map(re.sub(r"(?s)\\.", "", expression).count, "?*{("))
+
+
+def check_parts(expressions: Iterable[str]) -> None:
+    """Raise ValueError if a regular expression has too many parts."""
+    for expression in expressions:
+        _check_number("an expression", num_parts(expression))
+
+
+def check_terminals(lark: str) -> bool:
+    """Refuse terminals of too many parts, with the parts of the terminals that they name.
+
+    Returns:
+        Whether the grammar needs a trial: it may be deep, or several expressions meet in a text.
+
+    Raises:
+        ValueError: a terminal or an expression in a rule has too many.
+    """
+    check_parts(found for found in _LITERALS.findall(lark) if _is_expression(found))
+    # An expression leaves its number of parts, and neither names nor colons.
+    text = _LITERALS.sub(lambda found: "(" * num_parts(found[0]) * _is_expression(found[0]), lark)
+    starts = list(_DEFINITION.finditer(text))
+    ends = [start.start() for start in starts[1:]] + [len(text)]
+    bodies = {
+        start[1]: text[start.end() : end]
+        for start, end in zip(starts, ends, strict=True)
+        if start[1].lstrip("_")[:1].isupper()
+    }
+    counts: dict[str, int] = {}
+
+    def count(name: str) -> int:
+        if name not in counts:
+            counts[name] = 0  # llguidance refuses one that names itself
+            body = bodies[name]
+            number = 1 + num_parts(body) + body.count("[")
+            for other in re.findall(r"[\w-]+", body):
+                if other in bodies:
+                    number += count(other)
+            counts[name] = number
+        return counts[name]
+
+    try:
+        for name in bodies:
+            _check_number(f"the terminal {name}", count(name))
+    except RecursionError:
+        raise ValueError("recursion limit exceeded") from None
+    return len(starts) + text.count("(") > _MANY_LEVELS or text.count("&") > MANY_PATTERNS
+
+
+def _is_expression(literal: str) -> bool:
+    return literal[0] == "/" and literal[:2] != "//"
+
+
+def _check_number(what: str, number: int) -> None:
+    if number > MAX_PARTS:
+        raise ValueError(
+            f"{what} has {number} parts that may be empty or repeat, counting each ? * {{ and (; "
+            f"the limit is {MAX_PARTS}: write fewer, or several terminals of a grammar"
+        )
+
+
+def try_grammar(tokenizer: str, vocab_size: int, eos: tuple[int, ...], grammar: str) -> str:
+    """Compile a grammar in a process that can be ended; return why it takes too much, or ""."""
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        __file__,
+        json.dumps([path for path in sys.path if path]),
+    ]
+    request = json.dumps([tokenizer, vocab_size, eos, LIMITS, grammar]).encode()
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C in a terminal is not for it
+    ) as process:
+        try:
+            process.communicate(request)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode == 0:
+        return ""
+    if process.returncode == -signal.SIGSEGV:
+        return "recursion limit exceeded"
+    limits = f"{_TRIAL_SECONDS:g} s of processor time or {_TRIAL_BYTES >> 20} MiB of memory"
+    return f"it is too complex: it takes more than {limits}"
+
+
+def _try(request: IO[bytes]) -> None:
+    """Compile the grammar, and follow it for some tokens that it allows."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    text, vocab_size, eos, limits, grammar = json.loads(request.read())
+    tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos or None)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with open("/proc/self/statm") as file:
+        most = int(file.read().split()[0]) * resource.getpagesize() + _TRIAL_BYTES
+    with suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    resource.setrlimit(resource.RLIMIT_STACK, (_TRIAL_STACK, hard))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    signal.setitimer(signal.ITIMER_PROF, _TRIAL_SECONDS)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits))
+    ends = sum(1 << token for token in eos)
+    for step in range(_TRIAL_TOKENS):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little") & ~ends
+        if matcher.is_error() or matcher.is_stopped() or not mask:
+            break
+        allowed = [token for token in range(vocab_size) if mask >> token & 1]
+        matcher.consume_token(allowed[step * 7919 % len(allowed)])
+
+
+if __name__ == "__main__":
+    sys.path[:] = json.loads(sys.argv[1])
+    _try(sys.stdin.buffer)
