@@ -66,7 +66,8 @@ class Family(nn.Module):
         """Return the names that checkpoints may have for the tensor that transformers calls `name`,
         which is the first.
         """
-        names = name, *self.published_names(name)
+        label = ["score.weight"] if name == "lm_head.weight" else []
+        names = name, *self.published_names(name), *label
         return [placed for each in names for placed in placed_names(each)]
 
     def published_names(self, name: str) -> tuple[str, ...]:
