@@ -200,5 +200,5 @@ def test_what_is_refused(bert: Path, tmp_path: Path, opened: Any) -> None:
         with pytest.raises(ConfigError, match="no use for drafts and tiers"):
             opened(bert, **options)
     make_encoder(tmp_path, num_labels=3)
-    with pytest.raises(UnsupportedModelError, match="id2label .*only one label"):
+    with pytest.raises(UnsupportedModelError, match="3 labels .*only one label"):
         opened(tmp_path)
