@@ -145,7 +145,12 @@ class BertModel(DecoderForCausalLM):
 
     def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
         return Encoder(
-            config, layers, self.takes_pairs, skipped=self.skipped_positions, **self.norm
+            config,
+            layers,
+            self.takes_pairs,
+            skipped=self.skipped_positions,
+            no_position=self.no_position,
+            **self.norm,
         )
 
     def checkpoint_name(self, name: str, known: Collection[str]) -> str:

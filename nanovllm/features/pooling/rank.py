@@ -37,6 +37,8 @@ class PooledRow(NamedTuple):
     params: PoolingParams
     num_tokens: int
     """Of the whole prompt."""
+    is_recordable: bool
+    """Whether its tokens have the positions that a recorded step counts."""
 
     @property
     def is_last(self) -> bool:
@@ -53,6 +55,7 @@ class RankPooling:
 
     def __init__(self, network: Network, files: Seq[Path]) -> None:
         self._network = network
+        self._no_position: int | None = network.model.no_position  # type: ignore[assignment]
         settings = PoolingSettings()
         if files:
             settings = read_settings(Checkpoint(files[0].parent, {}, {}), "")
@@ -76,7 +79,8 @@ class RankPooling:
         for row in rows:
             new = self._admitted.get(row.table_idx)
             if new is not None and new.pooling is not None and new.seq_id == row.seq_id:
-                found.append(PooledRow(row, start, new.pooling, new.num_prompt_tokens))
+                odd = self._no_position is not None and self._no_position in new.token_ids
+                found.append(PooledRow(row, start, new.pooling, new.num_prompt_tokens, not odd))
             start += row.num_scheduled_tokens
         return PooledRows(self._network, self._head, found, start, self._states) if found else None
 
@@ -104,6 +108,7 @@ class PooledRows:
         self._states = states
         last = [each.start + each.row.num_scheduled_tokens - 1 for each in rows if each.is_last]
         self._last = upload(last, network.device)
+        self.is_recordable = all(each.is_recordable for each in rows)
 
     def join(self, sampled: torch.Tensor) -> torch.Tensor | None:
         """Return the tokens of the batch whose hidden states a step needs, in ascending order.
