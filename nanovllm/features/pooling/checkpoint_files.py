@@ -30,6 +30,8 @@ _POOLINGS = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 """By sentence-transformers' names."""
 _GGUF_POOLINGS = {1: "mean", 2: "cls", 3: "last"}
 _ACTIVATIONS = ("sigmoid", "identity")
+_CUTS = {"truncation", "max_length", "padding", "return_tensors", "restore_suffix"}
+"""Options with a chat template's that are the tokenizer's."""
 _QWEN3_RERANKER = "qwen3-reranker"
 _FILE = "config_sentence_transformers.json"
 
@@ -144,7 +146,12 @@ def _of_transformer(folder: Path, module: TransformerFile) -> dict[str, Any]:
         "lowers_case": bool(module.do_lower_case),
     }
     if "message" in module.modality_config:
-        found["template"] = module.processing_kwargs.chat_template.model_extra
+        options = module.processing_kwargs.get("chat_template", {})
+        if cuts := _CUTS & options.keys():
+            raise UnsupportedModelError(
+                f"sentence_bert_config.json: processing_kwargs: {min(cuts)} is not supported"
+            )
+        found["template"] = options
     return found
 
 

@@ -73,24 +73,6 @@ class Modality(File):
     format: Literal["flat"] = "flat"
 
 
-class TemplateOptions(File):
-    """Options of a chat template; the template may have any more."""
-
-    model_config = ConfigDict(extra="allow")
-
-    restore_suffix: Literal[True] = True
-    truncation: None = None
-    max_length: None = None
-    padding: None = None
-    return_tensors: None = None
-
-
-class Processing(File):
-    """Options of a tokenizer's calls."""
-
-    chat_template: TemplateOptions = TemplateOptions()
-
-
 class TransformerFile(File):
     """The network and its tokenizer."""
 
@@ -99,7 +81,7 @@ class TransformerFile(File):
     ) = None
     module_output_name: Literal["token_embeddings", "scores", "causal_logits"] | None = None
     modality_config: dict[str, Modality] = {}
-    processing_kwargs: Processing = Processing()
+    processing_kwargs: dict[Literal["chat_template"], dict[str, Any]] = {}
     max_seq_length: _Size | None = None
     do_lower_case: bool | None = None
     unpad_inputs: bool | None = None

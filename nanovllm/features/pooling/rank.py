@@ -4,7 +4,8 @@ A step may have such rows beside those that generate.
 """
 
 import itertools
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from nanovllm.utils.transfer import upload
 from nanovllm.worker.network import Network
 from nanovllm.worker.step_output import Pooled
 
+Layer = Callable[[torch.Tensor], torch.Tensor]
 _TINY = 1e-12
 """The least length to divide by, as in sentence-transformers."""
 
@@ -194,9 +196,9 @@ class VectorHead:
         CheckpointError: a layer has no weights, or others than its file says.
     """
 
-    def __init__(self, settings: PoolingSettings, device: torch.device | str = "cpu") -> None:
+    def __init__(self, settings: PoolingSettings, device: torch.device) -> None:
         self._dimensions = settings.dimensions
-        self._layers = [_layer(folder, file).to(device) for folder, file in settings.layers]
+        self._layers = [_layer(*each, device) for each in settings.layers]
 
     @torch.inference_mode()
     def finished(self, vectors: torch.Tensor, params: PoolingParams) -> torch.Tensor:
@@ -216,36 +218,29 @@ class VectorHead:
 
 def check_layers(settings: PoolingSettings, size: int) -> None:
     """Raise CheckpointError if the layers after pooling do not take vectors of `size` numbers."""
-    head = VectorHead(settings)
+    head = VectorHead(settings, torch.device("cpu"))
     try:
         head.finished(torch.zeros(1, size), PoolingParams())
     except RuntimeError as error:
         raise CheckpointError(f"the layers after pooling do not fit: {error}") from error
 
 
-class _Normalize(nn.Module):
-    def forward(self, vector: torch.Tensor) -> torch.Tensor:
-        return nn.functional.normalize(vector, dim=-1)
-
-
-def _layer(folder: Path, file: File) -> nn.Module:
+def _layer(folder: Path, file: File, device: torch.device) -> Layer:
     """Return what a layer does with a vector [k] float32."""
     activation: nn.Module = nn.Identity()
     match file:
         case DenseFile():
             activation = getattr(nn, file.activation_function.rpartition(".")[2])()
             layer: nn.Module = nn.Linear(file.in_features, file.out_features, file.bias)
-            prefix = "linear."
         case LayerNormFile():
             layer = nn.LayerNorm(file.dimension)
-            prefix = "norm."
         case _:
-            return _Normalize()
-    if not check_file(folder, "model.safetensors"):
-        raise CheckpointError(f"{folder} has no model.safetensors: save the model with it")
+            return partial(nn.functional.normalize, dim=-1)
     try:
+        if not check_file(folder, "model.safetensors"):
+            raise OSError("there is no model.safetensors")
         tensors = load_file(folder / "model.safetensors")
-        layer.load_state_dict({key.removeprefix(prefix): tensors[key] for key in tensors})
+        layer.load_state_dict({name.partition(".")[2]: tensors[name] for name in tensors})
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: its weights do not fit config.json: {error}") from error
-    return nn.Sequential(layer, activation)
+    return nn.Sequential(layer, activation).to(device)

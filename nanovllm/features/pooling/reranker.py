@@ -94,6 +94,7 @@ class Reranker:
                 does not read.
         """
         texts = self._texts
+        texts.most(kept)  # it may be too many
         if (write := self._write) is not None:
             instruction = instruction or before or None
             texts.limit.check_text("the query", instruction or "", query)

@@ -46,7 +46,7 @@ class Texts:
             kept: how many tokens to keep in all, from the text's beginning; -1: as many as fit;
                 None: what the checkpoint says, else to refuse a text that is too long.
         """
-        most = self._most(kept)
+        most = self.most(kept)
         if most is None:
             self.limit.check_length(text, self._ids)
             return self._ids(text)
@@ -66,7 +66,6 @@ class Texts:
             PromptTooLongError: they are too long.
         """
         limit = self.limit
-        self._most(kept)
         added = self._backend.num_special_tokens_to_add(True)
         cut = self._max_tokens if kept is None else None
         if cut is None:
@@ -100,7 +99,7 @@ class Texts:
         Raises:
             PromptTooLongError: what is around the text is too long.
         """
-        most = self._most(kept)
+        most = self.most(kept)
         if most is None:
             self.limit.check_text("the prompt", text)
         else:
@@ -129,7 +128,7 @@ class Texts:
         ids: list[int] = self._backend.encode(text).ids
         return ids
 
-    def _most(self, kept: int | None) -> int | None:
+    def most(self, kept: int | None) -> int | None:
         """Return how many tokens of a prompt to keep; None: all."""
         if kept is not None and kept > self.limit.most:
             raise InvalidRequestError(
