@@ -29,7 +29,11 @@ _TRANSFORMER_FILES = [
 """The names that the file of a Transformer has had; the first that says something counts."""
 
 _Size = Annotated[int, Field(ge=1, le=2**24)]
-_Empty = Annotated[dict[str, Any] | None, Field(max_length=0)]
+_SAME_NUMBERS = Literal[
+    "trust_remote_code", "attn_implementation", "dtype", "torch_dtype", "device_map", "padding_side"
+]
+_Options = dict[_SAME_NUMBERS, Any] | None
+"""Options of transformers that change no number here, where `Config` says the dtype."""
 _OfVector = Literal["sentence_embedding"] | None
 _Activation = Annotated[
     str, Field(pattern=r"^torch\.nn\.([a-z.]+\.)?(Identity|Tanh|ReLU|GELU|Sigmoid|SiLU)$")
@@ -89,12 +93,12 @@ class TransformerFile(File):
     document_length: None = None
     query_expansion: None = None
     tokenizer_name_or_path: None = None
-    model_args: _Empty = None
-    tokenizer_args: _Empty = None
-    config_args: _Empty = None
-    model_kwargs: _Empty = None
-    processor_kwargs: _Empty = None
-    config_kwargs: _Empty = None
+    model_args: _Options = None
+    tokenizer_args: _Options = None
+    config_args: _Options = None
+    model_kwargs: _Options = None
+    processor_kwargs: _Options = None
+    config_kwargs: _Options = None
 
 
 class PoolingFile(File):

@@ -238,9 +238,10 @@ def _layer(folder: Path, file: File, device: torch.device) -> Layer:
             return partial(nn.functional.normalize, dim=-1)
     try:
         if not check_file(folder, "model.safetensors"):
-            raise OSError("there is no model.safetensors")
+            raise OSError("there is no model.safetensors: save it with safe_serialization")
         tensors = load_file(folder / "model.safetensors")
         layer.load_state_dict({name.partition(".")[2]: tensors[name] for name in tensors})
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: its weights do not fit config.json: {error}") from error
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"the layer in {folder} cannot be used: {reason}") from error
     return nn.Sequential(layer, activation).to(device)
