@@ -5,7 +5,7 @@ The engine knows each feature by one interface. Here it is imported, when an opt
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,12 @@ from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.eviction import EvictionOrder, LeastRecentlyUsed
 from nanovllm.kv.groups.group import Group
-from nanovllm.loading.hub import Checkpoint, configured_checkpoint, draft_checkpoint
+from nanovllm.loading.hub import (
+    Checkpoint,
+    configured_checkpoint,
+    draft_checkpoint,
+    has_labels,
+)
 from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.loading.tokenizer import check_same_vocabulary, load_tokenizer, serving_tokenizer
 from nanovllm.options.config import EVICTION_POLICIES, SCHEDULING_POLICIES, Config
@@ -241,7 +246,10 @@ def _input_processor(
     def make_pooling(limit: "PromptLimit") -> "PoolingRequests":
         from nanovllm.features.pooling.requests import pooling_requests
 
-        return pooling_requests(config, checkpoint, tokenizer, limit)
+        def render(messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+            return processor.chat.as_they_are(messages, options)
+
+        return pooling_requests(config, checkpoint, tokenizer, limit, render, info.causal)
 
     more: dict[str, Any] = {}
     if config.enable_lora:
@@ -252,11 +260,11 @@ def _input_processor(
         from nanovllm.layers.logits_rules import load_rules
 
         more["rules"] = {name: rule.check for name, rule in load_rules(config.logits_rules).items()}
-    return InputProcessor(
+    processor = InputProcessor(
         tokenizer,
         vocab_size=info.vocab_size,
         max_model_len=info.max_model_len,
-        generates=info.causal,
+        generates=info.causal and not has_labels(checkpoint.config),
         seed=config.seed,
         max_logprobs=config.max_logprobs,
         in_process=config.runs_in_process,
@@ -264,3 +272,4 @@ def _input_processor(
         make_pooling=make_pooling,
         **more,
     )
+    return processor

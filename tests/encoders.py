@@ -54,7 +54,9 @@ def make_encoder(
     model = random_model(AutoConfig.for_model(model_type, **fields), model_class=kind)
     model.save_pretrained(path)
     wordpiece().save(str(path / "tokenizer.json"))
-    named = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"}
+    named: dict[str, Any] = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"}
+    if first:  # RoBERTa's tokenizers give no types of tokens
+        named["model_input_names"] = ["input_ids", "attention_mask"]
     write_json(path / "tokenizer_config.json", {"tokenizer_class": "BertTokenizer", **named})
     if pooling is not None:
         listed = [

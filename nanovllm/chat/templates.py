@@ -149,6 +149,20 @@ class ChatTemplates:
             raise InvalidRequestError(f"the chat template cannot render this: {error}") from error
         return _before_mark(text) if continues else text
 
+    def as_they_are(self, messages: Seq[Message], options: Mapping[str, Any]) -> str:
+        """Return the text of messages by the checkpoint's own template, which may know any roles.
+
+        Raises:
+            InvalidRequestError: there is no template, or it fails.
+        """
+        assert self._tokenizer is not None
+        variables = {"add_generation_prompt": False, "tools": None, "documents": None, **options}
+        try:
+            template = self._tokenizer.get_chat_template()
+            return self._render(template, {**variables, "messages": list(messages)})
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"the chat template cannot render this: {error}") from error
+
     def shape(self, template: str) -> TemplateShape:
         """Return how a template takes tools; those that show none get them in the Hermes format."""
         try:

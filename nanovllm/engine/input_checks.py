@@ -190,7 +190,8 @@ class PromptLimit:
         room = f"leaves room for {self.most} at most, and one of output" * self.generates
         return PromptTooLongError(
             f"the prompt has {num_tokens} tokens; max_model_len {self.max_model_len} "
-            f"{room or 'is the most'}: shorten it, or raise the limit"
+            f"{room or 'is the most'}: shorten it, cut it by truncate_prompt_tokens=-1, or raise "
+            "the limit"
         )
 
     def check_made_tokens(self, token_ids: list[int]) -> None:
@@ -237,7 +238,7 @@ class PromptLimit:
             raise PromptTooLongError(
                 f"{what} has {num_chars} characters, and no token has more than "
                 f"{bound.chars_per_token:g}: it cannot fit into max_model_len {limit}; shorten it, "
-                "or raise the limit"
+                "cut it by truncate_prompt_tokens=-1, or raise the limit"
             )
 
     @cached_property

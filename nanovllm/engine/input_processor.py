@@ -70,7 +70,8 @@ class InputProcessor:
         self._chat: ChatTemplates | None = None
         self._make_pooling = make_pooling
         self._pooling: PoolingRequests | None = None
-        self._lock = threading.Lock()  # guards these three, which are made when first needed
+        # Guards these three, which are made when first needed; pooling may need chat.
+        self._lock = threading.RLock()
         self._seeds = random.Random(seed)
         self._seq_ids = count()
         self.limit = PromptLimit(tokenizer, max_model_len, vocab_size - 1, generates)

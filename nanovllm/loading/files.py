@@ -48,8 +48,9 @@ def check_file(directory: Path, name: str, max_bytes: int | None = None) -> bool
             f"{directory}: cannot open file {shown(name)}: {error!s:.200}"
         ) from error
     homes = [home]
-    if home.parent.name == "snapshots":
-        homes.append(home.parent.parent / "blobs")
+    for snapshot in (home, home.parent):  # a folder of it has its own files
+        if snapshot.parent.name == "snapshots":
+            homes.append(snapshot.parent.parent / "blobs")
     if not any(file.is_relative_to(allowed) for allowed in homes):
         raise CheckpointError(
             f"{directory}: file {shown(name)} is outside the directory; copy it into the directory"

@@ -51,6 +51,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tensor_data_layout": ("reference",),
 }
 """Other settings, with the values that ask for nothing special."""
+_POOLINGS = (0, 1, 2, 3)
+"""None, mean, the first token, the last."""
 
 
 def make_config(metadata: Metadata, family: GgufFamily) -> dict[str, Any]:
@@ -87,6 +89,10 @@ def make_config(metadata: Metadata, family: GgufFamily) -> dict[str, Any]:
         if metadata.own(key) is not None:
             config[name] = metadata.number(key)
     config |= family.fields(metadata, config)
+    if (pooling := metadata.own("pooling_type")) is not None:
+        if pooling not in _POOLINGS:
+            raise metadata.unsupported("pooling_type", pooling, " or ".join(map(str, _POOLINGS)))
+        config["pooling_type"] = pooling
     _check_unread(metadata, family)
     return config
 

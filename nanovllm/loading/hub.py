@@ -89,6 +89,14 @@ class Checkpoint:
         return found[0] if found else frozenset()
 
 
+def has_labels(config: dict[str, Any]) -> bool:
+    """Whether a model's logits are those of labels. vLLM's classifier_from_token asks for those of
+    tokens instead.
+    """
+    names = str(config.get("architectures"))
+    return "ForSequenceClassification" in names and config.get("classifier_from_token") is None
+
+
 def configured_checkpoint(config: Config) -> Checkpoint:
     """Return the checkpoint of `config.model`, with what `config` replaces in it.
 
@@ -187,6 +195,15 @@ def _read(path: Path) -> Checkpoint:
     )
 
 
+def _network_folder(path: Path) -> Path:
+    """Return the folder of a directory that has the network: it, or one that sentence-transformers
+    made in its first version.
+    """
+    name = "0_Transformer"
+    has_own = (path / "config.json").exists() or not check_file(path, f"{name}/config.json")
+    return path if has_own else path / name
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     """Return config.json. quantization_config lies in another file in old uploads of ModelOpt, does
     not say that it is ModelOpt's in others, and has another name in those of MLX.
@@ -223,7 +240,7 @@ def weight_files(
     from_hub = not local_path(model).is_dir()
     if from_hub:
         patterns = ["*.safetensors", "*.safetensors.index.json"]
-        path = download(model, revision, patterns, download_dir)
+        path = _network_folder(download(model, revision, patterns, download_dir))
     files = safetensors_files(path)
     if not files:
         others = sorted(
@@ -379,6 +396,7 @@ def _find_directory(model: str, revision: str | None, download_dir: str | None, 
         raise CheckpointError(f"{what} directory {model!r} does not exist")
     else:
         path = download(model, revision, _CONFIG_PATTERNS, download_dir)
+    path = _network_folder(path)
     for pattern in OPENED_PATTERNS:
         for file in path.glob(pattern):
             check_file(path, str(file.relative_to(path)), MAX_FILE_BYTES)

@@ -13,14 +13,13 @@ from torch import nn
 
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionOptions
-from nanovllm.errors import UnsupportedModelError
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers.layernorm import LayerNorm
 from nanovllm.layers.pieces import Piece, SmallLinear
+from nanovllm.models.config_fields import check_one_label
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import PlainMLP, PositionedDecoder, named_activation
-from nanovllm.options.validation import shown
 
 _NORM = re.compile(r"model\.(?:layers\.(\d+)\.input_layernorm|norm)\.")
 
@@ -145,7 +144,12 @@ class BertModel(DecoderForCausalLM):
 
     def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
         return Encoder(
-            config, layers, self.takes_pairs, skipped=self.skipped_positions, **self.norm
+            config,
+            layers,
+            self.takes_pairs,
+            skipped=self.skipped_positions,
+            no_position=self.no_position,
+            **self.norm,
         )
 
     def checkpoint_name(self, name: str, known: Collection[str]) -> str:
@@ -194,12 +198,7 @@ class BertForSequenceClassification(BertModel):
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__(config, max_model_len)
-        labels = config.fields.get("id2label")
-        if not isinstance(labels, dict) or len(labels) != 1:
-            raise UnsupportedModelError(
-                f"config.json: id2label {shown(labels)} is not supported (only one label, which is "
-                "the score of a cross-encoder)"
-            )
+        check_one_label(config.fields)
         self.classifier = ScoreHead(config.hidden_size)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:

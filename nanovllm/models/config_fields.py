@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanovllm.errors import CheckpointError
+from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.options.validation import check_bool, check_float, check_int, shown
 
 MAX_SIZE = 2**24
@@ -43,6 +43,18 @@ def architecture_of(config: dict[str, Any]) -> str:
     nested = config.get("text_config")
     kind = (nested if isinstance(nested, dict) else config).get("model_type")
     return _BY_TYPE.get((names[0], str(kind)), names[0])
+
+
+def check_one_label(config: dict[str, Any]) -> None:
+    """Raise UnsupportedModelError if a model has several labels, and no one score."""
+    labels = config.get("id2label")
+    number = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
+    if number != 1:
+        raise UnsupportedModelError(
+            f"config.json: {shown(number)} labels (id2label, num_labels) are not supported (only "
+            "one label, which is the score of a cross-encoder): a classifier is not a reranker, "
+            "as in vLLM's /score and sentence-transformers' rank"
+        )
 
 
 def config_size(

@@ -217,7 +217,8 @@ class DecoderForCausalLM(Family):
             config.only(key, *values)
         layers = [self.make_layer(config, index) for index in range(config.num_layers)]
         self.model = self.make_decoder(config, layers)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        num_logits = 1 if config.has_label else config.vocab_size
+        self.lm_head = ParallelLMHead(num_logits, config.hidden_size)
         self.ignored_weights = frozenset(self.left_out)  # checkpoint names not to load
         num_drafting = config.size("num_nextn_predict_layers", 0, high=64, low=0)
         for index in range(config.num_layers, config.num_layers + num_drafting):

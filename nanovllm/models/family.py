@@ -36,6 +36,8 @@ class Family(nn.Module):
     """The values that some fields may have: others are refused."""
     skipped_positions: ClassVar[int] = 0
     """Of max_position_embeddings: rows of a table that no position has."""
+    no_position: ClassVar[int | None] = None
+    """The token that takes no position of its own, if there is one: see `PositionedDecoder`."""
     norm: ClassVar[dict[str, Any]] = {}
     """Options of the norms, see `decoder.make_norm`."""
 
@@ -66,7 +68,8 @@ class Family(nn.Module):
         """Return the names that checkpoints may have for the tensor that transformers calls `name`,
         which is the first.
         """
-        names = name, *self.published_names(name)
+        label = ["score.weight"] if name == "lm_head.weight" else []
+        names = name, *self.published_names(name), *label
         return [placed for each in names for placed in placed_names(each)]
 
     def published_names(self, name: str) -> tuple[str, ...]:

@@ -81,6 +81,8 @@ class ModelConfig:
     """Positions that the model supports, rope scaling included."""
     tie_word_embeddings: bool
     dtype: torch.dtype
+    has_label: bool = False
+    """Whether the head gives one score and not the logits of tokens."""
     quantization_config: Any = None
     """What config.json says about the form of the weights: `formats.weight_formats` reads it."""
     module: str | None = None

@@ -307,23 +307,41 @@ class PositionedDecoder(Decoder):
 
     Args:
         skipped: rows of the table before that of position 0.
+        no_position: a token that has the last of those, and is not counted.
     """
 
     kernels: Kernels = TORCH
 
     def __init__(
-        self, config: ModelConfig, layers: list[DecoderLayer], skipped: int = 0, **norm: Any
+        self,
+        config: ModelConfig,
+        layers: list[DecoderLayer],
+        skipped: int = 0,
+        no_position: int | None = None,
+        **norm: Any,
     ) -> None:
         super().__init__(config, layers, **norm)
         self.positions = nn.Embedding(config.max_position + skipped, config.hidden_size)
         self._skipped = skipped
+        self._no_position = no_position
 
     def embed(self, batch: Batch) -> torch.Tensor:
         embedded = super().embed(batch)
-        table = self.positions.weight.data[self._skipped :]
-        rows = self.kernels.take_rows(table, batch.positions)
+        table = self.positions.weight.data
+        if self._no_position is None or batch.lengths is None:  # a recorded step has no such token
+            rows = self.kernels.take_rows(table[self._skipped :], batch.positions)
+        else:
+            rows = self.kernels.take_rows(table, self._counted(batch, self._no_position))
         self.kernels.add(rows, embedded)
         return embedded
+
+    def _counted(self, batch: Batch, no_position: int) -> torch.Tensor:
+        """Return the rows of the table for tokens of whole prompts: [T] int64."""
+        counts = (batch.input_ids != no_position).long()
+        before = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        starts = batch.cu_seqlens_q.long()
+        of_rows = before[starts[:-1]].repeat_interleave(starts.diff(), output_size=len(counts))
+        return (before[1:] - of_rows) * counts + self._skipped - 1
 
 
 class SandwichForCausalLM(DecoderForCausalLM):

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.loading.hub import has_labels
 from nanovllm.models.class_defaults import class_defaults, is_untied
-from nanovllm.models.config_fields import architecture_of, text_fields
+from nanovllm.models.config_fields import architecture_of, check_one_label, text_fields
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.plugins import installed, load_class
@@ -162,8 +163,26 @@ def read_config(
         with_head = f"{name.removesuffix('Model').removesuffix('Text')}ForCausalLM"
         name = with_head if with_head in MODULES else name
         config = {**config, "architectures": [name]}
+    with_head = f"{name.removesuffix('ForSequenceClassification')}ForCausalLM"
+    if name not in MODULES and name.endswith("ForSequenceClassification") and with_head in MODULES:
+        return _read_labelled(config, dtype, with_head)
     check_architecture(name)
     return _read(config, dtype, family_class(name))
+
+
+def _read_labelled(config: dict[str, Any], dtype: str, name: str) -> ModelConfig:
+    """Read the config.json of a decoder of architecture `name` with a score in place of tokens."""
+    family = family_class(name)
+    found = _read({**config, "architectures": [name]}, dtype, family)
+    if not has_labels(config):
+        return found
+    check_one_label(found.fields)
+    if family.compute_logits is not DecoderForCausalLM.compute_logits:
+        raise UnsupportedModelError(
+            f"architecture {shown(architecture_of(config))} is not supported: {name} scales its "
+            "logits"
+        )
+    return dataclasses.replace(found, has_label=True, tie_word_embeddings=False)
 
 
 def _read_own(config: dict[str, Any], dtype: str, own: str) -> ModelConfig:

@@ -12,6 +12,7 @@ class RobertaModel(BertModel):
 
     prefix = "roberta."
     skipped_positions = 2
+    no_position = 1
     only: ClassVar[dict[str, tuple[Any, ...]]] = {**BertModel.only, "pad_token_id": (1,)}
 
 
@@ -30,6 +31,7 @@ class RobertaForSequenceClassification(BertForSequenceClassification):
     left_out = (".pooler.dense.weight", ".pooler.dense.bias", ".position_ids")
     prefix = RobertaModel.prefix
     skipped_positions = RobertaModel.skipped_positions
+    no_position = RobertaModel.no_position
     only = RobertaModel.only
     takes_pairs = False
 

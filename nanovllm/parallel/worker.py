@@ -194,7 +194,7 @@ def make_runner(
         device,
         make_steps=make_steps,
         make_drafter=make_drafter,
-        make_pooling=_make_pooling,
+        make_pooling=partial(_make_pooling, target.files),
         make_step_runner=_step_runner_maker(config.step_runner),
     )
     if config.enable_lora:
@@ -262,10 +262,10 @@ def _check_plugins(config: Config) -> None:
         proposer_class(method)
 
 
-def _make_pooling(network: Network) -> "RankPooling":
+def _make_pooling(files: list[Path], network: Network) -> "RankPooling":
     from nanovllm.features.pooling.rank import RankPooling
 
-    return RankPooling(network)
+    return RankPooling(network, files)
 
 
 def _files_of(target: NetworkSpec) -> list[Path]:

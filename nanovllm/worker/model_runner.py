@@ -204,7 +204,8 @@ class ModelRunner:
         mode = self.config.logprobs_mode
         masks = None if self.masks is None else self.masks.begin(tables, rows)
         pooling = None if self.pooling is None else self.pooling.begin(rows)
-        hidden, tokens, logits, draft_ids = self._run_fast(rows)
+        is_recordable = pooling is None or pooling.is_recordable
+        hidden, tokens, logits, draft_ids = self._run_fast(rows) if is_recordable else Computed()
         is_plain = self.watch is None and all(tables.plain[row.table_idx] for row in rows)
         if tokens is not None and is_plain:
             on_host = tokens.device.type != self.device.type

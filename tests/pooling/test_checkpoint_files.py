@@ -11,9 +11,16 @@ from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.features.pooling.checkpoint_files import PoolingSettings, read_settings
 from nanovllm.loading.hub import Checkpoint
 
+MODELS = "sentence_transformers.models"
 TRANSFORMER = {"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}
 POOLING = {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
 NORMALIZE = {"idx": 2, "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
+DENSE = {"idx": 2, "path": "1_Pooling", "type": "sentence_transformers.models.Dense"}
+
+
+def pooled(**fields: Any) -> dict[str, Any]:
+    """Return files with a Pooling of these fields."""
+    return {"modules": [TRANSFORMER, POOLING], "pooling": fields}
 
 
 def read(
@@ -52,6 +59,8 @@ def test_without_files_the_last_state_is_normalised(tmp_path: Path) -> None:
         ({"pooling_mode_cls_token": True}, "cls"),
         ({"pooling_mode": "mean", "embedding_dimension": 8}, "mean"),
         ({"pooling_mode": ["lasttoken"]}, "last"),
+        ({"embedding_dimension": 8}, "mean"),
+        ({"pooling_mode": "cls", "include_prompt": False}, "cls"),
     ],
 )
 def test_poolings(tmp_path: Path, pooling: dict[str, Any], expected: str) -> None:
@@ -70,32 +79,52 @@ def test_prompts_and_similarity(tmp_path: Path) -> None:
 
 def test_rerankers(tmp_path: Path) -> None:
     assert read(tmp_path, model="Qwen/Qwen3-Reranker-0.6B").answers == ("no", "yes")
-    assert read(tmp_path, model="Qwen/Qwen3-Embedding-0.6B").answers is None
+    assert read(tmp_path, model="Qwen/Qwen3-Embedding-0.6B").answers == ()
     config = {"classifier_from_token": ["false", "true"]}
     assert read(tmp_path, config=config).answers == ("false", "true")
     score = {"path": "1_Pooling", "type": "sentence_transformers.cross_encoder.modules.LogitScore"}
     tokens = {"true_token_id": 9, "false_token_id": 2}
-    assert read(tmp_path, modules=[TRANSFORMER, score], pooling=tokens).answers == (2, 9)
+    found = read(tmp_path, modules=[TRANSFORMER, score], pooling=tokens)
+    assert (found.answers, found.activation) == ((2, 9), "sigmoid")
+    label = {"architectures": ["Qwen3ForSequenceClassification"]}
+    found = read(tmp_path, config=label, model="Qwen3-Reranker-0.6B-seq-cls")
+    assert (found.answers, found.activation, found.asks) == ((), "sigmoid", True)
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"modules": [{**POOLING, "type": "x.Dense"}]}, "module 'Dense' is not supported"),
+        (
+            {"modules": [{**POOLING, "type": "x.Pooling"}]},
+            "type: string should match .*, got 'x.Pooling'",
+        ),
+        ({"modules": [{**POOLING, "type": f"{MODELS}.LSTM"}]}, "module '.*LSTM' is not supported"),
+        ({"modules": [POOLING]}, "the modules Pooling are not supported"),
+        ({"modules": [TRANSFORMER, NORMALIZE, POOLING]}, "Normalize, Pooling are not supported"),
+        ({"modules": []}, "a list of 1 to 32 modules"),
+        (
+            {"modules": [TRANSFORMER, POOLING, DENSE], "pooling": {"in_features": 8}},
+            "in_features: this field is not",
+        ),
         ({"modules": [{**POOLING, "path": "../other"}]}, "path '../other' must be a folder"),
         ({"modules": [{**POOLING, "path": "/etc"}]}, "path '/etc' must be a folder"),
-        ({"modules": [POOLING], "pooling": {"pooling_mode": "max"}}, "pooling 'max' is not"),
-        ({"modules": [POOLING], "pooling": {}}, "pooling without a mode is not supported"),
-        ({"modules": [POOLING], "pooling": {"pooling_mode": ["mean", "cls"]}}, "'mean', 'cls'"),
+        (pooled(pooling_mode="max"), "'mean' or 'cls', got 'max'"),
+        (pooled(pooling_mode=["mean", "cls"]), r"got \['mean', 'cls'\]"),
         (
-            {"modules": [POOLING], "pooling": {"pooling_mode": "mean", "include_prompt": False}},
+            {
+                **pooled(pooling_mode="cls", include_prompt=False),
+                "prompts": {"prompts": {"query": "Q: "}},
+            },
             "include_prompt false",
         ),
+        (pooled(pooling_mode="mean", window=7), "window: this field is not supported, got 7"),
+        ({"prompts": {"model_type": "SparseEncoder"}}, "model_type: input .*, got 'SparseEncoder'"),
+        ({"prompts": {"truncate_dim": 0}}, "truncate_dim: .*, got 0"),
         ({"modules": {"a": 1}}, "must hold a list"),
-        ({"modules": [7]}, "must have a type and a path, is 7"),
-        ({"prompts": {"prompts": {"query": 7}}}, "prompts must be texts by name"),
+        ({"modules": [7]}, "modules.json: .*, got 7"),
+        ({"prompts": {"prompts": {"query": 7}}}, "prompts.query: .* valid string, got 7"),
         ({"prompts": {"default_prompt_name": "x"}}, "default_prompt_name 'x' is none of"),
-        ({"prompts": {"similarity_fn_name": "cos"}}, "similarity_fn_name must be one of"),
+        ({"prompts": {"similarity_fn_name": "cos"}}, "similarity_fn_name: .*, got 'cos'"),
         ({"config": {"classifier_from_token": "yes"}}, "classifier_from_token must be a list"),
     ],
 )
@@ -109,10 +138,11 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
     max_leaves=6,
 )
+KINDS = ("Transformer", "Pooling", "Normalize", "LogitScore", "Dense", "LayerNorm")
 MODULE = st.fixed_dictionaries(
     {},
     optional={
-        "type": st.sampled_from(["a.Pooling", "Normalize", "LogitScore"]) | JSON,
+        "type": st.sampled_from([f"{MODELS}.{kind}" for kind in KINDS]) | JSON,
         "path": st.just("1_Pooling") | JSON,
     },
 )
@@ -134,7 +164,9 @@ SETTINGS = st.fixed_dictionaries(
 @settings(
     max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(st.lists(MODULE, max_size=3) | JSON, SETTINGS, SETTINGS)
+@given(
+    st.lists(MODULE, max_size=3).map(lambda given: [TRANSFORMER, *given]) | JSON, SETTINGS, SETTINGS
+)
 def test_any_files_are_read_or_refused(
     tmp_path: Path, modules: Any, pooling: dict[str, Any], prompts: dict[str, Any]
 ) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, AsyncLLM, NanoVLLMError, PoolingParams, SamplingParams, demo_model
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import InvalidRequestError, UnsupportedModelError
 from nanovllm.features.pooling.checkpoint_files import PoolingSettings
 from nanovllm.features.pooling.requests import PoolingRequests
+from tests.gguf_files import make_gguf
 from tests.test_native_invariance import pytestmark as with_c_kernels
 
 POOLINGS = ("last", "mean", "cls")
@@ -124,7 +126,7 @@ def test_a_reranker_asks_for_yes_or_no(llm: LLM, states: list[torch.Tensor]) -> 
     """Beside transformers: the probability of yes after the template."""
     processor = llm.engine.input_processor
     own = processor.pooling
-    answers = PoolingSettings(pooling="mean", answers=(5, 9))
+    answers = PoolingSettings(pooling="mean", answers=(5, 9), activation="sigmoid", asks=True)
     processor._pooling = PoolingRequests(answers, processor.tokenizer, processor.limit, 128)
     try:
         reranker = processor.pooling.reranker
@@ -135,7 +137,7 @@ def test_a_reranker_asks_for_yes_or_no(llm: LLM, states: list[torch.Tensor]) -> 
         assert all(each.num_cached_tokens > 0 for each in again)
         model = AutoModelForCausalLM.from_pretrained(demo_model.MODEL, dtype=torch.float32)
         for document, each in zip(documents, found, strict=True):
-            ids = reranker.prompt("q?", document, None, None)
+            ids = reranker.prompt("q?", document, None, None, "")
             assert each.prompt_token_ids == ids
             with torch.inference_mode():
                 logits = model(torch.tensor([ids])).logits[0, -1]
@@ -214,3 +216,20 @@ def test_states_that_are_not_finite_fail_alone(llm: LLM) -> None:
     with torch.inference_mode():
         weight.copy_(before)
     assert all(map(math.isfinite, vectors(llm, [[1, 2, 3]])[0]))
+
+
+@pytest.mark.parametrize("stored", [1, 2, 3, 4])
+def test_the_pooling_of_a_gguf_file(stored: int, tmp_path: Path) -> None:
+    file, wide = make_gguf(tmp_path, "qwen3", "F32", metadata={"qwen3.pooling_type": stored})
+    if stored == 4:
+        with pytest.raises(UnsupportedModelError, match=r"qwen3.pooling_type 4 .*0 or 1 or 2 or 3"):
+            LLM(file, device="cpu")
+        return
+    llm = LLM(file, device="cpu", dtype="float32", num_kvcache_blocks=16)
+    (found,) = vectors(llm, [[5, 6, 7]])
+    llm.shutdown()
+    model = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32)
+    with torch.inference_mode():
+        states = model.model(torch.tensor([[5, 6, 7]])).last_hidden_state[0]
+    expected = {1: states.mean(0), 2: states[0], 3: states[-1]}[stored]
+    assert found == pytest.approx((expected / expected.norm()).tolist(), abs=1e-5)

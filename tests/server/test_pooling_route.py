@@ -71,6 +71,17 @@ def test_scores_and_ranks_agree(server: Running) -> None:
     everything = server.send("/v2/rerank", {**body, "max_tokens_per_doc": 0}).body["results"]
     assert [each["relevance_score"] for each in everything] == sorted(scores, reverse=True)
     assert all("document" not in each for each in everything)
+    more = [{"text": text, "id": index, "title": "t"} for index, text in enumerate(documents)]
+    long = {"query": f"{query} " * 4, "documents": more}
+    whole = server.send("/rerank", long).body
+    assert [each["document"]["id"] for each in whole["results"]] == [
+        each["index"] for each in whole["results"]
+    ]
+    cut = server.send("/rerank", {**long, "max_tokens_per_doc": 12}).body
+    assert cut["results"] == whole["results"]  # no document has so many tokens, and the query may
+    shorter = server.send("/rerank", {**long, "max_tokens_per_doc": 2}).body["usage"]
+    own = server.send("/v1/embeddings", {"input": long["query"]}).body["usage"]["prompt_tokens"]
+    assert shorter["prompt_tokens"] == len(documents) * (own + 2)
 
 
 @pytest.mark.parametrize(
@@ -85,15 +96,29 @@ def test_scores_and_ranks_agree(server: Running) -> None:
         (EMBEDDINGS, {"input": "a", "pooling": "max"}, "pooling", "one of last, mean, cls"),
         (EMBEDDINGS, {"input": ["a", 7]}, "input[1]", "string"),
         (EMBEDDINGS, {"input": [5000]}, "input", "prompt token 0"),
+        (EMBEDDINGS, {"input": ["a", "b " * 5000]}, "input", "input[1]: the prompt has"),
+        (
+            EMBEDDINGS,
+            {"input": "a", "truncate_prompt_tokens": 9999},
+            "truncate_prompt_tokens",
+            "-1",
+        ),
         (EMBEDDINGS, {"input": "a", "temperature": 1}, "temperature", "no field"),
         (EMBEDDINGS, {"input": ["a"] * 2049}, "n", "2049"),
         ("/pooling", {"input": "a", "task": "classify"}, "task", "not supported"),
-        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_2", "2 texts"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "2 texts"),
+        ("/v1/score", {"text_1": "a", "text_2": ["c", ""]}, "text_2", "text_2[1]: the prompt is"),
         ("/v1/score", {"text_1": "a"}, "text_2", "missing"),
         ("/v1/score", {"query": "a", "items": ["b"]}, "items", "use text_1 and text_2"),
         ("/rerank", {"query": "a", "texts": ["b"]}, "texts", "use documents"),
         ("/rerank", {"query": "a", "documents": []}, "documents", "at least 1"),
-        ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0]", "string"),
+        ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0].text", "missing"),
+        (
+            "/rerank",
+            {"query": "a", "documents": ["b", ""]},
+            "documents",
+            "documents[1]: the prompt",
+        ),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "greater"),
         ("/rerank", {"query": "a", "documents": ["b"], "instruction": "c"}, "instruction", "rera"),
         ("/rerank", {"query": "a", "documents": ["b " * 5000]}, "documents", "max_model_len"),

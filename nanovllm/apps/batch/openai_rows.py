@@ -27,7 +27,8 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.errors import EngineDeadError
 from nanovllm.options.validation import did_you_mean, shown
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_SAMPLES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+URLS = (*_SAMPLES, "/v1/embeddings", "/v1/score", "/v1/rerank")
 _FIELDS = ("custom_id", "method", "url", "body")
 _LATER = (429, 503)
 """Statuses that ask the client to retry: how busy an engine is must not decide a row."""
@@ -71,10 +72,11 @@ class OpenAIRows:
         if problem is not None:
             return openai_failure(row, 400, error_body(problem))
         body = dict(row.fields["body"])
-        if body.get("seed") in (None, -1):  # the body has no seed
+        url = row.fields["url"]
+        if url in _SAMPLES and body.get("seed") in (None, -1):  # the body has no seed
             body["seed"] = row_seed(self._seed, row.fields["custom_id"])
         for attempt in range(1, _ATTEMPTS + 1):
-            response = await self._client.post(row.fields["url"], content=dumps(body))
+            response = await self._client.post(url, content=dumps(body))
             status = response.status_code
             answer = response.json()
             if status not in _LATER or attempt == _ATTEMPTS:

@@ -18,6 +18,7 @@ from nanovllm.apps.server.state import state_of
 from nanovllm.engine.fair_executor import FairExecutor
 from nanovllm.engine.input_processor import NO_OUTPUT
 from nanovllm.engine.prompt import Prompt
+from nanovllm.errors import InvalidRequestError
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import REQUESTS_FAULT, SamplingParams
@@ -204,19 +205,23 @@ async def run_all(
 
 
 async def pool(
-    place: Place, prompts: Seq[Prompt], params: Seq[PoolingParams]
+    place: Place, prompts: Seq[Prompt], params: Seq[PoolingParams], name: str = ""
 ) -> list[RequestOutput]:
-    """Return the outputs for prompts that are pooled, in their order; errors are those of `run`."""
+    """Return the outputs for prompts that are pooled, in their order; errors are those of `run`.
+
+    Args:
+        name: what errors call the prompts, of which they say which one is meant.
+    """
     made = [_outputs(place, *each, False) for each in zip(prompts, params, strict=True)]
     found: dict[int, RequestOutput] = {}
-    async with aclosing(_merged(made)) as outputs:
+    async with aclosing(_merged(made, name)) as outputs:
         async for index, output in outputs:
             found[index] = output
     return [found[index] for index in range(len(prompts))]
 
 
 async def _merged(
-    streams: Seq[AsyncGenerator[RequestOutput, None]],
+    streams: Seq[AsyncGenerator[RequestOutput, None]], name: str = ""
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     if len(streams) == 1:  # no task and no queue between
         async with aclosing(streams[0]) as outputs:
@@ -232,6 +237,8 @@ async def _merged(
             async with aclosing(streams[index]) as outputs:
                 async for output in outputs:
                     await ready.put((index, output))
+        except InvalidRequestError as error:
+            end = type(error)(f"{name}[{index}]: {error}") if name else error
         except Exception as error:
             end = error
         await ready.put((index, end))

@@ -5,6 +5,7 @@ import base64
 import sys
 from array import array
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,7 +17,6 @@ from nanovllm.apps.server.error_bodies import naming_params
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.protocol.common import PromptTokensDetails
 from nanovllm.apps.server.protocol.pooling import (
-    Document,
     Embedding,
     EmbeddingAnswer,
     EmbeddingRequest,
@@ -79,7 +79,8 @@ async def pool(request: Request, body: TaskRequest) -> Response:
 @router.post("/score", response_model=ScoreAnswer)
 async def score(request: Request, body: ScoreRequest) -> Response:
     """Score pairs of texts: how well the second one answers the first."""
-    results = await _scored(request, body, body.text_1, body.text_2, body.instruction)
+    texts = {"text_1": body.text_1, "text_2": body.text_2}
+    results = await _scored(request, body, texts, body.instruction)
     data = [
         Score(index=index, object="score", score=result.outputs.score)
         for index, result in enumerate(results)
@@ -94,9 +95,12 @@ async def score(request: Request, body: ScoreRequest) -> Response:
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """Sort documents by how well they answer a query."""
     documents = body.documents
-    if body.max_tokens_per_doc and body.truncate_prompt_tokens is None:
-        body.truncate_prompt_tokens = body.max_tokens_per_doc
-    results = await _scored(request, body, body.query, documents, body.instruction)
+    texts: dict[str, str | list[str]] = {
+        "query": body.query,
+        "documents": [each.text for each in documents],
+    }
+    kept = body.max_tokens_per_doc or 0
+    results = await _scored(request, body, texts, body.instruction, kept)
     scores = [result.outputs.score for result in results]
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
     # Cohere's second version has no documents in answers.
@@ -104,7 +108,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
     shows = not request.url.path.endswith("/v2/rerank") if returns is None else returns
     found = []
     for index in best:
-        shown = {"document": Document(text=documents[index])} if shows else {}
+        shown = {"document": documents[index]} if shows else {}
         found.append(RerankResult(index=index, relevance_score=scores[index], **shown))
     head = _head(request, body, "rerank")
     return json_response(
@@ -119,24 +123,32 @@ async def _embedded(request: Request, body: EmbeddingRequest) -> list[RequestOut
     with naming_params(type(body).model_fields, "input"):
         params = body.params(dimensions=body.dimensions, prompt_name=body.prompt_name)
         place = generation.admit(request, len(prompts), body)
-        return await generation.pool(place, [*map(make_prompt, prompts)], [params] * len(prompts))
+        made = [*map(make_prompt, prompts)]
+        return await generation.pool(place, made, [params] * len(made), "input")
 
 
 async def _scored(
     request: Request,
     body: PoolingRequest,
-    queries: str | list[str],
-    documents: str | list[str],
+    texts: dict[str, str | list[str]],
     instruction: str | None,
+    max_tokens_per_doc: int = 0,
 ) -> list[ScoringRequestOutput]:
-    """Return the scores of the pairs of a request."""
+    """Return the scores of the pairs of a request.
+
+    Args:
+        texts: the queries and the documents, by the names of their fields.
+    """
     processor = state_of(request).llm.engine.input_processor
-    first, second = ([each] if isinstance(each, str) else each for each in (queries, documents))
-    fields = type(body).model_fields
-    with naming_params(fields, "documents" if "documents" in fields else "text_2"):
+    names = tuple(texts)
+    first, second = ([each] if isinstance(each, str) else each for each in texts.values())
+    with naming_params(type(body).model_fields, names[1]):
         params = body.params()
         place = generation.admit(request, len(first) + len(second), body)
-        scoring = await place.prepare(processor.pooling.scoring, first, second, params, instruction)
+        make = partial(
+            processor.pooling.scoring, names=names, max_tokens_per_doc=max_tokens_per_doc
+        )
+        scoring = await place.prepare(make, first, second, params, instruction)
         return scoring.results(await generation.pool(place, scoring.prompts, scoring.params))
 
 

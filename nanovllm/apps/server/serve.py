@@ -282,7 +282,10 @@ def _show_banner(log: Log, server: ServerState, listener: socket.socket, seconds
         json_type = "-H 'Content-Type: application/json'"
         path = "completions"
         body: dict[str, Any] = {"prompt": "Paged attention is"}
-        if server.has_chat_template:
+        if not server.llm.engine.input_processor.limit.generates:
+            path = "embeddings"
+            body = {"input": ["What is paged attention?"]}
+        elif server.has_chat_template:
             path = "chat/completions"
             body = {"messages": [{"role": "user", "content": "What is paged attention?"}]}
         log.tell(f"  try: {curl}/v1/{path} {json_type}{key} \\")

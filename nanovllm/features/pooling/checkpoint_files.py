@@ -1,44 +1,39 @@
-"""What a checkpoint says about its vectors and scores: the files of sentence-transformers.
+"""What a checkpoint says about its vectors and scores: config.json, a GGUF file, and the files of
+sentence-transformers.
 
 None of them is trusted.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.loading.files import (
-    MAX_JSON_BYTES,
-    check_file,
-    is_gguf,
-    parse_object,
-    read_json,
+from nanovllm.features.pooling.module_files import (
+    DenseFile,
+    File,
+    LayerNormFile,
+    LogitScoreFile,
+    ModelFile,
+    NormalizeFile,
+    PoolingFile,
+    TransformerFile,
+    read_file,
+    read_modules,
 )
+from nanovllm.loading.files import is_gguf, read_json
 from nanovllm.loading.hub import Checkpoint
-from nanovllm.options.validation import check_choice, check_int, shown
+from nanovllm.options.validation import check_choice, shown
 
-SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
-_MODES = {
-    "lasttoken": "last",
-    "mean": "mean",
-    "cls": "cls",
-}
-"""Poolings by sentence-transformers' names."""
-_OLD_MODES = {
-    "pooling_mode_lasttoken": "lasttoken",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-}
-"""Poolings by the fields that older files set to true."""
+_POOLINGS = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
+"""By sentence-transformers' names."""
 _GGUF_POOLINGS = {1: "mean", 2: "cls", 3: "last"}
 _ACTIVATIONS = ("sigmoid", "identity")
-_MOST_PROMPTS = 1024
+_CUTS = {"truncation", "max_length", "padding", "return_tensors", "restore_suffix"}
+"""Options with a chat template's that are the tokenizer's."""
 _QWEN3_RERANKER = "qwen3-reranker"
+_FILE = "config_sentence_transformers.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,17 +41,29 @@ class PoolingSettings:
     """How a checkpoint makes vectors of texts, and scores of pairs of texts."""
 
     pooling: str = "last"
+    layers: tuple[tuple[Path, File], ...] = ()
+    """What follows pooling: where its weights are, and what it is."""
     normalize: bool = True
+    dimensions: int | None = None
+    """How many numbers to keep of a vector that is normalised already; None: all."""
     similarity: str = "cosine"
     """How two vectors are compared."""
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """By name: what is written before a text."""
     default_prompt_name: str | None = None
-    answers: tuple[str | int, str | int] | None = None
-    """Of a reranker: the tokens, or their texts, with which it says that a document does not meet a
-    query, and that it does. None: scores are the similarity of vectors."""
+    max_tokens: int | None = None
+    """Where texts are cut; None: they are not."""
+    lowers_case: bool = False
+    template: Mapping[str, Any] | None = None
+    """The options of the chat template by which texts become prompts; None: they are prompts."""
+    asks: bool = False
+    """Whether a pair of texts is put into Qwen3-Reranker's question, if there is no template."""
+    answers: tuple[str | int, ...] = ()
+    """Of a reranker that generates: the tokens, or their texts, with which it says that a document
+    does not meet a query, and that it does; or the latter alone."""
     activation: str | None = None
-    """Of a cross-encoder: what makes a score of its logit, "sigmoid" or "identity"."""
+    """What makes a score of a logit, "sigmoid" or "identity". None: scores are the similarity of
+    vectors."""
 
 
 def read_settings(checkpoint: Checkpoint, model: str, pooling: str = "last") -> PoolingSettings:
@@ -70,105 +77,103 @@ def read_settings(checkpoint: Checkpoint, model: str, pooling: str = "last") -> 
         CheckpointError: a file is invalid.
         UnsupportedModelError: a file asks for what is not implemented.
     """
-    path = checkpoint.path
-    answers = _named_answers(checkpoint.config, model)
-    if is_gguf(path):
-        return PoolingSettings(answers=answers)
-    prompts = _read(path, "config_sentence_transformers.json")
+    config = checkpoint.config
+    is_qwen3 = _QWEN3_RERANKER in Path(model).name.lower()
+    activation = _activation(config)
+    answers = _named_answers(config, is_qwen3 and activation is None)
+    pooling = _GGUF_POOLINGS.get(config.get("pooling_type", 0), pooling)
     settings = PoolingSettings(
-        pooling=pooling,
-        similarity=_similarity(prompts),
-        prompts=_prompts(prompts),
-        default_prompt_name=prompts.get("default_prompt_name"),
+        pooling,
+        asks=is_qwen3 or bool(answers),
         answers=answers,
-        activation=_activation(checkpoint.config),
+        activation="sigmoid" if answers else activation,
     )
-    name = settings.default_prompt_name
-    if name is not None and not (isinstance(name, str) and name in settings.prompts):
+    return settings if is_gguf(checkpoint.path) else _with_files(_home(checkpoint.path), settings)
+
+
+def _home(path: Path) -> Path:
+    """Return the directory that has the modules of the network in `path`: it or, where the network
+    is in a folder of its own, its parent.
+    """
+    is_folder = path.name.startswith("0_") and not (path / "modules.json").exists()
+    return path.parent if is_folder else path
+
+
+def _with_files(path: Path, settings: PoolingSettings) -> PoolingSettings:
+    """Return `settings` with what the files of sentence-transformers say."""
+    model = read_file(path, [_FILE], ModelFile)
+    prompts = {name: text or "" for name, text in (model.prompts or {}).items()}
+    if (default := model.default_prompt_name) is not None and default not in prompts:
         raise CheckpointError(
-            f"config_sentence_transformers.json: default_prompt_name {shown(name)} is none of its "
-            f"prompts ({', '.join(map(shown, settings.prompts)) or 'there are none'})"
+            f"{_FILE}: default_prompt_name {shown(default)} is none of its "
+            f"prompts ({', '.join(map(shown, prompts)) or 'there are none'})"
         )
-    return _with_modules(path, settings)
+    changes: dict[str, Any] = {
+        "prompts": prompts,
+        "default_prompt_name": default,
+        "similarity": model.similarity_fn_name or "cosine",
+        "dimensions": model.truncate_dim,
+    }
+    layers: list[tuple[Path, File]] = []
+    modules = read_modules(path)
+    for folder, module in modules:
+        match module:
+            case TransformerFile():
+                changes |= _of_transformer(folder, module)
+            case PoolingFile():
+                _check_prompts(module, prompts)
+                changes["pooling"] = _POOLINGS[module.pooling_mode]
+            case LogitScoreFile(false_token_id=no, true_token_id=yes):
+                changes["answers"] = (yes,) if no is None else (no, yes)
+                changes["activation"] = "sigmoid"
+            case NormalizeFile() | DenseFile() | LayerNormFile():
+                layers.append((folder, module))
+    if modules:
+        changes["normalize"] = bool(layers) and type(layers[-1][1]) is NormalizeFile
+        changes["layers"] = tuple(layers[:-1] if changes["normalize"] else layers)
+    settings = dataclasses.replace(settings, **changes)
+    if settings.activation and model.activation_fn:
+        name = _activation_name(f"{_FILE}: activation_fn", model.activation_fn)
+        settings = dataclasses.replace(settings, activation=name)
+    return settings
 
 
-def _with_modules(path: Path, settings: PoolingSettings) -> PoolingSettings:
-    """Return `settings` with what modules.json says, if there is one."""
-    if not check_file(path, "modules.json", MAX_JSON_BYTES):
-        return settings
-    changes: dict[str, Any] = {"normalize": False}
-    listed = (path / "modules.json").read_bytes()
-    modules = parse_object(b'{"modules": ' + listed + b"}", f"{path}/modules.json")["modules"]
-    if not isinstance(modules, list):
-        raise CheckpointError(f"{path}/modules.json must hold a list, is {shown(modules)}")
-    for module in modules:
-        kind, folder = (
-            module.get(key) if isinstance(module, dict) else None for key in ("type", "path")
-        )
-        if not isinstance(kind, str) or not isinstance(folder, str):
-            raise CheckpointError(
-                f"modules.json: a module must have a type and a path, is {shown(module)}"
+def _of_transformer(folder: Path, module: TransformerFile) -> dict[str, Any]:
+    stored = read_json(folder / "tokenizer_config.json").get("model_max_length")
+    # sentence-transformers 6 has no other place for its max_seq_length.
+    found: dict[str, Any] = {
+        "max_tokens": module.max_seq_length or (stored if type(stored) is int else None),
+        "lowers_case": bool(module.do_lower_case),
+    }
+    if "message" in module.modality_config:
+        options = module.processing_kwargs.get("chat_template", {})
+        if cuts := _CUTS & options.keys():
+            raise UnsupportedModelError(
+                f"sentence_bert_config.json: processing_kwargs: {min(cuts)} is not supported"
             )
-        if ".." in PurePosixPath(folder).parts or folder.startswith("/"):
-            raise CheckpointError(
-                f"modules.json: path {shown(folder)} must be a folder of the checkpoint"
-            )
-        match kind.rpartition(".")[2]:
-            case "Transformer":
-                pass
-            case "Normalize":
-                changes["normalize"] = True
-            case "Pooling":
-                changes["pooling"] = _pooling(_read(path, f"{folder}/config.json"), folder)
-            case "LogitScore":
-                changes["answers"] = _answers(_read(path, f"{folder}/config.json"), folder)
-            case other:
-                raise UnsupportedModelError(
-                    f"modules.json: the module {shown(other)} is not supported (only Transformer, "
-                    "Pooling, Normalize, LogitScore)"
-                )
-    return dataclasses.replace(settings, **changes)
+        found["template"] = options
+    return found
 
 
-def _pooling(config: dict[str, Any], folder: str) -> str:
-    """Return the one pooling that a config.json of a module names."""
-    name = f"{folder}/config.json"
-    mode = config.get("pooling_mode")
-    modes = mode if isinstance(mode, list) else [] if mode is None else [mode]
-    modes = modes or [mode for field, mode in _OLD_MODES.items() if config.get(field) is True]
-    if len(modes) != 1 or not isinstance(modes[0], str) or modes[0] not in _MODES:
+def _check_prompts(module: PoolingFile, prompts: Mapping[str, str]) -> None:
+    if not module.include_prompt and module.pooling_mode != "lasttoken" and any(prompts.values()):
         raise UnsupportedModelError(
-            f"{name}: pooling {', '.join(map(shown, modes)) or 'without a mode'} is not supported "
-            f"(only one of {', '.join(_MODES)})"
+            "config.json of Pooling: include_prompt false is not supported (only true): pooling "
+            "would leave out the prompt's tokens"
         )
-    if config.get("include_prompt") is False and modes[0] == "mean":
-        raise UnsupportedModelError(
-            f"{name}: include_prompt false is not supported (only true): the mean would leave out "
-            "the prompt's tokens"
-        )
-    return _MODES[modes[0]]
 
 
-def _answers(config: dict[str, Any], folder: str) -> tuple[int, int]:
-    found = [
-        check_int(CheckpointError, f"{folder}/config.json: {key}", config.get(key), 0)
-        for key in ("false_token_id", "true_token_id")
-    ]
-    return found[0], found[1]
-
-
-def _named_answers(config: dict[str, Any], model: str) -> tuple[str, str] | None:
+def _named_answers(config: dict[str, Any], is_reranker: bool) -> tuple[str, ...]:
     """Return the answers of a reranker by vLLM's field of config.json, or by the model's name."""
     given = config.get("classifier_from_token")
-    if given is not None:
-        if not (isinstance(given, list) and len(given) == 2 and {*map(type, given)} == {str}):
-            raise CheckpointError(
-                "config.json: classifier_from_token must be a list of two strings, such as "
-                f'["no", "yes"], is {shown(given)}'
-            )
-        return given[0], given[1]
-    is_reranker = _QWEN3_RERANKER in Path(model).name.lower()
-    return ("no", "yes") if is_reranker else None
+    if given is None:
+        return ("no", "yes") if is_reranker else ()
+    if not (isinstance(given, list) and len(given) == 2 and {*map(type, given)} == {str}):
+        raise CheckpointError(
+            "config.json: classifier_from_token must be a list of two strings, such as "
+            f'["no", "yes"], is {shown(given)}'
+        )
+    return tuple(given)
 
 
 def _activation(config: dict[str, Any]) -> str | None:
@@ -181,33 +186,10 @@ def _activation(config: dict[str, Any]) -> str | None:
     fields = {**config, **(nested if isinstance(nested, dict) else {})}
     for key in ("activation_fn", "sbert_ce_default_activation_function"):
         if (found := fields.get(key)) is not None:
-            name = str(found).rpartition(".")[2].lower()
-            return check_choice(UnsupportedModelError, f"config.json: {key}", name, _ACTIVATIONS)
+            return _activation_name(f"config.json: {key}", found)
     return "sigmoid"
 
 
-def _similarity(config: dict[str, Any]) -> str:
-    found = config.get("similarity_fn_name")
-    if found is None:
-        return "cosine"
-    name = "config_sentence_transformers.json: similarity_fn_name"
-    return check_choice(CheckpointError, name, found, SIMILARITIES)
-
-
-def _prompts(config: dict[str, Any]) -> dict[str, str]:
-    found = config.get("prompts")
-    found = {} if found is None else found
-    if (
-        not isinstance(found, dict)
-        or len(found) > _MOST_PROMPTS
-        or not all(isinstance(text, str) for text in found.values())
-    ):
-        raise CheckpointError(
-            "config_sentence_transformers.json: prompts must be texts by name, is " + shown(found)
-        )
-    return found
-
-
-def _read(path: Path, name: str) -> dict[str, Any]:
-    """Return a JSON file of the checkpoint; {} if there is none."""
-    return read_json(path / name) if check_file(path, name) else {}
+def _activation_name(name: str, value: Any) -> str:
+    last = str(value).rpartition(".")[2].lower()
+    return check_choice(UnsupportedModelError, name, last, _ACTIVATIONS)

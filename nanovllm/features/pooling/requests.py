@@ -3,17 +3,20 @@
 `LLM`, `AsyncLLM` and the server run the requests; this module starts no thread and no event loop.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from nanovllm.engine.input_checks import PromptLimit, check_unicode
 from nanovllm.engine.prompt import Prompt
-from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.errors import CheckpointError, InvalidRequestError, NanoVLLMError
 from nanovllm.features.pooling.checkpoint_files import PoolingSettings, read_settings
-from nanovllm.features.pooling.cross_encoder import CrossEncoder
-from nanovllm.features.pooling.reranker import Reranker
+from nanovllm.features.pooling.module_files import DenseFile
+from nanovllm.features.pooling.rank import check_layers
+from nanovllm.features.pooling.reranker import Render, Reranker, asked, messages, templated
+from nanovllm.features.pooling.texts import Texts
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.models.registry import read_config
@@ -39,7 +42,9 @@ class PoolingRequests:
 
     Args:
         tokenizer: None if the checkpoint has none; prompts are then token ids.
-        hidden_size: numbers in a whole vector.
+        hidden_size: numbers in the hidden state of a token.
+        render: of the checkpoint's chat template.
+        causal: whether the model's logits follow the last token; else the first.
     """
 
     def __init__(
@@ -48,20 +53,52 @@ class PoolingRequests:
         tokenizer: TextTokenizer | None,
         limit: PromptLimit,
         hidden_size: int,
+        render: Render | None = None,
+        causal: bool = True,
     ) -> None:
         self.settings = settings
-        self.hidden_size = hidden_size
-        self._tokenizer = tokenizer
+        sizes = [each.out_features for _, each in settings.layers if isinstance(each, DenseFile)]
+        self.size = (sizes or [hidden_size])[-1]
+        """Numbers in a whole vector."""
         self._limit = limit
-        self._num_logits = (
-            limit.last + 1 if limit.generates else int(settings.activation is not None)
-        )
-        self.reranker: Reranker | CrossEncoder | None = None
+        self._render = render
+        self._logits_pooling = "last" if causal else "cls"
+        has_label = settings.activation is not None and not settings.answers
+        self._num_logits = int(has_label) or (limit.last + 1) * limit.generates
+        self.texts: Texts | None = None
+        self.reranker: Reranker | None = None
         """Scores pairs of texts; None: the similarity of their vectors does."""
-        if settings.answers is not None and tokenizer is not None:
-            self.reranker = Reranker(tokenizer, settings.answers, limit)
-        elif settings.activation is not None and tokenizer is not None:
-            self.reranker = CrossEncoder(tokenizer, settings.activation, limit)
+        if tokenizer is not None:
+            self.texts = Texts(tokenizer, limit, settings.max_tokens, settings.lowers_case)
+            if settings.activation is not None:
+                self.reranker = self._make_reranker(self.texts, settings.activation)
+
+    def _make_reranker(self, texts: Texts, activation: str) -> Reranker:
+        """Return what asks the model about a pair as its checkpoint says."""
+        settings = self.settings
+        write = None
+        if settings.template is not None and self._render is not None:
+            write = templated(self._render, settings.template)
+        elif settings.asks:
+            write = asked
+        token_ids = [self._answer(texts, each) for each in settings.answers]
+        return Reranker(texts, token_ids or [0], activation, write)
+
+    def _answer(self, texts: Texts, answer: str | int) -> int:
+        """Return the token of an answer."""
+        if isinstance(answer, int):
+            if answer > self._limit.last:
+                raise CheckpointError(
+                    f"LogitScore names token {answer}; this model's last is {self._limit.last}"
+                )
+            return answer
+        found = texts.plain(answer)
+        if len(found) != 1:
+            raise CheckpointError(
+                f"classifier_from_token: {answer!r} must be one token of this tokenizer, is "
+                f"{len(found)}"
+            )
+        return found[0]
 
     def complete(self, params: PoolingParams, prompt: Prompt) -> tuple[Prompt, PoolingParams]:
         """Return the tokens of a prompt, and `params` as the ranks need them.
@@ -71,9 +108,9 @@ class PoolingRequests:
                 `params` ask for.
         """
         dimensions = params.dimensions
-        if dimensions is not None and dimensions > self.hidden_size:
+        if dimensions is not None and dimensions > self.size:
             raise InvalidRequestError(
-                f"dimensions must be at most {self.hidden_size}, the size of this model's vectors, "
+                f"dimensions must be at most {self.size}, the size of this model's vectors, "
                 f"got {dimensions}"
             )
         if max(params.token_ids, default=-1) >= self._num_logits:
@@ -83,16 +120,18 @@ class PoolingRequests:
                 f"{last if self._num_logits else 'this model has no logits: leave it out'}"
             )
         if params.token_ids:  # logits follow the last token, and a label's the first
-            pooling = "last" if self._limit.generates else "cls"
+            pooling = self._logits_pooling
             for_ranks = PoolingParams(pooling=pooling, normalize=False, token_ids=params.token_ids)
-            return self._tokenized(prompt, params), for_ranks
+            return self.tokenized(prompt, params), for_ranks
         settings = self.settings
+        if dimensions is None and params.normalize:  # of what is left of the vector
+            dimensions = settings.dimensions
         for_ranks = PoolingParams(
             pooling=params.pooling or settings.pooling,
             normalize=settings.normalize if params.normalize is None else params.normalize,
             dimensions=dimensions,
         )
-        return self._tokenized(prompt, params), for_ranks
+        return self.tokenized(prompt, params), for_ranks
 
     def scoring(
         self,
@@ -100,9 +139,10 @@ class PoolingRequests:
         documents: str | Seq[str],
         params: PoolingParams | None = None,
         instruction: str | None = None,
+        **options: Any,
     ) -> "Scoring":
         """Return how to score pairs of texts; arguments and errors are those of `Scoring`."""
-        return Scoring(self, queries, documents, params, instruction)
+        return Scoring(self, queries, documents, params, instruction, **options)
 
     def embedding(self, output: RequestOutput) -> EmbeddingRequestOutput:
         """Return the output of `LLM.embed` for that of a request.
@@ -131,12 +171,13 @@ class PoolingRequests:
         name = next((name for name in names if name in self.settings.prompts), "")
         return params.clone(prompt_name=name)
 
-    def _tokenized(self, prompt: Prompt, params: PoolingParams) -> Prompt:
-        limit = self._limit
+    def tokenized(self, prompt: Prompt, params: PoolingParams) -> Prompt:
+        """Return a prompt as token ids.
+
+        Raises:
+            InvalidRequestError: it is empty, invalid or too long.
+        """
         kept = params.truncate_prompt_tokens
-        if kept is not None:
-            most = limit.most
-            kept = most if kept == -1 else min(kept, most)
         tokens = prompt.token_ids
         if tokens is not None:
             if params.prompt_name:
@@ -144,20 +185,29 @@ class PoolingRequests:
                     f"prompt_name {shown(params.prompt_name)} is written before a text, and the "
                     "prompt is token ids: give the text"
                 )
-            return Prompt(prompt.text, tokens if kept is None else tokens[:kept], salt=prompt.salt)
+            most = self._limit.most if kept == -1 else kept
+            return Prompt(prompt.text, tokens[:most], salt=prompt.salt)
         assert prompt.text is not None
         check_unicode("the prompt", prompt.text)
-        text = self._prompt_text(params.prompt_name) + prompt.text
-        if self._tokenizer is None:
+        if (texts := self.texts) is None:
             raise InvalidRequestError(
                 "this engine has no tokenizer, so prompts must be lists of token ids, not text"
             )
-        if kept is None:
-            limit.check_length(text, self._tokenizer.encode)
-            return Prompt(prompt.text, self._tokenizer.encode(text), salt=prompt.salt)
-        return Prompt(prompt.text, self._cut(text, kept), salt=prompt.salt)
+        before = self.prompt_text(params.prompt_name)
+        render, options = self._render, self.settings.template
+        if render is None or options is None:
+            tokens = texts.one(before + prompt.text, kept)
+        else:
+            tokens = texts.written(
+                lambda text: render(messages(before, user=text), options), prompt.text, kept
+            )
+        if not tokens:
+            raise InvalidRequestError(
+                "the prompt is empty, and this model's tokenizer adds nothing to it: give a text"
+            )
+        return Prompt(prompt.text, tokens, salt=prompt.salt)
 
-    def _prompt_text(self, name: str | None) -> str:
+    def prompt_text(self, name: str | None) -> str:
         """Return what is written before a text."""
         prompts = self.settings.prompts
         if name is None:
@@ -171,15 +221,6 @@ class PoolingRequests:
             )
         return prompts[name]
 
-    def _cut(self, text: str, kept: int) -> list[int]:
-        """Return the tokens of the beginning of a text, with those that the tokenizer adds."""
-        assert self._tokenizer is not None
-        backend: Any = self._tokenizer.backend_tokenizer
-        encoding = backend.encode(text, add_special_tokens=False)
-        encoding.truncate(max(0, kept - backend.num_special_tokens_to_add(False)))
-        tokens: list[int] = backend.post_process(encoding).ids
-        return tokens[:kept]
-
 
 class Scoring:
     """The scores of pairs of texts: the requests that they take, and what comes of their outputs.
@@ -187,6 +228,8 @@ class Scoring:
     Args:
         queries, documents: as many of both, or one query for all documents.
         instruction: for rerankers: what a document must do for its query.
+        names: what errors call the queries and the documents.
+        max_tokens_per_doc: how many tokens to keep at the beginning of a document; 0: all.
 
     Attributes:
         prompts, params: of the requests to run, one for each.
@@ -203,32 +246,23 @@ class Scoring:
         documents: str | Seq[str],
         params: PoolingParams | None = None,
         instruction: str | None = None,
+        names: tuple[str, str] = ("data_1", "data_2"),
+        max_tokens_per_doc: int = 0,
     ) -> None:
-        queries, documents = _texts("data_1", queries), _texts("data_2", documents)
+        queries, documents = _texts(names[0], queries), _texts(names[1], documents)
         if len(queries) not in (1, len(documents)):
             raise InvalidRequestError(
-                f"data_1 has {len(queries)} texts and data_2 has {len(documents)}: give one query "
-                "for all documents, or one for each"
+                f"{names[0]} has {len(queries)} texts and {names[1]} has {len(documents)}: give "
+                "one query for all documents, or one for each"
             )
         self._pooling = pooling
         self._num_queries = len(queries)
         params = PoolingParams() if params is None else params
         self._is_probability = params.normalize is not False
-        self.prompts: list[Prompt]
-        self.params: list[PoolingParams]
-        reranker = pooling.reranker
-        if reranker is not None:
-            pairs = zip(
-                queries if len(queries) > 1 else [queries[0]] * len(documents),
-                documents,
-                strict=True,
-            )
-            kept = params.truncate_prompt_tokens
-            self.prompts = [
-                Prompt(token_ids=reranker.prompt(query, document, instruction, kept))
-                for query, document in pairs
-            ]
-            self.params = [PoolingParams(token_ids=reranker.token_ids)] * len(self.prompts)
+        if max_tokens_per_doc and pooling.texts is not None:
+            documents = [pooling.texts.beginning(each, max_tokens_per_doc) for each in documents]
+        if pooling.reranker is not None:
+            self._ask(pooling.reranker, queries, documents, instruction, params, names)
             return
         if instruction is not None:
             raise InvalidRequestError(
@@ -237,9 +271,38 @@ class Scoring:
             )
         if pooling.settings.similarity == "cosine":
             params = params.clone(normalize=True)
-        self.prompts = [*map(Prompt, queries), *map(Prompt, documents)]
-        self.params = [pooling.query_params(params)] * len(queries)
-        self.params += [pooling.document_params(params)] * len(documents)
+        self.prompts: list[Prompt] = []
+        for name, texts, each in zip(
+            names,
+            (queries, documents),
+            (pooling.query_params(params), pooling.document_params(params)),
+            strict=True,
+        ):
+            for index, text in enumerate(texts):
+                with _naming(f"{name}[{index}]"):
+                    self.prompts.append(pooling.tokenized(Prompt(text), each))
+        params = params.clone(prompt_name=None, truncate_prompt_tokens=None)
+        self.params = [params] * len(self.prompts)
+
+    def _ask(
+        self,
+        reranker: Reranker,
+        queries: list[str],
+        documents: list[str],
+        instruction: str | None,
+        params: PoolingParams,
+        names: tuple[str, str],
+    ) -> None:
+        """Set the requests of a model that reads a query and a document together."""
+        kept = params.truncate_prompt_tokens
+        before = self._pooling.prompt_text(params.prompt_name)
+        self.prompts = []
+        for index, document in enumerate(documents):
+            query = queries[index % len(queries)]
+            with _naming(f"{names[1]}[{index}]"):
+                tokens = reranker.prompt(query, document, instruction, kept, before)
+                self.prompts.append(Prompt(token_ids=tokens))
+        self.params = [PoolingParams(token_ids=reranker.token_ids)] * len(self.prompts)
 
     def results(self, outputs: Seq[RequestOutput]) -> list[ScoringRequestOutput]:
         """Return the score of each pair, from the outputs of the requests in their order.
@@ -284,16 +347,31 @@ class Scoring:
 
 
 def pooling_requests(
-    config: Config, checkpoint: Checkpoint, tokenizer: TextTokenizer | None, limit: PromptLimit
+    config: Config,
+    checkpoint: Checkpoint,
+    tokenizer: TextTokenizer | None,
+    limit: PromptLimit,
+    render: Render,
+    causal: bool,
 ) -> PoolingRequests:
-    """Return what an engine knows of vectors and scores.
+    """Return what an engine knows of vectors and scores; see `PoolingRequests`.
 
     Raises:
         CheckpointError: a file of the checkpoint is invalid, or asks for what is not supported.
     """
     hidden_size = read_config(checkpoint.config, config.dtype, config.model_family).hidden_size
-    settings = read_settings(checkpoint, config.model, "last" if limit.generates else "cls")
-    return PoolingRequests(settings, tokenizer, limit, hidden_size)
+    settings = read_settings(checkpoint, config.model, "last" if causal else "cls")
+    check_layers(settings, hidden_size)
+    return PoolingRequests(settings, tokenizer, limit, hidden_size, render, causal)
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Name what an InvalidRequestError is about, first of all."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise type(error)(f"{name}: {error}") from None
 
 
 def pooled(output: RequestOutput) -> list[float]:

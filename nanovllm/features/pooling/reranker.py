@@ -1,14 +1,14 @@
-"""Prompts of rerankers that generate: whether a document meets a query, asked as yes or no.
+"""Rerankers: how a query and a document become one prompt, and its logits their score.
 
-The template is Qwen3-Reranker's (arXiv:2506.05176, and its model card).
+The built-in question is Qwen3-Reranker's (arXiv:2506.05176, and its model card).
 """
 
 import math
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
+from typing import Any
 
-from nanovllm.engine.input_checks import PromptLimit
-from nanovllm.errors import CheckpointError
-from nanovllm.loading.text_tokenizer import TextTokenizer
+from nanovllm.errors import InvalidRequestError, UnsupportedModelError
+from nanovllm.features.pooling.texts import Texts
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """What a document must do for its query, if a request does not say it."""
@@ -19,87 +19,108 @@ _BEGINNING = (
 )
 _END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
+Render = Callable[[list[dict[str, Any]], Mapping[str, Any]], str]
+"""Returns the text of messages by the checkpoint's chat template, which gets these options."""
+Write = Callable[[str, str, str | None], str]
+"""Returns the text about a query and a document, with an instruction or without."""
+
+
+def asked(query: str, document: str, instruction: str | None) -> str:
+    """Return Qwen3-Reranker's question."""
+    return (
+        f"{_BEGINNING}<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n"
+        f"<Document>: {document}{_END}"
+    )
+
+
+def templated(render: Render, options: Mapping[str, Any]) -> Write:
+    """Return what writes a pair as sentence-transformers does: messages of the roles query and
+    document, and the instruction as a system message.
+    """
+
+    def write(query: str, document: str, instruction: str | None) -> str:
+        return render(messages(system=instruction or "", query=query, document=document), options)
+
+    found = write("a query", "a document", None)
+    if "a query" not in found or "a document" not in found:
+        raise UnsupportedModelError(
+            "the checkpoint's chat template leaves out messages of the roles query and document, "
+            "with which its LogitScore asks: give it the template of a reranker"
+        )
+    return write
+
+
+def messages(system: str, **texts: str) -> list[dict[str, Any]]:
+    """Return messages by their roles, without that of the system if it is empty."""
+    first = {"system": system} if system else {}
+    return [{"role": role, "content": text} for role, text in {**first, **texts}.items()]
+
 
 class Reranker:
-    """Asks a generating model about a query and a document.
+    """Scores pairs of texts.
 
     Args:
-        answers: the tokens for no and yes, or their texts.
-        limit: how long a prompt may be.
-
-    Raises:
-        CheckpointError: a text is not one token.
+        token_ids: whose logits after the prompt make the score: of no and yes, or of one token or
+            label.
+        activation: "sigmoid" or "identity": what makes a score of a logit.
+        write: what writes a pair as one text; None: the tokenizer joins the two.
     """
 
     def __init__(
-        self, tokenizer: TextTokenizer, answers: tuple[str | int, str | int], limit: PromptLimit
+        self,
+        texts: Texts,
+        token_ids: Seq[int],
+        activation: str,
+        write: Write | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._limit = limit
-        self.token_ids = self._token(answers[0]), self._token(answers[1])
-        """Of no and of yes."""
-        self._beginning = self._encode(_BEGINNING)
-        self._end = self._encode(_END)
+        self.token_ids = tuple(token_ids)
+        self._texts = texts
+        self._activation = activation
+        self._write = write
 
     def prompt(
-        self, query: str, document: str, instruction: str | None, kept: int | None
+        self, query: str, document: str, instruction: str | None, kept: int | None, before: str
     ) -> list[int]:
-        """Return the token ids of the question.
+        """Return the token ids of a pair.
 
         Args:
+            before: the checkpoint's prompt: the instruction of a request without one or, where the
+                tokenizer joins the two texts, what is written before the query.
             kept: how many tokens to keep at the beginning of the document; -1: as many as fit;
-                None: to refuse one that is too long.
+                None: to refuse a pair that is too long, unless the checkpoint cuts it.
 
         Raises:
-            InvalidRequestError: the texts are too long.
+            InvalidRequestError: the texts are too long, or there is an instruction that the model
+                does not read.
         """
-        limit = self._limit
-        instruction = INSTRUCTION if instruction is None else instruction
-        limit.check_text("the query", instruction, query)
-        if kept is None:
-            limit.check_text("the document", document)
-        elif kept > 0:
-            document = self._shortened(document, kept)
-        body = self._encode(f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}")
-        room = limit.most - len(self._beginning) - len(self._end)
-        if kept == -1:
-            body = body[: max(0, room)]
-        if len(body) > room:
-            raise limit.exceeded(str(len(self._beginning) + len(body) + len(self._end)))
-        return [*self._beginning, *body, *self._end]
+        texts = self._texts
+        texts.most(kept)  # it may be too many
+        if (write := self._write) is not None:
+            instruction = instruction or before or None
+            texts.limit.check_text("the query", instruction or "", query)
+            if kept is not None and kept > 0:
+                document = texts.beginning(document, kept)
+            whole = None if kept != -1 else kept
+            tokens = texts.written(lambda text: write(query, text, instruction), document, whole)
+        elif instruction is not None:
+            raise InvalidRequestError(
+                "instruction is for rerankers that are asked in words, and this model reads a "
+                "query and a document alone: leave it out"
+            )
+        else:
+            tokens = texts.pair(before + query, document, kept)
+        texts.limit.check_made_tokens(tokens)
+        return tokens
 
     def score(self, logits: Seq[float], *, is_probability: bool = True) -> float:
-        """Return the probability of yes, when the answer is yes or no, from their logits.
+        """Return the score of a pair from the logits of `token_ids`.
 
         Args:
-            is_probability: False is for its logit, the difference of the two.
+            is_probability: False is for its logit: of no and yes, the difference.
         """
-        no, yes = logits
-        difference = yes - no
-        return sigmoid(difference) if is_probability else difference
-
-    def _token(self, answer: str | int) -> int:
-        if isinstance(answer, int):
-            if answer > self._limit.last:
-                raise CheckpointError(
-                    f"LogitScore names token {answer}; this model's last is {self._limit.last}"
-                )
-            return answer
-        found = self._encode(answer)
-        if len(found) != 1:
-            raise CheckpointError(
-                f"classifier_from_token: {answer!r} must be one token of this tokenizer, is "
-                f"{len(found)}"
-            )
-        return found[0]
-
-    def _shortened(self, text: str, kept: int) -> str:
-        """Return the part of a text that its first `kept` tokens hold."""
-        offsets = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).offsets
-        return text if len(offsets) <= kept else text[: offsets[kept - 1][1]]
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        *no, yes = logits
+        logit = yes - sum(no)
+        return sigmoid(logit) if is_probability and self._activation == "sigmoid" else logit
 
 
 def sigmoid(logit: float) -> float:

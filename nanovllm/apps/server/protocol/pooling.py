@@ -6,7 +6,7 @@ Types only: ranges are checked by `PoolingParams`, which has the better messages
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, Field, Tag, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Tag, field_validator, model_validator
 
 from nanovllm.apps.server.protocol.common import (
     IGNORED,
@@ -125,7 +125,9 @@ class ScoreRequest(PoolingRequest):
 
 
 class Document(BaseModel):
-    """A document with its text, as Jina and Cohere write it."""
+    """A document with its text, as Jina and Cohere write it, and with any other fields."""
+
+    model_config = ConfigDict(extra="allow")
 
     text: str
 
@@ -137,14 +139,16 @@ class RerankRequest(PoolingRequest):
         **_OTHERS,
         **other_names(
             ("max_chunks_per_doc", (), "documents are not split; use max_tokens_per_doc"),
-            ("rank_fields", (["text"],), "a document is a text, or an object with text alone"),
+            ("rank_fields", (["text"],), "only the field text of a document is read"),
             ("return_embeddings", (False,), "use POST /v1/embeddings"),
             ("texts", (), "use documents"),
         ),
     }
 
     query: str
-    documents: Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    documents: Annotated[
+        list[Document], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+    ]
     top_n: Annotated[int, Field(ge=0)] | None = None
     """Return only so many of the best; null and 0 return all."""
     return_documents: bool | None = None
@@ -156,13 +160,10 @@ class RerankRequest(PoolingRequest):
     @field_validator("documents", mode="before")
     @classmethod
     def _take_texts(cls, given: Any) -> Any:
-        """Return the texts of documents, some of which may be objects."""
+        """Return documents, some of which are texts, as objects."""
         if not isinstance(given, list):
             return given
-        return [
-            each["text"] if isinstance(each, dict) and {*each} == {"text"} else each
-            for each in given
-        ]
+        return [{"text": each} if isinstance(each, str) else each for each in given]
 
 
 class PoolingUsage(BaseModel):
