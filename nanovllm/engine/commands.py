@@ -5,7 +5,7 @@ import signal
 import threading
 
 # That of `signal` looks for an enum with each value: 60 microseconds for all signals, not 2.
-from _signal import getsignal
+from _signal import getsignal  # type: ignore[import-not-found]
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import FrameType

@@ -128,7 +128,7 @@ def read_rows(file: Path, weight: GgufWeight, rows: slice, *, raw: bool) -> npt.
     with file.open("rb") as opened:
         for first, last in pairwise(ends if len(order) else ()):
             opened.seek(tensor.offset + int(order[first]) * row_bytes)
-            if opened.readinto(blocks[first:last]) < (last - first) * row_bytes:
+            if opened.readinto(blocks[first:last].data) < (last - first) * row_bytes:
                 raise CheckpointError(f"{file} ends within its tensors; download it again")
     if raw:
         return _ordered_blocks(blocks, weight)

@@ -222,6 +222,6 @@ class TensorFile:
             self._memory = torch.empty(size, dtype=torch.uint8)
         found = self._memory[:size]
         self._opened.seek(offset)
-        if self._opened.readinto(found.numpy()) < size:
+        if self._opened.readinto(found.numpy().data) < size:
             raise ends
         return found

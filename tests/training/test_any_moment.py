@@ -23,7 +23,7 @@ from tests.training.test_updates import OPTIONS, tokens_of
 from tests.training.weights import SMALL, Weights, changed, checkpoint_of, read_weights
 
 PACKAGE = str(Path(nanovllm.__file__).parent)
-STEP = 1 if EVERY_CASE else 37
+STEP = 7 if EVERY_CASE else 37
 """One of so many lines is tried."""
 Place = tuple[str, int]
 
