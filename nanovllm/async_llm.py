@@ -162,7 +162,7 @@ class AsyncLLM(AsyncWeightMethods):
             chat_template,
             chat_template_kwargs,
         )
-        render = self.engine.input_processor.chat.render
+        render = self._processor.chat.render
         outputs = self._run_request(
             lambda: Prompt(render(messages, options), rendered=True),
             sampling_params,
@@ -194,7 +194,7 @@ class AsyncLLM(AsyncWeightMethods):
         params = PoolingParams() if pooling_params is None else pooling_params
         fair: dict[str, Any] = {"priority": priority, "user": user, "lora_request": lora_request}
         output = await self.generate(prompt, params, request_id, **fair)
-        return self.engine.input_processor.pooling.embedding(output)
+        return self._processor.pooling.embedding(output)
 
     @takes_other_keywords
     async def score(
@@ -214,7 +214,7 @@ class AsyncLLM(AsyncWeightMethods):
         Raises:
             InvalidRequestError, CheckpointError, EngineDeadError: as for `LLM.embed`.
         """
-        pooling = self.engine.input_processor.pooling
+        pooling = self._processor.pooling
         scoring = await asyncio.to_thread(
             pooling.scoring, data_1, data_2, pooling_params, instruction
         )
@@ -304,7 +304,7 @@ class AsyncLLM(AsyncWeightMethods):
         if not self._finalizer.alive:
             raise EngineDeadError("the engine was shut down; make a new AsyncLLM")
         thread = self._thread
-        processor = self.engine.input_processor
+        processor = self._processor
         reader = Reader(on_finished, take)
         turns_of = user if isinstance(user, str) else ""  # make_request() refuses other types
         making = self._making

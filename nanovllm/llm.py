@@ -81,7 +81,7 @@ class LLM(WeightMethods):
                 queued.
             EngineDeadError: the engine is down.
         """
-        processor = self.engine.input_processor
+        processor = self._processor
         requests = processor.make_requests(prompts, sampling_params, priority, lora_request)
         return self._outputs(requests, use_tqdm)
 
@@ -122,7 +122,7 @@ class LLM(WeightMethods):
 
         given = add_generation_prompt, continue_final_message, tools, chat_template
         options = template_options(*given, chat_template_kwargs)
-        render = self.engine.input_processor.chat.render
+        render = self._processor.chat.render
         texts = [render(conversation, options) for conversation in as_conversations(messages)]
         prompts = [Prompt(text, rendered=True) for text in texts]
         return self.generate(
@@ -153,7 +153,7 @@ class LLM(WeightMethods):
             EngineDeadError: the engine is down.
         """
         params = PoolingParams() if pooling_params is None else pooling_params
-        processor = self.engine.input_processor
+        processor = self._processor
         requests = processor.make_requests(prompts, params, priority, lora_request)
         return list(map(processor.pooling.embedding, self._outputs(requests, use_tqdm)))
 
@@ -183,7 +183,7 @@ class LLM(WeightMethods):
         Raises:
             InvalidRequestError, CheckpointError, EngineDeadError: as for `embed`.
         """
-        processor = self.engine.input_processor
+        processor = self._processor
         scoring = processor.pooling.scoring(data_1, data_2, pooling_params, instruction)
         requests = processor.make_requests(scoring.prompts, scoring.params, priority, lora_request)
         return scoring.results(self._outputs(requests, use_tqdm))
@@ -206,7 +206,7 @@ class LLM(WeightMethods):
                 raises it, not the iterator.
             EngineDeadError: the engine is down.
         """
-        request = self.engine.input_processor.make_request(
+        request = self._processor.make_request(
             prompt, sampling_params, priority=priority, lora_request=lora_request, stream=True
         )
         return self._shared.run([request])
@@ -228,7 +228,7 @@ class LLM(WeightMethods):
             InvalidRequestError: the prompt or a parameter is invalid or unsupported, or n is not 1.
             EngineDeadError: the engine is down.
         """
-        request = self.engine.input_processor.make_request(
+        request = self._processor.make_request(
             prompt, sampling_params, priority=priority, lora_request=lora_request
         )
         if request.params.n != 1:

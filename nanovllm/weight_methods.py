@@ -6,6 +6,7 @@
 from collections.abc import Callable, Iterator, Sequence as Seq
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.shared_engine import SharedEngine
 from nanovllm.options.sampling_params import SamplingParams, default_sampling_params
@@ -63,7 +64,7 @@ class ModelMethods:
         Raises:
             InvalidRequestError: there is no chat template, or it cannot render the messages.
         """
-        processor = self.engine.input_processor
+        processor = self._processor
         return processor.encode(processor.chat.render(messages, options), rendered=True)
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase | None":
@@ -78,9 +79,16 @@ class ModelMethods:
         return default_sampling_params(self.engine.generation_config)
 
     @property
+    def _processor(self) -> InputProcessor:
+        """What makes requests, and their prompts."""
+        self.engine.owner.check()
+        return self.engine.input_processor
+
+    @property
     def _control(self) -> "WeightControl":
         from nanovllm.features.training.control import control_of
 
+        self.engine.owner.check()
         return control_of(self.engine)
 
     @property
@@ -217,7 +225,10 @@ class WeightMethods(ModelMethods):
             for command in call.commands():
                 self._shared.call(command)
         except BaseException:
-            self._shared.call(call.fail)
+            try:
+                self._shared.call(call.fail)
+            except BaseException:  # of a signal just now: an update would be open for ever
+                self._shared.call(call.fail)
             raise
 
 

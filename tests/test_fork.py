@@ -20,6 +20,7 @@ from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
 from nanovllm.errors import EngineDeadError
 
 QUESTION = "What is a block table?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 kind = sys.argv[1]
 
@@ -32,9 +33,16 @@ def refused():
     calls = [generate]
     if kind == "async on ranks":
         calls += [lambda: asyncio.run(llm.check_health()), lambda: asyncio.run(llm.abort("x"))]
+        calls += [lambda: llm.render(MESSAGES), lambda: asyncio.run(llm.chat(MESSAGES))]
+        calls += [lambda: asyncio.run(llm.wake_up()), lambda: asyncio.run(llm.score("a", "b"))]
     else:
         calls += [lambda: llm.stream(QUESTION), lambda: next(stream), llm.step, llm.is_finished]
         calls += [lambda: llm.engine.step(), lambda: llm.engine.add_request(QUESTION)]
+        calls += [lambda: llm.chat(MESSAGES), lambda: llm.render(MESSAGES), llm.sleep, llm.wake_up]
+        calls += [lambda: llm.embed(QUESTION), lambda: llm.score("a", "b"), llm.is_sleeping]
+        calls += [llm.reset_prefix_cache, llm.get_metrics, llm.start_profile, llm.stop_profile]
+        calls += [lambda: llm.update_weights({}), llm.start_weight_update, lambda: llm.abort(0)]
+        calls += [llm.finish_weight_update, lambda: llm.add_request(QUESTION)]
     for call in calls:
         try:
             call()
@@ -50,6 +58,9 @@ def child():
     gc.collect()
     llm.shutdown()
     gc.collect()
+    if kind == "alone":
+        new = LLM(demo_model.MODEL, max_model_len=256, num_threads=2)
+        assert new.generate(QUESTION, GREEDY, use_tqdm=False)[0].text == before
 
 def exit_codes():
     pid = os.fork()
@@ -64,7 +75,7 @@ def exit_codes():
     yield process.exitcode
 
 def main():
-    global llm, stream
+    global llm, stream, before
     if kind == "alone":
         llm = LLM(demo_model.MODEL, max_model_len=256, num_threads=2)
     else:
@@ -82,7 +93,9 @@ if __name__ == "__main__":  # a spawned rank imports this module again
 
 @pytest.mark.parametrize("kind", ["alone", pytest.param("async on ranks", marks=pytest.mark.long)])
 def test_forked_process_gets_an_error(kind: str, tmp_path: Path) -> None:
-    """Symptom: a child that generates hangs for ever; one that exits kills its parent's ranks."""
+    """Symptom: a child that generates hangs for ever, with a new engine, too; one that exits kills
+    its parent's ranks.
+    """
     script = tmp_path / "forks.py"
     script.write_text(FORKS)
     done = subprocess.run(

@@ -1,8 +1,11 @@
-"""How commands of many threads run on one engine: their results, their errors, and Ctrl-C."""
+"""How commands of many threads run on one engine: their results, their errors, and signals."""
 
 import logging
 import signal
 import threading
+
+# That of `signal` looks for an enum with each value: 60 microseconds for all signals, not 2.
+from _signal import getsignal  # type: ignore[import-not-found]
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import FrameType
@@ -13,6 +16,7 @@ from nanovllm.errors import log_failure
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+_SIGNALS = tuple(map(int, signal.valid_signals()))
 
 
 def fulfil(future: Future[Result], function: Callable[[], Result]) -> None:
@@ -33,37 +37,48 @@ def run_logged(command: Callable[[], object]) -> None:
 
 
 class DelayedInterrupt:
-    """Delays Ctrl-C until the end of a `with` block, so that what it changes stays consistent.
+    """Delays the handlers of signals until the end of a `with` block, so that what it changes stays
+    consistent: each may raise, as that of Ctrl-C does, or one that ends a call after some time.
 
-    Only the main thread is ever interrupted, and only by a handler that is written in Python.
+    Only the main thread runs them, and only those that are written in Python matter.
     """
 
     def __init__(self) -> None:
-        self._handler: Any = None
-        self._frame: FrameType | None = None
-        self._came = False
+        self._handlers: dict[int, Any] = {}
+        self._came: list[tuple[int, FrameType | None]] = []
         self._delays = True
 
     def __enter__(self) -> "DelayedInterrupt":
         if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):
-                self._handler = handler
-                signal.signal(signal.SIGINT, self._handle)
+            handlers = ((signum, getsignal(signum)) for signum in _SIGNALS)
+            self._handlers = {signum: found for signum, found in handlers if callable(found)}
+            try:
+                for signum in self._handlers:
+                    signal.signal(signum, self._handle)
+            except BaseException:  # of a handler that is not delayed yet
+                self.__exit__()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._handler is not None:
-            found = signal.signal(signal.SIGINT, self._handler)
-            if found != self._handle:  # the block has set another handler
-                signal.signal(signal.SIGINT, found)
+        try:
+            self._restore()
+        except BaseException:  # of a handler that is delayed no more
+            self._restore()
+            raise
+        finally:
             self._delays = False  # for code that keeps `_handle` and sets it again
             self._pass_on()
 
-    def interruptible(self, function: Callable[..., Result], *args: object) -> Result:
-        """Call `function`, which Ctrl-C interrupts at once.
+    def _restore(self) -> None:
+        for signum, handler in self._handlers.items():
+            if getsignal(signum) == self._handle:  # else the block has set another handler
+                signal.signal(signum, handler)
 
-        If Ctrl-C came before, in the block, its handler runs first.
+    def interruptible(self, function: Callable[..., Result], *args: object) -> Result:
+        """Call `function`, which signals interrupt at once.
+
+        If one came before, in the block, its handler runs first.
         """
         self._delays = False
         try:
@@ -73,10 +88,9 @@ class DelayedInterrupt:
             self._delays = True
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        self._came = True
-        self._frame = frame
+        self._came.append((signum, frame))
         if not self._delays:
-            # A second Ctrl-C waits while the exception of the first one leaves the function.
+            # A second one waits while the exception of the first one leaves the function.
             self._delays = True
             while self._came:
                 self._pass_on()
@@ -85,5 +99,8 @@ class DelayedInterrupt:
     def _pass_on(self) -> None:
         if self._came:
             # The frame leads to the caller's variables, which may hold this object.
-            self._came, frame, self._frame = False, self._frame, None
-            self._handler(signal.SIGINT, frame)
+            signum, frame = self._came.pop(0)
+            try:
+                self._handlers[signum](signum, frame)
+            finally:  # one that raises keeps no other from being run
+                self._pass_on()

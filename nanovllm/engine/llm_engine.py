@@ -118,11 +118,12 @@ class LLMEngine:
             deliver: receives the request's outputs; None lets `step` return them.
 
         Raises:
-            InvalidRequestError: its id is that of a running request.
+            InvalidRequestError: its id is that of a running request, or no request can run now.
             EngineDeadError: the engine is down.
         """
-        self.owner.check()
-        self.executor.check_ready()
+        self.check_health()
+        if self.weights is not None:
+            self.weights.require_ready()
         if request.request_id in self.output_processor.requests:
             raise InvalidRequestError(
                 f"request_id {shown(request.request_id)} is that of a running request: give each "
@@ -136,6 +137,11 @@ class LLMEngine:
             self._held.append(request)
         else:
             self._queue_first(request)
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if the engine is down, or this process was forked from its own."""
+        self.owner.check()
+        self.executor.check_health()
 
     def hold_new_requests(self) -> None:
         """Queue requests that come from now on only after `queue_held_requests`."""
@@ -242,7 +248,11 @@ class LLMEngine:
         Args:
             reset_running_requests: take their blocks away: they keep their tokens, wait again, and
                 compute their KV anew.
+
+        Raises:
+            EngineDeadError: the engine is down.
         """
+        self.check_health()
         with self._ended_by_plugins():
             if reset_running_requests:
                 for seq in list(self.scheduler.running):

@@ -83,13 +83,14 @@ class SharedEngine:
         """
         self._check_caller()
         item = None
-        try:
-            while item is None:
-                if self._takes_lead(mailbox):
-                    self._run_until_mail(mailbox)
-                item = mailbox.get()
-        finally:
-            self._leave(mailbox)
+        with DelayedInterrupt() as interrupt:
+            try:
+                while item is None:
+                    if self._takes_lead(mailbox):
+                        interrupt.interruptible(self._run_until_mail, mailbox)
+                    item = interrupt.interruptible(mailbox.get)
+            finally:  # others would wait for ever for a leader that has not left
+                self._leave(mailbox)
         return item
 
     def call(self, command: Callable[[], Result]) -> Result:
@@ -115,9 +116,8 @@ class SharedEngine:
             return
         self._commands.append(partial(run_logged, command))
         turn: Mailbox = SimpleQueue()
-        try:
+        with DelayedInterrupt():
             self._takes_lead(turn)
-        finally:
             self._leave(turn)
 
     def _takes_lead(self, mailbox: Mailbox) -> bool:
@@ -133,13 +133,6 @@ class SharedEngine:
 
     def _leave(self, mailbox: Mailbox) -> None:
         """End the caller's turn or its wait. If there is no leader, wake a waiting thread."""
-        try:
-            self._end_turn(mailbox)
-        except BaseException:  # Ctrl-C just now: others would wait for ever for this thread
-            self._end_turn(mailbox)
-            raise
-
-    def _end_turn(self, mailbox: Mailbox) -> None:
         while self._leader is mailbox:
             self._run_commands()  # no other thread may be there to run those of `submit`
             self._engine.run_last_steps()

@@ -6,6 +6,7 @@ Reads tensors one by one. Imports no torch.
 
 import functools
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,12 +139,16 @@ def read_rows(file: Path, weight: GgufWeight, rows: slice, *, raw: bool) -> npt.
 
     tensor, reading = weight
     num_rows = tensor.shape[0]
-    shape = num_rows, tensor.num_bytes // num_rows
-    try:
-        stored = np.memmap(file, np.uint8, "r", tensor.offset, shape)
-    except ValueError as error:
-        raise CheckpointError(f"{file} ends within its tensors; download it again") from error
-    blocks = stored[rows] if reading.rows is None else stored[reading.rows.indices(num_rows)[rows]]
+    row_bytes = tensor.num_bytes // num_rows
+    order = np.arange(num_rows) if reading.rows is None else reading.rows.indices(num_rows)
+    order = order[rows]
+    blocks = np.empty((len(order), row_bytes), np.uint8)
+    ends = [0, *(np.flatnonzero(np.diff(order) != 1) + 1), len(order)]  # of neighbours in the file
+    with file.open("rb") as opened:
+        for first, last in pairwise(ends if len(order) else ()):
+            opened.seek(tensor.offset + int(order[first]) * row_bytes)
+            if opened.readinto(blocks[first:last].data) < (last - first) * row_bytes:
+                raise CheckpointError(f"{file} ends within its tensors; download it again")
     if raw:
         return _ordered_blocks(blocks, weight)
     with np.errstate(all="ignore"):  # a NaN in a weight is the model's matter
@@ -155,7 +160,7 @@ def _ordered_blocks(blocks: npt.NDArray[np.uint8], weight: GgufWeight) -> npt.ND
     """Return the bytes of some rows with their columns in transformers' order."""
     block = weight.tensor.type
     if (columns := weight.reading.columns) is None:
-        return np.array(blocks)
+        return blocks
     order = columns.of_blocks(block.block_size)
     assert order is not None
     by_block = blocks.reshape(len(blocks), -1, block.block_bytes)

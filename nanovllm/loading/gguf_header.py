@@ -5,7 +5,6 @@ before it is used. No tensor is read. Imports no torch.
 """
 
 import math
-import mmap
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -106,10 +105,8 @@ def read_gguf_header(file: Path) -> GgufHeader:
             size = opened.seek(0, 2)
             if size < 24:
                 raise CheckpointError(f"{file}: a GGUF file has at least 24 bytes, this one {size}")
-            with mmap.mmap(
-                opened.fileno(), min(size, MAX_HEADER_BYTES), access=mmap.ACCESS_READ
-            ) as data:
-                return _Parser(file, data, size).parse()
+            opened.seek(0)
+            return _Parser(file, opened.read(MAX_HEADER_BYTES), size).parse()
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error}") from error
 
@@ -117,7 +114,7 @@ def read_gguf_header(file: Path) -> GgufHeader:
 class _Parser:
     """Reads the fields of a header one after the other; `data` is the beginning of the file."""
 
-    def __init__(self, file: Path, data: mmap.mmap, size: int) -> None:
+    def __init__(self, file: Path, data: bytes, size: int) -> None:
         self._file = file
         self._data = data
         self._size = size

@@ -283,7 +283,7 @@ def _read_chunks(
     """
     queue = _in_order(chunks, header)
     chunks.clear()
-    with closing(TensorFile(file, header)) as tensors:
+    with closing(TensorFile(file, header, maps=True)) as tensors:
         while queue:
             chunk = queue.popleft()
             raw = chunk.target.dtype == torch.uint8

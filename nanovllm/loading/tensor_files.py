@@ -1,11 +1,16 @@
 """The files of weights: what their headers say, and parts of their tensors. Nothing is mapped for
 longer than a part is used: pages of a mapped file count as this process's memory.
+
+Hazard: a process that touches a page behind the end of a file, which has become shorter since it
+was mapped, is ended. So only a start maps files, for its speed; an engine that runs reads them.
 """
 
 import contextlib
 import math
 import mmap
+import os
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -75,8 +80,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             if num_bytes > MAX_JSON_BYTES:
                 raise OSError(f"its header has {num_bytes} bytes; at most {MAX_JSON_BYTES}")
             text = opened.read(num_bytes)
-        with safe_open(file, framework="pt") as tensors:  # which checks every entry
-            names = list(tensors.offset_keys())
+            size = opened.seek(0, os.SEEK_END)
+        names = _checked_names(num_bytes.to_bytes(8, "little") + text, size)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{file} is not a sound safetensors file ({error!s:.200}); download it again"
@@ -92,6 +97,21 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         )
         for name in names
     }
+
+
+def _checked_names(header: bytes, size: int) -> list[str]:
+    """Return the names in the header of a safetensors file of `size` bytes, in the order of the
+    tensors. safetensors checks every entry; it maps a file, so it gets one of this process's own.
+
+    Raises:
+        SafetensorError: the header is not sound.
+    """
+    in_memory = hasattr(os, "memfd_create")  # Linux
+    with open(os.memfd_create("header"), "wb") if in_memory else TemporaryFile() as copy:
+        copy.write(header)
+        copy.truncate(size)
+        with safe_open(f"/dev/fd/{copy.fileno()}", framework="np") as tensors:
+            return list(tensors.offset_keys())
 
 
 def equal_tensors(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
@@ -125,13 +145,19 @@ def equal_tensors(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
 
 
 class TensorFile:
-    """A file of weights with the header that `read_header` returned, open until `close`."""
+    """A file of weights with the header that `read_header` returned, open until `close`.
 
-    def __init__(self, file: Path, header: dict[str, TensorInfo]) -> None:
+    Args:
+        maps: have pages of a safetensors file in place of copies; see the hazard above.
+    """
+
+    def __init__(self, file: Path, header: dict[str, TensorInfo], *, maps: bool = False) -> None:
+        self._maps = maps
         self._file = file
         self._header = header
         self._weights: dict[str, GgufWeight] = {}
         self._opened = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
         if is_gguf(file):
             from nanovllm.loading.gguf import read_gguf
 
@@ -144,7 +170,7 @@ class TensorFile:
             self._opened.close()
 
     def read(self, name: str, slices: tuple[slice, ...], *, raw: bool) -> torch.Tensor:
-        """Return a part of tensor `name`.
+        """Return a part of tensor `name`, in memory that the next call may use again.
 
         Args:
             slices: with a start and a stop for each dimension. The first is kept, even if its
@@ -180,14 +206,22 @@ class TensorFile:
         return found.view(size, *shape)[(slice(None), *others)]
 
     def _bytes(self, name: str, offset: int, size: int) -> torch.Tensor:
-        """Return `size` bytes of tensor `name` from `offset` of the file on: its pages, no copy."""
+        """Return `size` bytes of tensor `name` from `offset` of the file on."""
         assert self._opened is not None
-        start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        length = offset - start + size
-        try:  # a copy is what a write would make of a page: torch has no tensors that forbid it
-            pages = mmap.mmap(self._opened.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
-        except ValueError as error:
-            raise CheckpointError(
-                f"{self._file} ends within tensor {name}; download it again"
-            ) from error
-        return torch.frombuffer(pages, dtype=torch.uint8, offset=offset - start)
+        ends = CheckpointError(f"{self._file} ends within tensor {name}; download it again")
+        if self._maps:
+            start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            length = offset - start + size
+            file = self._opened.fileno()
+            try:  # a copy is what a write would make of a page: torch has no tensors that forbid it
+                pages = mmap.mmap(file, length, access=mmap.ACCESS_COPY, offset=start)
+            except ValueError as error:
+                raise ends from error
+            return torch.frombuffer(pages, dtype=torch.uint8, offset=offset - start)
+        if len(self._memory) < size:
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        found = self._memory[:size]
+        self._opened.seek(offset)
+        if self._opened.readinto(found.numpy().data) < size:
+            raise ends
+        return found

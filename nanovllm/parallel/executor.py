@@ -6,18 +6,20 @@ torch is imported only when an executor is made.
 
 import contextlib
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nanovllm.errors import ConfigError, NanoVLLMError
+from nanovllm.errors import ConfigError
 from nanovllm.loading.files import is_gguf
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.options.config import Config
 from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.worker_info import WorkerInfo
+from nanovllm.utils.forked import end_openmp_threads
 from nanovllm.utils.pages import PageReserve, read_ahead
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ _MIN_RESERVE = 64 * 2**20
 """Bytes of weights below which a separate thread gains nothing."""
 _PACKED_BITS = {None: 16, "none": 16, "int8": 8.125, "w8a8": 8.125, "int4": 4.5}
 """Of a packed number and its share of a scale, by the option `quantization`."""
+
+
+os.register_at_fork(before=end_openmp_threads)
 
 
 class Future(Protocol):
@@ -66,13 +71,6 @@ class Executor(Protocol):
             NanoVLLMError: a mistake of the user that a rank found: the ranks go on.
             EngineDeadError: a worker died.
         """
-        ...
-
-    refusal: NanoVLLMError | None
-    """Why no request can be taken now, such as that the weights are away; None: all can."""
-
-    def check_ready(self) -> None:
-        """Raise `refusal`, or what `check_health` raises."""
         ...
 
     def check_health(self) -> None:

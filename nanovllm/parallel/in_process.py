@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.errors import EngineDeadError, NanoVLLMError
+from nanovllm.errors import EngineDeadError
 from nanovllm.parallel.worker import make_runner, num_threads, on_device, rank_device
 from nanovllm.scheduler.messages import Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
@@ -27,7 +27,6 @@ class InProcessExecutor:
         self._draft = draft
         self._runner: ModelRunner | None = None
         self._num_threads = num_threads(target.config)
-        self.refusal: NanoVLLMError | None = None
         self._dead = ""
 
     def start(self) -> WorkerInfo:
@@ -58,11 +57,6 @@ class InProcessExecutor:
         assert self._runner is not None
         with on_device(self._runner.device, self._num_threads), torch.inference_mode():
             return [function(self._runner, *arguments)]
-
-    def check_ready(self) -> None:
-        self.check_health()
-        if self.refusal is not None:
-            raise self.refusal
 
     def check_health(self) -> None:
         if self._runner is None:

@@ -89,7 +89,6 @@ class RankExecutor:
         self._dead: str | None = None
         self._grammars: GrammarCompiler | None = None  # not sent yet
         self._num_commands = 0
-        self.refusal: NanoVLLMError | None = None
 
     def start(self) -> WorkerInfo:
         try:
@@ -139,11 +138,6 @@ class RankExecutor:
                     return message
         finally:
             self._received[rank].extendleft(reversed(steps))
-
-    def check_ready(self) -> None:
-        self.check_health()
-        if self.refusal is not None:
-            raise self.refusal
 
     def check_health(self) -> None:
         if self._dead is None and not self.ranks.alive():

@@ -34,7 +34,7 @@ def cache_directory(*, warn: bool = True) -> Path | None:
         check_directory(resolved)
     except (OSError, RuntimeError) as reason:  # RuntimeError: this user has no home
         if warn:
-            _warn_not_kept(path, reason)
+            warn_not_kept(path, reason)
         return None
     return resolved
 
@@ -60,7 +60,7 @@ def new_directory(cache: Path | None) -> tempfile.TemporaryDirectory[str]:
         try:
             return tempfile.TemporaryDirectory(prefix="build-", dir=cache)
         except OSError as reason:  # read-only, full
-            _warn_not_kept(cache, reason)
+            warn_not_kept(cache, reason)
     root = Path(tempfile.gettempdir()).resolve()
     _check_path(root)
     return tempfile.TemporaryDirectory(prefix="nanovllm-", dir=root)
@@ -183,5 +183,6 @@ def _is_private(gid: int) -> bool:
     return group.gr_name == user and set(group.gr_mem) <= {user}
 
 
-def _warn_not_kept(cache: Path | str, reason: Exception) -> None:
+def warn_not_kept(cache: Path | str, reason: Exception) -> None:
+    """Log why nothing is kept in `cache`."""
     logger.warning("%s is not used, each start compiles the kernels: %s", cache, reason)

@@ -672,24 +672,30 @@ def test_loading_needs_little_memory_beside_the_weights(tmp_path):
         assert size * 0.9 < int(growth) < size + 200 * 2**20
 
 
-def test_a_file_cut_after_its_header_was_read(tmp_path):
+@pytest.mark.parametrize("maps", [False, True])
+def test_a_file_cut_after_its_header_was_read(maps, tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({"weight": torch.arange(6000.0).view(60, 100)}, file)
     header = tensor_files.read_header(file)
     rows = (slice(7, 60), slice(0, 100))
-    found = tensor_files.TensorFile(file, header).read("weight", rows, raw=False)
+    tensors = tensor_files.TensorFile(file, header, maps=maps)
+    found = tensors.read("weight", rows, raw=False)
     assert torch.equal(found, torch.arange(700.0, 6000.0).view(53, 100))
+    assert (str(file) in Path("/proc/self/maps").read_text()) == maps
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="ends within tensor weight"):
-        tensor_files.TensorFile(file, header).read("weight", rows, raw=False)
+        tensors.read("weight", rows, raw=False)
 
 
 def test_a_gguf_file_cut_after_its_header_was_read(tmp_path):
     file = Path(make_gguf(tmp_path, kind="Q8_0")[0])
     header = tensor_files.read_header(file)
     tensors = tensor_files.TensorFile(file, header)
-    os.truncate(file, max(info.offset for info in header.values()))
     name = max(header, key=lambda name: header[name].offset)
     slices = tuple(slice(0, size) for size in header[name].shape)
+    found = tensors.read(name, slices, raw=True)
+    assert len(found) == slices[0].stop
+    assert str(file) not in Path("/proc/self/maps").read_text(), "cutting it would end the process"
+    os.truncate(file, max(info.offset for info in header.values()))
     with pytest.raises(CheckpointError, match="ends within its tensors"):
         tensors.read(name, slices, raw=False)

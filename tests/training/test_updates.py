@@ -18,6 +18,7 @@ from nanovllm.features.training.packets import in_messages
 from nanovllm.features.training.targets import Weight
 from nanovllm.features.training.updates import Update
 from nanovllm.kernels.cpu.library import library
+from nanovllm.loading.tensor_files import TensorFile
 from nanovllm.utils.distributed import tensor_parallel
 from tests.checkpoints import make_fp8_checkpoint
 from tests.helpers import random_prompt, token_ids
@@ -358,6 +359,27 @@ def test_files_that_change(
     else:
         with pytest.raises(InvalidRequestError, match="weights are not whole"):
             tokens_of(llm)
+
+
+def test_a_file_that_is_cut_while_it_is_read(
+    model: str, make_llm: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: SIGBUS ends the process, as a page of the mapped file is behind its end."""
+    llm = make_llm(model, **OPTIONS)
+    directory = checkpoint_of(model, changed(read_weights(model), 1), tmp_path)
+    read = TensorFile.read
+
+    def cut(*given: Any, **options: Any) -> torch.Tensor:
+        found = read(*given, **options)
+        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+        os.truncate(tmp_path / "model.safetensors", 5000)
+        return found
+
+    monkeypatch.setattr(TensorFile, "read", cut)
+    with pytest.raises(InvalidRequestError, match=r"model\.safetensors has changed; write each"):
+        llm.update_weights(directory)
+    with pytest.raises(InvalidRequestError, match="weights are not whole"):
+        tokens_of(llm)
 
 
 @pytest.mark.parametrize("quantization", [None, "int4"])

@@ -45,8 +45,7 @@ class Profile:
             EngineDeadError: the engine is down.
         """
         engine = self.engine
-        engine.owner.check()
-        engine.executor.check_health()
+        engine.check_health()
         if self._begin:
             raise InvalidRequestError("a profile runs already: stop_profile() ends it")
         if engine.config.profile_dir is None:
@@ -78,6 +77,7 @@ class Profile:
             ConfigError: a file cannot be written.
             EngineDeadError: the engine is down.
         """
+        self.engine.check_health()
         if not self._begin:
             raise InvalidRequestError("no profile runs: start_profile() begins one")
         begin, self._begin = self._begin, ""

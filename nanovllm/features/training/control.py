@@ -4,6 +4,7 @@ All methods are called between two steps, by the thread that runs the engine. Wh
 rank is in features/training/rank.py.
 """
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence as Seq
@@ -21,11 +22,16 @@ TAGS = ("weights", "kv_cache")
 """What sleeps, in vLLM's names."""
 MODES = ("abort", "wait")
 """What happens to requests in flight."""
+_ALL = ["all weights"]
 PAUSE_MODES = (*MODES, "keep")
 
 
 class WeightControl:
-    """The state of an engine's weights, as its users see it."""
+    """The state of an engine's weights, as its users see it.
+
+    Hazard: an exception may end any method at any line. So before ranks do what keeps requests from
+    running, the state says so; and it says that requests can run once the ranks have done all.
+    """
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = weakref.ref(engine)
@@ -57,6 +63,13 @@ class WeightControl:
         """The level of the sleep that the engine is in; 0 while it is awake."""
         return self._level if self._asleep else 0
 
+    def require_ready(self) -> None:
+        """Raise InvalidRequestError while no request can run; one that comes in a pause waits."""
+        if not self.engine.is_paused:
+            waiting = (call.refusal for call in self._waiting)
+            if reason := self._reason() or next(filter(None, waiting), None):
+                raise InvalidRequestError(reason)
+
     def pause(self, mode: str, clear_cache: bool) -> Interruption:
         """Return a call that launches no step until `resume`; requests in flight end as `mode`
         says, or are kept.
@@ -67,6 +80,7 @@ class WeightControl:
         """
 
         def check() -> None:
+            self.engine.check_health()
             if mode not in PAUSE_MODES:
                 raise InvalidRequestError(
                     f"mode {shown(mode)} must be one of {', '.join(PAUSE_MODES)}"
@@ -93,6 +107,7 @@ class WeightControl:
         Raises:
             InvalidRequestError: the weights or the pool are away, or the weights are not whole.
         """
+        self.engine.check_health()
         if self.engine.is_paused and (reason := self._reason()):
             raise InvalidRequestError(f"the engine stays paused: {reason}")
         message = "the pause did not begin: a resume came while it waited for requests to finish"
@@ -102,7 +117,6 @@ class WeightControl:
         self._waiting = [call for call in self._waiting if not call.is_pause]
         self.engine.is_paused = False
         self.engine.queue_held_requests()
-        self._refuse()
 
     def begin_wait(self, call: Interruption) -> None:
         """Let the requests in flight finish before `call` acts, with those that a pause has kept.
@@ -118,13 +132,11 @@ class WeightControl:
             engine.is_paused = False
             engine.hold_new_requests()
         self._waiting.append(call)
-        self._refuse()
 
     def wait_step(self) -> None:
         """Run a step of the requests in flight. Without any, or in a pause, all calls act."""
         engine = self.engine
-        engine.owner.check()
-        engine.executor.check_health()
+        engine.check_health()
         if not engine.is_paused and engine.scheduler.num_unfinished:
             engine.run_step()
         if engine.is_paused or not engine.scheduler.num_unfinished:
@@ -143,7 +155,6 @@ class WeightControl:
         finally:
             if is_last:
                 self.engine.queue_held_requests()
-            self._refuse()
 
     def _end_waiting(self) -> None:
         """Let the calls that wait act, pauses first: after them the others abort nothing.
@@ -154,7 +165,6 @@ class WeightControl:
         for call in sorted(calls, key=lambda call: not call.is_pause):
             fulfil(call.outcome, call.act)
         self.engine.queue_held_requests()
-        self._refuse()
 
     def sleep(self, level: int, mode: str) -> Interruption:
         """Return a call that gives back the memory of weights and KV pool; requests in flight end
@@ -186,15 +196,13 @@ class WeightControl:
         if self._asleep == set(TAGS):
             return
         self._interrupt()
-        self._call(
-            RankWeights.keep, level
-        )  # all ranks keep their weights before one gives them back
-        self._call(RankWeights.sleep)
-        self._asleep = set(TAGS)
+        # All ranks keep their weights before one gives them back.
+        self._call(RankWeights.keep, level)
         self._level = level
         if level == 2 and not self._missing:
-            self._missing = ["all weights"]
-        self._refuse()
+            self._missing = _ALL
+        self._asleep = set(TAGS)
+        self._call(RankWeights.sleep)
 
     def wake_up(self, tags: Seq[str] | None) -> bool:
         """Take the memory back; return whether nothing sleeps any more.
@@ -202,6 +210,7 @@ class WeightControl:
         Raises:
             InvalidRequestError: a tag is unknown.
         """
+        self.engine.check_health()
         wanted = TAGS if tags is None else tags
         if isinstance(wanted, str) or any(tag not in TAGS for tag in wanted):
             raise InvalidRequestError(
@@ -210,8 +219,7 @@ class WeightControl:
         woken = [tag for tag in TAGS if tag in wanted and tag in self._asleep]
         if woken:
             self._call(RankWeights.wake_up, woken)
-            self._asleep -= set(woken)
-        self._refuse()
+            self._asleep = self._asleep - set(woken)
         return not self._asleep
 
     def start(self, mode: str, owner: object | None = None) -> Interruption:
@@ -235,9 +243,9 @@ class WeightControl:
         def act() -> None:
             check()
             self._interrupt()
-            self.is_updating = True
+            self._missing = _union(self._call(RankWeights.give_up))  # of an update without an end
             self._owner = owner
-            self._refuse()
+            self.is_updating = True
 
         refusal = "an update of the weights is about to begin: try again when it has ended"
         return Interruption(self, mode, check, act, refusal)
@@ -272,14 +280,15 @@ class WeightControl:
                 missing.
         """
         self._require_update(owner)
-        self._missing = _union(self._call(RankWeights.finish))
+        missing = _union(self._call(RankWeights.finish))
         outputs = self.engine.output_processor
         last = outputs.weight_version
         following = last + 1 if isinstance(last, int) else f"{last}+1"
         outputs.weight_version = following if version is None else version
+        self._missing = missing
         self.is_updating = False
         self._owner = None
-        self._refuse()
+        self._call(RankWeights.settle)
 
     def end(self, version: int | str | None) -> None:
         """Do `finish`; if that fails, `fail`.
@@ -296,6 +305,7 @@ class WeightControl:
 
     def cancel(self) -> bool:
         """End an update of several calls, if one runs; return whether the weights are whole."""
+        self.engine.check_health()
         self.fail()
         return not self._missing
 
@@ -306,14 +316,11 @@ class WeightControl:
         """
         if not self.is_updating or self._owner is not owner:
             return
+        self._missing = self._missing or _ALL  # until the ranks have said what they have written
         self.is_updating = False
         self._owner = None
-        try:
-            names = _union(self._call(RankWeights.give_up))
-        except NanoVLLMError:  # the engine is down, and says so
-            return
-        self._missing = names or self._missing
-        self._refuse()
+        with contextlib.suppress(NanoVLLMError):  # the engine is down, and says so
+            self._missing = _union(self._call(RankWeights.give_up))
 
     def _interrupt(self) -> None:
         """Abort the requests that run, unless the engine is paused; forget the KV of all prefixes.
@@ -326,8 +333,7 @@ class WeightControl:
 
     def _abort_requests(self) -> None:
         engine = self.engine
-        engine.owner.check()
-        engine.executor.check_health()
+        engine.check_health()
         for request_id in list(engine.output_processor.requests):
             engine.abort(request_id)
         engine.run_last_steps()
@@ -338,12 +344,14 @@ class WeightControl:
         assert reset, "no sequence has blocks"
 
     def _require_no_update(self, what: str) -> None:
+        self.engine.check_health()
         if self.is_updating:
             raise InvalidRequestError(
                 f"{what} cannot begin: an update of the weights runs; finish_weight_update() first"
             )
 
     def _require_update(self, owner: object | None) -> None:
+        self.engine.check_health()
         if not self.is_updating:
             raise InvalidRequestError("no update of the weights has begun: start_weight_update()")
         if self._owner is not owner:
@@ -367,14 +375,6 @@ class WeightControl:
                 "update_weights, after sleep(level=2) or an update that failed"
             )
         return None
-
-    def _refuse(self) -> None:
-        """Have requests refused while they cannot run; those that come in a pause wait for it."""
-        reason = None
-        if not self.engine.is_paused:
-            reason = self._reason() or next(filter(None, (c.refusal for c in self._waiting)), None)
-        refusal = None if reason is None else InvalidRequestError(reason)
-        self.engine.executor.refusal = refusal
 
 
 def _union(of_ranks: Iterable[list[str]]) -> list[str]:

@@ -47,9 +47,7 @@ class WeightFiles:
                 self.infos.append(TensorInfo(name, info.shape, TORCH_DTYPES[info.dtype]))
 
     def tensors(self) -> Iterator[NamedTensor]:
-        """Yield the tensors of `infos`, in that order: pages of the files.
-
-        Read each before you ask for the next one, and the last before you ask for the end.
+        """Yield the tensors of `infos`, in that order, each in memory that the next may use again.
 
         Raises:
             InvalidRequestError: a file has changed since its header was read.

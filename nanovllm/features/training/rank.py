@@ -94,7 +94,6 @@ class RankWeights:
         runner.give_back()
         if not self._is_kept:
             self._spool.forget()
-            self._want_all()
         self._weights(self._network).give_back()
         self._weights(*self._drafts).give_back()
         for pool in self._pools():
@@ -107,6 +106,8 @@ class RankWeights:
         of the KV pool are zeros.
         """
         if "weights" in tags:
+            if not self._is_kept:
+                self._want_all()
             self._draft_spool.load(self._weights(*self._drafts))
             self._spool.load(self._weights(self._network))
         if "kv_cache" in tags:
@@ -132,7 +133,9 @@ class RankWeights:
             InvalidRequestError: one is wrong, or a part of a rounded layer is missing, or a tensor.
         """
         filled: defaultdict[Weight, set[Region]] = defaultdict(set)
-        for target in itertools.chain.from_iterable(self._targets_of(infos)):
+        for target in itertools.chain.from_iterable(
+            self._targets_of(infos, {} if whole else self._given)
+        ):
             filled[target.weight].add(target.region)
         missing = [
             name
@@ -149,14 +152,19 @@ class RankWeights:
         if whole:
             _require_whole(filled)
 
-    def _targets_of(self, infos: Seq[TensorInfo]) -> list[list[Target]]:
+    def _targets_of(
+        self, infos: Seq[TensorInfo], before: Mapping[Weight, set[Region]]
+    ) -> list[list[Target]]:
         """Return what each tensor fills.
 
+        Args:
+            before: what the update has filled.
+
         Raises:
-            InvalidRequestError: one is wrong, or fills what another of this update fills.
+            InvalidRequestError: one is wrong, or fills what another of the update fills.
         """
         found = [self.targets.of(*info) for info in infos]
-        given = {(weight, region) for weight, own in self._given.items() for region in own}
+        given = {(weight, region) for weight, own in before.items() for region in own}
         for info, targets in zip(infos, found, strict=True):
             places = {(target.weight, target.region) for target in targets}
             if not given.isdisjoint(places):
@@ -176,7 +184,7 @@ class RankWeights:
         """
         tensors = [each.unpacked() if isinstance(each, Packet) else each for each in items]
         infos = [TensorInfo(name, tuple(x.shape), x.dtype) for name, x in tensors]
-        for (_, tensor), targets in zip(tensors, self._targets_of(infos), strict=True):
+        for (_, tensor), targets in zip(tensors, self._targets_of(infos, self._given), strict=True):
             for target in targets:
                 self._place(target, tensor)
 
@@ -217,20 +225,25 @@ class RankWeights:
                 part = self._staged[weight].as_strided(shape, strides, offset)
                 part.copy_(old.as_strided(shape, strides, offset))
             self._write(weight)
+        return self._missing
+
+    def settle(self) -> None:
+        """End an update whose end the engine knows of."""
         self._is_changed = False
         self._given.clear()
-        return list(self._wanted.values())
 
     def give_up(self) -> list[str]:
-        """Forget what is not written yet. If some is written, all weights must come again: return
-        the names.
+        """End an update that has failed, if one runs. If some of it is written, all weights must
+        come again. Return the names of tensors that must still come.
         """
+        if self._is_changed:
+            self._want_all()
         self._staged.clear()
-        self._given.clear()
-        if not self._is_changed:
-            return []
-        self._is_changed = False
-        self._want_all()
+        self.settle()
+        return self._missing
+
+    @property
+    def _missing(self) -> list[str]:
         return sorted(set(self._wanted.values()))
 
     def _want_all(self) -> None:

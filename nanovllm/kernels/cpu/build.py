@@ -37,6 +37,8 @@ exit $status"""
 """A shell's program: run a command; end its process group if the pipe at standard input closes."""
 _COMPILER_SECONDS = 300
 """How long the compiler may take for all sources: seconds, and minutes on a busy machine."""
+_ROOM = 16 * 2**20
+"""Bytes that building takes, at most."""
 _ERROR_LINES = 5
 _ERROR_CHARACTERS = 500
 """How much of the compiler's complaint the log gets."""
@@ -100,7 +102,27 @@ def _load_or_build(cache: Path | None, name: str, command: list[str]) -> ctypes.
             logger.info("compiling the kernels again: %s", reason)
     # A warning, so that it is seen: the first start would be silent for up to minutes.
     logger.warning("%s%s", COMPILING, "" if cache is None else ", once")
+    try:
+        return _build(cache, name, command)
+    except OSError as reason:  # full, or nothing in it may be run
+        if cache is None:
+            raise
+        disk_cache.warn_not_kept(cache, reason)
+    return _build(None, name, command)
+
+
+def _build(cache: Path | None, name: str, command: list[str]) -> ctypes.CDLL | None:
+    """Build and open the library in `cache`, or else where temporary files lie.
+
+    Raises:
+        OSError: there is no room, or no right to run what is there.
+    """
     with disk_cache.new_directory(cache) as directory:
+        if os.statvfs(directory).f_flag & getattr(os, "ST_NOEXEC", 0):
+            raise PermissionError(f"{directory} is mounted noexec, and kernels are to be run")
+        room = Path(directory, "room")
+        room.write_bytes(bytes(_ROOM))  # before minutes of compiling that would fail
+        room.unlink()
         library = Path(directory, name)
         _compile(command, library)
         disk_cache.seal(library)
@@ -171,11 +193,18 @@ def _run(*commands: list[str]) -> list[bytes]:
                     f"{_name(command)} took more than {_COMPILER_SECONDS} seconds"
                 ) from error
             if process.returncode:
-                lines = errors.decode(errors="replace").splitlines()[:_ERROR_LINES]
-                excerpt = "\n".join(lines)[:_ERROR_CHARACTERS]
+                lines = errors.decode(errors="replace").splitlines()
+                excerpt = "\n".join(sorted(lines, key=_rank)[:_ERROR_LINES])[:_ERROR_CHARACTERS]
                 raise Unavailable(f"{_name(command)} failed with {process.returncode}: {excerpt}")
             printed.append(output)
     return printed
+
+
+def _rank(line: str) -> int:
+    """Return the place of a compiler's line in the log: errors, other lines, notes and warnings."""
+    if " error: " in line:
+        return 0
+    return 2 if " note: " in line or " warning: " in line else 1
 
 
 def _name(command: list[str]) -> str:

@@ -211,12 +211,15 @@ def test_a_cc_that_is_no_compiler_is_one_warning(cache, monkeypatch, warnings, c
 def test_the_log_has_the_first_lines_of_what_the_compiler_says(
     cache, tmp_path, monkeypatch, warnings
 ):
-    says = "for i in $(seq 1000); do echo line $i of this error >&2; done; exit 3"
+    """Its errors first: notes, of which there may be many, say nothing of why it failed."""
+    says = "for i in $(seq 9); do echo a.c:1: note: that $i >&2; done; echo in a function >&2;"
+    says += "for i in $(seq 1000); do echo a.c:2: error: line $i >&2; done; exit 3"
     monkeypatch.setenv("CC", fake_compiler(tmp_path / "compiler", first=says))
     assert library() is None
     (warning,) = warnings()
-    assert "compiler failed with 3: line 1 of this error\nline 2" in warning
+    assert "compiler failed with 3: a.c:2: error: line 1\na.c:2: error: line 2" in warning
     assert "line 6" not in warning
+    assert "note" not in warning
     assert [*cache.iterdir()] == []
 
 

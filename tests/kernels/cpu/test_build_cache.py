@@ -9,6 +9,7 @@ import pwd
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -133,14 +134,39 @@ def test_it_is_built_again_only_once(cache, tmp_path, monkeypatch, warnings, mak
     assert [*cache.iterdir()] == []
 
 
-def test_a_disk_that_is_full_is_one_warning(cache, compiler, monkeypatch, warnings):
-    def fail(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("place", ["full at the end", "full", "noexec"])
+def test_a_cache_that_cannot_be_used(
+    place, everywhere, cache, compiler, monkeypatch, warnings, tmp_path
+):
+    """Symptom: torch serves, slower and with other sums, although TMPDIR would do."""
+    root = "" if everywhere else str(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
 
-    monkeypatch.setattr(os, "fsync", fail)
-    assert library() is None
-    (warning,) = warnings()
-    assert "No space left on device" in warning
+    def fail(path: str) -> None:
+        if str(path).startswith(root):
+            raise OSError(28, "No space left on device")
+
+    write, sync, status = Path.write_bytes, os.fsync, os.statvfs
+    if place == "full at the end":
+        monkeypatch.setattr(
+            os, "fsync", lambda fd: (fail(os.readlink(f"/proc/self/fd/{fd}")), sync(fd))
+        )
+    elif place == "full":
+        monkeypatch.setattr(
+            Path, "write_bytes", lambda path, found: (fail(str(path)), write(path, found))
+        )
+    else:
+        found = SimpleNamespace(f_flag=os.ST_NOEXEC)
+        monkeypatch.setattr(
+            os, "statvfs", lambda path: found if path.startswith(root) else status(path)
+        )
+    assert (library() is None) == everywhere
+    said = warnings()
+    reason = "mounted noexec" if place == "noexec" else "No space left on device"
+    assert "each start compiles the kernels" in said[0]
+    assert all(reason in warning for warning in said)
+    assert len(said) == 1 + everywhere
     assert [*cache.iterdir()] == []
 
 

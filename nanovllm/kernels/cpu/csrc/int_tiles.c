@@ -130,29 +130,30 @@ INLINE void quantize_group(vu (*pairs)[LANES], lanes_of_parts of, ptrdiff_t g, p
     const ptrdiff_t unit = 4 / bytes, places = q.ld / unit;
     const float limit = limit_of(bits, kind);
     vf inverse[LANES];
-    vi total[LANES];
+    vu total[LANES]; /* modulo 2^32: it begins and ends near 0 */
     for (int v = 0; v < LANES && v * VL < of.rows; v++) {
         vi top = {0};
         for (ptrdiff_t i = 0; i < group / 2; i++)
             top = larger_int(top, larger_int((vi)(pairs[i][v] << 16) & 0x7fffffff, (vi)(pairs[i][v] & 0x7fff0000)));
         inverse[v] = blend((vf)top > 0.0f, limit / (vf)top, (vf){0});
-        total[v] = (vi)broadcast(ROUND_TO_INT) * (int32_t)-group;
+        total[v] = (vu)broadcast(ROUND_TO_INT) * (uint32_t)-group;
         put_lanes((vi)((vf)top / limit), v, of, g, q.groups, (int32_t *)q.scales);
     }
     for (ptrdiff_t i = 0; i < group; i += unit)
         for (int v = 0; v < LANES && v * VL < of.rows; v++) {
             vu even, odd, third, fourth, ints;
             nearest_pair(pairs[i / 2][v], inverse[v], &even, &odd);
-            total[v] += (vi)(even + odd);
+            total[v] += even + odd;
             if (bytes == 2) ints = (even & 0xffff) | odd << 16;
             else {
                 nearest_pair(pairs[i / 2 + 1][v], inverse[v], &third, &fourth);
-                total[v] += (vi)(third + fourth);
+                total[v] += third + fourth;
                 ints = (even & 255) | (odd & 255) << 8 | (third & 255) << 16 | fourth << 24;
             }
             put_lanes((vi)ints, v, of, (g * group + i) / unit, places, q.ints);
         }
-    for (int v = 0; v < LANES && v * VL < of.rows; v++) put_lanes(group_sums(total[v], bits, kind), v, of, g, q.groups, q.sums);
+    for (int v = 0; v < LANES && v * VL < of.rows; v++)
+        put_lanes(group_sums((vi)total[v], bits, kind), v, of, g, q.groups, q.sums);
 }
 
 INLINE void quantize_lanes(const bf16 *x, ptrdiff_t ldx, lanes_of_parts of, quantized_rows q, ptrdiff_t group, int bytes,
