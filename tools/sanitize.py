@@ -101,8 +101,7 @@ def plant(kind: str) -> None:
         source.write_text(PLANTED)
         library = str(source.with_suffix(".so"))
         command = [os.environ["CC"], "-shared", "-fPIC", str(source), "-o", library]
-        environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
-        subprocess.run(command, check=True, env=environment)
+        subprocess.run(command, check=True)
         getattr(ctypes.CDLL(library), kind)(8)
 
 
@@ -136,6 +135,7 @@ def run_engines() -> None:
 
 
 def main(arguments: list[str]) -> None:
+    os.environ.pop("LD_PRELOAD", None)  # this process has it; a compiler crashes with it
     if arguments[:1] == ["--planted"]:
         plant(arguments[1])
     elif arguments == ["--engines"]:
