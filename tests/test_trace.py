@@ -11,13 +11,13 @@ from tools.trace import Run, figures, plain_run
 ROOT = Path(__file__).parent.parent
 LIMITS = {
     "generate_files": 51,
-    "generate_lines": 8_900,
+    "generate_lines": 9_600,
     "generate_executed": 1_430,
     "start_files": 107,
-    "start_lines": 17_400,
-    "start_executed": 4_700,
+    "start_lines": 18_600,
+    "start_executed": 4_800,
     "imported_files": 142,
-    "imported_lines": 19_600,
+    "imported_lines": 20_200,
     "packed_per_1000": 1.0,
     "classes_made": 0,
     "free_outside": 0,

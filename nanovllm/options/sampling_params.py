@@ -192,7 +192,7 @@ class SamplingParams:
         default=None, hash=False
     )
     """Numbers to add to the logits of tokens, by token id, such as {"7": -5}; clamped to
-    [-100, 100]."""
+    [-100, 100]. None is no bias."""
     allowed_token_ids: Annotated[Sequence[int] | None, _token_ids] = None
     """Ids of the tokens that may be generated, such as [7, 8]; None is all tokens."""
     bad_words: Annotated[Sequence[str], _strings] = ()
@@ -204,7 +204,7 @@ class SamplingParams:
         default=None, hash=False
     )
     """Values for logits rules of plugins, by name, such as {"no_digits": true}: those of the
-    engine's option logits_rules."""
+    engine's option logits_rules. None is no value."""
     structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
     """The form of the output, such as {"json": {...}} with a JSON schema, {"regex": "..."},
     {"choice": ["yes", "no"]}, {"grammar": "..."} or {"json_object": true}. None is any text."""
