@@ -135,8 +135,8 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     ratios = {other: _similarity(_letters(name), _letters(other)) for other in known}
     near = [other for other in known if ratios[other] >= 0.88 or _same_words(name, other)]
     near = [other for other in near if ratios[other] == max(ratios[item] for item in near)]
-    near = [other for other in near if other[:1] == name[:1]] or near  # "stopp": not top_p
     near = near or [other for other in known if _same_words(name, other, num_left_out=1)]
+    near = [other for other in near if other[:1] == name[:1]] or near  # "stopp": not top_p
     if len(near) == 1:
         return f"; did you mean {near[0]!r}?"
     return f"; known: {', '.join(sorted(known))}"
