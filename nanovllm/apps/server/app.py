@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -54,19 +54,27 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
     )
     app.state.server = ServerState(llm, options)
     routers = [*ROUTERS]
-    if llm.engine.config.profile_dir is not None:
-        routers.append(profile.router)
-    if options.dev_mode or options.enable_sleep_mode:
-        routers.append(sleep.router)
-    if options.dev_mode:
-        routers.append(training.router)
+    switched_off: dict[str, str] = {}
+    for router, flag, is_on in (
+        (profile.router, "--profile-dir", llm.engine.config.profile_dir is not None),
+        (sleep.router, "--enable-sleep-mode", options.dev_mode or options.enable_sleep_mode),
+        (training.router, "--dev-mode", options.dev_mode),
+    ):
+        if is_on:
+            routers.append(router)
+        else:
+            switched_off |= dict.fromkeys((route.path for route in _routes(router)), flag)
     for router in routers:
         app.include_router(router)
-    routes = [route for router in routers for route in router.routes if isinstance(route, Route)]
-    add_error_handlers(app, [route.path for route in routes])
+    paths = [route.path for router in routers for route in _routes(router)]
+    add_error_handlers(app, paths, switched_off)
     guard(app, options)
     app.add_middleware(RequestLog, count=app.state.server.metrics.answered)
     return app
+
+
+def _routes(router: APIRouter) -> list[Route]:
+    return [route for route in router.routes if isinstance(route, Route)]
 
 
 class _App(FastAPI):
