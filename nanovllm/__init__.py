@@ -49,6 +49,10 @@ if not TYPE_CHECKING:  # a type checker finds misspelled names only without it
             from nanovllm.async_llm import AsyncLLM
 
             return AsyncLLM
-        from nanovllm.advice import missing_name
+        message = f"module 'nanovllm' has no attribute {name!r}"
+        if name[:1].isupper():  # not a module that is to be imported
+            from nanovllm.options.other_names import REMEDIES
 
-        raise missing_name("nanovllm", name)
+            if name in REMEDIES:  # `from nanovllm import` shows an ImportError's message alone
+                raise ImportError(f"{message}: {REMEDIES[name]}", name="nanovllm")
+        raise AttributeError(message)

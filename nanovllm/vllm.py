@@ -1,18 +1,16 @@
 """vLLM's names, for scripts written for it: `from nanovllm.vllm import LLM, SamplingParams`.
 
 All names are here, whatever module of vLLM's has them. `LLM`, `AsyncLLM` and `EngineArgs` are
-nanovllm's with the further keywords and methods of vLLM's; what vLLM has and nanovllm lacks raises
-an error that says what to use.
+nanovllm's with the further keywords and methods of vLLM's.
 """
 
 import argparse
 import dataclasses
 import gc
 from collections.abc import AsyncGenerator, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn, NotRequired, Self, TypedDict, TypeVar
+from typing import Any, NotRequired, Self, TypedDict, TypeVar
 
 from nanovllm import async_llm, demo_model, llm
-from nanovllm.advice import missing_attribute, missing_name
 from nanovllm.assembly import make_engine
 from nanovllm.engine import llm_engine
 from nanovllm.engine.prompt import PromptInput as PromptType
@@ -25,7 +23,7 @@ from nanovllm.options.flags import (
     fields_of,
 )
 from nanovllm.options.lora_request import LoRARequest
-from nanovllm.options.other_names import CONFIG_NAMES
+from nanovllm.options.other_names import OTHER_NAMES
 from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.options.structured_outputs import StructuredOutputsParams
@@ -72,12 +70,6 @@ __all__ = [
 
 Parser = TypeVar("Parser", bound="argparse._ActionsContainer")
 
-if not TYPE_CHECKING:  # a type checker finds misspelled names only without it
-
-    def __getattr__(name: str) -> NoReturn:
-        """Say what to use instead of a name of vLLM's that is not here."""
-        raise missing_name(__name__, name)
-
 
 class EngineArgs(Config):
     """The fields of `Config`, with a default for the model. None is the default of any field.
@@ -103,7 +95,7 @@ class EngineArgs(Config):
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """Return the options in the arguments of `add_cli_args`."""
-        names = [*(field.name for field in dataclasses.fields(Config)), *CONFIG_NAMES]
+        names = [*(field.name for field in dataclasses.fields(Config)), *OTHER_NAMES["Config"]]
         return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
 
@@ -209,12 +201,6 @@ class LLMEngine:
 
     def __init__(self, engine: llm_engine.LLMEngine) -> None:
         self.engine = engine
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Say what to use instead of a method of vLLM's that is not here."""
-            raise AttributeError(missing_attribute("LLMEngine", name), name=name, obj=self)
 
     @classmethod
     @takes_other_keywords

@@ -44,9 +44,10 @@ class ModelMethods:
 
         def __getattr__(self, name: str) -> NoReturn:
             """Say what to use instead of another engine's method."""
-            from nanovllm.advice import missing_attribute
+            from nanovllm.options.other_names import REMEDIES
 
-            message = missing_attribute(type(self).__name__, name)
+            remedy = f": {REMEDIES[name]}" if name in REMEDIES else ""
+            message = f"{type(self).__name__!r} object has no attribute {name!r}{remedy}"
             raise AttributeError(message, name=name, obj=self)
 
     def __reduce__(self) -> NoReturn:

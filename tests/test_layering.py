@@ -20,7 +20,7 @@ class Folder(NamedTuple):
     torch: bool
 
 
-VALUES = ("advice", "errors", "outputs")
+VALUES = ("errors", "outputs")
 NANO_VLLM = (
     *("config", "sampling_params", "engine.block_manager", "engine.model_runner"),
     *("engine.scheduler", "engine.sequence"),

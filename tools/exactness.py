@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.migrating import PART, table
+from tools.made_tables import PART, table
 
 PAGE = Path(__file__).parent.parent / "docs" / "exactness.md"
 RESULTS = PAGE.parent / "benchmarks" / "exactness"

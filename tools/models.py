@@ -6,7 +6,7 @@ from pathlib import Path
 from nanovllm.models.model_config import ONLY_SOME_READ
 from nanovllm.models.registry import MODULES, family_class, supported
 from nanovllm.models.rope_fields import FAMILY_KEYS
-from tools.migrating import PART, table
+from tools.made_tables import PART, table
 
 _ROPE: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(FAMILY_KEYS, ()),

@@ -312,21 +312,21 @@ def add_other_flags(
     """Add a flag, hidden from help, for each of vLLM's options that has none; and its short flags.
 
     A flag that asks for what happens anyway is taken; any other ends with an error that says what
-    to use.
+    to use. There is none for an option that only None asks nothing of, and that has no remedy.
 
     Args:
         default: the value in the namespace where the flag is not given.
         is_server: whether the names of vLLM's server are flags too.
     """
-    from nanovllm.options.other_names import CONFIG_NAMES, SERVE_NAMES  # long tables
+    from nanovllm.options.other_names import OTHER_NAMES  # a long table
 
-    names = {**CONFIG_NAMES, **SERVE_NAMES} if is_server else CONFIG_NAMES
+    of_server = OTHER_NAMES["ServerOptions"] if is_server else {}
     known = group._option_string_actions
-    for name, other in names.items():
+    for name, other in {**OTHER_NAMES["Config"], **of_server}.items():
         flags = [_flag(name)]
         if any(isinstance(value, bool) for value in other.accepted):
             flags.append(_flag(f"no_{name}"))
-        if known.keys().isdisjoint(flags):
+        if other.remedy and known.keys().isdisjoint(flags):
             group.add_argument(
                 *flags,
                 action=_OtherFlag,
@@ -361,8 +361,8 @@ class _OtherFlag(argparse.Action):
         )
         if not self._other.accepts(value):
             given = f"{flag} {shown(values)[1:-1]}" if isinstance(values, str) else flag
-            advice = _with_flags(self._other.advice, parser)
-            parser.error(f"{given} is not supported: {advice}")
+            remedy = _with_flags(self._other.remedy or "", parser)
+            parser.error(f"{given} is not supported: {remedy}")
         setattr(namespace, self.dest, value)
 
 
@@ -378,13 +378,13 @@ def _json_or_text(text: str) -> Any:
         return None if text == "None" else text
 
 
-def _with_flags(advice: str, parser: argparse.ArgumentParser) -> str:
-    """Return advice that names fields, with the flags of those fields."""
+def _with_flags(remedy: str, parser: argparse.ArgumentParser) -> str:
+    """Return a remedy that names fields, with the flags of those fields."""
     fields = {action.dest for action in parser._actions if action.help != argparse.SUPPRESS}
     return re.sub(
         r"\b([a-z]+_[a-z_]+)(=True)?",
         lambda found: _flag(found[1]) if found[1] in fields else found[0],
-        advice,
+        remedy,
     )
 
 

@@ -72,19 +72,21 @@ def strict_keywords(error: Error) -> Callable[[type[T]], type[T]]:
             for name in [name for name in kwargs if name not in known]:
                 value = kwargs.pop(name)
                 other = _other_name(cls.__name__, name)
-                if other is None:
+                if other and other.accepts(value):
+                    if value is not None:
+                        logger.info("%s=%s changes nothing", name, shown(value))
+                elif other and other.remedy:
+                    raise error(f"{name}={shown(value)} is not supported: {other.remedy}")
+                else:
                     hint = did_you_mean(name, known)
                     raise error(f"{cls.__name__} has no field {shown(name)}{hint}")
-                if not other.accepts(value):
-                    raise error(f"{name}={shown(value)} is not supported: {other.advice}")
-                if value is not None:
-                    logger.info("%s=%s changes nothing: %s", name, shown(value), other.advice)
             init(self, *args, **kwargs)
 
         def __setattr__(self: T, name: str, value: Any) -> NoReturn:
             if name not in known:
                 other = _other_name(cls.__name__, name)
-                hint = f": {other.advice}" if other else did_you_mean(name, known)
+                remedy = other and other.remedy
+                hint = f": {remedy}" if remedy else did_you_mean(name, known)
                 raise AttributeError(f"{cls.__name__} has no field {shown(name)}{hint}")
             raise dataclasses.FrozenInstanceError(
                 f"{cls.__name__} never changes once made; for a copy with another {name} use "
@@ -109,18 +111,20 @@ def takes_other_keywords(method: Callable[P, T]) -> Callable[P, T]:
     def checked(*args: P.args, **keywords: P.kwargs) -> T:
         for name in [name for name in keywords if name not in known]:
             if other := _other_name("methods", name):
-                value = keywords.pop(name)
-                if not other.accepts(value):
+                value = keywords[name]
+                if other.accepts(value):
+                    del keywords[name]
+                elif other.remedy:
                     given = f"{name}={shown(value)}"
-                    raise InvalidRequestError(f"{given} is not supported: {other.advice}")
+                    raise InvalidRequestError(f"{given} is not supported: {other.remedy}")
         return method(*args, **keywords)
 
     return checked
 
 
 def _other_name(owner: str, name: str) -> "OtherName | None":
-    """Return what is known of another engine's option of a class, or value of a field."""
-    from nanovllm.options.other_names import OTHER_NAMES  # long tables that few programs need
+    """Return what is known of another engine's option of a class."""
+    from nanovllm.options.other_names import OTHER_NAMES  # a long table that few programs need
 
     return OTHER_NAMES.get(owner, {}).get(name)
 
@@ -135,8 +139,8 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     ratios = {other: _similarity(_letters(name), _letters(other)) for other in known}
     near = [other for other in known if ratios[other] >= 0.88 or _same_words(name, other)]
     near = [other for other in near if ratios[other] == max(ratios[item] for item in near)]
-    near = [other for other in near if other[:1] == name[:1]] or near  # "stopp": not top_p
     near = near or [other for other in known if _same_words(name, other, num_left_out=1)]
+    near = [other for other in near if other[:1] == name[:1]] or near  # "stopp": not top_p
     if len(near) == 1:
         return f"; did you mean {near[0]!r}?"
     return f"; known: {', '.join(sorted(known))}"
@@ -205,9 +209,11 @@ def check_choice(error: Error, name: str, value: Any, choices: Collection[str]) 
     meant.
     """
     if not isinstance(value, str) or value not in choices:
+        from nanovllm.options.other_names import REMEDIES
+
         meant = did_you_mean(shown(value).strip("'"), choices)
-        other = _other_name(name, value) if isinstance(value, str) else None
-        hint = f": {other.advice}" if other else meant * meant.startswith("; did")  # no second list
+        remedy = isinstance(value, str) and REMEDIES.get(f"{name}={value}")
+        hint = f": {remedy}" if remedy else meant * meant.startswith("; did")  # no second list
         raise error(f"{name} must be one of {', '.join(choices)}, got {shown(value)}{hint}")
     return plain_text(value)
 

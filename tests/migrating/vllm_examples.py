@@ -12,17 +12,6 @@ prompts = [
 ]
 """
 
-BASIC = (
-    PROMPTS
-    + """
-from nanovllm.vllm import LLM, SamplingParams
-
-llm = LLM(model=MODEL)
-for output in llm.generate(prompts, SamplingParams(temperature=0.8, top_p=0.95)):
-    print(f"Prompt: {output.prompt!r}, text: {output.outputs[0].text!r}")
-"""
-)
-
 ARGUMENTS = """
 from nanovllm.vllm import LLM, EngineArgs
 from nanovllm.vllm import FlexibleArgumentParser
@@ -77,17 +66,6 @@ if chat_template_path is not None:
     with open(chat_template_path) as f:
         chat_template = f.read()
     print_outputs(llm.chat(conversations, sampling_params, False, chat_template=chat_template))
-"""
-)
-
-DEFAULT_SAMPLING = (
-    PROMPTS
-    + """
-from nanovllm.vllm import LLM
-
-llm = LLM(model=MODEL, generation_config="auto")
-sampling_params = llm.get_default_sampling_params()
-sampling_params.temperature = 0.5
 """
 )
 
@@ -195,173 +173,12 @@ for metric in llm.get_metrics():
 """
 )
 
-PREFIX_CACHING = (
-    PROMPTS
-    + """
-from nanovllm.vllm import LLM, SamplingParams
-from nanovllm.vllm import cleanup_dist_env_and_memory
-
-prefix = "You are an expert school principal, skilled in managing faculty and staff. " * 4
-generating_prompts = [prefix + prompt for prompt in prompts]
-sampling_params = SamplingParams(temperature=0.0)
-regular_llm = LLM(model=MODEL, gpu_memory_utilization=0.4)
-regular = [o.outputs[0].text for o in regular_llm.generate(generating_prompts, sampling_params)]
-del regular_llm
-cleanup_dist_env_and_memory()
-
-llm = LLM(model=MODEL, enable_prefix_caching=True, gpu_memory_utilization=0.4)
-llm.generate(generating_prompts[0], sampling_params)
-cached = [o.outputs[0].text for o in llm.generate(generating_prompts, sampling_params)]
-print(f"text: {cached!r}; the same: {regular == cached}")
-"""
-)
-
-AUTOMATIC_PREFIX_CACHING = """
-import time
-
-from nanovllm.vllm import LLM, SamplingParams
-
-table = "# Table" + "| 1 | John Doe | 29 | Engineer | USA |" * 20
-
-def get_generation_time(llm, sampling_params, prompts):
-    start_time = time.time()
-    output = llm.generate(prompts, sampling_params=sampling_params)
-    print(f"text: {output[0].outputs[0].text} in {time.time() - start_time} seconds.")
-
-llm = LLM(model=MODEL, enable_prefix_caching=True)
-sampling_params = SamplingParams(temperature=0, max_tokens=20)
-for name in ("John Doe", "Zack Blue"):
-    get_generation_time(llm, sampling_params, table + f"Question: the age of {name}? Answer: ")
-"""
-
-STRUCTURED_OUTPUTS = '''
-from enum import Enum
-
-from pydantic import BaseModel
-
-from nanovllm.vllm import LLM, SamplingParams
-from nanovllm.vllm import StructuredOutputsParams
-
-class CarType(str, Enum):
-    sedan = "sedan"
-    suv = "SUV"
-
-class CarDescription(BaseModel):
-    brand: str
-    car_type: CarType
-
-grammar = """
-root ::= select_statement
-select_statement ::= "SELECT " column " from " table
-column ::= "col_1 " | "col_2 "
-table ::= "table_1 " | "table_2 "
-"""
-llm = LLM(model=MODEL, max_model_len=100)
-for structured in (
-    StructuredOutputsParams(choice=["Positive", "Negative"]),
-    StructuredOutputsParams(regex=r"\\w+@\\w+\\.com\\n"),
-    StructuredOutputsParams(json=CarDescription.model_json_schema()),
-    StructuredOutputsParams(grammar=grammar),
-):
-    sampling_params = SamplingParams(
-        structured_outputs=structured, stop=["\\n"] if structured.regex else None
-    )
-    outputs = llm.generate(prompts="Classify: vLLM is wonderful!", sampling_params=sampling_params)
-    print(f"text: {outputs[0].outputs[0].text!r}")
-'''
-
-REPRODUCIBILITY = (
-    PROMPTS
-    + """
-import random
-
-from nanovllm.vllm import LLM, SamplingParams
-
-llm = LLM(model=MODEL, seed=42)
-for output in llm.generate(prompts, SamplingParams(temperature=0.8, top_p=0.95)):
-    print(f"Prompt: {output.prompt!r}, text: {output.outputs[0].text!r}")
-print(random.randint(0, 100))
-"""
-)
-
-CONTEXT_EXTENSION = """
-from nanovllm.vllm import LLM, SamplingParams
-
-hf_overrides = {
-    "rope_parameters": {
-        "rope_theta": 10000.0,
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 4096,
-    },
-    "max_model_len": 4096 * 4,
-}
-llm = LLM(model=MODEL, hf_overrides=hf_overrides)
-conversation = [{"role": "user", "content": "Hello"}]
-outputs = llm.chat(conversation, SamplingParams(temperature=0.8, top_p=0.95), use_tqdm=False)
-print(f"text: {outputs[0].outputs[0].text!r}")
-"""
-
-LONG_PROMPT = """
-from nanovllm.vllm import LLM, SamplingParams
-
-sampling_params = SamplingParams(
-    temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05, detokenize=True, max_tokens=16
-)
-llm = LLM(
-    model=MODEL,
-    max_model_len=1048576,
-    tensor_parallel_size=1,
-    enforce_eager=True,
-    enable_chunked_prefill=True,
-    max_num_batched_tokens=131072,
-)
-for output in llm.generate(["All work and no play makes Jack a dull boy. " * 40], sampling_params):
-    print(f"Length: {len(output.prompt_token_ids)}, text: {output.outputs[0].text!r}")
-"""
-
-GGUF = """
-from nanovllm.vllm import LLM, SamplingParams
-
-llm = LLM(model=GGUF_FILE, tokenizer=MODEL)
-questions = ["How many helicopters can a human eat?", "What's the future of AI?"]
-prompts = [[{"role": "user", "content": question}] for question in questions]
-for output in llm.chat(prompts, SamplingParams(temperature=0, max_tokens=16)):
-    print(f"Prompt: {output.prompt!r}, text: {output.outputs[0].text!r}")
-"""
-
-SIMPLE_PROFILING = (
-    PROMPTS
-    + """
-from nanovllm.vllm import LLM, SamplingParams
-
-llm = LLM(model=MODEL, tensor_parallel_size=1)
-llm.start_profile()
-outputs = llm.generate(prompts, SamplingParams(temperature=0.8, top_p=0.95))
-llm.stop_profile()
-"""
-)
-
 RUN = {
-    "basic": BASIC,
     "generate": GENERATE,
     "chat": CHAT,
     "llm_engine_example": LLM_ENGINE,
     "llm_engine_reset_kv": RESET_KV,
     "async_llm_streaming": ASYNC_STREAMING,
     "metrics": METRICS,
-    "prefix_caching": PREFIX_CACHING,
-    "automatic_prefix_caching": AUTOMATIC_PREFIX_CACHING,
-    "structured_outputs": STRUCTURED_OUTPUTS,
-    "reproducibility": REPRODUCIBILITY,
-    "context_extension": CONTEXT_EXTENSION,
-    "qwen_1m": LONG_PROMPT,
-    "gguf_inference": GGUF,
 }
-"""Those that run, by name."""
-
-SAY_WHAT_TO_USE = {
-    "basic_with_model_default_sampling": (DEFAULT_SAMPLING, r"x\.clone\(temperature=0\.5\)"),
-    "simple_profiling": (SIMPLE_PROFILING, "make the engine with profile_dir"),
-}
-"""Those that do not, with the message that they end with."""
+"""Those that use more of vLLM's than LLM and SamplingParams, by name."""

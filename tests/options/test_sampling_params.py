@@ -473,6 +473,8 @@ def test_did_you_mean_suggests_no_other_meaning():
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     for name in ("length_penalty", "max_p", "top_n", "mix_tokens", "tokens", "prefill", "best_of"):
         assert did_you_mean(name, names).startswith("; known: allowed_token_ids, bad_words")
+    meant = did_you_mean("stop", ("stop_sequences", "top_k", "top_p"))
+    assert meant == "; did you mean 'stop_sequences'?"
 
 
 @given(st.data())

@@ -109,8 +109,8 @@ def test_scores_and_ranks_agree(server: Running) -> None:
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "2 texts"),
         ("/v1/score", {"text_1": "a", "text_2": ["c", ""]}, "text_2", "text_2[1]: the prompt is"),
         ("/v1/score", {"text_1": "a"}, "text_2", "missing"),
-        ("/v1/score", {"query": "a", "items": ["b"]}, "items", "use text_1 and text_2"),
-        ("/rerank", {"query": "a", "texts": ["b"]}, "texts", "use documents"),
+        ("/v1/score", {"query": "a", "items": ["b"]}, "items", "known: instruction, model,"),
+        ("/rerank", {"query": "a", "texts": ["b"]}, "texts", "known: documents, instr"),
         ("/rerank", {"query": "a", "documents": []}, "documents", "at least 1"),
         ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0].text", "missing"),
         (

@@ -288,7 +288,7 @@ def test_items_become_messages() -> None:
         ({}, "input", "missing"),
         ({"input": []}, "input", "at least 1"),
         ({"input": "Hi", "previous_response_id": "r"}, "previous_response_id", "not stored"),
-        ({"input": "Hi", "background": True}, "background", "stream=true"),
+        ({"input": "Hi", "background": True}, "background", "leave it out"),
         (
             {"input": "Hi", "tools": [{"type": "web_search"}]},
             "tools[0].type",
@@ -301,7 +301,7 @@ def test_items_become_messages() -> None:
             "tool_choice",
             "a tool named 'f'",
         ),
-        ({"input": "Hi", "n": 2}, "n", "one answer"),
+        ({"input": "Hi", "n": 2}, "n", "leave it out"),
         ({"input": "Hi", "max_tokens": 2}, "max_tokens", "max_output_tokens"),
         ({"input": "Hi", "max_output_tokens": 0}, "max_output_tokens", "from 1 to"),
         ({"input": "Hi", "temperature": -1}, "temperature", ">= 0, got -1"),
@@ -331,7 +331,7 @@ def test_items_become_messages() -> None:
         (
             {"input": "Hi", "tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": []}},
             "tool_choice.tools",
-            "leave other tools out",
+            "there is no field 'tools'",
         ),
         (
             {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": 5}]},

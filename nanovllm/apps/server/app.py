@@ -1,6 +1,6 @@
 """The app: routes, error handlers and middleware put together."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -75,6 +75,7 @@ def stand_guard(
     options: ServerOptions,
     paths: Collection[str],
     count: Callable[[str, int], None] | None = None,
+    switched_off: Mapping[str, str] | None = None,
 ) -> None:
     """Give an app what every request passes: its checks, the form of its errors, its log.
 
@@ -83,8 +84,9 @@ def stand_guard(
     Args:
         paths: those of its routes.
         count: as for `RequestLog`.
+        switched_off: as for `add_error_handlers`.
     """
-    add_error_handlers(app, paths)
+    add_error_handlers(app, paths, switched_off)
     guard(app, options)
     app.add_middleware(RequestLog, count=count)
 
@@ -93,13 +95,18 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
     """Return an app that answers with `llm`; `app.state.server` is its `ServerState`."""
     server = ServerState(llm, options)
     routers = [*ROUTERS]
-    if llm.engine.config.profile_dir is not None:
-        routers.append(profile.router)
-    if options.dev_mode or options.enable_sleep_mode:
-        routers.append(sleep.router)
-    if options.dev_mode:
-        routers.append(training.router)
+    switched_off: dict[str, str] = {}
+    for router, flag, is_on in (
+        (profile.router, "--profile-dir", llm.engine.config.profile_dir is not None),
+        (sleep.router, "--enable-sleep-mode", options.dev_mode or options.enable_sleep_mode),
+        (training.router, "--dev-mode", options.dev_mode),
+    ):
+        if is_on:
+            routers.append(router)
+        else:
+            switched_off |= dict.fromkeys((route.path for route in routes_of([router])), flag)
     app = app_of(routers, options)
     app.state.server = server
-    stand_guard(app, options, [route.path for route in routes_of(routers)], server.metrics.answered)
+    paths = [route.path for route in routes_of(routers)]
+    stand_guard(app, options, paths, server.metrics.answered, switched_off)
     return app

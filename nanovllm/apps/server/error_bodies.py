@@ -12,13 +12,13 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from nanovllm.apps.server.absent_routes import ABSENT_ROUTES
 from nanovllm.errors import (
     EngineDeadError,
     InvalidRequestError,
     NanoVLLMError,
     PromptTooLongError,
 )
+from nanovllm.options.other_names import REMEDIES
 from nanovllm.options.validation import did_you_mean, shown
 
 _TYPES = {
@@ -241,21 +241,27 @@ def _path(place: Seq[Any]) -> str:
     return text
 
 
-def add_error_handlers(app: FastAPI, paths: Collection[str]) -> None:
+def add_error_handlers(
+    app: FastAPI, paths: Collection[str], switched_off: Mapping[str, str] | None = None
+) -> None:
     """Make every error of `app` leave with a body of its API.
 
     Args:
         paths: those of its routes.
+        switched_off: by the path of a route that it has not, the flag that adds it.
     """
     known = list(dict.fromkeys(paths))
+    flags = (switched_off or {}).items()
+    remedies = {path: f"start the server with {flag}" for path, flag in flags}
+    remedies |= REMEDIES
 
     async def handle(request: Request, error: Exception) -> Response:
         found = as_api_error(error)
         path = route_path(request.scope)
         if found is not error and found.status_code in (404, 405):  # the router's
             given = path.rstrip("/")
-            if found.status_code == 404 or (given in ABSENT_ROUTES and given not in known):
-                found = _unknown_route(path, known)
+            if found.status_code == 404 or (given in remedies and given not in known):
+                found = _unknown_route(path, known, remedies)
             elif allowed := (found.headers or {}).get("Allow"):
                 what = f"{path} takes {allowed}, not {request.method[:20]}"
                 found = APIError(405, what, headers=found.headers)
@@ -265,16 +271,16 @@ def add_error_handlers(app: FastAPI, paths: Collection[str]) -> None:
         app.add_exception_handler(kind, handle)
 
 
-def _unknown_route(path: str, known: Collection[str]) -> APIError:
-    """Return the error for a path without a route: what to use if vLLM has it, or what was meant.
+def _unknown_route(path: str, known: Collection[str], remedies: Mapping[str, str]) -> APIError:
+    """Return the error for a path without a route: its remedy, or what was meant.
 
     A client adds the end of a path to a base that may have too much of it, or too little.
     """
     given = f"/{path.strip('/')}"
     ends = [each for each in known if given.endswith(each) or each.endswith(given)]
     ends = [each for each in ends if given != "/" != each]
-    if given in ABSENT_ROUTES:
-        hint = f": {ABSENT_ROUTES[given]}"
+    if given in remedies:
+        hint = f": {remedies[given]}"
     elif ends:
         nearest = min(ends, key=lambda each: abs(len(each) - len(given)))
         hint = f"; did you mean {nearest!r}?"

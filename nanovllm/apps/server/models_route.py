@@ -61,9 +61,7 @@ class ModelList(BaseModel):
 class LoadAdapterRequest(RequestModel):
     """Which adapter requests may name from now on."""
 
-    others: ClassVar[Mapping[str, OtherName]] = other_names(
-        ("is_3d_lora_weight", (False,), "experts have no adapters; leave it out")
-    )
+    others: ClassVar[Mapping[str, OtherName]] = other_names({"is_3d_lora_weight": (False,)})
 
     lora_name: str = Field(min_length=1)
     lora_path: str = Field(min_length=1)

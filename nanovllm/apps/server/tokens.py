@@ -10,7 +10,7 @@ from nanovllm.apps.server import generation
 from nanovllm.apps.server.conversation import render
 from nanovllm.apps.server.error_bodies import APIError, naming_params
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.protocol.chat import NO_TEMPLATE, ChatTools
+from nanovllm.apps.server.protocol.chat import ChatTools
 from nanovllm.apps.server.protocol.common import RequestModel, refused
 from nanovllm.apps.server.protocol.request_messages import Messages
 from nanovllm.apps.server.state import ServerState, state_of
@@ -23,10 +23,7 @@ class TokenizeRequest(RequestModel):
     """A text, or a conversation."""
 
     others: ClassVar[Mapping[str, OtherName]] = other_names(
-        ("chat_template", (), NO_TEMPLATE),
-        ("content", (), "use prompt"),
-        ("add_special", (), "use add_special_tokens"),
-        ("with_pieces", (False,), "use return_token_strs"),
+        {"chat_template": (), "with_pieces": (False,)}
     )
 
     model: str | None = None

@@ -20,7 +20,7 @@ from nanovllm.options.validation import shown
 
 router = APIRouter(tags=["development"], route_class=JSONRoute)
 
-_PACKED = other_names(("packed", (False,), "gloo sends tensor by tensor; leave it out"))
+_PACKED = other_names({"packed": (False,)})
 
 
 class TransferInfo(RequestModel):
@@ -64,10 +64,7 @@ class DiskRequest(RequestModel):
     """Which weights to read, in SGLang's form."""
 
     others: ClassVar[Mapping[str, OtherName]] = other_names(
-        ("load_format", ("auto", "safetensors"), "files are safetensors; leave it out"),
-        ("flush_cache", (True,), "KV of the old weights is never used again; leave it out"),
-        ("keep_pause", (False,), "a paused engine stays paused until /resume; leave it out"),
-        ("manifest", (), "leave it out"),
+        {"load_format": ("auto", "safetensors"), "flush_cache": (True,), "keep_pause": (False,)}
     )
     ignored: ClassVar[frozenset[str]] = frozenset(
         {"is_async", "torch_empty_cache", "recapture_cuda_graph", "token_step"}

@@ -17,10 +17,6 @@ from nanovllm.apps.server.protocol.request_messages import Messages
 from nanovllm.apps.server.protocol.tool_schemas import check_keywords, check_size
 from nanovllm.options.other_names import OtherName, other_names
 
-NO_TEMPLATE = "templates are not taken from requests; use chat_template_kwargs"
-_NO_SOUND = "the models here read and write text only; leave it out"
-
-
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 
 
@@ -71,10 +67,7 @@ class ConversationRequest(GenerationRequest):
 
     others: ClassVar[Mapping[str, OtherName]] = {
         **GenerationRequest.others,
-        **other_names(
-            ("chat_template", (), NO_TEMPLATE),
-            ("add_special_tokens", (False,), "the chat template writes them; leave it out"),
-        ),
+        **other_names({"chat_template": (), "add_special_tokens": (False,)}),
     }
 
     text_form: ClassVar[str] = "response_format"
@@ -121,11 +114,12 @@ class ChatRequest(ConversationRequest):
     others: ClassVar[Mapping[str, OtherName]] = {
         **ConversationRequest.others,
         **other_names(
-            ("functions function_call", ([], "none"), "use tools and tool_choice"),
-            ("modalities", (["text"],), _NO_SOUND),
-            ("audio web_search_options", (), _NO_SOUND),
-            ("echo", (False,), "use continue_final_message"),
-            ("verbosity", ("medium",), "say in a message how long the answer should be"),
+            {
+                "functions function_call": ([], "none"),
+                "modalities": (["text"],),
+                "echo": (False,),
+                "verbosity": ("medium",),
+            }
         ),
     }
     empty_is_absent = GenerationRequest.empty_is_absent | {

@@ -10,12 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, model_validato
 from pydantic_core import PydanticCustomError
 
 from nanovllm.chat.messages import is_empty
-from nanovllm.options.other_names import (
-    REQUEST_NAMES,
-    SAMPLING_NAMES,
-    OtherName,
-    other_names,
-)
+from nanovllm.options.other_names import OTHER_NAMES, OtherName
 from nanovllm.options.validation import did_you_mean, shown
 
 STRING_OR_LIST = "should be a valid string or a valid list"
@@ -33,19 +28,6 @@ TEXT_OR_LIST = Discriminator(
 )
 """Tells a text from a list, whose tags are "text" and "list"."""
 
-_HINT = "it changes nothing here; leave it out"
-INERT = other_names(
-    ("add_special_tokens", (True,), "the tokenizer's own rule decides; leave it out"),
-    ("detokenize", (True,), "answers are text; leave it out"),
-    ("return_token_offsets return_prompt_text watermarking", (False,), _HINT),
-    ("mm_payload return_mm_kwargs media_io_kwargs mm_processor_kwargs", ({},), "text only"),
-    ("kv_transfer_params ec_transfer_params", (), "KV stays in its engine; leave it out"),
-    ("truncation_side", ("left",), "the end of a long prompt is kept; leave it out"),
-    ("routed_experts_prompt_start", (0,), "the experts of tokens are not returned; leave it out"),
-)
-"""Fields of vLLM's that are accepted with the values that change nothing."""
-
-
 IGNORED = frozenset(
     (
         *("metadata", "store", "service_tier", "safety_identifier", "session_id"),
@@ -61,7 +43,7 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
     others: ClassVar[Mapping[str, OtherName]] = {}
-    """Fields that are accepted with some values only, and what to use instead of others."""
+    """Fields that are accepted with some values only, which change nothing."""
     not_taken: ClassVar[frozenset[str]] = frozenset()
     """Fields of the base that are in `others`."""
     ignored: ClassVar[frozenset[str]] = frozenset()
@@ -83,12 +65,13 @@ class RequestModel(BaseModel):
         for name in sorted(given.keys() - known - cls.ignored):
             value = given[name]
             other = cls.others.get(name)
-            if value is None:
+            if value is None or (other and (value == "" or other.accepts(value))):
                 continue
-            if other is None:
-                raise refused(name, f"there is no field {shown(name)}{did_you_mean(name, known)}")
-            if value != "" and not any(value == item for item in other.accepted):
-                raise refused(name, f"{name}={shown(value)} is not supported: {other.advice}")
+            if other and other.remedy:
+                raise refused(name, f"{name}={shown(value)} is not supported: {other.remedy}")
+            hint = did_you_mean(name, known)
+            hint = hint if len(hint) < 500 else "; /openapi.json lists all"
+            raise refused(name, f"there is no field {shown(name)}{hint}")
         return kept
 
 
@@ -203,9 +186,8 @@ class GenerationRequest(EngineRequest):
     """The fields that completions and chats share; names and meanings are OpenAI's and vLLM's."""
 
     others: ClassVar[Mapping[str, OtherName]] = {
-        **SAMPLING_NAMES,
-        **REQUEST_NAMES,
-        **INERT,
+        **OTHER_NAMES["SamplingParams"],
+        **OTHER_NAMES["requests"],
     }
     ignored: ClassVar[frozenset[str]] = IGNORED
     empty_is_absent: ClassVar[frozenset[str]] = frozenset(

@@ -1,12 +1,10 @@
 """Requests and answers of /v1/completions."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from nanovllm.apps.server.protocol.common import STRING_OR_LIST, GenerationRequest, Usage, refused
-from nanovllm.options.other_names import OtherName, other_names
 
 MAX_PROMPTS = 4096
 """In one request."""
@@ -38,11 +36,6 @@ Prompts = Annotated[
 
 class CompletionRequest(GenerationRequest):
     """What to continue, and how."""
-
-    others: ClassVar[Mapping[str, OtherName]] = {
-        **GenerationRequest.others,
-        **other_names(("prompt_embeds", (), "give the prompt as text or token ids")),
-    }
 
     prompt: Prompts
     """A text, a list of texts, token ids, or a list of such lists."""

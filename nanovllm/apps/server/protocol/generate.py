@@ -31,10 +31,7 @@ class GenerateParams(GenerationRequest):
 
     others: ClassVar[Mapping[str, OtherName]] = {
         **GenerationRequest.others,
-        **other_names(
-            ("detokenize", (True, False), "answers are token ids"),
-            ("output_kind", (0, 1, 2), "stream says it"),
-        ),
+        **other_names({"detokenize": (True, False), "output_kind": (0, 1, 2)}),
     }
     not_taken: ClassVar[frozenset[str]] = _OUTER
 
@@ -45,13 +42,7 @@ class GenerateParams(GenerationRequest):
 class GenerateRequest(EngineRequest):
     """The prompt's token ids, and how to continue them."""
 
-    others: ClassVar[Mapping[str, OtherName]] = other_names(
-        ("output_mode", ("tokens",), "use POST /v1/completions for text, with return_token_ids"),
-        ("features content_parts mm_processor_kwargs", (), "the models here read text only"),
-        ("token_offsets reasoning_parser_kwargs", (), "leave it out: it changes no token"),
-        ("reasoning_ended", (), "structured outputs hold from the first token on"),
-        ("kv_transfer_params ec_transfer_params", (), "KV stays in its engine; leave it out"),
-    )
+    others: ClassVar[Mapping[str, OtherName]] = other_names({"output_mode": ("tokens",)})
 
     token_ids: TokenIds
     sampling_params: GenerateParams

@@ -24,14 +24,11 @@ _TEXT_ONLY = "the models here read text only: send it as a text block"
 _NOT_TEXT = ("image", "document", "video", "audio", "file", "base64", "url")
 _ONLY_CUSTOM = "this server runs no tools itself; define it as a custom tool with an input_schema"
 _OF_OTHER_ROUTES = other_names(
-    ("n", (1,), "an answer is one message"),
-    ("stop", (), "use stop_sequences"),
-    ("user", (), "use metadata.user_id"),
-    ("response_format", (), "use output_config.format"),
-    ("stream_options", (), "usage is always sent"),
-    ("parallel_tool_calls", (), "use tool_choice.disable_parallel_tool_use"),
-    ("prompt_logprobs", (), "use /v1/completions"),
-    ("return_token_ids return_tokens_as_token_ids", (False,), "use /v1/chat/completions"),
+    {
+        "n": (1,),
+        "return_token_ids return_tokens_as_token_ids": (False,),
+        "stop user response_format stream_options parallel_tool_calls prompt_logprobs": (),
+    }
 )
 _MAX_BLOCKS = 2**14
 _MANY = Field(max_length=4096, fail_fast=True)
@@ -280,10 +277,7 @@ class CountTokensRequest(ConversationRequest):
     others: ClassVar[Mapping[str, OtherName]] = {
         **ConversationRequest.others,
         **_OF_OTHER_ROUTES,
-        **other_names(
-            ("container mcp_servers", ([],), _ONLY_CUSTOM),
-            ("output_format", (), "use output_config.format"),
-        ),
+        **other_names({"container mcp_servers": ([],)}),
     }
     not_taken: ClassVar[frozenset[str]] = frozenset(_OF_OTHER_ROUTES)
     ignored: ClassVar[frozenset[str]] = ConversationRequest.ignored | {

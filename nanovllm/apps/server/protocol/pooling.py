@@ -19,12 +19,14 @@ from nanovllm.options.other_names import OtherName, other_names
 from nanovllm.options.pooling_params import PoolingParams
 
 _OTHERS = other_names(
-    ("add_special_tokens", (True,), "the tokenizer's own rule decides; leave it out"),
-    ("embed_dtype", ("float32",), "vectors are float32; leave it out"),
-    ("endianness", ("native", "little"), "bytes are in little-endian order; leave it out"),
-    ("mm_processor_kwargs", ({},), "the models here read text only; leave it out"),
-    ("truncation_side", ("right",), "the beginning of a long text is kept; leave it out"),
-    ("return_token_offsets", (False,), "it changes nothing here; leave it out"),
+    {
+        "add_special_tokens": (True,),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "mm_processor_kwargs": ({},),
+        "truncation_side": ("right",),
+        "return_token_offsets": (False,),
+    }
 )
 
 
@@ -75,12 +77,7 @@ class EmbeddingRequest(PoolingRequest):
 class TaskRequest(EmbeddingRequest):
     """Texts to make vectors of, with vLLM's name for that."""
 
-    others: ClassVar[Mapping[str, OtherName]] = {
-        **_OTHERS,
-        **other_names(
-            ("task", ("embed",), "use /v1/score for scores; classifiers are not supported")
-        ),
-    }
+    others: ClassVar[Mapping[str, OtherName]] = {**_OTHERS, **other_names({"task": ("embed",)})}
 
 
 Texts = Annotated[
@@ -97,11 +94,7 @@ class ScoreRequest(PoolingRequest):
 
     others: ClassVar[Mapping[str, OtherName]] = {
         **_OTHERS,
-        **other_names(
-            ("query items", (), "use text_1 and text_2"),
-            ("label_token_ids", (), "use POST /v1/completions with logprobs"),
-            ("apply_softmax item_first", (False,), "use text_1 and text_2"),
-        ),
+        **other_names({"apply_softmax item_first": (False,)}),
     }
 
     text_1: Texts
@@ -137,12 +130,7 @@ class RerankRequest(PoolingRequest):
 
     others: ClassVar[Mapping[str, OtherName]] = {
         **_OTHERS,
-        **other_names(
-            ("max_chunks_per_doc", (), "documents are not split; use max_tokens_per_doc"),
-            ("rank_fields", (["text"],), "only the field text of a document is read"),
-            ("return_embeddings", (False,), "use POST /v1/embeddings"),
-            ("texts", (), "use documents"),
-        ),
+        **other_names({"rank_fields": (["text"],), "return_embeddings": (False,)}),
     }
 
     query: str

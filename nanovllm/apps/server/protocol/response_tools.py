@@ -5,7 +5,7 @@ namespace has the namespace before its name.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -13,7 +13,6 @@ from pydantic_core import PydanticCustomError
 
 from nanovllm.apps.server.protocol.chat import FunctionName, Tool, ToolName
 from nanovllm.apps.server.protocol.common import RequestModel, refused
-from nanovllm.options.other_names import OtherName, other_names
 from nanovllm.options.validation import shown
 
 ONLY_CLIENTS = (
@@ -126,10 +125,6 @@ def few_tools(tools: Any) -> Any:
 
 class NamedTool(FunctionName):
     """The tool that the answer must call."""
-
-    others: ClassVar[Mapping[str, OtherName]] = other_names(
-        ("mode tools", (), "allowed_tools is not known; leave other tools out of the request"),
-    )
 
     type: Literal["function", "custom"]
 

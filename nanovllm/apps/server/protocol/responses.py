@@ -16,7 +16,6 @@ from nanovllm.apps.server.protocol.common import (
 )
 from nanovllm.apps.server.protocol.request_messages import MAX_ITEMS, SentBack
 from nanovllm.apps.server.protocol.response_tools import (
-    ONLY_CLIENTS,
     AnyTool,
     CalledTool,
     CustomTool,
@@ -35,13 +34,12 @@ _INCLUDED = frozenset(
     )
 )
 """Parts of answers that a request may ask for; but for the first, only hosted tools have them."""
-_OF_CHATS = "use /v1/chat/completions"
 _OF_OTHER_ROUTES = other_names(
-    ("n", (1,), "a response is one answer"),
-    ("max_tokens", (), "use max_output_tokens"),
-    ("response_format", (), "use text.format"),
-    ("prompt_logprobs", (), "use /v1/completions"),
-    ("return_token_ids return_tokens_as_token_ids", (False,), _OF_CHATS),
+    {
+        "n": (1,),
+        "return_token_ids return_tokens_as_token_ids": (False,),
+        "max_tokens response_format prompt_logprobs": (),
+    }
 )
 
 
@@ -150,9 +148,7 @@ class TextFormat(JSONSchema):
 class TextOptions(RequestModel):
     """What the text must be."""
 
-    others: ClassVar[Mapping[str, OtherName]] = other_names(
-        ("verbosity", ("medium",), "say in a message how long the answer should be"),
-    )
+    others: ClassVar[Mapping[str, OtherName]] = other_names({"verbosity": ("medium",)})
 
     format: TextFormat | None = None
 
@@ -160,9 +156,7 @@ class TextOptions(RequestModel):
 class ReasoningOptions(RequestModel):
     """How the model should reason."""
 
-    others: ClassVar[Mapping[str, OtherName]] = other_names(
-        ("mode", ("standard",), "there is one mode only; leave it out"),
-    )
+    others: ClassVar[Mapping[str, OtherName]] = other_names({"mode": ("standard",)})
     # The reasoning is returned as it is, without a summary.
     ignored: ClassVar[frozenset[str]] = frozenset(["context", "summary", "generate_summary"])
 
@@ -180,16 +174,11 @@ class ResponsesRequest(ConversationRequest):
         **ConversationRequest.others,
         **_OF_OTHER_ROUTES,
         **other_names(
-            ("background", (False,), "answers do not run without a client; use stream=true"),
-            (
-                "conversation previous_input_messages",
-                (),
-                "use previous_response_id, or send the whole conversation in input",
-            ),
-            ("prompt", (), "prompts are not stored; send instructions and input"),
-            ("max_tool_calls", (), ONLY_CLIENTS),
-            ("top_logprobs", (0,), _OF_CHATS),
-            ("enable_response_messages", (False,), "use /tokenize to see a prompt"),
+            {
+                "background enable_response_messages": (False,),
+                "top_logprobs": (0,),
+                "conversation": (),
+            }
         ),
     }
 

@@ -1,70 +1,17 @@
-"""What pages and messages say of vLLM's names, and of what is here, agrees with the code."""
+"""What pages and messages say of what is here agrees with the code."""
 
-import dataclasses
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from nanovllm import SamplingParams, StructuredOutputsParams, demo_model
-from nanovllm.advice import LACKS, METHODS
-from nanovllm.apps.server.options import ServerOptions
+from nanovllm import StructuredOutputsParams, demo_model
 from nanovllm.features.structured.grammar import GrammarCompiler
 from nanovllm.models.registry import MODULES
 from nanovllm.options.config import EXECUTOR_BACKENDS, Config
-from nanovllm.options.other_names import (
-    CONFIG_NAMES,
-    SAMPLING_NAMES,
-    SERVE_NAMES,
-    STRUCTURED_NAMES,
-)
-from nanovllm.vllm import LLM, AsyncLLM, LLMEngine
-from tests.migrating import vllm_names
+from nanovllm.vllm import LLM
 
 ROOT = Path(__file__).parents[2]
-FIELDS = [
-    (Config, CONFIG_NAMES, vllm_names.ENGINE_ARGS),
-    (SamplingParams, SAMPLING_NAMES, vllm_names.SAMPLING_PARAMS),
-    (StructuredOutputsParams, STRUCTURED_NAMES, vllm_names.STRUCTURED_OUTPUTS),
-    (ServerOptions, SERVE_NAMES, vllm_names.SERVER_ARGS),  # api_key is api_keys here
-]
-CLASSES = [
-    (LLM, vllm_names.LLM_METHODS),
-    (AsyncLLM, vllm_names.ASYNC_LLM_METHODS),
-    (LLMEngine, vllm_names.LLM_ENGINE_METHODS),
-]
-
-
-@pytest.mark.parametrize(("owner", "others", "names"), FIELDS)
-def test_every_field_of_vllms_is_here_or_says_what_to_use(
-    owner: Any, others: dict[str, Any], names: str
-) -> None:
-    """Symptom: 185 of 260 options of vLLM's are unknown, and the page says that each has a row."""
-    known = {field.name for field in dataclasses.fields(owner)}
-    assert [name for name in names.split() if name not in known | others.keys()] == []
-    assert known.isdisjoint(others)
-
-
-@pytest.mark.parametrize(("owner", "names"), CLASSES)
-def test_every_method_of_vllms_is_here_or_says_what_to_use(owner: Any, names: str) -> None:
-    known = {*dir(owner), *METHODS, *LACKS.get(owner.__name__, {})}
-    assert [name for name in names.split() if name not in known] == []
-    assert {*LACKS.get(owner.__name__, {})}.isdisjoint(dir(owner))
-
-
-def test_every_route_of_vllms_is_here_or_says_what_to_use() -> None:
-    """A path is one of the app's, or its 404 names a remedy; and no remedy hides a route."""
-    pytest.importorskip("fastapi")
-    from nanovllm.apps.server import absent_routes
-    from nanovllm.apps.server.app import ROUTERS
-
-    here = {route.path for router in ROUTERS for route in router.routes}
-    absent = absent_routes.ABSENT_ROUTES
-    assert [path for path in vllm_names.ROUTES.split() if path not in here | absent.keys()] == []
-    assert here.isdisjoint(absent)
-
-
 IS_HERE = {
     "LoRA": "enable_lora" in vars(Config),
     "Ray": "ray" in EXECUTOR_BACKENDS,
@@ -97,7 +44,7 @@ def test_no_page_and_no_message_denies_what_is_here() -> None:
     texts = {path.name: path.read_text("utf-8") for path in PAGES}
     texts["README.md"] = (ROOT / "README.md").read_text("utf-8")
     for path in [
-        *(ROOT / "nanovllm" / name for name in ("advice.py", "vllm.py", "options/other_names.py")),
+        *(ROOT / "nanovllm" / name for name in ("vllm.py", "options/other_names.py")),
         *(ROOT / "nanovllm/apps/server").rglob("*.py"),
     ]:
         strings = re.findall(r'"((?:[^"\\\n]|\\.)*)"', path.read_text("utf-8"))
