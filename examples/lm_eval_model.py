@@ -30,7 +30,7 @@ class NanoVLLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             options["device"] = "auto"
         ours = options.keys() - {"batch_size", "max_batch_size"}  # the engine makes the batches
         self.llm = LLM(pretrained, **{name: options[name] for name in ours})
-        self.tokenizer = self.llm.get_tokenizer()
+        self.tokenizer: Any = self.llm.get_tokenizer()
         self._name = pretrained
         self.max_gen_toks = max_gen_toks
         # A prompt also holds the predicted token, and one token is generated.
@@ -88,8 +88,8 @@ class NanoVLLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 prompts = [context + tokens for context, tokens, _index in chosen]
                 starts = [len(context) for context, _tokens, _index in chosen]
                 params = [SCORING.clone(prompt_logprob_start=start - 1) for start in starts]
-                outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
-                for (*_, index), start, output in zip(chosen, starts, outputs, strict=True):
+                scored: Any = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
+                for (*_pair, index), start, output in zip(chosen, starts, scored, strict=True):
                     found = [next(iter(each.values())) for each in output.prompt_logprobs[start:]]
                     total = sum(each.logprob for each in found)
                     scores[index] = total, all(each.rank == 1 for each in found)
