@@ -47,7 +47,7 @@ class EngineDeadError(NanoVLLMError, RuntimeError):
 
 
 class PluginError(EngineDeadError):
-    """A plugin, a class of the user's that an option names, raised an exception or broke a rule.
+    """A plugin, a class of the user's that an option names, raised an exception.
     This ends the engine, whose pages and queue are unknown then.
     """
 
@@ -60,10 +60,6 @@ class PluginError(EngineDeadError):
             fault: what happened, and the rule.
         """
         return cls(f"{plugin}: {fault}; the engine has ended: mend it and make a new LLM")
-
-
-class BrokenRule(Exception):
-    """What a plugin returned breaks a rule of its seam. What guards the plugin says whose it is."""
 
 
 class TransferError(NanoVLLMError, RuntimeError):

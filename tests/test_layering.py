@@ -64,7 +64,6 @@ FOLDERS = {
         torch=False,
     ),
     "learn": Folder("options utils", torch=False),
-    "lm_eval": Folder("chat llm options", torch=False),
     "router": Folder("options server utils", torch=False),
     "batch": Folder("async_llm loading.files options server utils.strict_json", torch=False),
     "cli": Folder(

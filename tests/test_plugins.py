@@ -1,10 +1,9 @@
 """Plugins: classes of the user's at each seam, by name or entry point, here and in other ranks."""
 
-import copy
 import json
 import logging
-import re
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,12 +26,12 @@ from nanovllm.errors import (
     PluginError,
     UnsupportedModelError,
 )
-from nanovllm.features.speculation.proposers.proposer import Proposer, ProposerRules
+from nanovllm.features.speculation.proposers.proposer import Proposer
 from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.torch_kernels import PlainWeight
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
-from nanovllm.options.plugins import GROUP, Guarded, guarded, installed
+from nanovllm.options.plugins import GROUP, guarded, installed
 from nanovllm.scheduler.messages import Row
 from nanovllm.worker.extensions import Computed
 from nanovllm.worker.model_report import report
@@ -54,16 +53,6 @@ class Broken(MyBackend):
         raise KeyError(7)
 
 
-class WrongShape(MyBackend):
-    def attend(self, q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        return q[:, :1]
-
-
-class WrongForward(MyBackend):
-    def forward(self, *args: Any, **options: Any) -> torch.Tensor:
-        return super().forward(*args, **options)[:, :1]
-
-
 class NoName(MyBackend):
     name: ClassVar[Any] = None
 
@@ -82,29 +71,9 @@ class Picky(MyBackend):
         return f"has no heads of {spec.head_dim}"
 
 
-class TooMany(MyProposer):
-    def propose(self, rows: list[Any]) -> list[int]:
-        return [row.num_draft_tokens + 1 for row in rows]
-
-
 class Raises(MyProposer):
     def propose(self, rows: list[Any]) -> list[int]:
         raise KeyError(7)
-
-
-class DropsRows(MyProposer):
-    def draft(self, rows: list[Row]) -> list[Row]:
-        return rows[1:]
-
-
-class DraftsTooMany(MyProposer):
-    def draft(self, rows: list[Row]) -> list[Row]:
-        return [row._replace(num_scheduled_tokens=5, num_draft_tokens=4) for row in rows]
-
-
-class DraftsText(MyProposer):
-    def draft(self, rows: list[Row]) -> list[Any]:
-        return ["text" for _ in rows]
 
 
 class KnowsPositions(MyRunner):
@@ -113,14 +82,9 @@ class KnowsPositions(MyRunner):
         return super().fits(rows)
 
 
-class HalfRun(MyRunner):
-    def run(self, rows: list[Any]) -> Computed:
-        return Computed(hidden=torch.zeros(2 * len(rows) + 1, 128))
-
-
 class NoRun(MyRunner):
     def run(self, rows: list[Any]) -> Any:
-        return None
+        raise KeyError(7)
 
 
 class NoLayers(MyFamily):
@@ -237,10 +201,8 @@ def test_steps_go_through_them(make_llm: Any) -> None:
     )
     tokens_of(llm)
     runner = llm.engine.executor._runner
-    assert isinstance(runner.step_runners[0], Guarded)
     assert runner.step_runners[0].num_steps[2] >= 10
-    assert isinstance(runner.network.backend, Guarded)
-    assert runner.network.backend.name == MyBackend.name
+    assert isinstance(runner.network.backend, MyBackend)
     weight = runner.network.model.model.layers[0].mlp.down_proj.method.weight
     assert torch.equal((weight.float() * STEPS).round() / STEPS, weight.float())
 
@@ -283,15 +245,12 @@ def test_a_broken_tier_is_logged_once(
     ("option", "value", "error", "message"),
     [
         ("attention_backend", "Broken", PluginError, "plan() raised KeyError: 7"),
-        ("attention_backend", "WrongShape", PluginError, "attend() returned torch.bfloat16 ["),
-        ("attention_backend", "WrongForward", PluginError, "forward() returned torch.bfloat16 ["),
         ("attention_backend", "NoName", ConfigError, "has no name: set one in the class"),
         ("attention_backend", "Contiguous", ConfigError, "says that blocks_lie_apart is False"),
         ("attention_backend", "Picky", ConfigError, "cannot serve this model: has no heads of 32"),
         ("attention_backend", "MyRule", ConfigError, "derived from nanovllm.attention.backend.B"),
         ("speculative_config", "MyRule", ConfigError, "derived from nanovllm.features.specula"),
-        ("step_runner", "HalfRun", PluginError, "run() returned hidden of "),
-        ("step_runner", "NoRun", PluginError, "run() returned None: return a nanovllm.worker.ext"),
+        ("step_runner", "NoRun", PluginError, "run() raised KeyError: 7"),
         ("model_family", "NoLayers", ConfigError, "__init__() raised KeyError: 7"),
         ("model_family", "NoForward", ConfigError, "forward() raised KeyError: 7"),
         ("model_family", "FailsInAStep", PluginError, "a step raised KeyError: 7"),
@@ -329,34 +288,21 @@ def test_refused_memory_ends_a_step_and_no_engine(make_llm: Any) -> None:
     assert_idle(llm)
 
 
-@pytest.mark.parametrize(
-    ("cls", "method", "message"),
-    [
-        (TooMany, "propose", "propose() returned 4 for a row: return an integer from 0 to"),
-        (TooMany, "draft", "propose() returned 4 for a row"),
-        (Raises, "propose", "KeyError: 7"),
-        (DropsRows, "draft", "draft() returned [] for 1 rows"),
-        (DraftsTooMany, "draft", "draft() returned Row("),
-        (DraftsText, "draft", "draft() returned 'text' for Row("),
-    ],
-)
-def test_a_broken_proposer_is_named(cls: type[MyProposer], method: str, message: str) -> None:
-    """Which steps have drafts depends on what they cost: so it is called here."""
-    proposer = guarded(cls(None), Proposer, "method", ProposerRules())  # type: ignore[arg-type]
-    with pytest.raises(PluginError, match=re.escape(message)):
+@pytest.mark.parametrize("method", ["propose", "draft"])
+def test_a_broken_proposer_is_named(method: str) -> None:
+    """Which steps have drafts depends on what they cost: so it is called here. `draft` is ours, and
+    calls `propose`.
+    """
+    proposer = guarded(Raises(None), Proposer, "method")  # type: ignore[arg-type, type-abstract]
+    with pytest.raises(PluginError, match=r"^method: propose\(\) raised KeyError: 7"):
         getattr(proposer, method)([Row(0, 0, 1, 4, True, 3)])
 
 
-class Short(MyProposer):
-    def draft(self, rows: list[Row]) -> list[Row]:
-        return [row._replace(num_scheduled_tokens=2, num_draft_tokens=1) for row in rows]
-
-
-def test_a_guard_can_be_copied_and_lets_right_drafts_pass() -> None:
-    proposer = guarded(Short(None), Proposer, "method", ProposerRules())  # type: ignore[arg-type]
-    for each in (proposer, copy.copy(proposer)):
-        assert each.draft([Row(0, 0, 1, 4, True, 3)]) == [Row(0, 0, 1, 2, True, 1)]
-    assert not hasattr(proposer, "__no_such__")
+def test_a_guard_keeps_no_plugin_in_memory() -> None:
+    proposer = guarded(MyProposer(None), Proposer, "method")  # type: ignore[arg-type, type-abstract]
+    found = weakref.ref(proposer)
+    del proposer
+    assert found() is None
 
 
 def test_a_runner_is_not_asked_about_positions_that_the_device_knows(make_llm: Any) -> None:

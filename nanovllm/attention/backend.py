@@ -12,7 +12,6 @@ import torch
 
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionSpec, QKNorm
-from nanovllm.errors import BrokenRule
 
 NO_QUANTIZED_KV = "does not support an 8-bit KV cache"
 """The reason of the backends that refuse every spec with `quantized_kv`."""
@@ -127,33 +126,3 @@ class Backend(abc.ABC):
             out: contiguous, for the result; None: a new tensor.
             sinks: [num_heads] float32, if the spec says so.
         """
-
-
-class BackendRules:
-    """What a backend of the user's must return: see `nanovllm.options.plugins.Guarded`."""
-
-    def __init__(self, spec: AttentionSpec) -> None:
-        self._spec = spec
-
-    def forward(
-        self, out: torch.Tensor, qkv: torch.Tensor, *_: object, **__: object
-    ) -> torch.Tensor:
-        return _shaped("forward()", out, qkv, self._spec.num_heads, self._spec.output_dim)
-
-    def store(self, q: torch.Tensor, qkv: torch.Tensor, *_: object) -> torch.Tensor:
-        return _shaped("store()", q, qkv, self._spec.num_heads, self._spec.head_dim)
-
-    def attend(self, out: torch.Tensor, q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        return _shaped("attend()", out, q, self._spec.num_heads, self._spec.output_dim)
-
-
-def _shaped(
-    call: str, found: torch.Tensor, given: torch.Tensor, num_heads: int, dim: int
-) -> torch.Tensor:
-    """Check that `found` is [T, num_heads, dim] and of the dtype of `given` [T, ...]."""
-    shape = [len(given), num_heads, dim]
-    is_tensor = isinstance(found, torch.Tensor)
-    if not is_tensor or list(found.shape) != shape or found.dtype != given.dtype:
-        what = f"{found.dtype} {list(found.shape)}" if is_tensor else repr(found)
-        raise BrokenRule(f"{call} returned {what:.80}: return {given.dtype} {shape}")
-    return found

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from nanovllm.attention.backend import Backend, BackendRules
+from nanovllm.attention.backend import Backend
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.kernels.torch_kernels import Kernels
@@ -88,4 +88,4 @@ def own_backend(spec: AttentionSpec, asked: str) -> Backend:
         raise ConfigError(f"{name} cannot serve this model: {reason}; leave it out")
     logger.info("attention backend: %s", asked)
     backend = at_start(name, "__init__()", found, spec)
-    return guarded(backend, Backend, name, BackendRules(spec), in_worker)
+    return guarded(backend, Backend, name, in_worker)

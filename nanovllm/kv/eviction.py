@@ -1,12 +1,8 @@
-"""In which order free pages are reused: the seam of eviction policies, LRU, and the rules of
-an order of the user's.
-"""
+"""In which order free pages are reused: the seam of eviction policies, and LRU."""
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator
-
-from nanovllm.errors import BrokenRule
 
 
 class EvictionOrder(ABC):
@@ -82,53 +78,3 @@ class LeastRecentlyUsed(EvictionOrder):
 
     def remove(self, page: int) -> None:
         del self._pages[page]
-
-
-class OrderRules:
-    """What an order of the user's must return: see `nanovllm.options.plugins.Guarded`.
-
-    They count the free pages themselves, so no page is lost, or has two users, unnoticed.
-
-    Args:
-        order: the one that decides, for `num_pages` pages.
-    """
-
-    def __init__(self, order: EvictionOrder, num_pages: int) -> None:
-        self._order = order
-        self._is_free = [True] * num_pages
-        self._num_free = num_pages
-        self._check_len("__init__()")
-
-    def take(self, page: int) -> int:
-        if not isinstance(page, int) or not 0 <= page < len(self._is_free):
-            rule = f"return a page from 0 to {len(self._is_free) - 1} that is free"
-            raise BrokenRule(f"take() returned {page!r:.80}: {rule}")
-        if not self._is_free[page]:
-            raise BrokenRule(f"take() returned page {page}, which is in use")
-        self._set(page, is_free=False)
-        self._check_len("take()")
-        return page
-
-    def put_first(self, _: None, page: int) -> None:
-        self._set(page, is_free=True)
-        self._check_len(f"put_first({page})")
-
-    def put_last(self, _: None, page: int) -> None:
-        self._set(page, is_free=True)
-        self._check_len(f"put_last({page})")
-
-    def remove(self, _: None, page: int) -> None:
-        self._set(page, is_free=False)
-        self._check_len(f"remove({page})")
-
-    def _set(self, page: int, *, is_free: bool) -> None:
-        self._num_free += is_free - self._is_free[page]
-        self._is_free[page] = is_free
-
-    def _check_len(self, call: str) -> None:
-        num_free = len(self._order)
-        if num_free != self._num_free:
-            raise BrokenRule(
-                f"after {call} it has {num_free} pages, but {self._num_free} of "
-                f"{len(self._is_free)} are free: it must hold each free page once, and no other"
-            )

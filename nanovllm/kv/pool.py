@@ -4,6 +4,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from nanovllm.errors import PluginError
 from nanovllm.kv.eviction import EvictionOrder, LeastRecentlyUsed
 
 if TYPE_CHECKING:
@@ -61,9 +62,15 @@ class BlockPool:
         return len(self.free)
 
     def take(self) -> int:
-        """Return a free page for new contents; there must be one. Its entry leaves the cache."""
+        """Return a free page for new contents; there must be one. Its entry leaves the cache.
+
+        Raises:
+            PluginError: the eviction order gives a page that is in use.
+        """
         page = self.free.take()
         block = self.blocks[page]
+        if block.ref_count:  # two sequences would read each other's KV
+            raise PluginError.of("eviction_policy", f"take() returned page {page}, which is in use")
         block.ref_count = 1
         if block.entry is not None:
             block.entry.evict()

@@ -9,19 +9,13 @@ names it: at the start a ConfigError, then a PluginError.
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 from importlib.metadata import entry_points
-from types import MethodType
-from typing import Any, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, NoReturn, ParamSpec, TypeVar
+from weakref import WeakMethod
 
-from nanovllm.errors import (
-    BrokenRule,
-    ConfigError,
-    NanoVLLMError,
-    PluginError,
-    refuses_memory,
-)
+from nanovllm.errors import ConfigError, NanoVLLMError, PluginError, refuses_memory
 from nanovllm.options.validation import Error, did_you_mean, plain_text, shown
 
 T = TypeVar("T")
@@ -171,8 +165,6 @@ def in_step(
         return function(*args, **keywords)
     except PluginError:  # of another plugin, which this one called
         raise
-    except BrokenRule as fault:
-        raise PluginError.of(name, str(fault)) from fault.__cause__
     except (Exception, SystemExit) as error:
         fault_of = f"{call} raised {type(error).__name__}: {error}"
         raise PluginError.of(name, fault_of) from error
@@ -196,71 +188,28 @@ def _raise(error: BaseException) -> NoReturn:
     raise error
 
 
-class Guarded:
-    """A plugin in an engine: what its methods raise, or return against a rule, is a PluginError.
-
-    Attributes are read from the plugin. Methods that it inherits from its seam run on this object,
-    so that what they call is guarded, too. Its own run on the plugin, and each is looked up once:
-    another one that the plugin sets later is not called.
+def guarded(plugin: T, seam: type, name: str, call: Callable[..., Any] = in_step) -> T:
+    """Return `plugin`, with the methods of its seam in `call`, which names it in what they raise.
 
     Args:
         plugin: an object of the user's.
-        seam: the class of ours that it must be derived from.
+        seam: the class of ours that it is derived from.
         name: the option and the class, `scheduling_policy="module:Class"`.
-        rules: has a method for each of the plugin's that has a rule. It is called with what that
-            returned and with its arguments; it returns that, or raises BrokenRule.
         call: `in_step` or `in_worker`.
     """
-
-    def __init__(
-        self,
-        plugin: object,
-        seam: type,
-        name: str,
-        rules: object = None,
-        call: Callable[..., Any] = in_step,
-    ) -> None:
-        self.plugin = plugin
-        self._option = name
-        self._seam = seam
-        self._rules = rules
-        self._call = call
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "plugin" or name.startswith("__"):  # a copy asks before it has any attribute
-            raise AttributeError(f"{type(self).__name__} has no {name}")
-        found = getattr(self.plugin, name)
-        if not callable(found) or not hasattr(self._seam, name):
-            return found
-        if inspect.ismethod(found) and found.__func__ is vars(self._seam).get(name):
-            return MethodType(found.__func__, self)
-        rule = getattr(self._rules, name, None)
-        checked = found if rule is None else partial(_ruled, found, rule)
-        call = self.__dict__[name] = partial(self._call, self._option, f"{name}()", checked)
-        return call  # from now on Python finds it by itself
-
-    def __bool__(self) -> bool:
-        return True  # also if it is an empty collection
-
-    def __len__(self) -> int:
-        return len(cast(Any, self.plugin))
-
-    def __contains__(self, item: object) -> bool:
-        return item in cast(Any, self.plugin)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(cast(Any, self.plugin))
+    for method, found in vars(seam).items():
+        if inspect.isfunction(found) and not method.startswith("_"):
+            run = _weak(getattr(plugin, method))
+            setattr(plugin, method, partial(call, name, f"{method}()", run))
+    return plugin
 
 
-def guarded(
-    plugin: T, seam: type, name: str, rules: object = None, call: Callable[..., Any] = in_step
-) -> T:
-    """Return `plugin` in a `Guarded`, whose arguments these are."""
-    return cast(T, Guarded(plugin, seam, name, rules, call))
-
-
-def _ruled(method: Callable[..., T], rule: Callable[..., T], /, *args: Any, **keywords: Any) -> T:
-    return rule(method(*args, **keywords), *args, **keywords)
+def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a method of an object that outlives it, without a reference to the object:
+    in a cycle it would keep a network in memory.
+    """
+    found: Callable[[], Any] = WeakMethod(method) if inspect.ismethod(method) else lambda: method
+    return lambda *args, **keywords: found()(*args, **keywords)
 
 
 def _call_of(base: type, method: str) -> str:

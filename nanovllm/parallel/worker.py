@@ -22,7 +22,7 @@ from nanovllm.options.config import Config
 from nanovllm.options.plugins import at_start, guarded, in_worker, is_plugin, load_class
 from nanovllm.utils.cgroup import groups
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.extensions import RunnerRules, StepRunner
+from nanovllm.worker.extensions import StepRunner
 from nanovllm.worker.model_loader import NetworkSpec, check_weights, own_parts
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import Network
@@ -232,7 +232,7 @@ def _step_runner_maker(
 
     def make(network: Network, tables: DeviceTables) -> StepRunner:
         runner = at_start(name, "__init__()", found, network, tables)
-        return guarded(runner, StepRunner, name, RunnerRules(), in_worker)
+        return guarded(runner, StepRunner, name, in_worker)
 
     return make
 

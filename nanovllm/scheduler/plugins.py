@@ -1,10 +1,10 @@
-"""A policy and an order of eviction of the user's, each guarded by the rules of its seam."""
+"""A policy and an order of eviction of the user's, whose exceptions name them."""
 
 from collections.abc import Callable
 
-from nanovllm.kv.eviction import EvictionOrder, OrderRules
-from nanovllm.options.plugins import at_start, guarded, in_step
-from nanovllm.scheduler.policy import Policy, PolicyRules
+from nanovllm.kv.eviction import EvictionOrder
+from nanovllm.options.plugins import at_start, guarded
+from nanovllm.scheduler.policy import Policy
 
 
 def own_policy(name: str, found: Callable[[], Policy]) -> Policy:
@@ -17,7 +17,7 @@ def own_policy(name: str, found: Callable[[], Policy]) -> Policy:
     Raises:
         ConfigError: its `__init__` raises an exception that is not ours.
     """
-    return guarded(at_start(name, "__init__()", found), Policy, name, PolicyRules())
+    return guarded(at_start(name, "__init__()", found), Policy, name)
 
 
 def own_order(name: str, found: Callable[[int], EvictionOrder], num_pages: int) -> EvictionOrder:
@@ -25,8 +25,5 @@ def own_order(name: str, found: Callable[[int], EvictionOrder], num_pages: int) 
 
     Raises:
         ConfigError: its `__init__` raises an exception that is not ours.
-        PluginError: it does not begin with all pages.
     """
-    order = at_start(name, "__init__()", found, num_pages)
-    rules = in_step(name, "__len__()", OrderRules, order, num_pages)
-    return guarded(order, EvictionOrder, name, rules)
+    return guarded(at_start(name, "__init__()", found, num_pages), EvictionOrder, name)

@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from nanovllm.errors import BrokenRule
 from nanovllm.scheduler.sequence import Sequence
 
 
@@ -71,60 +70,3 @@ class Policy(ABC):
             At least 1, and at most `num_missing` and `budget`.
         """
         return min(num_missing, budget)
-
-
-class PolicyRules:
-    """What a policy of the user's must return: see `nanovllm.options.plugins.Guarded`."""
-
-    def __init__(self) -> None:
-        self._held: set[Sequence] = set()
-        self._last_key: Any = None
-
-    def order(self, key: Any, seq: Sequence) -> Any:
-        try:
-            key < (key if self._last_key is None else self._last_key)  # noqa: B015
-        except Exception as error:
-            fault = f"order() returned {key!r}, and {self._last_key!r} before: {error}"
-            raise BrokenRule(f"{fault}; keys must be comparable") from error
-        self._last_key = key
-        return key
-
-    def push(self, _: None, seq: Sequence) -> None:
-        self._held.add(seq)
-
-    def remove(self, _: None, seq: Sequence) -> None:
-        self._held.discard(seq)
-
-    def first(self, seq: Sequence | None) -> Sequence | None:
-        if seq is None and self._held:
-            raise BrokenRule(
-                f"first() returned None, but {len(self._held)} sequences were pushed and not "
-                "removed: return one of them"
-            )
-        if seq is not None and not (isinstance(seq, Sequence) and seq in self._held):
-            raise BrokenRule(
-                f"first() returned {_shown(seq)}, which was not pushed or was removed: return a "
-                "sequence that is held, or None if there is none"
-            )
-        return seq
-
-    def victim(self, victim: Sequence, candidates: Seq[Sequence]) -> Sequence:
-        if not any(victim is seq for seq in candidates):
-            raise BrokenRule(
-                f"victim() returned {_shown(victim)}, which is none of its {len(candidates)} "
-                "candidates: return one of them"
-            )
-        return victim
-
-    def share(self, share: int, seq: Sequence, num_missing: int, budget: int) -> int:
-        most = min(num_missing, budget)
-        if not isinstance(share, int) or not 1 <= share <= most:
-            raise BrokenRule(
-                f"share() returned {share!r} for a sequence with {num_missing} tokens to compute "
-                f"in a step that has {budget} left: return an integer from 1 to {most}"
-            )
-        return share
-
-
-def _shown(value: object) -> str:
-    return f"sequence {value.seq_id}" if isinstance(value, Sequence) else f"{value!r:.80}"

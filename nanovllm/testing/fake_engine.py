@@ -21,7 +21,6 @@ from nanovllm.kv.groups.state import ROOM_TO_GROW, StateGroup
 from nanovllm.kv.groups.window import WindowGroup
 from nanovllm.kv.trie import Node
 from nanovllm.kv.windows import WindowSpec, num_tables
-from nanovllm.options.plugins import Guarded
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.gates import Gate
@@ -436,8 +435,7 @@ class Engine:
         self.keys: dict[Sequence, Any] = {}  # those that the last step went by
         self._order = policy.order
         policy.order = self._order_asked  # type: ignore[method-assign]
-        inner: Any = policy.plugin if isinstance(policy, Guarded) else policy
-        self.chooses_victims = type(inner).victim is not Policy.victim
+        self.chooses_victims = type(policy).victim is not Policy.victim
 
     def _order_asked(self, seq: Sequence) -> Any:
         """Return the policy's key, and note the first in each step: later ones may differ."""

@@ -317,7 +317,8 @@ class OrderMachine(RuleBasedStateMachine):
     @invariant()
     def check(self) -> None:
         free = list(self.order)
-        assert sorted(free) == sorted({*range(NUM_PAGES)} - self.in_use), "iter() is wrong"
+        expected = sorted({*range(NUM_PAGES)} - self.in_use)
+        assert sorted(free) == expected, f"it holds {sorted(free)}, and {expected} are free"
         assert len(self.order) == len(free), "len() is wrong"
         assert all(page in self.order for page in free), "a free page is not in the order"
         assert not any(page in self.order for page in self.in_use), "a page in use is free"

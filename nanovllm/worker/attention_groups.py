@@ -16,7 +16,7 @@ from nanovllm.attention.spec import AttentionSpec
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.attention import Attention
-from nanovllm.options.plugins import Guarded, is_plugin
+from nanovllm.options.plugins import is_plugin
 from nanovllm.worker.kv_pool import KVPool, page_layout
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.state_layers import StateLayers
@@ -89,7 +89,7 @@ class AttentionGroups:
         ]
         self.groups = sorted(dict.fromkeys(keys), key=lambda group: group.table)
         self._spread = len(self.groups) > 1 or self.states.num_pages > 0
-        if self._spread or (config.has_tiers and device.type == "cpu"):
+        if is_plugin(asked) and (self._spread or (config.has_tiers and device.type == "cpu")):
             _check_apart(self.backends, asked)
         self._group_of = [self.groups.index(key) for key in keys]
 
@@ -143,7 +143,7 @@ def _check_apart(backends: list[Backend], asked: str) -> None:
     cannot take a cache whose blocks lie apart.
     """
     for backend in backends:
-        if isinstance(backend, Guarded) and not backend.blocks_lie_apart:
+        if not backend.blocks_lie_apart:
             raise ConfigError(
                 f'attention_backend="{asked}" says that blocks_lie_apart is False, but they '
                 "do in a model with several kinds of layers, and on a CPU with kv_offload_gib, "

@@ -2,11 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from nanovllm.errors import BrokenRule
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.step_output import PendingResult
@@ -38,6 +37,9 @@ class Computed(NamedTuple):
 class StepRunner(ABC):
     """A faster way to run some steps than layer by layer."""
 
+    follows_drafts: ClassVar[bool] = False
+    """Whether it takes rows with `num_unverified_tokens`, whose position only the device knows."""
+
     @abstractmethod
     def fits(self, rows: list[Row]) -> bool:
         """Return whether this runner can run a step of `rows`."""
@@ -45,29 +47,6 @@ class StepRunner(ABC):
     @abstractmethod
     def run(self, rows: list[Row]) -> Computed:
         """Write the KV of the tokens of `rows`; return what was computed."""
-
-
-class RunnerRules:
-    """What a step runner of the user's must return: see `nanovllm.options.plugins.Guarded`."""
-
-    def fits(self, fits: bool, rows: list[Row]) -> bool:
-        return bool(fits)
-
-    def run(self, computed: Computed, rows: list[Row]) -> Computed:
-        num_tokens = sum(row.num_scheduled_tokens for row in rows)
-        if not isinstance(computed, Computed):
-            raise BrokenRule(
-                f"run() returned {computed!r:.80}: return a {Computed.__module__}.Computed"
-            )
-        if computed.hidden is None and computed.tokens is None:
-            raise BrokenRule("run() computed neither hidden states nor tokens: give one of both")
-        for field, value in computed._asdict().items():
-            if value is not None and len(value) != num_tokens:
-                raise BrokenRule(
-                    f"run() returned {field} of {len(value)} tokens for a step of {num_tokens}: "
-                    "return those of all tokens, in the order of the rows"
-                )
-        return computed
 
 
 class RunnerPart:

@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.errors import ConfigError, OutOfMemoryError, refuses_memory
 from nanovllm.kernels.selector import require_triton
-from nanovllm.options.plugins import Guarded, in_worker
+from nanovllm.options.plugins import in_worker
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.distributed import broadcast_from_first
@@ -246,12 +246,9 @@ class ModelRunner:
         return StepOutput(tokens, logprobs, sampling.endings, sampling.draft_ids, forcing, pooled)
 
     def _run_fast(self, rows: list[Row]) -> Computed:
-        """Return what the first step runner that fits computes: nothing without one.
-
-        A user's is not asked about rows whose position only the device knows.
-        """
+        """Return what the first step runner that fits computes: nothing without one."""
         for runner in self.step_runners:
-            if isinstance(runner, Guarded) and any(row.num_unverified_tokens for row in rows):
+            if not runner.follows_drafts and any(row.num_unverified_tokens for row in rows):
                 continue
             if runner.fits(rows):
                 return runner.run(rows)

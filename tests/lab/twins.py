@@ -92,3 +92,10 @@ class TakesWhatIsHeld(LeastFrequentlyUsed):
             self._filled.remove(page)
             return page
         return super().take()
+
+
+class CannotRevive(LeastFrequentlyUsed):
+    """Fails at a hit of a free page."""
+
+    def remove(self, page: int) -> None:
+        raise KeyError(7)

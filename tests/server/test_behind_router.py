@@ -12,8 +12,8 @@ from nanovllm import AsyncLLM
 from nanovllm.apps.router.app import make_app
 from nanovllm.apps.router.models import Models
 from nanovllm.apps.router.options import RouterOptions, read_models
-from nanovllm.apps.router.proxy import Backlog
 from nanovllm.apps.router.serve import RouterServer
+from nanovllm.apps.server.admission import AnswerBudget
 from nanovllm.apps.server.log_setup import Log
 from nanovllm.apps.server.models_route import may_chat
 from nanovllm.apps.server.options import ServerOptions
@@ -44,14 +44,14 @@ def test_a_slow_reader_does_not_keep_its_model(async_llm: AsyncLLM) -> None:
 
 
 def test_who_has_most_unread_is_cut_off() -> None:
-    backlog = Backlog(100)
+    backlog = AnswerBudget(100)
     small, large = Ended(), Ended()
     for request, size in ((small, 30), (large, 60), (small, 10)):
-        backlog.add(request, size)
+        backlog.add(request.cut, size)
     assert not large.is_cut
-    backlog.add(small, 5)
+    backlog.add(small.cut, 5)
     assert (small.is_cut, large.is_cut) == (False, True)
-    backlog.add(small, 50)
+    backlog.add(small.cut, 50)
     assert not small.is_cut
 
 

@@ -141,12 +141,12 @@ def test_the_bytes_of_unread_answers_are_bounded(async_llm: AsyncLLM) -> None:
         clients = [Client(app, "/large", {}, num_read=2) for _ in range(6)]
         await until(lambda: sum(client.is_cut for client in clients) == 2)
         assert [client.is_cut for client in clients] == [True] * 2 + [False] * 4
-        assert state.answers._num_bytes == 64 * PIECE
+        assert state.answers._held.total() == 64 * PIECE
         for client in clients:
             client.read_on()
             await client.task
             assert client.is_cut or len(client.body) == 16 * PIECE
-        assert (state.answers._num_bytes, len(state.answers._waiting)) == (0, 0)
+        assert not state.answers._held
 
     run(check())
 

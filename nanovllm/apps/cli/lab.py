@@ -144,7 +144,7 @@ def check(args: argparse.Namespace) -> int:
     num_broken = sum(not finding.holds for finding in found)
     name = f"{plugin.kind} {plugin.value}"
     if num_broken:
-        write(f"{name} breaks {num_broken} of {len(found)} rules.\n")
+        write(f"{name} breaks rules: {num_broken} of {len(found)} tried.\n")
         return 1
     write(f"{name} keeps all {len(found)} rules.\n")
     return 0

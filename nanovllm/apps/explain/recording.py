@@ -9,7 +9,6 @@ from nanovllm.apps.explain.sampling import SamplingRecorder
 from nanovllm.apps.explain.story import Step, Story
 from nanovllm.apps.explain.xray import Xray
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.options.plugins import Guarded
 
 if TYPE_CHECKING:
     from nanovllm.worker.model_runner import ModelRunner
@@ -74,18 +73,14 @@ def _facts(engine: LLMEngine) -> dict[str, str]:
 
 def _runner_facts(runner: "ModelRunner") -> dict[str, str]:
     network = runner.network
-    ways = map(_class_name, runner.step_runners)
-    backends = dict.fromkeys(map(_class_name, network.attention.backends))
+    ways = (type(each).__name__ for each in runner.step_runners)
+    backends = dict.fromkeys(type(each).__name__ for each in network.attention.backends)
     return {
         "device": f"{runner.device}",
         "dtype": str(network.model_config.dtype).removeprefix("torch."),
         "attention": ", ".join(backends),
         "steps": " or ".join([*ways, "layer by layer"]),
     }
-
-
-def _class_name(part: object) -> str:
-    return type(part.plugin if isinstance(part, Guarded) else part).__name__
 
 
 def _add_texts(story: Story, step: Step, engine: LLMEngine) -> None:

@@ -57,7 +57,7 @@ def wait_of(request: Ask, others: Ask, *, scarce: bool, **plugin: Any) -> Wait:
 
     Raises:
         AssertionError: the scheduler does something wrong with the plugin.
-        PluginError: the plugin breaks a rule.
+        PluginError: the plugin raises an exception.
     """
     engine = _engine(num_blocks=24 if scarce else 120, **plugin)
     numbers = itertools.count()

@@ -20,9 +20,9 @@ from starlette.routing import Route
 
 from nanovllm import __version__
 from nanovllm.apps.router.models import Model, Models
-from nanovllm.apps.router.proxy import Backlog, Proxy, for_engine
+from nanovllm.apps.router.proxy import Proxy, for_engine
 from nanovllm.apps.server import pages, profile_route
-from nanovllm.apps.server.admission import BodyBudget, shutting_down
+from nanovllm.apps.server.admission import AnswerBudget, BodyBudget, shutting_down
 from nanovllm.apps.server.app import ROUTERS, app_of, routes_of, stand_guard
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.json_route import JSONRoute
@@ -50,7 +50,7 @@ def make_app(models: Models, options: ServerOptions) -> FastAPI:
     answered: Counter[tuple[str, int]] = Counter()
     _add_own_routes(app, models, answered)
     own = {route.path for route in routes_of([app.router, pages.router])}
-    bodies, backlog = BodyBudget(options.max_body_bytes), Backlog(_BACKLOG_BYTES)
+    bodies, backlog = BodyBudget(options.max_body_bytes), AnswerBudget(_BACKLOG_BYTES)
     passed = [r for r in routes_of(routers) if r.path not in (*own, *_NOT_PASSED)]
     for route in passed:
         if "{" in route.path:  # of something that one engine keeps

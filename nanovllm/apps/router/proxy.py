@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
 from urllib.parse import parse_qs
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.apps.router.models import Models
-from nanovllm.apps.server.admission import Admitted, BodyBudget
+from nanovllm.apps.server.admission import AnswerBudget, BodyBudget
 from nanovllm.apps.server.error_bodies import APIError, route_path
 from nanovllm.apps.server.generation import Guard
 from nanovllm.apps.server.json_route import check_content_type, parse
@@ -34,26 +34,6 @@ _OF_ANSWER = _OF_CONNECTION | _OF_LOG | {b"date", b"request-id"}
 """The server that sends it adds its own."""
 
 
-class Backlog:
-    """Bounds the bytes of all answers that wait here for clients who read slowly."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._held: Counter[Admitted] = Counter()
-
-    def add(self, request: Admitted, num_bytes: int) -> None:
-        """Count bytes that came, or with a negative number went; cut off whoever has most."""
-        self._held[request] += num_bytes
-        if self._held.total() > self._max_bytes:
-            (largest, _), *_ = self._held.most_common(1)
-            self.drop(largest)
-            largest.cut()
-
-    def drop(self, request: Admitted) -> None:
-        """Forget a request and what it has here."""
-        del self._held[request]
-
-
 class Proxy:
     """The ASGI app of a route that every engine has.
 
@@ -64,7 +44,9 @@ class Proxy:
             needs no key either: any web page can send it.
     """
 
-    def __init__(self, models: Models, bodies: BodyBudget, backlog: Backlog, *, has_json: bool):
+    def __init__(
+        self, models: Models, bodies: BodyBudget, backlog: AnswerBudget, *, has_json: bool
+    ):
         self._models = models
         self._bodies = bodies
         self._backlog = backlog
@@ -79,7 +61,7 @@ class Proxy:
             name = await self._name(scope, body)
             guard = Guard()
             held.push(guard.ends_quietly)
-            held.callback(self._backlog.drop, guard)
+            held.callback(self._backlog.drop, guard.cut)
             held.enter_context(self._models.admission.admit(guard, 1))
             watch = asyncio.create_task(guard.watch(Request(scope, counted)))
             held.callback(watch.cancel)
@@ -139,7 +121,7 @@ class _Answer:
     never follows half of one.
     """
 
-    def __init__(self, scope: Scope, send: Send, guard: Guard, backlog: Backlog) -> None:
+    def __init__(self, scope: Scope, send: Send, guard: Guard, backlog: AnswerBudget) -> None:
         self._path = route_path(scope)
         self._record = record_of(scope)
         self._connection = scope["state"]["connection"]
@@ -183,7 +165,7 @@ class _Answer:
             await self._send_body(piece)
             return
         self._unread.append(piece)
-        self._backlog.add(self._guard, len(piece))
+        self._backlog.add(self._guard.cut, len(piece))
         if self._sender is None:
             self._sender = asyncio.create_task(self._send_unread())
 
@@ -191,7 +173,7 @@ class _Answer:
         while self._unread:
             piece = self._unread.popleft()
             await self._send_body(piece)
-            self._backlog.add(self._guard, -len(piece))
+            self._backlog.add(self._guard.cut, -len(piece))
         self._sender = None
 
     async def _send_body(self, piece: bytes) -> None:

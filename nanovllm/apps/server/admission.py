@@ -16,7 +16,7 @@ _WINDOW_SECONDS = 30.0
 _MAX_RETRY_SECONDS = 60
 _SMALL_BODY = 2**16
 """Bytes of each body that are not counted, so that large ones do not keep out small ones."""
-_MANY_BODIES = 64
+MANY_BODIES = 64
 """At most this many of the largest bodies are in memory, and as many bytes of answers."""
 
 
@@ -199,7 +199,7 @@ class BodyBudget:
     """
 
     def __init__(self, max_body_bytes: int) -> None:
-        self._max_bytes = _MANY_BODIES * max_body_bytes
+        self._max_bytes = MANY_BODIES * max_body_bytes
         self._num_bytes = 0
 
     @contextmanager
@@ -235,31 +235,28 @@ class BodyBudget:
 
 
 class AnswerBudget:
-    """Bounds the bytes of answers that wait for their clients to read.
+    """Bounds the bytes of answers that wait for their clients to read. An answer is known by what
+    cuts it off.
 
     Args:
-        max_body_bytes: all answers together have 64 times as many at most, but for the largest one.
+        max_bytes: all answers together have as many at most, but for one that is alone.
     """
 
-    def __init__(self, max_body_bytes: int) -> None:
-        self._max_bytes = _MANY_BODIES * max_body_bytes
-        self._num_bytes = 0
-        self._waiting: dict[object, tuple[int, Callable[[], object]]] = {}  # the oldest first
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held: Counter[Callable[[], object]] = Counter()
 
-    @contextmanager
-    def sending(self, num_bytes: int, cut: Callable[[], object]) -> Iterator[None]:
-        """Count an answer that this block sends. The oldest ones are cut if all are too many."""
-        key = object()
-        self._waiting[key] = num_bytes, cut
-        self._num_bytes += num_bytes
-        while self._num_bytes > self._max_bytes and len(self._waiting) > 1:
-            size, end = self._waiting.pop(next(iter(self._waiting)))
-            self._num_bytes -= size
-            end()
-        try:
-            yield
-        finally:
-            self._num_bytes -= self._waiting.pop(key, (0, None))[0]
+    def add(self, cut: Callable[[], object], num_bytes: int) -> None:
+        """Count bytes that came, or with a negative number went; cut off whoever has most."""
+        self._held[cut] += num_bytes
+        while self._held.total() > self._max_bytes and len(self._held) > 1:
+            (largest, _), *_ = self._held.most_common(1)
+            self.drop(largest)
+            largest()
+
+    def drop(self, cut: Callable[[], object]) -> None:
+        """Forget an answer, which has ended."""
+        del self._held[cut]
 
 
 def shutting_down() -> APIError:

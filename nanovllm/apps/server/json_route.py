@@ -41,12 +41,15 @@ class JSONRoute(APIRoute):
             if len(body) <= _LARGE_BYTES:
                 await send(message)
                 return
-            with server.answers.sending(len(body), cut):
+            server.answers.add(cut, len(body))
+            try:
                 for start in range(0, len(body) - _LARGE_BYTES, _LARGE_BYTES):
                     piece = body[start : start + _LARGE_BYTES]
                     await send({**message, "body": piece, "more_body": True})
                 rest = (len(body) - 1) // _LARGE_BYTES * _LARGE_BYTES
                 await send({**message, "body": body[rest:]})
+            finally:
+                server.answers.drop(cut)
 
         with ExitStack() as held:
             scope.setdefault("state", {})["held"] = held

@@ -11,7 +11,7 @@ from fastapi import Request
 
 from nanovllm import __version__
 from nanovllm.apps.server.adapters import Adapters
-from nanovllm.apps.server.admission import Admission, AnswerBudget, BodyBudget
+from nanovllm.apps.server.admission import MANY_BODIES, Admission, AnswerBudget, BodyBudget
 from nanovllm.apps.server.answers.answer_format import AnswerFormat, find_answer_format
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.options import ServerOptions, check_options, model_name
@@ -63,7 +63,7 @@ class ServerState:
             options.max_waiting, lambda: len(engine.scheduler.running), options.read_timeout
         )
         self.bodies = BodyBudget(options.max_body_bytes)
-        self.answers = AnswerBudget(options.max_body_bytes)
+        self.answers = AnswerBudget(MANY_BODIES * options.max_body_bytes)
         self.max_model_len = engine.worker_info.max_model_len
         self.token_bytes = (lambda token: b"") if tokenizer is None else token_bytes(tokenizer)
         """The bytes of a token; none without a tokenizer."""

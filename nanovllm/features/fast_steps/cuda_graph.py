@@ -9,7 +9,7 @@ import functools
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence as Seq
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -66,6 +66,8 @@ class GraphRunner(StepRunner):
             have one.
         choose: returns tokens [T] for logits of T rows; None: draw them.
     """
+
+    follows_drafts: ClassVar[bool] = True
 
     def __init__(
         self,

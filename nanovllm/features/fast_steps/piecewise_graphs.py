@@ -9,6 +9,7 @@ import itertools
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence as Seq
+from typing import ClassVar
 
 import torch
 
@@ -53,6 +54,8 @@ class PiecewiseGraphs(StepRunner):
         capture: the graphs' own.
         padding_slot: a slot of the KV cache that no sequence gets.
     """
+
+    follows_drafts: ClassVar[bool] = True
 
     def __init__(
         self,

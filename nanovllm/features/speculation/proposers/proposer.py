@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 
-from nanovllm.errors import BrokenRule
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
@@ -114,39 +113,3 @@ class Proposer(ABC):
             )
         step_seconds = measure(step, step_sizes)
         return dataclasses.replace(info, step_seconds=step_seconds, draft_seconds=draft_seconds)
-
-
-class ProposerRules:
-    """What a proposer of the user's must return: see `nanovllm.options.plugins.Guarded`."""
-
-    def draft(self, drafted: list[Row], rows: list[Row]) -> list[Row]:
-        if not isinstance(drafted, list) or len(drafted) != len(rows):
-            raise BrokenRule(
-                f"draft() returned {drafted!r:.80} for {len(rows)} rows: return as many, in the "
-                "same order"
-            )
-        for found, row in zip(drafted, rows, strict=True):
-            missing = row.num_draft_tokens - getattr(found, "num_draft_tokens", -1)
-            if not 0 <= missing <= row.num_draft_tokens or found != row._replace(
-                num_scheduled_tokens=row.num_scheduled_tokens - missing,
-                num_draft_tokens=row.num_draft_tokens - missing,
-            ):
-                raise BrokenRule(
-                    f"draft() returned {found!r:.200} for {row}: return the row, with as many "
-                    "tokens less as drafts are missing"
-                )
-        return drafted
-
-    def propose(self, counts: list[int], rows: list[Row]) -> list[int]:
-        if not isinstance(counts, list) or len(counts) != len(rows):
-            raise BrokenRule(
-                f"propose() returned {counts!r:.80} for {len(rows)} rows: return a list with the "
-                "number of drafts of each"
-            )
-        for count, row in zip(counts, rows, strict=True):
-            if not isinstance(count, int) or not 0 <= count <= row.num_draft_tokens:
-                raise BrokenRule(
-                    f"propose() returned {count!r:.80} for a row: return an integer from 0 to its "
-                    f"num_draft_tokens, {row.num_draft_tokens}"
-                )
-        return counts

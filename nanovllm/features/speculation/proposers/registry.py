@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from nanovllm.features.speculation.proposers.proposer import Proposer, ProposerRules
+from nanovllm.features.speculation.proposers.proposer import Proposer
 from nanovllm.options.plugins import at_start, guarded, in_worker, is_plugin, load_class
 from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.worker.model_loader import NetworkSpec
@@ -30,7 +30,7 @@ def make_proposer(
     if method is not None and is_plugin(method):
         name = f'speculative_config: method="{method}"'
         found = at_start(name, "__init__()", proposer_class(method), target)
-        return guarded(found, Proposer, name, ProposerRules(), in_worker)
+        return guarded(found, Proposer, name, in_worker)
     if draft is None:
         from nanovllm.features.speculation.proposers.ngram import Ngram
 
