@@ -247,7 +247,7 @@ def _input_processor(
         from nanovllm.features.pooling.requests import pooling_requests
 
         def render(messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-            return processor.chat.as_they_are(messages, options)
+            return processor.templates.as_they_are(messages, options)
 
         return pooling_requests(config, checkpoint, tokenizer, limit, render, info.causal)
 
@@ -272,4 +272,6 @@ def _input_processor(
         make_pooling=make_pooling,
         **more,
     )
+    if not processor.limit.generates:
+        _ = processor.pooling  # refuse wrong files before any request
     return processor

@@ -19,7 +19,7 @@ from nanovllm.engine.input_checks import (
 )
 from nanovllm.engine.prompt import Prompt, PromptInput, as_list, make_prompt, one_for_each
 from nanovllm.engine.request import Request
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.pooling_params import PoolingParams
@@ -180,12 +180,19 @@ class InputProcessor:
 
         Raises:
             CheckpointError: the checkpoint's files about them are invalid or ask for what is not
-                supported.
+                supported, and the model does nothing else.
+            InvalidRequestError: the same of a model that generates.
         """
         with self._lock:
             if self._pooling is None:
                 assert self._make_pooling is not None
-                self._pooling = self._make_pooling(self.limit)
+                try:
+                    self._pooling = self._make_pooling(self.limit)
+                except CheckpointError as error:
+                    if not self.limit.generates:
+                        raise
+                    what = f"this model makes no vectors or scores here: {error}"
+                    raise InvalidRequestError(what) from error
             return self._pooling
 
     @property
@@ -196,6 +203,11 @@ class InputProcessor:
             InvalidRequestError: the model generates nothing.
         """
         self._require_generation()
+        return self.templates
+
+    @property
+    def templates(self) -> "ChatTemplates":
+        """What renders messages, also of a model that generates nothing."""
         with self._lock:
             if self._chat is None:
                 from nanovllm.chat.templates import ChatTemplates

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 3
+_FORMAT = 4
 """Raise it when the fields that are kept, or how the tokenizer is made, change."""
 _PACKAGES = ("transformers", "tokenizers")
 _MAX_KEPT = 16

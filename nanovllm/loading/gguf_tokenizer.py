@@ -3,6 +3,7 @@
 transformers converts it; what it leaves out is added here. Imports no torch.
 """
 
+import json
 import logging
 import tempfile
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.loading.gguf_header import Metadata
+from nanovllm.loading.text_tokenizer import byte_level_chars
 from nanovllm.options.validation import check_bool, check_int, shown
 
 _END_TOKENS = (
@@ -31,7 +33,8 @@ _END_TOKENS = (
 """Tokens that end a turn wherever they are in a vocabulary, as in llama.cpp."""
 _HARMONY = {"<|return|>", "<|call|>", "<|end|>"}
 """A vocabulary with these is gpt-oss's, whose "<|end|>" ends a message and not the turn."""
-_SPECIAL_TYPES = (3, 4)
+_CONTROL = 3
+_SPECIAL_TYPES = (_CONTROL, 4)
 """`tokenizer.ggml.token_type` of control tokens and user-defined ones: their text is one token."""
 _MAX_TOKEN_BYTES = 4 * 2**20
 _MAX_SPECIAL_TOKENS = 8192
@@ -39,8 +42,8 @@ _MAX_SPECIAL_TOKENS = 8192
 
 
 def tokenizer_settings(metadata: Metadata) -> dict[str, Any]:
-    """Return tokenizer.ggml's "model" and "pre"; "add_bos_token" and "add_space_prefix" if given;
-    and the model's "architecture".
+    """Return tokenizer.ggml's "model", "pre", "tokens" and "token_type"; "add_bos_token" and
+    "add_space_prefix" if given; and the model's "architecture".
 
     Returns {} if there are no tokens.
 
@@ -74,7 +77,7 @@ def tokenizer_settings(metadata: Metadata) -> dict[str, Any]:
     found: dict[str, Any] = {
         key: metadata.text(f"tokenizer.ggml.{key}", "") for key in ("model", "pre")
     }
-    found["architecture"] = metadata.architecture
+    found |= {"architecture": metadata.architecture, "tokens": tokens, "token_type": types}
     for key in ("add_bos_token", "add_space_prefix"):
         name = f"tokenizer.ggml.{key}"
         if (value := metadata.values.get(name)) is not None:
@@ -152,8 +155,39 @@ def convert_gguf_tokenizer(file: Path, settings: Mapping[str, Any]) -> Any:
     with tempfile.TemporaryDirectory() as directory:  # transformers also reads a file's neighbours
         (Path(directory) / "model.gguf").symlink_to(file.absolute())
         tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(directory, gguf_file="model.gguf")
+    if settings["model"] == "gpt2":
+        _name_special_tokens(tokenizer, settings["tokens"], settings["token_type"])
     _complete(tokenizer, settings, file)
     return tokenizer
+
+
+def _name_special_tokens(tokenizer: Any, texts: list[str], types: list[int]) -> None:
+    """Give the special tokens of a byte-level `tokenizer` their own texts.
+
+    transformers spells a text that has other characters than the alphabet of bytes, such as
+    "<｜User｜>", in that alphabet, so no text becomes the token.
+    """
+    numbered = enumerate(zip(texts, types, strict=False))
+    special = {text: (index, kind) for index, (text, kind) in numbered if kind in _SPECIAL_TYPES}
+    backend: Tokenizer = tokenizer.backend_tokenizer
+    if all(backend.token_to_id(text) == index for text, (index, _) in special.items()):
+        return
+    chars = byte_level_chars()
+    alphabet = {*chars.values()}
+    vocab = {}
+    for index, text in enumerate(texts):
+        is_spelled = text in special or alphabet.issuperset(text)
+        vocab[text if is_spelled else "".join(chars[byte] for byte in text.encode())] = index
+    parts = json.loads(backend.to_str())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = {each["content"]: each for each in parts["added_tokens"] if each["content"] in vocab}
+    for text, (_, kind) in special.items():
+        added[text] = {**flags, "content": text, "special": kind == _CONTROL}
+    parts["added_tokens"] = [{**each, "id": vocab[text]} for text, each in added.items()]
+    parts["model"]["vocab"] = vocab
+    parts["post_processor"] = None  # it has ids
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(parts))
+    tokenizer.update_post_processor()
 
 
 def _complete(tokenizer: Any, settings: Mapping[str, Any], file: Path) -> None:

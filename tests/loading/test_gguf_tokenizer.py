@@ -34,6 +34,22 @@ def test_text_and_special_tokens(tmp_path):
     assert token_bound(serving_tokenizer(open_checkpoint(make_file(tmp_path / "a")))) is not None
 
 
+def test_special_tokens_of_any_characters(tmp_path):
+    """DeepSeek's have wide bars; GPT-NeoX has runs of spaces, which are its user's."""
+    special = ["<｜begin▁of▁sentence｜>", "<｜User｜>", "  ", "<｜tool▁call｜>"]
+    metadata = {"ggml.bos_token_id": 0, "ggml.add_bos_token": True, "ggml.eos_token_id": 1}
+    words = [*sorted(ByteLevel.alphabet()), "he", "ll", "中"]
+    metadata["ggml.tokens"] = [*special, *words]
+    metadata["ggml.token_type"] = [3, 3, 4, 4, *[1] * len(words)]
+    tokenizer = tokenizer_of(tmp_path, **metadata)
+    text = "<｜User｜>he  he<｜tool▁call｜>中"
+    ids = tokenizer.encode(text)
+    assert [token for token in ids if token < 4] == [0, 1, 2, 3]
+    assert max(ids) < len(special) + len(words)
+    assert tokenizer.decode(ids) == special[0] + text
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text.removeprefix("<｜User｜>")
+
+
 @pytest.mark.parametrize(("add", "first"), [(True, 4), (False, None), (None, None)])
 def test_add_bos_token(tmp_path, add, first):
     metadata = {"ggml.bos_token_id": 4}

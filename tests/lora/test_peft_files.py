@@ -107,6 +107,13 @@ def test_forms_of_target_modules(tmp_path: Path, targets: Any) -> None:
             read_adapter(path, 8)
 
 
+def test_adapters_of_transposed_weights(tmp_path: Path) -> None:
+    """PEFT writes fan_in_fan_out of every GPT-2; the factors have the same form."""
+    plain = read_adapter(write_adapter(tmp_path / "a", LINEARS), 8)
+    found = read_adapter(write_adapter(tmp_path / "b", LINEARS, fan_in_fan_out=True), 8)
+    assert found.linears.keys() == plain.linears.keys()
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -115,7 +122,6 @@ def test_forms_of_target_modules(tmp_path: Path, targets: Any) -> None:
         ("bias", "lora_only"),
         ("lora_bias", True),
         ("layer_replication", [[0, 2]]),
-        ("fan_in_fan_out", True),
         ("target_parameters", ["mlp.experts.gate_up_proj"]),
         ("trainable_token_indices", [1, 2]),
         ("alora_invocation_tokens", [5]),

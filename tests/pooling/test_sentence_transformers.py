@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def test_what_is_refused(
     saved(bert, tmp_path, [Dense(SIZE, 8)], {})
     edited(tmp_path, file, **fields)
     with pytest.raises((UnsupportedModelError, CheckpointError), match=message):
-        vectors(opened(tmp_path), TEXTS)
+        opened(tmp_path)  # it does nothing else, so it does not start
 
 
 @pytest.mark.parametrize(
@@ -251,6 +252,17 @@ def test_decoders_with_a_label(dtype: str, tmp_path: Path, opened: Any) -> None:
         opened(tmp_path)
 
 
+def test_a_decoder_with_a_label_and_a_template(tmp_path: Path, opened: Any) -> None:
+    """It renders messages, though it generates nothing."""
+    base, path = tmp_path / "base", tmp_path / "saved"
+    decoder(base, TEMPLATE, num_labels=1, pad_token_id=0)
+    CrossEncoder(str(base), device="cpu").save(str(path))
+    model = CrossEncoder(str(path), device="cpu")
+    theirs = model.predict([(QUERY, text) for text in TEXTS], batch_size=1)
+    found = opened(path).score(QUERY, TEXTS, use_tqdm=False)
+    assert [each.outputs.score for each in found] == pytest.approx(theirs.tolist(), abs=1e-4)
+
+
 def test_the_question_of_a_decoder_with_a_label(tmp_path: Path, opened: Any) -> None:
     """By the model's name; and with vLLM's overrides the answers of the head are its score."""
     path = tmp_path / "Qwen3-Reranker-seq-cls"
@@ -289,11 +301,14 @@ def test_a_template_without_pairs_is_refused(tmp_path: Path, opened: Any) -> Non
     parts = {"modality_config": {"message": {"method": "forward", "format": "structured"}}}
     was = read_json(path / "sentence_bert_config.json")
     edited(path, "sentence_bert_config.json", **parts)
-    with pytest.raises(UnsupportedModelError, match="format: .*'flat', got 'structured'"):
-        opened(path).score(QUERY, TEXTS, use_tqdm=False)
+    llm = opened(path)  # it generates
+    for ask in (llm.embed, partial(llm.score, QUERY)):
+        with pytest.raises(InvalidRequestError, match="no vectors .*format: .*, got 'structured'"):
+            ask(TEXTS, use_tqdm=False)
+    assert llm.generate("a", use_tqdm=False)
     write_json(path / "sentence_bert_config.json", was)
     (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    with pytest.raises(UnsupportedModelError, match="leaves out messages of the roles query and"):
+    with pytest.raises(InvalidRequestError, match="leaves out messages of the roles query and"):
         opened(path).score(QUERY, TEXTS, use_tqdm=False)
 
 

@@ -32,11 +32,11 @@ _WITHOUT_MEANING = frozenset(
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
         *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
-        *("bias", "ensure_weight_tying"),
+        *("bias", "ensure_weight_tying", "fan_in_fan_out"),
     }
 )
 """Fields that are read here, or that say nothing about how a trained adapter computes: its tensors
-say which linears it changes."""
+say which linears it changes. fan_in_fan_out is about the weights of the base."""
 
 
 class PeftConfig(NamedTuple):
