@@ -11,25 +11,24 @@ from typing import Any
 def retold(conversation: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yield a conversation, then its other forms. Each has the same text, at other places.
 
-    Arguments that are not a JSON object become the value of one argument; then all system messages
-    become the first.
+    Arguments that are not a JSON object become the value of one argument; then system messages
+    after the first become words of the user's.
     """
     yield conversation
     if any(_odd_arguments(conversation)):
         conversation = [_with_plain_arguments(message) for message in conversation]
         yield conversation
     if _has_odd_systems(conversation):
-        text, first, rest = _split(conversation)
-        yield [{**first, "content": text}, *rest]
+        yield _with_later_systems_said(conversation)
 
 
 def without_system(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a conversation whose system messages begin the first message of the user."""
-    text, first, rest = _split(conversation)
+    """Return a conversation whose first, a system message, begins the user's first message."""
+    first, *rest = conversation
     index = next((i for i, message in enumerate(rest) if message["role"] == "user"), None)
     if index is None:
-        return [{**first, "role": "user", "content": text}, *rest]
-    asked = "\n\n".join(part for part in (text, rest[index]["content"]) if part)
+        return [{**first, "role": "user"}, *rest]
+    asked = _joined(first, rest[index])
     return [*rest[:index], {**rest[index], "content": asked}, *rest[index + 1 :]]
 
 
@@ -51,13 +50,29 @@ def _has_odd_systems(conversation: Seq[Mapping[str, Any]]) -> bool:
     return any(message["role"] == "system" for message in conversation[1:])
 
 
-def _split(
-    conversation: Seq[dict[str, Any]],
-) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
-    """Return the text of all system messages, the first of them, and the other messages."""
-    systems = [message for message in conversation if message["role"] == "system"]
-    text = "\n\n".join(message["content"] for message in systems if message["content"])
-    return text, systems[0], [m for m in conversation if m["role"] != "system"]
+def _with_later_systems_said(conversation: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation whose only system message is the first.
+
+    Later ones stay where they are, in a message of the user or a result: agents add one in each
+    turn, and what it changes before itself is computed again.
+    """
+    told: list[dict[str, Any]] = []
+    is_alone = False  # the last message told has nothing but the text of system messages
+    for message in conversation:
+        role = message["role"]
+        if role == "system" and told and told[-1]["role"] != "assistant":
+            told[-1] = {**told[-1], "content": _joined(told[-1], message)}
+        elif is_alone and role in ("user", "tool"):
+            told[-1] = {**message, "content": _joined(told[-1], message)}
+            is_alone = False
+        else:
+            is_alone = role == "system" and bool(told)
+            told.append({**message, "role": "user"} if is_alone else message)
+    return told
+
+
+def _joined(*messages: Mapping[str, Any]) -> str:
+    return "\n\n".join(message["content"] for message in messages if message["content"])
 
 
 def _odd_arguments(conversation: Seq[Mapping[str, Any]]) -> Iterator[str]:

@@ -197,7 +197,7 @@ class ChatTemplates:
             if text is not None and is_told(form, text):
                 return text
             found = text if text is not None else found
-        if found is None and any(message["role"] == "system" for message in conversation):
+        if found is None and form[0]["role"] == "system":
             found = attempt(without_system(form))
         if found is None:
             raise refusals[0]

@@ -11,6 +11,7 @@ from nanovllm.errors import InvalidRequestError
 
 USER: dict[str, Any] = {"role": "user", "content": "6*7?"}
 SAID: dict[str, Any] = {"role": "assistant", "content": "It is 42."}
+RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "c", "content": "42"}
 
 MISTRAL = (
     "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
@@ -163,10 +164,28 @@ def test_every_system_message_is_in_the_prompt(demo_llm: LLM, template: str, lat
         assert text.count(message["content"]) == 1
     if template is CHATML:  # takes them as they are
         assert text.count("<system>") == 2
-    elif template is GEMMA2:
-        assert text.startswith("<user>Be brief.\n\nGo.\n\n6*7?")
+    elif late:
+        assert text.endswith("Go.\n\nAnd 7*7?")
     else:
-        assert "Be brief.\n\nGo." in text
+        end = "\n\n6*7?" if template is GEMMA2 else ""
+        assert f"Be brief.\n\nGo.{end}" in text
+
+
+@pytest.mark.parametrize("template", [QWEN_CODER, R1, GEMMA2, CHATML])
+def test_a_system_message_of_a_later_turn_changes_nothing_before_it(
+    demo_llm: LLM, template: str
+) -> None:
+    """Symptom: each turn of an agent that ends its results so computed the whole conversation."""
+    messages: list[Any] = [{"role": "system", "content": "Be brief."}, USER]
+    before = ""
+    for turn in range(4):
+        messages.append({"role": "system", "content": f"{9 - turn} tokens left"})
+        text = rendered(demo_llm, template, *messages)
+        assert text.startswith(before)
+        assert all(message["content"] in text for message in messages if "content" in message)
+        before = text
+        between = {"role": "system", "content": f"Between {turn}."}
+        messages += [SAID, USER] if template is GEMMA2 else [called({}), between, RESULT]
 
 
 def test_tools_for_a_template_without_a_system_role(demo_llm: LLM) -> None:

@@ -210,7 +210,10 @@ def test_blocks_become_messages() -> None:
     result = {
         "type": "tool_result",
         "tool_use_id": "c1",
-        "content": [{"type": "text", "text": "5"}],
+        "content": [
+            {"type": "text", "text": "5"},
+            {"type": "tool_reference", "tool_name": "g", "cache_control": None},
+        ],
     }
     found = converted(
         {"role": "user", "content": [document, {"type": "text", "text": "Sum it."}]},
@@ -229,7 +232,7 @@ def test_blocks_become_messages() -> None:
             "reasoning_content": "Hm.",
             "tool_calls": [{"id": "c1", "type": "function", "function": function}],
         },
-        {"role": "tool", "tool_call_id": "c1", "content": "5", "name": "f"},
+        {"role": "tool", "tool_call_id": "c1", "content": "5\ng", "name": "f"},
         {"role": "user", "content": "And?\n\nWell?"},
     ]
 

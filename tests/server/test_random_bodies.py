@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from nanovllm import AsyncLLM
 from nanovllm.apps.server.conversation import render
+from nanovllm.apps.server.protocol.chat import ConversationRequest
+from nanovllm.apps.server.protocol.common import RequestModel
 from nanovllm.apps.server.protocol.responses import ResponsesRequest
 from nanovllm.apps.server.response_items import messages_of
 from tests.chat.family_templates import TEMPLATES
@@ -237,6 +240,24 @@ def test_null_is_as_if_the_field_were_not_there(
         statuses = [odd.send(path, body).status for body in (without, given)]
         taken = [status in (200, 504) for status in statuses]  # 504: it may be slow
         assert taken[0] == taken[1], (path, name, statuses)
+
+
+def test_null_is_as_if_a_field_inside_were_not_there() -> None:
+    """Symptom: 400 for `"type": null` of a tool, as Anthropic's client may write it."""
+
+    def of(kind: type[RequestModel]) -> Iterator[type[RequestModel]]:
+        yield kind
+        for more in kind.__subclasses__():
+            yield from of(more)
+
+    for kind in set(of(RequestModel)) - {ConversationRequest}:  # which is no request by itself
+        for name, field in kind.model_fields.items():
+            named = field.alias or name
+            try:
+                kind.model_validate({named: None})
+            except ValidationError as error:
+                wrong = [one["loc"][:1] for one in error.errors()]
+                assert field.is_required() or (named,) not in wrong, (kind, name)
 
 
 def some_of(names: list[str]) -> list[str]:

@@ -175,7 +175,9 @@ def test_an_error_of_tools_names_them(server: Running) -> None:
     )
 
 
-@pytest.mark.parametrize(("kind", "name"), [("json_object", "schema"), ("json", "value")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("json_object", "schema"), ("json", "value"), ("json_schema", "schema")]
+)
 def test_a_schema_as_llama_cpp_and_tgi_write_it(server: Running, kind: str, name: str) -> None:
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 40}
     form = {"type": kind, name: {"const": "42"}}
@@ -184,6 +186,20 @@ def test_a_schema_as_llama_cpp_and_tgi_write_it(server: Running, kind: str, name
     for wrong in ({**form, name: 123}, {**form, name: {"type": "hiccup"}}, {**form, "other": 1}):
         reply = server.send("/v1/chat/completions", {**body, "response_format": wrong})
         assert (reply.status, (reply.error["param"] or "")[:15]) == (400, "response_format")
+
+
+@pytest.mark.parametrize("kind", ["text", "json_object"])
+def test_a_schema_of_another_type_is_refused(server: Running, kind: str) -> None:
+    """Symptom: the answer is any text, though the request has a schema."""
+    schema = {"name": "a", "schema": {"const": "42"}}
+    body = {"messages": MESSAGES, "response_format": {"type": kind, "json_schema": schema}}
+    reply = server.send("/v1/chat/completions", body)
+    assert (reply.status, reply.error["param"]) == (400, "response_format.type")
+    reply = server.send(
+        "/v1/responses", {"input": "?", "text": {"format": {"type": kind, **schema}}}
+    )
+    assert (reply.status, reply.error["param"]) == (400, "text.format.type")
+    assert reply.error["message"] == f"a schema needs the type \"json_schema\", got '{kind}'"
 
 
 def test_other_forms(client: OpenAI) -> None:

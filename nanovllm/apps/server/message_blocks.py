@@ -26,6 +26,7 @@ from nanovllm.apps.server.protocol.messages import (
     AnyBlock,
     ContentSource,
     DocumentBlock,
+    FoundTool,
     InputMessage,
     PlainTextSource,
     SearchResultBlock,
@@ -117,10 +118,10 @@ def _joined(name: str, value: Any) -> Any:
     return _BETWEEN_PARTS[name].join(filter(None, value)) if name in _BETWEEN_PARTS else value
 
 
-def _text_of(block: TextBlock | DocumentBlock | SearchResultBlock) -> str:
+def _text_of(block: TextBlock | DocumentBlock | SearchResultBlock | FoundTool) -> str:
     match block:
-        case TextBlock():
-            return block.text
+        case TextBlock(text=text) | FoundTool(tool_name=text):
+            return text
         case SearchResultBlock():
             parts: Any = [block.title, block.source, *(part.text for part in block.content)]
         case (

@@ -54,13 +54,17 @@ class RequestModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, given: Any) -> Any:
-        """Drop the fields of `others` and `ignored`, and those that are null; refuse one that
-        is unknown.
+        """Drop the fields of `others` and `ignored`, and those that are null unless they are
+        required; refuse one that is unknown.
         """
         if not isinstance(given, dict):
             return given
-        known = {field.alias or name for name, field in cls.model_fields.items()} - cls.not_taken
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        known = fields.keys() - cls.not_taken
         absent = {name for name in cls.empty_is_absent & given.keys() if is_empty(given[name])}
+        absent |= {
+            n for n in given.keys() & known if given[n] is None and not fields[n].is_required()
+        }
         kept = {name: given[name] for name in given.keys() & known if name not in absent}
         for name in sorted(given.keys() - known - cls.ignored):
             value = given[name]
@@ -119,7 +123,7 @@ class ResponseFormat(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def _take_other_forms(cls, given: Any) -> Any:
-        """Read a schema beside "json_object", where llama.cpp has it, and TGI, whose client
+        """Read a schema beside the type, where llama.cpp has it, and TGI, whose client
         huggingface_hub writes every schema so.
         """
         kind = given.get("type") if isinstance(given, dict) else None
@@ -128,7 +132,7 @@ class ResponseFormat(RequestModel):
             raise refused(
                 "type", f"response_format of type structural_tag is not supported: {what}"
             )
-        if kind in ("json_object", "json"):
+        if kind in ("json_object", "json", "json_schema") and given.get("json_schema") is None:
             for name in ("schema", "value"):
                 if given.get(name) is not None:
                     rest = {key: value for key, value in given.items() if key != name}
@@ -142,6 +146,8 @@ class ResponseFormat(RequestModel):
         if self.type == "json_schema" and schema is None:
             field = "json_schema.schema"
             raise refused(field, f"response_format of type json_schema needs {field}")
+        if self.type != "json_schema" and schema is not None:
+            raise refused("type", f'a schema needs the type "json_schema", got {shown(self.type)}')
         return self
 
 

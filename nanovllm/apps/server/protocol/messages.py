@@ -134,12 +134,20 @@ class ToolUseBlock(Block):
     input: dict[str, Any]
 
 
+class FoundTool(Block):
+    """A tool that the client's search of tools found."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
 _TextOnly = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[DocumentBlock, Tag("document")]
-    | Annotated[SearchResultBlock, Tag("search_result")],
+    | Annotated[SearchResultBlock, Tag("search_result")]
+    | Annotated[FoundTool, Tag("tool_reference")],
     Discriminator(_type_of),
-    _of_types("a block of a tool_result", "text", "document", "search_result"),
+    _of_types("a block of a tool_result", "text", "document", "search_result", "tool_reference"),
 ]
 
 

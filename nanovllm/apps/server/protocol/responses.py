@@ -142,6 +142,8 @@ class TextFormat(JSONSchema):
     def _check_schema(self) -> "TextFormat":
         if self.type == "json_schema" and self.schema_ is None:
             raise refused("schema", "a format of type json_schema needs a schema")
+        if self.type != "json_schema" and self.schema_ is not None:
+            raise refused("type", f'a schema needs the type "json_schema", got {shown(self.type)}')
         return self
 
 
