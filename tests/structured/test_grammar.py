@@ -271,6 +271,8 @@ DOUBLED = "\n".join(f"A{i + 1}: A{i} A{i}" for i in range(14))
     [
         {"regex": "a?" * 32000},
         {"regex": "(a|)" * 2000 + "b"},
+        {"regex": r"\PL" * 20000},
+        {"json": {"type": "string", "pattern": r"[\w-]" * 10000}},
         {"json": {"type": "string", "pattern": MANY}},
         {"json": {"type": "object", "patternProperties": {MANY: {}}}},
         {"grammar": f"start: /{MANY}/"},
@@ -297,6 +299,7 @@ REFERENCES = {f"a{i + 1}": {"items": {"$ref": f"#/$defs/a{i}"}} for i in range(2
     ("grammar", "reason"),
     [
         ("start: A\nA: " + " & ".join(f"/.*{i}.*/" for i in range(150)), "more than 1 s"),
+        ("start: " + "a? " * 20000 + 'a\na: "a"', "more than 1 s|ways to go on"),
         ("start: a3000\n" + "\n".join(f"a{i + 1}: a{i}" for i in range(3000)), "too deeply"),
         (
             "start: %json "
@@ -311,6 +314,14 @@ def test_what_may_end_the_process_is_tried_in_another(
     """Symptom: a request with this grammar ends the server, or is compiled for hours."""
     with pytest.raises(InvalidRequestError, match=reason):
         compiler.compile(made_grammar(grammar, "the tools"))
+
+
+def test_what_is_kept_is_counted_with_its_large_classes(compiler: GrammarCompiler) -> None:
+    """Symptom: 50 MB a grammar for each of 15 that the limit of what is kept lets in."""
+    compiler.compile(StructuredOutputsParams(regex=r"\w" * 3900))
+    assert compiler._num_bytes > 26e6
+    compiler.compile(StructuredOutputsParams(regex="\N{GRINNING FACE}" * 2000))
+    assert compiler._num_bytes > 30e6
 
 
 def test_what_looks_costly_is_compiled(compiler: GrammarCompiler) -> None:

@@ -47,9 +47,18 @@ _DEFINITION = re.compile(
 )
 
 
+def num_classes(expression: str) -> int:
+    """Return how many large classes of Unicode an expression names. Each takes 6 to 15 KB."""
+    return sum(map(expression.count, (r"\w", r"\W", r"\p", r"\P")))
+
+
 def num_parts(expression: str) -> int:
-    """Return how many parts of a regular expression may be empty or repeat, at most."""
-    return sum(map(re.sub(r"(?s)\\.", "", expression).count, "?*{("))
+    """Return how many parts of a regular expression may be empty or repeat, at most.
+
+    Four large classes are as costly as one part.
+    """
+    parts = sum(map(re.sub(r"(?s)\\.", "", expression).count, "?*{("))
+    return parts + num_classes(expression) // 4
 
 
 def check_parts(expressions: Iterable[str]) -> None:
@@ -62,7 +71,8 @@ def check_terminals(lark: str) -> bool:
     """Refuse terminals of too many parts, with the parts of the terminals that they name.
 
     Returns:
-        Whether the grammar needs a trial: it may be deep, or several expressions meet in a text.
+        Whether the grammar needs a trial: it may be deep, many parts of its rules may be empty, or
+        several expressions meet in a text.
 
     Raises:
         ValueError: a terminal or an expression in a rule has too many.
@@ -95,7 +105,8 @@ def check_terminals(lark: str) -> bool:
             _check_number(f"the terminal {name}", count(name))
     except RecursionError:
         raise ValueError("recursion limit exceeded") from None
-    return len(starts) + text.count("(") > _MANY_LEVELS or text.count("&") > MANY_PATTERNS
+    num_levels = len(starts) + sum(map(text.count, "(?*"))
+    return num_levels > _MANY_LEVELS or text.count("&") > MANY_PATTERNS
 
 
 def _is_expression(literal: str) -> bool:
@@ -105,8 +116,9 @@ def _is_expression(literal: str) -> bool:
 def _check_number(what: str, number: int) -> None:
     if number > MAX_PARTS:
         raise ValueError(
-            f"{what} has {number} parts that may be empty or repeat, counting each ? * {{ and (; "
-            f"the limit is {MAX_PARTS}: write fewer, or several terminals of a grammar"
+            f"{what} has {number} parts that may be empty or repeat, counting each ? * {{ and ( "
+            f"and a quarter of each \\w and \\p; the limit is {MAX_PARTS}: write fewer, or several "
+            "terminals of a grammar"
         )
 
 
