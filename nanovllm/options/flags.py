@@ -58,6 +58,7 @@ SHORT_FLAGS = {
     "decode_context_parallel_size": "-dcp",
     "enable_expert_parallel": "-ep",
     "nnodes": "-n",
+    "n_gpu_layers": "-ngl",
     "node_rank": "-r",
     "api_server_count": "-asc",
     "quantization": "-q",

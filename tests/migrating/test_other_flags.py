@@ -30,6 +30,7 @@ from nanovllm.vllm import EngineArgs, FlexibleArgumentParser
         ("serve m --cors-origins * --max-num-seqs 0", "must be an integer from 1 to"),
         ("serve m --swap-spac 4", "there is no flag --swap-spac "),
         ("serve m -dp 2", "-dp 2 is not supported: use --tensor-parallel-size"),
+        ("serve m -ngl 99", "-ngl 99 is not supported: use device="),
         ("serve m -O0", "-O 0 is not supported: CUDA graphs are captured for all sizes"),
         ("serve m -ep", "-ep is not supported: each rank has a part of every expert"),
         ("serve m --max-model-len 1.5K", "must be an integer, got '1.5K'"),
