@@ -260,7 +260,7 @@ def test_a_broken_tier_is_logged_once(
         ("quantization", "NoShards", ConfigError, "loading raised IndexError: list index"),
         ("quantization", "NoProducts", ConfigError, "forward() raised KeyError: 7"),
         ("quantization", "StoresNothing", ConfigError, "stored() returned None for all"),
-        ("quantization", "StoresText", ConfigError, "returned 'text', which has no shards()"),
+        ("quantization", "StoresText", ConfigError, "'str' object has no attribute"),
         ("quantization", "MyRule", ConfigError, "derived from nanovllm.layers.linear.WeightForm"),
         ("logits_rules", "Nameless", ConfigError, "must have a name, which requests give"),
         ("logits_rules", "MyTier", ConfigError, "derived from nanovllm.layers.logits_rules.Log"),

@@ -195,7 +195,7 @@ def guarded(plugin: T, seam: type, name: str, call: Callable[..., Any] = in_step
         plugin: an object of the user's.
         seam: the class of ours that it is derived from.
         name: the option and the class, `scheduling_policy="module:Class"`.
-        call: `in_step` or `in_worker`.
+        call: `in_step`, `in_worker` or `at_start`.
     """
     for method, found in vars(seam).items():
         if inspect.isfunction(found) and not method.startswith("_"):

@@ -2,14 +2,13 @@
 
 import argparse
 import contextlib
-import sys
 from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
 
 from nanovllm import __version__, demo_model
 from nanovllm.apps.cli.batch import add_batch
 from nanovllm.apps.cli.flag_groups import add_engine_flags, add_sampling_flags
-from nanovllm.apps.cli.hub import add_show, refuse_gone
+from nanovllm.apps.cli.hub import add_show
 from nanovllm.apps.cli.lab import add_lab
 from nanovllm.apps.cli.learn import add_learn
 from nanovllm.apps.cli.models import add_models
@@ -47,14 +46,17 @@ EXAMPLES = {
 }
 """By command, what stands behind it in two examples."""
 ELSEWHERE = {
+    "pull": "`hf download OWNER/NAME` gets a model",
+    "list": "`hf cache ls` lists the models on this machine",
     "ls": "`hf cache ls` lists the models on this machine",
+    "rm": "`hf cache rm model/OWNER/NAME` removes a model",
     "ps": "a server's models are at /v1/models, and its load at /status",
     "stop": "Ctrl-C ends a server, and --keep-alive says when a model of several leaves memory",
     "complete": "use generate, or chat --url",
     "run-batch": "use batch",
     "bench": "use lab bench, or python bench.py",
 }
-"""What to use for commands of ollama and vLLM."""
+"""What to use for commands of ollama, vLLM and earlier versions."""
 Command = Callable[[argparse.Namespace], int]
 """Runs with the parsed arguments, and returns the exit status. Its docstring is the help."""
 
@@ -82,8 +84,6 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
     add_prove(added)
     add_learn(added)
     add_lab(added)
-    argv = sys.argv[1:] if argv is None else argv
-    refuse_gone(argv)
     args, rest = parser.parse_known_args(argv)
     rest = args.parser.words(rest)
     if args.command is None:

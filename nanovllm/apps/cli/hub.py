@@ -1,34 +1,17 @@
-"""`nanovllm show`: what a model of this machine is; and the names of huggingface_hub's commands."""
+"""`nanovllm show`: what a model of this machine is."""
 
 import argparse
 import datetime
-import re
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
 from nanovllm.apps.cli.models import REFUSED, print_result, report_lines, size_text, table
-from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.errors import CheckpointError
 from nanovllm.loading.download import cached_revision, offline, plain_name
 from nanovllm.loading.files import is_gguf, local_path
 from nanovllm.loading.hub import open_checkpoint, weight_files
 from nanovllm.options.flags import Parser
 from nanovllm.options.model_names import tag_of
-
-_INSTEAD = {"pull": "hf download", "list": "hf cache ls", "rm": "hf cache rm"}
-"""Commands of huggingface_hub, by what they were called here."""
-
-
-def refuse_gone(argv: Seq[str]) -> None:
-    """Raise ConfigError for a command that huggingface_hub has, with what to type instead."""
-    if not argv or argv[0] not in _INSTEAD:
-        return
-    names = [word for word in argv[1:] if re.fullmatch(r"\w[\w.-]*/[\w./:-]+", word)] or [
-        "OWNER/NAME"
-    ]
-    words = {"pull": _words(names[0]), "list": "", "rm": " ".join(map(_address, names))}[argv[0]]
-    instead = f"{_INSTEAD[argv[0]]} {words}".rstrip()
-    raise ConfigError(f"nanovllm {argv[0]} is gone: type `{instead}`, huggingface_hub's command")
 
 
 def _words(model: str) -> str:
@@ -37,13 +20,6 @@ def _words(model: str) -> str:
         return f"{tag[0]} --include '*{tag[1]}.gguf'"
     *id_parts, file = [*model.split("/", 2), "", ""][:3]
     return f"{'/'.join(id_parts).rstrip('/')} {file}".rstrip()
-
-
-def _address(model: str) -> str:
-    """Return a model as `hf cache rm` takes it: of a file, all of its path in the repository."""
-    if tag := tag_of(model):
-        return f"hf://models/{tag[0]}/FILE.gguf"
-    return f"hf://models/{model}" if model.count("/") > 1 else f"model/{model}"
 
 
 def add_show(commands: "argparse._SubParsersAction[Parser]") -> None:

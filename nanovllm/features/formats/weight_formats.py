@@ -22,41 +22,18 @@ from nanovllm.features.formats.stored_fp8 import Fp8Format, StoredFp8
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.experts import StackedLinear
-from nanovllm.layers.linear import LinearBase, Matrix, StoredWeight, WeightFormat, shared_matrices
+from nanovllm.layers.linear import LinearBase, Matrix, WeightFormat, shared_matrices
 from nanovllm.layers.pieces import HeadLinear
 from nanovllm.loading.files import is_gguf
 from nanovllm.loading.shards import Shard, model_shards
 from nanovllm.loading.tensor_files import read_header
 from nanovllm.options.config import Config
-from nanovllm.options.plugins import at_start, installed, load_class
+from nanovllm.options.plugins import at_start, guarded, installed, load_class
 from nanovllm.options.validation import shown
 from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.utils.pages import PageReserve
 
 logger = logging.getLogger(__name__)
-
-
-class CheckedFormat(WeightFormat):
-    """A format from outside of the package: what it raises or does wrong is an error that names it.
-
-    Args:
-        weight_format: the one that is asked.
-        name: for the errors, `quantization="module:Class"`.
-    """
-
-    def __init__(self, weight_format: WeightFormat, name: str) -> None:
-        self.name = name
-        self._format = weight_format
-
-    def stored(self, matrix: Matrix, names: list[str]) -> StoredWeight | None:
-        stored = at_start(self.name, "stored()", self._format.stored, matrix, names)
-        lacks = [method for method in ("shards", "method") if not hasattr(stored, method)]
-        if stored is not None and lacks:
-            raise ConfigError(
-                f"{self.name}: stored() returned {shown(stored)}, which has no {lacks[0]}(): "
-                "return a StoredWeight, or None for plain numbers"
-            )
-        return stored
 
 
 class OwnFormat(NamedTuple):
@@ -142,7 +119,9 @@ def _make_own(own: OwnFormat) -> WeightFormat:
         ConfigError: it cannot be loaded, or raises an exception that is not ours.
     """
     found = load_class("quantization", own.plugin, WeightFormat, ("config",))  # type: ignore[type-abstract]
-    return CheckedFormat(at_start(own.name, "__init__()", found, own.config), own.name)
+    made = at_start(own.name, "__init__()", found, own.config)
+    made.name = own.name  # for errors
+    return guarded(made, WeightFormat, own.name, at_start)
 
 
 def check_quantization(stored: Any, config: Config) -> None:
