@@ -295,13 +295,15 @@ def test_long_text_is_refused_before_it_is_tokenized(
     cut = SamplingParams(temperature=0, max_tokens=1, truncate_prompt_tokens=7)
     (output,) = demo_llm.generate(text[:20_000], cut, use_tqdm=False)
     assert output.prompt_token_ids == demo_llm.get_tokenizer().encode(text[:20_000])[-7:]
-    with pytest.raises(InvalidRequestError, match="a word of bad_words has 10000000 characters"):
+    with pytest.raises(InvalidRequestError, match="a word of bad_words is too long: 10000000"):
         demo_llm.generate("Hi", SamplingParams(bad_words=["Hi", text]), use_tqdm=False)
     processor = demo_llm.engine.input_processor
     monkeypatch.setattr(processor, "encode", lambda *_, **__: pytest.fail("used"))
-    with pytest.raises(InvalidRequestError, match="prompt has 10000000 characters, and no token"):
+    with pytest.raises(
+        InvalidRequestError, match="prompt is too long: 10000000 characters, and no token"
+    ):
         demo_llm.generate(text, PARAMS, use_tqdm=False)
-    with pytest.raises(InvalidRequestError, match=r"prompt has 100000\d\d characters"):
+    with pytest.raises(InvalidRequestError, match=r"prompt is too long: 100000\d\d char"):
         demo_llm.chat(chat, PARAMS, use_tqdm=False)
 
 

@@ -186,10 +186,13 @@ class PromptLimit:
             size *= 2
 
     def exceeded(self, num_tokens: str) -> PromptTooLongError:
-        """Return the error for a prompt of so many tokens."""
+        """Return the error for a prompt of so many tokens.
+
+        Clients shorten a conversation where an error says "prompt is too long".
+        """
         room = f"leaves room for {self.most} at most, and one of output" * self.generates
         return PromptTooLongError(
-            f"the prompt has {num_tokens} tokens; max_model_len {self.max_model_len} "
+            f"the prompt is too long: {num_tokens} tokens; max_model_len {self.max_model_len} "
             f"{room or 'is the most'}: shorten it, cut it by truncate_prompt_tokens=-1, or raise "
             "the limit"
         )
@@ -236,7 +239,7 @@ class PromptLimit:
             return
         if bound.least_tokens(texts) > self.most:
             raise PromptTooLongError(
-                f"{what} has {num_chars} characters, and no token has more than "
+                f"{what} is too long: {num_chars} characters, and no token has more than "
                 f"{bound.chars_per_token:g}: it cannot fit into max_model_len {limit}; shorten it, "
                 "cut it by truncate_prompt_tokens=-1, or raise the limit"
             )

@@ -166,7 +166,7 @@ def test_generate_uses_the_checkpoints_parameters_and_512_tokens(run: Run) -> No
         (["--stop-token-ids", "[5000]"], "--stop-token-ids holds token 5000"),
         (["--max-num-seqs", "0"], "--max-num-seqs must be an integer from 1 to 1048576, got 0"),
         (["--dtype", "int3"], "--dtype must be one of"),
-        (["--max-model-len", "2"], "the prompt has"),
+        (["--max-model-len", "2"], "prompt is too long"),
         (["--num-kvcache-blocks", "1"], "1 blocks"),
     ],
 )

@@ -230,7 +230,9 @@ def test_rerankers_that_generate(
     assert found == pytest.approx(theirs.tolist(), abs=1e-4)
     if template is not None:
         cut = PoolingParams(truncate_prompt_tokens=-1)
-        with pytest.raises(InvalidRequestError, match=r"data_2\[1\]: the prompt has .* tokens"):
+        with pytest.raises(
+            InvalidRequestError, match=r"data_2\[1\]: the prompt is too long: .* tokens"
+        ):
             llm.score(QUERY, ["x", LONG * 40], use_tqdm=False)
         (long,) = llm.score(QUERY, LONG * 40, pooling_params=cut, use_tqdm=False)
         assert llm.get_tokenizer().decode(long.prompt_token_ids).endswith("\nRelevant? ")

@@ -96,7 +96,7 @@ def test_scores_and_ranks_agree(server: Running) -> None:
         (EMBEDDINGS, {"input": "a", "pooling": "max"}, "pooling", "one of last, mean, cls"),
         (EMBEDDINGS, {"input": ["a", 7]}, "input[1]", "string"),
         (EMBEDDINGS, {"input": [5000]}, "input", "prompt token 0"),
-        (EMBEDDINGS, {"input": ["a", "b " * 5000]}, "input", "input[1]: the prompt has"),
+        (EMBEDDINGS, {"input": ["a", "b " * 5000]}, "input", "input[1]: the prompt is too long"),
         (
             EMBEDDINGS,
             {"input": "a", "truncate_prompt_tokens": 9999},

@@ -268,9 +268,19 @@ def test_a_conversation_that_grew_afterwards_is_not_read(async_llm: AsyncLLM) ->
 
 
 def test_too_long_a_prompt_has_openais_code(server: Running) -> None:
+    """Symptom: agents did not shorten the conversation, as the client shows them no code."""
     for size in (2000, 400_000):  # refused by its tokens, and before they are all counted
-        reply = server.send(ROUTE, {"input": "Hi " * size})
-        assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+        messages = [{"role": "user", "content": "Hi " * size}]
+        for path, body in (
+            (ROUTE, {"input": "Hi " * size}),
+            ("/v1/chat/completions", {"messages": messages}),
+            ("/v1/messages", {"messages": messages, "max_tokens": 1}),
+        ):
+            reply = server.send(path, body)
+            error = reply.body["error"]
+            assert reply.status == 400
+            assert "prompt is too long" in error["message"]
+            assert path == "/v1/messages" or error["code"] == "context_length_exceeded"
 
 
 def test_a_conversation_of_too_many_items(server: Running) -> None:

@@ -62,7 +62,7 @@ def render(
     )
     processor = server.llm.engine.input_processor
     # Before the template, which takes its time; also for one that is to be cut.
-    processor.limit.check_text("the conversation", *chain.from_iterable(map(_texts, messages)))
+    processor.limit.check_text("the prompt", *chain.from_iterable(map(_texts, messages)))
     conversation: Seq[Any] = messages  # pydantic objects will do
     _ = server.answer_format  # found out here, in a thread
     return processor.chat.render(conversation, options)

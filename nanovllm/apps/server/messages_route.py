@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's form of a chat."""
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -25,7 +25,6 @@ from nanovllm.apps.server.protocol.messages import CountTokensRequest, MessagesR
 from nanovllm.apps.server.response_items import new_id
 from nanovllm.apps.server.sse import frame, sse
 from nanovllm.apps.server.state import ServerState, state_of
-from nanovllm.errors import InvalidRequestError, PromptTooLongError
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
@@ -44,7 +43,7 @@ async def answer(request: Request, body: MessagesRequest) -> Response:
     server = state_of(request)
     renamed = {"stop": "stop_sequences", **field_names(body)}
     fields = MessagesRequest.model_fields
-    with naming_params(fields, "messages", renamed), _saying_too_long():
+    with naming_params(fields, "messages", renamed):
         place = generation.admit(request, 1, body)
         prompt, params = await place.prepare(_prepare, server, body)
         answer = _Answer(server, body, prompt)
@@ -61,18 +60,9 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> TokenCount
     server = state_of(request)
     server.check_model(body.model)
     fields = CountTokensRequest.model_fields
-    with naming_params(fields, "messages"), _saying_too_long():
+    with naming_params(fields, "messages"):
         place = generation.admit(request, 1)
         return TokenCount(input_tokens=await place.prepare(_count, server, body))
-
-
-@contextmanager
-def _saying_too_long() -> Iterator[None]:
-    """Make the error for a long conversation begin as Anthropic's does: agents then shorten it."""
-    try:
-        yield
-    except PromptTooLongError as error:
-        raise InvalidRequestError(f"prompt is too long: {error}") from None
 
 
 def _count(server: ServerState, body: CountTokensRequest) -> int:
