@@ -335,7 +335,7 @@ def _tagged_file(repo: str, tag: str, revision: str | None, download_dir: str | 
     ending = re.compile(rf"(^|[-._/]){re.escape(tag)}\.gguf$", re.IGNORECASE)
 
     def tagged(names: Iterable[str]) -> list[str]:
-        return [n for n in names if ending.search(n) and not Path(n).name.startswith("mmproj")]
+        return [name for name in _models(names) if ending.search(name)]
 
     path = _find_directory(repo, revision, download_dir, "model")
     names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*.gguf"))
@@ -352,6 +352,11 @@ def _tagged_file(repo: str, tag: str, revision: str | None, download_dir: str | 
     )
 
 
+def _models(names: Iterable[str]) -> list[str]:
+    """Return the names of GGUF files without those that only see pictures for another one."""
+    return [name for name in names if not Path(name).name.startswith("mmproj")]
+
+
 def _only_gguf(path: Path, model: str, revision: str | None, download_dir: str | None) -> Path:
     """Return the one GGUF file of directory `path`; download it if `model` is a hub id.
 
@@ -362,9 +367,12 @@ def _only_gguf(path: Path, model: str, revision: str | None, download_dir: str |
     from_hub = not local_path(model).is_dir()
     if from_hub:
         names = [name for name in hub_files(model, revision) if is_gguf(Path(name))] or names
-    if not names:
+    if not (names := _models(names) or names):
+        has = ""
+        if (path / "adapter_config.json").is_file():
+            has = f". It has an adapter: name its model, with lora={str(path)!r}"
         raise CheckpointError(
-            f"{path} is not a model directory: it has no config.json and no GGUF file"
+            f"{path} is not a model directory: it has no config.json and no GGUF file{has}"
         )
     if len(names) > 1:
         raise CheckpointError(

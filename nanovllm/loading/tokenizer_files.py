@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.normalizers import BertNormalizer
 
 from nanovllm.errors import CheckpointError
 from nanovllm.loading.files import read_json, refuse_pointer
@@ -23,6 +24,12 @@ logger = logging.getLogger(__name__)
 TOKENIZER_JSON = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_NORMALIZER = {
+    "lowercase": ("do_lower_case", True),
+    "strip_accents": ("strip_accents", None),
+    "handle_chinese_chars": ("tokenize_chinese_chars", True),
+}
+"""Of BERT: fields of tokenizer_config.json, with their defaults."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MAX_LISTED = 4
 """Tokens that one warning names."""
@@ -52,6 +59,8 @@ def with_settings(path: Path, backend: Tokenizer) -> TextTokenizer:
         CheckpointError: a file is invalid; it names the file.
     """
     settings = read_json(path / _CONFIG)
+    if str(settings.get("tokenizer_class")).removesuffix("Fast") == "BertTokenizer":
+        _set_normalizer(backend, path, settings)
     named, special = _special_tokens(path, settings)
     _add_tokens(backend, path, settings, special)
     _mark_special(backend, special)
@@ -68,6 +77,17 @@ def with_settings(path: Path, backend: Tokenizer) -> TextTokenizer:
             TOKENIZER_JSON,
         )
     return tokenizer
+
+
+def _set_normalizer(backend: Tokenizer, path: Path, settings: Mapping[str, Any]) -> None:
+    """Set what transformers' class of BERT takes from tokenizer_config.json alone."""
+    if not isinstance(backend.normalizer, BertNormalizer):
+        return
+    for field, (name, default) in _NORMALIZER.items():
+        value = settings.get(name, default)
+        if value is not default and not isinstance(value, bool):
+            raise CheckpointError(f"{path / _CONFIG}: {name} must be a bool, is {shown(value)}")
+        setattr(backend.normalizer, field, value)
 
 
 def read_chat_templates(path: Path, settings: Mapping[str, Any]) -> str | dict[str, str] | None:

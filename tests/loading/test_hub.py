@@ -703,6 +703,19 @@ def test_a_gguf_file_of_the_hub(gguf_hub, client, model, name):
         assert client(model, HF_HUB_OFFLINE="1") == found
 
 
+def test_directories_without_a_config(tmp_path):
+    """A file for pictures is no model, and an adapter is named."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "mmproj-F16.gguf").touch()
+    (tmp_path / "model-Q8_0.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"model-Q8_0.gguf: a GGUF file has at least 24"):
+        open_checkpoint(str(tmp_path))
+    for file in tmp_path.glob("*.gguf"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=f"has an adapter: .* lora='{tmp_path}'"):
+        open_checkpoint(str(tmp_path))
+
+
 def test_a_gguf_file_of_the_hub_by_its_tag(gguf_hub, client):
     files = next(iter(gguf_hub.repositories["org/two"]["commits"].values()))
     files["model-Q8_0.gguf"] = files.pop("a.gguf")

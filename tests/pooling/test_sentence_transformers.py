@@ -89,6 +89,15 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "options": ({}, {"sentence_bert_config.json": {"model_args": {"torch_dtype": "float32"}}}),
     "cut texts": ({}, {"sentence_bert_config.json": {"max_seq_length": 16}}),
     "cut by the tokenizer": ({}, {"tokenizer_config.json": {"model_max_length": 9}}),
+    "cut at the beginning": (
+        {},
+        {"tokenizer_config.json": {"model_max_length": 9, "truncation_side": "left"}},
+    ),
+    "upper case": ({}, {"tokenizer_config.json": {"do_lower_case": False}}),
+    "accents": (
+        {},
+        {"tokenizer_config.json": {"strip_accents": False, "tokenize_chinese_chars": False}},
+    ),
     "old name": ({}, {"1_Pooling/config.json": {"pooling_mode": "cls", "include_prompt": False}}),
 }
 
@@ -117,7 +126,7 @@ def test_files(name: str, bert: Path, tmp_path: Path, opened: Any) -> None:
         edited(tmp_path, file, **fields)
     theirs = SentenceTransformer(str(tmp_path), device="cpu")
     llm = opened(tmp_path)
-    texts = [*TEXTS, LONG]
+    texts = [*TEXTS, LONG, "A Caché 漢字"]
     assert vectors(llm, texts) == pytest.approx(theirs.encode(texts), abs=1e-5)
     scores = [each.outputs.score for each in llm.score(QUERY, texts, use_tqdm=False)]
     expected = theirs.similarity(theirs.encode_query([QUERY]), theirs.encode_document(texts))[0]
@@ -189,6 +198,7 @@ def test_what_is_refused(
         {"activation_fn": torch.nn.Identity()},
         {"prompts": {"query": "Q: "}, "default_prompt_name": "query"},
         {"max_length": 32},
+        {"max_length": 32, "processor_kwargs": {"truncation_side": "left"}},
     ],
 )
 def test_cross_encoders(options: dict[str, Any], pairs: Path, tmp_path: Path, opened: Any) -> None:

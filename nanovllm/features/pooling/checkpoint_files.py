@@ -53,6 +53,8 @@ class PoolingSettings:
     default_prompt_name: str | None = None
     max_tokens: int | None = None
     """Where texts are cut; None: they are not."""
+    keeps_end: bool = False
+    """Whether the end of a text is kept there, not its beginning."""
     lowers_case: bool = False
     template: Mapping[str, Any] | None = None
     """The options of the chat template by which texts become prompts; None: they are prompts."""
@@ -139,10 +141,15 @@ def _with_files(path: Path, settings: PoolingSettings) -> PoolingSettings:
 
 
 def _of_transformer(folder: Path, module: TransformerFile) -> dict[str, Any]:
-    stored = read_json(folder / "tokenizer_config.json").get("model_max_length")
+    tokenizer = read_json(folder / "tokenizer_config.json")
+    stored = tokenizer.get("model_max_length")
+    side = tokenizer.get("truncation_side") or "right"
+    sides = ("right",) if "message" in module.modality_config else ("right", "left")
+    check_choice(UnsupportedModelError, "tokenizer_config.json: truncation_side", side, sides)
     # sentence-transformers 6 has no other place for its max_seq_length.
     found: dict[str, Any] = {
         "max_tokens": module.max_seq_length or (stored if type(stored) is int else None),
+        "keeps_end": side == "left",
         "lowers_case": bool(module.do_lower_case),
     }
     if "message" in module.modality_config:

@@ -69,7 +69,13 @@ class PoolingRequests:
         self.reranker: Reranker | None = None
         """Scores pairs of texts; None: the similarity of their vectors does."""
         if tokenizer is not None:
-            self.texts = Texts(tokenizer, limit, settings.max_tokens, settings.lowers_case)
+            self.texts = Texts(
+                tokenizer,
+                limit,
+                settings.max_tokens,
+                settings.lowers_case,
+                "left" if settings.keeps_end else "right",
+            )
             if settings.activation is not None:
                 self.reranker = self._make_reranker(self.texts, settings.activation)
 

@@ -20,6 +20,7 @@ class Texts:
     Args:
         max_tokens: where a checkpoint cuts what it reads; None: nowhere.
         lowers_case: whether it lowers texts first, as sentence-transformers' do_lower_case does.
+        cut_side: which side of a text it cuts off, "right" or "left".
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Texts:
         limit: PromptLimit,
         max_tokens: int | None = None,
         lowers_case: bool = False,
+        cut_side: str = "right",
     ) -> None:
         backend: Any = tokenizer.backend_tokenizer
         if lowers_case:
@@ -38,6 +40,7 @@ class Texts:
         self.limit = limit
         # A text between the engine's own limit and the checkpoint's is refused, not cut.
         self._max_tokens = max_tokens if max_tokens and max_tokens <= limit.most else None
+        self._cut_side = cut_side
 
     def one(self, text: str, kept: int | None) -> list[int]:
         """Return the tokens of a text, with those that the tokenizer puts around it.
@@ -50,8 +53,10 @@ class Texts:
         if most is None:
             self.limit.check_length(text, self._ids)
             return self._ids(text)
-        encoding = self._begun(text, most)
-        encoding.truncate(max(0, most - self._backend.num_special_tokens_to_add(False)))
+        side = self._cut_side if kept is None else "right"
+        encoding = self._begun(text, most if side == "right" else len(text))
+        room = max(0, most - self._backend.num_special_tokens_to_add(False))
+        encoding.truncate(room, direction=side)
         tokens: list[int] = self._backend.post_process(encoding).ids
         return tokens[:most]
 
@@ -73,15 +78,16 @@ class Texts:
         is_whole = kept is None and cut is None
         if is_whole:
             limit.check_text("the document", second)
+        reads_all = is_whole or self._cut_side == "left"
         one, other = (
-            self._begun(text, len(text) if is_whole else limit.most) for text in (first, second)
+            self._begun(text, len(text) if reads_all else limit.most) for text in (first, second)
         )
         if cut is not None:
             room = max(0, cut - added)
             short = min(len(one), len(other), room // 2)
             lengths = (short, room - short) if len(one) <= len(other) else (room - short, short)
-            one.truncate(min(len(one), lengths[0]))
-            other.truncate(min(len(other), lengths[1]))
+            one.truncate(min(len(one), lengths[0]), direction=self._cut_side)
+            other.truncate(min(len(other), lengths[1]), direction=self._cut_side)
         room = limit.most - added - len(one)
         if kept is not None:
             other.truncate(max(0, room if kept == -1 else kept))
