@@ -160,7 +160,7 @@ def test_the_server_goes_on_before_it_sleeps(server: Running) -> None:
     sleep = Call(server, "/sleep?level=1&mode=wait")
     wait_until(lambda: is_awaited(server, 2), 20)
     refused = server.send("/v1/completions", SHORT)
-    assert (refused.status, "about to sleep" in refused.error["message"]) == (400, True)
+    assert (refused.status, "about to sleep" in refused.error["message"]) == (503, True)
     first.hang_up()
     assert (pause.reply().status, sleep.reply().status) == (200, 200)
     assert server.send("/is_sleeping").body == {"is_sleeping": True}

@@ -250,7 +250,8 @@ def test_wrong_orders(server: Running, old: Weights) -> None:
     assert server.send("/start_weight_update", {"is_checkpoint_format": True}).status == 200
     reply = server.send("/start_weight_update", b"")
     assert (reply.status, "an update of the weights runs" in str(reply.body)) == (400, True)
-    assert "an update of the weights runs" in str(server.send("/v1/completions", SHORT).body)
+    reply = server.send("/v1/completions", SHORT)
+    assert (reply.status, "an update of the weights runs" in str(reply.body)) == (503, True)
     sender = WeightSender(server.url, timeout=20)
     with pytest.raises(TransferError, match="no server is connected"):
         sender.send_weights(old.items())
@@ -309,6 +310,15 @@ def test_a_trainer_that_dies(server: Running, sender: WeightSender, old: Weights
     thread.join(20)
     assert replies[0].status == 500
     assert "the other end of the transfer has gone" in replies[0].error["message"]
+
+
+def test_an_engine_without_weights_is_not_ready(server: Running, sender: WeightSender) -> None:
+    """Symptom: /ready is 200, and each request gets status 400, as if it were wrong."""
+    assert server.send("/sleep?level=2", b"").status == 200
+    assert server.send("/wake_up", b"").status == 200
+    for reply in (server.send("/ready"), server.send("/v1/embeddings", {"input": "a"})):
+        assert (reply.status, reply.error["code"]) == (503, "not_ready")
+        assert "must come by update_weights" in reply.error["message"]
 
 
 def test_weights_of_a_directory(server: Running, sender: WeightSender, tmp_path: Path) -> None:

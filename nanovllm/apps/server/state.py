@@ -20,6 +20,7 @@ from nanovllm.apps.server.prompt_watch import PromptWatch
 from nanovllm.apps.server.response_store import ResponseStore
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.engine.fair_executor import FairExecutor
+from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.tokenizer import token_bytes
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
@@ -113,7 +114,9 @@ class ServerState:
         return WeightTransfer(self.llm)
 
     def check_awake(self) -> None:
-        """Raise APIError, status 503, if the engine sleeps, or has a pause that keeps nothing."""
+        """Raise APIError, status 503, if the engine sleeps or soon will, lacks weights, or has a
+        pause that keeps nothing.
+        """
         engine = self.llm.engine
         if engine.is_paused:
             if self.refuses_in_pause:
@@ -122,8 +125,13 @@ class ServerState:
                     "the engine is paused: POST /resume ends it; with mode=keep requests wait",
                     code="paused",
                 )
-        elif engine.weights is not None and engine.weights.is_sleeping:
-            raise APIError(503, "the engine sleeps: POST /wake_up ends it", code="sleeping")
+        elif (weights := engine.weights) is not None:
+            if weights.is_sleeping:
+                raise APIError(503, "the engine sleeps: POST /wake_up ends it", code="sleeping")
+            try:
+                weights.require_ready()
+            except InvalidRequestError as error:
+                raise APIError(503, str(error), code="not_ready") from None
 
     def answer_head(self, prefix: str, request_id: str | None, name: str | None) -> dict[str, Any]:
         """Return what an answer to a request for the model `name`, or each chunk, begins with."""

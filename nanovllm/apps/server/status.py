@@ -41,8 +41,8 @@ async def health(request: Request) -> dict[str, str]:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> dict[str, str]:
-    """Say that the server takes requests; status 503 while it shuts down, sleeps or refuses them in
-    a pause.
+    """Say that the server takes requests; status 503 while it shuts down, sleeps, refuses them in a
+    pause or has no whole weights.
     """
     server = state_of(request)
     if server.admission.is_draining:
