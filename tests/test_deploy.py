@@ -62,7 +62,7 @@ def test_image_serves_as_a_user_without_rights() -> None:
 def test_unit_serves_on_loopback_and_waits_for_the_drain() -> None:
     options = parsed(shlex.split(SETTINGS["ExecStart"]))
     assert options.host == "127.0.0.1"
-    slowest = options.drain_seconds + serve._FLUSH_SECONDS + serve._EXIT_SECONDS
+    slowest = options.drain_seconds + serve.FLUSH_SECONDS + serve._EXIT_SECONDS
     assert slowest <= int(SETTINGS["TimeoutStopSec"])
     assert API_KEY_VARIABLE in UNIT
     for name in ("DynamicUser", "NoNewPrivileges", "ProtectHome", "PrivateTmp"):

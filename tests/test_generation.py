@@ -247,7 +247,7 @@ def test_each_continuation_has_the_next_seed(llm: LLM, seed: int) -> None:
     prompt = random_prompt(random.Random(6), 9)
     options: dict[str, Any] = {"max_tokens": 8, "top_p": 0.95, "presence_penalty": 0.5}
     (output,) = generate_all(llm, [(prompt, SamplingParams(n=4, seed=seed, **options))])
-    seeds = [(seed + index) % 2**63 for index in range(4)]
+    seeds = [(seed + index + 2**63) % 2**64 - 2**63 for index in range(4)]  # of 64 bits
     alone = generate_all(llm, [(prompt, SamplingParams(seed=s, **options)) for s in seeds])
     assert [c.token_ids for c in output.outputs] == [o.token_ids for o in alone]
     assert len({tuple(c.token_ids) for c in output.outputs}) == 4

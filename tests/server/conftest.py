@@ -132,12 +132,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = kept
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Set what `running` runs: a fixture of the session would only do so when it is set up."""
+    global _front
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    _front = params.get("front", FRONTS[0])
+
+
 @pytest.fixture(scope="session")
 def front(request: pytest.FixtureRequest) -> str:
-    """What `running` runs from now on. Fixtures that call it have this one."""
-    global _front
-    _front = request.param
-    return _front
+    """What `running` runs. Fixtures that call it have this one."""
+    return str(request.param)
 
 
 @contextmanager

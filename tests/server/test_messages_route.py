@@ -190,8 +190,9 @@ def test_the_log_names_what_changes_in_a_prompt(
     assert "a piece like 'Aaa 99" in record.getMessage()
     assert "tokens were computed again" in record.getMessage()
     caplog.clear()
+    other = "Tell me in a few words what a cache keeps, and why it keeps that. " * 12
     for name in ("Ann", "Bob"):  # other conversations are not warned of
-        ask(anthropic_client, f"{rules} My name is {name}. Hi!", max_tokens=1)
+        ask(anthropic_client, f"{other} My name is {name}. Hi!", max_tokens=1)
     assert not caplog.records
 
 

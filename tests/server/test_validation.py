@@ -414,6 +414,7 @@ def test_the_schema_knows_no_422(server: Running) -> None:
             assert "4XX" in operation["responses"]
 
 
+@pytest.mark.of_engines
 @pytest.mark.parametrize(
     ("path", "words"),
     [

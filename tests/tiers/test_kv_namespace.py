@@ -53,7 +53,7 @@ def test_it_is_a_name_of_a_directory(usual):
 
 def test_classes_of_one_file_have_stores_of_their_own():
     """They may have one name, too."""
-    names = (f"tests.test_plugins:{name}" for name in ("Broken", "WrongShape"))
+    names = (f"tests.test_plugins:{name}" for name in ("Broken", "Contiguous"))
     first, second = (namespace_of(attention_backend=name) for name in names)
     assert first != second
 

@@ -242,7 +242,7 @@ def _size(key: _Key, compiled: "LLMatcher | str") -> int:
     Measured: 420 bytes for each byte of a schema of many short names, 110 to 240 of others, 560 of
     an expression, and 0.8 MiB for an expression of a few bytes with classes of Unicode.
     """
-    num_bytes = len(key[1].encode())
+    num_bytes = len(key[1].encode("utf-8", "surrogatepass"))
     if isinstance(compiled, str):
         return num_bytes + 1024
     return 512 * num_bytes + 8192 * num_classes(key[1]) + (1 << 20)
