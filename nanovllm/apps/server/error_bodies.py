@@ -91,7 +91,10 @@ class APIError(HTTPException):
 def anthropic_body(error: APIError) -> dict[str, Any]:
     """Return the body of an error in Anthropic's form."""
     kind = _ANTHROPIC_TYPES.get(error.status_code, "invalid_request_error")
-    found: dict[str, Any] = {"type": kind, "message": error.body["error"]["message"]}
+    message = error.body["error"]["message"] or ""
+    if message.startswith("the prompt is too long"):  # agents know Anthropic's by its beginning
+        message = message.removeprefix("the ")
+    found: dict[str, Any] = {"type": kind, "message": message}
     if (code := error.body["error"]["code"]) is not None:
         found["details"] = {"error_code": code}
     return {"type": "error", "error": found}
