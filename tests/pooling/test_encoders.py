@@ -1,7 +1,6 @@
 """Encoders and cross-encoders beside transformers: whole prompts in one step, of any batch."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +42,6 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bert")
     make_encoder(path)
     return path
-
-
-@pytest.fixture
-def opened() -> Iterator[Any]:
-    """A function that makes an LLM, which ends with the test."""
-    made: list[LLM] = []
-
-    def make(path: Path, **options: Any) -> LLM:
-        made.append(LLM(str(path), **{**OPTIONS, **options}))
-        return made[-1]
-
-    yield make
-    for llm in made:
-        llm.shutdown()
 
 
 def vectors(llm: LLM, prompts: Any, **params: Any) -> list[list[float]]:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,20 +43,6 @@ def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     path = tmp_path_factory.mktemp("pairs")
     make_encoder(path, request.param, pooling=None, num_labels=1)
     return path
-
-
-@pytest.fixture
-def opened() -> Iterator[Any]:
-    """A function that makes an LLM, which ends with the test."""
-    made: list[LLM] = []
-
-    def make(path: Path, **options: Any) -> LLM:
-        made.append(LLM(str(path), **{**OPTIONS, **options}))
-        return made[-1]
-
-    yield make
-    for llm in made:
-        llm.shutdown()
 
 
 def cased(path: Path) -> None:
