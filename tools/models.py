@@ -15,7 +15,9 @@ def page() -> str:
         for row in map(supported, MODULES)
     ]
     architectures = table(("Architecture", "Models"), rows)
-    return PART.sub(lambda part: f"{part[1]}\n{architectures}\n\n{part[3]}", PAGE.read_text("utf-8"))
+    return PART.sub(
+        lambda part: f"{part[1]}\n{architectures}\n\n{part[3]}", PAGE.read_text("utf-8")
+    )
 
 
 if __name__ == "__main__":
