@@ -15,10 +15,10 @@ import torch
 
 from benchmarks.scripted import Scripted
 from nanovllm import LLM, RequestOutput, SamplingParams, demo_model
-from nanovllm.assembly import make_engine
+from nanovllm.core.sequence import Sequence
+from nanovllm.factory import make_engine
 from nanovllm.kernels.cpu.library import library
 from nanovllm.options.config import Config
-from nanovllm.scheduler.sequence import Sequence
 from tests.glossary import QUESTIONS
 from tests.helpers import (
     COMPACT,

@@ -13,10 +13,10 @@ import pytest
 
 from benchmarks.scripted import Scripted
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.assembly import make_engine
+from nanovllm.core.sequence import Sequence
 from nanovllm.errors import ConfigError
+from nanovllm.factory import make_engine
 from nanovllm.options.config import Config
-from nanovllm.scheduler.sequence import Sequence
 from tests.checkpoints import make_checkpoint
 from tests.eagle3_checkpoints import make_eagle3_checkpoint
 from tests.helpers import (
