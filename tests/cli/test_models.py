@@ -34,7 +34,7 @@ def test_the_report(capsys: Capture, tmp_path: Path) -> None:
         "rope default, rope theta 10000, rope share 1, rope factor 1, scale 1, own kv\n" in out
     )
     assert "1 layer: causal, heads 4, kv heads 1, head dim 32, qk norm, rope" in out
-    assert "logit softcap  30\nleft out       vision\n" in out
+    assert "logit softcap  30.0\nleft out       vision\n" in out
     assert cli.main(["models", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["memory"]["kv_token_bytes"] == 128
 
