@@ -71,7 +71,7 @@ def test_every_field_can_be_given():
         "kv_offload_gib": 0.5,
         "kv_cache_dir": "/kv",
         "kv_cache_dir_gib": 2.0,
-        "kv_tier": None,  # not beside a directory
+        "kv_store": None,  # not beside a directory
         "logits_rules": ("my.module:Rule",),
         "max_logprobs": -1,
         "speculative_config": {
@@ -179,7 +179,7 @@ def test_values_that_are_accepted(name, given, kept):
             {"num_kvcache_blocks": 8, "kv_cache_memory_bytes": 2**20},
             "both size the KV pool",
         ),
-        ({"kv_cache_dir": "/kv", "kv_tier": "my.module:Tier"}, "both keep .*: give one"),
+        ({"kv_cache_dir": "/kv", "kv_store": "my.module:Tier"}, "both keep .*: give one"),
         ({"kv_cache_dir_gib": 2}, "kv_cache_dir_gib 2 limits .*: give kv_cache_dir too"),
         (
             {"device": "cuda:1", "tensor_parallel_size": 2},
@@ -250,7 +250,7 @@ def test_torch_dtypes_become_their_names():
 
 
 @pytest.mark.parametrize(
-    "option", [{"kv_offload_gib": 1}, {"kv_cache_dir": "/kv"}, {"kv_tier": "m:C"}]
+    "option", [{"kv_offload_gib": 1}, {"kv_cache_dir": "/kv"}, {"kv_store": "m:C"}]
 )
 def test_tiers_need_the_prefix_cache(option):
     (name,) = option

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nanovllm.apps.batch.options import RowOptions
+from nanovllm.apps.batch.batch_options import RowOptions
 from nanovllm.apps.batch.rows import OPENAI, OUTPUT_COLUMNS, dumps
 from nanovllm.apps.batch.sources import ParquetRows, Source, is_parquet
 from nanovllm.errors import ConfigError

@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 from ray.data import ActorPoolStrategy, Dataset
 
-from nanovllm.apps.batch.options import BatchOptions, RowOptions, sampling_of
+from nanovllm.apps.batch.batch_options import BatchOptions, RowOptions, sampling_of
 from nanovllm.apps.batch.results import output_fields, with_outputs
 from nanovllm.apps.batch.row_engine import RowEngine
-from nanovllm.apps.batch.rows import Row
+from nanovllm.apps.batch.rows import InputRow
 from nanovllm.apps.ray.row_pool import actor_resources
 from nanovllm.errors import ConfigError
 from nanovllm.options.sampling_params import SamplingParams
@@ -87,7 +87,7 @@ class RowsStage:
 
     async def __call__(self, table: pa.Table) -> pa.Table:
         """Return the rows with the columns of their outputs."""
-        rows = [Row(None, fields) for fields in table.to_pylist()]
+        rows = [InputRow(None, fields) for fields in table.to_pylist()]
         lines = await asyncio.gather(*map(self._engine.answer, rows))
         return with_outputs(table, lines, output_fields(self._options.sampling.get("n", 1)))
 
