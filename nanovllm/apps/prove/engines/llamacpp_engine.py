@@ -16,7 +16,7 @@ def version() -> str:
     return f"llama.cpp (llama-cpp-python {llama_cpp.__version__})"
 
 
-class Engine:
+class LlamaCppPeer:
     """A model and a context, which all calls share.
 
     Args:
@@ -103,3 +103,6 @@ class Engine:
         total = np.exp(logits - logits[token]).sum()
         found[0].append(token)
         found[1].append([[token, float(-np.log(total))]])
+
+
+Engine = LlamaCppPeer

@@ -21,7 +21,7 @@ def version() -> str:
     return "vLLM of unknown version"
 
 
-class Engine:
+class VllmPeer:
     """A model.
 
     Args:
@@ -55,3 +55,6 @@ class Engine:
 
 def _values(found: Seq[Any]) -> list[Any]:
     return [[[token, each.logprob] for token, each in (at or {}).items()] for at in found]
+
+
+Engine = VllmPeer
