@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from nanovllm.features.tiers.eviction import _Entry, bytes_on_disk, new_temporary
 
 from nanovllm.features.tiers.directory import DirectoryStore
 from nanovllm.features.tiers.entry_file import file_bytes
+from nanovllm.features.tiers.evictor import _Entry, bytes_on_disk, new_temporary
 from tests.every_case import examples
 from tests.tiers.helpers import NAMESPACE, OTHER_NAMESPACE, files, holds, key, place, write
 
@@ -233,7 +233,7 @@ def test_closing_ends_a_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             yield _Entry(0, "", 0)
 
     deadline = time.monotonic() + 2
-    monkeypatch.setattr("nanovllm.features.tiers.eviction._entries", endless)
+    monkeypatch.setattr("nanovllm.features.tiers.evictor._entries", endless)
     store = DirectoryStore(tmp_path, LIMIT, NAMESPACE)
     write(store, 0)
     assert begun.wait(5)
@@ -252,6 +252,6 @@ def test_the_thread_that_scans_may_close_the_store(
         ended.set()
         return []
 
-    monkeypatch.setattr("nanovllm.features.tiers.eviction._entries", collects)
+    monkeypatch.setattr("nanovllm.features.tiers.evictor._entries", collects)
     write(store, 0)
     assert ended.wait(5)

@@ -6,14 +6,14 @@ import random
 
 import pytest
 import torch
-from nanovllm.scheduler.messages import Admission, Ending, Row, Schedule
-from nanovllm.scheduler.worker_info import WorkerInfo
-from nanovllm.worker.sampling_rows import SamplingRows
 
+from nanovllm.core.messages import Admission, FinishInfo, Row, Schedule
+from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.logprobs import sampled_logprobs
+from nanovllm.worker.step_sampler import StepSampler
 
 VOCAB = 5003
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -94,7 +94,7 @@ def random_logits(count, dtype=torch.float32, vocab_size=VOCAB, seed=0):
 
 def sample(params, logits, **options):
     tables, rows = make_rows(params, vocab_size=logits.shape[-1], **options)
-    return SamplingRows(tables, rows).sample(logits)
+    return StepSampler(tables, rows).sample(logits)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -193,7 +193,7 @@ def test_rules_change_no_other_row_and_not_what_the_model_said(dtype):
     logits = random_logits(len(params), dtype)
     before = logits.clone()
     tables, rows = make_rows(params, histories=[[5, 9, 4]] * len(params))
-    sampling = SamplingRows(tables, rows)
+    sampling = StepSampler(tables, rows)
     changed = sampling.apply_rules(logits)
     for index, row in enumerate(rows):
         untouched = torch.equal(changed[index], before[index].float())
@@ -205,7 +205,7 @@ def test_rules_change_no_other_row_and_not_what_the_model_said(dtype):
 def test_without_rules_nothing_is_copied():
     tables, rows = make_rows([SamplingParams(), SamplingParams(top_k=3)])
     logits = random_logits(2, torch.bfloat16)
-    assert SamplingRows(tables, rows).apply_rules(logits) is logits
+    assert StepSampler(tables, rows).apply_rules(logits) is logits
 
 
 def test_rules_see_the_tokens_that_the_host_has_not_seen():
@@ -216,7 +216,7 @@ def test_rules_see_the_tokens_that_the_host_has_not_seen():
     logits[0, [50, 60, 70]] = torch.tensor([4.0, 3.5, 2.6])
     chosen = []
     for step in range(6):
-        sampling = SamplingRows(tables, [rows[0]._replace(num_computed_tokens=1 + step)])
+        sampling = StepSampler(tables, [rows[0]._replace(num_computed_tokens=1 + step)])
         tokens = sampling.sample(logits)
         sampling.store(tokens)
         chosen.append(tokens.item())
@@ -243,7 +243,7 @@ def test_each_sample_is_what_the_row_samples_with_its_drafts_as_tokens(seed):
     histories = [[chooser.randrange(20) for _ in range(chooser.randint(1, 20))] for _ in params]
     drafts = [[chooser.randrange(20) for _ in range(chooser.randrange(4))] for _ in params]
     tables, rows = with_drafts(params, histories, drafts)
-    sampling = SamplingRows(tables, rows)
+    sampling = StepSampler(tables, rows)
     logits = random_logits(len(sampling), seed=seed)
     tokens = sampling.sample(logits)
     (logprobs,) = sampled_logprobs(tables, sampling, logits, tokens)
@@ -257,7 +257,7 @@ def test_each_sample_is_what_the_row_samples_with_its_drafts_as_tokens(seed):
                 seeds=[index],
                 prompt_lengths=[1 + len(history) // 2],
             )
-            alone = SamplingRows(own_tables, own_rows)
+            alone = StepSampler(own_tables, own_rows)
             one = logits[sample_index : sample_index + 1]
             token = alone.sample(one)
             assert tokens[sample_index] == token
@@ -271,12 +271,12 @@ def test_each_sample_is_what_the_row_samples_with_its_drafts_as_tokens(seed):
 def test_samples_know_their_drafts_and_where_they_stand():
     tables, rows = with_drafts([SamplingParams()] * 3, [[1, 2], [3], [4, 5]], [[7, 8], [], [9]])
     chunk = Row(100, 0, 0, 3, samples=False)  # a prompt's chunk in the same batch
-    sampling = SamplingRows(tables, [chunk, *rows])
+    sampling = StepSampler(tables, [chunk, *rows])
     assert [row.seq_id for row in sampling.rows] == [100, 100, 100, 101, 102, 102]
     assert sampling.output_indices.tolist() == [3, 4, 5, 6, 7, 8]
     drafts = sampling.draft_ids.tolist()
     assert (drafts[:2], drafts[4]) == ([7, 8], 9)
-    assert SamplingRows(tables, [chunk, rows[1]]).draft_ids is None
+    assert StepSampler(tables, [chunk, rows[1]]).draft_ids is None
     before = tables.token_ids.clone()
     sampling.store(torch.tensor([7, 20, -1, 30, 40, 50]))
     assert drafts == sampling.draft_ids.tolist()  # a copy: what the target drew is stored over it
@@ -294,7 +294,7 @@ def test_failure_of_a_processor_names_its_sample():
 
     params = SamplingParams(logits_processors=[fails_after_eight])
     tables, rows = with_drafts([SamplingParams(), params], [[1], [1, 2]], [[7], [7, 8, 9]])
-    sampling = SamplingRows(tables, rows)
+    sampling = StepSampler(tables, rows)
     sampling.sample(random_logits(6))
     reason = "a logits processor failed: ValueError: eight"
-    assert sampling.endings == {4: Ending("error", reason)}
+    assert sampling.finish_infos == {4: FinishInfo("error", reason)}

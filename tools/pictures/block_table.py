@@ -3,8 +3,7 @@
 The example is that of docs/paged_attention.md.
 """
 
-from nanovllm.scheduler.sequence import Sequence
-
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.options.sampling_params import SamplingParams
 from tools.svg import Drawing

@@ -5,9 +5,8 @@ The example is that of docs/scheduler.md.
 
 import dataclasses
 
-from nanovllm.scheduler.messages import Row, StepResult
-from nanovllm.scheduler.sequence import Sequence
-
+from nanovllm.core.messages import Row, StepResult
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.scheduler import Scheduler
