@@ -49,13 +49,15 @@ def _add_new(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def _add_check(commands: "argparse._SubParsersAction[Parser]") -> None:
-    peers = {"peer", "peer_python", "api_key", "output", "lora_modules"}
     _add_trial(
         commands,
         check,
         "Check that an engine keeps every rule with a policy or an eviction order in place.",
         "The exit status is 0 if all rules are kept, or 1.",
-        {"check": (CheckOptions, set()), "the ways of nanovllm prove": (ProveOptions, peers)},
+        {
+            "check": (CheckOptions, set()),
+            "the ways of nanovllm prove": (ProveOptions, {"output", "lora_modules"}),
+        },
     )
 
 
@@ -153,23 +155,18 @@ def check(args: argparse.Namespace) -> int:
 def bench(args: argparse.Namespace) -> int:
     """Measure an engine with a plugin beside the default."""
     from nanovllm.apps.lab import bench as lab
-    from nanovllm.apps.lab.plot import check_plot, draw
 
     plugin = None if args.file is None else find_plugin(args.file, args.class_name)
     options = _engine_options(args, plugin)
     how = BenchOptions(**given_fields(BenchOptions, args))
     if how.output is not None:
         check_place("output", how.output)
-    if how.plot is not None:
-        check_plot(how.plot)
     with progress_bar(total=lab.num_steps(how), shown=True) as bar:
         found = lab.bench(plugin, args.model, options, how, bar.update)
     for line in lab.show(found):
         write(f"{line}\n")
     if how.output is not None:
         save_results(how.output, found.as_json())
-    if how.plot is not None:
-        draw(found, how.plot)
     return 0
 
 
