@@ -20,7 +20,6 @@ from nanovllm.apps.lab.bench import (
 )
 from nanovllm.apps.lab.player import Player
 from nanovllm.apps.lab.workloads import WORKLOADS, make
-from tests.helpers import ROOT
 
 
 def test_the_interval_is_that_of_the_sign_test() -> None:
@@ -117,11 +116,11 @@ def test_a_turn_follows_the_answer_before_it() -> None:
 @pytest.mark.long
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Prefixes: the counts of two processes are exact, and the policy computes fewer tokens."""
-    file = ROOT / "examples/lab/longest_prefix_first.py"
+    plugin = "examples.lab.longest_prefix_first:LongestPrefixFirst"
     output = tmp_path / "found.json"
     few = ["--num-pairs", "7", "--num-rounds", "1", "--workloads", "prefixes"]
     few += ["--output", str(output)]
-    assert cli.main(["lab", "bench", str(file), demo_model.MODEL, *few]) == 0
+    assert cli.main(["lab", "bench", plugin, demo_model.MODEL, *few]) == 0
     found = json.loads(output.read_text())
     (counted,) = [each for each in found["counts"] if each[1] == "prompt tokens computed"]
     assert counted[3] < counted[2]
@@ -134,7 +133,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--num-pairs", "5"], "--num-pairs must be at least 9 for 8 comparisons"),
         (["--workloads", "sideways"], "'sideways' is in no workload's name; they are: nano-vllm's"),
         (["--output", "/none/a.json"], "--output '/none/a.json' cannot be written: name a file in"),
-        (["no.py"], "FILE 'no.py' is not a file"),
+        (["no.py"], "PLUGIN must be"),
     ],
 )
 def test_bad_arguments(
@@ -146,6 +145,6 @@ def test_bad_arguments(
 
 @pytest.mark.long
 def test_a_plugin_that_fails_ends_the_bench(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--class", "LosesPages", "--num-pairs", "7", "--workloads", "prefixes"]
-    assert cli.main(["lab", "bench", str(ROOT / "tests/lab/twins.py"), *arguments]) == 2
-    assert "--eviction-policy twins:LosesPages: after put_last" in capsys.readouterr().err
+    arguments = ["--num-pairs", "7", "--workloads", "prefixes"]
+    assert cli.main(["lab", "bench", "tests.lab.twins:LosesPages", *arguments]) == 2
+    assert "--eviction-policy tests.lab.twins:LosesPages: after put_last" in capsys.readouterr().err

@@ -44,7 +44,9 @@ def test_ways_that_the_engine_refuses_are_not_shown(capsys: pytest.CaptureFixtur
     assert "nothing is shown: none of these ways can be tried (int8 KV: " in message
 
 
-@pytest.mark.parametrize("command", [["prove"], ["lab", "check", "examples/lab/lfu_eviction.py"]])
+@pytest.mark.parametrize(
+    "command", [["prove"], ["lab", "check", "examples.lab.lfu_eviction:LeastFrequentlyUsed"]]
+)
 @pytest.mark.parametrize(
     ("path", "message"),
     [("/no/such/folder/file", "cannot be written"), (".", "is a directory")],

@@ -172,13 +172,12 @@ def bench(
     both = [base, base if plugin is None else {**base, **plugin.options}]
     rounds: dict[str, tuple[Rounds, Rounds]] = {name: ([], []) for name in names}
     rng = random.Random(0)
-    with contextlib.nullcontext() if plugin is None else plugin.importable():
-        for _ in range(options.num_pairs):
-            with _pair(model, both) as processes:
+    for _ in range(options.num_pairs):
+        with _pair(model, both) as processes:
+            on_step()
+            for name in names:
+                _take_turns(processes, name, options.num_rounds, rng, rounds[name])
                 on_step()
-                for name in names:
-                    _take_turns(processes, name, options.num_rounds, rng, rounds[name])
-                    on_step()
     value = None if plugin is None else f"{plugin.kind}={plugin.value}"
     return Bench(model, value, base, rounds)
 
