@@ -27,10 +27,10 @@ from benchmarks.harness import Table, loadable, make_parser
 from benchmarks.scripted import Scripted
 from benchmarks.shapes import described, read_config
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import make_drafting
-from nanovllm.features.speculation.proposers import registry
-from nanovllm.scheduler.messages import MAX_SAMPLES, Row
-from nanovllm.scheduler.sequence import Sequence
+from nanovllm.core.messages import MAX_SAMPLES, Row
+from nanovllm.core.sequence import Sequence
+from nanovllm.factory import make_drafting
+from nanovllm.features.speculation.proposers import proposer_methods
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.timing import measure_seconds
 
@@ -237,7 +237,7 @@ def main() -> None:
     if args.method is None:
         scripted = [Scripted(), Scripted()]
         unused = iter(scripted)
-        vars(registry)["make_proposer"] = lambda *_: next(unused)
+        vars(proposer_methods)["make_proposer"] = lambda *_: next(unused)
     else:
         args.acceptance = [0.0]
     with loadable(args.model) as (model, load_format), tempfile.TemporaryDirectory() as draft:

@@ -20,9 +20,9 @@ from benchmarks.comparison import processor_name
 from benchmarks.harness import Table, loadable, make_parser
 from benchmarks.shapes import described, read_config, weight_bytes
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.explain.rates import Meter
+from nanovllm.apps.explain.rates import RateMeter
 from nanovllm.kernels.cpu import library
-from nanovllm.worker.sampling_rows import SamplingRows
+from nanovllm.worker.step_sampler import StepSampler
 
 PARTS = {
     "nv_linear": "products",
@@ -74,15 +74,15 @@ class Clock:
     @contextlib.contextmanager
     def watch_engine(self) -> Iterator[None]:
         """Watch the C kernels and the sampler inside `with`."""
-        call, run, sample = library.call, library.run, SamplingRows.sample
+        call, run, sample = library.call, library.run, StepSampler.sample
         library.call = self.watch(PARTS.get, call)
         library.run = self.watch(lambda _: "recorded", run)
-        SamplingRows.sample = self.watch(lambda _: "sampler", sample)  # type: ignore[method-assign]
+        StepSampler.sample = self.watch(lambda _: "sampler", sample)  # type: ignore[method-assign]
         try:
             yield
         finally:
             library.call, library.run = call, run
-            SamplingRows.sample = sample  # type: ignore[method-assign]
+            StepSampler.sample = sample  # type: ignore[method-assign]
 
 
 def medians(llm: LLM, clock: Clock, batch: int, context: int, num_steps: int) -> dict[str, float]:
@@ -116,7 +116,7 @@ def measure(args: argparse.Namespace) -> None:
     """
     with loadable(args.model) as (model, load_format):
         nbytes = weight_bytes(read_config(model), args.quantization)
-        meter = Meter()
+        meter = RateMeter()
         rates = meter.measure()
         found: list[list[dict[str, float]]] = []
         for enforce_eager in (True, False):  # each kernel as a separate call, then recorded

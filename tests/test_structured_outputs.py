@@ -15,8 +15,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from nanovllm import LLM, NanoVLLMError, SamplingParams, StructuredOutputsParams, demo_model
-from nanovllm.assembly import make_engine
 from nanovllm.errors import InvalidRequestError
+from nanovllm.factory import make_engine
 from nanovllm.options.config import Config
 from nanovllm.options.structured_outputs import structured_outputs
 from tests.gguf_files import make_gguf
@@ -115,7 +115,7 @@ def test_deep_dictionary_is_refused() -> None:
 def test_tokens_are_forced_where_no_other_rule_can_forbid_them(
     options: dict[str, Any], forces: bool
 ) -> None:
-    assert SamplingParams(**{"structured_outputs": COMPACT, **options}).forces_tokens is forces
+    assert SamplingParams(**{"structured_outputs": COMPACT, **options}).can_jump_forward is forces
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,7 @@ def test_forced_tokens_are_those_that_the_model_would_have_to_choose(
     begin = steps.total()
     forced = [outputs_of(llm, grammar) for grammar, _ in CASES.values()]
     middle = steps.total()
-    monkeypatch.setattr(SamplingParams, "forces_tokens", property(lambda self: False))
+    monkeypatch.setattr(SamplingParams, "can_jump_forward", property(lambda self: False))
     assert [outputs_of(llm, grammar) for grammar, _ in CASES.values()] == forced
     assert middle - begin < 0.8 * (steps.total() - middle)
 
@@ -212,7 +212,7 @@ def test_forced_tokens_of_a_gguf_file(
     forced = outputs_of(llm, {"choice": choice})
     assert all(found.text in choice and found.finish_reason == "stop" for found in forced)
     forced += outputs_of(llm, {"regex": "[ab]{2}<[a-z]{3}>x"})
-    monkeypatch.setattr(SamplingParams, "forces_tokens", property(lambda self: False))
+    monkeypatch.setattr(SamplingParams, "can_jump_forward", property(lambda self: False))
     chosen = outputs_of(llm, {"choice": choice})
     assert chosen + outputs_of(llm, {"regex": "[ab]{2}<[a-z]{3}>x"}) == forced
     llm.shutdown()

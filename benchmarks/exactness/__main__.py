@@ -20,7 +20,7 @@ from benchmarks.exactness.program import ENGINES
 from benchmarks.exactness.server import Server, texts
 from benchmarks.harness import Table, make_parser
 from nanovllm.apps.prove.proof import DIFFERS, Verdict, full_name, verdict_of
-from nanovllm.apps.prove.requests import Bits, Request, as_bits, make_workload
+from nanovllm.apps.prove.requests import Bits, ProofRequest, as_bits, make_workload
 from nanovllm.apps.prove.ways import Calls
 from nanovllm.loading.hub import open_checkpoint
 from nanovllm.loading.tokenizer import serving_tokenizer
@@ -149,7 +149,7 @@ def engine_verdicts(
             )
 
 
-def greedy(request: Request) -> Request:
+def greedy(request: ProofRequest) -> ProofRequest:
     """Return the request for an engine that draws otherwise."""
     params = {"temperature": 0.0, "max_tokens": request.params["max_tokens"], "ignore_eos": True}
     return request._replace(params=params)
@@ -160,7 +160,7 @@ def answers(
     model: str,
     run: Run,
     ways: Mapping[str, Calls],
-    requests: Seq[Request],
+    requests: Seq[ProofRequest],
 ) -> tuple[dict[str, dict[str, Any]], str]:
     """Return the program's line about each way that it computed, and its last words."""
     job = {

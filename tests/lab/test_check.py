@@ -9,9 +9,9 @@ import pytest
 from nanovllm import demo_model, errors
 from nanovllm.apps.cli import main as cli
 from nanovllm.apps.lab.check import Finding, _guarded, _proof, check
-from nanovllm.apps.lab.options import CheckOptions
+from nanovllm.apps.lab.lab_options import CheckOptions
 from nanovllm.apps.lab.plugin import EVICTION, find_plugin
-from nanovllm.apps.prove.options import ProveOptions
+from nanovllm.apps.prove.prove_options import ProveOptions
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu.library import library
 

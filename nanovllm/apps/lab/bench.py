@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from nanovllm import __version__
-from nanovllm.apps.lab.options import BenchOptions
+from nanovllm.apps.lab.lab_options import BenchOptions
 from nanovllm.apps.lab.plugin import Plugin
 from nanovllm.apps.lab.workloads import MOST_RUNNING, POOL_TOKENS, WORKLOADS
 from nanovllm.errors import ConfigError, EngineDeadError

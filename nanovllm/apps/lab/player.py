@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from nanovllm.apps.lab.workloads import Request, make
+from nanovllm.apps.lab.workloads import WorkloadRequest, make
 from nanovllm.errors import NanoVLLMError
 from nanovllm.llm import LLM
 from nanovllm.options.sampling_params import SamplingParams
@@ -47,12 +47,12 @@ class Player:
         counts = {key: value - before[key] for key, value in self._counts().items()}
         return Round(seconds, statistics.fmean(latencies), counts)
 
-    def _run(self, requests: list[Request]) -> list[float]:
+    def _run(self, requests: list[WorkloadRequest]) -> list[float]:
         """Run all requests and their later turns; return the latency of each."""
-        begun: dict[int | str, tuple[Request, float]] = {}
+        begun: dict[int | str, tuple[WorkloadRequest, float]] = {}
         latencies = []
 
-        def add(request: Request) -> None:
+        def add(request: WorkloadRequest) -> None:
             params = SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
             request_id = self.engine.add_request(request.prompt, params)
             begun[request_id] = request, time.process_time()
@@ -66,7 +66,7 @@ class Player:
                 if request.questions:
                     question, *later = request.questions
                     prompt = [*request.prompt, *output.outputs[0].token_ids, *question]
-                    add(Request(prompt, request.max_tokens, tuple(later)))
+                    add(WorkloadRequest(prompt, request.max_tokens, tuple(later)))
         return latencies
 
     def _counts(self) -> dict[str, int]:
