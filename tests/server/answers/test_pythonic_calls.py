@@ -9,14 +9,14 @@ from hypothesis import given, settings, strategies as st
 
 from nanovllm.apps.server.answers.parts import ToolCallStart
 from nanovllm.apps.server.answers.pythonic_calls import (
-    CALLS_END,
-    CALLS_START,
     PythonicParser,
     as_json,
 )
 from nanovllm.options.sampling_params import TOKEN_MARK
 from tests.every_case import examples
 from tests.server.answers.helpers import Answer, check_calls, cut, joined, json_values
+
+CALLS_START, CALLS_END = PythonicParser.tag, PythonicParser.closing
 
 
 def parse(text: str, sizes: list[int] | None = None, *, is_cut: bool = False) -> Answer:

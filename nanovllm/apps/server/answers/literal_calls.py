@@ -21,9 +21,6 @@ from nanovllm.apps.server.answers.text_reader import (
 )
 from nanovllm.apps.server.answers.tool_calls import ToolCallParser
 
-CLOSING = "<tool_call|>"
-QUOTE = '<|"|>'
-ESCAPE = "<escape>"
 NAME = re.compile(r"[-.:\w]")
 """A character of a function's name."""
 _JSON_BEGINS = {"}": "{", "]": "[", "": ""}
@@ -313,8 +310,8 @@ class Gemma4Parser(LiteralParser):
     """
 
     tag = "<|tool_call>"
-    closing = CLOSING
-    quote_tag: ClassVar[str] = QUOTE
+    closing = "<tool_call|>"
+    quote_tag: ClassVar[str] = '<|"|>'
     """What is around strings."""
 
     def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
@@ -369,4 +366,4 @@ class FunctionGemmaParser(Gemma4Parser):
 
     tag = "<start_function_call>"
     closing = "<end_function_call>"
-    quote_tag = ESCAPE
+    quote_tag = "<escape>"

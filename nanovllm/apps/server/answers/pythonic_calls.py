@@ -12,8 +12,6 @@ from nanovllm.apps.server.answers.literal_calls import NAME, LiteralParser
 from nanovllm.apps.server.answers.parameter_types import Function
 from nanovllm.apps.server.answers.text_reader import JSON_SCALAR, NotACall, Steps, escaped
 
-CALLS_START = "<|tool_call_start|>"
-CALLS_END = "<|tool_call_end|>"
 _KEY = re.compile(r"[-.\w]")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _CONSTANTS = frozenset((*_WORDS, *_WORDS.values()))
@@ -38,8 +36,8 @@ class PythonicParser(LiteralParser):
     JSON objects instead.
     """
 
-    tag = CALLS_START
-    closing = CALLS_END
+    tag = "<|tool_call_start|>"
+    closing = "<|tool_call_end|>"
     brackets: ClassVar[Mapping[str, tuple[str, str]]] = {
         **LiteralParser.brackets,
         "(": (")", "]"),
