@@ -9,7 +9,7 @@ import itertools
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -22,6 +22,8 @@ from prometheus_client.metrics_core import (
     InfoMetricFamily,
     Metric as Family,
 )
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from nanovllm.apps.server.request_log import RequestRecord
 from nanovllm.async_llm import AsyncLLM
@@ -367,6 +369,38 @@ class Meter:
         self._observe("request_generation_tokens", num_tokens)
         if not self._unfinished:
             self._observe("request_max_num_generation_tokens", max(self._num_tokens))
+
+
+class _Page(Collector):
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Family]:
+        """Return the families, for `generate_latest`."""
+        return self._families
+
+
+def merge(texts: Mapping[str, str], label: str, own: Iterable[Family] = ()) -> bytes:
+    """Return the samples of all texts in Prometheus' format; `label` says whose each is.
+
+    Args:
+        texts: in the same format, by name.
+        own: families of the server itself, some of which the texts may have, too.
+    """
+    families: dict[str, Family] = {}
+
+    def named(family: Family) -> Family:
+        new = Family(family.name, family.documentation, family.type)
+        return families.setdefault(family.name, new)
+
+    for name, text in sorted(texts.items()):
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = {**sample.labels, label: name}
+                named(family).samples.append(sample._replace(labels=labels))
+    for family in own:
+        named(family).samples += family.samples
+    return generate_latest(_Page(families.values()))
 
 
 router = APIRouter()

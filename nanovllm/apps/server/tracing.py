@@ -1,22 +1,11 @@
-"""W3C trace contexts, and spans of OpenTelemetry where it is installed and set up.
+"""W3C trace contexts, and spans of OpenTelemetry where a tracer provider is set."""
 
-OpenTelemetry's own environment variables (OTEL_*) say whether and where spans are sent; without
-them nothing leaves the process.
-"""
-
-import logging
-import os
 import re
 import secrets
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import Any
 
-logger = logging.getLogger(__name__)
-
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 def child_traceparent(parent: str) -> str | None:
@@ -70,53 +59,11 @@ def traceparent_of(span: Any) -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
 
-def find_open_telemetry(environment: Mapping[str, str] = os.environ) -> OpenTelemetry | None:
-    """Return OpenTelemetry if it records spans, otherwise None.
-
-    It does if somebody has set a tracer provider, such as the command `opentelemetry-instrument`;
-    or if OTEL_TRACES_EXPORTER, or an endpoint of OTLP, is set, and the package of that exporter
-    is installed.
-    """
+def find_open_telemetry() -> OpenTelemetry | None:
+    """Return OpenTelemetry if a tracer provider is set, as `opentelemetry-instrument` does."""
     try:
         from opentelemetry import trace
-        from opentelemetry.sdk.trace import TracerProvider
     except ImportError:
         return None
-    if not isinstance(trace.get_tracer_provider(), TracerProvider):
-        provider = _make_provider(environment)
-        if provider is None:
-            return None
-        trace.set_tracer_provider(provider)
-    return OpenTelemetry()
-
-
-def _make_provider(environment: Mapping[str, str]) -> Any:
-    """Return a provider with the exporters that the environment names; None if it names none."""
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    default = "otlp" if any(environment.get(name) for name in _ENDPOINTS) else "none"
-    names = environment.get("OTEL_TRACES_EXPORTER") or default
-    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        names = "none"
-    exporters = [_exporter(name.strip(), environment) for name in names.split(",")]
-    found = [exporter for exporter in exporters if exporter is not None]
-    if not found:
-        return None
-    provider = TracerProvider()  # reads OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, the sampler
-    for exporter in found:
-        provider.add_span_processor(BatchSpanProcessor(exporter))
-    return provider
-
-
-def _exporter(name: str, environment: Mapping[str, str]) -> Any:
-    """Return the exporter that the variable's word means; None if there is none, with a warning."""
-    if name in ("none", ""):
-        return None
-    if name == "otlp":
-        protocol = next(filter(None, map(environment.get, _PROTOCOLS)), "http/protobuf")
-        name = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
-    for entry in entry_points(group="opentelemetry_traces_exporter", name=name):
-        return entry.load()()
-    logger.warning("OpenTelemetry's exporter %r is not installed: no spans are sent to it", name)
-    return None
+    is_set = not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+    return OpenTelemetry() if is_set else None

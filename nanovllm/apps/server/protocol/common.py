@@ -1,4 +1,4 @@
-"""What requests have in common: sampling parameters, formats, streaming; and the usage of answers.
+"""What requests have in common: sampling parameters, formats, streaming.
 
 Types only: ranges are checked by `SamplingParams`, which has the better messages.
 """
@@ -268,35 +268,11 @@ class GenerationRequest(EngineRequest):
         return self
 
 
-class PromptTokensDetails(BaseModel):
-    """What became of the prompt's tokens."""
-
-    cached_tokens: int
-    """Those whose KV came from the prefix cache."""
-
-
-class CompletionTokensDetails(BaseModel):
-    """What the answer's tokens are for."""
-
-    reasoning_tokens: int
-
-
-class Usage(BaseModel):
-    """How many tokens a request took."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = None
-    """Of a whole answer of a chat."""
-
-
-def usage(num_prompt: int, num_output: int, num_cached: int) -> Usage:
-    """Return the usage of a request."""
-    return Usage(
-        prompt_tokens=num_prompt,
-        completion_tokens=num_output,
-        total_tokens=num_prompt + num_output,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
-    )
+def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
+    """Return how many tokens a request took; `num_cached` of the prompt's were in the cache."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }

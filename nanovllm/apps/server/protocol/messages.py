@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from nanovllm.apps.server.answers.answer_format import ToolChoice
-from nanovllm.apps.server.protocol.chat import ConversationRequest, FunctionName, Tool
+from nanovllm.apps.server.protocol.chat import ConversationRequest, FunctionName, SentBack, Tool
 from nanovllm.apps.server.protocol.common import (
     TEXT_OR_LIST,
     JSONSchema,
@@ -16,7 +16,6 @@ from nanovllm.apps.server.protocol.common import (
     ShortText,
     refused,
 )
-from nanovllm.apps.server.protocol.request_messages import SentBack
 from nanovllm.options.other_names import OtherName, other_names
 from nanovllm.options.validation import shown
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from nanovllm.apps.server.answers.answer_format import ToolChoice
-from nanovllm.apps.server.protocol.chat import ConversationRequest, Tool
+from nanovllm.apps.server.protocol.chat import MAX_ITEMS, ConversationRequest, SentBack, Tool
 from nanovllm.apps.server.protocol.common import (
     TEXT_OR_LIST,
     JSONSchema,
@@ -14,7 +14,6 @@ from nanovllm.apps.server.protocol.common import (
     RequestModel,
     refused,
 )
-from nanovllm.apps.server.protocol.request_messages import MAX_ITEMS, SentBack
 from nanovllm.apps.server.protocol.response_tools import (
     AnyTool,
     CalledTool,
