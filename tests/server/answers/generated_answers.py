@@ -234,7 +234,7 @@ def python_value(rng: Random, given: Any, *, is_argument: bool = False) -> str:
             return f"{{{', '.join(members)}}}"
         case list():
             items = [python_value(rng, item) for item in given]
-            pair = rng.choice(("[]", "[]", "()", "{}")) if given else "[]"
+            pair = rng.choice(("[]", "[]", "()")) if given else "[]"
             end = rng.choice(("", "", ",")) if items else ""
             if pair == "()" and len(items) == 1:
                 end = ","
