@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -258,9 +259,9 @@ def _counter(
     text: str,
     labels: Mapping[str, str],
     more: Seq[str],
-    counts: Mapping[tuple[str, ...], float],
+    counts: Mapping[Any, float],
 ) -> Family:
-    """Return a counter with `labels`, and the labels `more`, whose values `counts` has."""
+    """Return a counter with `labels`, and the labels `more`, of which `counts` has tuples."""
     family = CounterMetricFamily(name, text, labels=[*labels, *more])
     for values, count in counts.items():
         family.add_metric([*labels.values(), *values], count)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from nanovllm.apps.server.answers.answer_format import ToolChoice
 from nanovllm.apps.server.protocol.common import (
@@ -15,6 +14,7 @@ from nanovllm.apps.server.protocol.common import (
     Objects,
     RequestModel,
     refused,
+    too_many,
 )
 from nanovllm.chat.messages import counts_as_absent, is_empty
 from nanovllm.options.other_names import OtherName, other_names
@@ -153,9 +153,7 @@ def _few_calls(messages: Any) -> Any:
     if isinstance(messages, list):
         calls = [m.get("tool_calls") for m in messages if isinstance(m, dict)]
         if sum(len(given) for given in calls if isinstance(given, list)) > MAX_ITEMS:
-            raise PydanticCustomError(
-                "too_many_calls", "must have at most {limit} tool_calls", {"limit": MAX_ITEMS}
-            )
+            raise too_many("tool_calls", MAX_ITEMS)
     return messages
 
 

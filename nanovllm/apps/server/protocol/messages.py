@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
 
 from nanovllm.apps.server.answers.answer_format import ToolChoice
 from nanovllm.apps.server.protocol.chat import ConversationRequest, FunctionName, SentBack, Tool
@@ -15,6 +14,7 @@ from nanovllm.apps.server.protocol.common import (
     RequestModel,
     ShortText,
     refused,
+    too_many,
 )
 from nanovllm.options.other_names import OtherName, other_names
 from nanovllm.options.validation import shown
@@ -169,9 +169,7 @@ def _few_blocks(messages: Any) -> Any:
         blocks = [block for each in contents if isinstance(each, list) for block in each]
         inner = [block.get("content") for block in blocks if isinstance(block, dict)]
         if len(blocks) + sum(len(each) for each in inner if isinstance(each, list)) > _MAX_BLOCKS:
-            raise PydanticCustomError(
-                "too_many_blocks", "must have at most {limit} blocks", {"limit": _MAX_BLOCKS}
-            )
+            raise too_many("blocks", _MAX_BLOCKS)
     return messages
 
 
@@ -322,8 +320,8 @@ class CountTokensRequest(ConversationRequest):
     def forms(self) -> dict[str, dict[str, Any]]:
         found = super().forms()
         match self.output_config:
-            case OutputConfig(format=OutputFormat(schema_=schema)):
-                found[self.text_form] = {"json": schema if isinstance(schema, dict) else {}}
+            case OutputConfig(format=OutputFormat() as schema):
+                found[self.text_form] = schema.form()
         return found
 
     @model_validator(mode="before")

@@ -12,6 +12,7 @@ from nanovllm.apps.server.protocol.common import (
     JSONSchema,
     Objects,
     RequestModel,
+    check_schema,
     refused,
 )
 from nanovllm.apps.server.protocol.response_tools import (
@@ -139,10 +140,7 @@ class TextFormat(JSONSchema):
 
     @model_validator(mode="after")
     def _check_schema(self) -> "TextFormat":
-        if self.type == "json_schema" and self.schema_ is None:
-            raise refused("schema", "a format of type json_schema needs a schema")
-        if self.type != "json_schema" and self.schema_ is not None:
-            raise refused("type", f'a schema needs the type "json_schema", got {shown(self.type)}')
+        check_schema(self.type, self, "schema")
         return self
 
 
@@ -237,8 +235,8 @@ class ResponsesRequest(ConversationRequest):
         match self.text:
             case TextOptions(format=TextFormat(type="json_object")):
                 found[self.text_form] = {"json_object": True}
-            case TextOptions(format=TextFormat(type="json_schema", schema_=schema)):
-                found[self.text_form] = {"json": schema if isinstance(schema, dict) else {}}
+            case TextOptions(format=TextFormat(type="json_schema") as schema):
+                found[self.text_form] = schema.form()
         return found
 
     @model_validator(mode="after")
