@@ -12,15 +12,15 @@ from openai import OpenAI
 pytest.importorskip("fastapi")
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
-from nanovllm.apps.server.answers import harmony, muse
-from nanovllm.apps.server.answers.answer_format import AnswerFormat, find_answer_format
-from nanovllm.apps.server.answers.parts import Part
-from nanovllm.apps.server.answers.tool_formats import GEMMA4
+from nanovllm.apps.server.output_parsers import harmony, muse
+from nanovllm.apps.server.output_parsers.answer_format import AnswerFormat, find_answer_format
+from nanovllm.apps.server.output_parsers.parts import Part
+from nanovllm.apps.server.output_parsers.tool_formats import GEMMA4
 from nanovllm.features.structured.grammar import GrammarCompiler
 from nanovllm.options.structured_outputs import structured_outputs
 from tests.checkpoints import copy_checkpoint, read_json, write_json
-from tests.server.answers.helpers import Split, split
 from tests.server.conftest import running
+from tests.server.output_parsers.helpers import Split, split
 
 _, CLOSING, QUOTE = GEMMA4.tags
 GEMMA_TAGS = (*GEMMA4.tags, "<|channel>", "<channel|>", "<|tool_response>")

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from nanovllm.apps.server.answers.parts import (
+from nanovllm.apps.server.output_parsers.parts import (
     Part,
     ReasoningDelta,
     TextDelta,

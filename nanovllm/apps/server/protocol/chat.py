@@ -1,6 +1,6 @@
 """Requests of /v1/chat/completions, and what other conversations share with them.
 
-Types only: `nanovllm.chat.messages` prepares messages for templates.
+Types only: `nanovllm.chat.openai_messages` prepares messages for templates.
 """
 
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from nanovllm.apps.server.answers.answer_format import ToolChoice
+from nanovllm.apps.server.output_parsers.answer_format import ToolChoice
 from nanovllm.apps.server.protocol.common import (
     GenerationRequest,
     Objects,
@@ -16,7 +16,7 @@ from nanovllm.apps.server.protocol.common import (
     refused,
     too_many,
 )
-from nanovllm.chat.messages import counts_as_absent, is_empty
+from nanovllm.chat.openai_messages import counts_as_absent, is_empty
 from nanovllm.options.other_names import OtherName, other_names
 
 MAX_VALUES = 2**15
