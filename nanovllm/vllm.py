@@ -103,7 +103,7 @@ class AsyncEngineArgs(EngineArgs):
     """The same for `AsyncLLM.from_engine_args`."""
 
 
-class LLM(llm.LLM):
+class VllmLLM(llm.LLM):
     """`nanovllm.LLM` with the keywords and methods that only vLLM has.
 
     Arguments and errors are those of its base class; an option that is None asks for nothing.
@@ -138,12 +138,12 @@ class LLM(llm.LLM):
         return super().generate(prompts, *args, **options)
 
     @property
-    def llm_engine(self) -> "LLMEngine":
+    def llm_engine(self) -> "VllmLLMEngine":
         """The engine with vLLM's methods; unlike `LLM` it is for one thread at a time."""
-        return LLMEngine(self.engine)
+        return VllmLLMEngine(self.engine)
 
 
-class AsyncLLM(async_llm.AsyncLLM):
+class VllmAsyncLLM(async_llm.AsyncLLM):
     """`nanovllm.AsyncLLM` as vLLM's scripts use it: `generate` is iterated.
 
     Arguments and errors are those of its base class; an option that is None asks for nothing.
@@ -187,10 +187,7 @@ class AsyncLLM(async_llm.AsyncLLM):
         )
 
 
-AsyncLLMEngine = AsyncLLM
-
-
-class LLMEngine:
+class VllmLLMEngine:
     """vLLM's view of an engine: the caller names requests, and `step` returns their outputs.
 
     One thread at a time may use it.
@@ -284,6 +281,13 @@ class LLMEngine:
     def shutdown(self) -> None:
         """End the workers and free the model. May be called again."""
         self.engine.shutdown()
+
+
+# In a script they have vLLM's names:
+LLM = VllmLLM
+AsyncLLM = VllmAsyncLLM
+AsyncLLMEngine = VllmAsyncLLM
+LLMEngine = VllmLLMEngine
 
 
 class TextPrompt(TypedDict):
