@@ -18,9 +18,10 @@ from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.features.fast_steps import cuda_capture, piecewise_graphs, registry
+from nanovllm.features.fast_steps import cuda_capture, piecewise_graphs
 from nanovllm.features.fast_steps.cuda_capture import Step
 from nanovllm.options.config import Config
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker import attention_groups
 
 
@@ -83,7 +84,7 @@ def make_engine(batch: int, output_len: int) -> LLMEngine:
     )
     with (
         mock.patch.object(attention_groups, "select_backend", _select),
-        mock.patch.object(registry, "can_capture", return_value=True),
+        mock.patch.object(CPU, "captures_graphs", new=True),
         mock.patch.object(cuda_capture, "make_capture", new=_make_capture),
         mock.patch.object(piecewise_graphs, "piece_sizes", return_value=[]),
     ):

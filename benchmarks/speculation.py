@@ -32,6 +32,7 @@ from benchmarks.speedups import Speedup, Speedups, ideal_speedup, rising
 from nanovllm import LLM, SamplingParams
 from nanovllm.assembly import make_drafting
 from nanovllm.features.speculation.proposers import registry
+from nanovllm.platform.cpu import CPU
 from nanovllm.scheduler.messages import MAX_SAMPLES, Row
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.worker.model_runner import ModelRunner
@@ -141,7 +142,7 @@ def step_costs(llm: LLM, batch: int) -> dict[int, float]:
         runner.run_rows([Row(i, i, CONTEXT, 1 + drafts, True, drafts) for i in range(batch)])
 
     sizes = [batch * (1 + drafts) for drafts in DRAFTS if batch * (1 + drafts) <= MAX_SAMPLES]
-    return dict(measure_seconds(run, sizes, torch.device("cpu")))
+    return dict(measure_seconds(run, sizes, CPU()))
 
 
 def parse_args() -> argparse.Namespace:

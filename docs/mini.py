@@ -20,13 +20,12 @@ import itertools
 import sys
 from typing import Any
 
-import torch
-
 from nanovllm import Config, SamplingParams, demo_model
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.loading.hub import configured_checkpoint
 from nanovllm.loading.tokenizer import serving_tokenizer
 from nanovllm.parallel.worker import check_network
+from nanovllm.platform.cpu import CPU
 from nanovllm.scheduler.messages import Schedule
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.sequence import Sequence
@@ -52,7 +51,7 @@ class MiniLLM:
 
         # The worker's side: tensors. The network with its weights, the KV cache, and the tables,
         # with a row for each running sequence: its tokens, its blocks, its sampling parameters.
-        self.runner = ModelRunner(check_network(config, checkpoint), torch.device("cpu"))
+        self.runner = ModelRunner(check_network(config, checkpoint), CPU())
         info = measure(self.runner)  # runs the largest step, and says how many blocks then fit
         info = allocate(self.runner, info)
 

@@ -43,7 +43,9 @@ FOLDERS = {
     "testing": Folder("kv options scheduler speculation", torch=False),
     "observe": Folder("engine options scheduler worker", torch=True),
     "pooling": Folder("engine loading models options scheduler utils worker", torch=True),
-    "tiers": Folder("loading kernels kv layers models options scheduler utils worker", torch=True),
+    "tiers": Folder(
+        "loading kernels kv layers models options platform scheduler utils worker", torch=True
+    ),
     "assembly": Folder(
         "loading engine layers.logits_rules parallel kv lora observe options pooling scheduler "
         "speculation structured tiers",
@@ -53,10 +55,11 @@ FOLDERS = {
     "nano_vllm": Folder("kv options scheduler worker.model_runner", torch=False),
     "formats": Folder("loading kernels layers options utils", torch=True),
     "front": Folder("assembly chat engine observe options training", torch=False),
-    "structured": Folder("loading options scheduler utils worker", torch=True),
+    "structured": Folder("loading options platform scheduler utils worker", torch=True),
     "lora": Folder(
         "attention loading kernels kv layers models options scheduler utils worker", torch=True
     ),
+    "platform": Folder("attention kernels utils", torch=True),
     "models": Folder("attention loading kernels layers options utils", torch=True),
     "layers": Folder("attention loading kernels options utils", torch=True),
     "server": Folder(
@@ -86,7 +89,7 @@ FOLDERS = {
     ),
     "__main__": Folder("cli", torch=False),
     "parallel": Folder(
-        "attention loading formats layers lora models options pooling routing scheduler "
+        "attention loading formats layers lora models options platform pooling routing scheduler "
         "speculation fast_steps structured tiers utils worker",
         torch=True,
     ),
@@ -94,7 +97,9 @@ FOLDERS = {
         "batch llm async_llm chat loading demo_model parallel.ray_cluster options server utils",
         torch=False,
     ),
-    "fast_steps": Folder("attention kernels layers models scheduler utils worker", torch=True),
+    "fast_steps": Folder(
+        "attention kernels layers models platform scheduler utils worker", torch=True
+    ),
     "engine": Folder(
         "chat kv loading parallel options scheduler",
         torch=False,
@@ -108,7 +113,7 @@ FOLDERS = {
         "loading engine formats kernels layers models options utils worker", torch=True
     ),
     "worker": Folder(
-        "attention loading formats kernels kv layers lora models options scheduler utils",
+        "attention loading formats kernels kv layers lora models options platform scheduler utils",
         torch=True,
     ),
 }

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nanovllm.layers.sampler import NO_TOKEN, RULED_OUT
+from nanovllm.platform.cpu import CPU
 from nanovllm.scheduler.messages import Ending, Row, RowDetails, StepResult
 from nanovllm.worker.step_output import NO_CHOICE, NO_DISTRIBUTION, PendingResult, StepOutput
 
@@ -21,7 +22,7 @@ def accept(
 ) -> tuple[list[int], Ending | None]:
     """Return the tokens and the ending of a step of one row."""
     output = StepOutput(torch.tensor(sampled), [], endings or {}, torch.tensor([*drafts, UNUSED]))
-    result = PendingResult(7, [row(0, len(drafts))], output).result()
+    result = PendingResult(7, [row(0, len(drafts))], output, CPU()).result()
     assert result.step_id == 7
     (tokens,) = result.token_ids
     found = result.details.get(0, RowDetails())
@@ -89,7 +90,7 @@ def test_each_row_has_its_own_samples_and_ending() -> None:
         {6: FAILED},
         torch.tensor([5, 9, UNUSED, UNUSED, 9, UNUSED, 3, UNUSED]),
     )
-    result = PendingResult(0, rows, output).result()
+    result = PendingResult(0, rows, output, CPU()).result()
     assert result == StepResult(
         0,
         [[5, 6], [], [8], [9, 4], []],
@@ -99,5 +100,5 @@ def test_each_row_has_its_own_samples_and_ending() -> None:
 
 def test_step_without_drafts() -> None:
     rows = [row(0, 0), row(1, 0)]
-    result = PendingResult(0, rows, StepOutput(torch.tensor([5, NO_TOKEN]))).result()
+    result = PendingResult(0, rows, StepOutput(torch.tensor([5, NO_TOKEN])), CPU()).result()
     assert result == StepResult(0, [[5], []], {1: RowDetails(ending=NO_DISTRIBUTION)})

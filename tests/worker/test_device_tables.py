@@ -8,6 +8,7 @@ import torch
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kv.windows import WindowSpec
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.platform.cpu import CPU
 from nanovllm.scheduler.messages import Admission, NewBlocks, NewTokens, Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
@@ -19,7 +20,7 @@ PLAIN = SamplingParams()
 
 def make_tables(block_size=4, max_model_len=40, max_num_seqs=6, windows=()):
     info = WorkerInfo(10_000, block_size, max_model_len, VOCAB, 16384, windows=windows)
-    return DeviceTables(info, max_num_seqs, torch.device("cpu"), TORCH)
+    return DeviceTables(info, max_num_seqs, CPU(), TORCH)
 
 
 def admit(table_idx, token_ids, block_ids, params=PLAIN, seed=0):

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from nanovllm.kernels.selector import select_kernels
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.platform.cpu import CPU
 from nanovllm.scheduler.messages import Admission, Ending, Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
@@ -60,8 +60,8 @@ def make_rows(
     tables = DeviceTables(
         WorkerInfo(100, 4, 60, vocab_size, 60),
         max(table_indices) + 1,
-        torch.device("cpu"),
-        select_kernels(torch.device("cpu"), torch.float32),
+        CPU(),
+        CPU().kernels(torch.float32),
     )
     admissions = [
         Admission(
