@@ -11,13 +11,14 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.assembly import make_engine
+from nanovllm.control_api import WeightMethods
 from nanovllm.engine.commands import Result, run_logged
 from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.prompt import Prompt, PromptInput
 from nanovllm.engine.reader import Item, Mailbox
 from nanovllm.engine.request import Request
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.factory import make_engine
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.pooling_params import PoolingParams
@@ -32,7 +33,6 @@ from nanovllm.outputs import (
     ScoringRequestOutput,
     Vector,
 )
-from nanovllm.weight_methods import WeightMethods
 
 if TYPE_CHECKING:
     from nanovllm.chat.templates import Message

@@ -57,7 +57,7 @@ class Platform(abc.ABC):
     """Whether calls return before the device is done, so that the host may prepare the next step.
     Kernels that the first call compiles are compiled at the start then."""
     captures_graphs: ClassVar[bool] = False
-    """Whether features/fast_steps can capture steps as CUDA graphs."""
+    """Whether features/graphs can capture steps as CUDA graphs."""
     computes_float16: ClassVar[bool] = True
     """Whether the kernels compute in float16. If not, a quantised checkpoint that says so is
     computed in bfloat16."""

@@ -9,11 +9,11 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence as Seq
 
+from nanovllm.core.windows import pages_for
+from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.errors import OutOfMemoryError, refuses_memory
-from nanovllm.kv.windows import pages_for
 from nanovllm.options.config import Config
 from nanovllm.platform import Platform
-from nanovllm.scheduler.worker_info import WorkerInfo
 
 logger = logging.getLogger(__name__)
 

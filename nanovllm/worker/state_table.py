@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.attention.states import Cells, Replay, StateRows
+from nanovllm.core.messages import Row, Schedule
+from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.kernels.states import Cells, Replay, StateRows
 from nanovllm.platform import Platform
-from nanovllm.scheduler.messages import Row, Schedule
-from nanovllm.scheduler.worker_info import WorkerInfo
 
 
 class ReplayedRows(NamedTuple):
@@ -115,7 +115,7 @@ class StateTable:
         self.pages = pages
         self._platform = platform
         self.replays = Replays(len(pages), info.max_draft_tokens, platform)
-        self._cell_tokens = info.cell_tokens
+        self._chunk_size = info.chunk_size
         # By table row. Steps that only measure have no admissions: they compute prompts.
         self._num_prompt_tokens = [info.max_model_len] * len(pages)
         end = info.num_blocks
@@ -152,7 +152,7 @@ class StateTable:
 
         The others are rows of steps that only measure, and of hits that another engine stored.
         """
-        size = self._cell_tokens
+        size = self._chunk_size
         if size == 1:
             return None
         spans = array("q")

@@ -246,7 +246,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         ("tests/options/test_config.py", set()),
         ("tests/test_invariance.py", set()),
         ("tests/test_speculation.py", set()),
-        ("tests/fast_steps/test_cuda_graph.py", set()),
+        ("tests/graphs/test_cuda_graph.py", set()),
     ],
 )
 def test_imports_that_are_missing(

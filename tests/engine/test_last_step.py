@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
-from nanovllm.assembly import make_engine
 from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.reader import Mailbox
+from nanovllm.factory import make_engine
 from nanovllm.options.config import Config
 from tests.glossary import QUESTIONS
 

@@ -108,7 +108,7 @@ def test_grammars_and_profiles(make_llm: Any, tmp_path: Any) -> None:
     ("options", "message"),
     [
         ({"tensor_parallel_size": 2}, "there is one abacus"),
-        ({"kv_offload_gib": 0.1}, "kv_offload_gib, kv_cache_dir and kv_tier need a CPU or a CUDA"),
+        ({"kv_offload_gib": 0.1}, "kv_offload_gib, kv_cache_dir and kv_store need a CPU or a CUDA"),
         ({"kv_cache_dtype": "fp8"}, 'kv_cache_dtype "fp8" needs a GPU'),
     ],
 )

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams, demo_model
+from nanovllm.core.windows import WindowSpec
+from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.errors import OutOfMemoryError
-from nanovllm.kv.windows import WindowSpec
 from nanovllm.options.config import Config
 from nanovllm.platform import cpu
 from nanovllm.platform.cpu import CPU, available_memory
 from nanovllm.platform.cuda import CUDA
-from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.kv_cache import (
     graph_bytes,
     memory_errors,

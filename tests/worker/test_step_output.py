@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, demo_model
+from nanovllm.core.messages import Row
 from nanovllm.platform.cpu import CPU
 from nanovllm.platform.cuda import CUDA
-from nanovllm.scheduler.messages import Row
 from nanovllm.worker.step_output import PendingResult, StepOutput
 from nanovllm.worker.timing import StepTimer
 from tests.worker.test_timing import FakeEvent
