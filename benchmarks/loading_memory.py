@@ -16,6 +16,7 @@ from pathlib import Path
 
 from torch import nn
 
+from benchmarks.harness import Table, make_parser
 from nanovllm import demo_model
 from nanovllm.apps.explain.work import tensors_in
 from nanovllm.layers.linear import WeightModule
@@ -81,8 +82,8 @@ def measure(model: str, quantization: str | None) -> dict[str, int]:
 
 
 def main() -> None:
-    """Print a line for each form."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print a row for each form."""
+    parser = make_parser("loading_memory", __doc__, model=False, rounds=None)
     parser.add_argument("--model", required=True, help="a checkpoint's directory or a GGUF file")
     parser.add_argument("--quantization", nargs="*", default=[None], help="int8, int4, fp8, none")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -90,13 +91,11 @@ def main() -> None:
     if args.child:
         print(json.dumps(load(args.model, args.quantization[0])))
         return
-    print("| quantization | weights, MB | peak, MB | peak / weights | held, MB |")
-    print("| --- | --- | --- | --- | --- |")
+    table = Table("quantization", "weights, MB", "peak, MB", "peak / weights", "held, MB")
     for quantization in args.quantization:
         found = measure(args.model, quantization)
-        weights, peak, left = (found[key] for key in ("weights", "peak", "left"))
-        megabytes = f"{weights / 1e6:.1f} | {peak / 1e6:.1f} | {peak / weights:.3f}"
-        print(f"| {quantization} | {megabytes} | {left / 1e6:.1f} |", flush=True)
+        weights, peak, left = (found[key] / 1e6 for key in ("weights", "peak", "left"))
+        table.row(quantization, weights, peak, f"{peak / weights:.3f}", left)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from benchmarks.structured import check_schemas, counted_steps
 from nanovllm import LLM, NanoVLLMError, SamplingParams, StructuredOutputsParams, demo_model
 from nanovllm.errors import InvalidRequestError
 from nanovllm.factory import make_engine
@@ -30,6 +29,7 @@ from tests.helpers import (
     generate_all,
     generate_in_random_order,
 )
+from tests.random_schemas import check_schemas
 
 SUM = 'start: term (" + " term)~1..3\nterm: NUMBER | "(" start ")"\nNUMBER: /[1-9][0-9]?/'
 
@@ -191,12 +191,13 @@ def test_forced_tokens_are_those_that_the_model_would_have_to_choose(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Symptom: an answer depends on whether its tokens are forced, or on log-probabilities."""
-    with counted_steps(llm) as num_forced_steps:
-        forced = [outputs_of(llm, grammar) for grammar, _ in CASES.values()]
+    steps = llm.engine.stats.step_sizes
+    begin = steps.total()
+    forced = [outputs_of(llm, grammar) for grammar, _ in CASES.values()]
+    middle = steps.total()
     monkeypatch.setattr(SamplingParams, "can_jump_forward", property(lambda self: False))
-    with counted_steps(llm) as num_steps:
-        assert [outputs_of(llm, grammar) for grammar, _ in CASES.values()] == forced
-    assert num_forced_steps[0] < 0.8 * num_steps[0]
+    assert [outputs_of(llm, grammar) for grammar, _ in CASES.values()] == forced
+    assert middle - begin < 0.8 * (steps.total() - middle)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -1,18 +1,20 @@
 """Fills the tables of docs/models.md with what the code says: `python -m tools.models`."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from nanovllm.models.model_config import ONLY_SOME_READ
 from nanovllm.models.registry import MODULES, family_class, supported
 from nanovllm.models.rope_fields import FAMILY_KEYS
-from tools.made_tables import PART, table
 
 _ROPE: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(FAMILY_KEYS, ()),
     "partial_rotary_factor": (1,),
 }
 
+PART = re.compile(r"(<!-- made: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+"""A part of a page that a tool writes."""
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 
 
@@ -20,6 +22,12 @@ def page() -> str:
     """Return the text of the page with new tables."""
     text = PAGE.read_text("utf-8")
     return PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]]()}\n\n{part[3]}", text)
+
+
+def table(heading: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a Markdown table."""
+    lines = [heading, tuple("---" for _ in heading), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def architectures() -> str:

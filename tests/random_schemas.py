@@ -1,35 +1,13 @@
-"""What structured outputs cost, and whether they hold: random JSON schemas, each output validated.
+"""Random JSON schemas, and whether a model's outputs for them are valid."""
 
-    python -m benchmarks.structured [--model DIRECTORY] [--schemas 500] [--batch 16]
-
-It first generates an output for each schema and counts those that are finished and valid. Then it
-times steps of a batch with and without grammars, and counts steps with and without forced tokens.
-"""
-
-import argparse
 import json
 import random
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from statistics import median
 from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
-from nanovllm import LLM, SamplingParams, demo_model
-
-_ANSWER: dict[str, Any] = {
-    "type": "array",
-    "minItems": 1000,
-    "items": {
-        "type": "object",
-        "properties": {"description": {"type": "string"}, "importance": {"type": "integer"}},
-        "required": ["description", "importance"],
-        "additionalProperties": False,
-    },
-}
+from nanovllm import LLM, SamplingParams
 
 
 def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
@@ -127,68 +105,3 @@ def check_schemas(llm: LLM, num_schemas: int, seed: int = 0) -> tuple[int, list[
                 reason = str(error).splitlines()[0]
                 wrong.append(f"{json.dumps(schema)}: {completion.text!r}: {reason}")
     return num_finished, wrong
-
-
-@contextmanager
-def counted_steps(llm: LLM) -> Iterator[list[int]]:
-    """Count the engine's steps inside `with`, in the list's only number."""
-    executor, count = llm.engine.executor, [0]
-    execute = executor.execute
-
-    def counting(schedule: Any) -> Any:
-        count[0] += 1
-        return execute(schedule)
-
-    executor.execute = counting  # type: ignore[method-assign]
-    try:
-        yield count
-    finally:
-        executor.execute = execute  # type: ignore[method-assign]
-
-
-def time_steps(llm: LLM, batch: int, **options: Any) -> tuple[float, float]:
-    """Return (seconds per step, tokens per sequence and step) for a batch of long answers."""
-    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, **options)
-    with counted_steps(llm) as count:
-        start = time.perf_counter()
-        llm.generate(["Describe it:"] * batch, params, use_tqdm=False)
-        seconds = time.perf_counter() - start
-    return seconds / count[0], 200 / count[0]
-
-
-def main() -> None:
-    """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=demo_model.MODEL)
-    parser.add_argument("--schemas", type=int, default=500)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    llm = LLM(args.model, max_model_len=512, max_num_seqs=args.batch)
-    num_finished, wrong = check_schemas(llm, args.schemas)
-    print(
-        f"{args.schemas} schemas: {num_finished} outputs finished, {len(wrong)} break their schema"
-    )
-    print("\n".join(wrong))
-    kinds: dict[str, dict[str, Any]] = {
-        "no grammar": {},
-        "no grammar, logit_bias": {"logit_bias": {3: 1.0}},
-        "JSON, no token forced": {"structured_outputs": {"json": _ANSWER}, "min_tokens": 1},
-        "JSON": {"structured_outputs": {"json": _ANSWER}},
-    }
-    rounds = [
-        {name: time_steps(llm, args.batch, **options) for name, options in kinds.items()}
-        for _ in range(args.rounds)
-    ]
-    print(f"\na step of {args.batch} sequences, medians of {args.rounds} rounds:")
-    for name in kinds:
-        seconds, tokens = zip(*(found[name] for found in rounds), strict=True)
-        more = median(found[name][0] / found["no grammar"][0] for found in rounds) - 1
-        print(
-            f"{name:24} {median(seconds) * 1e3:7.3f} ms ({more:4.0%} more than without), "
-            f"{median(tokens):.2f} tokens of a sequence"
-        )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,24 +1,78 @@
-"""What a trainer asks of a server, in vLLM's form: pauses, new weights, and what the server is.
+"""Routes that control the engine, in vLLM's form: its memory, its profile, its weights.
 
-The app has these routes with dev_mode.
+Those of memory are there with enable_sleep_mode, those of the profile with profile_dir, and what a
+trainer asks with dev_mode: pauses, new weights, what the server is.
 """
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
 from nanovllm.apps.server.error_bodies import APIError, naming_params
 from nanovllm.apps.server.generation import while_connected
 from nanovllm.apps.server.json_route import JSONRoute, parse
 from nanovllm.apps.server.protocol.common import RequestModel
-from nanovllm.apps.server.sleep_route import controlled
-from nanovllm.apps.server.state import state_of
+from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.options.other_names import OtherName, other_names
 from nanovllm.options.validation import shown
 
-router = APIRouter(tags=["development"], route_class=JSONRoute)
+sleep_router = APIRouter(tags=["development"])
+profile_router = APIRouter(tags=["profile"])
+training_router = APIRouter(tags=["development"], route_class=JSONRoute)
+
+
+def controlled(request: Request) -> ServerState:
+    """Return the state of a server that a client wants to control.
+
+    Raises:
+        APIError: status 403, a web page sends it: to this machine any page may, and no key stops
+            it.
+    """
+    server = state_of(request)
+    if "origin" in request.headers and not server.options.api_keys:
+        raise APIError(403, "web pages do not control this server: give it an --api-key")
+    return server
+
+
+@sleep_router.post("/sleep")
+async def sleep(request: Request, level: int = 1, mode: str = "abort") -> dict[str, Any]:
+    """Give back the memory of weights and KV; requests in flight end, or are awaited."""
+    with naming_params(("level", "mode"), "level"), while_connected(request):
+        await controlled(request).llm.sleep(level, mode)
+    return {"status": "sleeping", "level": level}
+
+
+@sleep_router.post("/wake_up")
+async def wake_up(
+    request: Request, tags: Annotated[list[str] | None, Query()] = None
+) -> dict[str, Any]:
+    """Take back the memory of "weights", "kv_cache" or both."""
+    with naming_params(("tags",), "tags"):
+        is_awake = await controlled(request).llm.wake_up(tags)
+    return {"status": "awake" if is_awake else "sleeping", "tags": tags}
+
+
+@sleep_router.get("/is_sleeping")
+async def is_sleeping(request: Request) -> dict[str, bool]:
+    """Say whether the engine sleeps."""
+    return {"is_sleeping": await state_of(request).llm.is_sleeping()}
+
+
+@profile_router.post("/start_profile")
+async def start_profile(request: Request) -> dict[str, str]:
+    """Begin a profile in the directory `profile_dir`."""
+    llm = controlled(request).llm
+    await llm.start_profile()
+    return {"profile_dir": llm.engine.config.profile_dir or ""}
+
+
+@profile_router.post("/stop_profile")
+async def stop_profile(request: Request) -> dict[str, list[str]]:
+    """End the profile and return the paths of its files, on the server's machine."""
+    return {"files": await controlled(request).llm.stop_profile()}
+
 
 _PACKED = other_names({"packed": (False,)})
 
@@ -76,7 +130,7 @@ class DiskRequest(RequestModel):
     abort_all_requests: bool = False
 
 
-@router.post("/pause")
+@training_router.post("/pause")
 async def pause(
     request: Request,
     mode: str = "abort",
@@ -97,20 +151,20 @@ async def pause(
     return {"status": "paused"}
 
 
-@router.post("/resume")
+@training_router.post("/resume")
 async def resume(request: Request) -> dict[str, str]:
     """Go on with the requests that were kept."""
     await controlled(request).llm.resume_generation()
     return {"status": "resumed"}
 
 
-@router.get("/is_paused")
+@training_router.get("/is_paused")
 async def is_paused(request: Request) -> dict[str, bool]:
     """Say whether the engine is paused."""
     return {"is_paused": await state_of(request).llm.is_paused()}
 
 
-@router.post("/reset_prefix_cache")
+@training_router.post("/reset_prefix_cache")
 async def reset_prefix_cache(
     request: Request, reset_running_requests: bool = False, reset_external: bool = False
 ) -> dict[str, bool]:
@@ -122,7 +176,7 @@ async def reset_prefix_cache(
     return {"success": await llm.reset_prefix_cache(reset_running_requests)}
 
 
-@router.get("/server_info")
+@training_router.get("/server_info")
 async def server_info(request: Request, config_format: str = "json") -> dict[str, Any]:
     """Tell a trainer what it must know of the engine, by vLLM's names."""
     del config_format  # JSON is the only one
@@ -149,14 +203,14 @@ async def server_info(request: Request, config_format: str = "json") -> dict[str
     }
 
 
-@router.get("/get_world_size")
+@training_router.get("/get_world_size")
 async def get_world_size(request: Request, include_dp: bool = True) -> dict[str, int]:
     """Say how many processes of the server join a transfer: one, which serves all ranks."""
     del request, include_dp
     return {"world_size": 1}
 
 
-@router.post("/init_weight_transfer_engine")
+@training_router.post("/init_weight_transfer_engine")
 async def init_weight_transfer_engine(request: Request, body: TransferRequest) -> dict[str, str]:
     """Join a trainer; leave the one of before, and give up its update."""
     info = body.init_info
@@ -172,14 +226,14 @@ async def init_weight_transfer_engine(request: Request, body: TransferRequest) -
     return {"message": "Weight transfer initialized"}
 
 
-@router.post("/shutdown_weight_transfer_engine")
+@training_router.post("/shutdown_weight_transfer_engine")
 async def shutdown_weight_transfer_engine(request: Request) -> dict[str, str]:
     """Leave the trainer."""
     await controlled(request).transfer.leave()
     return {"message": "Weight transfer shut down"}
 
 
-@router.post("/start_weight_update")
+@training_router.post("/start_weight_update")
 async def start_weight_update(request: Request) -> dict[str, str]:
     """Begin an update. Requests in flight end, unless the engine is paused."""
     server = controlled(request)
@@ -190,7 +244,7 @@ async def start_weight_update(request: Request) -> dict[str, str]:
     return {"message": "Weight update started"}
 
 
-@router.post("/update_weights")
+@training_router.post("/update_weights")
 async def update_weights(request: Request, body: UpdateRequest) -> dict[str, str]:
     """Receive tensors of the update that has begun."""
     info = body.update_info
@@ -200,7 +254,7 @@ async def update_weights(request: Request, body: UpdateRequest) -> dict[str, str
     return {"message": "Weights updated"}
 
 
-@router.post("/update_weights_from_disk")
+@training_router.post("/update_weights_from_disk")
 async def update_weights_from_disk(request: Request, body: DiskRequest) -> dict[str, Any]:
     """Read new weights from a directory. Requests in flight are aborted, or finish first; those of
     a paused engine are kept.
@@ -212,7 +266,7 @@ async def update_weights_from_disk(request: Request, body: DiskRequest) -> dict[
     return {"success": True, "message": "Weights updated"}
 
 
-@router.post("/finish_weight_update")
+@training_router.post("/finish_weight_update")
 async def finish_weight_update(request: Request) -> dict[str, str]:
     """End the update; `weight_version` in the body, if there is one, names the new weights."""
     server = controlled(request)
@@ -224,7 +278,7 @@ async def finish_weight_update(request: Request) -> dict[str, str]:
     return {"message": "Weight update finished"}
 
 
-@router.get("/weight_info")
+@training_router.get("/weight_info")
 async def weight_info(request: Request) -> dict[str, Any]:
     """Return the version of the weights: 0 as they were loaded."""
     return {"weight_version": state_of(request).llm.engine.output_processor.weight_version}

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.harness import Table, make_parser
 from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.packed import PackedWeight
 
@@ -79,7 +80,7 @@ def measure(parts: int) -> dict[str, float]:
 def child(flags: str, parts: int, threads: int) -> dict[str, float]:
     """Measure in a new process, whose kernels are compiled with further flags."""
     compiler = f"{os.environ.get('CC', 'gcc')} {flags}".strip()
-    command = [sys.executable, "-m", "benchmarks.exactness", "--parts", str(parts)]
+    command = [sys.executable, "-m", "benchmarks.exactness.cost", "--parts", str(parts)]
     command += ["--threads", str(threads), "--child"]
     done = subprocess.run(
         command, env={**os.environ, "CC": compiler}, capture_output=True, text=True, check=True
@@ -89,11 +90,9 @@ def child(flags: str, parts: int, threads: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print each kernel's time in its fixed order, and in free ones."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    """Print each kernel's time in its fixed order, and in free ones: the least of all rounds."""
+    parser = make_parser("exactness.cost", __doc__, model=False)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", metavar="FILE", help="write the microseconds of all rounds")
     parser.add_argument("--parts", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -105,23 +104,10 @@ def main() -> None:
     rounds = [
         {kind: child(*how, args.threads) for kind, how in kinds.items()} for _ in range(args.rounds)
     ]
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(rounds, file, indent=1)
-    print(
-        f"{'microseconds, ' + str(args.threads) + ' threads':36}"
-        + "".join(f"{k:>26}" for k in kinds)
-    )
+    table = Table("microseconds", *kinds, "fixed / free", "fixed / cut")
     for name in rounds[0]["fixed"]:
-        columns = ""
-        for kind in kinds:
-            micros = min(each[kind][name] for each in rounds) * 1e6
-            ratio = min(each["fixed"][name] for each in rounds) * 1e6 / micros
-            columns += f"{micros:>18.1f} ({ratio:.2f})"
-        print(f"{name:36}{columns}")
-    print(
-        "In parentheses: the fixed order's time divided by this one's. Least times of all rounds."
-    )
+        fixed, free, cut = (1e6 * min(each[kind][name] for each in rounds) for kind in kinds)
+        table.row(name, *(f"{each:.1f}" for each in (fixed, free, cut)), fixed / free, fixed / cut)
 
 
 if __name__ == "__main__":
