@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.gpu import __main__ as gpu, engines, no_graphs, packages, report, sanitizer, tests
 from benchmarks.gpu.part import Record
+from nanovllm.platform.cuda import CUDA
 
 ROOT = Path(__file__).parent.parent.parent
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -278,14 +279,10 @@ def test_every_test_file_has_a_part() -> None:
 
 
 def test_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.features.graphs import step_runners
-
-    monkeypatch.setattr(
-        step_runners, "can_capture", step_runners.can_capture
-    )  # restored afterwards
-    assert step_runners.can_capture(torch.device("cuda"))
+    monkeypatch.setattr(CUDA, "captures_graphs", CUDA.captures_graphs)  # restored afterwards
+    assert CUDA.captures_graphs
     no_graphs.pytest_configure()
-    assert not step_runners.can_capture(torch.device("cuda"))
+    assert not CUDA.captures_graphs
 
 
 def test_the_machine_is_described_without_git(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.core.messages import Admission, Row, Schedule
 from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.kernels.cpu.kernels import CKernels
-from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.states import StateRows
 from nanovllm.kernels.torch_states import read_parts, write_parts
-from nanovllm.worker import network
+from nanovllm.platform.cpu import CPU as CPUPlatform
 from nanovllm.worker.state_table import StateTable
 from tests.checkpoints import make_checkpoint
 
@@ -40,7 +39,7 @@ QWEN3_5 = {
 
 def make_table(num_rows: int, **options: int) -> StateTable:
     info = WorkerInfo(9, 16, 500, 100, 1000, state_pages=2, max_draft_tokens=3, **options)
-    return StateTable(torch.zeros(num_rows, 2, dtype=torch.int32), info)
+    return StateTable(torch.zeros(num_rows, 2, dtype=torch.int32), info, CPUPlatform())
 
 
 def admission(table_idx: int, num_prompt_tokens: int) -> Admission:
@@ -146,10 +145,10 @@ def results(path, prompts, **options):
 def test_bits_do_not_depend_on_where_steps_cut_prompts(tmp_path, monkeypatch, preempted):
     """In steps with room for one cell; preempted; behind hits, which begin where a cell does."""
     path = make_checkpoint(tmp_path, **QWEN3_5)
-    if not isinstance(select_kernels(CPU, torch.bfloat16), CKernels):
+    if not isinstance(CPUPlatform().kernels(torch.bfloat16), CKernels):
         pytest.skip("needs a C compiler")
     plain, _ = results(path, [[p] for p in PROMPTS], enable_prefix_caching=False)
-    monkeypatch.setattr(network, "select_kernels", lambda *_, **__: Coarse())
+    monkeypatch.setattr(CPUPlatform, "kernels", lambda *_, **__: Coarse())
     alone, _ = results(path, [[p] for p in PROMPTS], enable_prefix_caching=False)
     assert all(plain[i] != alone[i] for i in (0, 3, 4))  # so the test can fail
     small = {"max_num_seqs": 3, "max_num_batched_tokens": 66}
