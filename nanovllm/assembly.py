@@ -183,7 +183,7 @@ def _groups(info: WorkerInfo) -> list[Group]:
     if info.state_pages:
         from nanovllm.kv.groups.state import StateGroup
 
-        groups.append(StateGroup(info.state_pages, cell_tokens=info.cell_tokens))
+        groups.append(StateGroup(info.state_pages))
     if not info.causal:
         from nanovllm.kv.groups.whole import WholeGroup
 

@@ -20,7 +20,6 @@ SELECTED = {
     "test_int4.py": "multiply and bfloat16",
     "test_attention.py": "test_groups or edges or length_0 or float8",
     "test_decode_step.py": "gather or advance",
-    "test_delta_cells.py": "not compile",
     "test_sampling.py": "depend or stride or distribution",
     "test_ngram.py": "not compile",
 }

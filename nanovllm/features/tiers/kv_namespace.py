@@ -77,7 +77,6 @@ def kv_namespace(network: Network, weights: WeightFiles) -> str:
         "block_size": network.backend.block_size,
         "layout": attention.layout,
         "states": attention.states.layout,
-        "cells": attention.states.cell_tokens,
         "angles": _angles(network),
     }
     own = fingerprint(network.config, network.model_config, weights.digest(), device, computing)
