@@ -30,7 +30,6 @@ from nanovllm.features.fast_steps.fused_step import (
     unsupported_model,
 )
 from nanovllm.features.formats.fp8 import FP8
-from nanovllm.features.formats.integer import quantize
 from nanovllm.features.speculation.proposers.head import capture_features
 from nanovllm.features.speculation.proposers.proposer import Proposer
 from nanovllm.kernels.torch_math import NORM_WIDE
@@ -38,7 +37,6 @@ from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import Matrix
 from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
@@ -49,8 +47,7 @@ from nanovllm.worker.device_tables import DeviceTables
 from tests.closeness import assert_close
 from tests.fast_steps.fake_graphs import StepKernels, use_fake_graphs
 from tests.fast_steps.test_cuda_graph import generate
-from tests.kernels.cpu.helpers import make_int_method
-from tests.kernels.triton.inputs import CUDA, DEVICE, randn
+from tests.kernels.triton.inputs import CUDA, DEVICE
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.kernels.triton.test_ops import assert_as_good
 
@@ -193,29 +190,6 @@ def test_the_logits_and_the_cache_of_the_layers(
         assert_as_good(*(cache.flatten(1, 2)[:, slots] for cache in caches))
 
 
-@without_gpu
-def test_weights_of_4_bits_stay_packed() -> None:
-    """The layers multiply with what the fused kernels multiply with."""
-    model = Model(
-        dataclasses.replace(SMALL, hidden_size=64, intermediate_size=96),
-        torch.float16,
-        TritonBackend,
-    )
-    for module in model.module.modules():
-        if isinstance(module, Matrix) and module.weight is not None:
-            rounded = quantize(module.weight.data, 4, 32)
-            module.replace_weight(make_int_method(rounded, torch.float16, TritonKernels()))
-    batch = make_batch([1, 5, 6, 20])
-    theirs, found = model.unfused(batch), model.fused(batch)
-    assert_close(found, theirs, of_largest=0.01)
-    o_proj = model.module.model.layers[1].self_attn.o_proj
-    order = torch.arange(64, dtype=torch.int32)
-    by_order = quantize(randn(64, 64), 4, 32)._replace(inputs=order)
-    for weight in (quantize(randn(64, 64), 8, 32), by_order):
-        o_proj.replace_weight(make_int_method(weight, torch.float16, TritonKernels()))
-        assert "quantised" in str(unsupported_model(model.module, model.backend))
-
-
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 def test_replays_of_a_graph() -> None:
     """Each replay computes other tokens: a kernel that did not wait for the previous one would read
@@ -307,13 +281,13 @@ def test_a_step_has_at_most_150_launches(rows: int, monkeypatch: pytest.MonkeyPa
     names = launches(config, rows, monkeypatch)
     assert len(names) <= 150
     layer = [
-        "norm_linear_kernel",
+        "_norm_linear",
         "_attend_rows",
-        "linear_partials_kernel",
-        "norm_linear_kernel",
-        "linear_partials_kernel",
+        "_linear_partials",
+        "_norm_linear",
+        "_linear_partials",
     ]
-    start = names.index("norm_linear_kernel")
+    start = names.index("_norm_linear")
     assert names[start : start + 28 * 5] == layer * 28
 
 

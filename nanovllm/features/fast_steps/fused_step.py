@@ -18,7 +18,6 @@ from nanovllm.attention.triton import PagedBackend
 from nanovllm.features.fast_steps.cuda_capture import Graph, make_capture
 from nanovllm.features.fast_steps.cuda_graph import ComputeLogits
 from nanovllm.kernels.torch_math import NORM_ROUNDED
-from nanovllm.kernels.triton.packed_ints import PackedInts
 from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -79,7 +78,7 @@ def unsupported_model(model: nn.Module, backend: Backend) -> str | None:
         return reason
     for module in model.modules():
         if isinstance(module, Matrix) and _weight(module, spec.dtype) is None:
-            return "the weights are quantised in another way than packed 4 bits, or have adapters"
+            return "the weights are quantised, or have adapters"
         if isinstance(module, DecoderLayer) and module.store_input is not None:
             return "a draft head reads hidden states"
     return None
@@ -206,12 +205,12 @@ class FusedStep:
         return self._layer.linear_partials(x, weight, chained=self._chained)
 
 
-def _weight(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor | PackedInts | None:
-    """Return what the fused kernels read of a matrix; None if they cannot multiply with it."""
-    if matrix.weight is not None and matrix.method is None:
-        return matrix.weight if matrix.weight.dtype == dtype else None
-    weight: PackedInts | None = getattr(matrix.method, "fusible", None)  # of a PackedIntWeight
-    return weight
+def _weight(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the weight of a matrix; None if the fused kernels cannot multiply with it."""
+    weight = matrix.weight
+    return (
+        weight if weight is not None and matrix.method is None and weight.dtype == dtype else None
+    )
 
 
 def faster_logits(
