@@ -11,8 +11,8 @@ import triton.language as tl
 
 from nanovllm.kernels.triton.launch import launch_options, let_next_begin, wait_for_previous
 
-MAX_ROWS = 16
-"""Rows of a tile of the tensor cores."""
+MAX_ROWS = 4
+"""With more rows the layers were faster on an H200."""
 
 PROGRAMS = 192
 """Programs that should read one weight. Two fit an SM of a large GPU. Some weights get fewer,
@@ -63,7 +63,7 @@ def norm_linear(
     _norm_linear[(triton.cdiv(outputs, width),)](
         x, partials, partials_bias, total, norm_weight, eps, weight, bias, out, rows,
         OUTPUTS=outputs, SPLITS=0 if partials is None else len(partials), GATED=gated, N=width,
-        **_tile(x, weight, x.shape[1], most=1024 // x.itemsize), **launch_options(chained),
+        **_tile(x, weight, x.shape[1], most=512), **launch_options(chained),
     )  # fmt: skip
     return out, total
 
@@ -89,7 +89,7 @@ def linear_partials(x: torch.Tensor, weight: torch.Tensor, *, chained: bool) -> 
     partials = x.new_empty(splits, rows, outputs, dtype=torch.float32)
     _linear_partials[(tiles, splits)](
         x, weight, partials, rows, OUTPUTS=outputs, SPLIT=split, N=width,
-        **_tile(x, weight, split, most=32768 // (width * x.itemsize)), **launch_options(chained),
+        **_tile(x, weight, split, most=16384 // width), **launch_options(chained),
     )  # fmt: skip
     return partials
 
@@ -103,8 +103,7 @@ def _tile(x: torch.Tensor, weight: torch.Tensor, inputs: int, most: int) -> dict
     """Return the size of a program's tiles, R rows and K inputs at once, and of the weight.
 
     A thread keeps the weights of a tile in at most 64 registers, or in 32 while it has the next
-    tile in another 32. Up to 4 rows in half precision, 128 registers let an SM run two programs.
-    Few values of R, because each is another compilation.
+    tile in another 32. 128 registers let an SM run two programs.
 
     Args:
         inputs: that a program reads.
@@ -112,12 +111,15 @@ def _tile(x: torch.Tensor, weight: torch.Tensor, inputs: int, most: int) -> dict
     """
     assert x.is_contiguous()
     assert weight.is_contiguous()
-    rows = next(rows for rows in (1, 4, MAX_ROWS) if len(x) <= rows)
-    options = {"R": rows, "num_warps": _WARPS, "num_stages": 1}
     size = triton.next_power_of_2(min(inputs, x.shape[1]))
-    options["K"] = max(size if size <= 2048 // x.itemsize else most, 16 * _WARPS)
-    options["SIZE"] = x.shape[1]
-    return options | ({"maxnreg": 128} if rows <= 4 and x.itemsize == 2 else {})
+    return {
+        "R": 1 if len(x) == 1 else MAX_ROWS,
+        "K": max(size if size <= 1024 else most, 16 * _WARPS),
+        "SIZE": x.shape[1],
+        "num_warps": _WARPS,
+        "num_stages": 1,
+        "maxnreg": 128,
+    }
 
 
 @triton.jit
@@ -137,7 +139,7 @@ def _multiply(x, weights, acc):
     R: tl.constexpr = x.shape[0]
     PART: tl.constexpr = weights.shape[2]
     parts = tl.permute(tl.reshape(x, [R, _PARTS, PART]), (1, 0, 2))
-    return tl.dot(parts, tl.permute(weights, (0, 2, 1)), acc, input_precision="tf32x3")
+    return tl.dot(parts, tl.permute(weights, (0, 2, 1)), acc)
 
 
 @triton.jit
@@ -189,7 +191,7 @@ def _norm_linear(
     stride = rows * SIZE
     squares = tl.zeros([R, K], tl.float32)
     total = tl.zeros([R, K], tl.float32)
-    for start in tl.range(0, SIZE, K, num_stages=3 if R <= 4 else 1):
+    for start in tl.range(0, SIZE, K, num_stages=3):
         place, column, inside = _places(row, start, rows, SIZE, K)
         total = _sum_parts(x, partials, partials_bias, place, column, inside, stride, SIZE, SPLITS)
         if SPLITS:  # each tile is stored by one program
