@@ -16,8 +16,8 @@ COUNTS = ("passed", "failed", "errors", "skipped")
 KERNEL_TESTS = (
     "kernels/triton/test_*.py",
     "attention/test_gpu_*.py",
-    "fast_steps/test_*graph*.py",
-    "fast_steps/test_fused_*.py",
+    "graphs/test_*graph*.py",
+    "graphs/test_fused_*.py",
     "worker/test_warm_up.py",
     "worker/test_kv_cache.py",
 )
@@ -27,7 +27,7 @@ ONLY_CUDA = re.compile(r"@NEEDS_CUDA|skipif\(\s*not torch\.cuda")
 """Marks a test that only a GPU can run."""
 COMPILE_TESTS = "kernels/triton/test_*compile.py"
 """They compile for GPUs that are not there, so they need none."""
-ALONE = "tests/fast_steps/test_cuda_graph.py::test_cuda_graphs_are_used_and_freed"
+ALONE = "tests/graphs/test_cuda_graph.py::test_cuda_graphs_are_used_and_freed"
 """A test that reads the whole GPU's memory, which other processes change. It runs last, with
 nothing beside it.
 """

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from xxhash import xxh3_128_digest
 
-from nanovllm.scheduler.sequence import Sequence
+from nanovllm.core.sequence import Sequence
 
 Key = tuple[int | str, bytes]
 """Of a node: (uid of its parent, or `Sequence.root_uid`; chained hash)."""

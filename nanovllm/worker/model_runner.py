@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nanovllm.core.messages import Row, Schedule
+from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.errors import ConfigError, OutOfMemoryError, refuses_memory
 from nanovllm.kernels.selector import require_triton
 from nanovllm.options.plugins import in_worker
-from nanovllm.scheduler.messages import Row, Schedule
-from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.memory import keep_freed
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.extensions import LAPS, Computed, RunnerPart, SamplingWatch, StepRunner
+from nanovllm.worker.hooks import LAPS, SamplingWatch, StepRunner, StepTensors, WorkerHook
 from nanovllm.worker.model_loader import NetworkSpec, num_positions
 from nanovllm.worker.network import Network
-from nanovllm.worker.sampling_rows import SamplingRows
 from nanovllm.worker.step_output import PendingResult, Pooled, StepOutput
+from nanovllm.worker.step_sampler import StepSampler
 from nanovllm.worker.timing import StepTimer
 
 if TYPE_CHECKING:
-    from nanovllm.features.fast_steps.registry import StepRunners
-    from nanovllm.features.pooling.rank import RankPooling
+    from nanovllm.features.graphs.step_runners import StepRunners
+    from nanovllm.features.pooling.rank_pooling import RankPooling
     from nanovllm.features.speculation.proposers.proposer import Proposer
     from nanovllm.features.structured.grammar_masks import GrammarMasks
-    from nanovllm.features.training.rank import RankWeights
+    from nanovllm.features.training.rank_weights import RankWeights
     from nanovllm.layers.logits_rules import LogitsRule
     from nanovllm.worker.logprobs import Logprobs
 
@@ -82,23 +82,23 @@ class ModelRunner:
             raise ConfigError(
                 "this model computes each prompt whole and generates nothing, so it has no use for "
                 "drafts and tiers: leave out speculative_config, kv_offload_gib, kv_cache_dir and "
-                "kv_tier"
+                "kv_store"
             )
         # Larger steps take more memory; on a CPU they do not make a token cheaper.
         default_num_tokens = 1024 if device.type == "cpu" else 16384
         budget = config.max_num_batched_tokens or default_num_tokens
-        self.max_num_batched_tokens = budget + network.attention.overshoot
+        self.max_num_batched_tokens = budget + network.attention.max_extra_tokens
         self.steps = make_steps and make_steps(network, self.max_num_batched_tokens)
         self.uses_graphs = self.steps is not None and self.steps.uses_graphs
         self.num_padding_blocks = int(self.uses_graphs)  # for the tokens that pad a graph's step
         self.drafter = make_drafter and make_drafter(network, self.max_num_batched_tokens)
-        self.parts: list[RunnerPart] = []
+        self.parts: list[WorkerHook] = []
         self.masks: GrammarMasks | None = None
-        self._own_rules: dict[str, type[LogitsRule]] = {}
+        self._user_rules: dict[str, type[LogitsRule]] = {}
         if config.logits_rules:
             from nanovllm.layers.logits_rules import load_rules
 
-            self._own_rules = load_rules(config.logits_rules)
+            self._user_rules = load_rules(config.logits_rules)
         self._make_pooling = make_pooling
         self.make_step_runner = make_step_runner
         self.pooling: RankPooling | None = None
@@ -112,7 +112,7 @@ class ModelRunner:
         """Make the KV pool and new tables, in place of any others; return the tables."""
         self.network.make_pool(info.num_blocks + self.num_padding_blocks)
         self.tables = DeviceTables(
-            info, self.config.max_num_seqs, self.device, self.network.kernels, self._own_rules
+            info, self.config.max_num_seqs, self.device, self.network.kernels, self._user_rules
         )
         return self.tables
 
@@ -142,10 +142,10 @@ class ModelRunner:
         try:
             for part in self.parts:
                 part.begin(schedule)
-            if self.network.own is None:
+            if self.network.user_parts is None:
                 pending = self._execute(schedule)
             else:
-                pending = in_worker(self.network.own, "a step", self._execute, schedule)
+                pending = in_worker(self.network.user_parts, "a step", self._execute, schedule)
             for part in self.parts:
                 part.end(schedule, pending)
         except (MemoryError, OSError, RuntimeError) as error:
@@ -205,12 +205,12 @@ class ModelRunner:
         masks = None if self.masks is None else self.masks.begin(tables, rows)
         pooling = None if self.pooling is None else self.pooling.begin(rows)
         is_recordable = pooling is None or pooling.is_recordable
-        hidden, tokens, logits, draft_ids = self._run_fast(rows) if is_recordable else Computed()
+        hidden, tokens, logits, draft_ids = self._run_fast(rows) if is_recordable else StepTensors()
         is_plain = self.watch is None and all(tables.plain[row.table_idx] for row in rows)
         if tokens is not None and is_plain:
             on_host = tokens.device.type != self.device.type
             return StepOutput(tokens, draft_ids=draft_ids, on_host=on_host)
-        sampling = SamplingRows(tables, rows, masks=masks, draft_ids=draft_ids, watch=self.watch)
+        sampling = StepSampler(tables, rows, masks=masks, draft_ids=draft_ids, watch=self.watch)
         logprobs: list[Logprobs] = []
         pooled: list[Pooled] = []
         if tokens is None:
@@ -243,16 +243,18 @@ class ModelRunner:
             if self.follows_drafts:
                 sampling.accept(tokens)
         forcing = {} if masks is None else masks.forcing
-        return StepOutput(tokens, logprobs, sampling.endings, sampling.draft_ids, forcing, pooled)
+        return StepOutput(
+            tokens, logprobs, sampling.finish_infos, sampling.draft_ids, forcing, pooled
+        )
 
-    def _run_fast(self, rows: list[Row]) -> Computed:
+    def _run_fast(self, rows: list[Row]) -> StepTensors:
         """Return what the first step runner that fits computes: nothing without one."""
         for runner in self.step_runners:
             if not runner.follows_drafts and any(row.num_unverified_tokens for row in rows):
                 continue
             if runner.fits(rows):
                 return runner.run(rows)
-        return Computed()
+        return StepTensors()
 
     @property
     def follows_drafts(self) -> bool:

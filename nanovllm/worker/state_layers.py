@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.attention.states import StatePart, States, aligned
+from nanovllm.kernels.states import StatePart, States, aligned
 from nanovllm.layers.state_layer import StateLayer
 
 logger = logging.getLogger(__name__)

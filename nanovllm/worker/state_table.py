@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.attention.states import Replay, StateRows
-from nanovllm.scheduler.messages import Row, Schedule
-from nanovllm.scheduler.worker_info import WorkerInfo
+from nanovllm.core.messages import Row, Schedule
+from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.kernels.states import Replay, StateRows
 from nanovllm.utils.transfer import upload
 
 

@@ -13,8 +13,8 @@ from hypothesis.stateful import initialize, invariant
 
 from examples.lab.lfu_eviction import LeastFrequentlyUsed
 from examples.lab.shortest_job_first import ShortestFirst
-from nanovllm.kv.windows import WindowSpec, pages_for
-from nanovllm.testing.fake_engine import VOCAB_SIZE, Engine, random_guesses
+from nanovllm.core.windows import WindowSpec, pages_for
+from nanovllm.testing.fake_engine import VOCAB_SIZE, FakeEngine, random_guesses
 from nanovllm.testing.invariants import check_scheduler
 from nanovllm.testing.random_runs import make_controller
 from tests.every_case import examples
@@ -181,11 +181,11 @@ def test_each_subset(features: tuple[str, ...]) -> None:
         machine.teardown()
 
 
-def make_engine(**options: Any) -> Engine:
+def make_engine(**options: Any) -> FakeEngine:
     """Return an engine with all groups, whose pool is large unless `options` say otherwise."""
     sizes = {"num_blocks": 400, "block_size": 4, "max_model_len": 200, "snapshot_interval": 16}
     groups = {"windows": (WindowSpec(6, 2), WindowSpec(20, 1)), "state_pages": 3}
-    return Engine(**{**sizes, **groups, **options})
+    return FakeEngine(**{**sizes, **groups, **options})
 
 
 def random_prompt(seed: int, length: int) -> list[int]:

@@ -7,11 +7,11 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence as Seq
 
-from nanovllm.kv.groups.group import Group, StepPages
+from nanovllm.core.messages import Admission, NewBlocks, PageCopy, Row
+from nanovllm.core.sequence import Sequence
+from nanovllm.kv.groups.group import KVCacheGroup, StepPages
 from nanovllm.kv.pool import BlockPool
 from nanovllm.kv.trie import Hit, Node, PrefixTrie
-from nanovllm.scheduler.messages import Admission, NewBlocks, PageCopy, Row
-from nanovllm.scheduler.sequence import Sequence
 
 ROOM_TO_GROW = 2
 """Pages that are left for each running sequence when another one is admitted, if it can grow by as
@@ -56,7 +56,7 @@ class State:
     rolling: Snapshot | None = None
 
 
-class StateGroup(Group):
+class StateGroup(KVCacheGroup):
     """Holds the state of each running sequence, and takes snapshots of it for prefix hits.
 
     Invariants, verified by nanovllm/testing/invariants.py:
@@ -222,7 +222,7 @@ class StateGroup(Group):
             self.drop(snapshot, evicted=evicted)
 
     def drop(self, snapshot: Snapshot, *, evicted: bool) -> None:
-        """Forget a snapshot, and free its pages. See `Group.forget`."""
+        """Forget a snapshot, and free its pages. See `KVCacheGroup.forget`."""
         if snapshot.is_dropped:
             return
         is_held = snapshot in self._held
