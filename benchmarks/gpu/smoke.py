@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import QWEN3_06B
-from benchmarks.gpu.part import Part, Record
-from benchmarks.gpu.tables import table
+from benchmarks.gpu.part import Part, Record, table
 
 
 class Way(NamedTuple):

@@ -74,9 +74,6 @@ class Kernels:
     ngram: ModuleType | None = None
     """Kernels for prompt lookup on a GPU: `kernels.triton.ngram`."""
 
-    computes_cells: ClassVar[bool] = False
-    """Whether `gated_delta` computes `StateRows.cells` in a separate form, in bfloat16."""
-
     def add_rms_norm(
         self,
         x: torch.Tensor | None,

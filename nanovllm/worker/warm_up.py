@@ -66,7 +66,6 @@ def measure(runner: ModelRunner) -> WorkerInfo:
         runs_ahead=runner.platform.runs_ahead,
         windows=network.attention.layout.windows,
         state_pages=states.num_pages,
-        chunk_size=states.choose_cells(runner.max_num_batched_tokens, config.max_num_seqs),
         causal=network.attention.causal,
         max_draft_tokens=0 if config.speculation is None else config.speculation.max_draft_tokens,
     )

@@ -77,7 +77,6 @@ def kv_namespace(network: Network, weights: WeightSnapshot) -> str:
         "block_size": network.backend.block_size,
         "layout": attention.layout,
         "states": attention.states.layout,
-        "cells": attention.states.chunk_size,
         "angles": _angles(network),
     }
     kind = device_kind(network.platform)
