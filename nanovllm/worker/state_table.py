@@ -113,7 +113,6 @@ class StateTable:
 
     def __init__(self, pages: torch.Tensor, info: WorkerInfo, platform: Platform) -> None:
         self.pages = pages
-        self._platform = platform
         self.replays = Replays(len(pages), info.max_draft_tokens, platform)
         end = info.num_blocks
         last = torch.arange(end - info.state_pages, end, device=pages.device)
