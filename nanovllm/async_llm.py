@@ -302,14 +302,6 @@ class AsyncLLM(AsyncWeightMethods):
         own_id = request_id if isinstance(request_id, str) else None
         making[own_id] = turns_of
 
-        def start(request: Request) -> None:
-            if not reader.is_closed:
-                reader.sends_all = request.sends_all
-                try:
-                    thread.start_request(reader, request)
-                except BaseException as error:
-                    send([(reader, error)])
-
         def make_request() -> None:
             try:
                 if reader.is_closed:
@@ -326,7 +318,7 @@ class AsyncLLM(AsyncWeightMethods):
             except BaseException as error:  # a panic in tokenizers is not an Exception
                 send([(reader, error)])
             else:
-                thread.submit(lambda: start(request))
+                thread.submit(lambda: _start(thread, reader, request))
             finally:
                 making.pop(own_id, None)
 
@@ -341,6 +333,16 @@ class AsyncLLM(AsyncWeightMethods):
             if not finished:  # also after an error, when the request is not running
                 reader.is_closed = True
                 thread.post(lambda: thread.close(reader))
+
+
+def _start(thread: EngineThread, reader: Reader, request: Request) -> None:
+    """Queue a request, or give its reader the error."""
+    if not reader.is_closed:
+        reader.sends_all = request.sends_all
+        try:
+            thread.start_request(reader, request)
+        except BaseException as error:
+            send([(reader, error)])
 
 
 def _stop(thread: EngineThread, input_thread: FairExecutor) -> None:
