@@ -113,7 +113,6 @@ class VllmLLM(llm.LLM):
         super().__init__(model, **_asked_for(options))
 
     @classmethod
-    @takes_other_keywords
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """Return `LLM(**options)` with these options.
 
@@ -153,7 +152,6 @@ class VllmAsyncLLM(async_llm.AsyncLLM):
         super().__init__(model, **_asked_for(options))
 
     @classmethod
-    @takes_other_keywords
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """Return `AsyncLLM(**options)` with these options.
 
@@ -200,7 +198,6 @@ class VllmLLMEngine:
         self.engine = engine
 
     @classmethod
-    @takes_other_keywords
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """Return an engine with these options, as `LLM(**options)` makes it.
 
@@ -255,13 +252,11 @@ class VllmLLMEngine:
         """Return the number of sequences that are not finished."""
         return self.engine.scheduler.num_unfinished
 
-    @takes_other_keywords
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests; ids that are not running do nothing."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             self.engine.abort(request_id)
 
-    @takes_other_keywords
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes; return False, and forget none, while requests run.
 
