@@ -51,7 +51,7 @@ def smoke(record: Record) -> None:
     Raises:
         RuntimeError: the Triton kernels are off, so nothing else of a call would mean anything.
     """
-    from nanovllm.kernels.selector import triton_available
+    from nanovllm.platform.cuda import triton_available
 
     if not triton_available():
         record.figures["off"] = True

@@ -1,6 +1,6 @@
 """`Kernels`: what a device computes besides matrix products and attention, here in plain torch.
 
-`kernels.selector` chooses the object once, and the layers and the worker call it.
+A `Platform` chooses the object once, and the layers and the worker call it.
 """
 
 from collections.abc import Callable, Sequence

@@ -12,7 +12,7 @@ import torch
 from nanovllm.core.messages import Row, Schedule
 from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.kernels.states import Replay, StateRows
-from nanovllm.utils.transfer import upload
+from nanovllm.platform import Platform
 
 
 class ReplayedRows(NamedTuple):
@@ -36,10 +36,10 @@ class Replays:
         num_drafts: most drafts of a row. Of more, in steps that only measure, the first are kept.
     """
 
-    def __init__(self, num_table_rows: int, num_drafts: int, device: torch.device) -> None:
+    def __init__(self, num_table_rows: int, num_drafts: int, platform: Platform) -> None:
         self.num_drafts = num_drafts
         self.num_log_rows = num_table_rows * num_drafts
-        self._device = device
+        self._platform = platform
         # By table row:
         self._first_drafts: dict[int, int] = {}  # of its last step, if that had any: the position
         self._accepted: dict[int, int] = {}  # how many of them its row of this step follows
@@ -95,7 +95,7 @@ class Replays:
         numbers = array("q")
         for part in parts:
             numbers.extend(part)
-        uploaded = torch.split(upload(numbers, self._device), [len(part) for part in parts])
+        uploaded = torch.split(self._platform.upload(numbers), [len(part) for part in parts])
         replay = Replay(uploaded[0], uploaded[1], uploaded[2], self.num_log_rows)
         ends, lens = (x.int() for x in uploaded[3:])
         return dataclasses.replace(state, cu_seqlens=ends, write_lens=lens, replay=replay)
@@ -111,9 +111,10 @@ class StateTable:
         pages: [table rows, state_pages] int32, a view of the tables, which `NewBlocks` write.
     """
 
-    def __init__(self, pages: torch.Tensor, info: WorkerInfo) -> None:
+    def __init__(self, pages: torch.Tensor, info: WorkerInfo, platform: Platform) -> None:
         self.pages = pages
-        self.replays = Replays(len(pages), info.max_draft_tokens, pages.device)
+        self._platform = platform
+        self.replays = Replays(len(pages), info.max_draft_tokens, platform)
         end = info.num_blocks
         last = torch.arange(end - info.state_pages, end, device=pages.device)
         pages.copy_(last.clamp(min=0).int().expand_as(pages))

@@ -408,7 +408,7 @@ class Timed:
 
         return SimpleNamespace(replay=replay), logits
 
-    def measure_seconds(self, run: Any, sizes: Any, device: Any) -> list[tuple[int, float]]:
+    def measure_seconds(self, run: Any, sizes: Any, platform: Any) -> list[tuple[int, float]]:
         return [(run(size), (size, self._took))[1] for size in sizes]
 
     def ways(self, max_tokens: int = 8) -> list[str]:
@@ -495,10 +495,10 @@ def test_logits_of_equal_lengths_are_compared(
 
         return SimpleNamespace(replay=replay), logits
 
-    def measure_seconds(run: Any, sizes: Any, device: Any) -> list[tuple[int, float]]:
+    def measure_seconds(run: Any, sizes: Any, platform: Any) -> list[tuple[int, float]]:
         ends_with_long = timed.ran[-1][0] == "unfused"
         order = sorted(sizes, reverse=not ends_with_long)
-        seconds = dict(timed.measure_seconds(run, order, device))
+        seconds = dict(timed.measure_seconds(run, order, platform))
         return [(size, seconds[size]) for size in sizes]
 
     monkeypatch.setattr(fused_step, "make_capture", lambda device: capture)

@@ -31,6 +31,7 @@ from nanovllm.models.decoder import (
     GatedMLP,
     SelfAttention,
 )
+from nanovllm.platform.cuda import CUDA
 from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.worker.timing import measure_seconds
 
@@ -291,7 +292,7 @@ def _is_faster(
     found = []
     for compute_logits in (fused, unfused):
         graph, logits = capture(functools.partial(step, compute_logits))
-        measured = measure_seconds(functools.partial(replay, graph), lengths, device)
+        measured = measure_seconds(functools.partial(replay, graph), lengths, CUDA(device))
         assert logits is not None  # one rank has them all
         seconds.append([time for _, time in measured])
         outputs = []

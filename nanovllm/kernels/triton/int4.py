@@ -2,7 +2,7 @@
 
 Up to FEW rows the kernel multiplies with the integers themselves, which 16 bits hold exactly, and
 scales the sum of each group. With more rows it scales a tile of weights and rounds it to the dtype
-of x first. Imports triton: see `kernels.selector.triton_available`.
+of x first. Imports triton: see `platform.cuda.triton_available`.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""`Kernels` on a CUDA GPU. Imports triton: see `kernels.selector.triton_available`."""
+"""`Kernels` on a CUDA GPU. Imports triton: see `platform.cuda.triton_available`."""
 
 from typing import ClassVar
 

@@ -4,7 +4,7 @@ norm with a gate.
 States lie in pages of the pool and change in place. A token is computed by the same code in a
 prompt's chunk and in a decode step, so bits depend neither on chunks nor on the rest of the batch.
 The host never waits for the device. `Kernels` says what the functions do. Imports triton: see
-`kernels.selector.triton_available`.
+`platform.cuda.triton_available`.
 """
 
 import torch
