@@ -183,7 +183,7 @@ def _groups(info: WorkerInfo) -> list[KVCacheGroup]:
     if info.state_pages:
         from nanovllm.kv.groups.state import StateGroup
 
-        groups.append(StateGroup(info.state_pages, chunk_size=info.chunk_size))
+        groups.append(StateGroup(info.state_pages))
     if not info.causal:
         from nanovllm.kv.groups.bidirectional import BidirectionalGroup
 

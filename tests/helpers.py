@@ -204,6 +204,9 @@ def generate_in_random_order(
 def assert_idle(llm: Any) -> None:
     """Check that no request is left and that every block of the KV pool is free."""
     engine = llm.engine
+    thread = getattr(llm, "_thread", None)
+    if thread is not None:  # what was closed just now ends with a command
+        thread.submit(lambda: None).result(20)
     assert engine.is_finished()
     check_scheduler(engine.scheduler)
     assert engine.scheduler.block_manager.num_free_blocks == engine.worker_info.num_blocks

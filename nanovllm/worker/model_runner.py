@@ -13,10 +13,9 @@ import torch
 from nanovllm.core.messages import Row, Schedule
 from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.errors import ConfigError, OutOfMemoryError, refuses_memory
-from nanovllm.kernels.selector import require_triton
 from nanovllm.options.plugins import in_worker
+from nanovllm.platform import Platform
 from nanovllm.utils.distributed import broadcast_from_first
-from nanovllm.utils.memory import keep_freed
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.hooks import LAPS, SamplingWatch, StepRunner, StepTensors, WorkerHook
 from nanovllm.worker.model_loader import NetworkSpec, num_positions
@@ -63,7 +62,7 @@ class ModelRunner:
     def __init__(
         self,
         target: NetworkSpec,
-        device: torch.device,
+        platform: Platform,
         *,
         make_steps: "Callable[[Network, int], StepRunners] | None" = None,
         make_drafter: "Callable[[Network, int], Proposer] | None" = None,
@@ -71,22 +70,17 @@ class ModelRunner:
         make_step_runner: Callable[[Network, DeviceTables], StepRunner] | None = None,
     ) -> None:
         config = self.config = target.config
-        self.device = device
-        if config.native_kernels and device.type == "cuda" and config.device != "auto":
-            require_triton(config.device)
+        self.platform = platform
+        self.device = platform.device
         self.max_model_len = num_positions(target)
-        if device.type == "cpu":
-            keep_freed()  # what is freed with one weight, and with each step, serves the next
-        network = self.network = Network(target, self.max_model_len, device)
+        network = self.network = Network(target, self.max_model_len, platform)
         if not network.attention.causal and (config.has_tiers or config.speculation):
             raise ConfigError(
                 "this model computes each prompt whole and generates nothing, so it has no use for "
                 "drafts and tiers: leave out speculative_config, kv_offload_gib, kv_cache_dir and "
                 "kv_store"
             )
-        # Larger steps take more memory; on a CPU they do not make a token cheaper.
-        default_num_tokens = 1024 if device.type == "cpu" else 16384
-        budget = config.max_num_batched_tokens or default_num_tokens
+        budget = config.max_num_batched_tokens or platform.default_num_batched_tokens
         self.max_num_batched_tokens = budget + network.attention.max_extra_tokens
         self.steps = make_steps and make_steps(network, self.max_num_batched_tokens)
         self.uses_graphs = self.steps is not None and self.steps.uses_graphs
@@ -112,7 +106,7 @@ class ModelRunner:
         """Make the KV pool and new tables, in place of any others; return the tables."""
         self.network.make_pool(info.num_blocks + self.num_padding_blocks)
         self.tables = DeviceTables(
-            info, self.config.max_num_seqs, self.device, self.network.kernels, self._user_rules
+            info, self.config.max_num_seqs, self.platform, self.network.kernels, self._user_rules
         )
         return self.tables
 
@@ -181,13 +175,13 @@ class ModelRunner:
             self.drafter.admit(schedule)
         if self.drafter is None or not schedule.may_draft:
             output = self.run_rows(schedule.rows)
-            return PendingResult(schedule.step_id, schedule.rows, output)
-        timer = StepTimer(self.device)
+            return PendingResult(schedule.step_id, schedule.rows, output, self.platform)
+        timer = StepTimer(self.platform)
         rows = self.drafter.draft(schedule.rows)
         timer.mark()
         output = self.run_rows(rows)
         timer.mark()
-        return PendingResult(schedule.step_id, rows, output, timer)
+        return PendingResult(schedule.step_id, rows, output, self.platform, timer)
 
     def run_rows(self, rows: list[Row]) -> StepOutput:
         """Compute `rows` and choose a token for each row that samples.
@@ -208,7 +202,7 @@ class ModelRunner:
         hidden, tokens, logits, draft_ids = self._run_fast(rows) if is_recordable else StepTensors()
         is_plain = self.watch is None and all(tables.plain[row.table_idx] for row in rows)
         if tokens is not None and is_plain:
-            on_host = tokens.device.type != self.device.type
+            on_host = tokens.device != self.device
             return StepOutput(tokens, draft_ids=draft_ids, on_host=on_host)
         sampling = StepSampler(tables, rows, masks=masks, draft_ids=draft_ids, watch=self.watch)
         logprobs: list[Logprobs] = []

@@ -12,7 +12,7 @@ from nanovllm.core.messages import FinishInfo, Row, RowDetails, StepResult
 from nanovllm.core.transfers import Loaded
 from nanovllm.layers.sampler import NO_TOKEN, RULED_OUT
 from nanovllm.options.sampling_params import REQUESTS_FAULT
-from nanovllm.utils.transfer import to_host
+from nanovllm.platform import Platform
 from nanovllm.worker.timing import StepTimer
 
 if TYPE_CHECKING:
@@ -76,11 +76,12 @@ class StepOutput:
     on_host: bool = False
     """Whether `token_ids` is memory of the host, to which this step writes and later ones too."""
 
-    def to_host(self) -> "StepOutput":
-        """Return a copy on the host. On CUDA the copy is asynchronous."""
+    def to_host(self, platform: Platform) -> "StepOutput":
+        """Return a copy on the host: see `Platform.to_host`."""
+        to_host = platform.to_host
         return StepOutput(
             self.token_ids if self.on_host else to_host(self.token_ids),
-            [part.to_host() for part in self.logprobs],
+            [part.to_host(platform) for part in self.logprobs],
             self.finish_infos,
             None if self.draft_ids is None else to_host(self.draft_ids),
             self.forcing,
@@ -113,6 +114,7 @@ class PendingResult:
 
     Args:
         rows: with the drafts that were proposed, which may be fewer than scheduled.
+        platform: that runs the step.
         timer: marked the ends of proposing and of the step; None: the step is not timed.
 
     Attributes:
@@ -122,28 +124,29 @@ class PendingResult:
     """
 
     def __init__(
-        self, step_id: int, rows: list[Row], output: StepOutput, timer: StepTimer | None = None
+        self,
+        step_id: int,
+        rows: list[Row],
+        output: StepOutput,
+        platform: Platform,
+        timer: StepTimer | None = None,
     ) -> None:
         self._step_id = step_id
         self._rows = rows
         self._timer = timer
-        self._output = output.to_host()
+        self._output = output.to_host(platform)
         self.loaded: list[Loaded] = []
         self.finish_infos: dict[int, FinishInfo] = {}
         self.routed_experts: dict[int, Any] = {}
         self._result: StepResult | None = None
         self._lock = threading.Lock()  # one thread of a rank launches steps, another reads results
-        self._copied: torch.cuda.Event | None = None
-        if output.on_host or output.token_ids.is_cuda:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
+        self._copied = platform.record()
 
     def result(self) -> StepResult:
         """Wait for the step and return its result."""
         with self._lock:
             if self._result is None:
-                if self._copied is not None:
-                    self._copied.synchronize()
+                self._copied.synchronize()
                 token_ids, details = self._output.row_results(self._rows)
                 drafting, seconds = (0.0, 0.0) if self._timer is None else self._timer.seconds()
                 if self.finish_infos:

@@ -63,10 +63,9 @@ def measure(runner: ModelRunner) -> WorkerInfo:
         runner.max_model_len,
         network.model_config.vocab_size,
         runner.max_num_batched_tokens,
-        runs_ahead=runner.device.type == "cuda",
+        runs_ahead=runner.platform.runs_ahead,
         windows=network.attention.layout.windows,
         state_pages=states.num_pages,
-        chunk_size=states.choose_cells(runner.max_num_batched_tokens, config.max_num_seqs),
         causal=network.attention.causal,
         max_draft_tokens=0 if config.speculation is None else config.speculation.max_draft_tokens,
     )
@@ -79,7 +78,7 @@ def measure(runner: ModelRunner) -> WorkerInfo:
         blocks_of_one += info.state_pages * num_states
     num_blocks = num_blocks_that_fit(
         config,
-        runner.device,
+        runner.platform,
         block_bytes=block_bytes,
         max_blocks=blocks_of_one * config.max_num_seqs,
         num_reserved=runner.num_padding_blocks,
@@ -124,7 +123,7 @@ def allocate(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
         token = [Row(-1, 0, 0, 1, samples=False)]
         at_start(network.user_parts, "forward()", network.forward, tables, token, None)
         network.pool.zero([0])
-    if runner.device.type == "cuda" and info.causal:
+    if runner.platform.runs_ahead and info.causal:
         compile_kernels(runner, info)
     if runner.steps is not None:
         runner.step_runners = runner.steps.make(tables, accepts=runner.follows_drafts)

@@ -21,7 +21,6 @@ from nanovllm.features.pooling.module_files import DenseFile, File, LayerNormFil
 from nanovllm.loading.files import check_file
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.options.pooling_params import PoolingParams
-from nanovllm.utils.transfer import upload
 from nanovllm.worker.network import Network
 from nanovllm.worker.step_output import Pooled
 
@@ -109,7 +108,7 @@ class PooledRows:
         self._num_tokens = num_tokens
         self._states = states
         last = [each.start + each.row.num_scheduled_tokens - 1 for each in rows if each.is_last]
-        self._last = upload(last, network.device)
+        self._last = network.platform.upload(last)
         self.is_recordable = all(each.is_recordable for each in rows)
 
     def join(self, sampled: torch.Tensor) -> torch.Tensor | None:
