@@ -110,7 +110,7 @@ class OutputProcessor:
             prompt_logprobs=self._take_prompt_logprobs(request),
             weight_version=self.weight_version,
             lora_request=request.lora_request,
-            pooled=request.sequences[0].pooled,
+            pooled=_last_extra(request.sequences[0], "pooled"),
         )
 
     def _make_completion_output(self, completion: Completion) -> CompletionOutput:
@@ -147,7 +147,7 @@ class OutputProcessor:
             cumulative_logprob=cumulative,
             logprobs=logprobs,
             weight_versions=_version_spans(completion) if seq.is_finished else None,
-            routed_experts=_routed_experts(seq) if seq.is_finished else None,
+            routed_experts=_joined_extra(seq, "routed_experts") if seq.is_finished else None,
         )
 
     def make_detokenizer(self, params: SamplingParams) -> Detokenizer | None:
@@ -204,9 +204,17 @@ class OutputProcessor:
         return self._token_texts[token_id]
 
 
-def _routed_experts(seq: Sequence) -> Any:
-    """Return the experts of all tokens that are computed; later ones replace earlier ones."""
-    parts = seq.routed_experts
+def _last_extra(seq: Sequence, name: str) -> Any:
+    """Return the value of the last row that has one; None without any."""
+    parts = (seq.row_extras or {}).get(name)
+    return parts[-1][1] if parts else None
+
+
+def _joined_extra(seq: Sequence, name: str) -> Any:
+    """Return the arrays of all rows, one value for each token that is computed: later ones replace
+    earlier ones. None without any.
+    """
+    parts = (seq.row_extras or {}).get(name)
     if not parts:
         return None
     num_tokens = min(len(seq.token_ids) - 1, max(start + len(ids) for start, ids in parts))

@@ -22,14 +22,13 @@ from nanovllm.options.config import Config
 from nanovllm.options.plugins import at_start, guarded, in_worker, is_plugin, load_class
 from nanovllm.utils.cgroup import groups
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.extensions import StepRunner
+from nanovllm.worker.extensions import RunnerPart, StepRunner
 from nanovllm.worker.model_loader import NetworkSpec, check_weights, own_parts
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import Network
 
 if TYPE_CHECKING:
     from nanovllm.features.fast_steps.registry import StepRunners
-    from nanovllm.features.pooling.rank import RankPooling
     from nanovllm.features.speculation.proposers.proposer import Proposer
 
 _MATMUL = torch.backends.cuda.matmul
@@ -194,7 +193,7 @@ def make_runner(
         device,
         make_steps=make_steps,
         make_drafter=make_drafter,
-        make_pooling=partial(_make_pooling, target.files),
+        make_parts={"pooling": partial(_make_pooling, target.files)},
         make_step_runner=_step_runner_maker(config.step_runner),
     )
     if config.enable_lora:
@@ -262,7 +261,7 @@ def _check_plugins(config: Config) -> None:
         proposer_class(method)
 
 
-def _make_pooling(files: list[Path], network: Network) -> "RankPooling":
+def _make_pooling(files: list[Path], network: Network) -> RunnerPart:
     from nanovllm.features.pooling.rank import RankPooling
 
     return RankPooling(network, files)

@@ -7,10 +7,11 @@ its `table_idx` and carries, besides its rows, only what changed since the previ
 import dataclasses
 from typing import Any, NamedTuple
 
-from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.transfers import Loaded, Transfers
 
+Extras = dict[str, Any]
+"""What features have to say, by name: plain values. None where none has anything to say."""
 MAX_SAMPLES = 256
 """Drafts are added to a step up to so many positions that sample: logits take memory."""
 
@@ -43,8 +44,8 @@ class Admission(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...]
     """params.bad_words as token ids."""
     adapter: AdapterSlot | None = None
-    pooling: PoolingParams | None = None
-    """What becomes of the hidden states; None: they become tokens."""
+    extras: Extras | None = None
+    """What features know of the sequence: see `Sequence.extras`."""
 
 
 class NewBlocks(NamedTuple):
@@ -163,10 +164,8 @@ class RowDetails(NamedTuple):
     samples after a rejected draft."""
     prompt_logprobs: list[tuple[int, TokenLogprobs]] | None = None
     """With params.prompt_logprobs: (position, log-probabilities) of prompt tokens."""
-    pooled: list[float] | None = None
-    """What the hidden states of a sequence with `Admission.pooling` became. It ends with them."""
-    routed_experts: Any = None
-    """With enable_return_routed_experts: an array [tokens of the row, layers with experts, k]."""
+    extras: Extras | None = None
+    """What features found out about the row's tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

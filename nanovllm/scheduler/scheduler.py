@@ -97,8 +97,8 @@ class Scheduler:
         return len(self._sequences) - len(self.running)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence, whose prompt must leave room for a token, unless it is pooled."""
-        assert 0 < seq.num_prompt_tokens < self.max_model_len + (seq.pooling is not None)
+        """Queue a new sequence, whose prompt must leave room for a token if it generates."""
+        assert 0 < seq.num_prompt_tokens <= self.max_model_len - seq.generates
         seq.eos_token_ids = frozenset() if seq.params.ignore_eos else self.eos_token_ids
         seq.stop_token_ids = seq.eos_token_ids.union(seq.params.stop_token_ids)
         longest = seq.num_prompt_tokens + seq.params.max_tokens
@@ -161,12 +161,8 @@ class Scheduler:
                 continue
             if details.prompt_logprobs:
                 seq.prompt_logprobs.update(details.prompt_logprobs)
-            if details.routed_experts is not None:
-                seq.routed_experts.append((row.num_computed_tokens, details.routed_experts))
-            if details.pooled is not None:
-                seq.pooled = details.pooled
-                seq.finish_reason = "stop"
-                advanced.append(seq)
+            if details.extras is not None:
+                seq.take_extras(row, details.extras)
             num_written = row.end
             if row.samples:
                 num_known = len(seq.token_ids)
@@ -176,6 +172,9 @@ class Scheduler:
                 self.stats.num_decode_tokens += num_appended
                 if row.num_draft_tokens and self.drafting is not None:
                     self.drafting.record(seq, row, details, len(tokens) - 1, num_appended)
+                advanced.append(seq)
+            elif not seq.generates and row.end == seq.num_prompt_tokens:
+                seq.finish_reason = "stop"
                 advanced.append(seq)
             if seq.table_idx is not None:
                 self.block_manager.publish(seq, num_written)

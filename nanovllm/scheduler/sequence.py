@@ -7,12 +7,12 @@ prefill and decode.
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.messages import (
     AdapterSlot,
     Admission,
+    Extras,
     NewTokens,
     Row,
     RowDetails,
@@ -41,7 +41,9 @@ class Sequence:
     user: str = ""  # users take turns, see PromptQueue
     cache_salt: str | None = None  # only sequences of the same salt and adapter share blocks
     adapter: AdapterSlot | None = None
-    pooling: PoolingParams | None = None  # it ends with `pooled`, and samples no token
+    generates: bool = True  # False: it ends with its prompt, and samples no token
+    skips_prefix_cache: bool = False  # each token of its prompt is computed
+    extras: Extras | None = None  # what features ask of the workers
 
     # Set by `Scheduler.add`:
     eos_token_ids: frozenset[int] = frozenset()
@@ -68,8 +70,8 @@ class Sequence:
     doubts_kv: bool = False  # see `Ending`
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of output tokens, if requested
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
-    pooled: list[float] | None = None  # see `RowDetails`
-    routed_experts: list[tuple[int, Any]] = field(default_factory=list)  # with first positions
+    row_extras: dict[str, list[tuple[int, Any]]] | None = None
+    """By name, what each row's `RowDetails.extras` had, with the row's first position."""
 
     # Changed by the block manager only:
     block_table: list[int] = field(default_factory=list)
@@ -107,7 +109,7 @@ class Sequence:
         """Most tokens that a prefix hit may cover: the next one's hidden state is needed, for its
         log-probability, for a vector or to sample.
         """
-        if self.pooling is not None and self.pooling.reads_all:
+        if self.skips_prefix_cache:
             return 0
         last = len(self.token_ids) - 1
         if self.params.prompt_logprobs is None:
@@ -135,7 +137,7 @@ class Sequence:
             self.stop_token_ids,
             self.bad_words,
             self.adapter,
-            self.pooling,
+            self.extras,
         )
 
     def next_row(self, num_scheduled: int, *, is_last: bool) -> Row:
@@ -145,7 +147,7 @@ class Sequence:
             is_last: whether none is missing then, so that a token may be sampled.
         """
         assert self.table_idx is not None
-        samples = is_last and self.pooling is None
+        samples = is_last and self.generates
         start = self.num_computed_tokens
         self.num_computed_tokens = start + num_scheduled
         self.num_in_flight_steps += 1
@@ -167,6 +169,13 @@ class Sequence:
         if details.logprobs:
             num_missing = self.num_output_tokens - len(self.logprobs)
             self.logprobs += details.logprobs[:num_missing]
+
+    def take_extras(self, row: Row, extras: Extras) -> None:
+        """Keep what features found out about a row's tokens."""
+        if self.row_extras is None:
+            self.row_extras = {}
+        for name, value in extras.items():
+            self.row_extras.setdefault(name, []).append((row.num_computed_tokens, value))
 
     def append(self, tokens: list[int]) -> None:
         """Append tokens up to the first that finishes the sequence."""

@@ -4,8 +4,9 @@ Ranks meet only in the layers' collectives.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence as Seq
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,21 +14,28 @@ import torch
 from nanovllm.errors import ConfigError, OutOfMemoryError, refuses_memory
 from nanovllm.kernels.selector import require_triton
 from nanovllm.options.plugins import in_worker
-from nanovllm.scheduler.messages import Row, Schedule
+from nanovllm.scheduler.messages import Extras, Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.memory import keep_freed
+from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.extensions import LAPS, Computed, RunnerPart, SamplingWatch, StepRunner
+from nanovllm.worker.extensions import (
+    LAPS,
+    Computed,
+    RowNeeds,
+    RunnerPart,
+    SamplingWatch,
+    StepRunner,
+)
 from nanovllm.worker.model_loader import NetworkSpec, num_positions
 from nanovllm.worker.network import Network
 from nanovllm.worker.sampling_rows import SamplingRows
-from nanovllm.worker.step_output import PendingResult, Pooled, StepOutput
+from nanovllm.worker.step_output import PendingResult, StepOutput
 from nanovllm.worker.timing import StepTimer
 
 if TYPE_CHECKING:
     from nanovllm.features.fast_steps.registry import StepRunners
-    from nanovllm.features.pooling.rank import RankPooling
     from nanovllm.features.speculation.proposers.proposer import Proposer
     from nanovllm.features.structured.grammar_masks import GrammarMasks
     from nanovllm.features.training.rank import RankWeights
@@ -41,17 +49,16 @@ class ModelRunner:
     Args:
         make_steps, make_drafter: called with the network and the most tokens of a step. Without
             them, all steps run layer by layer, and none has drafts.
-        make_pooling: called with the network when a sequence is first pooled.
+        make_parts: called with the network when an admission first has extras of that name. What
+            they return joins `parts`.
         make_step_runner: called with the network and the tables: makes the user's step runner,
             which is asked first.
 
     Attributes:
-        parts: what adapters and tiers add, if the options ask for them.
+        parts: what features add, such as adapters and tiers.
         masks: of the requests' grammars; None before the first one.
-        pooling: makes vectors of hidden states; None before it is first asked for.
         weights: what sleeps, wakes up and changes; None before it is first asked for.
         watch: is told what sampling does to logits; None: nobody is.
-        computes_all: whether the last layer computes all tokens, not only those that it must.
 
     Raises:
         ConfigError: the options name a GPU, and its kernels do not run.
@@ -67,7 +74,7 @@ class ModelRunner:
         *,
         make_steps: "Callable[[Network, int], StepRunners] | None" = None,
         make_drafter: "Callable[[Network, int], Proposer] | None" = None,
-        make_pooling: "Callable[[Network], RankPooling] | None" = None,
+        make_parts: Mapping[str, Callable[[Network], RunnerPart]] = MappingProxyType({}),
         make_step_runner: Callable[[Network, DeviceTables], StepRunner] | None = None,
     ) -> None:
         config = self.config = target.config
@@ -99,12 +106,10 @@ class ModelRunner:
             from nanovllm.layers.logits_rules import load_rules
 
             self._own_rules = load_rules(config.logits_rules)
-        self._make_pooling = make_pooling
+        self._make_parts = dict(make_parts)
         self.make_step_runner = make_step_runner
-        self.pooling: RankPooling | None = None
         self.weights: RankWeights | None = None
         self.watch: SamplingWatch | None = None
-        self.computes_all = False
         self.step_runners: list[StepRunner] = []
         self._launched: deque[PendingResult] = deque()  # the last LAPS steps at most
 
@@ -140,6 +145,9 @@ class ModelRunner:
             # A step runner may write this step's tokens over those of the step LAPS steps ago.
             self._launched.popleft().keep()
         try:
+            for new in schedule.admissions:
+                if new.extras is not None:
+                    self._make_missing_parts(new.extras)
             for part in self.parts:
                 part.begin(schedule)
             if self.network.own is None:
@@ -162,11 +170,6 @@ class ModelRunner:
         self.tables.apply(schedule)
         if self.masks is not None:
             self.masks.admit(schedule.admissions)
-        if self.pooling is None and any(new.pooling for new in schedule.admissions):
-            assert self._make_pooling is not None
-            self.pooling = self._make_pooling(self.network)
-        if self.pooling is not None:
-            self.pooling.admit(schedule.admissions)
         pool = self.network.pool
         for copy in schedule.copies:
             pool.copy(*copy)
@@ -198,31 +201,26 @@ class ModelRunner:
         """
         if not rows:  # such a step only moves pages
             return StepOutput(torch.empty(0, dtype=torch.int64))
-        for part in self.parts:
-            part.begin_rows(rows)
+        needs = [need for part in self.parts if (need := part.begin_rows(rows)) is not None]
         tables = self.tables
         mode = self.config.logprobs_mode
         masks = None if self.masks is None else self.masks.begin(tables, rows)
-        pooling = None if self.pooling is None else self.pooling.begin(rows)
-        is_recordable = pooling is None or pooling.is_recordable
-        hidden, tokens, logits, draft_ids = self._run_fast(rows) if is_recordable else Computed()
+        by_layer = any(need.by_layer for need in needs)
+        hidden, tokens, logits, draft_ids = Computed() if by_layer else self._run_fast(rows)
         is_plain = self.watch is None and all(tables.plain[row.table_idx] for row in rows)
         if tokens is not None and is_plain:
             on_host = tokens.device.type != self.device.type
             return StepOutput(tokens, draft_ids=draft_ids, on_host=on_host)
         sampling = SamplingRows(tables, rows, masks=masks, draft_ids=draft_ids, watch=self.watch)
         logprobs: list[Logprobs] = []
-        pooled: list[Pooled] = []
         if tokens is None:
             assert not (self.follows_drafts and any(row.num_unverified_tokens for row in rows))
             of_prompts = tables.want_prompt_logprobs(rows)
-            if hidden is None:
-                sampled = sampling.output_indices
-                indices = sampled if pooling is None else pooling.join(sampled)
-                needs_all = of_prompts or self.computes_all
-                hidden = self.network.forward(tables, rows, None if needs_all else indices)
-            if pooling is not None:
-                pooled, hidden = pooling.take(hidden, sampling.output_indices)
+            if needs:
+                hidden = self._forward(rows, sampling, needs, hidden, needs_all=of_prompts)
+            elif hidden is None:
+                indices = None if of_prompts else sampling.output_indices
+                hidden = self.network.forward(tables, rows, indices)
             if of_prompts:
                 from nanovllm.worker.logprobs import prompt_logprobs
 
@@ -243,7 +241,50 @@ class ModelRunner:
             if self.follows_drafts:
                 sampling.accept(tokens)
         forcing = {} if masks is None else masks.forcing
-        return StepOutput(tokens, logprobs, sampling.endings, sampling.draft_ids, forcing, pooled)
+        return StepOutput(tokens, logprobs, sampling.endings, sampling.draft_ids, forcing)
+
+    def _forward(
+        self,
+        rows: list[Row],
+        sampling: SamplingRows,
+        needs: list[RowNeeds],
+        hidden: torch.Tensor | None,
+        *,
+        needs_all: bool,
+    ) -> torch.Tensor:
+        """Compute the T tokens of `rows`, and let the parts read what they need of it.
+
+        Args:
+            hidden: of all tokens, if a step runner has computed them.
+            needs_all: whether the hidden states of all tokens are to be returned.
+
+        Returns:
+            Hidden states of all T tokens, or of those of `sampling.output_indices` alone.
+        """
+        lists = [sampling.indices, *(need.indices for need in needs)]
+        num_tokens = sum(row.num_scheduled_tokens for row in rows)
+        wanted: Seq[int] = range(num_tokens)
+        if hidden is None:
+            if not (needs_all or None in lists):
+                wanted = sorted(set(chain.from_iterable(filter(None, lists))))
+            indices = None if len(wanted) == num_tokens else upload(wanted, self.device)
+            hidden = self.network.forward(self.tables, rows, indices)
+        place = {index: i for i, index in enumerate(wanted)}
+
+        def states(indices: Seq[int] | None) -> torch.Tensor:
+            if indices is None or len(indices) == len(place):
+                return hidden
+            return hidden[upload([place[index] for index in indices], self.device)]
+
+        for need in needs:
+            if need.read is not None:
+                need.read(states(need.indices))
+        return hidden if len(wanted) == num_tokens else states(sampling.indices)
+
+    def _make_missing_parts(self, extras: Extras) -> None:
+        """Make the parts that an admission with `extras` is the first to need."""
+        for name in self._make_parts.keys() & extras.keys():
+            self.parts.append(self._make_parts.pop(name)(self.network))
 
     def _run_fast(self, rows: list[Row]) -> Computed:
         """Return what the first step runner that fits computes: nothing without one."""

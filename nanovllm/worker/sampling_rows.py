@@ -32,6 +32,7 @@ class SamplingRows:
         params: the parameters of each sample.
         output_indices: [S] int64, the index in the batch of the token that the sample follows: its
             hidden state gives the sample's logits.
+        indices: the same on the host.
         endings: by sample, set by `sample`: why a request ends here. Its logits processor failed,
             or its grammar did, or its output is complete and the model has no token that says so.
         draft_ids: [S] int64, the draft at the sample's position, where the row has one; None if no
@@ -54,17 +55,17 @@ class SamplingRows:
         self.endings: dict[int, Ending] = {}
         self._tables = tables
         self._host_positions: list[int] = []
-        output_indices: list[int] = []
+        self.indices: list[int] = []
         ends = itertools.accumulate(row.num_scheduled_tokens for row in rows)
         for row, end in zip(rows, ends, strict=True):
             if row.samples:
                 num_samples = 1 + row.num_draft_tokens
                 self.rows += [row] * num_samples
-                output_indices += range(end - num_samples, end)
+                self.indices += range(end - num_samples, end)
                 self._host_positions += range(row.sample_position, row.end + 1)
         self.params = [tables.params[row.table_idx] for row in self.rows]
         table_indices = [row.table_idx for row in self.rows]
-        numbers = output_indices + table_indices + self._host_positions
+        numbers = self.indices + table_indices + self._host_positions
         on_device = upload(numbers, tables.device).view(3, len(self.rows))
         self.output_indices, self._table_indices, self._positions = on_device.unbind()
         self.draft_ids = draft_ids
