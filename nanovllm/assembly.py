@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from nanovllm.features.pooling.requests import PoolingRequests
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
     from nanovllm.features.structured.grammar import GrammarCompiler
-    from nanovllm.features.tiers.cache import TierCache
 
 
 def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
@@ -140,7 +139,6 @@ def _scheduler(
     policy: Policy,
     order: Callable[[int], EvictionOrder],
 ) -> Scheduler:
-    tiers = _tiers(config, info)
     block_manager = BlockManager(
         info.num_blocks,
         info.block_size,
@@ -149,17 +147,14 @@ def _scheduler(
         and info.causal,
         groups=_groups(info),
         order=order(info.num_blocks),
-        tiers=tiers,
     )
     gates: list[Gate] = []
     if config.enable_lora:
         from nanovllm.features.lora.scheduling import AdapterGate
 
         gates.append(AdapterGate(config.max_loras))
-    if tiers is not None:
-        from nanovllm.features.tiers.loads import LoadGate
-
-        gates.append(LoadGate(tiers))
+    if config.has_tiers:
+        gates.append(_load_gate(config, info))
     return Scheduler(
         block_manager,
         max_num_seqs=config.max_num_seqs,
@@ -191,11 +186,10 @@ def _groups(info: WorkerInfo) -> list[Group]:
     return groups
 
 
-def _tiers(config: Config, info: WorkerInfo) -> "TierCache | None":
-    """Return what keeps KV below the pool; None without."""
-    if not config.has_tiers:
-        return None
+def _load_gate(config: Config, info: WorkerInfo) -> Gate:
+    """Return what keeps KV below the pool, and brings it back."""
     from nanovllm.features.tiers.cache import TierCache
+    from nanovllm.features.tiers.loads import LoadGate
     from nanovllm.features.tiers.store import make_store
     from nanovllm.features.tiers.tier import HostSlots, StoreTier
     from nanovllm.features.tiers.traffic import TierTraffic
@@ -203,7 +197,7 @@ def _tiers(config: Config, info: WorkerInfo) -> "TierCache | None":
     host = HostSlots(info.num_host_slots, info.page_seconds) if info.num_host_slots else None
     store = make_store(config, info.kv_namespace)
     tier = None if store is None else StoreTier(store.has)
-    return TierCache(TierTraffic(host, tier, token_seconds=info.token_seconds))
+    return LoadGate(TierCache(TierTraffic(host, tier, token_seconds=info.token_seconds)))
 
 
 def make_drafting(

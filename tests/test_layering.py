@@ -73,7 +73,8 @@ FOLDERS = {
         torch=False,
     ),
     "prove": Folder(
-        "llm demo_model kv.groups.state kv.windows loading options scheduler.worker_info utils",
+        "llm demo_model kv.groups.state kv.windows loading options scheduler.worker_info tiers "
+        "utils",
         torch=True,
     ),
     "explain": Folder(

@@ -6,7 +6,6 @@ kind keep. `BlockManager` asks them all.
 
 from collections.abc import Callable, Mapping, Sequence as Seq
 from functools import partial
-from typing import TYPE_CHECKING
 
 from nanovllm.kv.eviction import EvictionOrder
 from nanovllm.kv.groups.full import FullGroup
@@ -15,9 +14,6 @@ from nanovllm.kv.pool import BlockPool
 from nanovllm.kv.trie import Hit, Node, PrefixTrie
 from nanovllm.scheduler.messages import Admission, PageCopy, Row
 from nanovllm.scheduler.sequence import Sequence
-
-if TYPE_CHECKING:
-    from nanovllm.features.tiers.cache import TierCache
 
 
 class BlockManager:
@@ -34,7 +30,6 @@ class BlockManager:
         block_size: tokens of a block.
         groups: further ones. Their block tables lie after table 0, in this order.
         order: of the free pages, for `num_blocks` pages; None: least recently used first.
-        tiers: None: there is no tier below the pool.
     """
 
     def __init__(
@@ -45,11 +40,10 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         groups: Seq[Group] = (),
         order: EvictionOrder | None = None,
-        tiers: "TierCache | None" = None,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks, order=order, tiers=tiers)
+        self.pool = BlockPool(num_blocks, order=order)
         self.blocks = self.pool.blocks
         self.trie = PrefixTrie(block_size, is_enabled=enable_prefix_caching)
         self.full = FullGroup()
@@ -148,8 +142,9 @@ class BlockManager:
             nodes = self.full.publish_blocks(seq, num_full)
         for group in self._others:
             group.publish(seq, first, nodes, num_written)
-        if nodes and self.pool.tiers is not None:
-            self.pool.tiers.publish(seq, first, nodes)
+        if nodes:
+            for listener in self.pool.listeners:
+                listener.published(seq, first, nodes)
 
     def publish_loaded(
         self, seq: Sequence, num_blocks: int, places: Seq[tuple[int, bytes]]
@@ -184,9 +179,10 @@ class BlockManager:
         nodes = None if keep_cached else list(self.trie.chain(seq))
         for group in self.groups:
             group.free(seq, nodes)
-        if nodes and self.pool.tiers is not None:
+        if nodes:
             gone = [node for node in nodes if self.trie.nodes.get(node.key) is not node]
-            self.pool.tiers.distrust(gone)
+            for listener in self.pool.listeners:
+                listener.distrusted(gone)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all that is cached; return False, and forget none, while a sequence owns pages."""
@@ -194,8 +190,8 @@ class BlockManager:
             return False
         for node in list(self.trie.nodes.values()):
             self.trie.remove(node, evicted=False)
-        if self.pool.tiers is not None:
-            self.pool.tiers.clear()
+        for listener in self.pool.listeners:
+            listener.cleared()
         return True
 
     def begin_step(self) -> None:
@@ -253,8 +249,9 @@ class BlockManager:
             self._make_room(seq, num_missing)
         for group in self.groups:
             group.extend(seq, num_tokens)
-        if hit.nodes and self.pool.tiers is not None:
-            self.pool.tiers.publish(seq, 0, hit.nodes)
+        if hit.num_blocks:
+            for listener in self.pool.listeners:
+                listener.published(seq, 0, hit.nodes)
         return list(seq.block_table)
 
     def _make_room(self, seq: Sequence, num_pages: int) -> bool:

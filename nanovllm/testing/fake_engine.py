@@ -42,7 +42,6 @@ from nanovllm.testing.invariants import check_blocks, check_scheduler
 if TYPE_CHECKING:
     from nanovllm.features.speculation.draft_controller import DraftController
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
-    from nanovllm.features.tiers.cache import TierCache
 
 VOCAB_SIZE = 5
 
@@ -321,7 +320,6 @@ class Engine:
     Args:
         windows: of the model's window groups.
         state_pages: 0: a model without states.
-        tiers: see fake_tiers.py.
         make_policy, make_order: None is the default.
     """
 
@@ -348,7 +346,6 @@ class Engine:
         state_pages: int = 0,
         snapshot_interval: int = 8,
         cell_tokens: int = 1,
-        tiers: "TierCache | None" = None,
         gates: Seq[Gate] = (),
         make_policy: Callable[[], Policy] | None = None,
         make_order: Callable[[int], EvictionOrder] | None = None,
@@ -365,7 +362,6 @@ class Engine:
             enable_prefix_caching=prefix_caching,
             groups=self._groups(snapshot_interval),
             order=None if make_order is None else make_order(num_blocks),
-            tiers=tiers,
         )
         self.drafting: AdaptiveDrafting | None = None
         if propose is not None or controller is not None:

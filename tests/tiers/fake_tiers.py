@@ -192,7 +192,7 @@ class TieredEngine(Engine):
         tiers = TierCache(self.traffic)
         self.loads = LoadGate(tiers)
         gates = [*options.pop("gates", ()), self.loads]
-        super().__init__(tiers=tiers, gates=gates, **options)
+        super().__init__(gates=gates, **options)
         self.worker.store = store or FakeStore()
         self.worker.rng = random.Random(seed)
 

@@ -403,8 +403,8 @@ def test_memory_of_failed_sequences_is_bounded() -> None:
         """Offer blocks to host memory and to the store; return how many are found then."""
         count = 0
         for number in numbers:
-            tiers.evict(node(number), full.suffix, [number])
-            tiers.keep(node(number), full.suffix, [number])
+            tiers.evicted(node(number), full.suffix, [number])
+            tiers.written(node(number), full.suffix, [number])
             count += tiers._find(node(number).key[1], 0, full) is not None
             assert engine.traffic.has_unsent == (count > 0)
         return count
@@ -412,14 +412,14 @@ def test_memory_of_failed_sequences_is_bounded() -> None:
     tracemalloc.start()
     try:
         for number in range(100_000):
-            tiers.distrust([node(number)])
+            tiers.distrusted([node(number)])
         grown, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert grown < 3 * 2**20
     assert num_kept(range(0, 100_000, 10)) == 0
     assert num_kept(range(100_000, 110_000)) >= 9_999
-    tiers.clear()
+    tiers.cleared()
     assert num_kept(range(100)) == 100
 
 

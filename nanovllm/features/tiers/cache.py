@@ -11,6 +11,7 @@ from typing import NamedTuple
 from nanovllm.features.tiers.traffic import TierTraffic
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.groups.group import Group
+from nanovllm.kv.listener import CacheListener
 from nanovllm.kv.trie import Hit, Node
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.transfers import Part
@@ -81,18 +82,16 @@ def _bit_indices(digest: bytes) -> list[int]:
     return [number % (_FILTER_BYTES * 8) for number in struct.unpack_from("<4I", digest)]
 
 
-class TierCache:
-    """The tiers below a block manager, which tells it what happens to entries.
-
-    An entry is what a group has cached at a node: a KV block, a window block or a snapshot.
+class TierCache(CacheListener):
+    """The tiers below a block manager, and what they have of the prefix cache.
 
     **Keys.** An entry's key is the chained hash of the block at whose end it stands, and a suffix
-    for its kind. So it is the same in each process. After `clear` a random number goes into all
+    for its kind. So it is the same in each process. After `cleared` a random number goes into all
     keys: what was kept before is not found again.
 
-    **Failures.** A block of a failed sequence is never found or kept again until `clear`. A set of
-    all of them would grow with each failure. A `BloomFilter` does not: a block that it contains by
-    mistake is computed again.
+    **Failures.** A block of a failed sequence is never found or kept again until `cleared`. A set
+    of all of them would grow with each failure. A `BloomFilter` does not: a block that it contains
+    by mistake is computed again.
 
     **Out.** An entry that is evicted is offered to host memory while its pages still hold it: the
     workers copy it before anything else of the step. An entry within a prompt is offered to the
@@ -109,26 +108,21 @@ class TierCache:
         self._nonce = b""
 
     def attach(self, manager: BlockManager) -> None:
-        """Get the block manager that was made with these tiers."""
+        """Listen to a block manager."""
         assert manager.enable_prefix_caching
         self._manager = manager
         manager.trie.digest = digest
         manager.trie.followers.append(self)
+        manager.pool.listeners.append(self)
 
-    # What the block manager tells:
-
-    def evict(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
-        """Learn that an entry leaves the cache to make room. Its pages hold it until the next step
-        runs.
-        """
+    def evicted(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
         if node.key[1] not in self._distrusted:
             self.traffic.evict(self._key(node.key[1], suffix), pages)
 
-    def reuse(self, page: int) -> None:
-        """Learn that a page gets other contents in the next step."""
+    def reused(self, page: int) -> None:
         self.traffic.reuse(page)
 
-    def publish(self, seq: Sequence, first: int, nodes: Seq[Node]) -> None:
+    def published(self, seq: Sequence, first: int, nodes: Seq[Node]) -> None:
         """Offer the store what is within the prompt.
 
         Another sequence's answer may be this one's prompt. So blocks that are hit are offered, too.
@@ -142,21 +136,21 @@ class TierCache:
                 for group in self._manager.groups:
                     pages = group.kept_pages(node)
                     if pages:
-                        self.keep(node, group.suffix, pages)
+                        self.written(node, group.suffix, pages)
 
-    def keep(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
-        """Learn that an entry of a prompt is cached, whose pages hold it now."""
+    def written(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
+        """Offer the store an entry of a prompt."""
         if node.key[1] not in self._distrusted:
             self.traffic.keep(self._key(node.key[1], suffix), pages)
 
-    def distrust(self, nodes: Seq[Node]) -> None:
-        """Forget nodes whose KV may be wrong, and never keep what is in them."""
+    def distrusted(self, nodes: Seq[Node]) -> None:
+        """Forget the nodes, and never keep what is in them."""
         for node in nodes:
             self._distrusted.add(node.key[1])
             for group in self._manager.groups:
                 self.traffic.forget(self._key(node.key[1], group.suffix))
 
-    def clear(self) -> None:
+    def cleared(self) -> None:
         """Find nothing again that was kept so far."""
         self._nonce = os.urandom(16)
         self._distrusted = BloomFilter()

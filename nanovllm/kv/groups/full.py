@@ -101,8 +101,9 @@ class FullGroup(Group):
         seq.parent_uid = seq.root_uid
 
     def forget(self, node: Node, *, evicted: bool) -> None:
-        if evicted and self.pool.tiers is not None:
-            self.pool.tiers.evict(node, self.suffix, [node.page])
+        if evicted:
+            for listener in self.pool.listeners:
+                listener.evicted(node, self.suffix, [node.page])
         self.pool.clear(node.page)
 
     def pages_of(self, seq: Sequence, index: int) -> list[int]:
