@@ -31,7 +31,7 @@ from nanovllm.scheduler.plugins import own_order, own_policy
 from nanovllm.scheduler.policy import Policy
 from nanovllm.scheduler.prompt_queue import PromptQueue
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.worker_info import WorkerInfo
+from nanovllm.scheduler.worker_info import TierInfo, WorkerInfo
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_checks import PromptLimit
@@ -144,7 +144,7 @@ def _scheduler(
         info.block_size,
         enable_prefix_caching=config.enable_prefix_caching
         and not config.enable_return_routed_experts
-        and info.causal,
+        and info.kv.causal,
         groups=_groups(info),
         order=order(info.num_blocks),
     )
@@ -153,8 +153,8 @@ def _scheduler(
         from nanovllm.features.lora.scheduling import AdapterGate
 
         gates.append(AdapterGate(config.max_loras))
-    if config.has_tiers:
-        gates.append(_load_gate(config, info))
+    if info.tiers is not None:
+        gates.append(_load_gate(config, info.tiers))
     return Scheduler(
         block_manager,
         max_num_seqs=config.max_num_seqs,
@@ -170,23 +170,23 @@ def _scheduler(
 def _groups(info: WorkerInfo) -> list[Group]:
     """Return the groups of layers that keep something else than a page for each block."""
     groups: list[Group] = []
-    if info.windows:
+    if info.kv.windows:
         from nanovllm.kv.groups.window import WindowGroup
 
         budget = info.max_num_batched_tokens
-        groups += [WindowGroup(w, number, budget) for number, w in enumerate(info.windows)]
-    if info.state_pages:
+        groups += [WindowGroup(w, number, budget) for number, w in enumerate(info.kv.windows)]
+    if info.kv.state_pages:
         from nanovllm.kv.groups.state import StateGroup
 
-        groups.append(StateGroup(info.state_pages, cell_tokens=info.cell_tokens))
-    if not info.causal:
+        groups.append(StateGroup(info.kv.state_pages, cell_tokens=info.kv.cell_tokens))
+    if not info.kv.causal:
         from nanovllm.kv.groups.whole import WholeGroup
 
         groups.append(WholeGroup(info.max_model_len))
     return groups
 
 
-def _load_gate(config: Config, info: WorkerInfo) -> Gate:
+def _load_gate(config: Config, info: TierInfo) -> Gate:
     """Return what keeps KV below the pool, and brings it back."""
     from nanovllm.features.tiers.cache import TierCache
     from nanovllm.features.tiers.loads import LoadGate
@@ -210,13 +210,13 @@ def make_drafting(
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
 
     controller = DraftController(
-        config.speculation.max_draft_tokens, info.step_seconds, info.draft_seconds
+        config.speculation.max_draft_tokens, info.drafts.step_seconds, info.drafts.draft_seconds
     )
     return AdaptiveDrafting(
         controller,
         block_manager,
         info.max_num_batched_tokens,
-        follows_drafts=info.follows_drafts,
+        follows_drafts=info.drafts.follows_drafts,
     )
 
 
@@ -243,7 +243,7 @@ def _input_processor(
         def render(messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
             return processor.templates.as_they_are(messages, options)
 
-        return pooling_requests(config, checkpoint, tokenizer, limit, render, info.causal)
+        return pooling_requests(config, checkpoint, tokenizer, limit, render, info.kv.causal)
 
     more: dict[str, Any] = {}
     if config.enable_lora:
@@ -258,7 +258,7 @@ def _input_processor(
         tokenizer,
         vocab_size=info.vocab_size,
         max_model_len=info.max_model_len,
-        generates=info.causal and not has_labels(checkpoint.config),
+        generates=info.kv.causal and not has_labels(checkpoint.config),
         seed=config.seed,
         max_logprobs=config.max_logprobs,
         in_process=config.runs_in_process,

@@ -51,7 +51,7 @@ def test_both_modes_have_a_colour_for_everything() -> None:
 def test_block_table_shows_a_shared_prefix() -> None:
     pool, sequences = block_table.run()
     check_blocks(pool, sequences.values())
-    tables = [seq.block_table for seq in sequences.values()]
+    tables = [seq.kv.block_table for seq in sequences.values()]
     assert tables == [[0, 1, 2], [0, 1, 3]]
     assert [block.ref_count for block in pool.blocks] == [2, 2, 1, 1, 0, 0, 0, 0]
 

@@ -108,14 +108,14 @@ class BlockManager:
             hit: of an admission, as `match_prefix` returned it. The sequence then begins after it.
 
         Returns:
-            The ids of the blocks appended to `Sequence.block_table`; None, with nothing taken, if
+            The ids of the blocks appended to `KVState.block_table`; None, with nothing taken, if
             too few pages are free.
         """
         if hit is not None:
             return self._admit(seq, num_tokens, hit)
-        if num_tokens <= len(seq.block_table) * self.block_size and not self._growing:
+        if num_tokens <= len(seq.kv.block_table) * self.block_size and not self._growing:
             return []
-        if not seq.block_table:
+        if not seq.kv.block_table:
             return self._admit(seq, num_tokens, Hit([]))
         num_missing = self.full.num_missing(seq, num_tokens)
         for group in self._growing:
@@ -124,18 +124,18 @@ class BlockManager:
             return []
         if num_missing > self.pool.num_free and not self._make_room(seq, num_missing):
             return None
-        num_owned = len(seq.block_table)
+        num_owned = len(seq.kv.block_table)
         self.full.extend(seq, num_tokens)
         for group in self._growing:
             group.extend(seq, num_tokens)
-        return seq.block_table[num_owned:]
+        return seq.kv.block_table[num_owned:]
 
     def publish(self, seq: Sequence, num_written: int) -> None:
         """Cache the full blocks of a sequence's first `num_written` tokens, whose KV is written.
 
         What no later token reads is freed.
         """
-        first = seq.num_published_blocks
+        first = seq.kv.num_published_blocks
         num_full = min(num_written, len(seq.token_ids)) // self.block_size
         nodes: Seq[Node] = ()
         if num_full > first and self.enable_prefix_caching:
@@ -164,7 +164,7 @@ class BlockManager:
     def trim(self, seq: Sequence, num_tokens: int) -> None:
         """Free the blocks after a sequence's first `num_tokens` tokens. None of them is cached."""
         num_blocks = self.blocks_for(num_tokens)
-        if num_blocks < len(seq.block_table):
+        if num_blocks < len(seq.kv.block_table):
             self.full.trim(seq, num_blocks)
         for group in self._growing:
             group.trim(seq, num_blocks)
@@ -237,7 +237,7 @@ class BlockManager:
 
     def _admit(self, seq: Sequence, num_tokens: int, hit: Hit) -> list[int] | None:
         """Give a sequence without pages all that it needs to begin after a hit."""
-        assert not seq.block_table
+        assert not seq.kv.block_table
         seq.num_computed_tokens = hit.num_blocks * self.block_size
         num_missing = sum(group.num_missing(seq, num_tokens, hit) for group in self.groups)
         if num_missing > self.num_free_blocks:
@@ -252,7 +252,7 @@ class BlockManager:
         if hit.num_blocks:
             for listener in self.pool.listeners:
                 listener.published(seq, 0, hit.nodes)
-        return list(seq.block_table)
+        return list(seq.kv.block_table)
 
     def _make_room(self, seq: Sequence, num_pages: int) -> bool:
         """Let groups give up pages for a sequence; return whether `num_pages` are free then."""

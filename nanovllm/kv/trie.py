@@ -84,11 +84,12 @@ class PrefixTrie:
 
     def keys(self, seq: Sequence, num_blocks: int) -> list[tuple[bytes, bytes]]:
         """Return (hash, tokens) of each of the first `num_blocks` blocks; hash each only once."""
-        for i in range(len(seq.block_keys), num_blocks):
+        keys = seq.kv.block_keys
+        for i in range(len(keys), num_blocks):
             data = array("I", seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
-            parent = seq.block_keys[-1][0] if i else self.digest(seq.root_uid.encode())
-            seq.block_keys.append((self.digest(parent + data.tobytes()), data.tobytes()))
-        return seq.block_keys[:num_blocks]
+            parent = keys[-1][0] if i else self.digest(seq.root_uid.encode())
+            keys.append((self.digest(parent + data.tobytes()), data.tobytes()))
+        return keys[:num_blocks]
 
     def match(self, seq: Sequence) -> list[Node]:
         """Return the longest chain of nodes that `seq` begins with.
@@ -114,7 +115,7 @@ class PrefixTrie:
         block first.
         """
         parent_uid: int | str = seq.root_uid
-        for key_hash, _ in seq.block_keys[: seq.num_published_blocks]:
+        for key_hash, _ in seq.kv.block_keys[: seq.kv.num_published_blocks]:
             node = self.nodes.get((parent_uid, key_hash))
             if node is None:
                 return

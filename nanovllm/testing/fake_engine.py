@@ -587,14 +587,14 @@ class Engine:
             self.start_of(seq.root_uid),
         )
         got = output_of(seq)
-        if seq.finish_reason in ("stop", "length"):
-            assert (got, seq.finish_reason) == expected
+        if seq.output.finish_reason in ("stop", "length"):
+            assert (got, seq.output.finish_reason) == expected
             assert self._is_right_cache_count(seq.num_cached_tokens, seq.num_prompt_tokens)
         else:
-            assert seq.finish_reason in (None, "abort", "error")
+            assert seq.output.finish_reason in (None, "abort", "error")
             assert len(got) < len(expected[0])
             assert got == expected[0][: len(got)]
-        if seq.finish_reason == "error":  # not before all tokens that come before it
+        if seq.output.finish_reason == "error":  # not before all tokens that come before it
             assert len(seq.token_ids) >= self.worker.fails_from[seq.seq_id]
 
     def _check_stats(self) -> None:
@@ -680,7 +680,7 @@ class Engine:
         """Return how many pages no running sequence needs."""
         if self.states is None:
             return self.manager.num_free_blocks
-        tables = [seq.block_table for seq in self.scheduler.running]
+        tables = [seq.kv.block_table for seq in self.scheduler.running]
         needed = {page for table in tables for page in table}
         num_states = len(tables) * self.state_pages
         return len(self.manager.blocks) - len(needed) - num_states
@@ -753,7 +753,7 @@ class Engine:
         assert known == expected, "the table row holds other tokens"
         for position in range(row.num_computed_tokens, row.end):
             block_id, _ = self.worker.location(row, position)
-            assert block_id == seq.block_table[position // self.manager.block_size]
+            assert block_id == seq.kv.block_table[position // self.manager.block_size]
             block = self.manager.blocks[block_id]
             assert block.ref_count == 1, "a shared block is written"
             assert block.entry is None, "a published block is written"
@@ -787,7 +787,7 @@ class Engine:
 
 def draft_counts(seq: Sequence) -> DraftCounts:
     """Return how the drafts of a sequence fared; all 0 if it had none."""
-    return DraftCounts() + (seq.draft_counts or DraftCounts())
+    return DraftCounts() + (seq.output.draft_counts or DraftCounts())
 
 
 def prompt_that_ends_with(eos: int, eos_token_ids: frozenset[int]) -> list[int]:

@@ -54,7 +54,7 @@ class DeviceTables:
         # A table row's tokens and page ids are adjacent, so one upload writes all. The extra
         # token column takes what follows position max_model_len - 1: only warm-up samples there.
         num_columns = info.max_model_len + 1
-        sizes = [num_columns, *[width] * num_tables(info.windows), info.state_pages]
+        sizes = [num_columns, *[width] * num_tables(info.kv.windows), info.kv.state_pages]
         self._table = zeros((num_rows, sum(sizes)), torch.int32, device)
         self._table[self.scratch_idx, num_columns:] = info.num_blocks
         self.token_ids, self.block_tables, *others, pages = self._table.split_with_sizes(sizes, 1)
@@ -168,7 +168,7 @@ class DeviceTables:
 
 def _state_table(pages: torch.Tensor, info: WorkerInfo) -> "StateTable | None":
     """Return what the tables have for layers with a state; None without such layers."""
-    if not info.state_pages:
+    if not info.kv.state_pages:
         return None
     from nanovllm.worker.state_table import StateTable
 

@@ -113,12 +113,12 @@ class StateTable:
 
     def __init__(self, pages: torch.Tensor, info: WorkerInfo) -> None:
         self.pages = pages
-        self.replays = Replays(len(pages), info.max_draft_tokens, pages.device)
-        self._cell_tokens = info.cell_tokens
+        self.replays = Replays(len(pages), info.drafts.max_draft_tokens, pages.device)
+        self._cell_tokens = info.kv.cell_tokens
         # By table row. Steps that only measure have no admissions: they compute prompts.
         self._num_prompt_tokens = [info.max_model_len] * len(pages)
         end = info.num_blocks
-        last = torch.arange(end - info.state_pages, end, device=pages.device)
+        last = torch.arange(end - info.kv.state_pages, end, device=pages.device)
         pages.copy_(last.clamp(min=0).int().expand_as(pages))
 
     def begin(self, schedule: Schedule) -> None:

@@ -64,5 +64,5 @@ def test_prompts_are_whole(
             tokens: list[list[int]] = [[] for _ in oldest.rows]
             scheduler.update(oldest, StepResult(oldest.step_id, tokens))
         check_scheduler(scheduler)
-    assert [seq.finish_reason for seq in sequences] == ["stop"] * len(lengths)
+    assert [seq.output.finish_reason for seq in sequences] == ["stop"] * len(lengths)
     assert manager.num_free_blocks == num_blocks

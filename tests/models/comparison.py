@@ -16,7 +16,7 @@ from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
 from nanovllm.parallel.worker import check_network
 from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule
-from nanovllm.scheduler.worker_info import WorkerInfo
+from nanovllm.scheduler.worker_info import KVInfo, WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.network import Network
 from tests.closeness import assert_close
@@ -43,7 +43,7 @@ class Steps:
         self.windows = self.network.attention.layout.windows
         self.state_pages = self.network.attention.states.num_pages
         sizes = (NUM_PAGES, block_size, MAX_LENGTH, spec.model_config.vocab_size, 512)
-        info = WorkerInfo(*sizes, windows=self.windows, state_pages=self.state_pages)
+        info = WorkerInfo(*sizes, kv=KVInfo(self.windows, self.state_pages))
         self.tables = DeviceTables(info, 8, cpu, TORCH)
 
     @torch.inference_mode()
@@ -192,7 +192,7 @@ def check_answers(saved, chunk, make_llm):
 
     if chunk == 1:  # a step has one row: nothing is preempted
         return
-    smallest = pages_for(MAX_LENGTH, 16, llm.engine.worker_info.windows, chunk)
+    smallest = pages_for(MAX_LENGTH, 16, llm.engine.worker_info.kv.windows, chunk)
     llm = make_llm(path, num_kvcache_blocks=smallest + 1, **options)
     again = llm.generate(prompts, params, use_tqdm=False)
     assert [output.token_ids for output in again] == [output.token_ids for output in outputs]

@@ -370,7 +370,7 @@ def test_a_failed_sequence_leaves_nothing_to_hit(kind: str) -> None:
     seq = engine.add(text(0, 40), max_tokens=4)
     engine.worker.fails_from[seq.seq_id] = 41
     finish(engine)
-    assert seq.finish_reason == "error"
+    assert seq.output.finish_reason == "error"
     again = engine.add(text(0, 40), max_tokens=1)
     engine.run()
     assert again.num_cached_tokens == 0

@@ -9,7 +9,7 @@ from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kv.windows import WindowSpec
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.messages import Admission, NewBlocks, NewTokens, Row, Schedule
-from nanovllm.scheduler.worker_info import WorkerInfo
+from nanovllm.scheduler.worker_info import KVInfo, WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.sampling_rows import SamplingRows
 
@@ -18,7 +18,7 @@ PLAIN = SamplingParams()
 
 
 def make_tables(block_size=4, max_model_len=40, max_num_seqs=6, windows=()):
-    info = WorkerInfo(10_000, block_size, max_model_len, VOCAB, 16384, windows=windows)
+    info = WorkerInfo(10_000, block_size, max_model_len, VOCAB, 16384, kv=KVInfo(windows))
     return DeviceTables(info, max_num_seqs, torch.device("cpu"), TORCH)
 
 

@@ -11,7 +11,7 @@ from nanovllm.attention.states import StatePart
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.state_layer import StateLayer
 from nanovllm.scheduler.messages import NewBlocks, Row, Schedule
-from nanovllm.scheduler.worker_info import WorkerInfo
+from nanovllm.scheduler.worker_info import KVInfo, WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_pool import KVPool, page_layout
 from nanovllm.worker.state_layers import StateLayers, pack_parts
@@ -96,7 +96,7 @@ def test_copies_of_pages() -> None:
 
 
 def test_the_rows_of_a_step_know_their_pages() -> None:
-    info = WorkerInfo(100, 4, 24, 50, 64, state_pages=3)
+    info = WorkerInfo(100, 4, 24, 50, 64, kv=KVInfo(state_pages=3))
     tables = DeviceTables(info, 4, CPU, TORCH)
     unused = tables.batch([Row(0, 2, 0, 1, True)]).state
     assert unused is not None

@@ -3,6 +3,7 @@ depend on where cells begin, requests still get the same bits in every batch.
 """
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.torch_states import read_parts, write_parts
 from nanovllm.scheduler.messages import Admission, Row, Schedule
-from nanovllm.scheduler.worker_info import WorkerInfo
+from nanovllm.scheduler.worker_info import DraftInfo, KVInfo, WorkerInfo
 from nanovllm.worker import network
 from nanovllm.worker.state_table import StateTable
 from tests.checkpoints import make_checkpoint
@@ -39,7 +40,8 @@ QWEN3_5 = {
 
 
 def make_table(num_rows: int, **options: int) -> StateTable:
-    info = WorkerInfo(9, 16, 500, 100, 1000, state_pages=2, max_draft_tokens=3, **options)
+    parts: Any = {"kv": KVInfo(state_pages=2, **options), "drafts": DraftInfo(3)}
+    info = WorkerInfo(9, 16, 500, 100, 1000, **parts)
     return StateTable(torch.zeros(num_rows, 2, dtype=torch.int32), info)
 
 

@@ -40,13 +40,13 @@ def draw() -> str:
     )
     drawing.text(18, 32, "Two sequences, one copy of their common prefix", size=17, bold=True)
     owners = {
-        block_id: "".join(name for name, seq in sequences.items() if block_id in seq.block_table)
+        block_id: "".join(name for name, seq in sequences.items() if block_id in seq.kv.block_table)
         for block_id in range(NUM_BLOCKS)
     }
     tokens = {
         block_id: seq.token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
         for seq in sequences.values()
-        for index, block_id in enumerate(seq.block_table)
+        for index, block_id in enumerate(seq.kv.block_table)
     }
     _draw_sequence(drawing, "A", sequences["A"], owners, above=True)
     _draw_sequence(drawing, "B", sequences["B"], owners, above=False)
@@ -72,7 +72,7 @@ def _draw_sequence(
     table_y = 92 if above else 330
     drawing.text(18, tokens_y + 17, f"Sequence {name}", OWNERS[name], bold=True)
     drawing.text(18, table_y + 17, "its block table", "muted", size=12)
-    for index, block_id in enumerate(seq.block_table):
+    for index, block_id in enumerate(seq.kv.block_table):
         x = _left(index)
         colour = OWNERS[owners[block_id]]
         _draw_cells(drawing, x, tokens_y, seq.token_ids[index * BLOCK_SIZE :][:BLOCK_SIZE], colour)
@@ -126,7 +126,7 @@ def _draw_cells(drawing: Drawing, x: float, y: float, tokens: list[int], colour:
 def _draw_slot(drawing: Drawing, seq: Sequence) -> None:
     """Write how the KV slot of the last token of `seq` is found."""
     position = len(seq.token_ids) - 1
-    block_id = seq.block_table[position // BLOCK_SIZE]
+    block_id = seq.kv.block_table[position // BLOCK_SIZE]
     slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
     rule = f"slot = block_table[position // {BLOCK_SIZE}] × {BLOCK_SIZE} + position % {BLOCK_SIZE}"
     example = (

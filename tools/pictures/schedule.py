@@ -70,7 +70,7 @@ def run(sequences: dict[str, Sequence]) -> list[Step]:
         names = {seq.seq_id: name for name, seq in arrived.items()}
         rows = {names[row.seq_id]: row for row in schedule.rows}
         owners = [
-            "".join(name for name, seq in arrived.items() if block_id in seq.block_table)
+            "".join(name for name, seq in arrived.items() if block_id in seq.kv.block_table)
             for block_id in range(NUM_BLOCKS)
         ]
         tokens = [[100] if row.samples else [] for row in schedule.rows]

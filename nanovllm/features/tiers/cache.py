@@ -177,7 +177,7 @@ class TierCache(CacheListener):
                 return True
             place = group.suffix, index
             if place not in known:
-                known[place] = self._find(seq.block_keys[index][0], index, group)
+                known[place] = self._find(seq.kv.block_keys[index][0], index, group)
             return known[place] is not None
 
         num_blocks = min(len(matched) + len(found), seq.longest_hit // manager.block_size)
@@ -206,7 +206,7 @@ class TierCache(CacheListener):
         index = len(self._manager.trie.match(seq))
         num_blocks = seq.longest_hit // self._manager.block_size
         suffix = self._manager.full.suffix
-        return index < num_blocks and self._key(seq.block_keys[index][0], suffix) in loading
+        return index < num_blocks and self._key(seq.kv.block_keys[index][0], suffix) in loading
 
     def _find_blocks(self, seq: Sequence, first: int) -> list[Found]:
         """Return the KV blocks from index `first` on that the tiers have, up to a missing one.

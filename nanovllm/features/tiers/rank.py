@@ -18,7 +18,7 @@ from nanovllm.features.tiers.page_transfers import PageTransfers
 from nanovllm.features.tiers.store import make_store
 from nanovllm.features.tiers.weight_files import WeightFiles
 from nanovllm.scheduler.messages import Row, Schedule
-from nanovllm.scheduler.worker_info import WorkerInfo
+from nanovllm.scheduler.worker_info import TierInfo, WorkerInfo
 from nanovllm.utils.distributed import broadcast_from_first, smallest, tensor_parallel
 from nanovllm.worker.extensions import RunnerPart
 from nanovllm.worker.kv_cache import available_memory
@@ -74,13 +74,8 @@ class RankTiers(RunnerPart):
         self._transfers = PageTransfers(self._copies, store)
         # The threads hold the pool, so they end with the runner. Python's exit does the same.
         self._close = weakref.finalize(self, self._transfers.close)
-        return dataclasses.replace(
-            info,
-            num_host_slots=self._num_slots,
-            kv_namespace=namespace,
-            token_seconds=self._token_seconds(info, run),
-            page_seconds=self._page_seconds(self._copies),
-        )
+        seconds = self._token_seconds(info, run), self._page_seconds(self._copies)
+        return dataclasses.replace(info, tiers=TierInfo(self._num_slots, namespace, *seconds))
 
     def free(self) -> None:
         """Write what is queued, and end the threads."""

@@ -327,7 +327,7 @@ class StateGroup(Group):
         room = 0
         for seq in self._states:
             num_blocks = -(-seq.max_num_tokens // self.block_size)
-            room += max(0, min(ROOM_TO_GROW, num_blocks - len(seq.block_table)))
+            room += max(0, min(ROOM_TO_GROW, num_blocks - len(seq.kv.block_table)))
         return room
 
     def _new_state(self, seq: Sequence, hit: Hit) -> State:
