@@ -16,7 +16,6 @@ from nanovllm.kernels.selector import require_triton
 from nanovllm.options.plugins import in_worker
 from nanovllm.scheduler.messages import Extras, Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
-from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.memory import keep_freed
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from nanovllm.features.structured.grammar_masks import GrammarMasks
     from nanovllm.features.training.rank import RankWeights
     from nanovllm.layers.logits_rules import LogitsRule
-    from nanovllm.worker.logprobs import Logprobs
 
 
 class ModelRunner:
@@ -196,90 +194,69 @@ class ModelRunner:
         """Compute `rows` and choose a token for each row that samples.
 
         Without step runners, masks and drafts this is all: `network.forward` gives hidden states,
-        `network.logits` the logits, `sampling.sample` the tokens. Rank 0 sends them to the others,
-        and `sampling.store` writes them to the tables, where the next step finds its input.
+        `network.logits` the logits, `SamplingRows.finish` the tokens, which rank 0 sends to the
+        others and each writes to its tables, where the next step finds its input.
         """
         if not rows:  # such a step only moves pages
             return StepOutput(torch.empty(0, dtype=torch.int64))
         needs = [need for part in self.parts if (need := part.begin_rows(rows)) is not None]
-        tables = self.tables
-        mode = self.config.logprobs_mode
-        masks = None if self.masks is None else self.masks.begin(tables, rows)
+        masks = None if self.masks is None else self.masks.begin(self.tables, rows)
         by_layer = any(need.by_layer for need in needs)
-        hidden, tokens, logits, draft_ids = Computed() if by_layer else self._run_fast(rows)
-        is_plain = self.watch is None and all(tables.plain[row.table_idx] for row in rows)
-        if tokens is not None and is_plain:
+        tensors = Computed() if by_layer else self._run_fast(rows)
+        tokens, draft_ids = tensors.tokens, tensors.draft_ids
+        plain = self.tables.plain
+        if tokens is not None and self.watch is None and all(plain[row.table_idx] for row in rows):
             on_host = tokens.device.type != self.device.type
             return StepOutput(tokens, draft_ids=draft_ids, on_host=on_host)
-        sampling = SamplingRows(tables, rows, masks=masks, draft_ids=draft_ids, watch=self.watch)
-        logprobs: list[Logprobs] = []
+        sampling = SamplingRows(
+            self.tables, rows, masks=masks, draft_ids=draft_ids, watch=self.watch
+        )
         if tokens is None:
-            assert not (self.follows_drafts and any(row.num_unverified_tokens for row in rows))
-            of_prompts = tables.want_prompt_logprobs(rows)
-            if needs:
-                hidden = self._forward(rows, sampling, needs, hidden, needs_all=of_prompts)
-            elif hidden is None:
-                indices = None if of_prompts else sampling.output_indices
-                hidden = self.network.forward(tables, rows, indices)
-            if of_prompts:
-                from nanovllm.worker.logprobs import prompt_logprobs
+            tensors = self.compute(rows, sampling, needs, tensors.hidden)
+        return sampling.finish(
+            tensors,
+            rows,
+            self.network.model,
+            mode=self.config.logprobs_mode,
+            accepts=self.follows_drafts,
+        )
 
-                logprobs += prompt_logprobs(tables, rows, hidden, self.network.model, mode)
-            if len(sampling):
-                logits = self.network.logits(hidden, sampling.output_indices)
-        if logits is None:  # no row samples, or this is not rank 0
-            tokens = torch.empty_like(sampling.output_indices)
-        else:
-            tokens = sampling.sample(logits)
-            if sampling.want_logprobs:
-                from nanovllm.worker.logprobs import sampled_logprobs
-
-                logprobs += sampled_logprobs(tables, sampling, logits, tokens, mode)
-        if len(sampling):
-            broadcast_from_first(tokens)
-            sampling.store(tokens)
-            if self.follows_drafts:
-                sampling.accept(tokens)
-        forcing = {} if masks is None else masks.forcing
-        return StepOutput(tokens, logprobs, sampling.endings, sampling.draft_ids, forcing)
-
-    def _forward(
+    def compute(
         self,
         rows: list[Row],
         sampling: SamplingRows,
-        needs: list[RowNeeds],
-        hidden: torch.Tensor | None,
-        *,
-        needs_all: bool,
-    ) -> torch.Tensor:
+        needs: Seq[RowNeeds] = (),
+        hidden: torch.Tensor | None = None,
+    ) -> Computed:
         """Compute the T tokens of `rows`, and let the parts read what they need of it.
 
         Args:
-            hidden: of all tokens, if a step runner has computed them.
-            needs_all: whether the hidden states of all tokens are to be returned.
+            hidden: [T, hidden_size], if a step runner has computed them; None: they are computed
+                layer by layer.
 
         Returns:
-            Hidden states of all T tokens, or of those of `sampling.output_indices` alone.
+            Logits of the samples, and the hidden states of all T tokens or only theirs.
         """
-        lists = [sampling.indices, *(need.indices for need in needs)]
-        num_tokens = sum(row.num_scheduled_tokens for row in rows)
-        wanted: Seq[int] = range(num_tokens)
+        assert not (self.follows_drafts and any(row.num_unverified_tokens for row in rows))
+        lists = [need.indices for need in needs]
+        wanted: Seq[int] = sampling.indices
+        if hidden is not None or None in lists or self.tables.want_prompt_logprobs(rows):
+            wanted = range(sum(row.num_scheduled_tokens for row in rows))
+        elif needs:
+            wanted = sorted({*wanted, *chain.from_iterable(filter(None, lists))})
         if hidden is None:
-            if not (needs_all or None in lists):
-                wanted = sorted(set(chain.from_iterable(filter(None, lists))))
-            indices = None if len(wanted) == num_tokens else upload(wanted, self.device)
+            indices = None
+            if not isinstance(wanted, range):
+                indices = upload(wanted, self.device) if needs else sampling.output_indices
             hidden = self.network.forward(self.tables, rows, indices)
-        place = {index: i for i, index in enumerate(wanted)}
-
-        def states(indices: Seq[int] | None) -> torch.Tensor:
-            if indices is None or len(indices) == len(place):
-                return hidden
-            return hidden[upload([place[index] for index in indices], self.device)]
-
+        place = {index: i for i, index in enumerate(wanted)} if needs else {}
         for need in needs:
             if need.read is not None:
-                need.read(states(need.indices))
-        return hidden if len(wanted) == num_tokens else states(sampling.indices)
+                need.read(_states_of(need.indices, hidden, place))
+        if needs and not isinstance(wanted, range):
+            hidden = _states_of(sampling.indices, hidden, place)
+        logits = self.network.logits(hidden, sampling.output_indices) if len(sampling) else None
+        return Computed(hidden, logits=logits)
 
     def _make_missing_parts(self, extras: Extras) -> None:
         """Make the parts that an admission with `extras` is the first to need."""
@@ -300,3 +277,17 @@ class ModelRunner:
         """Whether the device counts accepted drafts, so that rows may follow drafts in flight."""
         drafter = self.drafter
         return drafter is not None and drafter.follows_drafts and self.uses_graphs
+
+
+def _states_of(
+    indices: Seq[int] | None, hidden: torch.Tensor, place: Mapping[int, int]
+) -> torch.Tensor:
+    """Return the hidden states of some tokens of the batch.
+
+    Args:
+        indices: of these tokens; None: all of `hidden`.
+        place: in `hidden`, by index of the token.
+    """
+    if indices is None or len(indices) == len(place):
+        return hidden
+    return hidden[upload([place[index] for index in indices], hidden.device)]

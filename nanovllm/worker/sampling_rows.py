@@ -1,18 +1,22 @@
-"""Samples a step's tokens, each row with its own parameters."""
+"""Chooses a step's tokens, each row's with its own parameters: what follows the logits."""
 
 import itertools
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from nanovllm.layers.sampler import Sampling, draw_by_group, told_apart
 from nanovllm.scheduler.messages import Ending, Row
+from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.step_output import StepOutput
 
 if TYPE_CHECKING:
     from nanovllm.features.structured.grammar_masks import GrammarStep
-    from nanovllm.worker.extensions import SamplingWatch
+    from nanovllm.worker.extensions import Computed, SamplingWatch
+    from nanovllm.worker.logprobs import Logprobs
 
 
 class SamplingRows:
@@ -81,6 +85,47 @@ class SamplingRows:
     def want_logprobs(self) -> bool:
         """Whether the request of some sample wants log-probabilities."""
         return any(params.logprobs is not None for params in self.params)
+
+    def finish(
+        self,
+        tensors: "Computed",
+        rows: list[Row],
+        model: nn.Module,
+        *,
+        mode: str,
+        accepts: bool,
+    ) -> StepOutput:
+        """Choose the tokens of a step's samples, and write them to the tables on all ranks.
+
+        Args:
+            tensors: of the step. Without its logits, this rank takes the first one's tokens.
+            rows: of the step, also those that do not sample.
+            model: makes the logits of prompts.
+            mode: `Config.logprobs_mode`.
+            accepts: whether the device counts accepted drafts.
+        """
+        tables = self._tables
+        logits = tensors.logits
+        logprobs: list[Logprobs] = []
+        if tensors.hidden is not None and tables.want_prompt_logprobs(rows):
+            from nanovllm.worker.logprobs import prompt_logprobs
+
+            logprobs += prompt_logprobs(tables, rows, tensors.hidden, model, mode)
+        if logits is None:  # no row samples, or this is not rank 0
+            tokens = torch.empty_like(self.output_indices)
+        else:
+            tokens = self.sample(logits)
+            if self.want_logprobs:
+                from nanovllm.worker.logprobs import sampled_logprobs
+
+                logprobs += sampled_logprobs(tables, self, logits, tokens, mode)
+        if self.rows:
+            broadcast_from_first(tokens)
+            self.store(tokens)
+            if accepts:
+                self.accept(tokens)
+        forcing = {} if self._masks is None else self._masks.forcing
+        return StepOutput(tokens, logprobs, self.endings, self.draft_ids, forcing)
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Return [S] int64: a token, NO_TOKEN or RULED_OUT; `logits` are [S, vocab_size]."""
