@@ -6,7 +6,7 @@ The device gathers them, with each token's rank and the most likely tokens.
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence as Seq
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -15,7 +15,9 @@ from nanovllm.options.sampling_params import GREEDY_BELOW
 from nanovllm.scheduler.messages import Row, TokenLogprobs
 from nanovllm.utils.transfer import to_host, upload
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.sampling_rows import SamplingRows
+
+if TYPE_CHECKING:
+    from nanovllm.worker.sampling_rows import SamplingRows
 
 _PIECE = 2**23
 """Logits whose log-probabilities are in memory at the same time: 32 MiB in float32."""
@@ -59,7 +61,7 @@ class Logprobs(NamedTuple):
 
 def sampled_logprobs(
     tables: DeviceTables,
-    sampling: SamplingRows,
+    sampling: "SamplingRows",
     logits: torch.Tensor,
     tokens: torch.Tensor,
     mode: str = "raw_logprobs",

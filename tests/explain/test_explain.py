@@ -159,7 +159,7 @@ def test_chunks_hits_waiting_and_preemption_are_told(llm: LLM) -> None:
         assert len(present) == len(set(present))
     for seq, output in zip(story.sequences, outputs, strict=True):
         assert seq.token_ids == output.prompt_token_ids + output.token_ids
-        assert seq.output.finish_reason == output.finish_reason == "length"
+        assert seq.finish_reason == output.finish_reason == "length"
         own = [row for row in rows if row.sequence == seq.number]
         assert [token for row in own for token in row.output] == output.token_ids
         for row in own:
