@@ -25,6 +25,18 @@ class AdapterSlot(NamedTuple):
     """Of the adapter's files, in hexadecimal. A worker loads `path` if its slot holds another."""
 
 
+class InputSpan(NamedTuple):
+    """Tokens of a prompt that stand for something else than their ids say, such as a picture."""
+
+    start: int
+    """Position of the first."""
+    length: int
+    digest: bytes
+    """Of what they stand for, 32 bytes: other digests, other prefixes."""
+    offset: int = 0
+    """Of the first in what they stand for, if that has several spans."""
+
+
 class Admission(NamedTuple):
     """A sequence takes a table row, whose old contents are overwritten.
 
@@ -46,6 +58,8 @@ class Admission(NamedTuple):
     adapter: AdapterSlot | None = None
     extras: Extras | None = None
     """What features know of the sequence: see `Sequence.extras`."""
+    rope_offset: int = 0
+    """Added to the position of each token, to find its angles."""
 
 
 class NewBlocks(NamedTuple):

@@ -13,6 +13,7 @@ from nanovllm.scheduler.messages import (
     AdapterSlot,
     Admission,
     Extras,
+    InputSpan,
     NewTokens,
     Row,
     RowDetails,
@@ -68,6 +69,8 @@ class Sequence:
     generates: bool = True  # False: it ends with its prompt, and samples no token
     skips_prefix_cache: bool = False  # each token of its prompt is computed
     extras: Extras | None = None  # what features ask of the workers
+    inputs: tuple[InputSpan, ...] = ()  # what is no token: sequences share blocks with equal ones
+    rope_offset: int = 0  # see `Admission`
 
     # Set by `Scheduler.add`:
     eos_token_ids: frozenset[int] = frozenset()
@@ -149,6 +152,7 @@ class Sequence:
             self.bad_words,
             self.adapter,
             self.extras,
+            self.rope_offset,
         )
 
     def next_row(self, num_scheduled: int, *, is_last: bool) -> Row:

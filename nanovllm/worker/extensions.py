@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from nanovllm.attention.batch import Replaced
 from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.step_output import PendingResult
@@ -52,12 +53,16 @@ class StepRunner(ABC):
 class RowNeeds(NamedTuple):
     """What a part needs of the forward pass of some rows."""
 
-    indices: Seq[int] | None
+    indices: Seq[int] | None = ()
     """In the batch, of the tokens whose hidden states are needed; None: of all tokens."""
     read: Callable[[torch.Tensor], None] | None = None
     """Takes these hidden states, in this order."""
     by_layer: bool = False
-    """Whether no step runner may compute the rows."""
+    """Whether no step runner may compute the rows. None can if one of the next two is given."""
+    embeds: Replaced | None = None
+    """For `Batch.embeds`."""
+    rope: Replaced | None = None
+    """For `Batch.rope_positions`: [N]."""
 
 
 class RunnerPart:

@@ -201,7 +201,7 @@ class ModelRunner:
             return StepOutput(torch.empty(0, dtype=torch.int64))
         needs = [need for part in self.parts if (need := part.begin_rows(rows)) is not None]
         masks = None if self.masks is None else self.masks.begin(self.tables, rows)
-        by_layer = any(need.by_layer for need in needs)
+        by_layer = any(need.by_layer or need.embeds or need.rope for need in needs)
         tensors = Computed() if by_layer else self._run_fast(rows)
         tokens, draft_ids = tensors.tokens, tensors.draft_ids
         plain = self.tables.plain
@@ -248,7 +248,9 @@ class ModelRunner:
             indices = None
             if not isinstance(wanted, range):
                 indices = upload(wanted, self.device) if needs else sampling.output_indices
-            hidden = self.network.forward(self.tables, rows, indices)
+            embeds = tuple(need.embeds for need in needs if need.embeds is not None)
+            rope = tuple(need.rope for need in needs if need.rope is not None)
+            hidden = self.network.forward(self.tables, rows, indices, embeds, rope)
         place = {index: i for i, index in enumerate(wanted)} if needs else {}
         for need in needs:
             if need.read is not None:

@@ -23,6 +23,7 @@ from xxhash import xxh3_128_digest
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.trie import Hit
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.scheduler.messages import InputSpan
 from nanovllm.scheduler.sequence import Sequence
 from nanovllm.testing.invariants import check_blocks
 from tests.every_case import examples
@@ -328,6 +329,30 @@ def test_salts_share_no_blocks() -> None:
     check_blocks(manager, [])
     assert manager.reset_prefix_cache()
     assert num_hits(manager, [1, 2, 3, 4, 5], "a") == 0
+
+
+def test_a_hit_has_equal_inputs_at_equal_places() -> None:
+    """Symptoms: two pictures share KV, or one of them that lies elsewhere, or a part of one."""
+    token_ids = [7, 7, 7, 7, 7, 7, 7]
+    one, other = (digit * 32 for digit in (b"1", b"2"))
+    inputs = [
+        (),
+        (InputSpan(1, 4, one),),
+        (InputSpan(1, 4, other),),
+        (InputSpan(2, 4, one),),
+        (InputSpan(1, 5, one),),
+        (InputSpan(1, 4, one, 1),),
+        (InputSpan(1, 2, one), InputSpan(3, 2, one)),
+    ]
+    found = []
+    manager = BlockManager(64, 2)
+    for spans in inputs:
+        seq = make_seq(token_ids)
+        seq.inputs = spans
+        assert admit(manager, seq) is not None
+        found.append(seq.num_computed_tokens)
+        manager.publish(seq, len(token_ids))
+    assert found == [0, 0, 0, 2, 4, 0, 2]
 
 
 def test_salts_without_cached_blocks_are_forgotten() -> None:

@@ -166,6 +166,7 @@ class FusedStep:
             qkv,
             *attention.head_norm()[:4],  # the weights, eps and angles
             batch.positions,
+            batch.angle_rows,
             batch.slot_mapping,
             batch.block_tables,
             attention.attn.kv_cache,

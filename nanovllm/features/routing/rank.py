@@ -49,7 +49,7 @@ class RankRouting(RunnerPart):
         """
         self._ids = []
         self._rows = rows
-        return RowNeeds(None)
+        return RowNeeds(indices=None)
 
     def end(self, schedule: Schedule, pending: PendingResult) -> None:
         """Add the experts of each row: [tokens of the row, layers with experts, k]."""
