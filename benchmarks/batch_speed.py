@@ -21,9 +21,9 @@ import psutil  # type: ignore[import-untyped]
 import ray
 
 from nanovllm import LLM, SamplingParams, demo_model
+from nanovllm.apps.batch.batch_options import RowOptions
 from nanovllm.apps.batch.job import Finished, Pool, Progress, answer_rows, run_job
 from nanovllm.apps.batch.job_files import Journal
-from nanovllm.apps.batch.options import RowOptions
 from nanovllm.apps.batch.row_engine import RowEngine
 from nanovllm.apps.batch.sources import open_source
 from nanovllm.apps.ray.row_pool import RayPool

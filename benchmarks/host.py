@@ -13,13 +13,13 @@ from unittest import mock
 
 import torch
 
-from nanovllm import SamplingParams, assembly, demo_model
+from nanovllm import SamplingParams, demo_model, factory
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.features.fast_steps import cuda_capture, piecewise_graphs, registry
-from nanovllm.features.fast_steps.cuda_capture import Step
+from nanovllm.features.graphs import cuda_capture, piecewise_graphs, step_runners
+from nanovllm.features.graphs.cuda_capture import Step
 from nanovllm.options.config import Config
 from nanovllm.worker import attention_groups
 
@@ -83,11 +83,11 @@ def make_engine(batch: int, output_len: int) -> LLMEngine:
     )
     with (
         mock.patch.object(attention_groups, "select_backend", _select),
-        mock.patch.object(registry, "can_capture", return_value=True),
+        mock.patch.object(step_runners, "can_capture", return_value=True),
         mock.patch.object(cuda_capture, "make_capture", new=_make_capture),
         mock.patch.object(piecewise_graphs, "piece_sizes", return_value=[]),
     ):
-        return assembly.make_engine(config, queue_depth=1)
+        return factory.make_engine(config, queue_depth=1)
 
 
 def step_seconds(engine: LLMEngine, batch: int, output_len: int) -> float:

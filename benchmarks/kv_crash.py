@@ -140,7 +140,7 @@ def write_on(directory: str, seed: int, num_rounds: int, begun: Connection) -> N
 def processes() -> Any:
     """Return a context whose processes start with torch already imported."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nanovllm.llm", "nanovllm.features.tiers.rank"])
+    context.set_forkserver_preload(["nanovllm.llm", "nanovllm.features.tiers.rank_tiers"])
     return context
 
 

@@ -34,14 +34,14 @@ from benchmarks.comparison import processor_name
 from benchmarks.shapes import CONFIGS, SMALL, described
 from benchmarks.versus import CASES, GGUF_TYPES, WARM_UP, Case, prepared
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.explain.rates import BUFFER_BYTES, Meter, Rates
+from nanovllm.apps.explain.rates import BUFFER_BYTES, RateMeter, Rates
 from nanovllm.apps.explain.work import attention_bits, attention_work, weight_bits, weight_tensors
+from nanovllm.core.messages import Row
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import SparseMLP, StackedLinear
-from nanovllm.layers.linear import Matrix
+from nanovllm.layers.linear import WeightModule
 from nanovllm.layers.state_layer import StateLayer
-from nanovllm.scheduler.messages import Row
 from nanovllm.worker.model_loader import make_modules
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import Network
@@ -130,7 +130,7 @@ def _matrices(network: Network) -> Iterator[Matrices]:
     """Yield the weights of each form and use."""
     shapes = make_modules(network.model_config, network.max_model_len, torch.device("meta"))
     shape_of = dict(shapes.named_modules())
-    chosen: dict[Matrix, tuple[int, int]] = {
+    chosen: dict[WeightModule, tuple[int, int]] = {
         linear: (mlp.experts.down_proj.num_experts, mlp.gate.choice.top_k)
         for mlp in network.model.modules()
         if isinstance(mlp, SparseMLP)
@@ -141,7 +141,11 @@ def _matrices(network: Network) -> Iterator[Matrices]:
     for name, module in network.model.named_modules():
         is_head = isinstance(module, ParallelLMHead)
         twin = shape_of.get(name)
-        if not isinstance(module, Matrix) or not isinstance(twin, Matrix) or twin.weight is None:
+        if (
+            not isinstance(module, WeightModule)
+            or not isinstance(twin, WeightModule)
+            or twin.weight is None
+        ):
             continue
         if isinstance(module, VocabParallelEmbedding) and not is_head:
             continue  # a row a token
@@ -162,16 +166,16 @@ def network_of(llm: LLM) -> Network:
     return network
 
 
-def weights_meter(network: Network) -> Meter:
+def weights_meter(network: Network) -> RateMeter:
     """Return the meter of the rates at which this network's weights can be read, and multiplied."""
     tensors = {
         tensor.data_ptr(): tensor
         for module in network.model.modules()
-        if isinstance(module, Matrix)
+        if isinstance(module, WeightModule)
         for tensor in weight_tensors(module)
         if tensor.is_contiguous()
     }
-    return Meter(list(tensors.values()))
+    return RateMeter(list(tensors.values()))
 
 
 def reset_peak() -> None:
@@ -266,7 +270,7 @@ def run_case(llm: LLM, case: Case, seed: int) -> float:
     return time.perf_counter() - start
 
 
-def measure(llm: LLM, name: str, meter: Meter, rounds: int) -> Found:
+def measure(llm: LLM, name: str, meter: RateMeter, rounds: int) -> Found:
     """Run a case."""
     work_of = Steps(network_of(llm))
     found = []

@@ -19,11 +19,11 @@ from torch import nn
 
 from nanovllm import demo_model
 from nanovllm.apps.explain.work import tensors_in
-from nanovllm.layers.linear import Matrix
+from nanovllm.layers.linear import WeightModule
 from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
 from nanovllm.parallel import executor
-from nanovllm.parallel.worker import check_networks
+from nanovllm.parallel.rank_setup import check_networks
 from nanovllm.worker.network import Network
 
 
@@ -38,7 +38,7 @@ def weight_bytes(model: nn.Module) -> int:
     """Return the bytes of all weights of a loaded model, each once."""
     found = [*model.parameters(), *model.buffers()]
     for module in model.modules():
-        if isinstance(module, Matrix) and module.method is not None:
+        if isinstance(module, WeightModule) and module.method is not None:
             found += tensors_in(module.method)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
     return sum(storages.values())

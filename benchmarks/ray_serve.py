@@ -28,8 +28,8 @@ from starlette.types import ASGIApp
 
 from nanovllm import demo_model
 from nanovllm.apps.ray import deployment
-from nanovllm.apps.ray.replica import Engine
-from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.ray.replica import EngineReplica
+from nanovllm.apps.server.server_options import ServerOptions
 
 OPTIONS: dict[str, Any] = {"max_model_len": 1024, "num_kvcache_blocks": 512, "num_threads": 1}
 NUM_TOKENS = 128
@@ -40,7 +40,7 @@ PROCESSES = {
 }
 
 
-class Direct(Engine):
+class Direct(EngineReplica):
     """A replica that the proxy calls itself."""
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -6,9 +6,9 @@ Benchmarks and tests use it in place of a real proposer. It works only in this p
 import random
 from collections.abc import Iterable
 
+from nanovllm.core.messages import Row, Schedule
+from nanovllm.core.sequence import Sequence
 from nanovllm.features.speculation.proposers.proposer import Proposer
-from nanovllm.scheduler.messages import Row, Schedule
-from nanovllm.scheduler.sequence import Sequence
 from nanovllm.worker.device_tables import DeviceTables
 
 

@@ -350,10 +350,10 @@ def weight_bytes(config: Mapping[str, Any], quantization: str | None = None) -> 
     import torch
     from torch import nn
 
-    from nanovllm.features.formats.rounding import EXACT
+    from nanovllm.features.quantization.rounding import EXACT
     from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
     from nanovllm.layers.experts import SparseMLP, StackedLinear
-    from nanovllm.layers.linear import Matrix
+    from nanovllm.layers.linear import WeightModule
     from nanovllm.models.registry import read_config as read_fields
     from nanovllm.worker.model_loader import make_modules
 
@@ -368,7 +368,7 @@ def weight_bytes(config: Mapping[str, Any], quantization: str | None = None) -> 
     total = 0.0
     for module in network.modules():
         is_head = isinstance(module, ParallelLMHead)
-        if not isinstance(module, Matrix) or module.weight is None:
+        if not isinstance(module, WeightModule) or module.weight is None:
             continue
         if isinstance(module, VocabParallelEmbedding) and not is_head:
             continue

@@ -30,10 +30,10 @@ from benchmarks.scripted import Scripted
 from benchmarks.shapes import checkpoint, described, read_config
 from benchmarks.speedups import Speedup, Speedups, ideal_speedup, rising
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import make_drafting
-from nanovllm.features.speculation.proposers import registry
-from nanovllm.scheduler.messages import MAX_SAMPLES, Row
-from nanovllm.scheduler.sequence import Sequence
+from nanovllm.core.messages import MAX_SAMPLES, Row
+from nanovllm.core.sequence import Sequence
+from nanovllm.factory import make_drafting
+from nanovllm.features.speculation.proposers import proposer_methods
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.timing import measure_seconds
 
@@ -216,7 +216,7 @@ def main() -> None:
     if args.method is None:
         scripted = [Scripted(), Scripted()]
         unused = iter(scripted)
-        vars(registry)["make_proposer"] = lambda *_: next(unused)
+        vars(proposer_methods)["make_proposer"] = lambda *_: next(unused)
     with tempfile.TemporaryDirectory() as directory:
         model, load_format = checkpoint(args.model, directory)
         if args.method == "draft_model":

@@ -26,10 +26,10 @@ from benchmarks.comparison import processor_name
 from benchmarks.shapes import checkpoint, described, read_config, weight_bytes
 from benchmarks.step_times import StepTimes
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.explain.rates import Meter
+from nanovllm.apps.explain.rates import RateMeter
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import processor_flags
-from nanovllm.worker.sampling_rows import SamplingRows
+from nanovllm.worker.step_sampler import StepSampler
 
 PARTS = {
     "nv_linear": "products",
@@ -88,15 +88,15 @@ class Clock:
     @contextlib.contextmanager
     def watch_engine(self) -> Iterator[None]:
         """Watch the C kernels and the sampler inside `with`."""
-        call, run, sample = library.call, library.run, SamplingRows.sample
+        call, run, sample = library.call, library.run, StepSampler.sample
         library.call = self.watch(PARTS.get, call)
         library.run = self.watch(lambda _: "recorded", run)
-        SamplingRows.sample = self.watch(lambda _: "sampler", sample)  # type: ignore[method-assign]
+        StepSampler.sample = self.watch(lambda _: "sampler", sample)  # type: ignore[method-assign]
         try:
             yield
         finally:
             library.call, library.run = call, run
-            SamplingRows.sample = sample  # type: ignore[method-assign]
+            StepSampler.sample = sample  # type: ignore[method-assign]
 
 
 def instruction_sets(flags: Set[str]) -> list[str]:
@@ -141,7 +141,7 @@ def measure(args: argparse.Namespace) -> StepTimes:
     with tempfile.TemporaryDirectory() as directory:
         model, load_format = checkpoint(args.model, directory)
         config = read_config(model)
-        meter = Meter()
+        meter = RateMeter()
         rates = meter.measure()
         found: list[list[dict[str, float]]] = []
         for enforce_eager in (True, False):  # each kernel as a separate call, then recorded

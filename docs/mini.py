@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from nanovllm import Config, SamplingParams, demo_model
+from nanovllm.core.messages import Schedule
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.loading.hub import configured_checkpoint
 from nanovllm.loading.tokenizer import serving_tokenizer
-from nanovllm.parallel.worker import check_network
-from nanovllm.scheduler.messages import Schedule
+from nanovllm.parallel.rank_setup import check_network
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.sequence import Sequence
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.warm_up import allocate, measure
 

@@ -13,14 +13,15 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from nanovllm.assembly import make_engine
 from nanovllm.chat.templates import Message, template_options
+from nanovllm.control_api import AsyncWeightMethods
 from nanovllm.engine.commands import Result, fulfil
 from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.fair_executor import FairExecutor
 from nanovllm.engine.prompt import Prompt, PromptInput
 from nanovllm.engine.reader import Reader, send
 from nanovllm.errors import EngineDeadError
+from nanovllm.factory import make_engine
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.pooling_params import PoolingParams
@@ -34,7 +35,6 @@ from nanovllm.outputs import (
     ScoringRequestOutput,
     Vector,
 )
-from nanovllm.weight_methods import AsyncWeightMethods
 
 
 class AsyncLLM(AsyncWeightMethods):

@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.assembly import make_engine
+from nanovllm.control_api import WeightMethods
 from nanovllm.engine.prompt import Prompt, PromptInput
 from nanovllm.engine.request import Request
 from nanovllm.engine.shared_engine import SharedEngine
 from nanovllm.errors import InvalidRequestError
+from nanovllm.factory import make_engine
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.pooling_params import PoolingParams
@@ -27,7 +28,6 @@ from nanovllm.outputs import (
     ScoringRequestOutput,
     Vector,
 )
-from nanovllm.weight_methods import WeightMethods
 
 if TYPE_CHECKING:
     from nanovllm.chat.templates import Message

@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator, Iterable
 from typing import Any, NotRequired, Self, TypedDict, TypeVar
 
 from nanovllm import async_llm, demo_model, llm
-from nanovllm.assembly import make_engine
 from nanovllm.engine import llm_engine
 from nanovllm.engine.prompt import PromptInput as PromptType
 from nanovllm.errors import InvalidRequestError
+from nanovllm.factory import make_engine
 from nanovllm.options.config import Config
 from nanovllm.options.flags import (
     DashingParser as FlexibleArgumentParser,

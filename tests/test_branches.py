@@ -33,7 +33,7 @@ ALONE = [pytest.param([name], marks=pytest.mark.long, id=name) for name in (*FEA
 def test_the_trunk_works_without_its_branches(folders: list[str], tmp_path: Path) -> None:
     """In a copy of the tree without some branches and their tests.
 
-    The one that an engine has by default, `fast_steps`, is turned off by an option.
+    The one that an engine has by default, `graphs`, is turned off by an option.
     """
     unwanted = shutil.ignore_patterns("__pycache__", *folders)
     for folder in ("nanovllm", "tests"):
@@ -42,11 +42,11 @@ def test_the_trunk_works_without_its_branches(folders: list[str], tmp_path: Path
     config = tmp_path / "nanovllm/options/config.py"
     default = "    enforce_eager: bool = False\n"
     assert default in config.read_text()
-    if "fast_steps" in folders:
+    if "graphs" in folders:
         config.write_text(config.read_text().replace(default, default.replace("False", "True")))
     (tmp_path / "sitecustomize.py").write_text(NO_CHECKOUT)
     left_out = ["tensor_parallelism", "kvcache_block_size", "the_work_is_cut", "arrival_and"]
-    if "fast_steps" in folders:
+    if "graphs" in folders:
         left_out.append("defaults_equal_nano_vllms")
     chosen = " and ".join(f"not {name}" for name in left_out)
     options = ("-x", "-n", "0", "-p", "no:cacheprovider", "-k", chosen)
@@ -79,7 +79,7 @@ sys.modules[f"nanovllm.features.{absent}"] = None  # an import of it, or from it
 from nanovllm import LLM, SamplingParams, demo_model
 
 OPTIONS = {
-    "formats": {"quantization": "int8"},
+    "quantization": {"quantization": "int8"},
     "lora": {"enable_lora": True},
     "observe": {"trace": f"{trace} {absent}"},
     "speculation": {"speculative_config": {"method": "ngram"}},
@@ -87,7 +87,7 @@ OPTIONS = {
 }
 OPTIONS.pop(absent, None)
 options = {name: value for option in OPTIONS.values() for name, value in option.items()}
-llm = LLM(demo_model.MODEL, max_model_len=128, enforce_eager=absent == "fast_steps", **options)
+llm = LLM(demo_model.MODEL, max_model_len=128, enforce_eager=absent == "graphs", **options)
 params = SamplingParams(max_tokens=8, structured_outputs={"regex": "[a-z]{4}"})
 if absent == "structured":
     params = SamplingParams(max_tokens=8)

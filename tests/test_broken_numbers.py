@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, AsyncLLM, Config, RequestOutput, SamplingParams
-from nanovllm.assembly import make_engine
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.factory import make_engine
 from nanovllm.kernels.cpu.library import library
 from nanovllm.testing.invariants import check_scheduler
 from tests.checkpoints import copy_checkpoint
-from tests.fast_steps.fake_graphs import use_fake_graphs
+from tests.graphs.fake_graphs import use_fake_graphs
 from tests.helpers import Request, assert_idle, generate, join, random_prompt, token_ids
 
 NATIVE = pytest.mark.skipif(library() is None, reason="no compiler here")

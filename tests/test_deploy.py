@@ -11,7 +11,7 @@ import pytest
 from nanovllm.apps.cli import main as cli
 from nanovllm.apps.server import serve
 from nanovllm.apps.server.middleware import OPEN_PATHS
-from nanovllm.apps.server.options import API_KEY_VARIABLE, ServerOptions
+from nanovllm.apps.server.server_options import API_KEY_VARIABLE, ServerOptions
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

@@ -17,10 +17,10 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, demo_model, errors, outputs
 from nanovllm.apps.cli import main as cli
+from nanovllm.core.messages import Admission
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.speculative_config import SpeculativeConfig
-from nanovllm.scheduler.messages import Admission
 from tests.floors import APPS, FEATURES
 
 ROOT = Path(__file__).parent.parent

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import make_engine
+from nanovllm.factory import make_engine
 from nanovllm.options.config import Config
 from nanovllm.outputs import RequestOutput
 from nanovllm.testing.invariants import check_scheduler

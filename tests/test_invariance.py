@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.assembly import make_engine
+from nanovllm.factory import make_engine
 from nanovllm.options.config import Config
 from tests.checkpoints import FAMILIES
 from tests.every_case import EVERY_CASE

@@ -26,7 +26,7 @@ NANO_VLLM = (
     *("engine.scheduler", "engine.sequence"),
 )
 """nano-vllm's modules, for whose imports they stand: each has names of another module."""
-FRONT = ("llm", "async_llm", "weight_methods")
+FRONT = ("llm", "async_llm", "control_api")
 FOLDERS = {
     "features": Folder("", torch=False),
     "apps": Folder("", torch=False),
@@ -37,22 +37,22 @@ FOLDERS = {
     "options": Folder("", torch=False),
     "chat": Folder("loading options utils.forked", torch=False),
     "loading": Folder("demo_model options utils", torch=True),
-    "kernels": Folder("attention.states options utils", torch=True),
-    "kv": Folder("scheduler.messages scheduler.sequence", torch=False),
+    "kernels": Folder("kernels.states options utils", torch=True),
+    "kv": Folder("core.messages core.sequence", torch=False),
     "scheduler": Folder("kv options", torch=False),
     "testing": Folder("kv options scheduler speculation", torch=False),
     "observe": Folder("engine options scheduler worker", torch=True),
     "pooling": Folder("engine loading models options scheduler utils worker", torch=True),
     "tiers": Folder("loading kernels kv layers models options scheduler utils worker", torch=True),
-    "assembly": Folder(
+    "factory": Folder(
         "loading engine layers.logits_rules parallel kv lora observe options pooling scheduler "
         "speculation structured tiers",
         torch=False,
     ),
-    "vllm": Folder("assembly demo_model engine llm async_llm options", torch=False),
+    "vllm": Folder("factory demo_model engine llm async_llm options", torch=False),
     "nano_vllm": Folder("kv options scheduler worker.model_runner", torch=False),
-    "formats": Folder("loading kernels layers options utils", torch=True),
-    "front": Folder("assembly chat engine observe options training", torch=False),
+    "quantization": Folder("loading kernels layers options utils", torch=True),
+    "front": Folder("factory chat engine observe options training", torch=False),
     "structured": Folder("loading options scheduler utils worker", torch=True),
     "lora": Folder(
         "attention loading kernels kv layers models options scheduler utils worker", torch=True
@@ -60,7 +60,7 @@ FOLDERS = {
     "models": Folder("attention loading kernels layers options utils", torch=True),
     "layers": Folder("attention loading kernels options utils", torch=True),
     "server": Folder(
-        "chat loading engine llm async_llm options scheduler.worker_info training utils",
+        "chat loading engine llm async_llm options core.worker_info training utils",
         torch=False,
     ),
     "learn": Folder("options utils", torch=False),
@@ -73,8 +73,7 @@ FOLDERS = {
         torch=False,
     ),
     "prove": Folder(
-        "llm demo_model kv.groups.state kv.windows loading options scheduler.worker_info tiers "
-        "utils",
+        "llm demo_model kv.groups.state core.windows loading options core.worker_info tiers utils",
         torch=True,
     ),
     "explain": Folder(
@@ -87,39 +86,39 @@ FOLDERS = {
     ),
     "__main__": Folder("cli", torch=False),
     "parallel": Folder(
-        "attention loading formats layers lora models options pooling routing scheduler "
-        "speculation fast_steps structured tiers utils worker",
+        "attention loading quantization layers lora models options pooling routing scheduler "
+        "speculation graphs structured tiers utils worker",
         torch=True,
     ),
     "ray": Folder(
         "batch llm async_llm chat loading demo_model parallel.ray_cluster options server utils",
         torch=False,
     ),
-    "fast_steps": Folder("attention kernels layers models scheduler utils worker", torch=True),
+    "graphs": Folder("attention kernels layers models scheduler utils worker", torch=True),
     "engine": Folder(
         "chat kv loading parallel options scheduler",
         torch=False,
     ),
     "speculation": Folder(
-        "attention loading kernels kv layers models options scheduler fast_steps utils worker",
+        "attention loading kernels kv layers models options scheduler graphs utils worker",
         torch=True,
     ),
     "routing": Folder("kernels layers scheduler worker", torch=True),
     "training": Folder(
-        "loading engine formats kernels layers models options utils worker", torch=True
+        "loading engine quantization kernels layers models options utils worker", torch=True
     ),
     "worker": Folder(
-        "attention loading formats kernels kv layers lora models options scheduler utils",
+        "attention loading quantization kernels kv layers lora models options scheduler utils",
         torch=True,
     ),
 }
-STILL_IMPORTED = ("fast_steps",)
+STILL_IMPORTED = ("graphs",)
 """Features that an engine imports although no option asks for them: shorter only, too."""
 SEAMS = {
     "__main__",
-    "assembly",
-    *("parallel.in_process", "parallel.rank_process", "parallel.worker"),
-    "weight_methods",
+    "factory",
+    *("parallel.in_process", "parallel.rank_process", "parallel.rank_setup"),
+    "control_api",
     *("testing.fake_controller", "testing.fake_engine", "testing.random_runs"),
     *("worker.model_loader", "worker.model_report"),
 }

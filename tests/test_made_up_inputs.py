@@ -15,15 +15,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import SamplingParams
-from nanovllm.assembly import make_engine
 from nanovllm.attention.batch import Replaced
+from nanovllm.core.messages import Admission, InputSpan, Row, Schedule
+from nanovllm.core.sequence import Sequence
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.factory import make_engine
 from nanovllm.kernels.cpu.library import library
 from nanovllm.options.config import Config
 from nanovllm.outputs import RequestOutput
-from nanovllm.scheduler.messages import Admission, InputSpan, Row, Schedule
-from nanovllm.scheduler.sequence import Sequence
-from nanovllm.worker.extensions import RowNeeds, RunnerPart
+from nanovllm.worker.hooks import RowNeeds, WorkerHook
 from tests.checkpoints import SMALL
 
 SOFT = 5
@@ -92,7 +92,7 @@ PROMPTS = [
 ]
 
 
-class Vectors(RunnerPart):
+class Vectors(WorkerHook):
     """Gives tokens the vectors and places that the extras of their sequences have."""
 
     def __init__(self) -> None:

@@ -16,11 +16,11 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import make_engine
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionOptions
-from nanovllm.attention.states import StatePart
 from nanovllm.errors import ConfigError, OutOfMemoryError
+from nanovllm.factory import make_engine
+from nanovllm.kernels.states import StatePart
 from nanovllm.kernels.torch_states import read_parts, write_parts
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.state_layer import StateLayer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import make_engine
+from nanovllm.factory import make_engine
 from nanovllm.kernels.cpu.library import library
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.prove.options import ProveOptions
 from nanovllm.apps.prove.proof import SAME, Prover
+from nanovllm.apps.prove.prove_options import ProveOptions
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu import library as library_module
 from nanovllm.kernels.cpu.library import library

@@ -19,6 +19,7 @@ from nanovllm.apps.lab.templates.rule import MyRule
 from nanovllm.apps.lab.templates.runner import MyRunner
 from nanovllm.apps.lab.templates.tier import MyTier
 from nanovllm.attention.cpu import CPUBackend
+from nanovllm.core.messages import Row
 from nanovllm.errors import (
     ConfigError,
     InvalidRequestError,
@@ -32,8 +33,7 @@ from nanovllm.kernels.torch_kernels import PlainWeight
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
 from nanovllm.options.plugins import GROUP, guarded, installed
-from nanovllm.scheduler.messages import Row
-from nanovllm.worker.extensions import Computed
+from nanovllm.worker.hooks import StepTensors
 from nanovllm.worker.model_report import report
 from tests.helpers import assert_idle
 
@@ -103,15 +103,15 @@ class FailsInAStep(MyFamily):
 
 
 class NoShards(MyFormat):
-    def stored(self, matrix: Any, names: list[str]) -> Any:
-        stored: Any = super().stored(matrix, names)
+    def quantized(self, matrix: Any, names: list[str]) -> Any:
+        stored: Any = super().quantized(matrix, names)
         stored.shards = lambda weight: [][7]
         return stored
 
 
 class NoProducts(MyFormat):
-    def stored(self, matrix: Any, names: list[str]) -> Any:
-        stored: Any = super().stored(matrix, names)
+    def quantized(self, matrix: Any, names: list[str]) -> Any:
+        stored: Any = super().quantized(matrix, names)
         stored.method = lambda dtype, kernels: _NoProduct(stored._values)
         return stored
 
@@ -122,7 +122,7 @@ class _NoProduct(PlainWeight):
 
 
 class RefusedMemory(MyRunner):
-    def run(self, rows: list[Any]) -> Computed:
+    def run(self, rows: list[Any]) -> StepTensors:
         if self.num_steps.total() == 2:
             self.num_steps.update([0])
             torch.empty(2**60)
@@ -135,17 +135,17 @@ class BadConfig(MyFormat):
 
 
 class FailsToStore(MyFormat):
-    def stored(self, matrix: Any, names: list[str]) -> Any:
+    def quantized(self, matrix: Any, names: list[str]) -> Any:
         raise KeyError(7)
 
 
 class StoresNothing(MyFormat):
-    def stored(self, matrix: Any, names: list[str]) -> Any:
+    def quantized(self, matrix: Any, names: list[str]) -> Any:
         return None
 
 
 class StoresText(MyFormat):
-    def stored(self, matrix: Any, names: list[str]) -> Any:
+    def quantized(self, matrix: Any, names: list[str]) -> Any:
         return "text"
 
 
@@ -182,7 +182,7 @@ def test_ranks_have_them_all(
         speculative_config={"method": f"{LAB}.proposer:MyProposer"},
         model_family=f"{LAB}.family:MyFamily",
         step_runner=f"{LAB}.runner:MyRunner",
-        kv_tier=f"{LAB}.tier:MyTier",
+        kv_store=f"{LAB}.tier:MyTier",
     )
     assert tokens_of(llm) == tokens_of(plain)
     ruled = GREEDY.clone(extra_args={"my_rule": 500})
@@ -217,7 +217,7 @@ def test_a_backend_of_the_users_is_not_said_to_be_invariant(make_llm: Any) -> No
 def test_a_tier_outlives_the_engine(make_llm: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     prompt = "A KV cache holds keys and values. " * 6
-    options = {**OPTIONS, "kvcache_block_size": 16, "kv_tier": f"{LAB}.tier:MyTier"}
+    options = {**OPTIONS, "kvcache_block_size": 16, "kv_store": f"{LAB}.tier:MyTier"}
     llm = make_llm(demo_model.MODEL, **options)
     first = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
     llm.shutdown()
@@ -231,13 +231,13 @@ def test_a_broken_tier_is_logged_once(
     make_llm: Any, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = {**OPTIONS, "kvcache_block_size": 16, "kv_tier": f"{HERE}:NoFiles"}
+    options = {**OPTIONS, "kvcache_block_size": 16, "kv_store": f"{HERE}:NoFiles"}
     with caplog.at_level(logging.WARNING, "nanovllm"):
         llm = make_llm(demo_model.MODEL, **options)
         llm.generate("A KV cache holds keys and values. " * 6, GREEDY, use_tqdm=False)
-    found = [record.getMessage() for record in caplog.records if "kv_tier" in record.getMessage()]
+    found = [record.getMessage() for record in caplog.records if "kv_store" in record.getMessage()]
     assert found == [
-        f'kv_tier="{HERE}:NoFiles": has() raised KeyError: 7; what it should give is computed'
+        f'kv_store="{HERE}:NoFiles": has() raised KeyError: 7; what it should give is computed'
     ]
 
 
@@ -264,7 +264,7 @@ def test_a_broken_tier_is_logged_once(
         ("quantization", "MyRule", ConfigError, "derived from nanovllm.layers.linear.WeightForm"),
         ("logits_rules", "Nameless", ConfigError, "must have a name, which requests give"),
         ("logits_rules", "MyTier", ConfigError, "derived from nanovllm.layers.logits_rules.Log"),
-        ("kv_tier", "MyRule", ConfigError, "derived from nanovllm.features.tiers.tier.ByteStor"),
+        ("kv_store", "MyRule", ConfigError, "derived from nanovllm.features.tiers.tier.ByteStor"),
     ],
 )
 def test_a_broken_one_is_named(
@@ -320,7 +320,7 @@ def test_a_runner_is_not_asked_about_positions_that_the_device_knows(make_llm: A
     [
         {"attention_backend": "no_such:Class"},
         {"step_runner": "no_such:Class"},
-        {"kv_tier": "no_such:Class"},
+        {"kv_store": "no_such:Class"},
         {"logits_rules": ["no_such:Class"]},
         {"quantization": "no_such:Class"},
         {"model_family": "no_such:Class"},
@@ -398,7 +398,7 @@ def test_entry_points(package: Path) -> None:
         "model",
         attention_backend="slow",
         eviction_policy="hits",
-        kv_tier="files",
+        kv_store="files",
         logits_rules=["fresh"],
         quantization="grid",
         scheduling_policy="short",
@@ -409,7 +409,7 @@ def test_entry_points(package: Path) -> None:
     assert [
         config.attention_backend,
         config.eviction_policy,
-        config.kv_tier,
+        config.kv_store,
         *config.logits_rules,
         config.quantization,
         config.scheduling_policy,

@@ -10,12 +10,12 @@ import pytest
 from examples.lab.lfu_eviction import LeastFrequentlyUsed
 from examples.lab.shortest_job_first import ShortestFirst
 from nanovllm import AsyncLLM, SamplingParams, demo_model
+from nanovllm.core.sequence import Sequence
 from nanovllm.errors import ConfigError, EngineDeadError, PluginError
 from nanovllm.options.config import Config
 from nanovllm.options.plugins import load_class
+from nanovllm.scheduler.fair_policy import FairPolicy
 from nanovllm.scheduler.policy import Policy
-from nanovllm.scheduler.prompt_queue import PromptQueue
-from nanovllm.scheduler.sequence import Sequence
 from tests.glossary import GREEDY
 from tests.helpers import assert_idle
 
@@ -147,7 +147,7 @@ def test_a_broken_module_needs_no_path(
     (tmp_path / "broken_plugin.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        load_class("scheduling_policy", "broken_plugin:Policy", PromptQueue)
+        load_class("scheduling_policy", "broken_plugin:Policy", FairPolicy)
 
 
 def test_a_class_itself_is_refused_with_its_name() -> None:

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assembly import make_engine
 from nanovllm.errors import InvalidRequestError, UnsupportedModelError
+from nanovllm.factory import make_engine
 from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
 from nanovllm.parallel.pipes import PipeRanks
 from nanovllm.parallel.rank_executor import RankExecutor
-from nanovllm.parallel.worker import check_networks
+from nanovllm.parallel.rank_setup import check_networks
 from nanovllm.testing.invariants import check_scheduler
 from tests.checkpoints import copy_checkpoint
 from tests.forked_ranks import forked_ranks

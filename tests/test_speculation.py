@@ -15,13 +15,13 @@ import torch
 
 from benchmarks.scripted import Scripted
 from nanovllm import LLM, RequestOutput, SamplingParams, demo_model
-from nanovllm.assembly import make_engine
+from nanovllm.core.sequence import Sequence
+from nanovllm.factory import make_engine
 from nanovllm.features.speculation.draft_controller import DraftController
-from nanovllm.features.speculation.proposers import registry
+from nanovllm.features.speculation.proposers import proposer_methods
 from nanovllm.kernels.cpu.library import library
 from nanovllm.options.config import Config
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.sequence import Sequence
 from tests.glossary import QUESTIONS
 from tests.helpers import (
     COMPACT,
@@ -130,7 +130,7 @@ def expected_of() -> Callable[..., Expected]:
 def scripted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Scripted:
     """A scripted proposer instead of n-gram, asked for drafts in every step."""
     proposer = Scripted(request.param)
-    monkeypatch.setattr(registry, "make_proposer", lambda *_: proposer)
+    monkeypatch.setattr(proposer_methods, "make_proposer", lambda *_: proposer)
     monkeypatch.setattr(DraftController, "choose", every_draft)
     return proposer
 

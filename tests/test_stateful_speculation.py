@@ -13,12 +13,12 @@ import pytest
 
 from benchmarks.scripted import Scripted
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.assembly import make_engine
+from nanovllm.core.sequence import Sequence
 from nanovllm.errors import ConfigError
-from nanovllm.features.speculation.proposers import registry
+from nanovllm.factory import make_engine
+from nanovllm.features.speculation.proposers import proposer_methods
 from nanovllm.options.config import Config
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.sequence import Sequence
 from tests.checkpoints import make_checkpoint
 from tests.eagle3_checkpoints import make_eagle3_checkpoint
 from tests.helpers import (
@@ -79,7 +79,7 @@ REQUESTS = make_requests(12)
 def scripted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Scripted:
     """A scripted proposer, asked for drafts in every step."""
     proposer = Scripted(request.param)
-    monkeypatch.setattr(registry, "make_proposer", lambda *_: proposer)
+    monkeypatch.setattr(proposer_methods, "make_proposer", lambda *_: proposer)
     allow_all(monkeypatch)
     return proposer
 

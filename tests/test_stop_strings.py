@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, RequestOutput, SamplingParams, demo_model
-from nanovllm.assembly import make_engine
+from nanovllm.factory import make_engine
 from nanovllm.options.config import Config
 from nanovllm.testing.invariants import check_scheduler
 from tests.glossary import ANSWER_TO, GREEDY, OPTIONS, QUESTION, QUESTIONS, SAMPLED, TINY_POOL

@@ -16,8 +16,8 @@ from jsonschema import Draft202012Validator
 
 from benchmarks.structured import check_schemas, counted_steps
 from nanovllm import LLM, NanoVLLMError, SamplingParams, StructuredOutputsParams, demo_model
-from nanovllm.assembly import make_engine
 from nanovllm.errors import InvalidRequestError
+from nanovllm.factory import make_engine
 from nanovllm.options.config import Config
 from nanovllm.options.structured_outputs import structured_outputs
 from tests.gguf_files import make_gguf
@@ -115,7 +115,7 @@ def test_deep_dictionary_is_refused() -> None:
 def test_tokens_are_forced_where_no_other_rule_can_forbid_them(
     options: dict[str, Any], forces: bool
 ) -> None:
-    assert SamplingParams(**{"structured_outputs": COMPACT, **options}).forces_tokens is forces
+    assert SamplingParams(**{"structured_outputs": COMPACT, **options}).can_jump_forward is forces
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_forced_tokens_are_those_that_the_model_would_have_to_choose(
     """Symptom: an answer depends on whether its tokens are forced, or on log-probabilities."""
     with counted_steps(llm) as num_forced_steps:
         forced = [outputs_of(llm, grammar) for grammar, _ in CASES.values()]
-    monkeypatch.setattr(SamplingParams, "forces_tokens", property(lambda self: False))
+    monkeypatch.setattr(SamplingParams, "can_jump_forward", property(lambda self: False))
     with counted_steps(llm) as num_steps:
         assert [outputs_of(llm, grammar) for grammar, _ in CASES.values()] == forced
     assert num_forced_steps[0] < 0.8 * num_steps[0]
@@ -211,7 +211,7 @@ def test_forced_tokens_of_a_gguf_file(
     forced = outputs_of(llm, {"choice": choice})
     assert all(found.text in choice and found.finish_reason == "stop" for found in forced)
     forced += outputs_of(llm, {"regex": "[ab]{2}<[a-z]{3}>x"})
-    monkeypatch.setattr(SamplingParams, "forces_tokens", property(lambda self: False))
+    monkeypatch.setattr(SamplingParams, "can_jump_forward", property(lambda self: False))
     chosen = outputs_of(llm, {"choice": choice})
     assert chosen + outputs_of(llm, {"regex": "[ab]{2}<[a-z]{3}>x"}) == forced
     llm.shutdown()

@@ -46,7 +46,7 @@ def test_a_plain_run_stays_small(found: Mapping[str, float]) -> None:
 def test_the_run_is_traced(run: Run) -> None:
     """A tracer that misses files would find any package small."""
     assert {"scheduler/scheduler.py", "worker/model_runner.py", "llm.py"} <= run.generate.keys()
-    assert {"loading/loader.py", "models/decoder.py", "assembly.py"} <= run.start.keys()
+    assert {"loading/loader.py", "models/decoder.py", "factory.py"} <= run.start.keys()
     assert run.both.keys() <= {*run.modules}
 
 

@@ -49,7 +49,7 @@ def make_engine(
     record: Record, name: str, queue_depth: int | None = None, **options: Any
 ) -> "LLMEngine":
     """Return an engine with random weights and without prefix caching."""
-    from nanovllm import assembly
+    from nanovllm import factory
     from nanovllm.options.config import Config
 
     config = Config(
@@ -58,7 +58,7 @@ def make_engine(
         enable_prefix_caching=False,
         **options,
     )
-    return assembly.make_engine(config, queue_depth=queue_depth)
+    return factory.make_engine(config, queue_depth=queue_depth)
 
 
 def pool_bytes(name: str, batch: int, length: int) -> int:

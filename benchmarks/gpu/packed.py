@@ -41,7 +41,7 @@ def ways(weights: Any) -> dict[str, tuple[list[Callable[[Any], Any]], int]]:
     """Return by way what multiplies with each of `weights` [layers, n, k], and a weight's bytes."""
     import torch
 
-    from nanovllm.features.formats.integer import IntRows, IntWeight, quantize
+    from nanovllm.features.quantization.integer import IntRows, IntWeight, quantize
     from nanovllm.kernels.triton.kernels import TritonKernels
 
     kernels = TritonKernels()

@@ -31,7 +31,7 @@ COMPILE_TESTS = "kernels/triton/test_*compile.py"
 """They compile for GPUs that are not there, so they need none."""
 EAGER_TESTS = ("test_*.py", "engine/test_*.py", "attention/test_gpu_*.py")
 """Patterns of the files that run once more without CUDA graphs."""
-ALONE = "tests/fast_steps/test_cuda_graph.py::test_cuda_graphs_are_used_and_freed"
+ALONE = "tests/graphs/test_cuda_graph.py::test_cuda_graphs_are_used_and_freed"
 """A test that reads the whole GPU's memory, which other processes change. It runs last, with
 nothing beside it.
 """

@@ -8,9 +8,9 @@ that at the start, too, and gets back what was not used when the request ends.
     nanovllm lab bench examples/lab/fair_share.py
 """
 
+from nanovllm.core.sequence import Sequence
 from nanovllm.scheduler.heap import Heap
 from nanovllm.scheduler.policy import Policy
-from nanovllm.scheduler.sequence import Sequence
 
 Key = tuple[int, int, int]
 

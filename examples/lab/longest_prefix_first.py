@@ -8,9 +8,9 @@ change with the cache. So this walks the tree of the prompts: branches go in ord
     nanovllm lab bench examples/lab/longest_prefix_first.py
 """
 
+from nanovllm.core.sequence import Sequence
 from nanovllm.scheduler.heap import Heap
 from nanovllm.scheduler.policy import Policy
-from nanovllm.scheduler.sequence import Sequence
 
 WINDOW = 64
 """Most requests that are ordered by prefix. None waits for later ones of another window, so none

@@ -4,9 +4,9 @@ nanovllm lab check examples/lab/shortest_job_first.py
 nanovllm lab bench examples/lab/shortest_job_first.py
 """
 
+from nanovllm.core.sequence import Sequence
 from nanovllm.scheduler.heap import Heap
 from nanovllm.scheduler.policy import Policy
-from nanovllm.scheduler.sequence import Sequence
 
 AGEING = 32
 """Each request that arrives later counts as so many tokens longer."""

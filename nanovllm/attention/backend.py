@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.spec import AttentionSpec, QKNorm
+from nanovllm.attention.spec import AttentionSpec, QKNormRope
 
 NO_QUANTIZED_KV = "does not support an 8-bit KV cache"
 """The reason of the backends that refuse every spec with `quantized_kv`."""
@@ -76,7 +76,7 @@ class Backend(abc.ABC):
     def forward(
         self,
         qkv: torch.Tensor,
-        norm: QKNorm,
+        norm: QKNormRope,
         kv_cache: torch.Tensor,
         batch: Batch,
         sinks: torch.Tensor | None = None,
@@ -107,7 +107,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def store(
-        self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
+        self, qkv: torch.Tensor, norm: QKNormRope, kv_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
         """Normalise and rotate queries and keys, store keys and values; return the queries."""
 

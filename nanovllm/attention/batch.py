@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from nanovllm.attention.states import StateRows
+    from nanovllm.kernels.states import StateRows
 
 
 class HostLengths(NamedTuple):

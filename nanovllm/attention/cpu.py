@@ -6,7 +6,7 @@ import torch
 
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.spec import AttentionSpec, QKNorm
+from nanovllm.attention.spec import AttentionSpec, QKNormRope
 from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.build import PANEL
 
@@ -54,7 +54,7 @@ class CPUBackend(Backend):
         return None
 
     def store(
-        self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
+        self, qkv: torch.Tensor, norm: QKNormRope, kv_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
         places = batch.angle_rows, batch.slot_mapping, kv_cache
         sizes = self.spec.num_heads, self.spec.head_dim

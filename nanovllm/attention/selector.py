@@ -73,7 +73,7 @@ def select_backend(spec: AttentionSpec, kernels: Kernels) -> Backend:
     raise UnsupportedModelError(f"no attention backend can serve this model: {'; '.join(reasons)}")
 
 
-def own_backend(spec: AttentionSpec, asked: str) -> Backend:
+def user_backend(spec: AttentionSpec, asked: str) -> Backend:
     """Return the backend of the user's that the option attention_backend names, "module:Class".
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a layer needs from an attention backend: `AttentionSpec`, and `QKNorm` before attention."""
+"""What a layer needs from an attention backend: `AttentionSpec`, and `QKNormRope` before attention."""
 
 import dataclasses
 from typing import NamedTuple
@@ -56,7 +56,7 @@ class AttentionSpec(AttentionOptions):
         return self.value_dim or self.head_dim
 
 
-class QKNorm(NamedTuple):
+class QKNormRope(NamedTuple):
     """How a layer prepares queries, keys and values: RMSNorm or none, and rotation.
 
     A backend may fuse all of this into its `store`, so it gets the weights and not the layers.

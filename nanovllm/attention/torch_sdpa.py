@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm.attention.backend import NO_QUANTIZED_KV, Backend
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.spec import AttentionSpec, QKNorm
+from nanovllm.attention.spec import AttentionSpec, QKNormRope
 
 _PADDING = 1.25
 """Rows share a call if the longest has at most this factor times the shortest row's blocks, plus
@@ -89,7 +89,7 @@ class TorchBackend(Backend):
         return plans
 
     def store(
-        self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
+        self, qkv: torch.Tensor, norm: QKNormRope, kv_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
         q, k, v = norm.apply(qkv, batch.angle_rows, self.spec)
         if k is None or v is None:  # the cache is another layer's

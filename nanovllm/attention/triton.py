@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.spec import AttentionSpec, QKNorm
+from nanovllm.attention.spec import AttentionSpec, QKNormRope
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.decode_attention import DecodePlan
@@ -37,7 +37,7 @@ class PagedBackend(Backend):
         self._store = store
 
     def store(
-        self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
+        self, qkv: torch.Tensor, norm: QKNormRope, kv_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
         return self._store(
             qkv,

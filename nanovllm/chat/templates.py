@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
-from nanovllm.chat.messages import fields_of, is_message, prepared
+from nanovllm.chat.openai_messages import fields_of, is_message, prepared
 from nanovllm.chat.retelling import is_told, retold, without_system
 from nanovllm.chat.template_process import TemplateError, TemplateLimitError, TemplateProcess
 from nanovllm.chat.template_shape import TemplateShape, find_shape

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import Any
 
-from nanovllm.chat.messages import fields_of
+from nanovllm.chat.openai_messages import fields_of
 from nanovllm.chat.template_process import plain_value
 from nanovllm.chat.template_shape import NAMED_ID, TemplateShape, place_tools
 

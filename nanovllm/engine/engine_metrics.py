@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from nanovllm.kv.windows import pages_for
+from nanovllm.core.windows import pages_for
+from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.outputs import Counter, Gauge, Histogram, Metric, Vector
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.worker_info import WorkerInfo
 
 _STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of the buckets, in tokens: vLLM's."""

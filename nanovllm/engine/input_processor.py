@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.core.messages import AdapterSlot
+from nanovllm.core.sequence import Sequence
 from nanovllm.engine.input_checks import (
     ParamsCheck,
     PromptLimit,
@@ -24,8 +26,6 @@ from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
-from nanovllm.scheduler.messages import AdapterSlot
-from nanovllm.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
     from nanovllm.chat.templates import ChatTemplates
@@ -95,7 +95,7 @@ class InputProcessor:
             priority: lower values go first; within one, users take turns, and then earlier
                 arrivals go first.
             request_id: the caller's own id; None lets the engine count.
-            user: whose request it is, see `PromptQueue`; None counts as a user, too.
+            user: whose request it is, see `FairPolicy`; None counts as a user, too.
             lora_request: the adapter to use; None is the model alone.
 
         Raises:

@@ -14,6 +14,8 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.core.messages import Schedule, StepResult
+from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.engine.commands import DelayedInterrupt, run_logged
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor
@@ -25,9 +27,7 @@ from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
 from nanovllm.outputs import Histogram, Metric, RequestOutput, Vector
 from nanovllm.parallel.executor import Executor, Future
-from nanovllm.scheduler.messages import Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from nanovllm.engine.observer import Observer
@@ -64,7 +64,7 @@ class OwnerProcess:
 class LLMEngine:
     """Continuous batching over one model, for one thread at a time: `SharedEngine` sees to that.
 
-    `assembly.make_engine` makes it of its parts.
+    `factory.make_engine` makes it of its parts.
     """
 
     config: Config
@@ -350,9 +350,9 @@ class LLMEngine:
         updated: dict[int | str, Request] = {}
         now = time.monotonic()
         for seq in self.scheduler.update(schedule, result):
-            request, ending = self.output_processor.process_tokens(seq, now)
-            if ending is not None:
-                self.scheduler.finish(seq, *ending[:2])
+            request, finish_info = self.output_processor.process_tokens(seq, now)
+            if finish_info is not None:
+                self.scheduler.finish(seq, *finish_info[:2])
             if seq.is_finished:
                 for observer in self.observers:
                     observer.end(seq)

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from nanovllm.scheduler.messages import Schedule, StepResult
+from nanovllm.core.messages import Schedule, StepResult
+from nanovllm.core.sequence import Sequence
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
     from nanovllm.engine.request import Request

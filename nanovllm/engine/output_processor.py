@@ -3,6 +3,8 @@
 from functools import cached_property
 from typing import Any
 
+from nanovllm.core.messages import FinishInfo, TokenLogprobs
+from nanovllm.core.sequence import Sequence
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Completion, Request
 from nanovllm.loading.text_tokenizer import TextTokenizer
@@ -15,8 +17,6 @@ from nanovllm.outputs import (
     RequestOutput,
     WeightVersionSpan,
 )
-from nanovllm.scheduler.messages import Ending, TokenLogprobs
-from nanovllm.scheduler.sequence import Sequence
 
 
 class OutputProcessor:
@@ -45,7 +45,7 @@ class OutputProcessor:
         completion = self._completions.get(seq_id)
         return None if completion is None else completion.request
 
-    def process_tokens(self, seq: Sequence, now: float) -> tuple[Request, Ending | None]:
+    def process_tokens(self, seq: Sequence, now: float) -> tuple[Request, FinishInfo | None]:
         """Read a sequence's new tokens, and the rest of its text if it has ended.
 
         Args:
@@ -75,8 +75,8 @@ class OutputProcessor:
                 raise
             completion.detokenizer = None
             completion.num_tokens = num_output_tokens
-            return request, Ending("error", f"the tokens could not be decoded: {error!r}")
-        return request, None if stop_string is None else Ending("stop", stop_string)
+            return request, FinishInfo("error", f"the tokens could not be decoded: {error!r}")
+        return request, None if stop_string is None else FinishInfo("stop", stop_string)
 
     def make_output(self, request: Request) -> RequestOutput | None:
         """Return the output to send now, if any; stop following a request that is finished.

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 
+from nanovllm.core.sequence import Sequence
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.outputs import RequestOutput
-from nanovllm.scheduler.sequence import Sequence
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -1,5 +1,5 @@
 """`Sequence`, in the place that nano-vllm has it."""
 
-from nanovllm.scheduler.sequence import Sequence
+from nanovllm.core.sequence import Sequence
 
 __all__ = ["Sequence"]

@@ -37,7 +37,7 @@ class Groups(NamedTuple):
     """1 or 2: a group's score is the sum of so many of its highest scores."""
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """How the experts of each token are chosen, and weighted."""
 
     top_k: int
@@ -58,8 +58,8 @@ class Choice(NamedTuple):
     """Of the logits in a softmax."""
 
 
-class Rows(Protocol):
-    """A weight that can give some of its rows: a `WeightMethod`."""
+class RowSource(Protocol):
+    """A weight that can give some of its rows: a `LinearMethod`."""
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows `ids` [m] int64 of the weight: [m, inputs]."""
@@ -69,7 +69,7 @@ class Rows(Protocol):
 class ExpertLinear(NamedTuple):
     """The same linear of E experts, one after the other."""
 
-    weight: torch.Tensor | Rows
+    weight: torch.Tensor | RowSource
     """[E * num_outputs, inputs]"""
     bias: torch.Tensor | None
     """[E * num_outputs]"""
@@ -104,7 +104,7 @@ class ExpertMLP(NamedTuple):
         return self.gate_up.num_outputs // (2 if self.gated else 1)
 
 
-def route(logits: torch.Tensor, choice: Choice) -> Routing:
+def route(logits: torch.Tensor, choice: ExpertChoice) -> Routing:
     """Choose each token's experts: those with the largest of `logits` [T, E].
 
     With a bias or with groups, those with the largest score, which is the sigmoid, or the part of

@@ -15,7 +15,7 @@ from nanovllm.kernels.torch_experts import ExpertMLP, Routing
 from nanovllm.kernels.torch_math import NORM_ROUNDED, activate, layer_norm, rms_norm, swiglu_oai
 
 
-class WeightMethod(Protocol):
+class LinearMethod(Protocol):
     """A weight [n, k] in a special form, with the operations that read it."""
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -43,7 +43,7 @@ class PlainWeight:
 class HeadWeight(NamedTuple):
     """A weight for each of H heads, one after the other."""
 
-    rows: torch.Tensor | WeightMethod
+    rows: torch.Tensor | LinearMethod
     """[H * rows_per_head, k]"""
     heads: int
     rows_per_head: int
@@ -199,7 +199,7 @@ class Kernels:
         """
         x *= factor
 
-    def pack(self, weight: torch.Tensor, *, is_embedding: bool) -> WeightMethod | None:
+    def pack(self, weight: torch.Tensor, *, is_embedding: bool) -> LinearMethod | None:
         """Return `weight` [n, k] with all its bits in a form that is faster to multiply, or None.
 
         Args:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.states import ALIGNMENT, Replay, StateRows, States, aligned
+from nanovllm.kernels.states import ALIGNMENT, Replay, StateRows, States, aligned
 from nanovllm.kernels.torch_math import rms_norm
 
 

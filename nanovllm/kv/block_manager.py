@@ -7,13 +7,13 @@ kind keep. `BlockManager` asks them all.
 from collections.abc import Callable, Mapping, Sequence as Seq
 from functools import partial
 
+from nanovllm.core.messages import Admission, PageCopy, Row
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.eviction import EvictionOrder
 from nanovllm.kv.groups.full import FullGroup
-from nanovllm.kv.groups.group import Group, StepPages
+from nanovllm.kv.groups.group import KVCacheGroup, StepPages
 from nanovllm.kv.pool import BlockPool
 from nanovllm.kv.trie import Hit, Node, PrefixTrie
-from nanovllm.scheduler.messages import Admission, PageCopy, Row
-from nanovllm.scheduler.sequence import Sequence
 
 
 class BlockManager:
@@ -38,7 +38,7 @@ class BlockManager:
         block_size: int,
         *,
         enable_prefix_caching: bool = True,
-        groups: Seq[Group] = (),
+        groups: Seq[KVCacheGroup] = (),
         order: EvictionOrder | None = None,
     ) -> None:
         self.block_size = block_size
@@ -47,7 +47,7 @@ class BlockManager:
         self.blocks = self.pool.blocks
         self.trie = PrefixTrie(block_size, is_enabled=enable_prefix_caching)
         self.full = FullGroup()
-        self.groups: tuple[Group, ...] = (self.full, *groups)
+        self.groups: tuple[KVCacheGroup, ...] = (self.full, *groups)
         self.group_of = {group.suffix: group for group in self.groups}
         """By the suffix of its entries' keys."""
         self._others = self.groups[1:]
@@ -66,9 +66,9 @@ class BlockManager:
         return num_free
 
     @property
-    def overshoot(self) -> int:
+    def max_extra_tokens(self) -> int:
         """How many tokens more than it was given `row_length` may return."""
-        return max(group.overshoot for group in self.groups)
+        return max(group.max_extra_tokens for group in self.groups)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold `num_tokens` tokens."""
@@ -85,7 +85,7 @@ class BlockManager:
             num_blocks = self.longest_hit(num_blocks, lambda group, i: group.has(matched[i]))
         return Hit(matched, num_blocks)
 
-    def longest_hit(self, num_blocks: int, has: Callable[[Group, int], bool]) -> int:
+    def longest_hit(self, num_blocks: int, has: Callable[[KVCacheGroup, int], bool]) -> int:
         """Return the longest prefix that all groups can serve.
 
         Args:
@@ -152,7 +152,7 @@ class BlockManager:
         """Cache what a load has filled of a sequence's first `num_blocks` blocks.
 
         Args:
-            places: (block index, `Group.suffix`) of the entries that were loaded. Those at blocks
+            places: (block index, `KVCacheGroup.suffix`) of the entries that were loaded. Those at blocks
                 that the pool had are cached, too.
         """
         nodes = list(self.trie.chain(seq))
@@ -201,7 +201,7 @@ class BlockManager:
 
     def row_length(self, seq: Sequence, most: int) -> int:
         """Return how many of a prompt's next `most` tokens a row computes: all, or up to a place
-        where a group wants the row to end. It may be up to `overshoot` more than `most`.
+        where a group wants the row to end. It may be up to `max_extra_tokens` more than `most`.
         """
         for group in self._others:
             most = group.row_length(seq, most)

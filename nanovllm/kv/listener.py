@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence as Seq
 
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.trie import Node
-from nanovllm.scheduler.sequence import Sequence
 
 
 class CacheListener:

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from xxhash import xxh3_128_digest
 
-from nanovllm.scheduler.messages import InputSpan
-from nanovllm.scheduler.sequence import Sequence
+from nanovllm.core.messages import InputSpan
+from nanovllm.core.sequence import Sequence
 
 Key = tuple[int | str, bytes]
 """Of a node: (uid of its parent, or `Sequence.root_uid`; chained hash)."""

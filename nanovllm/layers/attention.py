@@ -5,7 +5,7 @@ from torch import nn
 
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.spec import PLAIN, AttentionOptions, QKNorm
+from nanovllm.attention.spec import PLAIN, AttentionOptions, QKNormRope
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         self.group = group
 
     def forward(
-        self, qkv: torch.Tensor, norm: QKNorm, batch: Batch, sinks: torch.Tensor | None = None
+        self, qkv: torch.Tensor, norm: QKNormRope, batch: Batch, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Prepare queries and keys, store keys and values, and attend. See `Backend.forward`.
 
@@ -58,9 +58,11 @@ class Attention(nn.Module):
         return self.backend.forward(qkv, norm, self.kv_cache, batch, sinks)
 
 
-def head_norm(q_norm: RMSNorm | None, k_norm: RMSNorm | None, rotary: RotaryEmbedding) -> QKNorm:
+def qk_norm_rope(
+    q_norm: RMSNorm | None, k_norm: RMSNorm | None, rotary: RotaryEmbedding
+) -> QKNormRope:
     """Return how heads are normalised, by these norms or by none, and rotated."""
-    return QKNorm(
+    return QKNormRope(
         None if q_norm is None else q_norm.weight,
         None if k_norm is None else k_norm.weight,
         0.0 if q_norm is None else q_norm.eps,

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import torch
 
-from nanovllm.layers.linear import Matrix
+from nanovllm.layers.linear import WeightModule
 from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import all_reduce, gather_to_first, tensor_parallel
 
 
-class VocabParallelEmbedding(Matrix):
+class VocabParallelEmbedding(WeightModule):
     """Token embedding. Each rank looks up the tokens of its slice; all_reduce adds the results."""
 
     is_gathered = True

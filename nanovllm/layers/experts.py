@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP, Routing
+from nanovllm.kernels.torch_experts import ExpertChoice, ExpertLinear, ExpertMLP, Routing
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
-from nanovllm.layers.linear import Matrix, divide
-from nanovllm.layers.pieces import Piece, SmallLinear
+from nanovllm.layers.linear import WeightModule, divide
+from nanovllm.layers.pieces import SmallLinear, TensorRows
 from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
 
@@ -21,7 +21,7 @@ MAX_EXPERTS = 2**12
 """More than any model has: a limit for what a config.json says."""
 
 
-class Router(Matrix):
+class Router(WeightModule):
     """A linear that scores the experts, and the choice of k of them.
 
     Args:
@@ -29,7 +29,7 @@ class Router(Matrix):
         wide: whether the weight is kept in float32, and the logits are computed in float32.
         choice_bias: whether each expert has a number that is added to its score for the choice.
         bias_index: where that is in its checkpoint tensor, if this has one dimension more.
-        choice: see `Choice`.
+        choice: see `ExpertChoice`.
     """
 
     kernels: Kernels = TORCH
@@ -56,7 +56,7 @@ class Router(Matrix):
         empty = torch.empty(num_experts, dtype=torch.float32)
         self.expert_bias = nn.Parameter(empty) if choice_bias else None
         self.bias_index = bias_index
-        self.choice = Choice(top_k, **choice)
+        self.choice = ExpertChoice(top_k, **choice)
 
     def forward(self, x: torch.Tensor, scales: torch.Tensor | None = None) -> Routing:
         """Return the experts of `x` [T, hidden_size].
@@ -125,7 +125,7 @@ class StoredExperts(NamedTuple):
 PER_EXPERT = StoredExperts()
 
 
-class StackedLinear(Matrix):
+class StackedLinear(WeightModule):
     """The same linear of E experts: their weights [outputs, inputs] one after the other."""
 
     is_gathered = True
@@ -299,7 +299,7 @@ class SharedExpertMLP(SparseMLP):
         super().__init__(router, experts)
         self.shared_expert = shared_expert
         assert router.weight is not None
-        gate = [Piece("shared_expert_gate", 1, 0, 1)]
+        gate = [TensorRows("shared_expert_gate", 1, 0, 1)]
         hidden_size = router.weight.shape[1]
         self.shared_expert_gate = SmallLinear(hidden_size, gate) if gated else None
 

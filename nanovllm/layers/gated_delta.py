@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.states import StatePart
+from nanovllm.kernels.states import StatePart
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear, divide
-from nanovllm.layers.pieces import ChannelConv, Piece, PiecedLinear, SmallLinear, head_shards
+from nanovllm.layers.pieces import ChannelConv, PiecedLinear, SmallLinear, TensorRows, head_shards
 from nanovllm.layers.state_layer import StateLayer
 from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import tensor_parallel
@@ -56,8 +56,8 @@ class DeltaRule(StateLayer):
         self,
         sizes: DeltaSizes,
         eps: float,
-        mixed: list[Piece],
-        channels: list[Piece],
+        mixed: list[TensorRows],
+        channels: list[TensorRows],
         *,
         by_rows: bool,
     ) -> None:
@@ -139,7 +139,7 @@ class GatedDeltaNet(DeltaRule):
         return self.in_proj_z(hidden)
 
 
-def plain_parts(sizes: DeltaSizes) -> dict[str, list[Piece]]:
+def plain_parts(sizes: DeltaSizes) -> dict[str, list[TensorRows]]:
     """Return this rank's pieces of q, k, v, z, a and b: a kind's heads are side by side."""
     keys = sizes.key_heads * sizes.key_dim
     values = sizes.value_heads * sizes.value_dim
@@ -148,8 +148,8 @@ def plain_parts(sizes: DeltaSizes) -> dict[str, list[Piece]]:
     rank = tensor_parallel().rank
     ranks = tensor_parallel().size
 
-    def own(name: str, total: int, before: int, size: int) -> list[Piece]:
-        return [Piece(name, total, before + rank * size // ranks, size // ranks)]
+    def own(name: str, total: int, before: int, size: int) -> list[TensorRows]:
+        return [TensorRows(name, total, before + rank * size // ranks, size // ranks)]
 
     return {
         "q": own("in_proj_qkv", total, 0, keys),
@@ -161,20 +161,20 @@ def plain_parts(sizes: DeltaSizes) -> dict[str, list[Piece]]:
     }
 
 
-def grouped_parts(sizes: DeltaSizes) -> dict[str, list[Piece]]:
+def grouped_parts(sizes: DeltaSizes) -> dict[str, list[TensorRows]]:
     """Return the same of a checkpoint that has a key head's q, k, v and z side by side."""
     own = sizes.key_heads // tensor_parallel().size
     share = sizes.value_heads // sizes.key_heads
     first = own * tensor_parallel().rank
     lengths = {"q": sizes.key_dim, "k": sizes.key_dim}
     lengths |= {"v": share * sizes.value_dim, "z": share * sizes.value_dim}
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[TensorRows]] = {}
     for name, parts in (("in_proj_qkvz", lengths), ("in_proj_ba", {"b": share, "a": share})):
         group = sum(parts.values())
         before = 0
         for part, size in parts.items():
             starts = range(first * group + before, (first + own) * group, group)
             total = sizes.key_heads * group
-            found[part] = [Piece(name, total, start, size) for start in starts]
+            found[part] = [TensorRows(name, total, start, size) for start in starts]
             before += size
     return found

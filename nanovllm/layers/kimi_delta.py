@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nanovllm.layers.gated_delta import DeltaRule, DeltaSizes
-from nanovllm.layers.pieces import Piece, PiecedLinear, SmallLinear
+from nanovllm.layers.pieces import PiecedLinear, SmallLinear, TensorRows
 from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import tensor_parallel
 
@@ -48,7 +48,9 @@ class KimiDeltaAttention(DeltaRule):
         self.g = make("g", sizes)
         heads = self.num_heads
         start = heads * tensor_parallel().rank
-        self.b = SmallLinear(sizes.hidden_size, [Piece("b_proj", sizes.value_heads, start, heads)])
+        self.b = SmallLinear(
+            sizes.hidden_size, [TensorRows("b_proj", sizes.value_heads, start, heads)]
+        )
 
     def changes(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.f(hidden), self.b(hidden)
@@ -75,7 +77,7 @@ class LowRank(nn.Module):
     def __init__(self, name: str, sizes: DeltaSizes) -> None:
         super().__init__()
         rank = sizes.key_dim
-        self.a = SmallLinear(sizes.hidden_size, [Piece(f"{name}_a_proj", rank, 0, rank)])
+        self.a = SmallLinear(sizes.hidden_size, [TensorRows(f"{name}_a_proj", rank, 0, rank)])
         self.b = SmallLinear(rank, [_own(f"{name}_b_proj", sizes)])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -87,9 +89,9 @@ def _full(name: str, sizes: DeltaSizes) -> PiecedLinear:
     return PiecedLinear(sizes.hidden_size, [_own(f"{name}_proj", sizes)])
 
 
-def _own(name: str, sizes: DeltaSizes) -> Piece:
+def _own(name: str, sizes: DeltaSizes) -> TensorRows:
     """Return this rank's rows of a checkpoint tensor that has D rows for each head."""
     ranks = tensor_parallel()
     total = sizes.value_heads * sizes.value_dim
     size = total // ranks.size
-    return Piece(name, total, size * ranks.rank, size)
+    return TensorRows(name, total, size * ranks.rank, size)

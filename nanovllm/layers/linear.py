@@ -1,7 +1,7 @@
 """Linear layers split over the tensor-parallel ranks. Each knows which checkpoint tensors it loads.
 
 Column-parallel layers split the outputs. Row-parallel layers split the inputs and sum the results
-over the ranks. `StoredWeight` is what a format of weights says of a matrix.
+over the ranks. `QuantizedWeight` is what a format of weights says of a matrix.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+from nanovllm.kernels.torch_kernels import Kernels, LinearMethod
 from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
 
@@ -42,7 +42,7 @@ def divide(total: int, name: str) -> int:
     return total // size
 
 
-class StoredWeight(Protocol):
+class QuantizedWeight(Protocol):
     """The weight [n, k] of a matrix while it is loaded, if not as numbers of the model's dtype.
 
     The matrix's own weight is on torch's meta device: this object owns all memory.
@@ -78,7 +78,7 @@ class StoredWeight(Protocol):
         """
         ...
 
-    def method(self, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
+    def method(self, dtype: torch.dtype, kernels: Kernels) -> LinearMethod:
         """Return what multiplies, made of what was loaded; release what is not needed any more.
 
         Dummy weights fill integers with zeros: such tensors must be valid, too.
@@ -100,7 +100,7 @@ class WeightFormat(ABC):
     """For errors: "FP8"."""
 
     @abstractmethod
-    def stored(self, matrix: "Matrix", names: list[str]) -> StoredWeight | None:
+    def quantized(self, matrix: "WeightModule", names: list[str]) -> QuantizedWeight | None:
         """Return how the weight of `matrix` is stored; None: as plain numbers.
 
         The shape [n, k], dtype and device of `matrix.weight` are those of the weight on this rank;
@@ -117,7 +117,7 @@ class WeightFormat(ABC):
 
 
 @runtime_checkable
-class StoredRows(StoredWeight, Protocol):
+class QuantizedRows(QuantizedWeight, Protocol):
     """One that takes numbers or a GGUF file's blocks row by row, for targets on the meta device."""
 
     def store(self, target: torch.Tensor, values: torch.Tensor) -> None:
@@ -131,7 +131,7 @@ class StoredRows(StoredWeight, Protocol):
         ...
 
 
-class Matrix(nn.Module):
+class WeightModule(nn.Module):
     """Base of linears and embeddings: this rank's weight [outputs, inputs].
 
     After loading, a `method` may replace the weight.
@@ -144,9 +144,9 @@ class Matrix(nn.Module):
         super().__init__()
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(output_size, input_size))
         self.output_size = output_size
-        self.stored: StoredWeight | None = None
+        self.quantized: QuantizedWeight | None = None
         """How the weight, which is then on the meta device, is stored; None: as plain numbers."""
-        self.method: WeightMethod | None = None
+        self.method: LinearMethod | None = None
         """Multiplies in place of `weight`; None: plain torch does."""
 
     def shards(self, prefix: str) -> Iterator[Shard]:
@@ -160,7 +160,7 @@ class Matrix(nn.Module):
 
     def weight_shards(self, weight: Shard) -> Iterator[Shard]:
         """Yield `weight`, a part of the weight, or the tensors that are stored in its place."""
-        yield from [weight] if self.stored is None else self.stored.shards(weight)
+        yield from [weight] if self.quantized is None else self.quantized.shards(weight)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x [T, inputs] times the transpose of the weight, plus `bias`: [T, outputs]."""
@@ -176,13 +176,13 @@ class Matrix(nn.Module):
             return F.embedding(ids, self.weight)
         return self.method.embedding(ids)
 
-    def replace_weight(self, method: WeightMethod) -> None:
+    def replace_weight(self, method: LinearMethod) -> None:
         """Use `method`, which was made from the weight, and release the weight."""
         self.method = method
         self.weight = None
 
 
-class LinearBase(Matrix):
+class LinearBase(WeightModule):
     """A linear that each rank computes whole, and the base of those that are split or merged."""
 
     transposed = False
@@ -196,7 +196,9 @@ class LinearBase(Matrix):
         return self.linear(x, self.bias)
 
     def weight_shards(self, weight: Shard) -> Iterator[Shard]:
-        if self.transposed and (self.stored is None or isinstance(self.stored, StoredRows)):
+        if self.transposed and (
+            self.quantized is None or isinstance(self.quantized, QuantizedRows)
+        ):
             shape = weight.shape[::-1]
             weight = dataclasses.replace(weight, shape=shape, transposed=True)
         yield from super().weight_shards(weight)
@@ -321,18 +323,18 @@ class RowParallelLinear(LinearBase):
             yield Shard(f"{prefix}.bias", (output_size,), self.bias.data)
 
 
-def own_method(matrix: Matrix) -> WeightMethod | None:
+def base_method(matrix: WeightModule) -> LinearMethod | None:
     """Return what multiplies with the weight of `matrix` itself, not what wraps it for adapters."""
-    method: WeightMethod | None = getattr(matrix.method, "base", matrix.method)
+    method: LinearMethod | None = getattr(matrix.method, "base", matrix.method)
     return method
 
 
-def shared_matrices(model: nn.Module) -> dict[nn.Parameter, dict[str, Matrix]]:
+def shared_matrices(model: nn.Module) -> dict[nn.Parameter, dict[str, WeightModule]]:
     """Return the matrices that have a weight, by weight and then by path: tied ones have the same
     weight.
     """
-    sharing: dict[nn.Parameter, dict[str, Matrix]] = {}
+    sharing: dict[nn.Parameter, dict[str, WeightModule]] = {}
     for prefix, module in model.named_modules():
-        if isinstance(module, Matrix) and module.weight is not None:
+        if isinstance(module, WeightModule) and module.weight is not None:
             sharing.setdefault(module.weight, {})[prefix] = module
     return sharing

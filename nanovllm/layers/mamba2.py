@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.states import StatePart
 from nanovllm.errors import ConfigError
+from nanovllm.kernels.states import StatePart
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers.linear import RowParallelLinear, divide
-from nanovllm.layers.pieces import ChannelConv, Piece, PiecedLinear, SmallLinear, head_shards
+from nanovllm.layers.pieces import ChannelConv, PiecedLinear, SmallLinear, TensorRows, head_shards
 from nanovllm.layers.state_layer import StateLayer
 from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
@@ -122,7 +122,7 @@ class Mamba2(StateLayer):
         self.in_proj_dt = SmallLinear(hidden_size, parts["dt"], bias=bias)
         inner_size = sizes.heads * sizes.head_dim
         total = inner_size + 2 * sizes.groups * sizes.state_size
-        conv = [Piece("conv1d", total, each.start - inner_size, each.size) for each in mixed]
+        conv = [TensorRows("conv1d", total, each.start - inner_size, each.size) for each in mixed]
         self.conv1d = ChannelConv(conv, sizes.taps, bias=conv_bias)
         self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32))
         self.D = nn.Parameter(torch.empty(heads, dtype=torch.float32))
@@ -177,7 +177,7 @@ class Mamba2(StateLayer):
         yield from head_shards(self, prefix, "A_log", "D", "dt_bias")
 
 
-def mamba_parts(sizes: MambaSizes, name: str) -> dict[str, list[Piece]]:
+def mamba_parts(sizes: MambaSizes, name: str) -> dict[str, list[TensorRows]]:
     """Return this rank's pieces of z, x, B, C and dt, which follow one another in linear `name`.
 
     Raises:
@@ -194,11 +194,11 @@ def mamba_parts(sizes: MambaSizes, name: str) -> dict[str, list[Piece]]:
     widths = {"z": inner_size, "x": inner_size}
     widths |= dict.fromkeys("bc", groups * sizes.state_size) | {"dt": sizes.heads}
     total = sum(widths.values())
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[TensorRows]] = {}
     before = 0
     for part, width in widths.items():
         copies = max(1, ranks.size // groups) if part in "bc" else 1  # of each piece
         own = width * copies // ranks.size
-        found[part] = [Piece(name, total, before + ranks.rank // copies * own, own)]
+        found[part] = [TensorRows(name, total, before + ranks.rank // copies * own, own)]
         before += width
     return found

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.torch_kernels import TORCH, HeadWeight, Kernels
-from nanovllm.layers.linear import LinearBase, Matrix
+from nanovllm.layers.linear import LinearBase, WeightModule
 from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import tensor_parallel
 
 
-class Piece(NamedTuple):
+class TensorRows(NamedTuple):
     """Some consecutive rows of a checkpoint tensor."""
 
     name: str
@@ -23,9 +23,9 @@ class Piece(NamedTuple):
     size: int
 
 
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
+def joined(pieces: Iterable[TensorRows]) -> list[TensorRows]:
     """Return `pieces` with those as one that follow each other in their tensor, too."""
-    found: list[Piece] = []
+    found: list[TensorRows] = []
     for piece in pieces:
         last = found[-1] if found else None
         if last and last.name == piece.name and last.start + last.size == piece.start:
@@ -42,7 +42,9 @@ class PiecedLinear(LinearBase):
         pieces: of this rank.
     """
 
-    def __init__(self, input_size: int, pieces: Iterable[Piece], *, bias: bool = False) -> None:
+    def __init__(
+        self, input_size: int, pieces: Iterable[TensorRows], *, bias: bool = False
+    ) -> None:
         self.pieces = joined(pieces)
         super().__init__(input_size, sum(piece.size for piece in self.pieces), bias=bias)
 
@@ -55,7 +57,7 @@ class SmallLinear(PiecedLinear):
     """A linear that keeps its bits when others are rounded: small, and its outputs are gates."""
 
 
-class HeadLinear(Matrix):
+class HeadLinear(WeightModule):
     """A linear for each head. It keeps its bits when others are rounded: it is small.
 
     An adapter of a request cannot change it, because it is no `LinearBase`; a merged one can.
@@ -69,7 +71,7 @@ class HeadLinear(Matrix):
     """The loader sets those of the device."""
     is_gathered = True
 
-    def __init__(self, columns: int, pieces: Sequence[Piece], *, turned: bool = False) -> None:
+    def __init__(self, columns: int, pieces: Sequence[TensorRows], *, turned: bool = False) -> None:
         self.pieces = pieces
         self.turned = turned
         self.is_split = False
@@ -114,7 +116,7 @@ class ChannelConv(nn.Module):
         taps: tokens that a channel's sum takes.
     """
 
-    def __init__(self, pieces: Sequence[Piece], taps: int, *, bias: bool = False) -> None:
+    def __init__(self, pieces: Sequence[TensorRows], taps: int, *, bias: bool = False) -> None:
         super().__init__()
         self.pieces = joined(pieces)
         self.channels = sum(piece.size for piece in self.pieces)
@@ -130,7 +132,7 @@ class ChannelConv(nn.Module):
         yield from _shards(self, self.pieces, prefix)
 
 
-def _shards(module: nn.Module, pieces: list[Piece], prefix: str) -> Iterator[Shard]:
+def _shards(module: nn.Module, pieces: list[TensorRows], prefix: str) -> Iterator[Shard]:
     """Yield each piece's rows of the weight, and of the bias if there is one."""
     parent = prefix.rpartition(".")[0]
     row = 0

@@ -27,7 +27,7 @@ class RotaryEmbedding(nn.Module):
     """[max_position, rotary_dim] float32: cosines, then sines."""
     interleaved = False
     q_scale: torch.Tensor | None = None
-    """These two are for some families: see `QKNorm`."""
+    """These two are for some families: see `QKNormRope`."""
 
     def __init__(self, max_position: int, inv_freq: torch.Tensor, scale: float = 1.0) -> None:
         super().__init__()

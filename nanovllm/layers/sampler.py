@@ -154,7 +154,7 @@ def _checked(tokens: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     return torch.where(largest.isfinite(), tokens, NO_TOKEN)
 
 
-def told_apart(tokens: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
+def mark_ruled_out(tokens: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
     """Return `tokens` [S], but RULED_OUT for NO_TOKEN where the rules are the reason.
 
     Args:

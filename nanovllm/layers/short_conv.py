@@ -3,9 +3,9 @@
 import torch
 
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.states import StatePart
+from nanovllm.kernels.states import StatePart
 from nanovllm.layers.linear import RowParallelLinear, divide
-from nanovllm.layers.pieces import ChannelConv, Piece, PiecedLinear
+from nanovllm.layers.pieces import ChannelConv, PiecedLinear, TensorRows
 from nanovllm.layers.state_layer import StateLayer
 from nanovllm.utils.distributed import tensor_parallel
 
@@ -25,9 +25,9 @@ class ShortConv(StateLayer):
         super().__init__((StatePart((taps - 1, size), torch.get_default_dtype()),))
         start = tensor_parallel().rank * size
         total = 3 * hidden_size
-        parts = [Piece("in_proj", total, i * hidden_size + start, size) for i in range(3)]
+        parts = [TensorRows("in_proj", total, i * hidden_size + start, size) for i in range(3)]
         self.in_proj = PiecedLinear(hidden_size, parts, bias=bias)
-        self.conv = ChannelConv([Piece("conv", hidden_size, start, size)], taps, bias=bias)
+        self.conv = ChannelConv([TensorRows("conv", hidden_size, start, size)], taps, bias=bias)
         self.out_proj = RowParallelLinear(hidden_size, hidden_size, bias=bias)
 
     def forward(

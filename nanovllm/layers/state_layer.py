@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from nanovllm.attention.states import StatePart, StateRows, States
+from nanovllm.kernels.states import StatePart, StateRows, States
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 
 

@@ -17,7 +17,7 @@ from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.loading.gguf_config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, make_config
 from nanovllm.loading.gguf_families import family_of
 from nanovllm.loading.gguf_family import AS_STORED, GgufFamily, Reading, rotary_pairs
-from nanovllm.loading.gguf_header import GgufTensor, Metadata, read_gguf_header
+from nanovllm.loading.gguf_header import GGUFMetadata, GgufTensor, read_gguf_header
 from nanovllm.loading.gguf_tokenizer import tokenizer_settings
 from nanovllm.options.validation import shown
 
@@ -104,7 +104,7 @@ def read_gguf(file: Path) -> GgufModel:
 @functools.lru_cache(maxsize=4)
 def _read_gguf(file: Path, size: int, mtime_ns: int) -> GgufModel:
     header = read_gguf_header(file)
-    metadata = Metadata(file, header)
+    metadata = GGUFMetadata(file, header)
     if metadata.values.get("split.count", 1) not in (0, 1):
         raise UnsupportedModelError(
             f"{file} is one part of a split model: merge the parts with llama.cpp's "
@@ -116,7 +116,7 @@ def _read_gguf(file: Path, size: int, mtime_ns: int) -> GgufModel:
     return GgufModel(config, _weights(metadata, family, config), tokenizer, _sampling(metadata))
 
 
-def _sampling(metadata: Metadata) -> dict[str, Any]:
+def _sampling(metadata: GGUFMetadata) -> dict[str, Any]:
     given = {name: metadata.values.get(f"general.sampling.{key}") for name, key in SAMPLING.items()}
     return {
         name: float(f"{value:.6g}") if isinstance(value, float) else value  # stored in 32 bits
@@ -168,7 +168,7 @@ def _ordered_blocks(blocks: npt.NDArray[np.uint8], weight: GgufWeight) -> npt.ND
 
 
 def _weights(
-    metadata: Metadata, family: GgufFamily, config: dict[str, Any]
+    metadata: GGUFMetadata, family: GgufFamily, config: dict[str, Any]
 ) -> dict[str, GgufWeight]:
     readings = dict(family.readings(config))
     if family.permuted:
@@ -232,7 +232,7 @@ def _named(name: str, family: GgufFamily, num_layers: int) -> tuple[str, str]:
     return (f"{prefix}.{known}.{kind}", module) if known else (name, "")
 
 
-def _check_tensor(metadata: Metadata, name: str, reading: Reading, parts: int | None) -> None:
+def _check_tensor(metadata: GGUFMetadata, name: str, reading: Reading, parts: int | None) -> None:
     """Check what reading tensor `name` relies on.
 
     Args:
@@ -256,7 +256,7 @@ def _check_tensor(metadata: Metadata, name: str, reading: Reading, parts: int | 
         raise CheckpointError(f"{metadata.file}: tensor {shown(name)} {wrong}")
 
 
-def _split(metadata: Metadata, name: str) -> list[GgufTensor]:
+def _split(metadata: GGUFMetadata, name: str) -> list[GgufTensor]:
     """Return the part of each expert or head of tensor `name`."""
     tensor = metadata.tensors[name]
     num_experts, *shape = tensor.shape

@@ -11,7 +11,7 @@ import numpy as np
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.loading.gguf_family import GgufFamily
-from nanovllm.loading.gguf_header import MAX_SIZE, Metadata
+from nanovllm.loading.gguf_header import MAX_SIZE, GGUFMetadata
 from nanovllm.loading.gguf_tokenizer import eos_token_ids
 from nanovllm.options.validation import check_float, check_int, check_text
 
@@ -55,7 +55,7 @@ _POOLINGS = (0, 1, 2, 3)
 """None, mean, the first token, the last."""
 
 
-def make_config(metadata: Metadata, family: GgufFamily) -> dict[str, Any]:
+def make_config(metadata: GGUFMetadata, family: GgufFamily) -> dict[str, Any]:
     """Return the model's config.json; `eos_token_id` lists all tokens that end a text.
 
     Raises:
@@ -97,7 +97,7 @@ def make_config(metadata: Metadata, family: GgufFamily) -> dict[str, Any]:
     return config
 
 
-def _head_dim(metadata: Metadata, family: GgufFamily, default: int) -> int:
+def _head_dim(metadata: GGUFMetadata, family: GgufFamily, default: int) -> int:
     """Return the size of a head; of latent attention, of what rotates."""
     limits = 1, 2**12
     if family.is_latent:
@@ -111,7 +111,7 @@ def _head_dim(metadata: Metadata, family: GgufFamily, default: int) -> int:
     return head_dim
 
 
-def _epsilon(metadata: Metadata) -> float:
+def _epsilon(metadata: GGUFMetadata) -> float:
     """Return the epsilon of the norms, which are RMSNorms or LayerNorms."""
     rms, layer = (f"attention.layer_norm_{kind}epsilon" for kind in ("rms_", ""))
     values = {key: metadata.own(key) for key in (rms, layer)}
@@ -120,7 +120,7 @@ def _epsilon(metadata: Metadata) -> float:
     return found
 
 
-def _size(metadata: Metadata, family: GgufFamily, key: str, default: int | None = None) -> int:
+def _size(metadata: GGUFMetadata, family: GgufFamily, key: str, default: int | None = None) -> int:
     """Return a size; of a list of the layers' sizes the largest."""
     value = metadata.own(key)
     if value is None and key == "feed_forward_length":  # a model may have experts alone
@@ -133,7 +133,7 @@ def _size(metadata: Metadata, family: GgufFamily, key: str, default: int | None 
     return check_int(CheckpointError, name, value, 1, MAX_SIZE)
 
 
-def _check_unread(metadata: Metadata, family: GgufFamily) -> None:
+def _check_unread(metadata: GGUFMetadata, family: GgufFamily) -> None:
     """Raise for a setting that was not read and may change the results."""
     neutral = {**_NEUTRAL, **family.neutral}
     for key in sorted(metadata.unread() - (_IGNORED_KEYS - family.neutral.keys())):
@@ -156,7 +156,7 @@ _YARN_NAMES = {
 _MAX_FACTORS = 2**12
 
 
-def rope_parameters(metadata: Metadata, head_dim: int, *, partial: bool) -> dict[str, Any]:
+def rope_parameters(metadata: GGUFMetadata, head_dim: int, *, partial: bool) -> dict[str, Any]:
     """Return the rotary settings. A table of factors excludes another scaling, as in llama.cpp.
 
     Args:
@@ -197,7 +197,7 @@ def rope_parameters(metadata: Metadata, head_dim: int, *, partial: bool) -> dict
     return settings
 
 
-def read_factors(metadata: Metadata, name: str) -> list[float]:
+def read_factors(metadata: GGUFMetadata, name: str) -> list[float]:
     """Return the elements of the small tensor `name`."""
     tensor = metadata.tensors.get(name)
     if tensor is None:
@@ -212,12 +212,12 @@ def read_factors(metadata: Metadata, name: str) -> list[float]:
     return found
 
 
-def _factor(metadata: Metadata, key: str) -> float:
+def _factor(metadata: GGUFMetadata, key: str) -> float:
     found: float = metadata.setting(f"rope.scaling.{key}", check_float, 1e-3, 1e6)
     return found
 
 
-def _rotating_part(metadata: Metadata, head_dim: int, partial: bool) -> dict[str, Any]:
+def _rotating_part(metadata: GGUFMetadata, head_dim: int, partial: bool) -> dict[str, Any]:
     """Return which share of a head rotates, if it is not all."""
     size = metadata.size("rope.dimension_count", head_dim)
     if size == head_dim:
@@ -229,7 +229,7 @@ def _rotating_part(metadata: Metadata, head_dim: int, partial: bool) -> dict[str
     return {"partial_rotary_factor": share if exact else math.nextafter(share, 1.0)}
 
 
-def _longrope(metadata: Metadata) -> dict[str, Any]:
+def _longrope(metadata: GGUFMetadata) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "rope_type": "longrope",
         "short_factor": read_factors(metadata, SHORT_FACTORS),

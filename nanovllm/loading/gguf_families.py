@@ -18,7 +18,7 @@ from nanovllm.loading.gguf_family import (
 )
 from nanovllm.loading.gguf_gemma4 import GEMMA4
 from nanovllm.loading.gguf_granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
-from nanovllm.loading.gguf_header import Metadata
+from nanovllm.loading.gguf_header import GGUFMetadata
 from nanovllm.loading.gguf_latent import DEEPSEEK2, MINICPM3
 from nanovllm.loading.gguf_layer_norm import COHERE2, COMMAND_R, GPT2, GPT_NEOX
 from nanovllm.loading.gguf_lfm2 import LFM2, LFM2_MOE
@@ -35,12 +35,12 @@ from nanovllm.loading.gguf_routed import (
 from nanovllm.options.validation import shown
 
 
-def _gemma(num_layers: int) -> Callable[[Metadata, Fields], Fields]:
+def _gemma(num_layers: int) -> Callable[[GGUFMetadata, Fields], Fields]:
     """Return the fields of Gemma 2 or 3. The largest model, of `num_layers`, scales differently:
     no key says so.
     """
 
-    def fields(metadata: Metadata, config: Fields) -> Fields:
+    def fields(metadata: GGUFMetadata, config: Fields) -> Fields:
         scalar = config["head_dim"]
         if config["num_hidden_layers"] == num_layers:
             scalar = config["hidden_size"] // config["num_attention_heads"]
@@ -53,7 +53,7 @@ def _gemma(num_layers: int) -> Callable[[Metadata, Fields], Fields]:
     return fields
 
 
-def _mistral3(metadata: Metadata, config: Fields) -> Fields:
+def _mistral3(metadata: GGUFMetadata, config: Fields) -> Fields:
     """The queries' factor: llama.cpp has it grow at multiples of the original context."""
     length = metadata.size("attention.temperature_length", 0)
     if metadata.own("attention.temperature_scale") is None:
@@ -68,7 +68,7 @@ def _mistral3(metadata: Metadata, config: Fields) -> Fields:
     return {"rope_parameters": {**rope, "llama_4_scaling_beta": beta}}
 
 
-def _phi3(metadata: Metadata, config: Fields) -> Fields:
+def _phi3(metadata: GGUFMetadata, config: Fields) -> Fields:
     window = metadata.size("attention.sliding_window", 0)
     fields: Fields = {"sliding_window": window or None}
     original = "original_max_position_embeddings"
@@ -77,7 +77,7 @@ def _phi3(metadata: Metadata, config: Fields) -> Fields:
     return fields
 
 
-def _olmo2(metadata: Metadata, config: Fields) -> Fields:
+def _olmo2(metadata: GGUFMetadata, config: Fields) -> Fields:
     """Olmo 3 is an Olmo 2 with windows."""
     sliding = windows(metadata, config, 4)
     sliding |= theta_of_windows(metadata, config, config["rope_parameters"]["rope_theta"])
@@ -86,7 +86,7 @@ def _olmo2(metadata: Metadata, config: Fields) -> Fields:
     return {"architectures": ["Olmo3ForCausalLM"], **sliding}
 
 
-def _qwen3moe(metadata: Metadata, config: Fields) -> Fields:
+def _qwen3moe(metadata: GGUFMetadata, config: Fields) -> Fields:
     """llama.cpp always normalises the weights of a token's experts."""
     size = max(1, config["intermediate_size"] // config["num_experts_per_tok"])
     return {
@@ -95,7 +95,7 @@ def _qwen3moe(metadata: Metadata, config: Fields) -> Fields:
     }
 
 
-def _gpt_oss(metadata: Metadata, config: Fields) -> Fields:
+def _gpt_oss(metadata: GGUFMetadata, config: Fields) -> Fields:
     """The bounds of YaRN's ramp are not rounded, as in the published config.json."""
     return {
         **windows(metadata, config, 2),
@@ -214,7 +214,7 @@ FAMILIES: dict[str, GgufFamily] = {
 """By `general.architecture`."""
 
 
-def family_of(metadata: Metadata) -> GgufFamily:
+def family_of(metadata: GGUFMetadata) -> GgufFamily:
     """Return the family of a file.
 
     Raises:

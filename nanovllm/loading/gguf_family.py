@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nanovllm.loading.gguf_header import MAX_SIZE, GgufTensor, Metadata
+from nanovllm.loading.gguf_header import MAX_SIZE, GGUFMetadata, GgufTensor
 from nanovllm.options.validation import check_int
 
 
@@ -135,7 +135,7 @@ class GgufFamily(NamedTuple):
     """The sizes that may be lists, a number for each layer. The common fields have the largest."""
     partial_rotation: bool = False
     """Whether a part of a head may rotate."""
-    fields: Callable[[Metadata, Fields], Fields] = lambda metadata, config: {}
+    fields: Callable[[GGUFMetadata, Fields], Fields] = lambda metadata, config: {}
     """Returns the family's own fields; gets the common ones."""
     readings: Callable[[Fields], Mapping[str, Reading]] = lambda config: {}
     """Returns how tensors are read, by llama.cpp's name of their module; gets all fields."""
@@ -165,7 +165,7 @@ EXPERT_SIZES = {
 SOFTCAP = {"final_logit_softcapping": "final_logit_softcapping"}
 
 
-def windows(metadata: Metadata, config: Fields, interval: int, default: int = 0) -> Fields:
+def windows(metadata: GGUFMetadata, config: Fields, interval: int, default: int = 0) -> Fields:
     """Return the window, null for none, and the type of each layer.
 
     Args:
@@ -186,7 +186,7 @@ def windows(metadata: Metadata, config: Fields, interval: int, default: int = 0)
     return {"sliding_window": window or None, "layer_types": types}
 
 
-def theta_of_windows(metadata: Metadata, config: Fields, default: float) -> Fields:
+def theta_of_windows(metadata: GGUFMetadata, config: Fields, default: float) -> Fields:
     """Return rotary settings by type of layer: those with a window have no scaling."""
     theta = metadata.number("rope.freq_base_swa", default)
     return {
@@ -197,7 +197,7 @@ def theta_of_windows(metadata: Metadata, config: Fields, default: float) -> Fiel
     }
 
 
-def dense_layers(metadata: Metadata, config: Fields) -> int:
+def dense_layers(metadata: GGUFMetadata, config: Fields) -> int:
     """Return how many of the first layers have an MLP in place of experts."""
     key = "leading_dense_block_count"
     num_layers = config["num_hidden_layers"]
@@ -205,7 +205,7 @@ def dense_layers(metadata: Metadata, config: Fields) -> int:
     return found
 
 
-def without_drafts(metadata: Metadata, config: Fields) -> Fields:
+def without_drafts(metadata: GGUFMetadata, config: Fields) -> Fields:
     """Return the number of layers: the last blocks may be for drafts."""
     num_blocks = config["num_hidden_layers"]
     drafting = metadata.setting("nextn_predict_layers", check_int, 0, num_blocks - 1, default=0)

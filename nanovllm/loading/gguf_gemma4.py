@@ -5,11 +5,11 @@ Reads metadata, no weight. Imports no torch.
 
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.loading.gguf_family import SANDWICH, SOFTCAP, Fields, GgufFamily
-from nanovllm.loading.gguf_header import MAX_SIZE, Metadata
+from nanovllm.loading.gguf_header import MAX_SIZE, GGUFMetadata
 from nanovllm.options.validation import check_int, shown
 
 
-def _fields(metadata: Metadata, config: Fields) -> Fields:
+def _fields(metadata: GGUFMetadata, config: Fields) -> Fields:
     """Return the fields of Gemma 4's config.json beyond the common ones.
 
     In the file the plain sizes of a head are those of the layers with full attention.
@@ -53,7 +53,7 @@ def _fields(metadata: Metadata, config: Fields) -> Fields:
     }
 
 
-def _mlp_sizes(metadata: Metadata, num_layers: int, num_shared: int) -> Fields:
+def _mlp_sizes(metadata: GGUFMetadata, num_layers: int, num_shared: int) -> Fields:
     sizes = metadata.listed("feed_forward_length", num_layers, int)
     if sizes is None:
         return {"use_double_wide_mlp": False}
@@ -66,7 +66,7 @@ def _mlp_sizes(metadata: Metadata, num_layers: int, num_shared: int) -> Fields:
     return {"intermediate_size": size, "use_double_wide_mlp": doubled}
 
 
-def _full_rope(metadata: Metadata, config: Fields) -> Fields:
+def _full_rope(metadata: GGUFMetadata, config: Fields) -> Fields:
     """Return the rotary settings of full attention: the file divides by 1 what rotates, and by an
     astronomic number what does not.
     """

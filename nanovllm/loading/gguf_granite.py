@@ -7,7 +7,7 @@ Reads metadata, no weight. Imports no torch.
 """
 
 from nanovllm.loading.gguf_family import EXPERTS, Fields, GgufFamily
-from nanovllm.loading.gguf_header import Metadata
+from nanovllm.loading.gguf_header import GGUFMetadata
 from nanovllm.loading.gguf_mamba import (
     READINGS,
     SIZES,
@@ -23,7 +23,7 @@ _OF_STATES = tuple(
 )
 
 
-def _fields(metadata: Metadata, config: Fields) -> Fields:
+def _fields(metadata: GGUFMetadata, config: Fields) -> Fields:
     """Return the fields of Granite's config.json beyond the common ones: no layer has a state."""
     for key in _OF_STATES:
         metadata.own(key)
@@ -35,23 +35,23 @@ def _fields(metadata: Metadata, config: Fields) -> Fields:
     return _scale(metadata, config)
 
 
-def _scale(metadata: Metadata, config: Fields) -> Fields:
+def _scale(metadata: GGUFMetadata, config: Fields) -> Fields:
     scale = metadata.number("attention.scale", config["head_dim"] ** -0.5)
     return {"attention_multiplier": scale}
 
 
-def _dense_fields(metadata: Metadata, config: Fields) -> Fields:
+def _dense_fields(metadata: GGUFMetadata, config: Fields) -> Fields:
     for key in ("expert_shared_feed_forward_length", "expert_used_count"):
         metadata.own(key)  # without an expert_count there are no experts
     return _fields(metadata, config)
 
 
-def _moe_fields(metadata: Metadata, config: Fields) -> Fields:
+def _moe_fields(metadata: GGUFMetadata, config: Fields) -> Fields:
     shared = metadata.size("expert_shared_feed_forward_length", 0)
     return {**_fields(metadata, config), "shared_intermediate_size": shared}
 
 
-def _hybrid_fields(metadata: Metadata, config: Fields) -> Fields:
+def _hybrid_fields(metadata: GGUFMetadata, config: Fields) -> Fields:
     """Return the fields of the models with layers that keep a state: those with no KV head."""
     heads = metadata.listed_for_layers("attention.head_count_kv", config["num_hidden_layers"], int)
     if {*heads} - {0, config["num_key_value_heads"]}:

@@ -284,7 +284,7 @@ MAX_SIZE = 2**24
 """Limit of each size: far above every known model."""
 
 
-class Metadata:
+class GGUFMetadata:
     """The metadata of a file; errors name the file and the key.
 
     The methods but `text` take keys of the architecture, without its name.

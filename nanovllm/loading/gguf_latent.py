@@ -13,13 +13,13 @@ from nanovllm.loading.gguf_family import (
     dense_layers,
     without_drafts,
 )
-from nanovllm.loading.gguf_header import Metadata
+from nanovllm.loading.gguf_header import GGUFMetadata
 from nanovllm.options.validation import check_bool
 
 _SIGMOID = 2
 
 
-def latent_fields(metadata: Metadata, config: Fields) -> Fields:
+def latent_fields(metadata: GGUFMetadata, config: Fields) -> Fields:
     """Return the sizes of latent attention."""
     rotating = config["head_dim"]
     key = metadata.size("attention.key_length")
@@ -38,7 +38,7 @@ def latent_fields(metadata: Metadata, config: Fields) -> Fields:
     }
 
 
-def _deepseek(metadata: Metadata, config: Fields) -> Fields:
+def _deepseek(metadata: GGUFMetadata, config: Fields) -> Fields:
     has_bias = any(name.endswith(".exp_probs_b.bias") for name in metadata.tensors)
     gating = metadata.size("expert_gating_func", _SIGMOID if has_bias else 1)
     if gating not in (1, _SIGMOID):

@@ -4,11 +4,11 @@ Reads metadata, no weight. Imports no torch.
 """
 
 from nanovllm.loading.gguf_family import Fields, GgufFamily, Order, Reading, windows
-from nanovllm.loading.gguf_header import Metadata
+from nanovllm.loading.gguf_header import GGUFMetadata
 from nanovllm.options.validation import check_bool
 
 
-def _gpt2(metadata: Metadata, config: Fields) -> Fields:
+def _gpt2(metadata: GGUFMetadata, config: Fields) -> Fields:
     """The file has a linear's outputs first, like other models; GPT-2's checkpoints do not."""
     return {
         "n_inner": config["intermediate_size"],
@@ -17,7 +17,7 @@ def _gpt2(metadata: Metadata, config: Fields) -> Fields:
     }
 
 
-def _gpt_neox(metadata: Metadata, config: Fields) -> Fields:
+def _gpt_neox(metadata: GGUFMetadata, config: Fields) -> Fields:
     return {
         "hidden_act": "gelu",
         "layer_norm_eps": config["rms_norm_eps"],
@@ -29,7 +29,7 @@ def _gpt_neox(metadata: Metadata, config: Fields) -> Fields:
     }
 
 
-def _cohere2(metadata: Metadata, config: Fields) -> Fields:
+def _cohere2(metadata: GGUFMetadata, config: Fields) -> Fields:
     return {**windows(metadata, config, 4), "layer_norm_eps": config["rms_norm_eps"]}
 
 

@@ -5,11 +5,11 @@ attention.head_count_kv. Reads metadata, no weight. Imports no torch.
 """
 
 from nanovllm.loading.gguf_family import EXPERT_SIZES, Fields, GgufFamily, Reading
-from nanovllm.loading.gguf_header import Metadata
+from nanovllm.loading.gguf_header import GGUFMetadata
 from nanovllm.options.validation import check_int
 
 
-def _fields(metadata: Metadata, config: Fields) -> Fields:
+def _fields(metadata: GGUFMetadata, config: Fields) -> Fields:
     """Return the fields of LFM2's config.json beyond the common ones."""
     num_layers = config["num_hidden_layers"]
     heads = metadata.listed_for_layers("attention.head_count_kv", num_layers, int)
@@ -24,7 +24,7 @@ def _fields(metadata: Metadata, config: Fields) -> Fields:
     }
 
 
-def _moe_fields(metadata: Metadata, config: Fields) -> Fields:
+def _moe_fields(metadata: GGUFMetadata, config: Fields) -> Fields:
     """Return the fields of the models with experts. llama.cpp always normalises their weights."""
     num_layers = config["num_hidden_layers"]
     dense = metadata.setting("leading_dense_block_count", check_int, 0, num_layers, default=0)

@@ -9,7 +9,7 @@ Reads metadata, no weight. Imports no torch.
 """
 
 from nanovllm.loading.gguf_family import Fields, GgufFamily, Reading, without_drafts
-from nanovllm.loading.gguf_header import Metadata
+from nanovllm.loading.gguf_header import GGUFMetadata
 from nanovllm.options.validation import check_bool
 
 SIZES = {
@@ -38,7 +38,7 @@ def mamba_tensors(parent: str) -> dict[str, str]:
     return {f"ssm_{name}": f"{parent}.{tensor}" for name, tensor in names.items()}
 
 
-def mamba_fields(metadata: Metadata, config: Fields) -> Fields:
+def mamba_fields(metadata: GGUFMetadata, config: Fields) -> Fields:
     """Return the fields of Mamba-2 beyond `SIZES`."""
     width = metadata.size("ssm.inner_size")
     heads = metadata.size("ssm.time_step_rank")
@@ -57,7 +57,7 @@ def mamba_fields(metadata: Metadata, config: Fields) -> Fields:
     }
 
 
-def _falcon_fields(metadata: Metadata, config: Fields) -> Fields:
+def _falcon_fields(metadata: GGUFMetadata, config: Fields) -> Fields:
     return {
         **mamba_fields(metadata, config),
         "mamba_rms_norm": any(name.endswith(".ssm_norm.weight") for name in metadata.tensors),
@@ -85,7 +85,7 @@ FALCON_H1 = GgufFamily(
 )
 
 
-def _nemotron_fields(metadata: Metadata, config: Fields) -> Fields:
+def _nemotron_fields(metadata: GGUFMetadata, config: Fields) -> Fields:
     """Return the fields of Nemotron-H: layers with a KV head have attention, those with a size an
     MLP or experts, the others a state.
     """
@@ -119,7 +119,7 @@ def _nemotron_fields(metadata: Metadata, config: Fields) -> Fields:
     }
 
 
-def _nemotron_moe_fields(metadata: Metadata, config: Fields) -> Fields:
+def _nemotron_moe_fields(metadata: GGUFMetadata, config: Fields) -> Fields:
     return _nemotron_fields(metadata, config) | {
         "n_group": metadata.size("expert_group_count", 1),
         "topk_group": metadata.size("expert_group_used_count", 1),

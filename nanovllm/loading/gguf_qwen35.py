@@ -9,7 +9,7 @@ What reading undoes, apart from names:
    heads), in transformers to p // (value heads of a key head). So are the V rows of attn_qkv, the
    rows of attn_gate, ssm_alpha, ssm_beta, ssm_a and ssm_dt, the V channels of the convolution, and
    the columns of ssm_out. A head of 128 is whole blocks of 32: in the types that stay in their bits
-   (see features/formats/gguf.py) the blocks of ssm_out change places. K-quants have blocks of 256,
+   (see features/quantization/gguf.py) the blocks of ssm_out change places. K-quants have blocks of 256,
    two heads, but are converted to numbers anyway.
 
 The layer that drafts (MTP) is the block after the others.
@@ -28,10 +28,10 @@ from nanovllm.loading.gguf_family import (
     Order,
     Reading,
 )
-from nanovllm.loading.gguf_header import Metadata
+from nanovllm.loading.gguf_header import GGUFMetadata
 
 
-def _fields(metadata: Metadata, config: Fields) -> Fields:
+def _fields(metadata: GGUFMetadata, config: Fields) -> Fields:
     """Return the fields of Qwen3.5's config.json beyond the common ones."""
     num_drafting = metadata.size("nextn_predict_layers", 0)
     num_layers = config["num_hidden_layers"] - num_drafting
@@ -54,7 +54,7 @@ def _fields(metadata: Metadata, config: Fields) -> Fields:
     }
 
 
-def _layer_types(metadata: Metadata, num_layers: int, num_drafting: int) -> list[str]:
+def _layer_types(metadata: GGUFMetadata, num_layers: int, num_drafting: int) -> list[str]:
     """Return the type of each layer: by a list, or every so many layers have full attention."""
     interval = metadata.size("full_attention_interval", 4)
     listed = metadata.listed("attention.recurrent_layers", num_layers + num_drafting, bool)

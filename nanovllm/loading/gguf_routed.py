@@ -17,7 +17,7 @@ from nanovllm.loading.gguf_family import (
     windows,
     without_drafts,
 )
-from nanovllm.loading.gguf_header import Metadata
+from nanovllm.loading.gguf_header import GGUFMetadata
 from nanovllm.options.validation import check_bool
 
 _NORMALISED = {"expert_weights_norm": (True,), "expert_gating_func": (2,)}  # 2: a sigmoid
@@ -28,7 +28,7 @@ def _rotating_part(config: Fields) -> Fields:
     return {"rope_parameters": {"partial_rotary_factor": 1.0, **config["rope_parameters"]}}
 
 
-def _glm4_moe(metadata: Metadata, config: Fields) -> Fields:
+def _glm4_moe(metadata: GGUFMetadata, config: Fields) -> Fields:
     return {
         **without_drafts(metadata, config),
         "first_k_dense_replace": dense_layers(metadata, config),
@@ -39,7 +39,7 @@ def _glm4_moe(metadata: Metadata, config: Fields) -> Fields:
     }
 
 
-def _ernie(metadata: Metadata, config: Fields) -> Fields:
+def _ernie(metadata: GGUFMetadata, config: Fields) -> Fields:
     metadata.own("expert_shared_feed_forward_length")  # of all shared experts together
     return {
         "use_bias": config["attention_bias"],
@@ -49,7 +49,7 @@ def _ernie(metadata: Metadata, config: Fields) -> Fields:
     }
 
 
-def _afmoe(metadata: Metadata, config: Fields) -> Fields:
+def _afmoe(metadata: GGUFMetadata, config: Fields) -> Fields:
     return {
         **windows(metadata, config, 4),
         "num_dense_layers": dense_layers(metadata, config),
@@ -59,14 +59,14 @@ def _afmoe(metadata: Metadata, config: Fields) -> Fields:
     }
 
 
-def _mellum(metadata: Metadata, config: Fields) -> Fields:
+def _mellum(metadata: GGUFMetadata, config: Fields) -> Fields:
     """llama.cpp always normalises the weights of a token's experts."""
     theta = config["rope_parameters"]["rope_theta"]
     own = {**windows(metadata, config, 4), **theta_of_windows(metadata, config, theta)}
     return {**own, "norm_topk_prob": True}
 
 
-def _laguna(metadata: Metadata, config: Fields) -> Fields:
+def _laguna(metadata: GGUFMetadata, config: Fields) -> Fields:
     """Without a list of windows, every fourth layer from the first on has full attention."""
     num_layers = config["num_hidden_layers"]
     head_dim = config["head_dim"]

@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.loading.gguf_header import Metadata
+from nanovllm.loading.gguf_header import GGUFMetadata
 from nanovllm.loading.text_tokenizer import byte_level_chars
 from nanovllm.options.validation import check_bool, check_int, shown
 
@@ -41,7 +41,7 @@ _MAX_SPECIAL_TOKENS = 8192
 """Gemma 3 has 6414."""
 
 
-def tokenizer_settings(metadata: Metadata) -> dict[str, Any]:
+def tokenizer_settings(metadata: GGUFMetadata) -> dict[str, Any]:
     """Return tokenizer.ggml's "model", "pre", "tokens" and "token_type"; "add_bos_token" and
     "add_space_prefix" if given; and the model's "architecture".
 
@@ -85,7 +85,7 @@ def tokenizer_settings(metadata: Metadata) -> dict[str, Any]:
     return found
 
 
-def eos_token_ids(metadata: Metadata, vocab_size: int) -> list[int]:
+def eos_token_ids(metadata: GGUFMetadata, vocab_size: int) -> list[int]:
     """Return the tokens that end a text: those that the file names, and known ends of a turn."""
     found = set()
     for key in ("eos_token_id", "eot_token_id", "eom_token_id"):

@@ -15,7 +15,7 @@ from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers.layernorm import LayerNorm
-from nanovllm.layers.pieces import Piece, SmallLinear
+from nanovllm.layers.pieces import SmallLinear, TensorRows
 from nanovllm.models.config_fields import check_one_label
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig
@@ -176,7 +176,7 @@ class ScoreHead(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.dense = SmallLinear(size, [Piece("dense", size, 0, size)], bias=True)
+        self.dense = SmallLinear(size, [TensorRows("dense", size, 0, size)], bias=True)
         self.out_proj = nn.Linear(size, 1, dtype=torch.float32)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

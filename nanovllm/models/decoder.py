@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.spec import PLAIN, AttentionOptions, QKNorm
+from nanovllm.attention.spec import PLAIN, AttentionOptions, QKNormRope
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.layers.activation import ActAndMul
-from nanovllm.layers.attention import Attention, head_norm
+from nanovllm.layers.attention import Attention, qk_norm_rope
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import Norm, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -65,13 +65,13 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(head_dim, *norm) if qk_norm and "k_proj" in qkv.slices else None
         self.attn = Attention(qkv.num_heads, qkv.num_kv_heads, head_dim, options, source)
 
-    def head_norm(self) -> QKNorm:
+    def qk_norm_rope(self) -> QKNormRope:
         """Return how queries and keys are normalised and rotated."""
-        return head_norm(self.q_norm, self.k_norm, self.rotary_emb)
+        return qk_norm_rope(self.q_norm, self.k_norm, self.rotary_emb)
 
     def attend(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Write the KV of all T tokens; return the heads [T, num_heads, head_dim]."""
-        return self.attn(qkv, self.head_norm(), batch)
+        return self.attn(qkv, self.qk_norm_rope(), batch)
 
     def forward(
         self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None

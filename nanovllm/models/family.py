@@ -31,7 +31,7 @@ class Family(nn.Module):
     """Tensors that the network does not need and does not load: the beginnings of their names, or
     their ends where a "." comes first."""
     interleaved: ClassVar[bool] = False
-    """Whether the pairs that rotate are adjacent numbers of a head. See `QKNorm`."""
+    """Whether the pairs that rotate are adjacent numbers of a head. See `QKNormRope`."""
     only: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """The values that some fields may have: others are refused."""
     skipped_positions: ClassVar[int] = 0

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.spec import AttentionOptions, QKNorm
+from nanovllm.attention.spec import AttentionOptions, QKNormRope
 from nanovllm.errors import CheckpointError
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.kernels.torch_math import NORM_WIDE
@@ -91,8 +91,8 @@ class Gemma4Attention(SelfAttention):
         if not self.shares:
             sources[layer_type] = self.attn
 
-    def head_norm(self) -> QKNorm:
-        return super().head_norm()._replace(v_norm=True)
+    def qk_norm_rope(self) -> QKNormRope:
+        return super().qk_norm_rope()._replace(v_norm=True)
 
 
 class Gemma4Layer(SandwichLayer):

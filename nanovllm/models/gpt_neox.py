@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from nanovllm.layers.layernorm import LayerNorm
-from nanovllm.layers.pieces import Piece, PiecedLinear
+from nanovllm.layers.pieces import PiecedLinear, TensorRows
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig
@@ -20,7 +20,9 @@ class HeadwiseAttention(SelfAttention):
         heads = self.qkv_proj.num_heads
         first = heads * tensor_parallel().rank
         pieces = [
-            Piece("query_key_value", 3 * config.num_heads * size, (3 * head + part) * size, size)
+            TensorRows(
+                "query_key_value", 3 * config.num_heads * size, (3 * head + part) * size, size
+            )
             for part in range(3)
             for head in range(first, first + heads)
         ]

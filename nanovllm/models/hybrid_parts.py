@@ -10,7 +10,7 @@ from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.kernels.torch_math import NORM_CENTRED
 from nanovllm.layers.gated_delta import DeltaSizes, GatedDeltaNet
 from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.pieces import Piece, PiecedLinear
+from nanovllm.layers.pieces import PiecedLinear, TensorRows
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.short_conv import ShortConv
 from nanovllm.models.decoder import DecoderLayer
@@ -67,21 +67,21 @@ class HeadGatedAttention(GatedAttention):
         super().__init__(config, rotary_emb, qk_norm=True, norm_kind=NORM_CENTRED, **biases)
         queries = self._halves(config, 0)
         slices = self.qkv_proj.slices
-        rest = [Piece(name, *slices[name]) for name in ("k_proj", "v_proj")]
+        rest = [TensorRows(name, *slices[name]) for name in ("k_proj", "v_proj")]
         self.qkv_proj = PiecedLinear(config.hidden_size, [*queries, *rest], bias=biases["bias"])  # type: ignore[assignment]
 
     def make_gate(self, config: ModelConfig) -> LinearBase:
         bias = self.qkv_proj.bias is not None
         return PiecedLinear(config.hidden_size, self._halves(config, config.head_dim), bias=bias)
 
-    def _halves(self, config: ModelConfig, offset: int) -> list[Piece]:
+    def _halves(self, config: ModelConfig, offset: int) -> list[TensorRows]:
         """Return `head_dim` rows of q_proj for each head of this rank, starting at its `offset`."""
         size = config.head_dim
         heads = self.attn.sizes[0]
         first = heads * tensor_parallel().rank
         total = 2 * config.num_heads * size
         starts = [2 * size * head + offset for head in range(first, first + heads)]
-        return [Piece("q_proj", total, start, size) for start in starts]
+        return [TensorRows("q_proj", total, start, size) for start in starts]
 
 
 def delta_net(config: ModelConfig, *, grouped: bool = False) -> GatedDeltaNet:

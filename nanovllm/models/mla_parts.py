@@ -18,10 +18,10 @@ from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
-from nanovllm.layers.attention import Attention, head_norm
+from nanovllm.layers.attention import Attention, qk_norm_rope
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, RowParallelLinear, divide
-from nanovllm.layers.pieces import HeadLinear, Piece, PiecedLinear, SmallLinear
+from nanovllm.layers.pieces import HeadLinear, PiecedLinear, SmallLinear, TensorRows
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.models.config_fields import MAX_SIZE
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP
@@ -133,17 +133,17 @@ class LatentAttention(nn.Module):
             self.q_a_layernorm = RMSNorm(inputs, _LATENT_EPS)
         self.q_proj = PiecedLinear(inputs, _rope_first(name, config.num_heads, own, sizes))
         kv = "kv_a_proj_with_mqa"
-        pieces = [Piece(kv, sizes.row, latent, rope), Piece(kv, sizes.row, 0, latent)]
+        pieces = [TensorRows(kv, sizes.row, latent, rope), TensorRows(kv, sizes.row, 0, latent)]
         self.kv_a_proj = PiecedLinear(hidden_size, pieces, bias=bias)
         self.kv_a_layernorm = RMSNorm(latent, _LATENT_EPS)
         nope = sizes.qk_nope_head_dim
         both = nope + sizes.v_head_dim
         total = config.num_heads * both
-        keys = [Piece("kv_b_proj", total, head * both, nope) for head in own]
+        keys = [TensorRows("kv_b_proj", total, head * both, nope) for head in own]
         values = [piece._replace(start=piece.start + nope, size=both - nope) for piece in keys]
         self.k_b_proj = HeadLinear(latent, keys, turned=True)
         self.v_b_proj = HeadLinear(latent, values)
-        gate = Piece("g_proj", config.num_heads, first, heads)
+        gate = TensorRows("g_proj", config.num_heads, first, heads)
         self.gate = SmallLinear(hidden_size, [gate]) if gated else None
         outputs = config.num_heads * sizes.v_head_dim
         self.o_proj = RowParallelLinear(outputs, hidden_size, bias=bias)
@@ -155,7 +155,7 @@ class LatentAttention(nn.Module):
         self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
     ) -> torch.Tensor:
         """Write the rows of all T tokens; return [O, hidden_size] for `hidden` [T, hidden_size]."""
-        norm = head_norm(None, None, self.rotary_emb)
+        norm = qk_norm_rope(None, None, self.rotary_emb)
         latents = self.attn(self._queries_and_rows(hidden), norm, batch)
         if output_indices is not None:
             latents = latents[output_indices]
@@ -188,14 +188,14 @@ class LatentAttention(nn.Module):
         return qkv.view(tokens, -1)
 
 
-def _rope_first(name: str, num_heads: int, own: range, sizes: LatentSizes) -> list[Piece]:
+def _rope_first(name: str, num_heads: int, own: range, sizes: LatentSizes) -> list[TensorRows]:
     """Return the rows of the heads `own`, of each those that rotate before the others."""
     nope = sizes.qk_nope_head_dim
     size = sizes.qk_head_dim
     pieces = []
     for head in own:
-        pieces.append(Piece(name, num_heads * size, head * size + nope, size - nope))
-        pieces.append(Piece(name, num_heads * size, head * size, nope))
+        pieces.append(TensorRows(name, num_heads * size, head * size + nope, size - nope))
+        pieces.append(TensorRows(name, num_heads * size, head * size, nope))
     return pieces
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.spec import QKNorm
+from nanovllm.attention.spec import QKNormRope
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.kernels.torch_math import NORM_WIDE
@@ -15,7 +15,7 @@ from nanovllm.layers.activation import Act
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.pieces import Piece, SmallLinear, head_shards
+from nanovllm.layers.pieces import SmallLinear, TensorRows, head_shards
 from nanovllm.loading.shards import Shard
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig
@@ -60,8 +60,8 @@ def attention_biases(config: ModelConfig, *, default: bool = False) -> dict[str,
 class RotatedNormAttention(SelfAttention):
     """Attention whose queries and keys are normalised after RoPE."""
 
-    def head_norm(self) -> QKNorm:
-        return super().head_norm()._replace(after_rotation=True)
+    def qk_norm_rope(self) -> QKNormRope:
+        return super().qk_norm_rope()._replace(after_rotation=True)
 
 
 class WideNormAttention(SelfAttention):
@@ -72,8 +72,8 @@ class WideNormAttention(SelfAttention):
         self.q_norm: WideNorm = WideNorm(config, config.num_heads, self.qkv_proj.num_heads)
         self.k_norm: WideNorm = WideNorm(config, config.num_kv_heads, self.qkv_proj.num_kv_heads)
 
-    def head_norm(self) -> QKNorm:
-        return super().head_norm()._replace(q_weight=None, k_weight=None)
+    def qk_norm_rope(self) -> QKNormRope:
+        return super().qk_norm_rope()._replace(q_weight=None, k_weight=None)
 
     def attend(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
         q_size = len(self.q_norm.weight)
@@ -150,7 +150,9 @@ class NarrowGateAttention(GatedAttention):
         """Return the projection of [T, hidden_size] to a gate for each head of this rank."""
         heads = self.qkv_proj.num_heads
         start = heads * tensor_parallel().rank
-        return SmallLinear(config.hidden_size, [Piece("gate_proj", config.num_heads, start, heads)])
+        return SmallLinear(
+            config.hidden_size, [TensorRows("gate_proj", config.num_heads, start, heads)]
+        )
 
 
 class SinkAttention(SelfAttention):
@@ -161,7 +163,7 @@ class SinkAttention(SelfAttention):
         self.sinks = nn.Parameter(torch.empty(self.qkv_proj.num_heads, dtype=torch.float32))
 
     def attend(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return self.attn(qkv, self.head_norm(), batch, self.sinks.data)
+        return self.attn(qkv, self.qk_norm_rope(), batch, self.sinks.data)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         yield from head_shards(self, prefix, "sinks")

@@ -227,7 +227,7 @@ def model_class(config: ModelConfig) -> type[nn.Module]:
     return _class(module, config.architecture)
 
 
-def own_family(config: ModelConfig) -> str | None:
+def user_family(config: ModelConfig) -> str | None:
     """Return the name of a model family of the user's, for errors; None for ours."""
     if config.module is None or config.module.startswith("nanovllm.features."):
         return None

@@ -220,7 +220,7 @@ class Config:
     engine with the same model and options finds the prefixes there. None is no such directory."""
     kv_cache_dir_gib: Annotated[float, check_float, _LEAST_GIB, _MAX_GIB] = 16.0
     """Most GiB of files in kv_cache_dir: the least recently used go first."""
-    kv_tier: Annotated[str | None, check_plugin, "tier"] = None
+    kv_store: Annotated[str | None, check_plugin, "tier"] = None
     """`ByteStore` of yours, as "module:Class", that keeps the KV of prompts in place of
     kv_cache_dir. None disables it."""
     max_logprobs: Annotated[int, check_int, -1, _INT32] = 1000
@@ -315,7 +315,7 @@ class Config:
     @property
     def has_store(self) -> bool:
         """Whether KV is kept between processes."""
-        return self.kv_cache_dir is not None or self.kv_tier is not None
+        return self.kv_cache_dir is not None or self.kv_store is not None
 
     def _check_needs(self) -> None:
         """Raise ConfigError for an option that is given without another one."""
@@ -327,10 +327,10 @@ class Config:
                     f"{name} {value:g} {what}, but {needed} is {given}: give {needed} too, or "
                     f"leave {name} out"
                 )
-        if self.kv_cache_dir is not None and self.kv_tier is not None:
-            raise ConfigError("kv_cache_dir and kv_tier both keep the KV of prompts: give one")
+        if self.kv_cache_dir is not None and self.kv_store is not None:
+            raise ConfigError("kv_cache_dir and kv_store both keep the KV of prompts: give one")
         if self.has_tiers and not self.enable_prefix_caching:
-            names = ("kv_offload_gib", "kv_cache_dir", "kv_tier")
+            names = ("kv_offload_gib", "kv_cache_dir", "kv_store")
             given = next(name for name in names if getattr(self, name) is not None)
             raise ConfigError(
                 f"{given} keeps what the prefix cache holds, but enable_prefix_caching is False: "

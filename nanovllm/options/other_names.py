@@ -47,7 +47,7 @@ REMEDIES: Mapping[str, str] = {
         "block_size": "use kvcache_block_size",
         "num_gpu_blocks_override": "use num_kvcache_blocks",
         "swap_space kv_offloading_size": "use kv_offload_gib: GiB of host memory for KV",
-        "kv_transfer_config": "use kv_offload_gib, kv_cache_dir, or kv_tier with a class",
+        "kv_transfer_config": "use kv_offload_gib, kv_cache_dir, or kv_store with a class",
         "cpu_offload_gb": "weights stay on one device; use quantization to make them smaller",
         "pipeline_parallel_size data_parallel_size": _ONE_COPY,
         "enable_expert_parallel": "each rank has a part of every expert; leave it out",

@@ -293,7 +293,7 @@ class SamplingParams:
         return not self.has_rules and self.structured_outputs is None and self.logprobs is None
 
     @property
-    def forces_tokens(self) -> bool:
+    def can_jump_forward(self) -> bool:
         """Whether tokens that the grammar forces are appended without a step of the model each.
 
         They get no log-probabilities, and no other rule can forbid one.

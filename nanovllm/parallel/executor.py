@@ -13,12 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nanovllm.core.messages import Schedule, StepResult
+from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.errors import ConfigError
 from nanovllm.loading.files import is_gguf
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.options.config import Config
-from nanovllm.scheduler.messages import Schedule, StepResult
-from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.forked import end_openmp_threads
 from nanovllm.utils.pages import PageReserve, read_ahead
 
@@ -108,7 +108,7 @@ def make_executor(
         read_ahead(_files(checkpoint))  # before torch is imported, which takes a second
     reserve = _reserve(config, checkpoint) if config.runs_in_process else None  # before it, too
     with _first_import_of("torch"):
-        from nanovllm.parallel.worker import check_networks
+        from nanovllm.parallel.rank_setup import check_networks
 
     target, drafting = check_networks(config, checkpoint, draft)
     if config.runs_in_process:

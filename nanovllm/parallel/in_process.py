@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nanovllm.core.messages import Schedule
+from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.errors import EngineDeadError
-from nanovllm.parallel.worker import make_runner, num_threads, on_device, rank_device
-from nanovllm.scheduler.messages import Schedule
-from nanovllm.scheduler.worker_info import WorkerInfo
+from nanovllm.parallel.rank_setup import make_runner, num_threads, on_device, rank_device
 from nanovllm.worker.kv_cache import memory_errors, require_one_sequence
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.model_runner import ModelRunner

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nanovllm.errors import ConfigError
 from nanovllm.parallel.rank_process import RankJob, run_spawned
-from nanovllm.parallel.worker import num_threads, rank_device
+from nanovllm.parallel.rank_setup import num_threads, rank_device
 from nanovllm.utils.distributed import LOOPBACK, make_store
 from nanovllm.utils.forked import call_in_forked
 from nanovllm.worker.model_loader import NetworkSpec

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
+from nanovllm.core.messages import Schedule, StepResult
+from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.parallel.rank_process import Command, CommandResult
-from nanovllm.scheduler.messages import Schedule, StepResult
-from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.kv_cache import require_one_sequence
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from tqdm.auto import tqdm
 
+from nanovllm.core.messages import Schedule
 from nanovllm.errors import NanoVLLMError
-from nanovllm.parallel.worker import keep_on_device, make_runner, rank_device
-from nanovllm.scheduler.messages import Schedule
+from nanovllm.parallel.rank_setup import keep_on_device, make_runner, rank_device
 from nanovllm.utils.distributed import init_tensor_parallel
 from nanovllm.worker.kv_cache import memory_errors
 from nanovllm.worker.model_loader import NetworkSpec

@@ -25,7 +25,7 @@ from nanovllm.loading.hub import configured_checkpoint, draft_checkpoint
 from nanovllm.options.config import Config
 from nanovllm.parallel.links import accept, listen
 from nanovllm.parallel.rank_process import RankJob, run_rank
-from nanovllm.parallel.worker import check_networks, rank_device
+from nanovllm.parallel.rank_setup import check_networks, rank_device
 from nanovllm.utils.distributed import make_store
 from nanovllm.worker.model_loader import NetworkSpec
 
@@ -38,7 +38,7 @@ _END_SECONDS = 2.0
 """How long a rank whose engine is gone may take to end by itself."""
 
 
-class Place(NamedTuple):
+class ActorPlace(NamedTuple):
     """Where an actor is, and what it runs."""
 
     node_id: str
@@ -94,13 +94,13 @@ class RankActor:
         self._store: TCPStore | None = None
         self._server: socket.socket | None = None
 
-    def open(self, rank: int) -> Place:
+    def open(self, rank: int) -> ActorPlace:
         """Listen, and return where; rank 0 also serves the store of all ranks."""
         address = ray.util.get_node_ip_address()
         self._server = listen(address)
         if rank == 0:
             self._store = make_store(address)
-        return Place(
+        return ActorPlace(
             ray.get_runtime_context().get_node_id(),
             os.getpid(),
             address,

@@ -25,9 +25,9 @@ from nanovllm.loading.files import local_path
 from nanovllm.options.config import Config
 from nanovllm.parallel.links import connect
 from nanovllm.parallel.rank_process import RankJob
-from nanovllm.parallel.ray_actor import Place, RankActor, found_files, versions
+from nanovllm.parallel.rank_setup import num_threads
+from nanovllm.parallel.ray_actor import ActorPlace, RankActor, found_files, versions
 from nanovllm.parallel.ray_cluster import join_cluster, wait_for_room
-from nanovllm.parallel.worker import num_threads
 from nanovllm.utils.forked import call_in_forked
 from nanovllm.worker.model_loader import NetworkSpec
 
@@ -50,7 +50,7 @@ class RayRanks:
     def __init__(self, target: NetworkSpec, draft: NetworkSpec | None = None) -> None:
         config = target.config
         self.size = config.tensor_parallel_size
-        self.places: list[Place] = []
+        self.places: list[ActorPlace] = []
         self._config = _for_other_nodes(config)
         self._found = [found_files(network) for network in (target, draft) if network is not None]
         self._num_threads = num_threads(config)

@@ -7,7 +7,7 @@ from nanovllm.options.plugins import at_start, guarded
 from nanovllm.scheduler.policy import Policy
 
 
-def own_policy(name: str, found: Callable[[], Policy]) -> Policy:
+def user_policy(name: str, found: Callable[[], Policy]) -> Policy:
     """Return the user's policy.
 
     Args:
@@ -20,8 +20,8 @@ def own_policy(name: str, found: Callable[[], Policy]) -> Policy:
     return guarded(at_start(name, "__init__()", found), Policy, name)
 
 
-def own_order(name: str, found: Callable[[int], EvictionOrder], num_pages: int) -> EvictionOrder:
-    """Return the user's order of eviction. The arguments are as for `own_policy`.
+def user_order(name: str, found: Callable[[int], EvictionOrder], num_pages: int) -> EvictionOrder:
+    """Return the user's order of eviction. The arguments are as for `user_policy`.
 
     Raises:
         ConfigError: its `__init__` raises an exception that is not ours.

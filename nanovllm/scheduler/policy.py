@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from nanovllm.scheduler.sequence import Sequence
+from nanovllm.core.sequence import Sequence
 
 
 class Policy(ABC):

@@ -9,13 +9,13 @@ from collections.abc import Sequence as Seq
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanovllm.core.messages import Admission, NewBlocks, Row, RowDetails, Schedule, StepResult
+from nanovllm.core.sequence import Sequence
 from nanovllm.errors import PluginError
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.scheduler.gates import Gate
-from nanovllm.scheduler.messages import Admission, NewBlocks, Row, RowDetails, Schedule, StepResult
+from nanovllm.scheduler.admission_hook import AdmissionHook
+from nanovllm.scheduler.fair_policy import FairPolicy
 from nanovllm.scheduler.policy import Policy
-from nanovllm.scheduler.prompt_queue import PromptQueue
-from nanovllm.scheduler.sequence import Sequence
 from nanovllm.scheduler.stats import SchedulerStats
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _NO_DETAILS = RowDetails()
 
 
-class Setback(NamedTuple):
+class StallEvent(NamedTuple):
     """Why a sequence got no row in a step, or lost its KV."""
 
     seq_id: int
@@ -42,7 +42,7 @@ class Scheduler:
     - A running sequence owns a table row, and KV blocks for its computed tokens at least. A waiting
       sequence owns neither.
     - Running sequences are sorted by `Policy.order`.
-    - The policy has the waiting ones that no gate holds back, and the running ones whose prompt is
+    - The policy has the waiting ones that no hook holds back, and the running ones whose prompt is
       not computed.
     - `0 <= num_computed_tokens <= num_tokens <= max_model_len`.
 
@@ -54,7 +54,7 @@ class Scheduler:
     Args:
         drafting: None: no row gets drafts.
         policy: None: by priority, fair over users, first come first served.
-        gates: what may hold sequences back, in the order in which they are asked.
+        hooks: what may hold sequences back, in the order in which they are asked.
     """
 
     def __init__(
@@ -67,30 +67,30 @@ class Scheduler:
         eos_token_ids: frozenset[int] = frozenset(),
         drafting: "AdaptiveDrafting | None" = None,
         policy: Policy | None = None,
-        gates: Seq[Gate] = (),
+        hooks: Seq[AdmissionHook] = (),
     ) -> None:
         self.block_manager = block_manager
         # A step's last row of a prompt may go on for a few tokens more.
-        self.max_num_batched_tokens = max_num_batched_tokens - block_manager.overshoot
+        self.max_num_batched_tokens = max_num_batched_tokens - block_manager.max_extra_tokens
         assert self.max_num_batched_tokens > 0
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.drafting = drafting
-        self.policy: Policy = PromptQueue() if policy is None else policy
+        self.policy: Policy = FairPolicy() if policy is None else policy
         self.stats = SchedulerStats()
-        self.setbacks: list[Setback] = []  # in the last `schedule`
+        self.stalls: list[StallEvent] = []  # in the last `schedule`
         self.running: list[Sequence] = []  # sorted by `Policy.order`
         self._sequences: dict[int, Sequence] = {}  # unfinished, by id
         self._free_table_indices = list(reversed(range(max_num_seqs)))
         self._step_ids = count()
-        self.gates = tuple(gates)
-        for gate in self.gates:
-            gate.attach(self)
+        self.hooks = tuple(hooks)
+        for hook in self.hooks:
+            hook.attach(self)
 
     @property
     def num_unfinished(self) -> int:
-        """How many sequences are unfinished; 1 if only a gate has work left."""
-        return len(self._sequences) or int(any(gate.has_work for gate in self.gates))
+        """How many sequences are unfinished; 1 if only a hook has work left."""
+        return len(self._sequences) or int(any(hook.has_work for hook in self.hooks))
 
     @property
     def num_waiting(self) -> int:
@@ -111,13 +111,13 @@ class Scheduler:
 
         May be called again before `update()` has taken the result of the previous step.
         """
-        for gate in self.gates:
-            gate.begin_step()
-        self.setbacks = []
+        for hook in self.hooks:
+            hook.begin_step()
+        self.stalls = []
         manager = self.block_manager
         manager.begin_step()
         rows, new_blocks, admissions = self._schedule_rows()
-        if not (rows or admissions or any(gate.needs_step() for gate in self.gates)):
+        if not (rows or admissions or any(hook.needs_step() for hook in self.hooks)):
             return None
         may_draft = False
         if rows and self.drafting is not None:
@@ -135,8 +135,8 @@ class Scheduler:
             may_draft,
             pages.copies,
         )
-        for gate in self.gates:
-            schedule = gate.fill_step(schedule)
+        for hook in self.hooks:
+            schedule = hook.fill_step(schedule)
         return schedule
 
     def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
@@ -154,9 +154,9 @@ class Scheduler:
                 continue
             seq.num_in_flight_steps -= 1
             details = result.details.get(row.seq_id, _NO_DETAILS)
-            if details.ending is not None:
-                reason, detail, doubts_kv = details.ending
-                self.finish(seq, reason, detail, keep_cached=not doubts_kv)
+            if details.finish_info is not None:
+                reason, detail, kv_invalid = details.finish_info
+                self.finish(seq, reason, detail, keep_cached=not kv_invalid)
                 advanced.append(seq)
                 continue
             if details.prompt_logprobs:
@@ -184,14 +184,14 @@ class Scheduler:
                 self._remove(seq)
         if schedule.copies:
             self.block_manager.end_copies(schedule.copies)
-        for gate in self.gates:
-            gate.update(schedule, result)
+        for hook in self.hooks:
+            hook.update(schedule, result)
         return advanced
 
     def abandon(self, schedule: Schedule) -> None:
         """Undo a failed step: its sequences keep their tokens, lose their KV and wait again."""
-        for gate in self.gates:
-            gate.abandon(schedule)
+        for hook in self.hooks:
+            hook.abandon(schedule)
         for row in schedule.rows:
             seq = self._sequences.get(row.seq_id)
             if seq is None:
@@ -221,9 +221,9 @@ class Scheduler:
         if seq.seq_id in self._sequences:
             self._remove(seq, keep_cached=keep_cached)
 
-    # For gates:
+    # For hooks:
 
-    def set_aside(self, seq: Sequence) -> None:
+    def suspend(self, seq: Sequence) -> None:
         """Let the policy hold a sequence no more, as if its prompt were computed.
 
         It waits, or runs without rows, until it is brought back. Its user pays, and gets no earlier
@@ -232,7 +232,7 @@ class Scheduler:
         self.policy.advance(seq, 0)
         self._move(seq, is_queued=False)
 
-    def bring_back(self, seq: Sequence) -> None:
+    def resume(self, seq: Sequence) -> None:
         """Let the policy hold a sequence again that was set aside. It has the turn that it had."""
         self._move(seq, is_queued=True)
 
@@ -318,9 +318,9 @@ class Scheduler:
         return rows, new_blocks, admissions
 
     def _first_prompt(self) -> tuple[Any, Sequence] | None:
-        """Return the first prompt that runs already or that no gate holds, and its order."""
+        """Return the first prompt that runs already or that no hook holds, and its order."""
         while (seq := self.policy.first()) is not None:
-            if seq.table_idx is not None or not any(gate.holds(seq) for gate in self.gates):
+            if seq.table_idx is not None or not any(hook.holds(seq) for hook in self.hooks):
                 return self.policy.order(seq), seq
         return None
 
@@ -343,7 +343,7 @@ class Scheduler:
             victim = self.policy.victim(tuple(self.running[index:]))
             self.preempt(victim)
             self.stats.num_preemptions += 1
-            self.setbacks.append(Setback(victim.seq_id, "preempted", seq.seq_id))
+            self.stalls.append(StallEvent(victim.seq_id, "preempted", seq.seq_id))
             if victim is seq:
                 break
             appended = self.block_manager.allocate_blocks(seq, end)
@@ -364,22 +364,22 @@ class Scheduler:
         # A preempted sequence resumes only when the tokens of its steps in flight are known.
         if not self._free_table_indices or seq.num_in_flight_steps:
             reason = "steps in flight" if seq.num_in_flight_steps else "table row"
-            self.setbacks.append(Setback(seq.seq_id, reason))
+            self.stalls.append(StallEvent(seq.seq_id, reason))
             return None
         hit = self.block_manager.match_prefix(seq)
-        for gate in self.gates:
-            hit = gate.prepare(seq, hit)
+        for hook in self.hooks:
+            hit = hook.prepare(seq, hit)
         blocks = self.block_manager.allocate_blocks(seq, seq.num_tokens, hit)
         if blocks is None:
-            for gate in self.gates:
-                gate.cancel(seq)
-            self.setbacks.append(Setback(seq.seq_id, "blocks"))
+            for hook in self.hooks:
+                hook.cancel(seq)
+            self.stalls.append(StallEvent(seq.seq_id, "blocks"))
             return None
         seq.table_idx = self._free_table_indices.pop()
         insort(self.running, seq, key=self.policy.order)
         admission = seq.admission(blocks)
-        for gate in self.gates:
-            gate.admitted(seq, hit)
+        for hook in self.hooks:
+            hook.admitted(seq, hit)
         if not seq.is_held:
             self.count_prompt(seq)
         return admission
@@ -387,7 +387,7 @@ class Scheduler:
     def _num_missing_tokens(self, seq: Sequence) -> int:
         """Return how many of the sequence's tokens the next step can compute.
 
-        0 if steps in flight sample its last token, if it must wait for their results, or if a gate
+        0 if steps in flight sample its last token, if it must wait for their results, or if a hook
         holds it.
         """
         if seq.is_held:
@@ -398,8 +398,8 @@ class Scheduler:
             return 0
         in_flight = seq.num_pending_tokens + drafts
         num_tokens = len(seq.token_ids) + in_flight  # `Sequence.num_tokens`, without a call
-        # A grammar may force tokens after the sampled one: see `Sequence.force`.
-        if in_flight and (num_tokens >= seq.max_num_tokens or seq.params.forces_tokens):
+        # A grammar may force tokens after the sampled one: see `Sequence.jump_forward`.
+        if in_flight and (num_tokens >= seq.max_num_tokens or seq.params.can_jump_forward):
             return 0
         return num_tokens - seq.num_computed_tokens
 
@@ -424,8 +424,8 @@ class Scheduler:
             insort(self.running, seq, key=self.policy.order)
 
     def _release(self, seq: Sequence, *, keep_cached: bool = True) -> None:
-        for gate in self.gates:
-            gate.release(seq)
+        for hook in self.hooks:
+            hook.release(seq)
         # Launched steps may still write to its blocks and table row. Their next owner's steps are
         # launched after them, and steps run in that order.
         self.running.remove(seq)
@@ -440,6 +440,6 @@ class Scheduler:
             self._release(seq, keep_cached=keep_cached)
         if seq.is_queued:
             self._dequeue(seq)
-        for gate in self.gates:
-            gate.remove(seq)
+        for hook in self.hooks:
+            hook.remove(seq)
         self.policy.end(seq)

@@ -14,29 +14,29 @@ from collections.abc import Callable, Iterator, Sequence as Seq
 from itertools import chain, count, islice, takewhile
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.kv.block_manager import BlockManager
-from nanovllm.kv.eviction import EvictionOrder
-from nanovllm.kv.groups.group import Group
-from nanovllm.kv.groups.state import ROOM_TO_GROW, StateGroup
-from nanovllm.kv.groups.window import WindowGroup
-from nanovllm.kv.trie import Node
-from nanovllm.kv.windows import WindowSpec, num_tables
-from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.outputs import DraftCounts
-from nanovllm.scheduler.gates import Gate
-from nanovllm.scheduler.messages import (
+from nanovllm.core.messages import (
     MAX_SAMPLES,
     AdapterSlot,
-    Ending,
+    FinishInfo,
     PageCopy,
     Row,
     RowDetails,
     Schedule,
     StepResult,
 )
+from nanovllm.core.sequence import Sequence
+from nanovllm.core.windows import WindowSpec, num_tables
+from nanovllm.kv.block_manager import BlockManager
+from nanovllm.kv.eviction import EvictionOrder
+from nanovllm.kv.groups.group import KVCacheGroup
+from nanovllm.kv.groups.state import ROOM_TO_GROW, StateGroup
+from nanovllm.kv.groups.window import WindowGroup
+from nanovllm.kv.trie import Node
+from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.outputs import DraftCounts
+from nanovllm.scheduler.admission_hook import AdmissionHook
 from nanovllm.scheduler.policy import Policy
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.sequence import Sequence
 from nanovllm.testing.invariants import check_blocks, check_scheduler
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class FakeWorker:
         for new in schedule.admissions:
             self._store(self.token_ids[new.table_idx], 0, new.token_ids)
             self._store(self.block_tables[new.table_idx], 0, new.block_ids)
-            self.forces[new.table_idx] = new.params.forces_tokens
+            self.forces[new.table_idx] = new.params.can_jump_forward
             self.state_positions[new.table_idx] = UNWRITTEN
         for forced in schedule.new_tokens:
             self._store(self.token_ids[forced.table_idx], forced.start, forced.token_ids)
@@ -258,15 +258,15 @@ class FakeWorker:
             drafts = tokens[num_known:end]
             sampled = [next_token(prefix_hash) for prefix_hash in hashes[num_known - 1 :]]
             self._store(tokens, num_known, sampled)  # also what follows a wrong draft
-            accepted, ending = self._accepted(row, drafts, sampled)
+            accepted, finish_info = self._accepted(row, drafts, sampled)
             self.last_positions[row.table_idx] = num_known - 1 + max(1, len(accepted))
             forced: list[int] = []
             if accepted and self.forces[row.table_idx]:
                 known = tokens[:num_known] + accepted
                 count = (prefix_hashes(known)[-1] >> 4) % 4
                 forced = list(islice(continuation(known, start), count))
-            if drafts or ending or forced:
-                result.details[row.seq_id] = RowDetails(len(drafts), ending, forced)
+            if drafts or finish_info or forced:
+                result.details[row.seq_id] = RowDetails(len(drafts), finish_info, forced)
         result.token_ids.append(accepted)
 
     def _compute_state(self, row: Row, hashes: list[int]) -> None:
@@ -292,12 +292,12 @@ class FakeWorker:
 
     def _accepted(
         self, row: Row, drafts: list[int], sampled: list[int]
-    ) -> tuple[list[int], Ending | None]:
+    ) -> tuple[list[int], FinishInfo | None]:
         """Return the tokens of a row, up to the first that no draft equals, and why it has none."""
         num_right = sum(1 for _ in takewhile(lambda i: drafts[i] == sampled[i], range(len(drafts))))
         room = self.fails_from.get(row.seq_id, row.end + 1) - row.sample_position
-        ending = Ending("error", "no token", doubts_kv=True) if room <= 0 else None
-        return sampled[: max(0, min(num_right + 1, room))], ending
+        finish_info = FinishInfo("error", "no token", kv_invalid=True) if room <= 0 else None
+        return sampled[: max(0, min(num_right + 1, room))], finish_info
 
     def _write_garbage(self, row: Row) -> None:
         for table in range(len(self.windows)):
@@ -314,7 +314,7 @@ class FakeWorker:
         table[start : start + len(values)] = values
 
 
-class Engine:
+class FakeEngine:
     """The engine's loop with a fake worker. It checks each schedule and each output.
 
     Args:
@@ -345,14 +345,14 @@ class Engine:
         windows: tuple[WindowSpec, ...] = (),
         state_pages: int = 0,
         snapshot_interval: int = 8,
-        cell_tokens: int = 1,
-        gates: Seq[Gate] = (),
+        chunk_size: int = 1,
+        hooks: Seq[AdmissionHook] = (),
         make_policy: Callable[[], Policy] | None = None,
         make_order: Callable[[int], EvictionOrder] | None = None,
     ) -> None:
         self.windows = windows
         self.state_pages = state_pages
-        self.cell_tokens = cell_tokens
+        self.chunk_size = chunk_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.queue_depth = queue_depth
@@ -374,7 +374,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
             drafting=self.drafting,
             policy=None if make_policy is None else make_policy(),
-            gates=gates,
+            hooks=hooks,
         )
         tables = max_num_seqs, max_model_len, block_size
         proposer = propose or (lambda token_ids: [])
@@ -398,7 +398,7 @@ class Engine:
     def make_worker(self, *args: Any) -> FakeWorker:
         return FakeWorker(*args)
 
-    def _groups(self, snapshot_interval: int) -> list[Group]:
+    def _groups(self, snapshot_interval: int) -> list[KVCacheGroup]:
         self.window_groups = [
             WindowGroup(window, number, self.max_num_batched_tokens)
             for number, window in enumerate(self.windows)
@@ -408,7 +408,7 @@ class Engine:
             self.states = StateGroup(
                 self.state_pages,
                 snapshot_interval=snapshot_interval,
-                cell_tokens=self.cell_tokens,
+                chunk_size=self.chunk_size,
             )
         return [*self.window_groups, *([self.states] if self.states else [])]
 
@@ -735,7 +735,7 @@ class Engine:
 
     def _check_cells(self, schedule: Schedule) -> None:
         """Rows of a prompt begin and end where a cell does, or end with the prompt."""
-        size = self.cell_tokens
+        size = self.chunk_size
         for row in schedule.rows:
             num_prompt_tokens = self.sequences[row.seq_id].num_prompt_tokens
             if row.num_computed_tokens < num_prompt_tokens:

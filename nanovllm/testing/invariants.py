@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
 
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.groups.state import Snapshot, StateGroup
 from nanovllm.kv.groups.window import WindowBlock, WindowGroup
 from nanovllm.kv.trie import Node
-from nanovllm.scheduler.prompt_queue import PromptQueue
+from nanovllm.scheduler.fair_policy import FairPolicy
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.sequence import Sequence
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
@@ -29,11 +29,11 @@ def check_scheduler(scheduler: Scheduler) -> None:
     in_order = sorted(scheduler.running, key=scheduler.policy.order)
     assert scheduler.running == in_order, "running sequences are not in the policy's order"
     queued = [seq for seq in scheduler._sequences.values() if seq.is_queued]
-    if isinstance(scheduler.policy, PromptQueue):
+    if isinstance(scheduler.policy, FairPolicy):
         assert {*sequences_of(scheduler.policy)} == {*queued}
-    for gate in scheduler.gates:
-        queued += getattr(gate, "_room", ())  # of adapters
-        queued += [seq for seq in getattr(gate, "_parked", ()) if not seq.is_finished]  # of loads
+    for hook in scheduler.hooks:
+        queued += getattr(hook, "_room", ())  # of adapters
+        queued += [seq for seq in getattr(hook, "_parked", ()) if not seq.is_finished]  # of loads
     waiting = [seq for seq in queued if seq.table_idx is None]
     ids = [seq.seq_id for seq in scheduler.running + waiting]
     assert sorted(ids) == sorted(scheduler._sequences), "a sequence is lost or queued twice"
@@ -44,13 +44,13 @@ def check_scheduler(scheduler: Scheduler) -> None:
             seq.num_computed_tokens
         )
         assert 0 <= seq.num_pending_tokens <= seq.num_in_flight_steps
-        assert not seq.is_held or any(seq in getattr(g, "_loading", ()) for g in scheduler.gates)
+        assert not seq.is_held or any(seq in getattr(g, "_loading", ()) for g in scheduler.hooks)
         for group in scheduler.block_manager.groups:
             if isinstance(group, WindowGroup):
                 check_window_table(group, seq)
 
 
-def sequences_of(queue: PromptQueue) -> list[Sequence]:
+def sequences_of(queue: FairPolicy) -> list[Sequence]:
     """Return all sequences of a queue, in no particular order."""
     users = chain.from_iterable(level._users.values() for level in queue._levels.values())
     return list(chain.from_iterable(user.sequences for user in users))

@@ -20,12 +20,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from nanovllm.core.windows import WindowSpec, pages_for
 from nanovllm.features.speculation import drafting
 from nanovllm.features.speculation.draft_controller import DraftController
 from nanovllm.kv.eviction import EvictionOrder
-from nanovllm.kv.windows import WindowSpec, pages_for
 from nanovllm.testing.fake_controller import random_limits
-from nanovllm.testing.fake_engine import VOCAB_SIZE, Engine, random_guesses
+from nanovllm.testing.fake_engine import VOCAB_SIZE, FakeEngine, random_guesses
 from nanovllm.testing.invariants import check_scheduler
 
 PROMPT = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)
@@ -67,7 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     with_drafts = False
     users = USERS[:1]  # these take turns
     salts: tuple[str | None, ...] = (None,)
-    engine_class: type[Engine] = Engine
+    engine_class: type[FakeEngine] = FakeEngine
 
     @initialize(
         max_model_len=st.integers(2, 24),
@@ -202,7 +202,7 @@ class PluginMachine(SchedulerMachine):
     states, both or neither.
 
     Args:
-        plugin: `make_policy` or `make_order` of `Engine`.
+        plugin: `make_policy` or `make_order` of `FakeEngine`.
     """
 
     users = USERS
@@ -238,7 +238,7 @@ class PluginMachine(SchedulerMachine):
     ) -> None:
         windows, state_pages = layers.get("windows", ()), layers.get("state_pages", 0)
         num_pages = pages_for(max_model_len, block_size, windows, max_num_batched_tokens)
-        self.engine = Engine(
+        self.engine = FakeEngine(
             num_blocks=num_pages + state_pages + num_spare_blocks,
             block_size=block_size,
             max_model_len=max_model_len,

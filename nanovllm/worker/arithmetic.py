@@ -3,10 +3,10 @@
 import dataclasses
 from pathlib import Path
 
+from nanovllm.core.worker_info import Arithmetic, WorkerInfo
 from nanovllm.kernels.cpu import library
 from nanovllm.loading.files import is_gguf
 from nanovllm.options.plugins import is_plugin
-from nanovllm.scheduler.worker_info import Arithmetic, WorkerInfo
 from nanovllm.worker.model_runner import ModelRunner
 
 

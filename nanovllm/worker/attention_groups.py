@@ -11,7 +11,7 @@ from torch import nn
 
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.selector import own_backend, select_backend
+from nanovllm.attention.selector import select_backend, user_backend
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.torch_kernels import Kernels
@@ -22,7 +22,7 @@ from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.state_layers import StateLayers
 
 
-class Group(NamedTuple):
+class AttentionGroup(NamedTuple):
     """Layers that attend alike and have their KV in the same pages."""
 
     backend: Backend
@@ -60,7 +60,7 @@ class AttentionGroups:
         asked = config.attention_backend
 
         def select(spec: AttentionSpec) -> Backend:
-            return own_backend(spec, asked) if is_plugin(asked) else select_backend(spec, kernels)
+            return user_backend(spec, asked) if is_plugin(asked) else select_backend(spec, kernels)
 
         first = select(_spec(layers[0], max_model_len, common))
         common["block_size"] = first.block_size
@@ -69,7 +69,7 @@ class AttentionGroups:
         spec_of = dict(zip(layers, specs, strict=True))
         self.causal = all(spec.causal for spec in specs)
         # Of a step: the last of its prompts is whole, too, if tokens see those after them.
-        self.overshoot = 0 if self.causal else max_model_len - 1
+        self.max_extra_tokens = 0 if self.causal else max_model_len - 1
         owners = [layer for layer in layers if layer.source is None]
         self._shapes = [backends[spec_of[layer]].kv_cache_shape(1) for layer in owners]
         sizes = [torch.Size(shape).numel() * self._dtype.itemsize for shape in self._shapes]
@@ -84,7 +84,7 @@ class AttentionGroups:
             )
         places = dict(zip(owners, self.layout.places, strict=True))
         keys = [
-            Group(backends[spec], places[layer.source or layer].table)
+            AttentionGroup(backends[spec], places[layer.source or layer].table)
             for layer, spec in spec_of.items()
         ]
         self.groups = sorted(dict.fromkeys(keys), key=lambda group: group.table)
@@ -147,7 +147,7 @@ def _check_apart(backends: list[Backend], asked: str) -> None:
             raise ConfigError(
                 f'attention_backend="{asked}" says that blocks_lie_apart is False, but they '
                 "do in a model with several kinds of layers, and on a CPU with kv_offload_gib, "
-                "kv_cache_dir or kv_tier: let it index blocks and offsets, or leave one out"
+                "kv_cache_dir or kv_store: let it index blocks and offsets, or leave one out"
             )
 
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.attention.batch import Batch, HostLengths, Replaced
+from nanovllm.core.messages import Admission, Row, Schedule
+from nanovllm.core.windows import num_tables
+from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.kernels.torch_kernels import Kernels
-from nanovllm.kv.windows import num_tables
 from nanovllm.layers.sampling_tensors import SamplingTensors, pack
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import Admission, Row, Schedule
-from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.kv_cache import zeros
 
@@ -33,7 +33,7 @@ class DeviceTables:
     it. Its block tables hold block `num_blocks`, which the scheduler never allocates.
 
     Args:
-        own_rules: logits rules of the user's, by name.
+        user_rules: logits rules of the user's, by name.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class DeviceTables:
         max_num_seqs: int,
         device: torch.device,
         kernels: Kernels,
-        own_rules: "Mapping[str, type[LogitsRule]]" = MappingProxyType({}),
+        user_rules: "Mapping[str, type[LogitsRule]]" = MappingProxyType({}),
     ) -> None:
         num_rows = max_num_seqs + 1
         width = -(-info.max_model_len // info.block_size)
         self.block_size = info.block_size
         self.device = device
         self.kernels = kernels
-        self._own_rules = own_rules
+        self._user_rules = user_rules
         self.scratch_idx = max_num_seqs
         # A table row's tokens and page ids are adjacent, so one upload writes all. The extra
         # token column takes what follows position max_model_len - 1: only warm-up samples there.
@@ -178,7 +178,7 @@ class DeviceTables:
 
                 words = new.bad_words, new.stop_token_ids
                 self.rules[new.table_idx] = LogitsRules(
-                    new.params, new.num_prompt_tokens, *words, self.device, self._own_rules
+                    new.params, new.num_prompt_tokens, *words, self.device, self._user_rules
                 )
 
 

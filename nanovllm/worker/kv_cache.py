@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.core.windows import pages_for
+from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.errors import OutOfMemoryError, refuses_memory
-from nanovllm.kv.windows import pages_for
 from nanovllm.options.config import Config
-from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.cgroup import groups
 from nanovllm.utils.memory import lazy_zeros
 

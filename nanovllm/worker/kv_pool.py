@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.attention.states import aligned
+from nanovllm.core.windows import WindowSpec
 from nanovllm.kernels.cpu.library import library, torch_on_one_thread
 from nanovllm.kernels.cpu.ops import copy_pages
-from nanovllm.kv.windows import WindowSpec
+from nanovllm.kernels.states import aligned
 from nanovllm.utils.memory import populate, return_pages
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.kv_cache import zeros
@@ -21,7 +21,7 @@ _BYTES_AHEAD = 32 * 2**20
 """Bytes of memory kept ready after the last page in use."""
 
 
-class Place(NamedTuple):
+class KVPlace(NamedTuple):
     """Where a layer's keys and values are."""
 
     table: int
@@ -32,10 +32,10 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PageLayout:
-    """How layers share the pages of a pool. See kv/windows.py."""
+    """How layers share the pages of a pool. See core/windows.py."""
 
     page_bytes: int
-    places: tuple[Place, ...]
+    places: tuple[KVPlace, ...]
     """Of each layer."""
     windows: tuple[WindowSpec, ...]
 
@@ -71,7 +71,7 @@ def page_layout(sizes: Seq[int], windows: Seq[int | None], least_bytes: int = 0)
             if used + sizes[index] > page_bytes:
                 table += 1
                 used = 0
-            places[index] = Place(table, used)
+            places[index] = KVPlace(table, used)
             used += sizes[index]
         if window is not None:
             found.append(WindowSpec(window, table + 1 - first))

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from nanovllm.core.messages import Row, TokenLogprobs
 from nanovllm.layers.sampler import Sampling, thresholds_of, weights_of
 from nanovllm.options.sampling_params import GREEDY_BELOW
-from nanovllm.scheduler.messages import Row, TokenLogprobs
 from nanovllm.utils.transfer import to_host, upload
 from nanovllm.worker.device_tables import DeviceTables
 
 if TYPE_CHECKING:
-    from nanovllm.worker.sampling_rows import SamplingRows
+    from nanovllm.worker.step_sampler import StepSampler
 
 _PIECE = 2**23
 """Logits whose log-probabilities are in memory at the same time: 32 MiB in float32."""
@@ -61,7 +61,7 @@ class Logprobs(NamedTuple):
 
 def sampled_logprobs(
     tables: DeviceTables,
-    sampling: "SamplingRows",
+    sampling: "StepSampler",
     logits: torch.Tensor,
     tokens: torch.Tensor,
     mode: str = "raw_logprobs",

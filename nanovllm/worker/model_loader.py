@@ -15,7 +15,7 @@ from torch import nn
 
 from nanovllm.errors import CheckpointError
 from nanovllm.kernels.torch_kernels import Kernels
-from nanovllm.layers.linear import Matrix
+from nanovllm.layers.linear import WeightModule
 from nanovllm.loading.files import is_gguf
 from nanovllm.loading.loader import (
     Store,
@@ -27,7 +27,7 @@ from nanovllm.loading.loader import (
 from nanovllm.loading.tensor_files import TensorInfo, equal_tensors, read_header
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.registry import model_class, own_family
+from nanovllm.models.registry import model_class, user_family
 from nanovllm.options.config import Config
 from nanovllm.options.plugins import at_start
 from nanovllm.utils.distributed import tensor_parallel
@@ -151,7 +151,7 @@ def build_model(
     try:
         model = _build(model_config, max_model_len, first)
         if has_format:
-            from nanovllm.features.formats.weight_formats import expect_weights
+            from nanovllm.features.quantization.weight_formats import expect_weights
 
             expect_weights(model, config, stored, files, device, kernels, spec.reserve)
         for tensor in (*model.parameters(), *model.buffers()):
@@ -181,28 +181,28 @@ def make_modules(
     """
     model = _build(model_config, max_model_len, device)
     if model_config.quantization_config is not None:
-        from nanovllm.features.formats.weight_formats import expect_format
+        from nanovllm.features.quantization.weight_formats import expect_format
 
         expect_format(model, model_config.quantization_config, known)
     return model
 
 
 def _build(model_config: ModelConfig, max_model_len: int, device: torch.device) -> nn.Module:
-    family = own_family(model_config)
+    family = user_family(model_config)
     with _default_dtype(model_config.dtype), device:
         make = model_class(model_config)
         return at_start(family, "__init__()", make, model_config, max_model_len)
 
 
-def own_parts(model_config: ModelConfig) -> str | None:
+def user_parts(model_config: ModelConfig) -> str | None:
     """Return the names of a family and a weight format of the user's, for errors; None: all is
     ours.
     """
-    names = [own_family(model_config)]
+    names = [user_family(model_config)]
     if model_config.quantization_config is not None:
-        from nanovllm.features.formats.weight_formats import own_format
+        from nanovllm.features.quantization.weight_formats import user_format
 
-        own = own_format(model_config.quantization_config)
+        own = user_format(model_config.quantization_config)
         names.append(None if own is None else own.name)
     return " or ".join(filter(None, names)) or None
 
@@ -221,7 +221,7 @@ def load_model(model: nn.Module, spec: NetworkSpec, kernels: Kernels) -> None:
     if config.load_format == "dummy":
         init_dummy_weights(model, config.seed)
         for prefix, module in model.named_modules():
-            if isinstance(module, Matrix) and module.stored and module.weight is not None:
+            if isinstance(module, WeightModule) and module.quantized and module.weight is not None:
                 init_dummy_shards(module, module.shards(prefix), forms.store, config.seed)
             forms.finish(module)
     else:

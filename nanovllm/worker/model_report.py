@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.core.windows import pages_for
 from nanovllm.errors import ConfigError, UnsupportedModelError
-from nanovllm.kv.windows import pages_for
 from nanovllm.layers.activation import Act, ActAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.experts import Experts, Router, SharedExpertMLP
-from nanovllm.layers.linear import Matrix
+from nanovllm.layers.linear import WeightModule
 from nanovllm.layers.state_layer import StateLayer
 from nanovllm.loading.files import is_gguf
 from nanovllm.loading.hub import Checkpoint, open_checkpoint, weight_files
@@ -72,7 +72,7 @@ def report(model: str) -> dict[str, Any]:
     try:
         config = read_config(checkpoint.config)
         if config.quantization_config is not None:
-            from nanovllm.features.formats.weight_formats import checkpoint_format
+            from nanovllm.features.quantization.weight_formats import checkpoint_format
 
             checkpoint_format(config.quantization_config)
         files = _local_files(checkpoint, model)
@@ -125,9 +125,9 @@ def _stored_linears(network: nn.Module) -> dict[str, int]:
     """Return the number of the checkpoint's linears in each form that has few bits."""
     found: Counter[str] = Counter()
     for prefix, module in network.named_modules():
-        if isinstance(module, Matrix) and module.stored is not None:
+        if isinstance(module, WeightModule) and module.quantized is not None:
             linears = {shard.name.rpartition(".")[0] for shard in module.shards(prefix)}
-            found[module.stored.label] += len(linears)
+            found[module.quantized.label] += len(linears)
     return dict(found)
 
 
@@ -242,7 +242,7 @@ def _in_few_bits(network: nn.Module) -> dict[nn.Parameter | None, int]:
     """Return the bytes of what stands in place of each weight that has few bits."""
     found = {}
     for prefix, module in network.named_modules():
-        if isinstance(module, Matrix) and module.stored is not None:
+        if isinstance(module, WeightModule) and module.quantized is not None:
             shards = [s for s in module.shards(prefix) if not s.name.endswith("bias")]
             found[module.weight] = sum(shard.target.nbytes for shard in shards)
     return found
@@ -271,16 +271,16 @@ def _rounded_bytes(network: nn.Module, form: str) -> int | None:
     Weights that the checkpoint has in few bits keep them, except FP8, for which a CPU has no
     products.
     """
-    from nanovllm.features.formats.integer import choose_group_size
-    from nanovllm.features.formats.rounding import EXACT
+    from nanovllm.features.quantization.integer import choose_group_size
+    from nanovllm.features.quantization.rounding import EXACT
 
     matrices = [
         module
         for module in network.modules()
-        if isinstance(module, Matrix) and not isinstance(module, EXACT)
+        if isinstance(module, WeightModule) and not isinstance(module, EXACT)
     ]
     rounded = {matrix.weight for matrix in matrices}
-    fp8 = {m.weight for m in matrices if m.stored is not None and m.stored.label == "FP8"}
+    fp8 = {m.weight for m in matrices if m.quantized is not None and m.quantized.label == "FP8"}
     total = 0
     stored = _in_few_bits(network)
     for parameter in network.parameters():

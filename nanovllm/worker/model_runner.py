@@ -11,33 +11,33 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nanovllm.core.messages import Extras, Row, Schedule
+from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.errors import ConfigError, OutOfMemoryError, refuses_memory
 from nanovllm.kernels.selector import require_triton
 from nanovllm.options.plugins import in_worker
-from nanovllm.scheduler.messages import Extras, Row, Schedule
-from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.utils.memory import keep_freed
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.extensions import (
+from nanovllm.worker.hooks import (
     LAPS,
-    Computed,
     RowNeeds,
-    RunnerPart,
     SamplingWatch,
     StepRunner,
+    StepTensors,
+    WorkerHook,
 )
 from nanovllm.worker.model_loader import NetworkSpec, num_positions
 from nanovllm.worker.network import Network
-from nanovllm.worker.sampling_rows import SamplingRows
 from nanovllm.worker.step_output import PendingResult, StepOutput
+from nanovllm.worker.step_sampler import StepSampler
 from nanovllm.worker.timing import StepTimer
 
 if TYPE_CHECKING:
-    from nanovllm.features.fast_steps.registry import StepRunners
+    from nanovllm.features.graphs.step_runners import StepRunners
     from nanovllm.features.speculation.proposers.proposer import Proposer
     from nanovllm.features.structured.grammar_masks import GrammarMasks
-    from nanovllm.features.training.rank import RankWeights
+    from nanovllm.features.training.rank_weights import RankWeights
     from nanovllm.layers.logits_rules import LogitsRule
 
 
@@ -72,7 +72,7 @@ class ModelRunner:
         *,
         make_steps: "Callable[[Network, int], StepRunners] | None" = None,
         make_drafter: "Callable[[Network, int], Proposer] | None" = None,
-        make_parts: Mapping[str, Callable[[Network], RunnerPart]] = MappingProxyType({}),
+        make_parts: Mapping[str, Callable[[Network], WorkerHook]] = MappingProxyType({}),
         make_step_runner: Callable[[Network, DeviceTables], StepRunner] | None = None,
     ) -> None:
         config = self.config = target.config
@@ -87,23 +87,23 @@ class ModelRunner:
             raise ConfigError(
                 "this model computes each prompt whole and generates nothing, so it has no use for "
                 "drafts and tiers: leave out speculative_config, kv_offload_gib, kv_cache_dir and "
-                "kv_tier"
+                "kv_store"
             )
         # Larger steps take more memory; on a CPU they do not make a token cheaper.
         default_num_tokens = 1024 if device.type == "cpu" else 16384
         budget = config.max_num_batched_tokens or default_num_tokens
-        self.max_num_batched_tokens = budget + network.attention.overshoot
+        self.max_num_batched_tokens = budget + network.attention.max_extra_tokens
         self.steps = make_steps and make_steps(network, self.max_num_batched_tokens)
         self.uses_graphs = self.steps is not None and self.steps.uses_graphs
         self.num_padding_blocks = int(self.uses_graphs)  # for the tokens that pad a graph's step
         self.drafter = make_drafter and make_drafter(network, self.max_num_batched_tokens)
-        self.parts: list[RunnerPart] = []
+        self.parts: list[WorkerHook] = []
         self.masks: GrammarMasks | None = None
-        self._own_rules: dict[str, type[LogitsRule]] = {}
+        self._user_rules: dict[str, type[LogitsRule]] = {}
         if config.logits_rules:
             from nanovllm.layers.logits_rules import load_rules
 
-            self._own_rules = load_rules(config.logits_rules)
+            self._user_rules = load_rules(config.logits_rules)
         self._make_parts = dict(make_parts)
         self.make_step_runner = make_step_runner
         self.weights: RankWeights | None = None
@@ -115,7 +115,7 @@ class ModelRunner:
         """Make the KV pool and new tables, in place of any others; return the tables."""
         self.network.make_pool(info.num_blocks + self.num_padding_blocks)
         self.tables = DeviceTables(
-            info, self.config.max_num_seqs, self.device, self.network.kernels, self._own_rules
+            info, self.config.max_num_seqs, self.device, self.network.kernels, self._user_rules
         )
         return self.tables
 
@@ -148,10 +148,10 @@ class ModelRunner:
                     self._make_missing_parts(new.extras)
             for part in self.parts:
                 part.begin(schedule)
-            if self.network.own is None:
+            if self.network.user_parts is None:
                 pending = self._execute(schedule)
             else:
-                pending = in_worker(self.network.own, "a step", self._execute, schedule)
+                pending = in_worker(self.network.user_parts, "a step", self._execute, schedule)
             for part in self.parts:
                 part.end(schedule, pending)
         except (MemoryError, OSError, RuntimeError) as error:
@@ -194,7 +194,7 @@ class ModelRunner:
         """Compute `rows` and choose a token for each row that samples.
 
         Without step runners, masks and drafts this is all: `network.forward` gives hidden states,
-        `network.logits` the logits, `SamplingRows.finish` the tokens, which rank 0 sends to the
+        `network.logits` the logits, `StepSampler.finish` the tokens, which rank 0 sends to the
         others and each writes to its tables, where the next step finds its input.
         """
         if not rows:  # such a step only moves pages
@@ -202,13 +202,13 @@ class ModelRunner:
         needs = [need for part in self.parts if (need := part.begin_rows(rows)) is not None]
         masks = None if self.masks is None else self.masks.begin(self.tables, rows)
         by_layer = any(need.by_layer or need.embeds or need.rope for need in needs)
-        tensors = Computed() if by_layer else self._run_fast(rows)
+        tensors = StepTensors() if by_layer else self._run_fast(rows)
         tokens, draft_ids = tensors.tokens, tensors.draft_ids
         plain = self.tables.plain
         if tokens is not None and self.watch is None and all(plain[row.table_idx] for row in rows):
             on_host = tokens.device.type != self.device.type
             return StepOutput(tokens, draft_ids=draft_ids, on_host=on_host)
-        sampling = SamplingRows(
+        sampling = StepSampler(
             self.tables, rows, masks=masks, draft_ids=draft_ids, watch=self.watch
         )
         if tokens is None:
@@ -224,10 +224,10 @@ class ModelRunner:
     def compute(
         self,
         rows: list[Row],
-        sampling: SamplingRows,
+        sampling: StepSampler,
         needs: Seq[RowNeeds] = (),
         hidden: torch.Tensor | None = None,
-    ) -> Computed:
+    ) -> StepTensors:
         """Compute the T tokens of `rows`, and let the parts read what they need of it.
 
         Args:
@@ -258,21 +258,21 @@ class ModelRunner:
         if needs and not isinstance(wanted, range):
             hidden = _states_of(sampling.indices, hidden, place)
         logits = self.network.logits(hidden, sampling.output_indices) if len(sampling) else None
-        return Computed(hidden, logits=logits)
+        return StepTensors(hidden, logits=logits)
 
     def _make_missing_parts(self, extras: Extras) -> None:
         """Make the parts that an admission with `extras` is the first to need."""
         for name in self._make_parts.keys() & extras.keys():
             self.parts.append(self._make_parts.pop(name)(self.network))
 
-    def _run_fast(self, rows: list[Row]) -> Computed:
+    def _run_fast(self, rows: list[Row]) -> StepTensors:
         """Return what the first step runner that fits computes: nothing without one."""
         for runner in self.step_runners:
             if not runner.follows_drafts and any(row.num_unverified_tokens for row in rows):
                 continue
             if runner.fits(rows):
                 return runner.run(rows)
-        return Computed()
+        return StepTensors()
 
     @property
     def follows_drafts(self) -> bool:

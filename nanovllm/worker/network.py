@@ -10,13 +10,13 @@ import torch
 
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch, Replaced
+from nanovllm.core.messages import Row
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.options.plugins import at_start
-from nanovllm.scheduler.messages import Row
 from nanovllm.worker.attention_groups import AttentionGroups
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_pool import KVPool
-from nanovllm.worker.model_loader import NetworkSpec, build_model, load_model, own_parts
+from nanovllm.worker.model_loader import NetworkSpec, build_model, load_model, user_parts
 
 if TYPE_CHECKING:
     from nanovllm.features.lora.methods import StepAdapters
@@ -45,8 +45,8 @@ class Network:
         self.model = build_model(spec, max_model_len, device, self.kernels)
         self.attention = AttentionGroups(self.model, spec, max_model_len, device, self.kernels)
         self.backend: Backend = self.attention.groups[0].backend
-        self.own = own_parts(spec.model_config)
-        at_start(self.own, "loading", load_model, self.model, spec, self.kernels)
+        self.user_parts = user_parts(spec.model_config)
+        at_start(self.user_parts, "loading", load_model, self.model, spec, self.kernels)
         self.adapters: StepAdapters | None = None
         self.device = device
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.attention.states import CELL_TOKENS, StatePart, States, aligned
+from nanovllm.kernels.states import CHUNK_SIZE, StatePart, States, aligned
 from nanovllm.layers.state_layer import StateLayer
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class StateLayers:
     Attributes:
         largest_part: bytes that a page must have at least; 0: no layer has a state.
         num_pages: pages that the state of one sequence takes.
-        cell_tokens: what `choose_cells` returned; 1 before.
+        chunk_size: what `choose_cells` returned; 1 before.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -65,7 +65,7 @@ class StateLayers:
         self._parts = [part for layer in self.layers for part in layer.parts]
         self.largest_part = max((aligned(part.nbytes) for part in self._parts), default=0)
         self.num_pages = 0
-        self.cell_tokens = 1
+        self.chunk_size = 1
         self._places: list[PartPlace] = []
 
     @property
@@ -83,10 +83,10 @@ class StateLayers:
 
         A step of `max_tokens` must have room for a whole cell and a token of each other row.
         """
-        has_room = max_tokens >= CELL_TOKENS + max_rows - 1
+        has_room = max_tokens >= CHUNK_SIZE + max_rows - 1
         if has_room and any(layer.computes_cells for layer in self.layers):
-            self.cell_tokens = CELL_TOKENS
-        return self.cell_tokens
+            self.chunk_size = CHUNK_SIZE
+        return self.chunk_size
 
     def lay_out(self, page_bytes: int) -> None:
         """Find the place of each part in pages of `page_bytes`."""

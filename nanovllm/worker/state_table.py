@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.attention.states import Cells, Replay, StateRows
-from nanovllm.scheduler.messages import Row, Schedule
-from nanovllm.scheduler.worker_info import WorkerInfo
+from nanovllm.core.messages import Row, Schedule
+from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.kernels.states import Cells, Replay, StateRows
 from nanovllm.utils.transfer import upload
 
 
@@ -114,7 +114,7 @@ class StateTable:
     def __init__(self, pages: torch.Tensor, info: WorkerInfo) -> None:
         self.pages = pages
         self.replays = Replays(len(pages), info.drafts.max_draft_tokens, pages.device)
-        self._cell_tokens = info.kv.cell_tokens
+        self._chunk_size = info.kv.chunk_size
         # By table row. Steps that only measure have no admissions: they compute prompts.
         self._num_prompt_tokens = [info.max_model_len] * len(pages)
         end = info.num_blocks
@@ -151,7 +151,7 @@ class StateTable:
 
         The others are rows of steps that only measure, and of hits that another engine stored.
         """
-        size = self._cell_tokens
+        size = self._chunk_size
         if size == 1:
             return None
         spans = array("q")

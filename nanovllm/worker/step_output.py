@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nanovllm.core.messages import Extras, FinishInfo, Row, RowDetails, StepResult
+from nanovllm.core.transfers import Loaded
 from nanovllm.layers.sampler import NO_TOKEN, RULED_OUT
 from nanovllm.options.sampling_params import REQUESTS_FAULT
-from nanovllm.scheduler.messages import Ending, Extras, Row, RowDetails, StepResult
-from nanovllm.scheduler.transfers import Loaded
 from nanovllm.utils.transfer import to_host
 from nanovllm.worker.timing import StepTimer
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from nanovllm.features.structured.grammar_masks import GrammarRow
     from nanovllm.worker.logprobs import Logprobs
 
-NO_DISTRIBUTION = Ending(
+NO_DISTRIBUTION = FinishInfo(
     "error",
     "no token can be chosen: the logits have NaN or inf, or all are -inf; check the model's "
     "weights and dtype",
-    doubts_kv=True,
+    kv_invalid=True,
 )
 """Of a row whose token is NO_TOKEN."""
-NO_CHOICE = Ending(
+NO_CHOICE = FinishInfo(
     "error",
     f"{REQUESTS_FAULT} (bad_words, min_tokens, structured_outputs, ...) "
     "forbid every token, or make logits NaN or inf; change them",
 )
 """Of a row whose token is RULED_OUT."""
-_ENDINGS = {NO_TOKEN: NO_DISTRIBUTION, RULED_OUT: NO_CHOICE}
+_FINISH_INFOS = {NO_TOKEN: NO_DISTRIBUTION, RULED_OUT: NO_CHOICE}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class StepOutput:
     """The outputs of a step, on the device or on the host."""
 
     token_ids: torch.Tensor
-    """[S] int64, what `SamplingRows.sample` returned."""
+    """[S] int64, what `StepSampler.sample` returned."""
     logprobs: "list[Logprobs]" = dataclasses.field(default_factory=list)
     """Of the samples and prompts whose request wants them."""
-    endings: dict[int, Ending] = dataclasses.field(default_factory=dict)
-    """By sample: what `SamplingRows.endings` has. The token of such a sample does not count."""
+    finish_infos: dict[int, FinishInfo] = dataclasses.field(default_factory=dict)
+    """By sample: what `StepSampler.finish_infos` has. The token of such a sample does not count."""
     draft_ids: torch.Tensor | None = None
     """[S] int64, the draft that the sample may confirm; None if no row has any."""
     forcing: "Mapping[int, GrammarRow]" = dataclasses.field(default_factory=dict)
@@ -56,7 +56,7 @@ class StepOutput:
         return StepOutput(
             self.token_ids if self.on_host else to_host(self.token_ids),
             [part.to_host() for part in self.logprobs],
-            self.endings,
+            self.finish_infos,
             None if self.draft_ids is None else to_host(self.draft_ids),
             self.forcing,
             self.on_host,
@@ -68,12 +68,16 @@ class StepOutput:
         The copies to the host must be complete.
         """
         sampled = self.token_ids.tolist()
-        has_details = self.logprobs or self.endings or self.forcing or min(sampled, default=0) < 0
+        has_details = (
+            self.logprobs or self.finish_infos or self.forcing or min(sampled, default=0) < 0
+        )
         if self.draft_ids is None and not has_details:  # most steps: one token a row
             tokens_left = iter(sampled)
             return [[next(tokens_left)] if row.samples else [] for row in rows], {}
         drafts = sampled if self.draft_ids is None else self.draft_ids.tolist()
-        return _detailed_results(rows, sampled, drafts, self.endings, self.forcing, self.logprobs)
+        return _detailed_results(
+            rows, sampled, drafts, self.finish_infos, self.forcing, self.logprobs
+        )
 
 
 class PendingResult:
@@ -84,7 +88,7 @@ class PendingResult:
         timer: marked the ends of proposing and of the step; None: the step is not timed.
 
     Attributes:
-        loaded, endings: set before the result is asked for. The loads from tiers that have ended,
+        loaded, finish_infos: set before the result is asked for. The loads from tiers that have ended,
             and by sequence id why sequences of the step's rows end although the step ran.
         on_host: called, before these are read, when what was copied to the host is there.
     """
@@ -97,7 +101,7 @@ class PendingResult:
         self._timer = timer
         self._output = output.to_host()
         self.loaded: list[Loaded] = []
-        self.endings: dict[int, Ending] = {}
+        self.finish_infos: dict[int, FinishInfo] = {}
         self.on_host: list[Callable[[PendingResult], None]] = []
         self._extras: dict[int, Extras] = {}  # by sequence id
         self._result: StepResult | None = None
@@ -121,7 +125,7 @@ class PendingResult:
                     read(self)
                 token_ids, details = self._output.row_results(self._rows)
                 drafting, seconds = (0.0, 0.0) if self._timer is None else self._timer.seconds()
-                if self.endings:
+                if self.finish_infos:
                     self._end_rows(token_ids, details)
                 for seq_id, extras in self._extras.items():
                     details[seq_id] = details.get(seq_id, RowDetails())._replace(extras=extras)
@@ -131,13 +135,13 @@ class PendingResult:
             return self._result
 
     def _end_rows(self, token_ids: list[list[int]], details: dict[int, RowDetails]) -> None:
-        """Change the results of the rows that have one of `endings`: they have no tokens."""
+        """Change the results of the rows that have one of `finish_infos`: they have no tokens."""
         for index, row in enumerate(self._rows):
-            ending = self.endings.get(row.seq_id)
-            if ending is not None:
+            finish_info = self.finish_infos.get(row.seq_id)
+            if finish_info is not None:
                 num_drafts = details.get(row.seq_id, RowDetails()).num_draft_tokens
                 token_ids[index] = []
-                details[row.seq_id] = RowDetails(num_drafts, ending)
+                details[row.seq_id] = RowDetails(num_drafts, finish_info)
 
     def keep(self) -> None:
         """Read the tokens now, if a later step may overwrite them."""
@@ -149,7 +153,7 @@ def _detailed_results(
     rows: list[Row],
     sampled: list[int],
     drafts: list[int],
-    endings: dict[int, Ending],
+    finish_infos: dict[int, FinishInfo],
     forcing: "Mapping[int, GrammarRow]",
     logprobs: "list[Logprobs]",
 ) -> tuple[list[list[int]], dict[int, RowDetails]]:
@@ -158,7 +162,7 @@ def _detailed_results(
     Args:
         sampled: [S], a token, NO_TOKEN or RULED_OUT for each sample.
         drafts: [S], the draft that the sample may confirm.
-        endings, forcing, logprobs: of `StepOutput`.
+        finish_infos, forcing, logprobs: of `StepOutput`.
     """
     from nanovllm.worker.logprobs import by_sequence
 
@@ -168,25 +172,29 @@ def _detailed_results(
     first = 0
     for row in rows:
         tokens: list[int] = []
-        ending: Ending | None = None
+        finish_info: FinishInfo | None = None
         forced: list[int] | None = None
         if row.samples:
             last = first + row.num_draft_tokens
-            tokens, ending = _accepted(sampled, drafts, endings, first, last)
-            if ending is None and row.seq_id in forcing:
-                forced = forcing[row.seq_id].forced(tokens)
+            tokens, finish_info = _accepted(sampled, drafts, finish_infos, first, last)
+            if finish_info is None and row.seq_id in forcing:
+                forced = forcing[row.seq_id].jump_forward(tokens)
             first = last + 1
         token_ids.append(tokens)
         values = of_samples.get(row.seq_id), of_prompts.get(row.seq_id)
-        found = RowDetails(row.num_draft_tokens, ending, forced, *values)
+        found = RowDetails(row.num_draft_tokens, finish_info, forced, *values)
         if found != RowDetails():
             details[row.seq_id] = found
     return token_ids, details
 
 
 def _accepted(
-    sampled: list[int], drafts: list[int], endings: dict[int, Ending], first: int, last: int
-) -> tuple[list[int], Ending | None]:
+    sampled: list[int],
+    drafts: list[int],
+    finish_infos: dict[int, FinishInfo],
+    first: int,
+    last: int,
+) -> tuple[list[int], FinishInfo | None]:
     """Return the tokens of a row with samples `first` to `last`, and why it has none.
 
     A draft is accepted if it equals the token sampled at its position. The first token that
@@ -196,9 +204,9 @@ def _accepted(
     tokens: list[int] = []
     for sample in range(first, last + 1):
         token = sampled[sample]
-        ending = endings.get(sample, _ENDINGS.get(token))
-        if ending is not None:
-            return tokens, None if tokens else ending._replace(doubts_kv=token == NO_TOKEN)
+        finish_info = finish_infos.get(sample, _FINISH_INFOS.get(token))
+        if finish_info is not None:
+            return tokens, None if tokens else finish_info._replace(kv_invalid=token == NO_TOKEN)
         tokens.append(token)
         if sample < last and drafts[sample] != token:
             break

@@ -12,11 +12,11 @@ from functools import partial
 
 import torch
 
-from nanovllm.kv.windows import num_tables
+from nanovllm.core.messages import MAX_SAMPLES, Admission, Row, Schedule
+from nanovllm.core.windows import num_tables
+from nanovllm.core.worker_info import DraftInfo, KVInfo, WorkerInfo
 from nanovllm.options.plugins import at_start
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import MAX_SAMPLES, Admission, Row, Schedule
-from nanovllm.scheduler.worker_info import DraftInfo, KVInfo, WorkerInfo
 from nanovllm.worker.arithmetic import with_arithmetic
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import num_blocks_that_fit
@@ -122,9 +122,9 @@ def allocate(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
     drafter = runner.drafter
     if drafter is not None:
         drafter.allocate(tables, info.num_blocks)
-    if network.own is not None:  # before anything records it
+    if network.user_parts is not None:  # before anything records it
         token = [Row(-1, 0, 0, 1, samples=False)]
-        at_start(network.own, "forward()", network.forward, tables, token, None)
+        at_start(network.user_parts, "forward()", network.forward, tables, token, None)
         network.pool.zero([0])
     if runner.device.type == "cuda" and info.kv.causal:
         compile_kernels(runner, info)

@@ -10,8 +10,8 @@ from torch import nn
 
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import PackedWeight
-from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
-from nanovllm.layers.linear import Matrix, StoredRows, shared_matrices
+from nanovllm.kernels.torch_kernels import Kernels, LinearMethod
+from nanovllm.layers.linear import QuantizedRows, WeightModule, shared_matrices
 from nanovllm.utils.memory import return_freed
 from nanovllm.utils.pages import PageReserve
 
@@ -49,11 +49,11 @@ class WeightForms:
 
     def store(self, module: nn.Module, target: torch.Tensor, values: torch.Tensor) -> bool:
         """Store some rows of a weight; return False if they are to be copied. See `Store`."""
-        if not isinstance(module, Matrix) or target.ndim != 2:
+        if not isinstance(module, WeightModule) or target.ndim != 2:
             return False
         if target.is_meta:
-            assert isinstance(module.stored, StoredRows)
-            module.stored.store(target, values)
+            assert isinstance(module.quantized, QuantizedRows)
+            module.quantized.store(target, values)
             return True
         weight = module.weight
         if weight is None or weight not in self._packable:
@@ -66,16 +66,16 @@ class WeightForms:
 
     def finish(self, module: nn.Module) -> None:
         """Replace the weight of `module`, which is complete, in all modules that share it."""
-        weight = module.weight if isinstance(module, Matrix) else None
+        weight = module.weight if isinstance(module, WeightModule) else None
         if weight is None or weight not in self._sharing:
             return
         matrices = self._sharing.pop(weight)
         prefix, matrix = next(iter(matrices.items()))
-        method: WeightMethod | None = self._packed.pop(weight, None)
-        if matrix.stored is not None:
+        method: LinearMethod | None = self._packed.pop(weight, None)
+        if matrix.quantized is not None:
             linears = {shard.name.rpartition(".")[0] for shard in matrix.shards(prefix)}
-            method = matrix.stored.method(self._dtype, self._kernels)
-            self._found[matrix.stored.description] += len(linears)
+            method = matrix.quantized.method(self._dtype, self._kernels)
+            self._found[matrix.quantized.description] += len(linears)
             self._num_freed += weight.numel()
             if self._num_freed > _TRIM_EVERY:  # malloc keeps what is freed between other memory
                 self._num_freed = 0
@@ -93,13 +93,13 @@ class WeightForms:
 
 
 def _packable(
-    sharing: dict[nn.Parameter, dict[str, Matrix]], kernels: Kernels
+    sharing: dict[nn.Parameter, dict[str, WeightModule]], kernels: Kernels
 ) -> set[nn.Parameter]:
     """Return the weights that are packed as they are, in parts of whole panels."""
     found = set()
     for weight, matrices in sharing.items():
         prefix, matrix = next(iter(matrices.items()))
-        if matrix.stored is None and kernels.can_pack_rows(weight):
+        if matrix.quantized is None and kernels.can_pack_rows(weight):
             first_rows = [
                 shard.target.storage_offset() // weight.shape[1]
                 for shard in matrix.shards(prefix)
@@ -110,6 +110,8 @@ def _packable(
     return found
 
 
-def pack(weight: torch.Tensor, matrices: list[Matrix], kernels: Kernels) -> WeightMethod | None:
+def pack(
+    weight: torch.Tensor, matrices: list[WeightModule], kernels: Kernels
+) -> LinearMethod | None:
     """Return the method for the loaded `weight` of `matrices`; None keeps it as it is."""
     return kernels.pack(weight, is_embedding=any(matrix.is_gathered for matrix in matrices))

@@ -14,7 +14,7 @@ from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.flash_attn import FlashAttnBackend
 from nanovllm.attention.selector import select_backend
-from nanovllm.attention.spec import AttentionSpec, QKNorm
+from nanovllm.attention.spec import AttentionSpec, QKNormRope
 from nanovllm.attention.torch_sdpa import TorchBackend, TorchExplicitBackend, explicit_attention
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.errors import ConfigError
@@ -41,7 +41,7 @@ def attend(backend, case, batch=None, qk_norm=True, parts=3, **options):
 
     Args:
         parts: q, k and v; fewer without v, or without k and v.
-        options: of `QKNorm`.
+        options: of `QKNormRope`.
     """
     spec, batch = case.spec, case.batch if batch is None else batch
     generator = torch.Generator().manual_seed(1)
@@ -52,7 +52,7 @@ def attend(backend, case, batch=None, qk_norm=True, parts=3, **options):
     weights = [weight.to(DEVICE, spec.dtype) if qk_norm else None for weight in weights]
     rotary = RotaryEmbedding(512, inverse_frequencies(spec.head_dim, 10000.0)).to(DEVICE)
     sinks = torch.randn(spec.num_heads, generator=generator).to(DEVICE) if spec.sinks else None
-    norm = QKNorm(*weights, 1e-6, rotary.cos_sin, **options)
+    norm = QKNormRope(*weights, 1e-6, rotary.cos_sin, **options)
     batch = dataclasses.replace(batch, metadata=backend.plan(batch))
     cache = case.cache.clone()
     return backend.forward(qkv, norm, cache, batch, sinks), cache

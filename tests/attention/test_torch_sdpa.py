@@ -11,8 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm.apps.lab.templates.backend import MyBackend
 from nanovllm.attention import torch_sdpa
-from nanovllm.attention.selector import own_backend, select_backend
-from nanovllm.attention.spec import AttentionSpec, QKNorm
+from nanovllm.attention.selector import select_backend, user_backend
+from nanovllm.attention.spec import AttentionSpec, QKNormRope
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.kernels.torch_kernels import TORCH
@@ -26,7 +26,7 @@ def run(case, make=TorchBackend):
     size, positions = case.spec.head_dim // 2, int(batch.positions.max()) + 1
     unrotated = torch.cat([torch.ones(positions, size), torch.zeros(positions, size)], 1)
     qkv = torch.cat([case.q, case.k, case.v], 1).flatten(1)
-    return backend.forward(qkv, QKNorm(None, None, 0.0, unrotated), case.cache, batch)
+    return backend.forward(qkv, QKNormRope(None, None, 0.0, unrotated), case.cache, batch)
 
 
 @pytest.mark.thinned(3)
@@ -65,7 +65,7 @@ def test_a_backend_that_has_not_heard_of_them_refuses_such_layers():
     assert isinstance(select_backend(spec, TORCH), TorchBackend)
     assert MyBackend.unsupported(spec) is None
     with pytest.raises(ConfigError, match="only supports causal attention"):
-        own_backend(spec, "nanovllm.apps.lab.templates.backend:MyBackend")
+        user_backend(spec, "nanovllm.apps.lab.templates.backend:MyBackend")
     windowed = dataclasses.replace(spec, window=5)
     with pytest.raises(UnsupportedModelError, match="only supports causal attention"):
         select_backend(windowed, TORCH)

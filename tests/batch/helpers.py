@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import demo_model
+from nanovllm.apps.batch.batch_options import BatchOptions, RowOptions
 from nanovllm.apps.batch.job import Finished, run_job
-from nanovllm.apps.batch.options import BatchOptions, RowOptions
 from nanovllm.apps.batch.row_engine import RowEngine
 from nanovllm.apps.batch.sources import open_source
 from tests.glossary import QUESTIONS

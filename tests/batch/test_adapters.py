@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from nanovllm import demo_model
+from nanovllm.apps.batch.batch_options import adapter_digest
 from nanovllm.apps.batch.job import run_job
-from nanovllm.apps.batch.options import adapter_digest
 from nanovllm.apps.batch.row_engine import RowEngine
 from nanovllm.apps.batch.sources import open_source
 from nanovllm.errors import CheckpointError, ConfigError

@@ -18,7 +18,7 @@ from nanovllm import demo_model
 from nanovllm.apps.batch.job import Progress, run_job
 from nanovllm.apps.batch.job_files import JobFiles
 from nanovllm.apps.batch.row_engine import RowEngine
-from nanovllm.apps.batch.rows import Row
+from nanovllm.apps.batch.rows import InputRow
 from nanovllm.apps.batch.sources import open_source
 from nanovllm.errors import ConfigError, EngineDeadError
 from tests.batch.helpers import (
@@ -116,7 +116,7 @@ class FlakyPool(RowEngine):
 
     rows_left = 0
 
-    async def answer(self, row: Row) -> bytes:
+    async def answer(self, row: InputRow) -> bytes:
         """Return the output of a row, unless the process has ended."""
         output = await super().answer(row)
         if not FlakyPool.rows_left:
@@ -222,7 +222,7 @@ class Dying:
     def __init__(self, form: Any, rows: int) -> None:
         self._form, self._rows = form, rows
 
-    async def answer(self, row: Row) -> dict[str, Any]:
+    async def answer(self, row: InputRow) -> dict[str, Any]:
         self._rows -= 1
         if self._rows < 0:
             raise EngineDeadError("it died")
@@ -260,7 +260,7 @@ class SlowFirst:
     async def start(self) -> None:
         pass
 
-    async def answer(self, row: Row) -> bytes:
+    async def answer(self, row: InputRow) -> bytes:
         assert row.number is not None
         self.begun.append(row.number)
         if row.number == 0:

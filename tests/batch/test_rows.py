@@ -4,22 +4,22 @@ import json
 
 import pytest
 
-from nanovllm.apps.batch.rows import BadRowError, Row, dumps, parse_object, row_id, row_seed
+from nanovllm.apps.batch.rows import BadRowError, InputRow, dumps, parse_object, row_id, row_seed
 from nanovllm.errors import InvalidRequestError
 
 
 def test_an_id_is_the_column_or_the_number_or_a_digest() -> None:
-    assert row_id(Row(3, {"id": "a"}), "id") == "a"
-    assert row_id(Row(3, {"id": None}), "id") == 3
-    assert row_id(Row(3, {"key": 7}), "key") == 7
-    first, second = Row(None, {"prompt": "x"}), Row(None, {"prompt": "y"})
+    assert row_id(InputRow(3, {"id": "a"}), "id") == "a"
+    assert row_id(InputRow(3, {"id": None}), "id") == 3
+    assert row_id(InputRow(3, {"key": 7}), "key") == 7
+    first, second = InputRow(None, {"prompt": "x"}), InputRow(None, {"prompt": "y"})
     assert row_id(first, "id") == row_id(first, "id") != row_id(second, "id")
 
 
 @pytest.mark.parametrize("given", [1.5, True, [1], {"a": 1}])
 def test_an_id_is_a_string_or_an_integer(given: object) -> None:
     with pytest.raises(InvalidRequestError, match="id must be a string or an integer, got"):
-        row_id(Row(0, {"id": given}), "id")
+        row_id(InputRow(0, {"id": given}), "id")
 
 
 def test_seeds_are_made_from_ids() -> None:

@@ -245,7 +245,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         ("tests/options/test_config.py", set()),
         ("tests/test_invariance.py", set()),
         ("tests/test_speculation.py", set()),
-        ("tests/fast_steps/test_cuda_graph.py", set()),
+        ("tests/graphs/test_cuda_graph.py", set()),
     ],
 )
 def test_imports_that_are_missing(
@@ -278,12 +278,14 @@ def test_every_test_file_has_a_part() -> None:
 
 
 def test_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.features.fast_steps import registry
+    from nanovllm.features.graphs import step_runners
 
-    monkeypatch.setattr(registry, "can_capture", registry.can_capture)  # restored afterwards
-    assert registry.can_capture(torch.device("cuda"))
+    monkeypatch.setattr(
+        step_runners, "can_capture", step_runners.can_capture
+    )  # restored afterwards
+    assert step_runners.can_capture(torch.device("cuda"))
     no_graphs.pytest_configure()
-    assert not registry.can_capture(torch.device("cuda"))
+    assert not step_runners.can_capture(torch.device("cuda"))
 
 
 def test_the_machine_is_described_without_git(monkeypatch: pytest.MonkeyPatch) -> None:

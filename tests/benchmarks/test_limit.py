@@ -13,8 +13,8 @@ from benchmarks import limit
 from benchmarks.versus import CASES, GREEDY, Case
 from nanovllm.apps.explain import rates
 from nanovllm.apps.explain.rates import Rates
+from nanovllm.core.messages import Row
 from nanovllm.kernels.cpu import library
-from nanovllm.scheduler.messages import Row
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="no compiler here")
 

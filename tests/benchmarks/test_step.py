@@ -9,7 +9,7 @@ import pytest
 from benchmarks import step
 from benchmarks.step_times import StepTimes
 from nanovllm import demo_model
-from nanovllm.apps.explain.rates import Meter, Rates
+from nanovllm.apps.explain.rates import RateMeter, Rates
 from nanovllm.kernels.cpu import library
 
 
@@ -81,11 +81,11 @@ def test_command(
 ) -> None:
     rates = iter([(1e9, 3e9), (2e9, 4e9), (1.5e9, 2e9)])
 
-    def measure(self: Meter) -> Rates:
+    def measure(self: RateMeter) -> Rates:
         reading, multiplying = next(rates)
         return Rates(reading, {"float32": multiplying})
 
-    monkeypatch.setattr(Meter, "measure", measure)
+    monkeypatch.setattr(RateMeter, "measure", measure)
     path = tmp_path / "times.json"
     arguments = ["--model", demo_model.MODEL, "--batch", "1", "3", "--context", "8", "--steps", "2"]
     monkeypatch.setattr(sys, "argv", ["step.py", *arguments, "--json", str(path)])

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM
-from nanovllm.apps.server.answers.json_calls import HermesParser
-from nanovllm.apps.server.answers.parts import ToolCallArguments, ToolCallStart
-from nanovllm.apps.server.answers.pythonic_calls import PythonicParser
+from nanovllm.apps.server.output_parsers.json_calls import HermesParser
+from nanovllm.apps.server.output_parsers.parts import ToolCallArguments, ToolCallStart
+from nanovllm.apps.server.output_parsers.pythonic_calls import PythonicParser
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 

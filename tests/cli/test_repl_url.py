@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from nanovllm.apps.cli import main as cli, repl
-from nanovllm.apps.cli.sources import Piece
+from nanovllm.apps.cli.sources import AnswerPiece
 from tests.helpers import environment
 from tests.wire_server import Asked, Script, Step, WireServer, chat_event, streamed, whole
 
@@ -128,7 +128,7 @@ def test_the_speed_is_of_the_tokens_after_the_first_text(
     times = iter([0.0, *(time for time, _, _ in pieces)])
     monkeypatch.setattr(repl, "time", SimpleNamespace(monotonic=lambda: next(times)))
     timer = repl._Timer()
-    texts = list(timer.timed(Piece(text, num_tokens) for _, text, num_tokens in pieces))
+    texts = list(timer.timed(AnswerPiece(text, num_tokens) for _, text, num_tokens in pieces))
     assert texts == [text for _, text, _ in pieces]
     assert timer.speed() == shown + "tokens/s" * shown.endswith(" ")
 

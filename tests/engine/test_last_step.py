@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
-from nanovllm.assembly import make_engine
 from nanovllm.engine.shared_engine import SharedEngine
+from nanovllm.factory import make_engine
 from nanovllm.options.config import Config
 from tests.glossary import QUESTIONS
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.assembly import make_engine
 from nanovllm.errors import EngineDeadError
+from nanovllm.factory import make_engine
 from nanovllm.options.config import Config
 from nanovllm.parallel.in_process import InProcessExecutor
-from nanovllm.parallel.worker import num_cores
+from nanovllm.parallel.rank_setup import num_cores
 from nanovllm.testing.invariants import check_scheduler
 from tests.helpers import generate
 

@@ -8,12 +8,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from nanovllm import RequestOutput, SamplingParams, demo_model
+from nanovllm.core.messages import TokenLogprobs
+from nanovllm.core.sequence import Sequence
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
 from nanovllm.options.sampling_params import RequestOutputKind
 from nanovllm.outputs import CompletionOutput
-from nanovllm.scheduler.messages import TokenLogprobs
-from nanovllm.scheduler.sequence import Sequence
 
 PROMPT = [5, 6, 7]
 

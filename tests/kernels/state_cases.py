@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.attention.states import ALIGNMENT, StatePart, StateRows, States
+from nanovllm.kernels.states import ALIGNMENT, StatePart, StateRows, States
 
 
 def make_states(parts: list[StatePart], num_pages: int, pages_of_one: int) -> States:

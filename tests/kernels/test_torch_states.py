@@ -8,7 +8,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNo
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
-from nanovllm.attention.states import StatePart
+from nanovllm.kernels.states import StatePart
 from nanovllm.kernels.torch_kernels import TORCH
 from tests.closeness import assert_close
 from tests.kernels.state_cases import (

@@ -20,11 +20,11 @@ from hypothesis.stateful import (
 )
 from xxhash import xxh3_128_digest
 
+from nanovllm.core.messages import InputSpan
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.trie import Hit
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import InputSpan
-from nanovllm.scheduler.sequence import Sequence
 from nanovllm.testing.invariants import check_blocks
 from tests.every_case import examples
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from examples.lab.lfu_eviction import LeastFrequentlyUsed
 from nanovllm.kv.eviction import EvictionOrder, LeastRecentlyUsed
-from nanovllm.testing.fake_engine import VOCAB_SIZE, Engine
+from nanovllm.testing.fake_engine import VOCAB_SIZE, FakeEngine
 
 ORDERS = (LeastRecentlyUsed, LeastFrequentlyUsed)
 OPERATIONS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=60)
@@ -21,7 +21,7 @@ def prompt(seed: int, length: int = 8) -> list[int]:
 @pytest.mark.parametrize(("make", "num_cached"), [(LeastRecentlyUsed, 0), (LeastFrequentlyUsed, 6)])
 def test_what_is_hit_often_is_kept_if_it_counts(make: type[EvictionOrder], num_cached: int) -> None:
     """A prompt that three requests share, then many that are asked once."""
-    engine = Engine(num_blocks=16, block_size=2, make_order=make)
+    engine = FakeEngine(num_blocks=16, block_size=2, make_order=make)
     for _ in range(3):
         engine.add(prompt(0), max_tokens=1)
         engine.run()

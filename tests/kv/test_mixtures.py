@@ -13,8 +13,8 @@ from hypothesis.stateful import initialize, invariant
 
 from examples.lab.lfu_eviction import LeastFrequentlyUsed
 from examples.lab.shortest_job_first import ShortestFirst
-from nanovllm.kv.windows import WindowSpec, pages_for
-from nanovllm.testing.fake_engine import VOCAB_SIZE, Engine, random_guesses
+from nanovllm.core.windows import WindowSpec, pages_for
+from nanovllm.testing.fake_engine import VOCAB_SIZE, FakeEngine, random_guesses
 from nanovllm.testing.invariants import check_scheduler
 from nanovllm.testing.random_runs import make_controller
 from tests.every_case import examples
@@ -42,7 +42,7 @@ class MixtureMachine(TiersMachine):
         windows=WINDOWS,
         state_pages=st.integers(1, 4),
         snapshot_interval=st.sampled_from([1, 4, 8, 1000]),
-        cell_tokens=st.sampled_from([1, 1, 2, 3, 7]),
+        chunk_size=st.sampled_from([1, 1, 2, 3, 7]),
         num_spare_blocks=st.sampled_from([0, 1, 3, 6, 12, 40]),
         num_host_slots=st.sampled_from([0, 1, 4, 12, 40, 200]),
         has_store=st.booleans(),
@@ -70,7 +70,7 @@ class MixtureMachine(TiersMachine):
         windows: list[WindowSpec],
         state_pages: int,
         snapshot_interval: int,
-        cell_tokens: int,
+        chunk_size: int,
         num_spare_blocks: int,
         num_host_slots: int,
         has_store: bool,
@@ -89,8 +89,8 @@ class MixtureMachine(TiersMachine):
         self.store = FakeStore()
         windows = windows if "windows" in features else []
         state_pages = state_pages if "states" in features else 0
-        cell_tokens = cell_tokens if "states" in features else 1
-        budget = max(max_num_batched_tokens, cell_tokens)
+        chunk_size = chunk_size if "states" in features else 1
+        budget = max(max_num_batched_tokens, chunk_size)
         num_pages = pages_for(max_model_len, block_size, windows, budget) + state_pages
         self.options = dict(
             num_blocks=num_pages + num_spare_blocks,
@@ -100,7 +100,7 @@ class MixtureMachine(TiersMachine):
             windows=tuple(windows),
             state_pages=state_pages,
             snapshot_interval=snapshot_interval,
-            cell_tokens=cell_tokens,
+            chunk_size=chunk_size,
             eos_token_ids=frozenset(eos_token_ids),
             max_loras=max_loras,
             num_adapters=num_adapters if "adapters" in features else 0,
@@ -152,7 +152,7 @@ def random_options(features: set[str], rng: random.Random) -> dict[str, Any]:
         ],
         "state_pages": rng.randint(1, 4),
         "snapshot_interval": rng.choice([1, 4, 8, 1000]),
-        "cell_tokens": rng.choice([1, 1, 2, 3, 7]),
+        "chunk_size": rng.choice([1, 1, 2, 3, 7]),
         "num_spare_blocks": rng.choice([0, 1, 3, 6, 12, 40]),
         "num_host_slots": rng.choice([0, 4, 12, 40, 200]),
         "has_store": rng.random() < 0.5,
@@ -185,11 +185,11 @@ def test_each_subset(features: tuple[str, ...]) -> None:
         machine.teardown()
 
 
-def make_engine(**options: Any) -> Engine:
+def make_engine(**options: Any) -> FakeEngine:
     """Return an engine with all groups, whose pool is large unless `options` say otherwise."""
     sizes = {"num_blocks": 400, "block_size": 4, "max_model_len": 200, "snapshot_interval": 16}
     groups = {"windows": (WindowSpec(6, 2), WindowSpec(20, 1)), "state_pages": 3}
-    return Engine(**{**sizes, **groups, **options})
+    return FakeEngine(**{**sizes, **groups, **options})
 
 
 def random_prompt(seed: int, length: int) -> list[int]:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, rule
 
+from nanovllm.core.messages import Schedule
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.groups.state import ROOM_TO_GROW, State, StateGroup
 from nanovllm.kv.trie import Node
-from nanovllm.scheduler.messages import Schedule
-from nanovllm.scheduler.sequence import Sequence
-from nanovllm.testing.fake_engine import VOCAB_SIZE, Engine, random_guesses
+from nanovllm.testing.fake_engine import VOCAB_SIZE, FakeEngine, random_guesses
 from nanovllm.testing.invariants import check_scheduler
 from nanovllm.testing.random_runs import make_controller
 from tests.every_case import examples
@@ -34,7 +34,7 @@ class StatesMachine(HitsMachine):
         num_spare_blocks=st.sampled_from([0, 1, 3, 6, 12, 30, 60]),
         max_num_seqs=st.integers(1, 6),
         max_num_batched_tokens=st.integers(1, 40),
-        cell_tokens=st.sampled_from([1, 1, 2, 3, 4, 7]),
+        chunk_size=st.sampled_from([1, 1, 2, 3, 4, 7]),
         eos_token_ids=st.sampled_from([(), (3,), (3, 4)]),
         prefix_caching=st.sampled_from([True, True, True, False]),
         queue_depth=st.sampled_from([0, 0, 1, 1, 2, 4]),
@@ -48,18 +48,18 @@ class StatesMachine(HitsMachine):
         state_pages: int,
         num_spare_blocks: int,
         max_num_batched_tokens: int,
-        cell_tokens: int,
+        chunk_size: int,
         eos_token_ids: tuple[int, ...],
         seed: int,
         with_drafts: bool,
         **options: Any,
     ) -> None:
-        self.engine = Engine(
+        self.engine = FakeEngine(
             num_blocks=-(-max_model_len // block_size) + state_pages + num_spare_blocks,
             block_size=block_size,
             state_pages=state_pages,
-            max_num_batched_tokens=max(max_num_batched_tokens, cell_tokens),
-            cell_tokens=cell_tokens,
+            max_num_batched_tokens=max(max_num_batched_tokens, chunk_size),
+            chunk_size=chunk_size,
             max_model_len=max_model_len,
             eos_token_ids=frozenset(eos_token_ids),
             propose=random_guesses(seed) if with_drafts else None,
@@ -81,24 +81,24 @@ StatesMachine.TestCase.settings = settings(
 TestStates = StatesMachine.TestCase
 
 
-def make_engine(**options: Any) -> Engine:
+def make_engine(**options: Any) -> FakeEngine:
     """Return an engine whose pool is large, unless `options` say otherwise."""
     sizes = {"num_blocks": 400, "block_size": 4, "max_model_len": 200, "snapshot_interval": 1000}
-    return Engine(**{**sizes, "state_pages": 5, **options})
+    return FakeEngine(**{**sizes, "state_pages": 5, **options})
 
 
-def states_of(engine: Engine) -> StateGroup:
+def states_of(engine: FakeEngine) -> StateGroup:
     assert engine.states is not None
     return engine.states
 
 
-def uids_of(engine: Engine, pages: list[int]) -> list[int]:
+def uids_of(engine: FakeEngine, pages: list[int]) -> list[int]:
     """Return the uids of the nodes whose blocks are in `pages`."""
     nodes = [engine.manager.blocks[page].entry for page in pages]
     return [node.uid for node in nodes if isinstance(node, Node)]
 
 
-def state_of(engine: Engine, seq: Sequence) -> State:
+def state_of(engine: FakeEngine, seq: Sequence) -> State:
     return states_of(engine)._states[seq]
 
 
@@ -106,11 +106,11 @@ def random_prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(VOCAB_SIZE), k=length)
 
 
-def schedules(engine: Engine) -> list[Schedule]:
+def schedules(engine: FakeEngine) -> list[Schedule]:
     return [schedule for schedule, _ in engine.launched]
 
 
-def spans(engine: Engine, seq: Sequence) -> list[tuple[int, int]]:
+def spans(engine: FakeEngine, seq: Sequence) -> list[tuple[int, int]]:
     """Return (start, number of tokens) of a sequence's rows of more than one token."""
     rows = [row for schedule in schedules(engine) for row in schedule.rows]
     return [
@@ -120,7 +120,7 @@ def spans(engine: Engine, seq: Sequence) -> list[tuple[int, int]]:
     ]
 
 
-def num_copies(engine: Engine) -> int:
+def num_copies(engine: FakeEngine) -> int:
     return sum(len(schedule.copies) for schedule in schedules(engine))
 
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize
 
+from nanovllm.core.sequence import Sequence
+from nanovllm.core.windows import WindowSpec, num_tables, pages_for
+from nanovllm.core.worker_info import KVInfo, WorkerInfo
 from nanovllm.engine.engine_metrics import kv_cache_tokens
 from nanovllm.kv.groups.window import WindowTable
 from nanovllm.kv.trie import Node
-from nanovllm.kv.windows import WindowSpec, num_tables, pages_for
-from nanovllm.scheduler.sequence import Sequence
-from nanovllm.scheduler.worker_info import KVInfo, WorkerInfo
 from nanovllm.testing.fake_controller import random_limits
-from nanovllm.testing.fake_engine import VOCAB_SIZE, Engine, random_guesses
+from nanovllm.testing.fake_engine import VOCAB_SIZE, FakeEngine, random_guesses
 from nanovllm.testing.invariants import check_scheduler
 from nanovllm.testing.random_runs import SchedulerMachine, make_controller
 from tests.every_case import examples
@@ -63,7 +63,7 @@ class WindowsMachine(SchedulerMachine):
         **options: Any,
     ) -> None:
         num_pages = pages_for(max_model_len, block_size, windows, max_num_batched_tokens)
-        self.engine = Engine(
+        self.engine = FakeEngine(
             num_blocks=num_pages + num_spare_blocks,
             block_size=block_size,
             max_model_len=max_model_len,
@@ -83,13 +83,13 @@ WindowsMachine.TestCase.settings = settings(
 TestWindows = WindowsMachine.TestCase
 
 
-def make_engine(*windows: WindowSpec, **options: Any) -> Engine:
+def make_engine(*windows: WindowSpec, **options: Any) -> FakeEngine:
     """Return an engine whose pool is large, unless `options` say otherwise."""
     sizes = {"num_blocks": 400, "block_size": 4, "max_model_len": 200, **options}
-    return Engine(windows=windows, **sizes)
+    return FakeEngine(windows=windows, **sizes)
 
 
-def window_tables(engine: Engine, seq: Sequence) -> list[WindowTable]:
+def window_tables(engine: FakeEngine, seq: Sequence) -> list[WindowTable]:
     return [group._tables[seq] for group in engine.window_groups]
 
 
@@ -97,7 +97,7 @@ def random_prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(VOCAB_SIZE), k=length)
 
 
-def num_held(engine: Engine) -> int:
+def num_held(engine: FakeEngine) -> int:
     return len(engine.manager.blocks) - engine.manager.num_free_blocks
 
 

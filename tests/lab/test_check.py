@@ -11,9 +11,9 @@ import pytest
 from nanovllm import demo_model, errors
 from nanovllm.apps.cli import main as cli
 from nanovllm.apps.lab.check import Finding, _guarded, _proof, check
-from nanovllm.apps.lab.options import CheckOptions
+from nanovllm.apps.lab.lab_options import CheckOptions
 from nanovllm.apps.lab.plugin import EVICTION, find_plugin
-from nanovllm.apps.prove.options import ProveOptions
+from nanovllm.apps.prove.prove_options import ProveOptions
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu.library import library
 from tests.helpers import ROOT
@@ -136,16 +136,16 @@ def test_a_call_that_does_not_return_is_a_finding(monkeypatch: pytest.MonkeyPatc
     assert signal.getsignal(signal.SIGALRM) is before
 
 
-PLUGIN = "from nanovllm.scheduler.prompt_queue import PromptQueue\n"
+PLUGIN = "from nanovllm.scheduler.fair_policy import FairPolicy\n"
 
 
 @pytest.mark.parametrize(
     ("name", "code", "class_name", "message"),
     [
-        ("two_here", f"{PLUGIN}class A(PromptQueue): ...\nclass B(PromptQueue): ...", None,
+        ("two_here", f"{PLUGIN}class A(FairPolicy): ...\nclass B(FairPolicy): ...", None,
          "two_here.py has 2 plugins: name one, class A or B"),
         ("none_here", PLUGIN, None, "has no plugin: a class derived from nanovllm.scheduler.pol"),
-        ("one_here", f"{PLUGIN}class A(PromptQueue): ...", "C", "class 'C' is no plugin in .*: A$"),
+        ("one_here", f"{PLUGIN}class A(FairPolicy): ...", "C", "class 'C' is no plugin in .*: A$"),
         ("wrong_here", "import no_such_module", None, "ModuleNotFoundError: No module named 'no_"),
         ("exits_here", "import sys; sys.exit(3)", None, "cannot be imported: SystemExit: 3"),
         ("random", "", None, "is hidden by another module random"),
@@ -170,7 +170,7 @@ def test_a_file_may_be_in_a_package(tmp_path: Path) -> None:
         (tmp_path / "my pack" / "own_pack" / name).touch()
     (folder.parent / "base.py").write_text(PLUGIN)
     file = folder / "mine.py"
-    file.write_text("from ..base import PromptQueue\nclass Mine(PromptQueue): ...")
+    file.write_text("from ..base import FairPolicy\nclass Mine(FairPolicy): ...")
     plugin = find_plugin(str(file))
     assert (plugin.value, plugin.folder) == ("own_pack.sub.mine:Mine", tmp_path / "my pack")
 

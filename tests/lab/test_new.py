@@ -17,7 +17,7 @@ FEW_PAGES = {"max_model_len": 64, "kvcache_block_size": 16, "num_kvcache_blocks"
 OPTIONS: dict[str, Any] = {
     "policy": {"scheduling_policy": "my_policy:MyPolicy", "max_num_seqs": 2},
     "eviction": {"eviction_policy": "my_eviction:MyEviction", **FEW_PAGES},
-    "tier": {"kv_tier": "my_tier:MyTier"},
+    "tier": {"kv_store": "my_tier:MyTier"},
     "backend": {"attention_backend": "my_backend:MyBackend"},
     "format": {"quantization": "my_format:MyFormat"},
     "proposer": {"speculative_config": {"method": "my_proposer:MyProposer"}},

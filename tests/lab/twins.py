@@ -3,7 +3,7 @@
 from examples.lab.lfu_eviction import LeastFrequentlyUsed
 from examples.lab.longest_prefix_first import LongestPrefixFirst
 from examples.lab.shortest_job_first import ShortestFirst
-from nanovllm.scheduler.sequence import Sequence
+from nanovllm.core.sequence import Sequence
 
 
 class NeverAges(ShortestFirst):

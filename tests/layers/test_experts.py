@@ -18,7 +18,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from nanovllm.kernels import torch_experts
-from nanovllm.kernels.torch_experts import Choice, Groups
+from nanovllm.kernels.torch_experts import ExpertChoice, Groups
 from nanovllm.layers import linear as linear_module
 from nanovllm.layers.experts import Experts, NormedRouter, Router, SparseMLP, StoredExperts
 from nanovllm.loading.loader import load_weights
@@ -193,14 +193,17 @@ def test_experts_without_a_gate(together, summed, tmp_path):
     assert_close(made, expected, rtol=1e-5, atol=1e-5)
 
 
-DEEPSEEK_V3 = Choice(3, renormalize=True, factor=1.8, sigmoid=True, epsilon=1e-20)
+DEEPSEEK_V3 = ExpertChoice(3, renormalize=True, factor=1.8, sigmoid=True, epsilon=1e-20)
 BY_NAME = {
     "deepseek_v3": (DeepseekV3TopkRouter, DEEPSEEK_V3._replace(groups=Groups(4, 2, 2))),
     "glm4_moe": (Glm4MoeTopkRouter, DEEPSEEK_V3),
-    "deepseek_v2": (DeepseekV2TopkRouter, Choice(3, False, 1.8, groups=Groups(4, 2, 1))),
-    "mistral4": (Mistral4TopkRouter, Choice(3, True, 1.8, epsilon=1e-20, groups=Groups(4, 2, 2))),
-    "ernie4_5_moe": (Ernie4_5_MoeTopKRouter, Choice(3, True, epsilon=1e-12)),
-    "laguna": (LagunaTopKRouter, Choice(3, True, sigmoid=True)),
+    "deepseek_v2": (DeepseekV2TopkRouter, ExpertChoice(3, False, 1.8, groups=Groups(4, 2, 1))),
+    "mistral4": (
+        Mistral4TopkRouter,
+        ExpertChoice(3, True, 1.8, epsilon=1e-20, groups=Groups(4, 2, 2)),
+    ),
+    "ernie4_5_moe": (Ernie4_5_MoeTopKRouter, ExpertChoice(3, True, epsilon=1e-12)),
+    "laguna": (LagunaTopKRouter, ExpertChoice(3, True, sigmoid=True)),
 }
 
 
@@ -233,6 +236,6 @@ def test_choices_of_transformers(name):
 
 def test_of_equal_logits_the_first_expert_is_chosen():
     logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
-    routing = torch_experts.route(logits, Choice(3, renormalize=True))
+    routing = torch_experts.route(logits, ExpertChoice(3, renormalize=True))
     assert routing.ids.tolist() == [[1, 3, 0], [0, 1, 2]]
     torch.testing.assert_close(routing.weights.sum(1), torch.ones(2))

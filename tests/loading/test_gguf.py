@@ -11,16 +11,16 @@ import torch
 
 from nanovllm import Config, SamplingParams
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
-from nanovllm.features.formats.gguf import BLOCK_BITS, unpack_blocks
-from nanovllm.features.formats.integer import IntWeight
+from nanovllm.features.quantization.gguf import BLOCK_BITS, unpack_blocks
+from nanovllm.features.quantization.integer import IntWeight
 from nanovllm.kernels.torch_kernels import TORCH
-from nanovllm.layers.linear import Matrix
+from nanovllm.layers.linear import WeightModule
 from nanovllm.loading import gguf_header
 from nanovllm.loading.gguf import read_gguf, read_rows
 from nanovllm.loading.gguf_family import rotary_pairs
 from nanovllm.loading.hub import open_checkpoint
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.parallel.worker import check_network
+from nanovllm.parallel.rank_setup import check_network
 from nanovllm.utils import distributed
 from nanovllm.worker.model_loader import NetworkSpec, build_model
 from tests.gguf_files import KEPT, TYPES, make_gguf
@@ -125,9 +125,9 @@ def kept_types(llm):
     """Return the block type of each matrix of the model, by its path."""
     model = llm.engine.executor._runner.network.model
     return {
-        path: getattr(module.stored, "block_type", None)
+        path: getattr(module.quantized, "block_type", None)
         for path, module in model.named_modules()
-        if isinstance(module, Matrix)
+        if isinstance(module, WeightModule)
     }
 
 

@@ -10,14 +10,14 @@ from transformers import AutoConfig
 
 from nanovllm import SamplingParams
 from nanovllm.errors import CheckpointError
-from nanovllm.features.formats.gguf import StoredBlocks
+from nanovllm.features.quantization.gguf import QuantizedBlocks
 from nanovllm.layers.experts import StackedLinear
-from nanovllm.layers.pieces import HeadLinear, Piece
+from nanovllm.layers.pieces import HeadLinear, TensorRows
 from nanovllm.loading import gguf
 from nanovllm.loading.gguf_families import FAMILIES
 from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
-from nanovllm.parallel.worker import check_network
+from nanovllm.parallel.rank_setup import check_network
 from nanovllm.utils import distributed
 from tests.checkpoints import random_model
 from tests.gguf_converter import convert
@@ -451,7 +451,7 @@ def test_experts_of_few_bits(make_llm, tmp_path, kind, stays):
     options = {"max_model_len": 64, "num_kvcache_blocks": 32, "kvcache_block_size": 16}
     llm = make_llm(file, **options)
     model = llm.engine.executor._runner.network.model
-    found = {module.stored.block_type for _, module in experts_of(model) if module.stored}
+    found = {module.quantized.block_type for _, module in experts_of(model) if module.quantized}
     assert found == ({kind} if stays else set())
     prompt, params = [[5, 6, 7, 8]], SamplingParams(temperature=0, max_tokens=2, logprobs=20)
     (output,) = llm.generate(prompt, params, use_tqdm=False)
@@ -477,9 +477,9 @@ def test_layers_with_state_of_few_bits(make_llm, tmp_path, kind, value_dim, stay
     options = {"max_model_len": 64, "num_kvcache_blocks": 64, "kvcache_block_size": 16}
     llm = make_llm(file, quantization=quantization, **options)
     mixer = llm.engine.executor._runner.network.model.model.layers[0].self_attn
-    assert mixer.in_proj_qkv.stored.block_type == kind
-    assert isinstance(mixer.out_proj.stored, StoredBlocks) == stays
-    assert mixer.in_proj_ab.stored is None
+    assert mixer.in_proj_qkv.quantized.block_type == kind
+    assert isinstance(mixer.out_proj.quantized, QuantizedBlocks) == stays
+    assert mixer.in_proj_ab.quantized is None
     few_bits = {type(mixer.in_proj_qkv.method)}
     if stays or quantization:
         few_bits.add(type(mixer.out_proj.method))
@@ -568,7 +568,7 @@ def test_a_rank_reads_its_own_heads_of_latent_attention(rank, monkeypatch):
     """Symptom: the tensors of another rank's heads are unexpected."""
     monkeypatch.setattr(distributed, "_tensor_parallel", distributed.TensorParallel(rank, 2))
     own = range(2 * rank, 2 * rank + 2)
-    pieces = [Piece("kv_b_proj", 80, 20 * head, 12) for head in own]
+    pieces = [TensorRows("kv_b_proj", 80, 20 * head, 12) for head in own]
     layer = HeadLinear(8, pieces, turned=True)
     layer.is_split = True
     shards = list(layer.shards("self_attn.k_b_proj"))

@@ -24,7 +24,7 @@ from nanovllm.loading.shards import model_shards
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.options.config import Config
-from nanovllm.parallel.worker import check_network
+from nanovllm.parallel.rank_setup import check_network
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.worker.model_loader import NetworkSpec, build_model

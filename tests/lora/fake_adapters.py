@@ -8,10 +8,10 @@ import random
 from collections import Counter
 from typing import Any
 
-from nanovllm.features.lora.scheduling import AdapterGate
-from nanovllm.scheduler.messages import AdapterSlot, Schedule, StepResult
-from nanovllm.scheduler.sequence import Sequence
-from nanovllm.testing.fake_engine import Engine, FakeWorker
+from nanovllm.core.messages import AdapterSlot, Schedule, StepResult
+from nanovllm.core.sequence import Sequence
+from nanovllm.features.lora.scheduling import AdapterHook
+from nanovllm.testing.fake_engine import FakeEngine, FakeWorker
 from tests.tiers.fake_tiers import TieredEngine, TieredWorker
 
 DIGEST_LENGTH = 64
@@ -21,36 +21,36 @@ def adapter(number: int) -> AdapterSlot:
     return AdapterSlot(-1, f"/adapters/{number}", f"{number:0{DIGEST_LENGTH}x}")
 
 
-def check_adapters(gate: AdapterGate) -> None:
+def check_adapters(hook: AdapterHook) -> None:
     """Verify every invariant of slots, pins, claims and the waiting room.
 
     Raises:
         AssertionError: a slot or a pin is lost, or too many adapters run.
     """
-    table, scheduler = gate.slots, gate.scheduler
+    table, scheduler = hook.slots, hook.scheduler
     assert sorted([*table.slots.values(), *table._free]) == list(range(table.num_slots))
     running = [seq.adapter for seq in scheduler.running if seq.adapter is not None]
     assert table._pins == Counter(used.digest for used in running)
     assert table._unpinned.keys() == table.slots.keys() - table._pins.keys()
     assert all(table.slots[used.digest] == used.slot for used in running)
-    for seq in gate._room:
+    for seq in hook._room:
         assert scheduler.is_unfinished(seq), "a finished sequence waits"
         assert seq.table_idx is None
         assert not seq.is_queued
-    for digest, seq in gate._recalled.items():
+    for digest, seq in hook._recalled.items():
         assert seq.adapter is not None
         assert seq.adapter.digest == digest
         assert seq.table_idx is None
         assert scheduler.is_unfinished(seq)
-    for holder, claimant in gate._claims.items():
+    for holder, claimant in hook._claims.items():
         assert holder in table.slots
         assert claimant.adapter is not None
         assert claimant.adapter.digest not in table.slots
-        assert claimant in gate._room or claimant in gate._recalled.values()
-    claimants = [seq.adapter for seq in gate._claims.values()]
+        assert claimant in hook._room or claimant in hook._recalled.values()
+    claimants = [seq.adapter for seq in hook._claims.values()]
     assert len({*claimants}) == len(claimants), "an adapter claims two slots"
-    assert all(seq.table_idx is None for seq in gate._keys)
-    assert {*gate._room, *gate._recalled.values()} <= gate._keys.keys()
+    assert all(seq.table_idx is None for seq in hook._keys)
+    assert {*hook._room, *hook._recalled.values()} <= hook._keys.keys()
 
 
 class AdapterWorker(FakeWorker):
@@ -80,7 +80,7 @@ class TieredAdapterWorker(AdapterWorker, TieredWorker):
     """The same with tiers."""
 
 
-class AdapterEngine(Engine):
+class AdapterEngine(FakeEngine):
     """An engine with adapters.
 
     Args:
@@ -92,10 +92,10 @@ class AdapterEngine(Engine):
     worker: AdapterWorker
 
     def __init__(self, *, max_loras: int = 2, num_adapters: int = 0, **options: Any) -> None:
-        self.adapters = AdapterGate(max_loras)
+        self.adapters = AdapterHook(max_loras)
         self.num_adapters = num_adapters
         self.rng = random.Random(num_adapters)
-        super().__init__(gates=[self.adapters], **options)
+        super().__init__(hooks=[self.adapters], **options)
 
     def make_worker(self, *args: Any) -> FakeWorker:
         return AdapterWorker(*args)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from nanovllm.core.messages import AdapterSlot
 from nanovllm.features.lora.layer_parts import layer_targets
 from nanovllm.features.lora.peft_files import Factors, read_adapter
 from nanovllm.features.lora.slots import AdapterSlots
@@ -14,7 +15,6 @@ from nanovllm.features.lora.targets import adapter_linears
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import LinearBase, RowParallelLinear
 from nanovllm.models.registry import read_config
-from nanovllm.scheduler.messages import AdapterSlot
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.worker.model_loader import make_modules

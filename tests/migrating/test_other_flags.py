@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nanovllm.apps.cli import main as cli
-from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.options.flags import given_fields
 from nanovllm.vllm import EngineArgs, FlexibleArgumentParser
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
+from nanovllm.core.messages import Admission, NewBlocks, Row, Schedule
+from nanovllm.core.windows import num_tables, pages_for
+from nanovllm.core.worker_info import KVInfo, WorkerInfo
 from nanovllm.kernels.torch_kernels import TORCH
-from nanovllm.kv.windows import num_tables, pages_for
 from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
-from nanovllm.parallel.worker import check_network
-from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule
-from nanovllm.scheduler.worker_info import KVInfo, WorkerInfo
+from nanovllm.parallel.rank_setup import check_network
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.network import Network
 from tests.closeness import assert_close

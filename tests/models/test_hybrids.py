@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from nanovllm import SamplingParams
-from nanovllm.features.formats.integer import IntWeight
-from nanovllm.kv.windows import pages_for
-from nanovllm.layers.linear import Matrix
+from nanovllm.core.windows import pages_for
+from nanovllm.features.quantization.integer import IntWeight
+from nanovllm.layers.linear import WeightModule
 from nanovllm.loading.hub import open_checkpoint, weight_files
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
@@ -400,7 +400,7 @@ def test_small_parts_keep_their_bits(family, quantization, shared_checkpoint):
     kept = {
         ".".join(name.split(".")[-2:])
         for name, module in model.named_modules()
-        if isinstance(module, Matrix) and not isinstance(module.method, IntWeight)
+        if isinstance(module, WeightModule) and not isinstance(module.method, IntWeight)
     }
     expected = {"self_attn.in_proj_ab", "mlp.gate", "mlp.shared_expert_gate"}
     if family == "kimi_linear":

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.assembly import make_engine
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError
+from nanovllm.factory import make_engine
 from nanovllm.features.observe import trace as trace_module
 from nanovllm.options.config import Config
 from nanovllm.testing.fake_controller import FakeController

@@ -87,7 +87,7 @@ def test_every_field_can_be_given():
         "kv_offload_gib": 0.5,
         "kv_cache_dir": "/kv",
         "kv_cache_dir_gib": 2.0,
-        "kv_tier": None,  # not beside a directory
+        "kv_store": None,  # not beside a directory
         "logits_rules": ("my.module:Rule",),
         "max_logprobs": -1,
         "speculative_config": {
@@ -287,7 +287,7 @@ def test_sizes_of_tiers_are_checked(field, value):
 
 
 @pytest.mark.parametrize(
-    "option", [{"kv_offload_gib": 1}, {"kv_cache_dir": "/kv"}, {"kv_tier": "m:C"}]
+    "option", [{"kv_offload_gib": 1}, {"kv_cache_dir": "/kv"}, {"kv_store": "m:C"}]
 )
 def test_tiers_need_the_prefix_cache(option):
     (name,) = option
@@ -297,8 +297,8 @@ def test_tiers_need_the_prefix_cache(option):
 
 
 def test_prompts_are_kept_in_one_place():
-    with pytest.raises(ConfigError, match="kv_cache_dir and kv_tier both keep .*: give one"):
-        Config("model", kv_cache_dir="/kv", kv_tier="my.module:Tier")
+    with pytest.raises(ConfigError, match="kv_cache_dir and kv_store both keep .*: give one"):
+        Config("model", kv_cache_dir="/kv", kv_store="my.module:Tier")
 
 
 def test_a_limit_needs_its_directory():

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm import demo_model
-from nanovllm.apps.prove.options import ProveOptions
 from nanovllm.apps.prove.proof import Prover, Verdict
+from nanovllm.apps.prove.prove_options import ProveOptions
 from tests.checkpoints import make_checkpoint
 from tests.lora.adapters import linears_of, write_adapter
 from tests.mtp_checkpoints import add_mtp

@@ -7,7 +7,7 @@ import pytest
 
 from nanovllm import demo_model
 from nanovllm.apps.cli import main as cli
-from nanovllm.apps.prove.options import ProveOptions
+from nanovllm.apps.prove.prove_options import ProveOptions
 from nanovllm.errors import ConfigError
 from tests.helpers import ROOT
 

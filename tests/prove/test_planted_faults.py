@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from nanovllm.apps.cli import main as cli
-from nanovllm.features.lora.registry import AdapterRegistry
+from nanovllm.features.lora.adapter_registry import AdapterRegistry
 from nanovllm.features.lora.slots import AdapterSlots
 from nanovllm.features.tiers import directory, entry_file
 from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.packed import PanelWeight
 from nanovllm.kv.groups.state import StateGroup
 from nanovllm.worker import step_output
-from nanovllm.worker.sampling_rows import SamplingRows
+from nanovllm.worker.step_sampler import StepSampler
 from tests.lora.adapters import linears_of, write_adapter
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler here")
@@ -88,12 +88,12 @@ def forgets_the_mask_of_a_chunk(patch: Patch) -> None:
 
 
 def seeds_by_row(patch: Patch) -> None:
-    parameters = SamplingRows.parameters
+    parameters = StepSampler.parameters
 
-    def wrong(self: SamplingRows) -> Any:
+    def wrong(self: StepSampler) -> Any:
         return dataclasses.replace(parameters(self), seeds=self._table_indices.clone())
 
-    patch.setattr(SamplingRows, "parameters", wrong)
+    patch.setattr(StepSampler, "parameters", wrong)
 
 
 def takes_snapshots_a_token_late(patch: Patch) -> None:
@@ -127,7 +127,7 @@ def keeps_a_replaced_adapter(patch: Patch) -> None:
 
 
 def accepts_drafts_unchecked(patch: Patch) -> None:
-    def wrong(sampled: Any, drafts: Any, endings: Any, first: int, last: int) -> Any:
+    def wrong(sampled: Any, drafts: Any, finish_infos: Any, first: int, last: int) -> Any:
         return [*drafts[first:last], sampled[last]], None
 
     patch.setattr(step_output, "_accepted", wrong)

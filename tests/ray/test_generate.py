@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from nanovllm import demo_model
-from nanovllm.apps.batch.options import BatchOptions, job_identity
+from nanovllm.apps.batch.batch_options import BatchOptions, job_identity
 from nanovllm.apps.batch.rows import OUTPUT_COLUMNS
 from nanovllm.apps.ray.part_files import Parts
 from nanovllm.errors import ConfigError

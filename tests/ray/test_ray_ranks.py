@@ -29,9 +29,9 @@ from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
 from nanovllm.parallel import ray_cluster as cluster_module
 from nanovllm.parallel.rank_executor import RankExecutor
+from nanovllm.parallel.rank_setup import check_networks
 from nanovllm.parallel.ray_actor import _find_networks, found_files
 from nanovllm.parallel.ray_ranks import RayRanks, _for_other_nodes
-from nanovllm.parallel.worker import check_networks
 from tests.helpers import COMPACT, environment, shared_memory, token_ids, wait_until
 from tests.ray.conftest import NODE
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from nanovllm import errors
+from nanovllm.apps.batch.batch_options import BatchOptions
 from nanovllm.apps.batch.job import run_job
-from nanovllm.apps.batch.options import BatchOptions
-from nanovllm.apps.batch.rows import Row
+from nanovllm.apps.batch.rows import InputRow
 from nanovllm.apps.batch.sources import open_source
 from nanovllm.apps.cli import main as cli
 from nanovllm.errors import ConfigError, EngineDeadError
@@ -30,7 +30,7 @@ ONE_CPU = {"num_cpus": 1}
 class Exiting(RowActor):
     """An actor whose process ends at a certain prompt."""
 
-    async def answer(self, row: Row) -> bytes:
+    async def answer(self, row: InputRow) -> bytes:
         """Return the output of a row."""
         if row.fields.get("prompt") == "poison":
             os._exit(1)

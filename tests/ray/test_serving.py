@@ -13,7 +13,7 @@ import nanovllm.apps.ray
 from nanovllm import demo_model
 from nanovllm.apps.ray import app, deployment
 from nanovllm.apps.ray.replica import check_gpus
-from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.errors import ConfigError
 
 

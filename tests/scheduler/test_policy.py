@@ -6,15 +6,17 @@ import pytest
 
 from examples.lab.fair_share import FairShare
 from examples.lab.shortest_job_first import AGEING, ShortestFirst
+from nanovllm.core.sequence import Sequence
+from nanovllm.scheduler.fair_policy import FairPolicy
 from nanovllm.scheduler.policy import Policy
-from nanovllm.scheduler.prompt_queue import PromptQueue
-from nanovllm.scheduler.sequence import Sequence
-from nanovllm.testing.fake_engine import Engine
+from nanovllm.testing.fake_engine import FakeEngine
 from nanovllm.testing.invariants import check_scheduler
 
 
 def test_the_shortest_goes_first() -> None:
-    engine = Engine(max_num_seqs=1, max_model_len=200, num_blocks=200, make_policy=ShortestFirst)
+    engine = FakeEngine(
+        max_num_seqs=1, max_model_len=200, num_blocks=200, make_policy=ShortestFirst
+    )
     for max_tokens in (150, 100, 2):
         engine.add([1, 2], max_tokens=max_tokens, ignore_eos=True)
     engine.run()
@@ -23,7 +25,9 @@ def test_the_shortest_goes_first() -> None:
 
 def test_a_long_one_does_not_starve() -> None:
     """More short ones come than the engine can run, and each is shorter."""
-    engine = Engine(max_num_seqs=1, max_model_len=200, num_blocks=200, make_policy=ShortestFirst)
+    engine = FakeEngine(
+        max_num_seqs=1, max_model_len=200, num_blocks=200, make_policy=ShortestFirst
+    )
     engine.add([1], max_tokens=2, ignore_eos=True)
     long = engine.add([1, 2], max_tokens=100, ignore_eos=True)
     for _ in range(40):
@@ -35,7 +39,7 @@ def test_a_long_one_does_not_starve() -> None:
 
 def test_a_step_goes_in_the_order_of_the_policy() -> None:
     """Also when the sequence that decodes has an earlier arrival, and the pool preempts."""
-    engine = Engine(
+    engine = FakeEngine(
         num_blocks=12, block_size=2, max_num_seqs=4, max_model_len=20, make_policy=ShortestFirst
     )
     for seed in range(12):
@@ -46,7 +50,7 @@ def test_a_step_goes_in_the_order_of_the_policy() -> None:
     assert engine.preempted
 
 
-class LongestVictim(PromptQueue):
+class LongestVictim(FairPolicy):
     """Preempts the sequence that holds the most KV."""
 
     def victim(self, candidates: Seq[Sequence]) -> Sequence:
@@ -55,8 +59,8 @@ class LongestVictim(PromptQueue):
 
 def test_the_policy_chooses_the_victim() -> None:
     victims = []
-    for make in (PromptQueue, LongestVictim):
-        engine = Engine(
+    for make in (FairPolicy, LongestVictim):
+        engine = FakeEngine(
             num_blocks=9, block_size=2, max_num_seqs=3, max_model_len=18, make_policy=make
         )
         engine.add([1, 2], max_tokens=16, ignore_eos=True)
@@ -70,7 +74,7 @@ def test_the_policy_chooses_the_victim() -> None:
     assert victims == [2, 1]
 
 
-class SmallShares(PromptQueue):
+class SmallShares(FairPolicy):
     """Computes at most two tokens of a prompt in a step."""
 
     def share(self, seq: Sequence, num_missing: int, budget: int) -> int:
@@ -80,7 +84,7 @@ class SmallShares(PromptQueue):
 @pytest.mark.parametrize("state_pages", [0, 2])
 def test_the_policy_shares_a_step(state_pages: int) -> None:
     """What a prompt leaves goes to the next ones."""
-    engine = Engine(make_policy=SmallShares, state_pages=state_pages, max_num_batched_tokens=7)
+    engine = FakeEngine(make_policy=SmallShares, state_pages=state_pages, max_num_batched_tokens=7)
     for _ in range(3):
         engine.add([1, 2, 3, 4, 0], max_tokens=1)
     engine.run()
@@ -88,7 +92,7 @@ def test_the_policy_shares_a_step(state_pages: int) -> None:
     assert rows == [[2, 2, 2], [2, 2, 2], [1, 1, 1]]
 
 
-class NotesEnds(PromptQueue):
+class NotesEnds(FairPolicy):
     def __init__(self) -> None:
         super().__init__()
         self.ended: list[int] = []
@@ -100,7 +104,7 @@ class NotesEnds(PromptQueue):
 
 def test_the_policy_is_told_of_each_end_once() -> None:
     policy = NotesEnds()
-    engine = Engine(num_blocks=9, block_size=2, max_num_seqs=2, max_model_len=18,
+    engine = FakeEngine(num_blocks=9, block_size=2, max_num_seqs=2, max_model_len=18,
                     make_policy=lambda: policy)  # fmt: skip
     sequences = [engine.add([n, 2], max_tokens=10, ignore_eos=True) for n in range(4)]
     engine.step()
@@ -111,10 +115,10 @@ def test_the_policy_is_told_of_each_end_once() -> None:
     assert sorted(policy.ended) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("make", "is_fair"), [(PromptQueue, False), (FairShare, True)])
+@pytest.mark.parametrize(("make", "is_fair"), [(FairPolicy, False), (FairShare, True)])
 def test_a_fair_share_is_of_the_tokens_used(make: type[Policy], is_fair: bool) -> None:
     """Both users' requests take 12 tokens; one may take 96 and ends early, as most texts do."""
-    engine = Engine(max_num_seqs=1, max_model_len=100, num_blocks=100, make_policy=make)
+    engine = FakeEngine(max_num_seqs=1, max_model_len=100, num_blocks=100, make_policy=make)
     for _ in range(60):
         engine.add([1] * 8, max_tokens=4, ignore_eos=True, user="exact")
         engine.add([1] * 8, max_tokens=88, ignore_eos=True, user="early")
@@ -130,7 +134,9 @@ def test_a_fair_share_is_of_the_tokens_used(make: type[Policy], is_fair: bool) -
 def test_a_fair_share_gives_back_what_was_paid_and_no_more() -> None:
     """Symptom: payments are forgotten when nobody waits, but those who run still get change."""
     policy = FairShare()
-    engine = Engine(max_num_seqs=2, max_model_len=100, num_blocks=100, make_policy=lambda: policy)
+    engine = FakeEngine(
+        max_num_seqs=2, max_model_len=100, num_blocks=100, make_policy=lambda: policy
+    )
     first, second = (
         engine.add([1] * 8, max_tokens=88, ignore_eos=True, user="user") for _ in range(2)
     )

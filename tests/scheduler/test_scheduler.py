@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 import nanovllm
+from nanovllm.core.messages import StepResult
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
-from nanovllm.scheduler.messages import StepResult
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.sequence import Sequence
 from nanovllm.testing.fake_engine import (
-    Engine,
+    FakeEngine,
     draft_counts,
     oracle,
     output_of,
@@ -44,7 +44,7 @@ def test_import_needs_no_torch(module: str) -> None:
 @DEPTHS
 def test_identical_prompts_in_one_step_share_no_block(queue_depth: int) -> None:
     """Symptom: the second prompt reads blocks that the first is still writing."""
-    engine = Engine(queue_depth=queue_depth)
+    engine = FakeEngine(queue_depth=queue_depth)
     prompt = [1, 2, 3, 4, 0, 1]
     twins = [engine.add(prompt), engine.add(prompt)]
     schedule = engine.launch()
@@ -59,7 +59,7 @@ def test_identical_prompts_in_one_step_share_no_block(queue_depth: int) -> None:
 
 def test_no_hit_on_a_prefix_in_flight() -> None:
     """Symptom: a prompt hits blocks of a step in flight, which may still fail."""
-    engine = Engine(queue_depth=1)
+    engine = FakeEngine(queue_depth=1)
     prompt = [1, 2, 3, 4, 0]
     engine.add(prompt)
     engine.launch()
@@ -73,7 +73,7 @@ def test_no_hit_on_a_prefix_in_flight() -> None:
 
 def test_result_publishes_its_own_step_only() -> None:
     """Symptom: the result of one chunk publishes blocks of the next, which may still fail."""
-    engine = Engine(queue_depth=1, max_num_batched_tokens=4)
+    engine = FakeEngine(queue_depth=1, max_num_batched_tokens=4)
     prompt = [1, 2, 3, 4, 0, 1, 2, 3]
     engine.add(prompt)
     engine.launch()
@@ -87,7 +87,7 @@ def test_result_publishes_its_own_step_only() -> None:
 
 def test_fully_cached_prompt_of_whole_blocks_computes_its_last_one() -> None:
     """Symptom: the row has no tokens to compute, so no hidden state to sample from."""
-    engine = Engine(block_size=4)
+    engine = FakeEngine(block_size=4)
     prompt = [1, 2, 3, 4, 0, 1, 2, 3]
     engine.add(prompt)
     engine.run()
@@ -105,7 +105,7 @@ def test_fully_cached_prompt_of_whole_blocks_computes_its_last_one() -> None:
 @DEPTHS
 def test_outgrowing_the_pool_preempts_the_last(queue_depth: int) -> None:
     """Symptom: the engine crashes when a running sequence needs a block and none is free."""
-    engine = Engine(num_blocks=4, block_size=2, max_model_len=8, queue_depth=queue_depth)
+    engine = FakeEngine(num_blocks=4, block_size=2, max_model_len=8, queue_depth=queue_depth)
     first = engine.add([1, 2, 3], max_tokens=5)
     last = engine.add([2, 3, 4], max_tokens=5)
     engine.run()
@@ -115,7 +115,7 @@ def test_outgrowing_the_pool_preempts_the_last(queue_depth: int) -> None:
 
 def test_first_sequence_is_never_preempted() -> None:
     """Symptom: the only running sequence preempts itself again and again."""
-    engine = Engine(num_blocks=4, block_size=2, max_model_len=8)
+    engine = FakeEngine(num_blocks=4, block_size=2, max_model_len=8)
     for first in range(3):
         engine.add([first], max_tokens=100)
     engine.run()
@@ -124,7 +124,7 @@ def test_first_sequence_is_never_preempted() -> None:
 
 def test_preempted_sequence_keeps_its_tokens() -> None:
     """Symptom: after a preemption, the output starts again from the prompt."""
-    engine = Engine(num_blocks=4, block_size=2, max_model_len=8)
+    engine = FakeEngine(num_blocks=4, block_size=2, max_model_len=8)
     engine.add([1, 2, 3], max_tokens=5)
     last = engine.add([2, 3, 4], max_tokens=5)
     engine.step_until(lambda: engine.preempted)
@@ -138,7 +138,7 @@ def test_preempted_sequence_keeps_its_tokens() -> None:
 
 def test_preempted_sequence_waits_for_its_token_in_flight() -> None:
     """Symptom: a sequence resumes before its last token is known, and loses that token."""
-    engine = Engine(num_blocks=4, block_size=2, max_model_len=8, queue_depth=1)
+    engine = FakeEngine(num_blocks=4, block_size=2, max_model_len=8, queue_depth=1)
     first = engine.add([1, 2, 3], max_tokens=5)
     last = engine.add([2, 3, 4], max_tokens=5)
     engine.launch()
@@ -161,7 +161,7 @@ def test_preempted_sequence_waits_for_its_token_in_flight() -> None:
 @pytest.mark.parametrize("num_prompt_tokens", [1, 4, 7])
 def test_max_model_len_is_enforced(num_prompt_tokens: int, queue_depth: int) -> None:
     """Symptom: a sequence grows past the model's positions and the width of the block table."""
-    engine = Engine(max_model_len=8, block_size=3, queue_depth=queue_depth)
+    engine = FakeEngine(max_model_len=8, block_size=3, queue_depth=queue_depth)
     seq = engine.add([1] * num_prompt_tokens, max_tokens=100)
     engine.run()
     assert seq.output.finish_reason == "length"
@@ -173,7 +173,7 @@ def test_max_model_len_is_enforced(num_prompt_tokens: int, queue_depth: int) -> 
 def test_each_of_several_eos_ids_stops(eos: int, queue_depth: int) -> None:
     """Symptom: only the first EOS id of generation_config ends a sequence."""
     eos_token_ids = frozenset({3, 4})
-    engine = Engine(eos_token_ids=eos_token_ids, queue_depth=queue_depth)
+    engine = FakeEngine(eos_token_ids=eos_token_ids, queue_depth=queue_depth)
     seq = engine.add(prompt_that_ends_with(eos, eos_token_ids), max_tokens=8)
     engine.run()
     assert seq.output.finish_reason == "stop"
@@ -192,7 +192,7 @@ def test_stop_token_ends_the_output_from_min_tokens_on(min_tokens: int) -> None:
 def test_ignore_eos_goes_on_to_max_tokens() -> None:
     """Symptom: outputs of a benchmark end early."""
     eos_token_ids = frozenset({3})
-    engine = Engine(eos_token_ids=eos_token_ids)
+    engine = FakeEngine(eos_token_ids=eos_token_ids)
     seq = engine.add(prompt_that_ends_with(3, eos_token_ids), max_tokens=8, ignore_eos=True)
     engine.run()
     assert (seq.num_output_tokens, seq.output.finish_reason) == (8, "length")
@@ -204,7 +204,7 @@ def test_eos_as_the_last_allowed_token_is_a_stop() -> None:
     eos_token_ids = frozenset({3})
     prompt = prompt_that_ends_with(3, eos_token_ids)
     output, _ = oracle(prompt, SamplingParams(max_tokens=8), 16, eos_token_ids)
-    engine = Engine(eos_token_ids=eos_token_ids)
+    engine = FakeEngine(eos_token_ids=eos_token_ids)
     seq = engine.add(prompt, max_tokens=len(output))
     engine.run()
     assert seq.output.finish_reason == "stop"
@@ -212,7 +212,7 @@ def test_eos_as_the_last_allowed_token_is_a_stop() -> None:
 
 def test_max_num_seqs_counts_residents_in_chunked_prefill() -> None:
     """Symptom: sequences without a row in the step are not counted, and too many hold blocks."""
-    engine = Engine(max_num_seqs=2, max_num_batched_tokens=3)
+    engine = FakeEngine(max_num_seqs=2, max_num_batched_tokens=3)
     for first in range(4):
         engine.add([first, 1, 2, 3, 4], max_tokens=3)
     holders = []
@@ -227,7 +227,7 @@ def test_max_num_seqs_counts_residents_in_chunked_prefill() -> None:
 
 def test_finished_chunk_is_cached_before_its_prompt_is_done() -> None:
     """Symptom: a long prompt's prefix cannot be shared until its last chunk is computed."""
-    engine = Engine(max_num_batched_tokens=4)
+    engine = FakeEngine(max_num_batched_tokens=4)
     engine.add([1, 2, 3, 4, 0, 1])
     engine.step()
     twin = engine.add([1, 2, 3, 4, 0, 1])
@@ -238,7 +238,7 @@ def test_finished_chunk_is_cached_before_its_prompt_is_done() -> None:
 
 def test_chunked_prefill_runs_beside_decodes() -> None:
     """Symptom: a long prompt stops the decoding sequences, or exceeds the budget."""
-    engine = Engine(max_num_batched_tokens=4)
+    engine = FakeEngine(max_num_batched_tokens=4)
     engine.add([1], max_tokens=8)
     engine.step()
     engine.add([1, 2, 3, 4, 0, 1, 2], max_tokens=2)
@@ -258,7 +258,7 @@ def test_chunked_prefill_runs_beside_decodes() -> None:
 
 def test_small_requests_do_not_pass_the_head_of_the_queue() -> None:
     """Symptom: small requests starve a large one."""
-    engine = Engine(num_blocks=8, block_size=2)
+    engine = FakeEngine(num_blocks=8, block_size=2)
     engine.add([1] * 8, max_tokens=4)
     engine.step()
     large = engine.add([2] * 14, max_tokens=2)
@@ -271,7 +271,7 @@ def test_small_requests_do_not_pass_the_head_of_the_queue() -> None:
 
 def test_lower_priority_value_is_admitted_first() -> None:
     """Symptom: the scheduler ignores priorities."""
-    engine = Engine(max_num_seqs=1)
+    engine = FakeEngine(max_num_seqs=1)
     for priority in (1, 0, 0, -1):
         engine.add([1, 2], priority=priority)
     engine.run()
@@ -280,7 +280,7 @@ def test_lower_priority_value_is_admitted_first() -> None:
 
 def test_preemption_takes_the_lowest_priority_not_the_latest() -> None:
     """Symptom: the latest request is preempted, although an earlier one has a lower priority."""
-    engine = Engine(num_blocks=4, block_size=2, max_model_len=8)
+    engine = FakeEngine(num_blocks=4, block_size=2, max_model_len=8)
     patient = engine.add([1, 2, 3], max_tokens=5, priority=1)
     engine.step()
     urgent = engine.add([2, 3, 4], max_tokens=5, priority=0)
@@ -291,7 +291,7 @@ def test_preemption_takes_the_lowest_priority_not_the_latest() -> None:
 
 def test_step_that_preempts_admits_nobody() -> None:
     """Symptom: blocks that a victim gives up go to a new sequence, which is the next victim."""
-    engine = Engine(num_blocks=11, max_num_batched_tokens=4)
+    engine = FakeEngine(num_blocks=11, max_num_batched_tokens=4)
     victim = engine.add([1] * 12, max_tokens=1, priority=5)
     engine.step()
     engine.add([2] * 3, max_tokens=8)
@@ -313,7 +313,7 @@ def test_step_that_preempts_admits_nobody() -> None:
 
 def test_aborted_waiting_request_is_never_admitted() -> None:
     """Symptom: an aborted request is still admitted, or blocks the requests behind it."""
-    engine = Engine(max_num_seqs=1)
+    engine = FakeEngine(max_num_seqs=1)
     engine.add([1, 2])
     waiting = engine.add([2, 3])
     engine.add([3, 4])
@@ -327,7 +327,7 @@ def test_aborted_waiting_request_is_never_admitted() -> None:
 
 def test_aborted_running_request_frees_its_blocks() -> None:
     """Symptom: an aborted request keeps its blocks, or its table row."""
-    engine = Engine(max_num_seqs=2)
+    engine = FakeEngine(max_num_seqs=2)
     running = engine.add([1, 2, 3])
     engine.add([2, 3])
     engine.step()
@@ -341,7 +341,7 @@ def test_aborted_running_request_frees_its_blocks() -> None:
 
 def test_result_of_an_aborted_request_is_dropped() -> None:
     """Symptom: the token of an aborted request raises an error, or goes to another request."""
-    engine = Engine(queue_depth=1, block_size=1)
+    engine = FakeEngine(queue_depth=1, block_size=1)
     aborted = engine.add([1, 2, 3])
     other = engine.add([2, 3])
     engine.launch()
@@ -359,7 +359,7 @@ def test_result_of_an_aborted_request_is_dropped() -> None:
 
 def test_a_finished_sequence_may_get_another_reason() -> None:
     """Symptom: a stop string in the last allowed token is told as "length", or frees twice."""
-    engine = Engine()
+    engine = FakeEngine()
     seq = engine.add([1, 2])
     engine.run()
     assert seq.output.finish_reason == "length"
@@ -393,7 +393,7 @@ def test_aborted_waiting_requests_free_their_memory() -> None:
 
 def test_order_survives_many_aborts() -> None:
     """Symptom: dropping aborted requests from the queue changes its order."""
-    engine = Engine(max_num_seqs=1, num_blocks=8)
+    engine = FakeEngine(max_num_seqs=1, num_blocks=8)
     engine.add([0], max_tokens=2)
     engine.step()
     priorities = list(range(80))
@@ -411,7 +411,7 @@ def test_order_survives_many_aborts() -> None:
 @DEPTHS
 def test_schedule_is_none_with_nothing_to_do(queue_depth: int) -> None:
     """Symptom: an empty step is launched, or the engine loops without work."""
-    engine = Engine(queue_depth=queue_depth)
+    engine = FakeEngine(queue_depth=queue_depth)
     assert engine.launch() is None
     engine.add([1, 2], max_tokens=1)
     assert engine.launch() is not None
@@ -423,7 +423,7 @@ def test_schedule_is_none_with_nothing_to_do(queue_depth: int) -> None:
 
 def test_depth_one_runs_ahead_of_the_tokens() -> None:
     """Symptom: a step waits for the tokens of the one before, and the device idles."""
-    engine = Engine(queue_depth=1)
+    engine = FakeEngine(queue_depth=1)
     seq = engine.add([1, 2], max_tokens=3)
     schedules = [engine.launch(), engine.launch(), engine.launch(), engine.launch()]
     assert output_of(seq) == []
@@ -438,7 +438,7 @@ def test_depth_one_runs_ahead_of_the_tokens() -> None:
 
 def test_decode_step_carries_no_tables() -> None:
     """Symptom: each decode step sends token ids or block tables that the worker already has."""
-    engine = Engine(block_size=4)
+    engine = FakeEngine(block_size=4)
     engine.add([1, 2, 3])
     deltas = []
     for _ in range(4):
@@ -452,7 +452,7 @@ def test_decode_step_carries_no_tables() -> None:
 
 def test_failed_step_costs_no_tokens() -> None:
     """Symptom: requests of a failed step are lost, or continue from KV that was never written."""
-    engine = Engine(queue_depth=1)
+    engine = FakeEngine(queue_depth=1)
     seq = engine.add([1, 2, 3], max_tokens=6)
     other = engine.add([1, 2, 3], max_tokens=6)
     engine.step()
@@ -471,7 +471,7 @@ def test_failed_step_costs_no_tokens() -> None:
 
 def test_failed_launch_leaves_the_step_before_it_alone() -> None:
     """Symptom: tokens of the step in flight are dropped or counted twice."""
-    engine = Engine(queue_depth=1)
+    engine = FakeEngine(queue_depth=1)
     seq = engine.add([1, 2, 3], max_tokens=6)
     engine.launch()
     engine.launch(fails_to_launch=True)
@@ -485,7 +485,7 @@ def test_failed_launch_leaves_the_step_before_it_alone() -> None:
 @DEPTHS
 def test_row_without_a_token_ends_its_sequence_only(queue_depth: int) -> None:
     """Symptom: logits that are NaN give tokens without end, or fail the whole step."""
-    engine = Engine(queue_depth=queue_depth)
+    engine = FakeEngine(queue_depth=queue_depth)
     sound, broken, late = (engine.add([first, 2, 3], max_tokens=8) for first in (1, 2, 3))
     engine.worker.fails_from[late.seq_id] = 0
     engine.step_until(lambda: broken.num_output_tokens >= 3)
@@ -502,7 +502,7 @@ def test_row_without_a_token_ends_its_sequence_only(queue_depth: int) -> None:
 @DEPTHS
 def test_blocks_of_a_failed_sequence_leave_the_prefix_cache(queue_depth: int) -> None:
     """Symptom: KV that is NaN is served from the cache for ever. Running sequences keep hits."""
-    engine = Engine(queue_depth=queue_depth, max_num_batched_tokens=6)
+    engine = FakeEngine(queue_depth=queue_depth, max_num_batched_tokens=6)
     prompt = [1, 2, 3, 4, 0, 1, 2, 3, 4]
     sharer = engine.add(prompt[:5], max_tokens=30)
     engine.step_until(lambda: sharer.num_output_tokens)
@@ -523,7 +523,7 @@ def test_blocks_of_a_failed_sequence_leave_the_prefix_cache(queue_depth: int) ->
 
 def test_blocks_that_a_row_begins_and_does_not_fill_are_zeroed() -> None:
     """A decode step carries a block in one step of `block_size`, a chunk only its last block."""
-    engine = Engine(block_size=4, max_num_batched_tokens=10, max_model_len=32)
+    engine = FakeEngine(block_size=4, max_num_batched_tokens=10, max_model_len=32)
     long = engine.add([1] * 13, max_tokens=8, ignore_eos=True)
     zeroed = []
     while (schedule := engine.launch()) is not None:
@@ -536,7 +536,7 @@ def test_blocks_that_a_row_begins_and_does_not_fill_are_zeroed() -> None:
 
 def test_without_a_controller_there_are_no_drafts() -> None:
     """Symptom: speculation that is off still schedules drafts."""
-    engine = Engine()
+    engine = FakeEngine()
     seq = engine.add([1, 2, 3], max_tokens=3)
     engine.run()
     assert all(row.num_draft_tokens == 0 for s, _ in engine.launched for row in s.rows)
@@ -598,7 +598,7 @@ def test_cost_does_not_depend_on_how_many_wait(num_blocks: int, max_num_seqs: in
 @pytest.mark.parametrize("queue_depth", [0, 1])
 def test_forced_tokens_are_computed_as_one_chunk(queue_depth: int) -> None:
     """Symptom: a token that a grammar forces takes a step of its own, or is sampled twice."""
-    engine = Engine(queue_depth=queue_depth, block_size=4)
+    engine = FakeEngine(queue_depth=queue_depth, block_size=4)
     seq = engine.add([1, 2, 3], max_tokens=12, ignore_eos=True, forces=True)
     engine.run()
     rows = [row for schedule, _ in engine.launched for row in schedule.rows]
@@ -616,7 +616,7 @@ def test_forced_tokens_are_computed_as_one_chunk(queue_depth: int) -> None:
 
 def test_sequence_waits_for_the_token_that_others_may_follow() -> None:
     """Symptom: a step is launched at a position that forced tokens take."""
-    engine = Engine(queue_depth=1)
+    engine = FakeEngine(queue_depth=1)
     seq = engine.add([1, 2], max_tokens=9, forces=True)
     other = engine.add([2, 3], max_tokens=9)
     engine.launch()

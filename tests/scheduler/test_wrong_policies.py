@@ -11,9 +11,9 @@ import pytest
 
 from examples.lab.lfu_eviction import LeastFrequentlyUsed
 from nanovllm.errors import PluginError
-from nanovllm.scheduler.plugins import own_order, own_policy
-from nanovllm.scheduler.prompt_queue import PromptQueue
-from nanovllm.testing.fake_engine import Engine
+from nanovllm.scheduler.fair_policy import FairPolicy
+from nanovllm.scheduler.plugins import user_order, user_policy
+from nanovllm.testing.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.timeout(10)
 
@@ -37,10 +37,10 @@ def run(policy: Callable[..., Any] | None, order: Callable[..., Any] | None) -> 
     """Run requests that share prompts, wait, are preempted, and evict."""
     more: dict[str, Any] = {}
     if policy is not None:
-        more["make_policy"] = partial(own_policy, "the policy m:C", policy)
+        more["make_policy"] = partial(user_policy, "the policy m:C", policy)
     if order is not None:
-        more["make_order"] = partial(own_order, "the order m:C", order)
-    engine = Engine(
+        more["make_order"] = partial(user_order, "the order m:C", order)
+    engine = FakeEngine(
         num_blocks=14, block_size=2, max_num_seqs=4, max_model_len=24, max_num_batched_tokens=8,
         **more,
     )  # fmt: skip
@@ -66,7 +66,7 @@ def keep_taken(self: LeastFrequentlyUsed) -> int:
 )  # fmt: skip
 def test_a_wrong_policy_is_an_error(method: str, wrong: Method, message: str) -> None:
     with pytest.raises(PluginError, match=f"the policy m:C: {message}.*make a new LLM"):
-        run(mistaken(PromptQueue, method, wrong), None)
+        run(mistaken(FairPolicy, method, wrong), None)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_wrong_eviction_order_is_an_error(method: str, wrong: Method, message:
 
 
 def test_right_ones_run_to_the_end() -> None:
-    run(PromptQueue, LeastFrequentlyUsed)
+    run(FairPolicy, LeastFrequentlyUsed)
 
 
 def test_an_order_that_moves_a_running_sequence_is_an_error() -> None:
@@ -94,8 +94,8 @@ def test_an_order_that_moves_a_running_sequence_is_an_error() -> None:
     def order(_: object, seq: Any) -> tuple[bool, int]:
         return (seq.seq_id in moved, seq.seq_id)
 
-    make = mistaken(PromptQueue, "order", order)
-    engine = Engine(
+    make = mistaken(FairPolicy, "order", order)
+    engine = FakeEngine(
         max_num_batched_tokens=6,
         max_model_len=60,
         num_blocks=60,

@@ -28,12 +28,12 @@ from nanovllm.apps.cli.arguments import parse
 from nanovllm.apps.cli.main import chat, generate, run, serve
 from nanovllm.apps.router import app as router_app, models as router_models
 from nanovllm.apps.router.engine import EngineProcess
-from nanovllm.apps.router.options import RouterOptions, read_models
+from nanovllm.apps.router.router_options import RouterOptions, read_models
 from nanovllm.apps.router.serve import RouterServer
 from nanovllm.apps.server.app import make_app
 from nanovllm.apps.server.log_setup import Log
-from nanovllm.apps.server.options import ServerOptions
-from nanovllm.apps.server.serve import Server, bound_socket
+from nanovllm.apps.server.serve import EngineServer, bound_socket
+from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.apps.server.state import ServerState
 from nanovllm.options.flags import given_fields
 from tests.every_case import EVERY_CASE
@@ -156,7 +156,7 @@ def running(llm: AsyncLLM, **options: Any) -> Iterator[Running]:
     checked = ServerOptions(port=0, **options)
     app = make_app(llm, checked)
     with bound_socket(checked) as listener:
-        server = Server(app, listener)
+        server = EngineServer(app, listener)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         while not server.started:
@@ -228,12 +228,12 @@ class ServingThread(threading.Thread):
         super().__init__()
         self._app = app
         self._options = options
-        self._server: Server | None = None
+        self._server: EngineServer | None = None
         self.start()
 
     def run(self) -> None:
         with bound_socket(self._options) as listener:
-            self._server = Server(self._app, listener)
+            self._server = EngineServer(self._app, listener)
             self._server.run(sockets=[listener])
 
     @property

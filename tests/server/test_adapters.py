@@ -11,9 +11,9 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, LoRARequest, SamplingParams, demo_model
 from nanovllm.apps.server.app import make_app
-from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.errors import ConfigError
-from nanovllm.features.lora.registry import AdapterRegistry
+from nanovllm.features.lora.adapter_registry import AdapterRegistry
 from tests.glossary import QUESTION
 from tests.lora.adapters import linears_of, write_adapter
 from tests.server.conftest import Running, running

@@ -11,13 +11,13 @@ import pytest
 from nanovllm import AsyncLLM
 from nanovllm.apps.router.app import make_app
 from nanovllm.apps.router.models import Models
-from nanovllm.apps.router.options import RouterOptions, read_models
+from nanovllm.apps.router.router_options import RouterOptions, read_models
 from nanovllm.apps.router.serve import RouterServer
 from nanovllm.apps.server.admission import AnswerBudget
 from nanovllm.apps.server.log_setup import Log
 from nanovllm.apps.server.models_route import may_chat
-from nanovllm.apps.server.options import ServerOptions
 from nanovllm.apps.server.serve import bound_socket
+from nanovllm.apps.server.server_options import ServerOptions
 from tests.helpers import wait_until
 from tests.server.conftest import routed
 from tests.server.test_load import Ended

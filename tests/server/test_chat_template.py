@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from nanovllm import AsyncLLM
-from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.errors import ConfigError
 
 pytest.importorskip("fastapi")
 
-from nanovllm.apps.server.answers.tool_formats import Mistral
+from nanovllm.apps.server.output_parsers.tool_formats import Mistral
 from tests.chat.family_templates import TEMPLATES
 from tests.server.conftest import running
 

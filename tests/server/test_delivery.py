@@ -15,10 +15,10 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from nanovllm import AsyncLLM
-from nanovllm.apps.server.admission import Admission, BodyBudget
+from nanovllm.apps.server.admission import AdmissionControl, BodyBudget
 from nanovllm.apps.server.app import make_app
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.apps.server.state import ServerState
 from tests.server.test_load import Ended
 
@@ -99,7 +99,7 @@ def make(llm: AsyncLLM, **options: Any) -> tuple[Any, ServerState]:
 
 
 def test_a_place_is_free_when_the_engine_has_ended() -> None:
-    admission = Admission(2, lambda: 0)
+    admission = AdmissionControl(2, lambda: 0)
     first, second = Ended(), Ended()
     with admission.admit(first, 2, None):
         admission.engine_ended(first, 2)
@@ -113,7 +113,7 @@ def test_a_place_is_free_when_the_engine_has_ended() -> None:
 
 def test_the_oldest_unread_answers_are_cut_off_if_they_are_too_many() -> None:
     for seconds, num_cut in ((-1.0, 2), (100.0, 0)):
-        admission = Admission(2, lambda: 0, seconds)
+        admission = AdmissionControl(2, lambda: 0, seconds)
         requests = [Ended() for _ in range(4)]
         places = [admission.admit(request, 1) for request in requests]
         for place, request in zip(places, requests, strict=True):

@@ -12,15 +12,15 @@ from openai import OpenAI
 pytest.importorskip("fastapi")
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
-from nanovllm.apps.server.answers import harmony, muse
-from nanovllm.apps.server.answers.answer_format import AnswerFormat, find_answer_format
-from nanovllm.apps.server.answers.literal_calls import CLOSING, QUOTE
-from nanovllm.apps.server.answers.parts import Part
+from nanovllm.apps.server.output_parsers import harmony, muse
+from nanovllm.apps.server.output_parsers.answer_format import AnswerFormat, find_answer_format
+from nanovllm.apps.server.output_parsers.literal_calls import CLOSING, QUOTE
+from nanovllm.apps.server.output_parsers.parts import Part
 from nanovllm.features.structured.grammar import GrammarCompiler
 from nanovllm.options.structured_outputs import structured_outputs
 from tests.checkpoints import copy_checkpoint, read_json, write_json
-from tests.server.answers.helpers import Split, split
 from tests.server.conftest import running
+from tests.server.output_parsers.helpers import Split, split
 
 GEMMA_TAGS = ("<|tool_call>", CLOSING, QUOTE, "<|channel>", "<channel|>", "<|tool_response>")
 MISTRAL_TAGS = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")

@@ -3,10 +3,16 @@
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.apps.server.answers.answer_format import find_answer_format
-from nanovllm.apps.server.answers.parts import ReasoningDelta, TextDelta, ToolCallStart
+from nanovllm.apps.server.output_parsers.answer_format import find_answer_format
+from nanovllm.apps.server.output_parsers.parts import ReasoningDelta, TextDelta, ToolCallStart
 from nanovllm.apps.server.protocol.chat import FunctionName
-from tests.server.answers.test_answer_format import CITY, Grammar, answer_format, calls, parse
+from tests.server.output_parsers.test_answer_format import (
+    CITY,
+    Grammar,
+    answer_format,
+    calls,
+    parse,
+)
 
 JSON_CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
 JSON_CALLS = f'{JSON_CALL}, {{"name": "now", "arguments": {{}}}}'

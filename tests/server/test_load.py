@@ -15,7 +15,7 @@ import pytest
 
 from nanovllm import AsyncLLM
 from nanovllm.apps.server import generation
-from nanovllm.apps.server.admission import Admission, Admitted, BodyBudget
+from nanovllm.apps.server.admission import AdmissionControl, Admitted, BodyBudget
 from nanovllm.apps.server.error_bodies import APIError
 from tests.glossary import ANSWER_TO, QUESTIONS
 from tests.helpers import wait_until
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("idle_afterwards")
 
 
 class Ended(Admitted):
-    """A request of `Admission` that notes how it was ended."""
+    """A request of `AdmissionControl` that notes how it was ended."""
 
     def __init__(self) -> None:
         self.errors: list[APIError] = []
@@ -42,7 +42,7 @@ class Ended(Admitted):
 
 def test_admission_counts_what_waits() -> None:
     num_running = 0
-    admission = Admission(3, lambda: num_running)
+    admission = AdmissionControl(3, lambda: num_running)
     first, second, third = Ended(), Ended(), Ended()
     with admission.admit(first, 2), admission.admit(second, 1):
         assert (admission.num_active, admission.num_waiting) == (3, 3)
@@ -61,7 +61,7 @@ def test_admission_counts_what_waits() -> None:
 
 
 def test_admission_refuses_what_never_fits_and_all_while_draining() -> None:
-    admission = Admission(3, lambda: 0)
+    admission = AdmissionControl(3, lambda: 0)
     with pytest.raises(APIError) as refused, admission.admit(Ended(), 4):
         pass
     assert refused.value.status_code == 400
@@ -214,7 +214,7 @@ def test_users_take_turns_while_conversations_are_rendered(
 def test_a_user_holds_half_of_the_queue() -> None:
     """Symptom: one request with n=128 for 16 prompts kept everybody else out."""
     num_running = 0
-    admission = Admission(4, lambda: num_running)
+    admission = AdmissionControl(4, lambda: num_running)
 
     def refusal(count: int, user: str | None) -> int | None:
         try:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanovllm.apps.server.log_setup import JSONFormatter, Log
-from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.errors import ConfigError
 
 NAMES = ("", "nanovllm", "nanovllm.apps.server.log_setup")

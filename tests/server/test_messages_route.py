@@ -10,8 +10,8 @@ from anthropic import Anthropic
 from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from nanovllm.apps.server.answers.answer_format import find_answer_format
 from nanovllm.apps.server.message_blocks import MessageBuilder, messages_of
+from nanovllm.apps.server.output_parsers.answer_format import find_answer_format
 from nanovllm.apps.server.protocol.message_objects import MessageEvent, MessageObject
 from nanovllm.apps.server.protocol.messages import CountTokensRequest, MessagesRequest
 from tests.glossary import ANSWERS, QUESTIONS

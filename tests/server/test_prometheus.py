@@ -9,7 +9,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm import AsyncLLM, RequestOutput, SamplingParams, demo_model
-from nanovllm.apps.server.prometheus import Histogram, Meter, ServerMetrics, bucket_bounds
+from nanovllm.apps.server.prometheus import (
+    PrometheusHistogram,
+    RequestMeter,
+    ServerMetrics,
+    bucket_bounds,
+)
 from nanovllm.errors import EngineDeadError, InvalidRequestError
 from nanovllm.testing.fake_controller import FakeController
 from tests.glossary import GREEDY, OPTIONS, QUESTION, QUESTIONS
@@ -52,7 +57,7 @@ async def scrape(metrics: ServerMetrics) -> Samples:
 async def whole(
     metrics: ServerMetrics, llm: AsyncLLM, prompt: Any, params: SamplingParams
 ) -> RequestOutput:
-    with Meter(metrics, params) as meter:
+    with RequestMeter(metrics, params) as meter:
         output = await llm.generate(prompt, params)
         meter.observe(output)
     return output
@@ -62,7 +67,7 @@ async def stream(
     metrics: ServerMetrics, llm: AsyncLLM, prompt: Any, params: SamplingParams
 ) -> list[RequestOutput]:
     deltas = []
-    with Meter(metrics, params) as meter:
+    with RequestMeter(metrics, params) as meter:
         async for delta in llm.stream(prompt, params):
             meter.observe(delta)
             deltas.append(delta)
@@ -150,14 +155,14 @@ def test_time_between_tokens_of_a_stream(llm: AsyncLLM, metrics: ServerMetrics) 
 
 def test_a_request_that_is_left_was_aborted(llm: AsyncLLM, metrics: ServerMetrics) -> None:
     async def run() -> None:
-        with Meter(metrics, GREEDY) as meter:
+        with RequestMeter(metrics, GREEDY) as meter:
             async for delta in llm.stream(QUESTION, GREEDY):
                 meter.observe(delta)
                 break
         two = GREEDY.clone(n=2)
-        with pytest.raises(ZeroDivisionError), Meter(metrics, two):
+        with pytest.raises(ZeroDivisionError), RequestMeter(metrics, two):
             raise ZeroDivisionError
-        with pytest.raises(EngineDeadError), Meter(metrics, two):
+        with pytest.raises(EngineDeadError), RequestMeter(metrics, two):
             raise EngineDeadError
         with pytest.raises(InvalidRequestError):
             await whole(metrics, llm, [-1], two)
@@ -254,7 +259,7 @@ def test_event_loop_lag(metrics: ServerMetrics) -> None:
 
 
 def test_a_bucket_holds_its_bound() -> None:
-    histogram = Histogram((1, 2.5))
+    histogram = PrometheusHistogram((1, 2.5))
     for value in (0, 1, 1.1, 2.5, 3):
         histogram.observe(value)
     histogram.observe(2, times=4)

@@ -9,7 +9,7 @@ from openai import OpenAI
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from nanovllm.apps.server.answers.answer_format import find_answer_format
+from nanovllm.apps.server.output_parsers.answer_format import find_answer_format
 from nanovllm.apps.server.protocol.response_objects import (
     OutputCall,
     OutputMessage,

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from nanovllm import AsyncLLM
-from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.errors import ConfigError
 from tests.server.conftest import Reply, Running, running
 

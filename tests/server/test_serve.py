@@ -20,14 +20,14 @@ import pytest
 
 from nanovllm import AsyncLLM, demo_model
 from nanovllm.apps.cli import main as cli
-from nanovllm.apps.server.options import ServerOptions, keys_of_environment
+from nanovllm.apps.server.server_options import ServerOptions, keys_of_environment
 from nanovllm.errors import ConfigError
 from tests.helpers import ROOT, environment
 
 pytest.importorskip("fastapi")
 
 from nanovllm.apps.server.app import make_app
-from nanovllm.apps.server.serve import Server, bound_socket
+from nanovllm.apps.server.serve import EngineServer, bound_socket
 
 FLAGS = ["--num-kvcache-blocks", "64", "--max-model-len", "4096", "--enforce-eager"]
 ENDLESS = {"prompt": [1], "max_tokens": 4000, "ignore_eos": True}
@@ -217,7 +217,7 @@ def test_the_file_of_a_unix_socket_goes_with_the_server(
     path = tmp_path / "server.sock"
     options = ServerOptions(uds=str(path))
     with bound_socket(options) as listener:
-        server = Server(make_app(async_llm, options), listener)
+        server = EngineServer(make_app(async_llm, options), listener)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         while not server.started:

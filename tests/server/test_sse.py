@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from nanovllm.apps.server.error_bodies import APIError
-from nanovllm.apps.server.protocol.completions import Completion, CompletionChoice
+from nanovllm.apps.server.protocol.completions import CompletionChoice, CompletionResponse
 from nanovllm.apps.server.sse import TextFrames, error_frames, frame
 from nanovllm.engine.reader import Reader
 from nanovllm.errors import EngineDeadError
@@ -33,11 +33,11 @@ TEXTS = [
 ]
 
 
-def chunk(text: str, name: str) -> Completion:
+def chunk(text: str, name: str) -> CompletionResponse:
     choice = CompletionChoice(
         index=3, text=text, logprobs=None, finish_reason=None, stop_reason=None, token_ids=None
     )
-    return Completion(
+    return CompletionResponse(
         id=name,
         object="text_completion",
         created=1,

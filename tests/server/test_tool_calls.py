@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from nanovllm.apps.server.answers.answer_format import find_answer_format
+from nanovllm.apps.server.output_parsers.answer_format import find_answer_format
 from tests.glossary import ANSWERS, QUESTIONS
 from tests.server.conftest import Running
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("fastapi")
 
 from nanovllm import AsyncLLM, demo_model
-from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.errors import ConfigError, TransferError
 from nanovllm.features.training.sender import WeightSender
 from tests.server.conftest import Reply, Running, running

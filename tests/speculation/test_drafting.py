@@ -14,7 +14,7 @@ from nanovllm.outputs import DraftCounts
 from nanovllm.testing.fake_controller import FakeController
 from nanovllm.testing.fake_engine import (
     VOCAB_SIZE,
-    Engine,
+    FakeEngine,
     continuation,
     draft_counts,
     output_of,
@@ -38,7 +38,7 @@ def three_wrong_guesses(token_ids: list[int]) -> list[int]:
 
 def test_right_drafts_save_steps() -> None:
     """Symptom: drafts are verified one per step, or accepted drafts are computed again."""
-    engine = Engine(propose=three_right_guesses, controller=(controller := as_many_as_fit()))
+    engine = FakeEngine(propose=three_right_guesses, controller=(controller := as_many_as_fit()))
     seq = engine.add([1, 2, 3], max_tokens=9)
     engine.run()
     assert controller.num_step_tokens == [3, 4, 4]  # 1 token out, then 4, then 4
@@ -52,7 +52,7 @@ def test_right_drafts_save_steps() -> None:
 
 def test_wrong_drafts_cost_only_their_rows() -> None:
     """Symptom: a rejected draft stays in the KV cache, the count or the output."""
-    engine = Engine(propose=three_wrong_guesses)
+    engine = FakeEngine(propose=three_wrong_guesses)
     seq = engine.add([1, 2, 3], max_tokens=4)
     engine.run()
     num_tokens = [schedule.num_tokens for schedule, _ in engine.launched]
@@ -68,7 +68,7 @@ def unchanged(output: list[int], logits: Any) -> Any:
 
 def test_request_with_a_logits_processor_gets_no_drafts() -> None:
     """Symptom: a processor that counts its calls sees tokens that were guessed wrong."""
-    engine = Engine(propose=three_right_guesses)
+    engine = FakeEngine(propose=three_right_guesses)
     params = SamplingParams(max_tokens=9, logits_processors=[unchanged])
     seq = engine.add([1, 2], max_tokens=9)
     seq.params = params
@@ -80,7 +80,7 @@ def test_request_with_a_logits_processor_gets_no_drafts() -> None:
 
 def test_drafts_are_cut_to_the_budget() -> None:
     """Symptom: a row of drafts takes more than the step's budget, or is split over two steps."""
-    engine = Engine(propose=three_right_guesses, max_num_batched_tokens=2)
+    engine = FakeEngine(propose=three_right_guesses, max_num_batched_tokens=2)
     engine.add([1, 2], max_tokens=9)
     engine.step()
     schedule = engine.launch()
@@ -93,7 +93,7 @@ def test_drafts_are_cut_to_the_budget() -> None:
 
 def test_prompts_come_before_drafts() -> None:
     """Symptom: drafts take the step's budget, and prompts wait for their first token."""
-    engine = Engine(propose=three_right_guesses, max_num_batched_tokens=5)
+    engine = FakeEngine(propose=three_right_guesses, max_num_batched_tokens=5)
     engine.add([1], max_tokens=9)
     engine.step()
     engine.add([1, 2, 3, 4, 0, 1], max_tokens=2)
@@ -110,7 +110,7 @@ def test_prompts_come_before_drafts() -> None:
 def test_samples_of_a_step_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: logits of hundreds of drafts take more memory than was measured at start."""
     monkeypatch.setattr(drafting, "MAX_SAMPLES", 5)
-    engine = Engine(propose=three_right_guesses)
+    engine = FakeEngine(propose=three_right_guesses)
     for first in (1, 2, 3):
         engine.add([first], max_tokens=9)
     engine.step()
@@ -123,7 +123,7 @@ def test_samples_of_a_step_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_drafts_take_free_blocks_only() -> None:
     """Symptom: a sequence is preempted, so that another can guess."""
-    engine = Engine(num_blocks=4, block_size=2, max_model_len=8, propose=three_wrong_guesses)
+    engine = FakeEngine(num_blocks=4, block_size=2, max_model_len=8, propose=three_wrong_guesses)
     engine.add([1, 2], max_tokens=6)
     engine.add([2, 3], max_tokens=6)
     engine.step()
@@ -138,7 +138,7 @@ def test_drafts_take_free_blocks_only() -> None:
 
 def test_rejected_drafts_give_their_blocks_back() -> None:
     """Symptom: rejected drafts hold blocks for which others wait, or are preempted."""
-    engine = Engine(num_blocks=4, block_size=2, max_model_len=8, propose=three_wrong_guesses)
+    engine = FakeEngine(num_blocks=4, block_size=2, max_model_len=8, propose=three_wrong_guesses)
     guessing = engine.add([1, 2], max_tokens=6)
     engine.step()
     engine.launch()
@@ -157,7 +157,7 @@ def test_rejected_drafts_give_their_blocks_back() -> None:
 
 def test_blocks_that_drafts_may_not_reach_are_zeroed() -> None:
     """Symptom: fewer drafts come than scheduled, and a row reads another sequence's masked KV."""
-    engine = Engine(block_size=2, max_model_len=16, propose=three_wrong_guesses)
+    engine = FakeEngine(block_size=2, max_model_len=16, propose=three_wrong_guesses)
     seq = engine.add([1, 2, 3], max_tokens=12)
     engine.step()
     schedule = engine.launch()
@@ -173,7 +173,7 @@ def test_blocks_that_drafts_may_not_reach_are_zeroed() -> None:
 def test_stop_token_among_accepted_drafts_ends_the_output() -> None:
     """Symptom: tokens after EOS are returned, or counted, because they came in the same step."""
     eos_token_ids = frozenset({3})
-    engine = Engine(propose=three_right_guesses, eos_token_ids=eos_token_ids, max_model_len=32)
+    engine = FakeEngine(propose=three_right_guesses, eos_token_ids=eos_token_ids, max_model_len=32)
     prompts = [[first, second] for first in range(VOCAB_SIZE) for second in range(VOCAB_SIZE)]
     seqs = [engine.add(prompt, max_tokens=9) for prompt in prompts]
     engine.run()
@@ -187,7 +187,7 @@ def test_stop_token_among_accepted_drafts_ends_the_output() -> None:
 @DEPTHS
 def test_error_behind_accepted_drafts_keeps_them(queue_depth: int) -> None:
     """Symptom: a request that fails at its sixth token loses those that came in the same step."""
-    engine = Engine(propose=three_right_guesses, queue_depth=queue_depth)
+    engine = FakeEngine(propose=three_right_guesses, queue_depth=queue_depth)
     seq = engine.add([1, 2], max_tokens=9)
     engine.worker.fails_from[seq.seq_id] = 7
     engine.run()
@@ -200,7 +200,7 @@ def test_error_behind_accepted_drafts_keeps_them(queue_depth: int) -> None:
 
 def test_drafts_in_flight_survive_the_result_before_them() -> None:
     """Symptom: the result of a step forgets the drafts of the next, and its counts are wrong."""
-    engine = Engine(propose=three_right_guesses, queue_depth=1)
+    engine = FakeEngine(propose=three_right_guesses, queue_depth=1)
     seq = engine.add([1, 2, 3], max_tokens=9)
     engine.launch()
     schedule = engine.launch()  # behind a token that is pending
@@ -217,11 +217,11 @@ def one_right_guess(token_ids: list[int]) -> list[int]:
     return [*islice(continuation(token_ids), 1), VOCAB_SIZE, VOCAB_SIZE]
 
 
-def following_engine(**options: Any) -> Engine:
+def following_engine(**options: Any) -> FakeEngine:
     """Return an engine whose rows follow drafts in flight, 3 in each step."""
     controller = FakeController(lambda most: min(most, 3))
     options = {"max_model_len": 32, **options}
-    return Engine(queue_depth=1, follows_drafts=True, controller=controller, **options)
+    return FakeEngine(queue_depth=1, follows_drafts=True, controller=controller, **options)
 
 
 def test_rows_follow_drafts_in_flight() -> None:
@@ -292,7 +292,7 @@ def test_rows_that_follow_drafts_preempt_nobody() -> None:
 
 def test_depth_one_runs_ahead_where_no_drafts_pay() -> None:
     """Symptom: with speculation, steps without drafts wait for their results, too."""
-    engine = Engine(
+    engine = FakeEngine(
         propose=three_right_guesses, queue_depth=1, controller=FakeController(lambda most: 0)
     )
     seq = engine.add([1, 2], max_tokens=3)
@@ -304,7 +304,7 @@ def test_depth_one_runs_ahead_where_no_drafts_pay() -> None:
 
 def test_preempted_sequence_forgets_its_drafts() -> None:
     """Symptom: drafts in flight count as tokens to compute when their sequence resumes."""
-    engine = Engine(
+    engine = FakeEngine(
         num_blocks=5, block_size=2, max_model_len=10, queue_depth=1, propose=three_right_guesses
     )
     first = engine.add([1, 2, 3], max_tokens=7)

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
+from nanovllm.core.messages import Admission, FinishInfo, Row, Schedule
+from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.features.structured.grammar import GrammarCompiler
 from nanovllm.features.structured.grammar_masks import GrammarMasks, GrammarRow, Masks
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.torch_kernels import TORCH
-from nanovllm.scheduler.messages import Admission, Ending, Row, Schedule
-from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from tests.structured.test_grammar import EOS, TOKENIZER, VOCAB_SIZE
 
@@ -76,8 +76,8 @@ def test_masks_and_forced_tokens_depend_on_the_output_alone(
             unread = [*right, rng.choice(sorted(expected[-1]))]
             output += unread
             if rng.random() < 0.6:
-                forced = row.forced(unread)
-                assert forced == make_row(GRAMMARS[form], [], stops).forced(list(output))
+                forced = row.jump_forward(unread)
+                assert forced == make_row(GRAMMARS[form], [], stops).jump_forward(list(output))
                 for token in forced:  # it is the only one that its mask allows
                     fresh = make_row(GRAMMARS[form], output, stops)
                     assert allowed(fresh, [], []) == [{token}]
@@ -104,7 +104,7 @@ def test_complete_output_has_one_end() -> None:
     row = make_row(form, tokens, frozenset(EOS))
     assert set(EOS) < allowed(row, [], [])[0]
     for token in COMPILER._make_tokenizer()[0].greedy_tokenize("dish"):
-        row.forced([token])
+        row.jump_forward([token])
     assert allowed(row, [], []) == [{EOS[0]}]
     stopped = make_row(form, tokens, frozenset({3}))  # ends with its own stop token only
     assert {3, *EOS} < allowed(stopped, [], [])[0]
@@ -137,17 +137,19 @@ def test_complete_output_without_an_end_token(monkeypatch: pytest.MonkeyPatch) -
     masks = torch.zeros((3, COMPILER.mask_bytes), dtype=torch.uint8)
     assert row.write_masks([], tokens, Masks(masks), 0) is None
     assert not masks[2].any()
-    assert row.forced(tokens) == []
-    assert row.write_masks([], [], Masks(masks), 0) == Ending("stop")
+    assert row.jump_forward(tokens) == []
+    assert row.write_masks([], [], Masks(masks), 0) == FinishInfo("stop")
 
 
 def test_output_that_breaks_its_grammar_is_an_error() -> None:
     row = make_row({"regex": "ab"}, [500], frozenset(EOS))
     masks = torch.zeros((1, COMPILER.mask_bytes), dtype=torch.uint8)
-    ending = row.write_masks([], [], Masks(masks), 0)
-    assert ending is not None
-    assert ending.finish_reason == "error"
-    assert "failed after 0 tokens: it does not allow what was generated" in str(ending.stop_reason)
+    finish_info = row.write_masks([], [], Masks(masks), 0)
+    assert finish_info is not None
+    assert finish_info.finish_reason == "error"
+    assert "failed after 0 tokens: it does not allow what was generated" in str(
+        finish_info.stop_reason
+    )
 
 
 @pytest.mark.parametrize("max_tokens", [16, 2])
@@ -155,11 +157,11 @@ def test_a_row_whose_sequence_has_ended_keeps_no_matcher(max_tokens: int) -> Non
     row = make_row({"regex": "[ab]{3}"}, [], frozenset(EOS))
     row._max_tokens = max_tokens
     (a,) = COMPILER._make_tokenizer()[0].greedy_tokenize("a")
-    assert row.forced([a]) == []
+    assert row.jump_forward([a]) == []
     assert row._matcher is not None
-    assert row.forced([a]) == []
+    assert row.jump_forward([a]) == []
     assert (row._matcher is None) == (max_tokens == 2)
-    assert row.forced([a]) == [EOS[0]]
+    assert row.jump_forward([a]) == [EOS[0]]
     assert row._matcher is None
 
 
@@ -190,11 +192,11 @@ def test_a_limit_forces_no_end() -> None:
     row = make_row(form, [], frozenset(EOS))
     tokens = COMPILER._make_tokenizer()[0].greedy_tokenize('{"a":1,"b":{"k0":0}}')
     masks = Masks(torch.zeros((1, COMPILER.mask_bytes), dtype=torch.uint8))
-    while (ending := row.write_masks([], [], masks, 0)) is None:
+    while (finish_info := row.write_masks([], [], masks, 0)) is None:
         known = row.num_known_tokens - len(PROMPT)
-        forced = row.forced(tokens[known : known + 1])
+        forced = row.jump_forward(tokens[known : known + 1])
         assert forced == tokens[known + 1 :][: len(forced)]
-    assert str(ending.stop_reason).startswith(
+    assert str(finish_info.stop_reason).startswith(
         "the output cannot be finished: structured_outputs.json '{"
     )
 
@@ -203,9 +205,9 @@ def test_long_forced_text_comes_in_parts() -> None:
     """Each forced token costs as much as the text that is left: one step must not take seconds."""
     text = "word " * 300
     row = make_row({"choice": [text]}, [], frozenset(EOS))
-    found = row.forced([])
+    found = row.jump_forward([])
     assert 0 < len(found) < 20
-    while more := row.forced([]):
+    while more := row.jump_forward([]):
         found += more
     assert COMPILER._make_tokenizer()[0].decode_str(found[:-1]) == text
     assert found[-1] == EOS[0]
@@ -239,7 +241,7 @@ def test_step_masks_logits_of_the_rows_that_have_a_grammar() -> None:
     logits = torch.zeros(5, VOCAB_SIZE)
     step.apply(logits)
     assert torch.equal(logits, expected)
-    assert (step.endings, list(step.forcing)) == ({}, [0, 2])
+    assert (step.finish_infos, list(step.forcing)) == ({}, [0, 2])
     step._written, tables.kernels = None, TORCH  # as on CUDA
     logits = torch.zeros(5, VOCAB_SIZE)
     step.apply(logits)

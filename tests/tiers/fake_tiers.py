@@ -10,14 +10,14 @@ import random
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from nanovllm.core.messages import Schedule, StepResult
+from nanovllm.core.sequence import Sequence
+from nanovllm.core.transfers import HOST, STORE, Load, Loaded, TierEntry
 from nanovllm.features.tiers.cache import TierCache
-from nanovllm.features.tiers.loads import LoadGate
+from nanovllm.features.tiers.loads import LoadHook
 from nanovllm.features.tiers.tier import HostSlots, StoreTier
 from nanovllm.features.tiers.traffic import TierTraffic
-from nanovllm.scheduler.messages import Schedule, StepResult
-from nanovllm.scheduler.sequence import Sequence
-from nanovllm.scheduler.transfers import HOST, STORE, Load, Loaded, Part
-from nanovllm.testing.fake_engine import UNWRITTEN, Engine, FakeWorker
+from nanovllm.testing.fake_engine import UNWRITTEN, FakeEngine, FakeWorker
 from tests.tiers.invariants import check_tiers
 
 Content = tuple[int, ...]
@@ -45,7 +45,7 @@ class _LoadInFlight:
 
 @dataclasses.dataclass(slots=True)
 class _Write:
-    part: Part
+    part: TierEntry
     contents: list[Content]  # when it was queued
 
 
@@ -115,7 +115,7 @@ class TieredWorker(FakeWorker):
         for load in self.loads:
             load.is_given_up |= bool(_pages(load.load.parts) & {*pages})
 
-    def _offload(self, part: Part) -> None:
+    def _offload(self, part: TierEntry) -> None:
         reading = {slot for load in self.loads for p in load.load.parts for slot in p.slots}
         assert reading.isdisjoint(part.slots), "a slot is reused while a load reads it"
         for page, slot in zip(part.pages, part.slots, strict=True):
@@ -161,14 +161,14 @@ class TieredWorker(FakeWorker):
         self.store.entries[write.part.key] = contents
 
 
-class TieredEngine(Engine):
+class TieredEngine(FakeEngine):
     """An engine with tiers below its pool.
 
     Args:
         num_host_slots: 0: no host memory.
         store: None: no byte store. It may have entries of an earlier engine.
         seed: of the worker's pace.
-        options: of `Engine`.
+        options: of `FakeEngine`.
     """
 
     steps_per_token = 12
@@ -190,9 +190,9 @@ class TieredEngine(Engine):
         tier = None if store is None else StoreTier(store.has)
         self.traffic = TierTraffic(host, tier, token_seconds=token_seconds)
         tiers = TierCache(self.traffic)
-        self.loads = LoadGate(tiers)
-        gates = [*options.pop("gates", ()), self.loads]
-        super().__init__(gates=gates, **options)
+        self.loads = LoadHook(tiers)
+        hooks = [*options.pop("hooks", ()), self.loads]
+        super().__init__(hooks=hooks, **options)
         self.worker.store = store or FakeStore()
         self.worker.rng = random.Random(seed)
 

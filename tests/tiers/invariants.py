@@ -2,18 +2,18 @@
 
 from collections import Counter
 
-from nanovllm.features.tiers.loads import LoadGate
+from nanovllm.core.transfers import HOST
+from nanovllm.features.tiers.loads import LoadHook
 from nanovllm.features.tiers.tier import HostSlots
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.transfers import HOST
 
 
-def load_gate(scheduler: Scheduler) -> LoadGate:
-    """Return the gate of loads of a scheduler with tiers."""
-    return next(gate for gate in scheduler.gates if isinstance(gate, LoadGate))
+def load_gate(scheduler: Scheduler) -> LoadHook:
+    """Return the hook of loads of a scheduler with tiers."""
+    return next(hook for hook in scheduler.hooks if isinstance(hook, LoadHook))
 
 
-def check_tiers(loads: LoadGate) -> None:
+def check_tiers(loads: LoadHook) -> None:
     """Verify every invariant of loads, of host slots, and of what moves next.
 
     Raises:
@@ -46,7 +46,7 @@ def check_tiers(loads: LoadGate) -> None:
         check_host_slots(traffic.host, loads)
 
 
-def check_host_slots(host: HostSlots, loads: LoadGate) -> None:
+def check_host_slots(host: HostSlots, loads: LoadHook) -> None:
     """Verify that each slot has one use, and that the loads in flight pin what they read.
 
     Raises:

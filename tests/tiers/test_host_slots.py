@@ -2,12 +2,12 @@
 
 from hypothesis import given, settings, strategies as st
 
+from nanovllm.core.transfers import TierEntry
 from nanovllm.features.tiers.tier import HostSlots
-from nanovllm.scheduler.transfers import Part
 from tests.every_case import examples
 
 
-def put(host: HostSlots, name: str, num_pages: int = 1) -> Part | None:
+def put(host: HostSlots, name: str, num_pages: int = 1) -> TierEntry | None:
     return host.offer(name.encode(), list(range(num_pages)))
 
 
@@ -87,7 +87,7 @@ def test_random_calls(calls: list[tuple[str, int]], num_slots: int) -> None:
     """An entry has 1 to 3 pages. Each slot is free, or of one entry that is found or loaded."""
     host = HostSlots(num_slots)
     slots: dict[bytes, list[int]] = {}  # as they were offered last
-    loads: list[Part] = []
+    loads: list[TierEntry] = []
     for call, number in calls:
         key = bytes([number])
         if call == "offer":

@@ -15,10 +15,10 @@ import nanovllm
 from nanovllm import Config, SamplingParams, demo_model
 from nanovllm.features.tiers import kv_namespace as module
 from nanovllm.features.tiers.kv_namespace import kv_namespace
-from nanovllm.features.tiers.weight_files import WeightFiles
+from nanovllm.features.tiers.weight_files import WeightSnapshot
 from nanovllm.kernels.cpu.library import library
 from nanovllm.loading.hub import configured_checkpoint
-from nanovllm.parallel.worker import check_networks
+from nanovllm.parallel.rank_setup import check_networks
 from nanovllm.worker.model_loader import num_positions
 from nanovllm.worker.network import Network
 from tests.helpers import random_prompt
@@ -31,7 +31,7 @@ def namespace_of(model: str = demo_model.MODEL, **options: Any) -> str:
     """Return the namespace of an engine with these options, as its first rank finds it."""
     config = Config(model, **{"max_model_len": 256, **options})
     target, _ = check_networks(config, configured_checkpoint(config))
-    weights = WeightFiles(target.files)
+    weights = WeightSnapshot(target.files)
     return kv_namespace(Network(target, num_positions(target), torch.device("cpu")), weights)
 
 
@@ -208,13 +208,13 @@ def test_versions_source_and_processor_count(usual, monkeypatch, name, value):
         ("layers/gated_delta.py", True),
         ("loading/loader.py", True),
         ("models/qwen3.py", True),
-        ("scheduler/messages.py", True),
-        ("features/fast_steps/recording.py", True),
-        ("features/formats/integer.py", True),
+        ("core/messages.py", True),
+        ("features/graphs/cpu_graph.py", True),
+        ("features/quantization/integer.py", True),
         ("features/lora/slots.py", True),
         ("worker/kv_pool.py", True),
         ("apps/server/serve.py", False),
-        ("chat/messages.py", False),
+        ("chat/openai_messages.py", False),
     ],
 )
 def test_the_source_that_computes_counts(monkeypatch, tmp_path, file, counts):

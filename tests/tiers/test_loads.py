@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from nanovllm.core.messages import Schedule, StepResult
+from nanovllm.core.sequence import Sequence
+from nanovllm.core.transfers import Loaded, Transfers
+from nanovllm.core.windows import WindowSpec
 from nanovllm.kv.trie import Node
-from nanovllm.kv.windows import WindowSpec
-from nanovllm.scheduler.messages import Schedule, StepResult
-from nanovllm.scheduler.sequence import Sequence
-from nanovllm.scheduler.transfers import Loaded, Transfers
 from nanovllm.testing.fake_engine import VOCAB_SIZE
 from tests.tiers.fake_tiers import FakeStore, TieredEngine
 

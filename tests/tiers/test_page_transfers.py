@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.core.transfers import HOST, STORE, Load, TierEntry
 from nanovllm.features.tiers.host_pages import Buffers, HostPages
 from nanovllm.features.tiers.page_transfers import PageTransfers
-from nanovllm.scheduler.transfers import HOST, STORE, Load, Part
 from nanovllm.worker.kv_pool import KVPool, page_layout
 from tests.helpers import wait_until
 
@@ -70,8 +70,8 @@ def moves(pool: KVPool, store: SlowStore) -> Iterator[PageTransfers]:
     moves.close()
 
 
-def stored(key: bytes, *pages: int) -> Part:
-    return Part(STORE, key, list(pages), [])
+def stored(key: bytes, *pages: int) -> TierEntry:
+    return TierEntry(STORE, key, list(pages), [])
 
 
 def value(pool: KVPool, page: int) -> int:
@@ -89,9 +89,9 @@ def ended(moves: PageTransfers) -> list[tuple[int, int] | None]:
 
 
 def test_host_memory_and_back(pool: KVPool, moves: PageTransfers) -> None:
-    moves.save([Part(HOST, b"a", [5], [0]), Part(HOST, b"s", [6, 7], [2, 3])])
+    moves.save([TierEntry(HOST, b"a", [5], [0]), TierEntry(HOST, b"s", [6, 7], [2, 3])])
     pool.pages[5:].zero_()
-    moves.load([Load(7, [Part(HOST, b"s", [1, 2], [2, 3]), Part(HOST, b"a", [3], [0])])])
+    moves.load([Load(7, [TierEntry(HOST, b"s", [1, 2], [2, 3]), TierEntry(HOST, b"a", [3], [0])])])
     moves.wait()
     assert ended(moves) == [(7, 2)]
     assert [value(pool, page) for page in (1, 2, 3)] == [6, 7, 5]
@@ -101,8 +101,8 @@ def test_host_memory_and_back(pool: KVPool, moves: PageTransfers) -> None:
 
 def test_the_last_entry_of_a_slot_stays(pool: KVPool, moves: PageTransfers) -> None:
     """An entry may go to host memory, be evicted there, and give its slot away: all in one step."""
-    moves.save([Part(HOST, bytes([page]), [page], [page % 3]) for page in range(2, NUM_PAGES)])
-    moves.load([Load(0, [Part(HOST, b"", [0], [1])])])
+    moves.save([TierEntry(HOST, bytes([page]), [page], [page % 3]) for page in range(2, NUM_PAGES)])
+    moves.load([Load(0, [TierEntry(HOST, b"", [0], [1])])])
     moves.wait()
     assert value(pool, 0) == 7
 
@@ -167,10 +167,10 @@ def test_a_load_of_released_pages_is_given_up(
 
 def test_a_slot_that_a_load_reads_is_not_overwritten(pool: KVPool, moves: PageTransfers) -> None:
     """Nobody waits for such a load: its sequence is gone, and its slots are another's."""
-    moves.save([Part(HOST, b"a", [5], [0])])
+    moves.save([TierEntry(HOST, b"a", [5], [0])])
     for index in range(50):
-        moves.load([Load(index, [Part(HOST, b"a", [1], [0])])])
-        moves.save([Part(HOST, b"b", [index % 3 + 5], [0])])
+        moves.load([Load(index, [TierEntry(HOST, b"a", [1], [0])])])
+        moves.save([TierEntry(HOST, b"b", [index % 3 + 5], [0])])
         assert None not in ended(moves)
 
 

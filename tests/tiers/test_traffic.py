@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
+from nanovllm.core.transfers import HOST, STORE, Loaded, TierEntry, Transfers
 from nanovllm.features.tiers.tier import HostSlots, StoreTier
 from nanovllm.features.tiers.traffic import TierTraffic
-from nanovllm.scheduler.transfers import HOST, STORE, Loaded, Part, Transfers
 from tests.tiers.fake_tiers import FakeStore
 
 
@@ -38,7 +38,7 @@ def test_a_page_that_is_reused_is_not_written() -> None:
     traffic.keep(b"b", [3])
     traffic.reuse(2)
     moved = take(traffic)
-    assert moved.stores == [Part(STORE, b"b", [3], [])]
+    assert moved.stores == [TierEntry(STORE, b"b", [3], [])]
     assert moved.released == []
 
 
@@ -116,7 +116,7 @@ def test_a_load_pays_if_it_is_faster_than_computing() -> None:
 def test_a_slow_tier_is_tried_again() -> None:
     """By admissions. A prompt that only waits for pages, and asks at each step, changes nothing."""
     traffic, _ = make_traffic(token_seconds=0.001)
-    parts = [Part(STORE, b"a", [1], [])]
+    parts = [TierEntry(STORE, b"a", [1], [])]
     assert traffic.pays(Counter({STORE: 1}), 16)
     traffic.end(parts, Loaded(0, 1, 0.1))
     tries = 0
@@ -129,7 +129,7 @@ def test_a_slow_tier_is_tried_again() -> None:
 def test_what_a_mixed_load_took_is_the_stores() -> None:
     traffic, _ = make_traffic(token_seconds=0.001, page_seconds=0.01)
     traffic.evict(b"a", [1])
-    parts = [traffic.begin(HOST, b"a")._replace(pages=[5]), Part(STORE, b"b", [6, 7], [])]
+    parts = [traffic.begin(HOST, b"a")._replace(pages=[5]), TierEntry(STORE, b"b", [6, 7], [])]
     traffic.end(parts, Loaded(0, 2, 0.05))
     assert [tier.page_seconds for tier in traffic.tiers] == pytest.approx([0.01, 0.02])
 
@@ -148,5 +148,5 @@ def test_memory_of_failed_loads_is_bounded() -> None:
         tracemalloc.stop()
     assert grown < 2**20
     assert not any(tier.find(key) for key in keys[-1000:])
-    assert tier.offer(keys[-1], [7]) == Part(STORE, keys[-1], [7], [])
+    assert tier.offer(keys[-1], [7]) == TierEntry(STORE, keys[-1], [7], [])
     assert tier.find(keys[-1])

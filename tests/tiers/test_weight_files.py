@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm.features.tiers import weight_files
-from nanovllm.features.tiers.weight_files import WeightFiles
+from nanovllm.features.tiers.weight_files import WeightSnapshot
 
 BYTES = 100_000
 
@@ -40,7 +40,7 @@ def num_hashed(caplog) -> int:
 
 
 def test_files_are_hashed_once(paths, caplog, cache):
-    digests = {WeightFiles(paths).digest() for _ in range(3)}
+    digests = {WeightSnapshot(paths).digest() for _ in range(3)}
     assert len(digests) == 1
     assert num_hashed(caplog) == 1
     assert (cache / "weights.json").stat().st_mode & 0o777 == 0o600
@@ -48,7 +48,7 @@ def test_files_are_hashed_once(paths, caplog, cache):
 
 @pytest.mark.parametrize("offset", [0, 29_999, 30_000, 60_000, BYTES - 1])
 def test_a_changed_byte_with_the_same_size_and_times(paths, caplog, offset):
-    before = WeightFiles(paths).digest()
+    before = WeightSnapshot(paths).digest()
     status = paths[0].stat()
     with paths[0].open("r+b") as file:
         file.seek(offset)
@@ -57,18 +57,18 @@ def test_a_changed_byte_with_the_same_size_and_times(paths, caplog, offset):
         file.write(bytes([byte ^ 1]))
     os.utime(paths[0], ns=(status.st_atime_ns, status.st_mtime_ns))
     assert paths[0].stat().st_mtime_ns == status.st_mtime_ns
-    assert WeightFiles(paths).digest() != before
+    assert WeightSnapshot(paths).digest() != before
     assert num_hashed(caplog) == 2
 
 
 def test_another_file_in_the_same_place(paths, tmp_path):
     """Size and time of the first one, and renamed: only inode and ctime differ."""
-    before, status = WeightFiles(paths).digest(), paths[0].stat()
+    before, status = WeightSnapshot(paths).digest(), paths[0].stat()
     other = tmp_path / "other"
     other.write_bytes(random.Random(9).randbytes(BYTES))
     os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
     other.rename(paths[0])
-    assert WeightFiles(paths).digest() != before
+    assert WeightSnapshot(paths).digest() != before
 
 
 def test_a_copy_has_the_same_digest(paths, tmp_path):
@@ -78,8 +78,8 @@ def test_a_copy_has_the_same_digest(paths, tmp_path):
         copy.write_bytes(path.read_bytes())
     link = tmp_path / "link"
     link.symlink_to(copies[0])
-    assert WeightFiles(copies).digest() == WeightFiles(paths).digest()
-    assert WeightFiles([link, copies[1]]).digest() == WeightFiles(paths).digest()
+    assert WeightSnapshot(copies).digest() == WeightSnapshot(paths).digest()
+    assert WeightSnapshot([link, copies[1]]).digest() == WeightSnapshot(paths).digest()
 
 
 def test_what_differs(paths, tmp_path):
@@ -89,18 +89,18 @@ def test_what_differs(paths, tmp_path):
     empty = tmp_path / "empty"
     empty.write_bytes(b"")
     sets = [paths, paths[::-1], paths[:1], [longer, paths[1]], [], [empty], [empty, empty]]
-    assert len({WeightFiles(files).digest() for files in sets}) == len(sets)
+    assert len({WeightSnapshot(files).digest() for files in sets}) == len(sets)
 
 
 def test_a_file_that_changes_while_it_is_loaded(paths, caplog):
     """Nobody knows what was loaded: no process has this digest."""
     digests = set()
     for _ in range(2):
-        weights = WeightFiles(paths)
+        weights = WeightSnapshot(paths)
         paths[0].write_bytes(paths[0].read_bytes())
         digests.add(weights.digest())
     paths[0].unlink()
-    digests.add(WeightFiles(paths).digest())
+    digests.add(WeightSnapshot(paths).digest())
     assert len(digests) == 3
     assert sum(record.levelno == logging.WARNING for record in caplog.records) == 3
 
@@ -108,7 +108,7 @@ def test_a_file_that_changes_while_it_is_loaded(paths, caplog):
 def test_a_file_that_changed_just_now_is_not_remembered(paths, caplog, monkeypatch):
     """It may change again within the clock's tick."""
     monkeypatch.setattr(weight_files, "_RECENT_SECONDS", 60.0)
-    assert WeightFiles(paths).digest() == WeightFiles(paths).digest()
+    assert WeightSnapshot(paths).digest() == WeightSnapshot(paths).digest()
     assert num_hashed(caplog) == 2
 
 
@@ -125,16 +125,16 @@ def test_a_file_that_changed_just_now_is_not_remembered(paths, caplog, monkeypat
     ],
 )
 def test_a_damaged_memory_is_not_believed(paths, caplog, cache, damage):
-    before = WeightFiles(paths).digest()
+    before = WeightSnapshot(paths).digest()
     damage(cache / "weights.json")
-    assert WeightFiles(paths).digest() == before
+    assert WeightSnapshot(paths).digest() == before
     assert num_hashed(caplog) == 2
 
 
 def test_no_safe_place(paths, caplog, cache):
     cache.parent.mkdir()
     cache.parent.chmod(0o777)
-    assert WeightFiles(paths).digest() == WeightFiles(paths).digest()
+    assert WeightSnapshot(paths).digest() == WeightSnapshot(paths).digest()
     assert num_hashed(caplog) == 2
 
 
@@ -147,8 +147,8 @@ def test_ranks_hash_once_together(paths, caplog, monkeypatch):
 
     monkeypatch.setattr(weight_files, "_hash", slowly)
     digests: list[str] = []
-    ranks = [threading.Thread(target=lambda: digests.append(WeightFiles(paths).digest()))] * 1
-    ranks += [threading.Thread(target=lambda: digests.append(WeightFiles(paths).digest()))]
+    ranks = [threading.Thread(target=lambda: digests.append(WeightSnapshot(paths).digest()))] * 1
+    ranks += [threading.Thread(target=lambda: digests.append(WeightSnapshot(paths).digest()))]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -162,9 +162,9 @@ def test_few_files_are_remembered(paths, cache, monkeypatch):
     monkeypatch.setattr(weight_files, "_MAX_REMEMBERED", 2)
     for path in (paths[0], paths[1], paths[0]):
         path.write_bytes(path.read_bytes())
-        WeightFiles([path]).digest()
+        WeightSnapshot([path]).digest()
     third = paths[0].with_name("third")
     third.write_bytes(b"third")
-    WeightFiles([third]).digest()
+    WeightSnapshot([third]).digest()
     _, known = json.loads((cache / "weights.json").read_bytes()[:-32])
     assert [Path(entry[0]) for entry in known] == [paths[0], third]

@@ -1,13 +1,13 @@
-"""Acceptance: which of a step's samples become a row's tokens, and which endings count."""
+"""Acceptance: which of a step's samples become a row's tokens, and which finish_infos count."""
 
 import pytest
 import torch
 
+from nanovllm.core.messages import FinishInfo, Row, RowDetails, StepResult
 from nanovllm.layers.sampler import NO_TOKEN, RULED_OUT
-from nanovllm.scheduler.messages import Ending, Row, RowDetails, StepResult
 from nanovllm.worker.step_output import NO_CHOICE, NO_DISTRIBUTION, PendingResult, StepOutput
 
-FAILED = Ending("error", "a logits processor failed: ValueError: no")
+FAILED = FinishInfo("error", "a logits processor failed: ValueError: no")
 UNUSED = 99
 """What the table holds behind a row's last draft."""
 
@@ -17,16 +17,18 @@ def row(seq_id: int, num_drafts: int) -> Row:
 
 
 def accept(
-    drafts: list[int], sampled: list[int], endings: dict[int, Ending] | None = None
-) -> tuple[list[int], Ending | None]:
+    drafts: list[int], sampled: list[int], finish_infos: dict[int, FinishInfo] | None = None
+) -> tuple[list[int], FinishInfo | None]:
     """Return the tokens and the ending of a step of one row."""
-    output = StepOutput(torch.tensor(sampled), [], endings or {}, torch.tensor([*drafts, UNUSED]))
+    output = StepOutput(
+        torch.tensor(sampled), [], finish_infos or {}, torch.tensor([*drafts, UNUSED])
+    )
     result = PendingResult(7, [row(0, len(drafts))], output).result()
     assert result.step_id == 7
     (tokens,) = result.token_ids
     found = result.details.get(0, RowDetails())
     assert found.num_draft_tokens == len(drafts)
-    return tokens, found.ending
+    return tokens, found.finish_info
 
 
 @pytest.mark.parametrize(
@@ -57,22 +59,25 @@ def test_row_whose_first_sample_has_no_distribution_fails() -> None:
 def test_failure_behind_accepted_drafts_comes_with_the_next_step() -> None:
     assert accept([5, 6], [5, NO_TOKEN, 7]) == ([5], None)
     assert accept([5, 6], [5, 6, NO_TOKEN]) == ([5, 6], None)
-    assert accept([5, 6], [5, 6, 7], endings={1: FAILED}) == ([5], None)
+    assert accept([5, 6], [5, 6, 7], finish_infos={1: FAILED}) == ([5], None)
 
 
 def test_failure_behind_a_wrong_draft_does_not_count() -> None:
     assert accept([5, 6], [9, NO_TOKEN, 7]) == ([9], None)
-    assert accept([5, 6], [9, 6, 7], endings={1: FAILED, 2: FAILED}) == ([9], None)
+    assert accept([5, 6], [9, 6, 7], finish_infos={1: FAILED, 2: FAILED}) == ([9], None)
 
 
 def test_reason_of_a_processor_comes_before_that_of_the_logits() -> None:
-    assert accept([5], [NO_TOKEN, 6], endings={0: FAILED}) == ([], FAILED._replace(doubts_kv=True))
-    assert accept([5], [RULED_OUT, 6], endings={0: FAILED}) == ([], FAILED)
+    assert accept([5], [NO_TOKEN, 6], finish_infos={0: FAILED}) == (
+        [],
+        FAILED._replace(kv_invalid=True),
+    )
+    assert accept([5], [RULED_OUT, 6], finish_infos={0: FAILED}) == ([], FAILED)
 
 
 def test_rules_that_leave_no_token() -> None:
     assert accept([], [RULED_OUT]) == ([], NO_CHOICE)
-    assert not NO_CHOICE.doubts_kv
+    assert not NO_CHOICE.kv_invalid
 
 
 def test_each_row_has_its_own_samples_and_ending() -> None:
@@ -100,4 +105,4 @@ def test_each_row_has_its_own_samples_and_ending() -> None:
 def test_step_without_drafts() -> None:
     rows = [row(0, 0), row(1, 0)]
     result = PendingResult(0, rows, StepOutput(torch.tensor([5, NO_TOKEN]))).result()
-    assert result == StepResult(0, [[5], []], {1: RowDetails(ending=NO_DISTRIBUTION)})
+    assert result == StepResult(0, [[5], []], {1: RowDetails(finish_info=NO_DISTRIBUTION)})

@@ -5,13 +5,13 @@ import random
 import pytest
 import torch
 
+from nanovllm.core.messages import Admission, NewBlocks, NewTokens, Row, Schedule
+from nanovllm.core.windows import WindowSpec
+from nanovllm.core.worker_info import KVInfo, WorkerInfo
 from nanovllm.kernels.torch_kernels import TORCH
-from nanovllm.kv.windows import WindowSpec
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import Admission, NewBlocks, NewTokens, Row, Schedule
-from nanovllm.scheduler.worker_info import KVInfo, WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.sampling_rows import SamplingRows
+from nanovllm.worker.step_sampler import StepSampler
 
 VOCAB = 1000
 PLAIN = SamplingParams()
@@ -196,7 +196,7 @@ def test_random_schedules(seed, block_size):
         schedule = shadow.step(step_id)
         tables.apply(schedule)
         check_batch(tables.batch(schedule.rows), schedule.rows, shadow)
-        sampling = SamplingRows(tables, schedule.rows)
+        sampling = StepSampler(tables, schedule.rows)
         check_sampling(tables, sampling, schedule.rows, shadow)
         sampled = [shadow.chooser.randrange(VOCAB) for row in schedule.rows if row.samples]
         sampling.store(torch.tensor(sampled, dtype=torch.int64))
@@ -234,7 +234,7 @@ def test_dtypes():
     apply(tables, [admit(2, [5, 6, 7], [9], seed=2**63 - 1)])
     rows = [Row(1, 2, 0, 3, samples=True)]
     batch = tables.batch(rows)
-    sampling = sampling_of(SamplingRows(tables, rows))
+    sampling = sampling_of(StepSampler(tables, rows))
     for tensor in (batch.input_ids, batch.positions, batch.slot_mapping):
         assert tensor.dtype == torch.int64
     for tensor in (batch.cu_seqlens_q, batch.seq_lens, batch.block_tables):
@@ -259,7 +259,7 @@ def test_a_sampled_token_is_the_next_steps_input():
     tables = make_tables()
     apply(tables, [admit(3, [5, 6], [1]), admit(1, [8], [2])])
     rows = [Row(1, 3, 0, 2, samples=True), Row(2, 1, 0, 1, samples=True)]
-    SamplingRows(tables, rows).store(torch.tensor([70, 80]))
+    StepSampler(tables, rows).store(torch.tensor([70, 80]))
     following = tables.batch([Row(2, 1, 1, 1, samples=True), Row(1, 3, 2, 1, samples=True)])
     assert following.input_ids.tolist() == [80, 70]
     assert following.positions.tolist() == [1, 2]
@@ -269,7 +269,7 @@ def test_rows_that_do_not_sample_keep_their_tokens():
     tables = make_tables()
     apply(tables, [admit(0, [1, 2, 3, 4], [1]), admit(1, [9], [2])])
     rows = [Row(1, 0, 0, 2, samples=False), Row(2, 1, 0, 1, samples=True)]
-    sampling = SamplingRows(tables, rows)
+    sampling = StepSampler(tables, rows)
     assert sampling.output_indices.tolist() == [2]
     sampling.store(torch.tensor([50]))
     assert tables.batch([Row(1, 0, 2, 2, samples=True)]).input_ids.tolist() == [3, 4]
@@ -278,7 +278,7 @@ def test_rows_that_do_not_sample_keep_their_tokens():
 def test_a_step_may_sample_nothing():
     tables = make_tables()
     apply(tables, [admit(0, [1, 2, 3], [1])])
-    sampling = SamplingRows(tables, [Row(1, 0, 0, 2, samples=False)])
+    sampling = StepSampler(tables, [Row(1, 0, 0, 2, samples=False)])
     assert sampling.output_indices.shape == (0,)
     assert sampling.output_indices.dtype == torch.int64
     sampling.store(torch.empty(0, dtype=torch.int64))
@@ -290,7 +290,7 @@ def test_the_token_past_a_full_sequence_overwrites_nobody():
     tables = make_tables(max_model_len=4)
     apply(tables, [admit(0, [1, 2, 3, 4], [1]), admit(1, [9], [2])])
     rows = [Row(1, 0, 3, 1, samples=True), Row(2, 1, 0, 1, samples=True)]
-    SamplingRows(tables, rows).store(torch.tensor([50, 60]))
+    StepSampler(tables, rows).store(torch.tensor([50, 60]))
     batch = tables.batch([Row(1, 0, 0, 4, samples=True), Row(2, 1, 0, 2, samples=True)])
     assert batch.input_ids.tolist() == [1, 2, 3, 4, 9, 60]
 
@@ -303,7 +303,7 @@ def test_a_table_row_taken_again_shows_nothing_of_the_sequence_before():
     apply(tables, [admit(0, list(range(100, 120)), [5, 6, 7, 8, 9], before, seed=11)])
     apply(tables, [admit(0, [1, 2], [3], SamplingParams(temperature=0.25), seed=22)])
     rows = [Row(2, 0, 0, 2, samples=True)]
-    batch, sampling_rows = tables.batch(rows), SamplingRows(tables, rows)
+    batch, sampling_rows = tables.batch(rows), StepSampler(tables, rows)
     assert batch.input_ids.tolist() == [1, 2]
     assert batch.slot_mapping.tolist() == [12, 13]
     sampling = sampling_of(sampling_rows)
@@ -319,7 +319,7 @@ def test_a_table_row_taken_again_shows_nothing_of_the_sequence_before():
 def test_readmission_after_preemption_brings_back_the_generated_tokens():
     tables = make_tables()
     apply(tables, [admit(0, [1, 2], [3])])
-    SamplingRows(tables, [Row(1, 0, 0, 2, samples=True)]).store(torch.tensor([40]))
+    StepSampler(tables, [Row(1, 0, 0, 2, samples=True)]).store(torch.tensor([40]))
     apply(tables, [admit(4, [1, 2, 40], [7])])
     batch = tables.batch([Row(1, 4, 0, 3, samples=True)])
     assert batch.input_ids.tolist() == [1, 2, 40]
@@ -349,7 +349,7 @@ def test_a_batch_is_a_snapshot():
 def test_new_tokens_follow_the_sampled_one():
     tables = make_tables()
     apply(tables, [admit(0, [1, 2], [3])])
-    SamplingRows(tables, [Row(1, 0, 0, 2, samples=True)]).store(torch.tensor([40]))
+    StepSampler(tables, [Row(1, 0, 0, 2, samples=True)]).store(torch.tensor([40]))
     tables.apply(Schedule(1, [], [NewBlocks(0, 1, [8])], [], new_tokens=[NewTokens(0, 3, [7, 9])]))
     batch = tables.batch([Row(1, 0, 2, 3, samples=True)])
     assert batch.input_ids.tolist() == [40, 7, 9]

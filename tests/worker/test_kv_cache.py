@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams, demo_model
+from nanovllm.core.windows import WindowSpec
+from nanovllm.core.worker_info import KVInfo, WorkerInfo
 from nanovllm.errors import OutOfMemoryError
-from nanovllm.kv.windows import WindowSpec
 from nanovllm.options.config import Config
-from nanovllm.scheduler.worker_info import KVInfo, WorkerInfo
 from nanovllm.worker import kv_cache
 from nanovllm.worker.kv_cache import (
     available_memory,

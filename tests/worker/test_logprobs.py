@@ -16,10 +16,10 @@ from nanovllm.worker.logprobs import (
     gather_logprobs,
     sampled_logprobs,
 )
-from nanovllm.worker.sampling_rows import SamplingRows
 from nanovllm.worker.step_output import PendingResult, StepOutput
+from nanovllm.worker.step_sampler import StepSampler
 from tests.worker.test_acceptance import UNUSED, row
-from tests.worker.test_sampling_rows import DTYPES, KINDS, VOCAB, make_rows, random_logits
+from tests.worker.test_step_sampler import DTYPES, KINDS, VOCAB, make_rows, random_logits
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -94,7 +94,7 @@ def test_logprobs_for_the_rows_that_ask():
     params = list(KINDS.values())
     logits = random_logits(len(params))
     tables, rows = make_rows(params)
-    sampling = SamplingRows(tables, rows)
+    sampling = StepSampler(tables, rows)
     tokens = sampling.sample(logits)
     asking = [index for index, p in enumerate(params) if p.logprobs is not None]
     (found,) = sampled_logprobs(tables, sampling, logits, tokens)
@@ -137,7 +137,7 @@ def test_logprobs_of_512_rows_take_little_memory():
     vocab_size = 2**15
     params = [SamplingParams(temperature=0, logprobs=5)] * 512
     tables, rows = make_rows(params, vocab_size=vocab_size)
-    sampling = SamplingRows(tables, rows)
+    sampling = StepSampler(tables, rows)
     logits = torch.zeros(512, vocab_size, dtype=torch.bfloat16)
     tokens = torch.zeros(512, dtype=torch.int64)
     peak = peak_bytes(lambda: sampled_logprobs(tables, sampling, logits, tokens))
@@ -146,7 +146,7 @@ def test_logprobs_of_512_rows_take_little_memory():
 
 def test_nobody_asks_for_logprobs():
     tables, rows = make_rows([SamplingParams(), SamplingParams(temperature=0)])
-    sampling = SamplingRows(tables, rows)
+    sampling = StepSampler(tables, rows)
     assert not sampling.want_logprobs
 
 

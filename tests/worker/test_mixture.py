@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.core.messages import Admission, NewBlocks, Row, Schedule
+from nanovllm.core.windows import num_tables
 from nanovllm.kernels.cpu.library import library
-from nanovllm.kv.windows import num_tables
 from nanovllm.loading.hub import configured_checkpoint
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.parallel.worker import check_networks, make_runner
-from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule
+from nanovllm.parallel.rank_setup import check_networks, make_runner
 from nanovllm.worker.kv_cache import require_one_sequence
 from nanovllm.worker.model_report import report
 from nanovllm.worker.model_runner import ModelRunner

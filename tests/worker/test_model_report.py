@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from nanovllm import demo_model
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.torch_sdpa import TorchExplicitBackend
+from nanovllm.core.windows import pages_for
 from nanovllm.errors import CheckpointError
-from nanovllm.features.formats.integer import choose_group_size, quantize
-from nanovllm.kv.windows import pages_for
+from nanovllm.features.quantization.integer import choose_group_size, quantize
 from nanovllm.models.registry import MODULES
 from nanovllm.worker.kv_pool import page_layout
 from nanovllm.worker.model_report import POOL_BYTES, all_supported, report

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.attention.states import StatePart, StateRows
+from nanovllm.core.messages import Admission, Row, Schedule
+from nanovllm.kernels.states import StatePart, StateRows
 from nanovllm.layers.state_layer import StateLayer
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import Admission, Row, Schedule
 from nanovllm.worker.state_table import Replays
 from tests.kernels.state_cases import make_rows, make_states
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from nanovllm.attention.states import StatePart
+from nanovllm.core.messages import NewBlocks, Row, Schedule
+from nanovllm.core.worker_info import KVInfo, WorkerInfo
+from nanovllm.kernels.states import StatePart
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.state_layer import StateLayer
-from nanovllm.scheduler.messages import NewBlocks, Row, Schedule
-from nanovllm.scheduler.worker_info import KVInfo, WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_pool import KVPool, page_layout
 from nanovllm.worker.state_layers import StateLayers, pack_parts

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.states import StateRows
+from nanovllm.core.messages import Admission, Row, Schedule
+from nanovllm.core.worker_info import DraftInfo, KVInfo, WorkerInfo
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.selector import select_kernels
+from nanovllm.kernels.states import StateRows
 from nanovllm.kernels.torch_states import read_parts, write_parts
-from nanovllm.scheduler.messages import Admission, Row, Schedule
-from nanovllm.scheduler.worker_info import DraftInfo, KVInfo, WorkerInfo
 from nanovllm.worker import network
 from nanovllm.worker.state_table import StateTable
 from tests.checkpoints import make_checkpoint
@@ -61,7 +61,7 @@ def rows_of(table: StateTable, schedule: Schedule) -> StateRows:
 
 def test_cells_are_tokens_of_prompts() -> None:
     """A row goes on behind its prompt, one computes tokens again, and one only measures."""
-    table = make_table(6, cell_tokens=64)
+    table = make_table(6, chunk_size=64)
     admissions = [admission(i, n) for i, n in enumerate((130, 30, 64, 300, 5))]
     drafted = [Row(1, 1, 29, 4, True, 3)]
     rows_of(table, Schedule(0, admissions, [], drafted))
@@ -86,7 +86,7 @@ def test_cells_are_tokens_of_prompts() -> None:
 def test_steps_without_prompts_have_no_cells() -> None:
     rows = [Row(0, 0, 64, 1, True)]
     assert (
-        rows_of(make_table(1, cell_tokens=64), Schedule(0, [admission(0, 64)], [], rows)).cells
+        rows_of(make_table(1, chunk_size=64), Schedule(0, [admission(0, 64)], [], rows)).cells
         is None
     )
     rows = [Row(0, 0, 0, 64, True)]

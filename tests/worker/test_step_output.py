@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.scheduler.messages import Row
+from nanovllm.core.messages import Row
 from nanovllm.worker.step_output import PendingResult, StepOutput
 from nanovllm.worker.timing import StepTimer
 from tests.worker.test_timing import FakeEvent

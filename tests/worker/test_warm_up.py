@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.features.speculation.proposers.ngram import Ngram
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers import sampler
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker import logprobs
 from nanovllm.worker.network import Network
 from nanovllm.worker.warm_up import CHUNKS, KINDS, compile_kernels, reach_peak, warm_up_steps
-from tests.fast_steps.test_cuda_graph import BLOCK_SIZE, Bench
+from tests.graphs.test_cuda_graph import BLOCK_SIZE, Bench
 
 INFO = WorkerInfo(100, BLOCK_SIZE, 64, 1003, 64)
 

@@ -3,9 +3,9 @@
 The example is that of docs/paged_attention.md.
 """
 
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.sequence import Sequence
 from tools.svg import Drawing
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 4

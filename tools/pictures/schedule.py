@@ -5,11 +5,11 @@ The example is that of docs/scheduler.md.
 
 import dataclasses
 
+from nanovllm.core.messages import Row, StepResult
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import Row, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.sequence import Sequence
 from tools.svg import Drawing
 
 NUM_BLOCKS, BLOCK_SIZE, TOKEN_LIMIT, MAX_NUM_SEQS = 8, 4, 8, 3

@@ -1,8 +1,8 @@
 """Lesson 4: the cache is cut into blocks, and a block table says which of them a text has."""
 
 from nanovllm import SamplingParams
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.scheduler.sequence import Sequence
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 4
 

@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable
 
 from nanovllm import SamplingParams
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.scheduler.sequence import Sequence
 
 Key = tuple[int | None, tuple[int, ...]]
 

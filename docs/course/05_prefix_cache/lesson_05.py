@@ -1,8 +1,8 @@
 """Lesson 5: blocks whose tokens another sequence begins with, too, are not computed again."""
 
 from nanovllm import LLM, SamplingParams, demo_model
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.scheduler.sequence import Sequence
 
 PROMPTS = {
     "A": [10, 11, 12, 13, 14, 15, 16, 17, 18, 19],

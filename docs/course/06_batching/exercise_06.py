@@ -4,10 +4,10 @@ import random
 from collections.abc import Callable
 
 from nanovllm import SamplingParams
+from nanovllm.core.messages import StepResult
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.scheduler.messages import StepResult
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.sequence import Sequence
 
 
 def batch(arrivals: list[int], lengths: list[int], max_num_seqs: int) -> list[list[int]]:

@@ -1,10 +1,10 @@
 """Lesson 6: one step computes a token of many sequences, and each step chooses them anew."""
 
 from nanovllm import SamplingParams
+from nanovllm.core.messages import StepResult
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.scheduler.messages import StepResult
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.sequence import Sequence
 
 LENGTHS = {"A": 2, "B": 7, "C": 3, "D": 4}
 """How many tokens each sequence generates."""

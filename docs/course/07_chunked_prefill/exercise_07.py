@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from nanovllm import SamplingParams
+from nanovllm.core.messages import StepResult
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.scheduler.messages import StepResult
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.sequence import Sequence
 
 
 class Counts(NamedTuple):

@@ -1,10 +1,10 @@
 """Lesson 7: a long prompt is computed in chunks, so that others go on beside it."""
 
 from nanovllm import SamplingParams
+from nanovllm.core.messages import StepResult
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.scheduler.messages import StepResult
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.sequence import Sequence
 
 PROMPTS = {"A": (3, 8), "B": (20, 3)}
 """Tokens of each prompt, and tokens to generate."""

@@ -1,10 +1,10 @@
 """Lesson 8: when the blocks run out, one sequence gives up its own, and goes on later."""
 
 from nanovllm import LLM, SamplingParams, demo_model
+from nanovllm.core.messages import StepResult
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.scheduler.messages import StepResult
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.sequence import Sequence
 
 NUM_BLOCKS = 6
 PROMPTS = {"A": (7, 8), "B": (6, 8)}

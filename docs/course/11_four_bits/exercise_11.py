@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.features.formats import integer
+from nanovllm.features.quantization import integer
 
 
 def quantize(weights: list[float]) -> tuple[float, list[int]]:

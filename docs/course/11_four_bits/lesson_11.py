@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.features.formats.integer import IntTensor, quantize
+from nanovllm.features.quantization.integer import IntTensor, quantize
 
 GROUP = 32
 NAME = "model.layers.0.mlp.down_proj.weight"

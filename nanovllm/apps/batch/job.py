@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from nanovllm.apps.batch.batch_options import RowOptions, job_identity
 from nanovllm.apps.batch.job_files import JobFiles, Journal
-from nanovllm.apps.batch.options import RowOptions, job_identity
 from nanovllm.apps.batch.results import check_output, write_output
-from nanovllm.apps.batch.rows import Row
+from nanovllm.apps.batch.rows import InputRow
 from nanovllm.apps.batch.sources import Source, check_unchanged
 
 _MIN_WINDOW = 1024
@@ -31,7 +31,7 @@ class Pool(Protocol):
     async def start(self) -> None:
         """Make the engines. Raises NanoVLLMError."""
 
-    async def answer(self, row: Row) -> bytes:
+    async def answer(self, row: InputRow) -> bytes:
         """Return the output of a row as a line of JSON. Raises NanoVLLMError."""
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class _Dispatch:
         self._pool = pool
         self._journal = journal
         self._tasks: set[asyncio.Task[None]] = set()
-        self._finished: asyncio.Queue[tuple[Row, bytes | BaseException]] = asyncio.Queue()
+        self._finished: asyncio.Queue[tuple[InputRow, bytes | BaseException]] = asyncio.Queue()
         self._num_running = 0
         self._num_failed = 0
 
@@ -148,7 +148,7 @@ class _Dispatch:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _begin(self, rows: Iterator[Row], row: Row | None) -> Row | None:
+    def _begin(self, rows: Iterator[InputRow], row: InputRow | None) -> InputRow | None:
         """Begin rows from `row` on while there is room; return the first that was not begun."""
         capacity = self._pool.capacity
         window = max(_MIN_WINDOW, _WINDOW_CAPACITIES * capacity)
@@ -162,14 +162,14 @@ class _Dispatch:
             row = next(rows, None)
         return row
 
-    async def _answer(self, row: Row) -> None:
+    async def _answer(self, row: InputRow) -> None:
         try:
             output: bytes | BaseException = await self._pool.answer(row)
         except Exception as error:
             output = error
         self._finished.put_nowait((row, output))
 
-    def _keep(self, row: Row, output: bytes | BaseException) -> None:
+    def _keep(self, row: InputRow, output: bytes | BaseException) -> None:
         self._num_running -= 1
         if isinstance(output, BaseException):
             raise output
@@ -177,7 +177,7 @@ class _Dispatch:
         self._journal.append(_number(row), output)
 
 
-def _number(row: Row) -> int:
+def _number(row: InputRow) -> int:
     """Return the number of a row of a file."""
     assert row.number is not None
     return row.number

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 
 from nanovllm import __version__
-from nanovllm.apps.batch.options import RowOptions
+from nanovllm.apps.batch.batch_options import RowOptions
 from nanovllm.apps.batch.rows import (
-    Row,
+    InputRow,
     dumps,
     error_body,
     openai_failure,
@@ -22,7 +22,7 @@ from nanovllm.apps.batch.rows import (
     short_digest,
 )
 from nanovllm.apps.server.app import make_app
-from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.errors import EngineDeadError
 from nanovllm.options.validation import did_you_mean, shown
@@ -62,7 +62,7 @@ class OpenAIRows:
             timeout=None,
         )
 
-    async def answer(self, row: Row) -> dict[str, Any]:
+    async def answer(self, row: InputRow) -> dict[str, Any]:
         """Return a line of the output; it has an error if the row is bad.
 
         Raises:
@@ -112,7 +112,7 @@ def _problem(fields: dict[str, Any]) -> str | None:
 class _Repeatable:
     """Replaces what is not the same in each run: random ids, times, and what a cache had."""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: InputRow) -> None:
         self._base = f"{row.number} {row.fields['custom_id']}"
         self._ids: dict[str, str] = {}
 

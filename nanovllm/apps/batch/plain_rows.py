@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanovllm.apps.batch.options import RowOptions, check_override
-from nanovllm.apps.batch.rows import Row, failed_columns, row_id, row_seed
-from nanovllm.apps.server.options import model_name
+from nanovllm.apps.batch.batch_options import RowOptions, check_override
+from nanovllm.apps.batch.rows import InputRow, failed_columns, row_id, row_seed
+from nanovllm.apps.server.server_options import model_name
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.errors import ConfigError, EngineDeadError, InvalidRequestError
 from nanovllm.options.lora_request import LoRARequest, named_adapters
@@ -42,7 +42,7 @@ class PlainRows:
                 given.setdefault("max_tokens", MAX_TOKENS)
             self._params = dataclasses.replace(llm.get_default_sampling_params(), **given)
 
-    async def answer(self, row: Row) -> dict[str, Any]:
+    async def answer(self, row: InputRow) -> dict[str, Any]:
         """Return the output of a row, by column; it has an error if the row is bad.
 
         Raises:
@@ -61,7 +61,7 @@ class PlainRows:
             raise EngineDeadError("the engine was shut down")
         return _columns(output)
 
-    async def _generate(self, row: Row) -> RequestOutput:
+    async def _generate(self, row: InputRow) -> RequestOutput:
         column = self._options.batch.prompt_column
         prompt = row.fields.get(column)
         messages = row.fields.get("messages")
@@ -80,7 +80,7 @@ class PlainRows:
             conversation, params, lora_request=adapter, chat_template=template
         )
 
-    def _adapter(self, row: Row) -> LoRARequest | None:
+    def _adapter(self, row: InputRow) -> LoRARequest | None:
         """Return the adapter that a row names as its model; without adapters any name will do."""
         name = row.fields.get("model") if self._adapters else None
         if name in self._base_names:
@@ -90,7 +90,7 @@ class PlainRows:
             raise InvalidRequestError(f"the model {shown(name)} does not exist; there are {names}")
         return self._adapters[name]
 
-    def _row_params(self, row: Row) -> SamplingParams:
+    def _row_params(self, row: InputRow) -> SamplingParams:
         given = row.fields.get("sampling_params") or {}
         if not isinstance(given, Mapping):
             raise InvalidRequestError(f"sampling_params must be an object, got {shown(given)}")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nanovllm.apps.batch.options import RowOptions
-from nanovllm.apps.batch.rows import OPENAI, OUTPUT_COLUMNS, Row, dumps, failed_columns
+from nanovllm.apps.batch.batch_options import RowOptions
+from nanovllm.apps.batch.rows import OPENAI, OUTPUT_COLUMNS, InputRow, dumps, failed_columns
 from nanovllm.apps.batch.sources import ParquetRows, Source, is_parquet
 from nanovllm.errors import ConfigError
 
@@ -72,7 +72,7 @@ def write_output(
         file.write(line + b"\n")
 
 
-def merged(row: Row, id_column: str, columns: dict[str, Any]) -> dict[str, Any]:
+def merged(row: InputRow, id_column: str, columns: dict[str, Any]) -> dict[str, Any]:
     """Return a row with the columns of its output, which take the place of older ones."""
     given = row.fields.get(id_column)
     fields = {name: value for name, value in row.fields.items() if name not in OUTPUT_COLUMNS}

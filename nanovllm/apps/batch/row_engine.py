@@ -5,8 +5,8 @@ import importlib.util
 import logging
 from typing import TYPE_CHECKING
 
-from nanovllm.apps.batch.options import RowOptions
-from nanovllm.apps.batch.rows import OPENAI, Row, dumps, failed_line
+from nanovllm.apps.batch.batch_options import RowOptions
+from nanovllm.apps.batch.rows import OPENAI, InputRow, dumps, failed_line
 from nanovllm.errors import ConfigError, EngineDeadError, log_failure
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class RowEngine:
     async def start(self) -> None:
         """Do nothing: the engine is ready once this object is made."""
 
-    async def answer(self, row: Row) -> bytes:
+    async def answer(self, row: InputRow) -> bytes:
         """Return the output of a row as a line of JSON.
 
         Raises:

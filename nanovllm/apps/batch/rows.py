@@ -19,7 +19,7 @@ OPENAI = "openai"
 """The forms of a batch: rows with a prompt, or OpenAI's batch file."""
 
 
-class Row(NamedTuple):
+class InputRow(NamedTuple):
     """A row as it was read."""
 
     number: int | None
@@ -33,7 +33,7 @@ class BadRowError(ValueError):
     """A text is not a row."""
 
 
-def row_id(row: Row, column: str) -> str | int:
+def row_id(row: InputRow, column: str) -> str | int:
     """Return the row's id: the field `column`, or its index, or a digest of its content.
 
     Raises:
@@ -124,7 +124,7 @@ def failed_columns(error: str) -> dict[str, Any]:
 
 
 def openai_line(
-    row: Row, status: int, body: dict[str, Any], error: dict[str, Any] | None
+    row: InputRow, status: int, body: dict[str, Any], error: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Return a line of OpenAI's output file."""
     custom_id = row.fields.get("custom_id")
@@ -137,7 +137,7 @@ def openai_line(
     }
 
 
-def openai_failure(row: Row, status: int, body: dict[str, Any]) -> dict[str, Any]:
+def openai_failure(row: InputRow, status: int, body: dict[str, Any]) -> dict[str, Any]:
     """Return the line of a row with an error: `body` is OpenAI's body of an error."""
     error = body["error"]
     code = error.get("code") or error["type"]
@@ -149,7 +149,7 @@ def error_body(message: str, kind: str = "invalid_request_error") -> dict[str, A
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
-def failed_line(form: str, row: Row, error: str) -> bytes:
+def failed_line(form: str, row: InputRow, error: str) -> bytes:
     """Return the output, as JSON, of a row whose error is not its own."""
     if form == OPENAI:
         return dumps(openai_failure(row, 500, error_body(error, "server_error")))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nanovllm.apps.batch.rows import OPENAI, ROWS, BadRowError, Row, parse_object
+from nanovllm.apps.batch.rows import OPENAI, ROWS, BadRowError, InputRow, parse_object
 from nanovllm.errors import ConfigError
 from nanovllm.options.validation import shown
 
@@ -83,7 +83,7 @@ class JSONLines:
         self.form = self._find_form(form)
         self._repeated = self._find_repeated() if self.form == OPENAI else set()
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[InputRow]:
         """Yield the rows; one that cannot be read, or has the custom_id of another, says why."""
         numbers: dict[str, int | None] = {}  # of repeated names: the first row that has it
         for row in self._lines():
@@ -97,16 +97,16 @@ class JSONLines:
                     row = row._replace(problem=problem)
             yield row
 
-    def _lines(self) -> Iterator[Row]:
+    def _lines(self) -> Iterator[InputRow]:
         with self.path.open("rb") as file:
             number = 0
             for line in file:
                 if not line.strip():
                     continue
                 try:
-                    row = Row(number, parse_object(line))
+                    row = InputRow(number, parse_object(line))
                 except BadRowError as error:
-                    row = Row(number, {}, str(error))
+                    row = InputRow(number, {}, str(error))
                 yield row
                 number += 1
 
@@ -171,7 +171,7 @@ class ParquetRows:
         with parquet.ParquetFile(self.path) as opened:
             yield from opened.iter_batches(_ROWS_AT_ONCE)
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[InputRow]:
         """Yield the rows.
 
         Raises:
@@ -187,7 +187,7 @@ class ParquetRows:
                     f"the rows of {self.path} from {number} on cannot be read: {error}"
                 ) from None
             for fields in rows:
-                yield Row(number, fields)
+                yield InputRow(number, fields)
                 number += 1
 
 

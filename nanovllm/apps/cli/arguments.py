@@ -13,9 +13,9 @@ from nanovllm.apps.cli.lab import add_lab
 from nanovllm.apps.cli.learn import add_learn
 from nanovllm.apps.cli.models import add_models
 from nanovllm.apps.cli.prove import add_prove
-from nanovllm.apps.explain.options import ExplainOptions
-from nanovllm.apps.router.options import add_router_flags
-from nanovllm.apps.server.options import add_server_flags
+from nanovllm.apps.explain.explain_options import ExplainOptions
+from nanovllm.apps.router.router_options import add_router_flags
+from nanovllm.apps.server.server_options import add_server_flags
 from nanovllm.errors import ConfigError
 from nanovllm.options.flags import Parser, add_flags, add_other_flags, json_object
 from nanovllm.options.model_names import looks_like_model, no_model

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import demo_model
+from nanovllm.apps.batch.batch_options import BatchOptions, RowOptions
 from nanovllm.apps.batch.job import Finished, Pool, Progress, run_job
-from nanovllm.apps.batch.options import BatchOptions, RowOptions
 from nanovllm.apps.batch.row_engine import RowEngine, check_form
 from nanovllm.apps.batch.rows import OPENAI, ROWS
 from nanovllm.apps.batch.sources import open_source

@@ -19,8 +19,8 @@ from nanovllm.apps.cli.arguments import EXPLAINED_TOKENS, parse
 from nanovllm.apps.cli.flag_groups import MAX_TOKENS, RECOMMENDED
 from nanovllm.apps.cli.repl import Chat, Settings
 from nanovllm.apps.cli.sources import (
+    AnswerPiece,
     Message,
-    Piece,
     Source,
     awaited,
     model_source,
@@ -28,9 +28,9 @@ from nanovllm.apps.cli.sources import (
     pieces,
     server_source,
 )
-from nanovllm.apps.explain.options import ExplainOptions
-from nanovllm.apps.router.options import RouterOptions, names_several
-from nanovllm.apps.server.options import model_name
+from nanovllm.apps.explain.explain_options import ExplainOptions
+from nanovllm.apps.router.router_options import RouterOptions, names_several
+from nanovllm.apps.server.server_options import model_name
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError, ServerError
 from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, fields_of, given_fields
@@ -252,7 +252,7 @@ def _connect(
 def _naming_flags(source: Source, parser: Parser) -> Source:
     """Return the same answers, with errors that name flags."""
 
-    def answer(messages: list[Message], changed: Mapping[str, Any]) -> Iterator[Piece]:
+    def answer(messages: list[Message], changed: Mapping[str, Any]) -> Iterator[AnswerPiece]:
         with parser.errors_in_flags():
             yield from source(messages, changed)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm import demo_model
 from nanovllm.apps.cli.flag_groups import add_engine_flags
-from nanovllm.apps.prove.options import ProveOptions
+from nanovllm.apps.prove.prove_options import ProveOptions
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, add_flags, add_other_flags, fields_of, given_fields

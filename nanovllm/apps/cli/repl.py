@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanovllm.apps.cli.sources import Message, Piece, Source, awaited
+from nanovllm.apps.cli.sources import AnswerPiece, Message, Source, awaited
 from nanovllm.errors import InvalidRequestError, ServerError
 from nanovllm.options.flags import fields_of
 from nanovllm.options.sampling_params import MAX_TOKENS, SamplingParams
@@ -243,7 +243,7 @@ class _Timer:
         self._first = self._last = 0.0
         self._num_tokens = self._num_first = 0
 
-    def timed(self, pieces: Iterator[Piece]) -> Iterator[str]:
+    def timed(self, pieces: Iterator[AnswerPiece]) -> Iterator[str]:
         """Yield the texts of an answer, and note when its tokens come."""
         for piece in pieces:
             self._last = time.monotonic()

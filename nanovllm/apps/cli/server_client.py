@@ -28,7 +28,7 @@ MAX_BYTES = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
-class Server:
+class ServerAddress:
     """Where a server is, and what each request to it says; made by `find_server`."""
 
     name: str
@@ -48,7 +48,7 @@ class Server:
         )
 
 
-def find_server(url: str, api_key: str | None = None) -> Server:
+def find_server(url: str, api_key: str | None = None) -> ServerAddress:
     """Return the server at `url`, such as http://127.0.0.1:8000; a /v1 at its end is left out.
 
     Args:
@@ -74,10 +74,10 @@ def find_server(url: str, api_key: str | None = None) -> Server:
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
-    return Server(parts.netloc, f"{parts.scheme}://{parts.netloc}{path}", headers)
+    return ServerAddress(parts.netloc, f"{parts.scheme}://{parts.netloc}{path}", headers)
 
 
-def model_card(server: Server, name: str | None = None) -> dict[str, Any]:
+def model_card(server: ServerAddress, name: str | None = None) -> dict[str, Any]:
     """Return what the server lists of a model: at least its `id`.
 
     Without a name it is the first model of those that chat, if the server says so.
@@ -107,7 +107,7 @@ def model_card(server: Server, name: str | None = None) -> dict[str, Any]:
     raise ServerError(f"{server.name} lists no model at /v1/models; name one")
 
 
-def stream(server: Server, endpoint: str, body: Any) -> Iterator[str | None]:
+def stream(server: ServerAddress, endpoint: str, body: Any) -> Iterator[str | None]:
     """Post a request, and yield the data of each event; None each 0.1 s without data.
 
     The connection ends when the iterator is closed.
@@ -139,7 +139,7 @@ def stream(server: Server, endpoint: str, body: Any) -> Iterator[str | None]:
         answer.result()
 
 
-async def _events(server: Server, endpoint: str, body: Any) -> AsyncIterator[str]:
+async def _events(server: ServerAddress, endpoint: str, body: Any) -> AsyncIterator[str]:
     """Post a request, and yield the data of each event when it comes."""
     timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
     with _errors(server):
@@ -170,7 +170,7 @@ async def _body(response: httpx.Response) -> bytes:
 
 
 @contextlib.contextmanager
-def _errors(server: Server) -> Iterator[None]:
+def _errors(server: ServerAddress) -> Iterator[None]:
     """Raise what goes wrong on the way as a ServerError of one line."""
     try:
         yield
@@ -251,7 +251,7 @@ def parse_event(data: str) -> dict[str, Any]:
     return event
 
 
-class Choice(NamedTuple):
+class ChatEvent(NamedTuple):
     """What an event says of a chat's answer."""
 
     text: str = ""
@@ -259,7 +259,7 @@ class Choice(NamedTuple):
     finish_reason: str | None = None
 
 
-def choice_of(event: dict[str, Any]) -> Choice:
+def choice_of(event: dict[str, Any]) -> ChatEvent:
     """Return what an event says of the first answer.
 
     Raises:
@@ -272,12 +272,12 @@ def choice_of(event: dict[str, Any]) -> Choice:
             reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
             reason = choice.get("finish_reason") or None
             if all(isinstance(value, str) for value in (text, reasoning, reason or "")):
-                return Choice(text, reasoning, reason)
+                return ChatEvent(text, reasoning, reason)
             raise TypeError
     except (AttributeError, TypeError):
         text = json.dumps(event)[:200]
         raise ServerError(f"the server sends an event of an unknown form: {text}") from None
-    return Choice()
+    return ChatEvent()
 
 
 def message_of(body: bytes) -> str:

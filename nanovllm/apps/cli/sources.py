@@ -11,11 +11,11 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.utils.terminal import complain, is_interactive, spinner
 
 if TYPE_CHECKING:
-    from nanovllm.apps.cli.server_client import Server
+    from nanovllm.apps.cli.server_client import ServerAddress
     from nanovllm.llm import LLM
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """A part of an answer."""
 
     text: str
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 
 
 Message = dict[str, str]
-Source = Callable[[list[Message], Mapping[str, Any]], Iterator[Piece]]
+Source = Callable[[list[Message], Mapping[str, Any]], Iterator[AnswerPiece]]
 """Answers a conversation, piece by piece, with some sampling parameters changed. It raises
 InvalidRequestError or ServerError, and ends the answer when the iterator is closed."""
 
@@ -37,7 +37,7 @@ END_THINK = "\n</think>\n\n"
 def model_source(llm: "LLM", params: SamplingParams, template: Mapping[str, Any]) -> Source:
     """Return the answers of a model; `template` are arguments of the chat template."""
 
-    def answer(messages: list[Message], changed: Mapping[str, Any]) -> Iterator[Piece]:
+    def answer(messages: list[Message], changed: Mapping[str, Any]) -> Iterator[AnswerPiece]:
         prompt = llm.render(messages, add_generation_prompt=True, **template)
         yield from pieces(llm.stream(prompt, dataclasses.replace(params, **changed)))
 
@@ -48,25 +48,25 @@ def narrated_source(llm: "LLM", source: Source) -> Source:
     """Return the answers of a model, each as one piece of text behind the lines of its steps."""
     from nanovllm.apps.explain.narrate import narrated
 
-    def answer(messages: list[Message], changed: Mapping[str, Any]) -> Iterator[Piece]:
+    def answer(messages: list[Message], changed: Mapping[str, Any]) -> Iterator[AnswerPiece]:
         text = ""
         with narrated(llm.engine, complain):
             for piece in source(messages, changed):
                 text += piece.text
-                yield Piece("", piece.num_tokens)  # so that Ctrl-C stops it
-        yield Piece(text)
+                yield AnswerPiece("", piece.num_tokens)  # so that Ctrl-C stops it
+        yield AnswerPiece(text)
 
     return answer
 
 
-def server_source(server: "Server", model: str, fields: Mapping[str, Any]) -> Source:
+def server_source(server: "ServerAddress", model: str, fields: Mapping[str, Any]) -> Source:
     """Return the answers of a server's model; `fields` are further ones of each request."""
     from nanovllm.apps.cli import server_client
 
     if is_interactive():  # where tokens a second are shown
         fields = {**fields, "stream_options": {"include_usage": True}}
 
-    def answer(messages: list[Message], changed: Mapping[str, Any]) -> Iterator[Piece]:
+    def answer(messages: list[Message], changed: Mapping[str, Any]) -> Iterator[AnswerPiece]:
         sent = [{**message, "content": _without_reasoning(message)} for message in messages]
         body = {**fields, **changed, "model": model, "messages": sent, "stream": True}
         if "extra_args" in body:
@@ -77,9 +77,9 @@ def server_source(server: "Server", model: str, fields: Mapping[str, Any]) -> So
             event = {} if data in (None, "[DONE]") else server_client.parse_event(data or "")
             text, thought, end = server_client.choice_of(event)
             reason = end or reason
-            yield Piece(THINK * (bool(thought) and not reasons) + thought, _num_tokens(event))
+            yield AnswerPiece(THINK * (bool(thought) and not reasons) + thought, _num_tokens(event))
             reasons = reasons or bool(thought)
-            yield Piece(END_THINK * (bool(text) and reasons) + text)
+            yield AnswerPiece(END_THINK * (bool(text) and reasons) + text)
             reasons = reasons and not text
         if reason in (None, "error", "abort"):
             raise ServerError(f"the server broke off its answer: {reason or 'no reason is given'}")
@@ -87,32 +87,32 @@ def server_source(server: "Server", model: str, fields: Mapping[str, Any]) -> So
     return answer
 
 
-def pieces(outputs: Iterator[RequestOutput]) -> Iterator[Piece]:
+def pieces(outputs: Iterator[RequestOutput]) -> Iterator[AnswerPiece]:
     """Yield the pieces of a stream.
 
     Raises:
         InvalidRequestError: the model failed, such as with logits that are not numbers.
     """
     for output in outputs:
-        yield Piece(output.text, len(output.token_ids))
+        yield AnswerPiece(output.text, len(output.token_ids))
         if output.finish_reason == "error":
             reason = output.outputs[0].stop_reason
             raise InvalidRequestError(f"the answer ended with an error: {reason}")
 
 
 def awaited(
-    found: Iterator[Piece], interrupted: Callable[[], bool] = lambda: False
-) -> Iterator[Piece]:
+    found: Iterator[AnswerPiece], interrupted: Callable[[], bool] = lambda: False
+) -> Iterator[AnswerPiece]:
     """Yield pieces of an answer until Ctrl-C comes, with a spinner before the first text."""
     waited = 0
-    first = Piece("")
+    first = AnswerPiece("")
     with spinner():
         for piece in found:
             if piece.text or interrupted():
                 first = piece
                 break
             waited += piece.num_tokens
-    for piece in itertools.chain([Piece(first.text, first.num_tokens + waited)], found):
+    for piece in itertools.chain([AnswerPiece(first.text, first.num_tokens + waited)], found):
         if interrupted():
             return
         yield piece

@@ -3,7 +3,7 @@
 import contextlib
 from typing import Any
 
-from nanovllm.apps.explain.options import ExplainOptions
+from nanovllm.apps.explain.explain_options import ExplainOptions
 from nanovllm.apps.explain.recording import recorded
 from nanovllm.apps.explain.story import Step, Story
 from nanovllm.apps.explain.terminal import Terminal

@@ -62,7 +62,7 @@ class Rates(NamedTuple):
         return f"reads {self.bytes_per_second / 1e9:.1f} GB/s; Gop/s: {', '.join(rates)}"
 
 
-class Meter:
+class RateMeter:
     """Measures the rates of as many threads as torch has.
 
     It reads a large buffer of its own, which the process then holds, and `memory`: a part of that

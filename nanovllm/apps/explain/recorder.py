@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from nanovllm.apps.explain.sampling import SamplingRecorder
 from nanovllm.apps.explain.story import Note, RowStory, Sample, SequenceStory, Step
+from nanovllm.core.messages import Row, Schedule, StepResult
+from nanovllm.core.sequence import Sequence
 from nanovllm.engine.observer import Observer
 from nanovllm.engine.request import Request
-from nanovllm.scheduler.messages import Row, Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
     from nanovllm.apps.explain.xray import Xray
@@ -184,19 +184,19 @@ class Recorder(Observer):
     def _preempted(self, scheduler: Scheduler) -> list[Note]:
         """Return the sequences that lost their KV for this step."""
         notes = []
-        for setback in scheduler.setbacks:
-            if setback.preempted_by is not None and setback.seq_id in self._unfinished:
-                number, _ = self._unfinished[setback.seq_id]
+        for stall in scheduler.stalls:
+            if stall.preempted_by is not None and stall.seq_id in self._unfinished:
+                number, _ = self._unfinished[stall.seq_id]
                 text = "it needed a block itself, and nobody behind it had one"
-                if setback.preempted_by != setback.seq_id:
-                    by = self._unfinished.get(setback.preempted_by)
+                if stall.preempted_by != stall.seq_id:
+                    by = self._unfinished.get(stall.preempted_by)
                     text = f"#{by[0] if by else '?'} needed a block"
                 notes.append(Note(number, text))
         return notes
 
     def _waiting(self, scheduler: Scheduler, scheduled: set[int], left: int) -> list[Note]:
         """Return why each unfinished sequence that is not `scheduled` has no row."""
-        refused = {s.seq_id: s.reason for s in scheduler.setbacks if s.preempted_by is None}
+        refused = {s.seq_id: s.reason for s in scheduler.stalls if s.preempted_by is None}
         first = next(iter(refused), None)
         notes = []
         for seq_id, (number, seq) in self._unfinished.items():
@@ -218,7 +218,7 @@ class Recorder(Observer):
                 text = "its tokens, its adapter or its KV are still to come"
             elif first in self._unfinished:
                 text = f"behind #{self._unfinished[first][0]}, which waits and goes first"
-            elif scheduler.setbacks:
+            elif scheduler.stalls:
                 text = "a step that preempts admits nobody"
             else:
                 text = "the step ended before its turn"

@@ -13,7 +13,7 @@ import torch
 from nanovllm.apps.explain.story import Sample, Stage
 from nanovllm.layers.sampler import Sampling, thresholds_of, uniform, weights_of
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.worker.sampling_rows import SamplingRows
+from nanovllm.worker.step_sampler import StepSampler
 
 
 class SamplingRecorder:
@@ -52,7 +52,7 @@ class SamplingRecorder:
         self._stages[sample].append((rule, logits.clone()))
         self._seconds += time.perf_counter() - start
 
-    def sampled(self, sampling: SamplingRows, tokens: torch.Tensor) -> None:
+    def sampled(self, sampling: StepSampler, tokens: torch.Tensor) -> None:
         start = time.perf_counter()
         parameters = sampling.parameters()
         drafts = None if sampling.draft_ids is None else sampling.draft_ids.tolist()

@@ -79,7 +79,7 @@ class Note:
 
 
 @dataclass(slots=True)
-class Part:
+class LayerPart:
     """All calls of one part of the layers in a step: such as down_proj, in each layer."""
 
     name: str
@@ -114,7 +114,7 @@ class Step:
     seconds: dict[str, float] = field(default_factory=dict)
     """By phase: schedule, launch, wait and process. In one process on a CPU the step is computed in
     launch."""
-    parts: list[Part] = field(default_factory=list)
+    parts: list[LayerPart] = field(default_factory=list)
     """With --xray: the parts of the network."""
 
 

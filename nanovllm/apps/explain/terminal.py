@@ -10,7 +10,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from nanovllm.apps.explain.story import Note, Part, RowStory, Sample, Step, Story
+from nanovllm.apps.explain.story import LayerPart, Note, RowStory, Sample, Step, Story
 from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.utils.terminal import write
 
@@ -146,7 +146,7 @@ def _notes(what: str, notes: Iterable[Note], style: str) -> list[RenderableType]
     return [Text(f"#{note.sequence} {what}: {note.text}", style) for note in notes]
 
 
-def _parts(parts: list[Part]) -> Table:
+def _parts(parts: list[LayerPart]) -> Table:
     """Return the table of --xray."""
     table = Table(box=None, header_style="dim", pad_edge=False)
     for name in ("part", "inputs", "outputs"):

@@ -6,7 +6,7 @@ import torch
 
 from nanovllm.kernels.cpu.packed import W8A8, PanelWeight
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.linear import Matrix
+from nanovllm.layers.linear import WeightModule
 
 _LEAST_BITS = {32: 24.0, 16: 12.0, 8: 6.5, 4: 0.0}
 """By the bits of a number: those that it has at least with its share of a scale."""
@@ -22,12 +22,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return tensors_in(list(vars(value).values())) if own else []
 
 
-def weight_tensors(module: Matrix) -> list[torch.Tensor]:
+def weight_tensors(module: WeightModule) -> list[torch.Tensor]:
     """Return what a loaded matrix multiplies with."""
     return [module.weight.data] if module.weight is not None else tensors_in(module.method)
 
 
-def weight_bits(module: Matrix, numbers: int) -> int:
+def weight_bits(module: WeightModule, numbers: int) -> int:
     """Return the bits of a loaded matrix of so many numbers, as `Rates.multiplying` takes them."""
     if isinstance(module.method, PanelWeight) and module.method.panels.kind == W8A8:
         return 4  # inputs have 8 bits, as beside weights of 4

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.apps.explain.rates import Meter, Rates
-from nanovllm.apps.explain.story import Part
+from nanovllm.apps.explain.rates import RateMeter, Rates
+from nanovllm.apps.explain.story import LayerPart
 from nanovllm.apps.explain.work import attention_bits, attention_work, weight_bits, weight_tensors
 from nanovllm.attention.batch import Batch
 from nanovllm.engine.llm_engine import LLMEngine
@@ -24,7 +24,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.layernorm import LayerNorm, RMSNorm
-from nanovllm.layers.linear import Matrix
+from nanovllm.layers.linear import WeightModule
 from nanovllm.worker.model_runner import ModelRunner
 
 
@@ -104,11 +104,11 @@ class Xray:
         """Remove the hooks."""
         self._hooks.close()
 
-    def take(self) -> list[Part]:
+    def take(self) -> list[LayerPart]:
         """Return the parts of the steps since the last call, in the order of the network."""
         found, self._calls = self._calls, {}
         return [
-            Part(
+            LayerPart(
                 label,
                 calls.calls,
                 calls.inputs,
@@ -203,7 +203,7 @@ def _work(module: nn.Module, arguments: Any) -> Work:
     if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
         row_bytes = sum(tensor.nbytes for tensor in weight_tensors(module)) // module.output_size
         return Work(row_bytes * inputs[0].numel())
-    if isinstance(module, Matrix):
+    if isinstance(module, WeightModule):
         numbers = module.output_size * inputs[0].shape[-1]
         nbytes = sum(tensor.nbytes for tensor in weight_tensors(module))
         num_tokens = inputs[0].numel() // inputs[0].shape[-1]
@@ -245,8 +245,8 @@ def _attach(runner: ModelRunner) -> Xray:
     model = runner.network.model
     rates = None
     if runner.device.type == "cpu":
-        matrices = [module for module in model.modules() if isinstance(module, Matrix)]
+        matrices = [module for module in model.modules() if isinstance(module, WeightModule)]
         weights = [tensor for each in matrices for tensor in weight_tensors(each)]
         by_address = {each.data_ptr(): each for each in weights if each.is_contiguous()}
-        rates = Meter(list(by_address.values())).measure()
+        rates = RateMeter(list(by_address.values())).measure()
     return Xray(model, rates)

@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from nanovllm import __version__
-from nanovllm.apps.lab.options import BenchOptions
+from nanovllm.apps.lab.lab_options import BenchOptions
 from nanovllm.apps.lab.plugin import Plugin
 from nanovllm.apps.lab.ratio import NOTHING, Ratio, fewest_pairs, ratio_of
 from nanovllm.apps.lab.workloads import (

@@ -7,9 +7,9 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.eviction import EvictionOrder
-from nanovllm.scheduler.sequence import Sequence
-from nanovllm.testing.fake_engine import VOCAB_SIZE, Engine
+from nanovllm.testing.fake_engine import VOCAB_SIZE, FakeEngine
 
 MOST_OVERTAKEN = 500
 """A request that so many later ones have gone before starves."""
@@ -53,7 +53,7 @@ def wait_of(request: Ask, others: Ask, *, scarce: bool, **plugin: Any) -> Wait:
 
     Args:
         scarce: whether the pool is too small for all that run, so that some are preempted.
-        plugin: `make_policy` or `make_order` of `Engine`.
+        plugin: `make_policy` or `make_order` of `FakeEngine`.
 
     Raises:
         AssertionError: the scheduler does something wrong with the plugin.
@@ -173,8 +173,8 @@ def _conversations() -> Iterator[list[int]]:
             begun.insert(0, text + _tokens(rng, 8))
 
 
-def _engine(num_blocks: int, **plugin: Any) -> Engine:
-    return Engine(
+def _engine(num_blocks: int, **plugin: Any) -> FakeEngine:
+    return FakeEngine(
         num_blocks=num_blocks,
         block_size=4,
         max_num_seqs=4,
@@ -184,7 +184,7 @@ def _engine(num_blocks: int, **plugin: Any) -> Engine:
     )
 
 
-def _steps(engine: Engine) -> Iterator[None]:
+def _steps(engine: FakeEngine) -> Iterator[None]:
     """Make a step for each `next`.
 
     Raises:
@@ -197,7 +197,7 @@ def _steps(engine: Engine) -> Iterator[None]:
     raise AssertionError(f"{_MOST_STEPS} steps, and of {admitted} requests that run some never end")
 
 
-def _add(engine: Engine, ask: Ask, number: int) -> Sequence:
+def _add(engine: FakeEngine, ask: Ask, number: int) -> Sequence:
     rng = random.Random(number)
     own = _tokens(rng, ask.prompt_len - ask.shared)
     return engine.add([1] * ask.shared + own, ask.max_tokens, ignore_eos=True, user=ask.user)

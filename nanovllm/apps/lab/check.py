@@ -24,9 +24,9 @@ from nanovllm.apps.lab.bounds import (
     share_of_a_flood,
     wait_of,
 )
-from nanovllm.apps.lab.options import CheckOptions
+from nanovllm.apps.lab.lab_options import CheckOptions
 from nanovllm.apps.lab.plugin import EVICTION, POLICY, Plugin
-from nanovllm.apps.prove.options import ProveOptions
+from nanovllm.apps.prove.prove_options import ProveOptions
 from nanovllm.errors import ConfigError, NanoVLLMError
 from nanovllm.options.plugins import at_start, in_step
 

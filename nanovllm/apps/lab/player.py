@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from nanovllm.apps.lab.workloads import Request, make
+from nanovllm.apps.lab.workloads import WorkloadRequest, make
 from nanovllm.errors import NanoVLLMError
 from nanovllm.llm import LLM
 from nanovllm.options.sampling_params import SamplingParams
@@ -102,7 +102,7 @@ class _Play:
         arrivals: (seconds, number, request), in order.
     """
 
-    def __init__(self, player: Player, arrivals: list[tuple[float, int, Request]]) -> None:
+    def __init__(self, player: Player, arrivals: list[tuple[float, int, WorkloadRequest]]) -> None:
         self._player = player
         self._arrivals = arrivals
         self._number = len(arrivals)
@@ -131,7 +131,7 @@ class _Play:
                     self._end(output.request_id, now)
         return self._player.now() - start
 
-    def _add(self, at: float, _: int, request: Request) -> None:
+    def _add(self, at: float, _: int, request: WorkloadRequest) -> None:
         params = SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
         request_id = self._player.engine.add_request(request.prompt, params, stream=True)
         self._running[request_id] = _Running(request, at, [])
@@ -150,13 +150,13 @@ class _Play:
         if request.questions:
             question, *later = request.questions
             prompt = [*request.prompt, *token_ids, *question]
-            following = Request(prompt, request.max_tokens, questions=tuple(later))
+            following = WorkloadRequest(prompt, request.max_tokens, questions=tuple(later))
             heapq.heappush(self._arrivals, (now, self._number, following))
             self._number += 1
 
 
 class _Running(NamedTuple):
-    request: Request
+    request: WorkloadRequest
     at: float
     token_ids: list[int]
     first: float = 0.0

@@ -13,7 +13,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.kv.eviction import EvictionOrder
 from nanovllm.options.plugins import load_class
 from nanovllm.options.validation import listed, shown
-from nanovllm.scheduler.plugins import own_order, own_policy
+from nanovllm.scheduler.plugins import user_order, user_policy
 from nanovllm.scheduler.policy import Policy
 
 POLICY, EVICTION = "scheduling_policy", "eviction_policy"
@@ -45,8 +45,8 @@ class Plugin(NamedTuple):
         """`make_policy` or `make_order` of `nanovllm.testing.fake_engine.Engine`."""
         name = f'{self.kind}="{self.value}"'
         if self.kind == POLICY:
-            return {"make_policy": partial(own_policy, name, self.made_by)}
-        return {"make_order": partial(own_order, name, self.made_by)}
+            return {"make_policy": partial(user_policy, name, self.made_by)}
+        return {"make_order": partial(user_order, name, self.made_by)}
 
     @contextlib.contextmanager
     def importable(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ LOAD = 0.7
 """Of Poisson arrivals: how much of the default's throughput they ask for."""
 
 
-class Request(NamedTuple):
+class WorkloadRequest(NamedTuple):
     """A request and, of a conversation, what follows its answer."""
 
     prompt: list[int]
@@ -31,7 +31,7 @@ Tokens = Callable[[int], list[int]]
 """Returns so many random tokens."""
 
 
-def make(name: str, vocab_size: int) -> list[Request]:
+def make(name: str, vocab_size: int) -> list[WorkloadRequest]:
     """Return the requests of a workload."""
     rng = random.Random(name)
 
@@ -41,41 +41,43 @@ def make(name: str, vocab_size: int) -> list[Request]:
     return WORKLOADS[name](rng, tokens)
 
 
-def _nano_vllm(rng: random.Random, tokens: Tokens) -> list[Request]:
+def _nano_vllm(rng: random.Random, tokens: Tokens) -> list[WorkloadRequest]:
     """Prompts and answers of even lengths, all at once, as in nano-vllm's bench.py, but shorter."""
-    return [Request(tokens(rng.randint(16, 160)), rng.randint(16, 64)) for _ in range(20)]
+    return [WorkloadRequest(tokens(rng.randint(16, 160)), rng.randint(16, 64)) for _ in range(20)]
 
 
-def _shared_prefixes(rng: random.Random, tokens: Tokens) -> list[Request]:
+def _shared_prefixes(rng: random.Random, tokens: Tokens) -> list[WorkloadRequest]:
     """System prompts of which some are asked often, in any order; together they fill the pool."""
     prefixes = [tokens(256) for _ in range(16)]
     weights = [rank**-0.5 for rank in range(1, 17)]
     chosen = rng.choices(prefixes, weights, k=48)
-    return [Request(prefix + tokens(rng.randint(4, 24)), 8) for prefix in chosen]
+    return [WorkloadRequest(prefix + tokens(rng.randint(4, 24)), 8) for prefix in chosen]
 
 
-def _long_and_short(rng: random.Random, tokens: Tokens) -> list[Request]:
+def _long_and_short(rng: random.Random, tokens: Tokens) -> list[WorkloadRequest]:
     """One long request for three short ones, all at once."""
     return [
-        Request(tokens(500), 48) if number % 4 == 0 else Request(tokens(rng.randint(16, 32)), 12)
+        WorkloadRequest(tokens(500), 48)
+        if number % 4 == 0
+        else WorkloadRequest(tokens(rng.randint(16, 32)), 12)
         for number in range(28)
     ]
 
 
-def _poisson(rng: random.Random, tokens: Tokens) -> list[Request]:
+def _poisson(rng: random.Random, tokens: Tokens) -> list[WorkloadRequest]:
     """Requests of many lengths that arrive one by one."""
     at, found = 0.0, []
     for _ in range(24):
         at += rng.expovariate(1.0)
-        found.append(Request(tokens(rng.randint(16, 256)), rng.randint(8, 48), at))
+        found.append(WorkloadRequest(tokens(rng.randint(16, 256)), rng.randint(8, 48), at))
     return found
 
 
-def _agents(rng: random.Random, tokens: Tokens) -> list[Request]:
+def _agents(rng: random.Random, tokens: Tokens) -> list[WorkloadRequest]:
     """Conversations that begin with the same instructions; a turn follows the answer at once."""
     instructions = tokens(128)
     return [
-        Request(
+        WorkloadRequest(
             instructions + tokens(rng.randint(16, 64)),
             16,
             questions=tuple(tuple(tokens(rng.randint(16, 64))) for _ in range(3)),
@@ -84,7 +86,7 @@ def _agents(rng: random.Random, tokens: Tokens) -> list[Request]:
     ]
 
 
-WORKLOADS: dict[str, Callable[[random.Random, Tokens], list[Request]]] = {
+WORKLOADS: dict[str, Callable[[random.Random, Tokens], list[WorkloadRequest]]] = {
     NANO: _nano_vllm,
     PREFIXES: _shared_prefixes,
     LENGTHS: _long_and_short,

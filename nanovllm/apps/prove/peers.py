@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as S
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanovllm.apps.prove.options import ProveOptions
 from nanovllm.apps.prove.proof import Proof, Verdict, full_name, verdict_of
-from nanovllm.apps.prove.requests import Bits, Request, Workload, as_bits, make_workload, texts
+from nanovllm.apps.prove.prove_options import ProveOptions
+from nanovllm.apps.prove.requests import Bits, ProofRequest, Workload, as_bits, make_workload, texts
 from nanovllm.apps.prove.ways import Calls
 from nanovllm.errors import ConfigError, ServerError
 from nanovllm.loading.hub import open_checkpoint
@@ -113,7 +113,7 @@ def _workload(model: str, prove: ProveOptions) -> Workload:
     return make_workload(prove.num_requests, vocab_size, _BLOCK, _LONGEST, tokenizer.encode)
 
 
-def _greedy(request: Request) -> Request:
+def _greedy(request: ProofRequest) -> ProofRequest:
     params = {"temperature": 0.0, "max_tokens": request.params["max_tokens"], "ignore_eos": True}
     return request._replace(params=params)
 
@@ -185,7 +185,7 @@ def _llamacpp_runs(all_: tuple[int, ...], halves: tuple[int, ...]) -> Iterator[R
 
 
 def _answers(
-    model: str, prove: ProveOptions, run: Run, requests: Seq[Request], proof: Proof
+    model: str, prove: ProveOptions, run: Run, requests: Seq[ProofRequest], proof: Proof
 ) -> Iterator[tuple[str, dict[str, Any] | str]]:
     """Yield each way of a run with the program's line about it, or with why there is none."""
     job = {

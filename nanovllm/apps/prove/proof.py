@@ -8,10 +8,10 @@ from typing import Any
 
 from nanovllm import __version__
 from nanovllm.apps.prove import reproduction
-from nanovllm.apps.prove.options import ProveOptions
+from nanovllm.apps.prove.prove_options import ProveOptions
 from nanovllm.apps.prove.reproduction import Difference
 from nanovllm.apps.prove.requests import Bits, make_workload
-from nanovllm.apps.prove.runner import Found, generate, run
+from nanovllm.apps.prove.runner import WayAnswers, generate, run
 from nanovllm.apps.prove.ways import ALONE, Setting, Shape, Way, drafts_of, settings, ways
 from nanovllm.errors import CheckpointError, ConfigError, OutOfMemoryError
 from nanovllm.llm import LLM
@@ -274,7 +274,7 @@ def _short(reason: Exception) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
 
-def _evidence(way: Way, found: Found) -> str:
+def _evidence(way: Way, found: WayAnswers) -> str:
     counts = {name: str(found.counts[name]) for name in way.evidence}
     if "accepted drafts" in counts:
         counts["accepted drafts"] += f" of {found.counts['drafts']}"

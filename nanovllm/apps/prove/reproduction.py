@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
 from typing import NamedTuple
 
-from nanovllm.apps.prove.requests import Bits, Request
+from nanovllm.apps.prove.requests import Bits, ProofRequest
 from nanovllm.apps.prove.ways import ALONE, Calls, Setting, Way
 from nanovllm.options.lora_request import LoRARequest
 
@@ -82,7 +82,7 @@ def script(
     model: str,
     difference: Difference,
     way: Way,
-    requests: Seq[Request],
+    requests: Seq[ProofRequest],
     adapters: Seq[LoRARequest] = (),
 ) -> str:
     """Return a Python program that ends with an AssertionError if the difference shows.

@@ -19,7 +19,7 @@ Values = tuple[tuple[tuple[int, float], ...], ...]
 """At each position, (token, log-probability) of some tokens, the chosen one first."""
 
 
-class Request(NamedTuple):
+class ProofRequest(NamedTuple):
     """A prompt and its sampling parameters, as values that JSON has."""
 
     prompt: list[int]
@@ -71,7 +71,7 @@ def as_bits(found: Seq[Any]) -> Bits:
 class Workload(NamedTuple):
     """Requests, and the indices of each kind of them."""
 
-    requests: list[Request]
+    requests: list[ProofRequest]
     usual: tuple[int, ...]
     halves: tuple[int, ...]
     """Of those whose prompt is half of another one's."""
@@ -99,7 +99,7 @@ def make_workload(
     most = longest - min(MAX_TOKENS, longest // 2)
     text = _text(encode, vocab_size, rng, most)
     starts = [0, 7, block_size // 2 + 1, block_size, 3 * block_size // 2, 2 * block_size, most]
-    usual: list[Request] = []
+    usual: list[ProofRequest] = []
     for index in range(count):
         start = min(rng.choice(starts), most - 1)
         # The window is somewhere in the text, so prompts with an equal start go on differently.
@@ -110,10 +110,10 @@ def make_workload(
             prompt = list(usual[-1].prompt)
         room = min(longest - len(prompt), MAX_TOKENS)
         params = _params(index, rng, vocab_size, room)
-        usual.append(Request(prompt, params, _adapter(index // 2, num_adapters)))
+        usual.append(ProofRequest(prompt, params, _adapter(index // 2, num_adapters)))
     params = {"temperature": 0.0, "max_tokens": 1, "logprobs": 2}
     halves = [
-        Request(each.prompt[: len(each.prompt) // 2], params, each.adapter)
+        ProofRequest(each.prompt[: len(each.prompt) // 2], params, each.adapter)
         for each in usual
         if len(each.prompt) >= 2 * block_size
     ]
@@ -121,7 +121,7 @@ def make_workload(
     for index, params in enumerate(_long_params(rng, vocab_size)):
         length = 1 + index * min(block_size, most) // 4
         params |= {"max_tokens": longest - length, "ignore_eos": True, "logprobs": 2}
-        long.append(Request(text[-length:], params, _adapter(index, num_adapters)))
+        long.append(ProofRequest(text[-length:], params, _adapter(index, num_adapters)))
     places = iter(range(count + len(halves) + len(long)))
     indices = (tuple(islice(places, len(kind))) for kind in (usual, halves, long))
     return Workload([*usual, *halves, *long], *indices)

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from nanovllm.apps.prove.requests import Bits, Request, as_bits, bits_of
+from nanovllm.apps.prove.requests import Bits, ProofRequest, as_bits, bits_of
 from nanovllm.apps.prove.ways import Way
 from nanovllm.errors import EngineDeadError, NanoVLLMError
 from nanovllm.llm import LLM
@@ -20,7 +20,7 @@ from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import SamplingParams
 
 
-class Found(NamedTuple):
+class WayAnswers(NamedTuple):
     """What the engines of a way answered."""
 
     answers: list[tuple[int, Bits]]
@@ -32,9 +32,9 @@ def run(
     model: str,
     options: dict[str, Any],
     way: Way,
-    requests: Seq[Request],
+    requests: Seq[ProofRequest],
     adapters: Seq[LoRARequest] = (),
-) -> Found:
+) -> WayAnswers:
     """Compute the calls of a way.
 
     Args:
@@ -63,11 +63,11 @@ def run(
                 counts.update(_counts(llm))
             finally:
                 llm.shutdown()
-    return Found(answers, counts)
+    return WayAnswers(answers, counts)
 
 
 def generate(
-    llm: LLM, requests: Seq[Request], call: Seq[int], adapters: Seq[LoRARequest] = ()
+    llm: LLM, requests: Seq[ProofRequest], call: Seq[int], adapters: Seq[LoRARequest] = ()
 ) -> list[Bits]:
     """Generate the requests with these indices in one call; return their bits."""
     chosen = [requests[index] for index in call]
@@ -99,10 +99,10 @@ def do_what_does_not_pay(llm: LLM) -> None:
     if scheduler.drafting is not None:
         scheduler.drafting.controller.takes_all = True
     if scheduler.stats.tiers is not None:
-        from nanovllm.features.tiers.loads import LoadGate
+        from nanovllm.features.tiers.loads import LoadHook
 
         for gate in scheduler.gates:
-            if isinstance(gate, LoadGate):
+            if isinstance(gate, LoadHook):
                 gate.traffic.token_seconds = 0.0  # unknown
 
 
@@ -131,9 +131,9 @@ def _run_elsewhere(
     model: str,
     options: dict[str, Any],
     way: Way,
-    requests: Seq[Request],
+    requests: Seq[ProofRequest],
     adapters: Seq[LoRARequest],
-) -> Found:
+) -> WayAnswers:
     """Do what `run` does in a new process."""
     job = {
         "model": model,
@@ -152,13 +152,13 @@ def _run_elsewhere(
         raise EngineDeadError(f"another process failed: {done.stderr.strip()[-2000:]}")
     found = json.loads(done.stdout)
     answers = [(index, as_bits(bits)) for index, bits in found["answers"]]
-    return Found(answers, Counter(found["counts"]))
+    return WayAnswers(answers, Counter(found["counts"]))
 
 
 def main() -> int:
     """Run the job on standard input, and write what was found to standard output."""
     job = json.load(sys.stdin)
-    requests = [Request(*request) for request in job["requests"]]
+    requests = [ProofRequest(*request) for request in job["requests"]]
     adapters = [LoRARequest(**fields) for fields in job["adapters"]]
     way = Way("", {}, job["engines"])
     try:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from nanovllm import demo_model
 from nanovllm.apps.prove.requests import Workload
+from nanovllm.core.windows import pages_for
+from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.kv.groups.state import ROOM_TO_GROW
-from nanovllm.kv.windows import pages_for
-from nanovllm.scheduler.worker_info import WorkerInfo
 
 ALONE: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False}
 """Options of a reference: one request after the other, whole prompts, no cache."""

@@ -13,10 +13,10 @@ import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy, Dataset
 
-from nanovllm.apps.batch.options import BatchOptions, RowOptions, job_identity, sampling_of
+from nanovllm.apps.batch.batch_options import BatchOptions, RowOptions, job_identity, sampling_of
 from nanovllm.apps.batch.results import check_schema, output_fields, with_outputs
 from nanovllm.apps.batch.row_engine import RowEngine
-from nanovllm.apps.batch.rows import Row
+from nanovllm.apps.batch.rows import InputRow
 from nanovllm.apps.ray.part_files import FORMATS, Parts, is_done
 from nanovllm.apps.ray.row_pool import actor_resources
 from nanovllm.errors import ConfigError
@@ -141,7 +141,7 @@ class RowsStage:
                     "the rows do not fit the columns of a Parquet file: "
                     f"{str(error).rstrip('.')}; use output_format='jsonl'"
                 ) from None
-        rows = [Row(None, fields) for fields in table.to_pylist()]
+        rows = [InputRow(None, fields) for fields in table.to_pylist()]
         lines = await asyncio.gather(*map(self._engine.answer, rows))
         return with_outputs(table, lines, output_fields(self._options.sampling.get("n", 1)))
 

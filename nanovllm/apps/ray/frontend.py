@@ -26,7 +26,7 @@ from nanovllm.apps.server.admission import BodyBudget
 from nanovllm.apps.server.error_bodies import APIError, as_api_error, route_path
 from nanovllm.apps.server.merged_metrics import merge
 from nanovllm.apps.server.middleware import guard
-from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.apps.server.sse import error_frames
 from nanovllm.errors import log_failure
 

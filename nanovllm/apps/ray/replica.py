@@ -14,7 +14,7 @@ from ray import serve
 from starlette.types import Message, Scope
 
 from nanovllm.apps.server.app import make_app
-from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.apps.server.state import ServerState
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.errors import ConfigError
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _WATCH_SECONDS = 0.5
 
 
-class Engine:
+class EngineReplica:
     """What Ray Serve makes of each replica: an `AsyncLLM`, and the server's app.
 
     Args:

@@ -19,9 +19,9 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from nanovllm.apps.batch.options import RowOptions
+from nanovllm.apps.batch.batch_options import RowOptions
 from nanovllm.apps.batch.row_engine import DIED, RowEngine
-from nanovllm.apps.batch.rows import Row, failed_line
+from nanovllm.apps.batch.rows import InputRow, failed_line
 from nanovllm.errors import ConfigError, EngineDeadError
 from nanovllm.options.validation import shown
 from nanovllm.parallel.ray_cluster import amounts, free_room, join_cluster
@@ -55,7 +55,7 @@ class RowActor:
         self._engine = RowEngine(self._options)
         return self._engine.capacity
 
-    async def answer(self, row: Row) -> bytes:
+    async def answer(self, row: InputRow) -> bytes:
         """Return the output of a row as a line of JSON. Raises EngineDeadError."""
         assert self._engine is not None
         return await self._engine.answer(row)
@@ -135,7 +135,7 @@ class RayPool:
             self._add_worker()
         await self._free_worker()
 
-    async def answer(self, row: Row) -> bytes:
+    async def answer(self, row: InputRow) -> bytes:
         """Return the output of a row as a line of JSON.
 
         Raises:

@@ -14,8 +14,8 @@ from ray.serve.config import AutoscalingConfig
 
 from nanovllm.apps.ray.affinity import AffinityRouter
 from nanovllm.apps.ray.frontend import Frontend
-from nanovllm.apps.ray.replica import Engine
-from nanovllm.apps.server.options import ServerOptions, check_options, keys_of_environment
+from nanovllm.apps.ray.replica import EngineReplica
+from nanovllm.apps.server.server_options import ServerOptions, check_options, keys_of_environment
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.options.other_names import OTHER_NAMES
@@ -87,7 +87,7 @@ def deployment(model: str, *, num_frontends: int = 1, **options: Any) -> serve.A
         "max_ongoing_requests": given.server.max_connections,
     }
     try:
-        engines = serve.deployment(**of_engines)(Engine)
+        engines = serve.deployment(**of_engines)(EngineReplica)
         frontends = serve.deployment(**of_frontends)(serve.ingress()(Frontend))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"Ray Serve refuses an option of the deployment: {error}") from error

@@ -27,8 +27,8 @@ from nanovllm.apps.server.app import ROUTERS, app_of, routes_of, stand_guard
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.merged_metrics import merge
-from nanovllm.apps.server.options import ServerOptions
 from nanovllm.apps.server.request_log import record_of
+from nanovllm.apps.server.server_options import ServerOptions
 
 _ASK_SECONDS = 5.0
 """An engine that does not answer in time is left out where all are asked."""

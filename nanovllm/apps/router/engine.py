@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence as Seq
 
 import httpx
 
-from nanovllm.apps.server.options import API_KEY_VARIABLE
+from nanovllm.apps.server.server_options import API_KEY_VARIABLE
 from nanovllm.errors import ServerError
 
 _COMMAND = """

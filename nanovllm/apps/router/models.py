@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.apps.router.engine import EngineProcess
-from nanovllm.apps.router.options import ModelSpec, RouterOptions
-from nanovllm.apps.server.admission import Admission, shutting_down
+from nanovllm.apps.router.router_options import ModelSpec, RouterOptions
+from nanovllm.apps.server.admission import AdmissionControl, shutting_down
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.log_setup import Log
 from nanovllm.apps.server.models_route import may_chat
-from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.options.validation import listed, shown
 from nanovllm.utils.terminal import complain
 
@@ -102,7 +102,7 @@ class Models:
         }
         for model in self.all:
             self.by_name.setdefault(model.spec.model, model)
-        self.admission = Admission(
+        self.admission = AdmissionControl(
             options.max_waiting, lambda: self.admission.num_active, options.read_timeout
         )
         """All requests that engines answer. Here none waits for its turn, only for its model."""

@@ -11,9 +11,8 @@ from typing import Any
 
 from nanovllm.apps.router.app import make_app
 from nanovllm.apps.router.models import Models
-from nanovllm.apps.router.options import RouterOptions, read_models
+from nanovllm.apps.router.router_options import RouterOptions, read_models
 from nanovllm.apps.server.log_setup import Log
-from nanovllm.apps.server.options import ServerOptions, keys_of_environment
 from nanovllm.apps.server.serve import (
     FLUSH_SECONDS,
     OTHER_FILES,
@@ -23,6 +22,7 @@ from nanovllm.apps.server.serve import (
     url_of,
     warn_if_open,
 )
+from nanovllm.apps.server.server_options import ServerOptions, keys_of_environment
 from nanovllm.options.config import Config
 from nanovllm.options.flags import given_fields
 

@@ -38,7 +38,7 @@ class Admitted:
         raise NotImplementedError
 
 
-class Admission:
+class AdmissionControl:
     """Admits requests while there is room.
 
     A user may hold half of the queue, so that no one keeps out all others. A request gives back its

@@ -26,8 +26,8 @@ from nanovllm.apps.server import (
 )
 from nanovllm.apps.server.error_bodies import Error, add_error_handlers
 from nanovllm.apps.server.middleware import guard
-from nanovllm.apps.server.options import ServerOptions
 from nanovllm.apps.server.request_log import RequestLog
+from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.apps.server.state import ServerState
 from nanovllm.async_llm import AsyncLLM
 

@@ -8,17 +8,17 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nanovllm.apps.server import generation
-from nanovllm.apps.server.answers.parameter_types import TypedFunction, typed
-from nanovllm.apps.server.answers.parts import (
+from nanovllm.apps.server.conversation import AnswerReader, params_in_form, render, run
+from nanovllm.apps.server.error_bodies import naming_params
+from nanovllm.apps.server.json_route import JSONRoute
+from nanovllm.apps.server.output_parsers.parameter_types import TypedFunction, typed
+from nanovllm.apps.server.output_parsers.parts import (
     Part,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.apps.server.conversation import AnswerReader, params_in_form, render, run
-from nanovllm.apps.server.error_bodies import naming_params
-from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.params import (
     LEAST_LOGPROB,
     chat_params,

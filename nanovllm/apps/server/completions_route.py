@@ -19,10 +19,10 @@ from nanovllm.apps.server.params import (
 )
 from nanovllm.apps.server.protocol.common import StreamOptions, Usage, usage
 from nanovllm.apps.server.protocol.completions import (
-    Completion,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
+    CompletionResponse,
 )
 from nanovllm.apps.server.sse import DONE, TextFrames, frame, json_response, sse
 from nanovllm.apps.server.state import ServerState, state_of
@@ -40,7 +40,7 @@ TokenLogprobs = dict[int, Logprob] | None
 """Log-probabilities at one position, the position's own token first; None for the first one."""
 
 
-@router.post("/v1/completions", response_model=Completion)
+@router.post("/v1/completions", response_model=CompletionResponse)
 async def complete(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or many."""
     server = state_of(request)
@@ -126,7 +126,7 @@ class _Answer:
         # For text_offset, by choice: where the output begins in the text, and what reads it.
         self._texts: dict[int, tuple[int, Detokenizer | None]] = {}
 
-    async def whole(self, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> Completion:
+    async def whole(self, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> CompletionResponse:
         choices: list[CompletionChoice] = []
         async for prompt_index, output in outputs:
             self._count(prompt_index, output)
@@ -135,7 +135,7 @@ class _Answer:
             else:
                 choices += self._choices(prompt_index, output)
         choices.sort(key=lambda choice: choice.index)
-        return Completion(**self._head, choices=choices, usage=self._usage())
+        return CompletionResponse(**self._head, choices=choices, usage=self._usage())
 
     async def streamed(
         self, outputs: AsyncIterator[tuple[int, RequestOutput]]
@@ -168,7 +168,9 @@ class _Answer:
         self._num_unfinished -= output.finished
         if not self._num_unfinished:
             if self._options.include_usage:
-                frames.append(frame(Completion(**self._head, choices=[], usage=self._usage())))
+                frames.append(
+                    frame(CompletionResponse(**self._head, choices=[], usage=self._usage()))
+                )
             frames.append(DONE)
         return "".join(frames)
 
@@ -182,9 +184,9 @@ class _Answer:
 
     def _chunk(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, is_first: bool
-    ) -> Completion:
+    ) -> CompletionResponse:
         choice = self._choice(prompt_index, output, completion, is_first)
-        chunk = Completion(**self._head, choices=[choice])
+        chunk = CompletionResponse(**self._head, choices=[choice])
         if self._options.with_each_chunk:
             chunk.usage = self._usage()
         return chunk

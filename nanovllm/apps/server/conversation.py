@@ -10,14 +10,14 @@ from itertools import chain
 from typing import Any
 
 from nanovllm.apps.server import generation
-from nanovllm.apps.server.answers.parameter_types import TypedFunction
-from nanovllm.apps.server.answers.parts import (
+from nanovllm.apps.server.error_bodies import APIError
+from nanovllm.apps.server.output_parsers.parameter_types import TypedFunction
+from nanovllm.apps.server.output_parsers.parts import (
     Part,
     ReasoningDelta,
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.params import check_logprobs
 from nanovllm.apps.server.protocol.chat import ConversationRequest, Tool
 from nanovllm.apps.server.protocol.request_messages import Message
@@ -91,7 +91,10 @@ def params_in_form(
 
 
 async def run(
-    place: generation.Place, body: ConversationRequest, prompt: str, params: SamplingParams
+    place: generation.AdmittedRequest,
+    body: ConversationRequest,
+    prompt: str,
+    params: SamplingParams,
 ) -> AsyncGenerator[RequestOutput, None]:
     """Generate the answer to a rendered conversation, as `generation.run` does."""
     given = Prompt(prompt, rendered=True, salt=body.cache_salt)

@@ -17,14 +17,14 @@ from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.params import LEAST_LOGPROB, check_logprobs, sampling_params
 from nanovllm.apps.server.protocol.common import StreamOptions, Usage, usage
 from nanovllm.apps.server.protocol.generate import (
+    CandidateLogprob,
     GenerateChoice,
     Generated,
     GeneratedChunk,
     GenerateLogprobs,
     GenerateParams,
     GenerateRequest,
-    TokenLogprob,
-    TokenLogprobs,
+    PositionLogprobs,
     VersionSpan,
 )
 from nanovllm.apps.server.sse import DONE, frame, json_response, sse
@@ -140,13 +140,13 @@ class _Answer:
             if self._num_top >= 0:  # as in vLLM: the token itself is one of them
                 tops = tops[: max(self._num_top, 1)]
             own = _of(token, entries[token])
-            content.append(TokenLogprobs(**own.model_dump(), top_logprobs=tops))
+            content.append(PositionLogprobs(**own.model_dump(), top_logprobs=tops))
         return GenerateLogprobs(content=content)
 
 
-def _of(token_id: int, entry: Logprob) -> TokenLogprob:
+def _of(token_id: int, entry: Logprob) -> CandidateLogprob:
     logprob = max(entry.logprob, LEAST_LOGPROB)
-    return TokenLogprob(token_id=token_id, logprob=logprob, rank=entry.rank)
+    return CandidateLogprob(token_id=token_id, logprob=logprob, rank=entry.rank)
 
 
 def _encoded(array: Any) -> str | None:

@@ -11,7 +11,7 @@ from fastapi import Request
 
 from nanovllm.apps.server.admission import Admitted
 from nanovllm.apps.server.error_bodies import APIError
-from nanovllm.apps.server.prometheus import Meter
+from nanovllm.apps.server.prometheus import RequestMeter
 from nanovllm.apps.server.protocol.common import EngineRequest
 from nanovllm.apps.server.request_log import record_of
 from nanovllm.apps.server.state import state_of
@@ -88,7 +88,7 @@ class Guard(Admitted):
 
 
 @dataclasses.dataclass
-class Place:
+class AdmittedRequest:
     """An admitted request's place in the server."""
 
     request: Request
@@ -134,7 +134,9 @@ def while_connected(request: Request) -> Iterator[None]:
         watch.cancel()
 
 
-def admit(request: Request, num_sequences: int, body: EngineRequest | None = None) -> Place:
+def admit(
+    request: Request, num_sequences: int, body: EngineRequest | None = None
+) -> AdmittedRequest:
     """Admit a request before anything is done for it, and watch its client and its deadline.
 
     Its place is free when the engine has ended its sequences, or else when its answer was sent.
@@ -174,11 +176,11 @@ def admit(request: Request, num_sequences: int, body: EngineRequest | None = Non
         )
         timer = watch.get_loop().call_later(seconds, guard.end, late)
         held.callback(timer.cancel)
-    return Place(request, guard, user, priority, adapter)
+    return AdmittedRequest(request, guard, user, priority, adapter)
 
 
 async def run(
-    place: Place, prompt: Prompt, params: SamplingParams, *, stream: bool
+    place: AdmittedRequest, prompt: Prompt, params: SamplingParams, *, stream: bool
 ) -> AsyncGenerator[RequestOutput, None]:
     """Generate for one prompt; return its deltas, or one whole output if `stream` is False.
 
@@ -196,7 +198,7 @@ async def run(
 
 
 async def run_all(
-    place: Place, prompts: Seq[Prompt], params: SamplingParams, *, stream: bool
+    place: AdmittedRequest, prompts: Seq[Prompt], params: SamplingParams, *, stream: bool
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Generate for many prompts as `run` does; return pairs of a prompt's index and an output."""
     await _compile_grammar(place, params)
@@ -205,7 +207,7 @@ async def run_all(
 
 
 async def pool(
-    place: Place, prompts: Seq[Prompt], params: Seq[PoolingParams], name: str = ""
+    place: AdmittedRequest, prompts: Seq[Prompt], params: Seq[PoolingParams], name: str = ""
 ) -> list[RequestOutput]:
     """Return the outputs for prompts that are pooled, in their order; errors are those of `run`.
 
@@ -261,7 +263,7 @@ async def _merged(
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _compile_grammar(place: Place, params: SamplingParams) -> None:
+async def _compile_grammar(place: AdmittedRequest, params: SamplingParams) -> None:
     """Compile the request's grammar, so that the one thread that makes requests finds it compiled.
 
     Raises:
@@ -289,7 +291,7 @@ async def _compile_grammar(place: Place, params: SamplingParams) -> None:
 
 
 async def _outputs(
-    place: Place, prompt: Prompt, params: SamplingParams | PoolingParams, stream: bool
+    place: AdmittedRequest, prompt: Prompt, params: SamplingParams | PoolingParams, stream: bool
 ) -> AsyncGenerator[RequestOutput, None]:
     server = state_of(place.request)
     guard = place.guard
@@ -297,7 +299,7 @@ async def _outputs(
     fair["lora_request"] = place.lora_request
     counted = NO_OUTPUT if isinstance(params, PoolingParams) else params
     ended = partial(server.admission.engine_ended, guard, counted.n)
-    with Meter(server.metrics, counted, record_of(place.request.scope)) as meter:
+    with RequestMeter(server.metrics, counted, record_of(place.request.scope)) as meter:
         if not stream or isinstance(params, PoolingParams):
             with guard:
                 output = await server.llm.generate(prompt, params, **fair)

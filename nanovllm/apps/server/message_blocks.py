@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from nanovllm.apps.server.answers.parts import (
+from nanovllm.apps.server.output_parsers.parts import (
     Part,
     ReasoningDelta,
     TextDelta,
@@ -27,7 +27,7 @@ from nanovllm.apps.server.protocol.messages import (
     ContentSource,
     DocumentBlock,
     FoundTool,
-    InputMessage,
+    MessageParam,
     PlainTextSource,
     SearchResultBlock,
     TextBlock,
@@ -43,7 +43,7 @@ _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 conversation to be found in the prefix cache."""
 
 
-def messages_of(system: str | Seq[TextBlock] | None, given: Seq[InputMessage]) -> list[Message]:
+def messages_of(system: str | Seq[TextBlock] | None, given: Seq[MessageParam]) -> list[Message]:
     """Return the conversation of a request.
 
     What one side says in several messages becomes one message, as templates want it. The result of
@@ -53,7 +53,7 @@ def messages_of(system: str | Seq[TextBlock] | None, given: Seq[InputMessage]) -
         InvalidRequestError: there is no content, or a side calls very many tools at once.
     """
     turns = _Turns()
-    first = [] if system is None else [InputMessage.model_construct(role="system", content=system)]
+    first = [] if system is None else [MessageParam.model_construct(role="system", content=system)]
     for message in (*first, *given):
         if isinstance(message.content, str):
             turns.add_text(message.role, message.content)

@@ -8,11 +8,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nanovllm.apps.server import generation
-from nanovllm.apps.server.answers.parameter_types import typed
 from nanovllm.apps.server.conversation import AnswerReader, params_in_form, render, run
 from nanovllm.apps.server.error_bodies import APIError, naming_params
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.message_blocks import MessageBuilder, messages_of
+from nanovllm.apps.server.output_parsers.parameter_types import typed
 from nanovllm.apps.server.params import chat_params, field_names
 from nanovllm.apps.server.protocol.message_objects import (
     MessageObject,

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.apps.server import pages
 from nanovllm.apps.server.error_bodies import APIError, route_path
-from nanovllm.apps.server.options import ServerOptions
+from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.options.validation import shown
 
 OPEN_PATHS = frozenset({"/health", "/ready"}) | pages.PATHS

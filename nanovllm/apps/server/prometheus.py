@@ -125,7 +125,7 @@ _LAG_SECONDS = 0.1
 """How often the event loop's lag is measured."""
 
 
-class Histogram:
+class PrometheusHistogram:
     """Counts of values, by the first upper bound that they do not pass."""
 
     def __init__(self, bounds: Iterable[float]) -> None:
@@ -163,7 +163,9 @@ class ServerMetrics:
         self.start_time = time.monotonic()
         self._labels = {"model_name": model_name, "engine": "0"}
         most = llm.engine.worker_info.max_model_len
-        self.histograms = {name: Histogram(bucket_bounds(name, most)) for name in HISTOGRAM_HELP}
+        self.histograms = {
+            name: PrometheusHistogram(bucket_bounds(name, most)) for name in HISTOGRAM_HELP
+        }
         self.finished = Counter(dict.fromkeys(FINISH_REASONS, 0))
         """Continuations that ended, by finish reason."""
         self.refusals: Counter[str] = Counter()
@@ -274,7 +276,7 @@ class ServerMetrics:
         return InfoMetricFamily("vllm:cache_config", "Sizes of the KV cache.", labels)
 
 
-class Meter:
+class RequestMeter:
     """Counts one request of the engine: give it each output, and leave its `with` block at the end.
 
     A request that is left before its last output was aborted, or had an error; one that the engine
@@ -294,7 +296,7 @@ class Meter:
         self._unfinished = set(range(params.n))
         self._last: RequestOutput | None = None
 
-    def __enter__(self) -> "Meter":
+    def __enter__(self) -> "RequestMeter":
         return self
 
     def observe(self, output: RequestOutput) -> None:

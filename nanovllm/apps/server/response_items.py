@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
-from nanovllm.apps.server.answers.parts import (
+from nanovllm.apps.server.output_parsers.parts import (
     Part,
     ReasoningDelta,
     TextDelta,

@@ -23,12 +23,12 @@ from typing import Any
 
 import uvicorn
 
-from nanovllm.apps.server.admission import Admission, shutting_down
+from nanovllm.apps.server.admission import AdmissionControl, shutting_down
 from nanovllm.apps.server.app import make_app
 from nanovllm.apps.server.connection import connection_class
 from nanovllm.apps.server.log_setup import Log
 from nanovllm.apps.server.middleware import MAX_HEAD_BYTES
-from nanovllm.apps.server.options import (
+from nanovllm.apps.server.server_options import (
     ServerOptions,
     check_options,
     keys_of_environment,
@@ -76,7 +76,7 @@ def serve(args: argparse.Namespace) -> int:
             _show_banner(log, app.state.server, listener, time.monotonic() - start)
 
         try:
-            Server(app, listener, show_banner, log.tell).run(sockets=[listener])
+            EngineServer(app, listener, show_banner, log.tell).run(sockets=[listener])
         finally:
             _exit_anyway(app.state.server)
             llm.shutdown()
@@ -122,7 +122,7 @@ class DrainingServer(uvicorn.Server):
         app: Any,
         listener: socket.socket,
         options: ServerOptions,
-        requests: Admission,
+        requests: AdmissionControl,
         on_start: Callable[[], object],
         tell: Callable[[str, int], object],
     ) -> None:
@@ -173,7 +173,7 @@ class DrainingServer(uvicorn.Server):
         self._requests.end_all(shutting_down())
 
 
-class Server(DrainingServer):
+class EngineServer(DrainingServer):
     """The server of one engine, which ends when that is dead."""
 
     def __init__(

@@ -11,21 +11,21 @@ from fastapi import Request
 
 from nanovllm import __version__
 from nanovllm.apps.server.adapters import Adapters
-from nanovllm.apps.server.admission import MANY_BODIES, Admission, AnswerBudget, BodyBudget
-from nanovllm.apps.server.answers.answer_format import AnswerFormat, find_answer_format
+from nanovllm.apps.server.admission import MANY_BODIES, AdmissionControl, AnswerBudget, BodyBudget
 from nanovllm.apps.server.error_bodies import APIError
-from nanovllm.apps.server.options import ServerOptions, check_options, model_name
+from nanovllm.apps.server.output_parsers.answer_format import AnswerFormat, find_answer_format
 from nanovllm.apps.server.prometheus import ServerMetrics
 from nanovllm.apps.server.prompt_watch import PromptWatch
 from nanovllm.apps.server.response_store import ResponseStore
+from nanovllm.apps.server.server_options import ServerOptions, check_options, model_name
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.engine.fair_executor import FairExecutor
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.tokenizer import token_bytes
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.validation import shown
-from nanovllm.scheduler.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
     from nanovllm.apps.server.weight_transfer import WeightTransfer
@@ -60,7 +60,7 @@ class ServerState:
         self.chat_template = options.chat_template
         """Renders conversations; None is the checkpoint's."""
         self.metrics = ServerMetrics(self.model_name, llm)
-        self.admission = Admission(
+        self.admission = AdmissionControl(
             options.max_waiting, lambda: len(engine.scheduler.running), options.read_timeout
         )
         self.bodies = BodyBudget(options.max_body_bytes)

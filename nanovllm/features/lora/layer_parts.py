@@ -6,14 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.layers.linear import LinearBase, Matrix
+from nanovllm.layers.linear import LinearBase, WeightModule
 from nanovllm.loading.shards import Renamed, Shard
 from nanovllm.models.family import Family
 
 WEIGHT = ".weight"
 
 
-class Piece(NamedTuple):
+class LinearOutputs(NamedTuple):
     """Consecutive outputs of a layer: some outputs of a checkpoint linear."""
 
     row: int
@@ -30,14 +30,14 @@ class Slice(NamedTuple):
     """The linear's path in the checkpoint, as `Family.all_names` has it first."""
     shape: tuple[int, int]
     """The linear's outputs and inputs, of all ranks together."""
-    pieces: list[Piece]
+    pieces: list[LinearOutputs]
 
     @property
     def size(self) -> int:
         return sum(piece.size for piece in self.pieces)
 
 
-class Target(NamedTuple):
+class LoRATarget(NamedTuple):
     """A layer that adapters may change: one or more checkpoint linears."""
 
     inputs: int
@@ -48,8 +48,8 @@ class Target(NamedTuple):
 
 
 def layer_targets(
-    model: nn.Module, kinds: tuple[type[Matrix], ...] = (LinearBase,)
-) -> dict[str, Target]:
+    model: nn.Module, kinds: tuple[type[WeightModule], ...] = (LinearBase,)
+) -> dict[str, LoRATarget]:
     """Return this rank's layers of `kinds`, which adapters may change, by their module's path.
 
     Args:
@@ -66,7 +66,7 @@ def layer_targets(
     return found
 
 
-def named_slices(model: nn.Module, targets: Iterable[Target]) -> dict[str, Slice]:
+def named_slices(model: nn.Module, targets: Iterable[LoRATarget]) -> dict[str, Slice]:
     """Return the slices of `targets` by every name that an adapter may have for their linears:
     those of transformers' classes, with pictures and without a head, and of published classes.
     """
@@ -84,7 +84,7 @@ def own_outputs(b: torch.Tensor, part: Slice) -> torch.Tensor:
     return torch.cat([b[piece.start : piece.start + piece.size] for piece in part.pieces])
 
 
-def _target(shards: list[Shard], names: list[str]) -> Target:
+def _target(shards: list[Shard], names: list[str]) -> LoRATarget:
     slices: list[Slice] = []
     inputs = shards[0].target.shape[1]
     input_start = 0
@@ -93,9 +93,9 @@ def _target(shards: list[Shard], names: list[str]) -> Target:
         if shard.dim == 1:
             input_start = shard.start
             start = 0
-        piece = Piece(shard.target.storage_offset() // inputs, start, len(shard.target))
+        piece = LinearOutputs(shard.target.storage_offset() // inputs, start, len(shard.target))
         if slices and slices[-1].name == name:
             slices[-1].pieces.append(piece)
         else:
             slices.append(Slice(name, (shard.part_shape[0], shard.part_shape[1]), [piece]))
-    return Target(inputs, input_start, slices)
+    return LoRATarget(inputs, input_start, slices)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanovllm.errors import ConfigError, UnsupportedModelError
-from nanovllm.features.lora.layer_parts import Target, layer_targets, named_slices, own_outputs
+from nanovllm.features.lora.layer_parts import LoRATarget, layer_targets, named_slices, own_outputs
 from nanovllm.features.lora.peft_config import MAX_RANK
 from nanovllm.features.lora.peft_files import Factors, fitting, read_adapter
 from nanovllm.layers.linear import LinearBase
@@ -55,7 +55,7 @@ def merging(store: Store, model: nn.Module, config: Config) -> Store:
     return store_merged
 
 
-def _add(rows: torch.Tensor, first: int, target: Target, factors: dict[str, Factors]) -> None:
+def _add(rows: torch.Tensor, first: int, target: LoRATarget, factors: dict[str, Factors]) -> None:
     """Add the adapter's product to `rows` [m, inputs] float32 of a layer's weight, in place.
 
     Args:

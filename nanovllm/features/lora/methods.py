@@ -1,13 +1,13 @@
 """A layer's weight with adapters: what the layer computes without them, plus each token's own part.
 
-It replaces the layers' `WeightMethod`, so they need no change.
+It replaces the layers' `LinearMethod`, so they need no change.
 """
 
 import torch
 
 from nanovllm.attention.batch import Batch
 from nanovllm.kernels.adapters import AdapterRows, AdapterTable
-from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+from nanovllm.kernels.torch_kernels import Kernels, LinearMethod
 
 
 class StepAdapters:
@@ -49,7 +49,7 @@ class AdaptedWeight:
     """
 
     def __init__(
-        self, base: WeightMethod, table: AdapterTable, step: StepAdapters, kernels: Kernels
+        self, base: LinearMethod, table: AdapterTable, step: StepAdapters, kernels: Kernels
     ) -> None:
         self.base = base
         self._table = table

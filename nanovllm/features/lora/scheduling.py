@@ -3,14 +3,14 @@
 from bisect import bisect
 from itertools import islice
 
-from nanovllm.features.lora.slot_table import Place, SlotTable
+from nanovllm.core.sequence import Sequence
+from nanovllm.features.lora.slot_table import SlotChoice, SlotTable
 from nanovllm.features.lora.waiting_room import Key, WaitingRoom, adapter_of
 from nanovllm.kv.trie import Hit
-from nanovllm.scheduler.gates import Gate
-from nanovllm.scheduler.sequence import Sequence
+from nanovllm.scheduler.admission_hook import AdmissionHook
 
 
-class AdapterGate(Gate):
+class AdapterHook(AdmissionHook):
     """Holds back sequences whose adapter can have no slot now.
 
     Invariants, verified by tests/lora/fake_adapters.py:
@@ -39,7 +39,7 @@ class AdapterGate(Gate):
         self._keys: dict[Sequence, Key] = {}  # of those that waited here and were not admitted yet
         self._claims: dict[str, Sequence] = {}  # the claimant, by adapter that has the slot
         self._recalled: dict[str, Sequence] = {}  # back in the queue, by adapter; one for each
-        self._place: Place | None = None  # of the adapter that is being admitted
+        self._place: SlotChoice | None = None  # of the adapter that is being admitted
 
     @property
     def waiting_adapters(self) -> int:
@@ -168,14 +168,14 @@ class AdapterGate(Gate):
     def _set_aside(self, seq: Sequence, key: Key) -> None:
         """Let a sequence that the policy holds wait in the room."""
         self._keys[seq] = key
-        self.scheduler.set_aside(seq)
+        self.scheduler.suspend(seq)
         self._forget_recalled(seq)
         self._room.add(seq, key)
 
     def _bring_back(self, seq: Sequence) -> None:
         self._room.remove(seq)
         self._recalled[adapter_of(seq)] = seq
-        self.scheduler.bring_back(seq)
+        self.scheduler.resume(seq)
 
     def _forget_recalled(self, seq: Sequence) -> None:
         if self._recalled.get(adapter_of(seq)) is seq:

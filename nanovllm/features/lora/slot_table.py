@@ -7,7 +7,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
+class SlotChoice(NamedTuple):
     """Where an adapter would go."""
 
     slot: int
@@ -41,16 +41,16 @@ class SlotTable:
         """The adapters that running sequences have, the least recently admitted first."""
         return [digest for digest in self.slots if digest in self._pins]
 
-    def find(self, digest: str) -> Place | None:
+    def find(self, digest: str) -> SlotChoice | None:
         """Return where an adapter is, or would go; None if all slots are pinned."""
         if digest in self.slots:
-            return Place(self.slots[digest], None)
+            return SlotChoice(self.slots[digest], None)
         if self._free:
-            return Place(self._free[-1], None)
+            return SlotChoice(self._free[-1], None)
         evicted = next(iter(self._unpinned), None)
-        return None if evicted is None else Place(self.slots[evicted], evicted)
+        return None if evicted is None else SlotChoice(self.slots[evicted], evicted)
 
-    def take(self, digest: str, place: Place) -> None:
+    def take(self, digest: str, place: SlotChoice) -> None:
         """Let a running sequence have an adapter, at the place that `find` returned."""
         if digest not in self.slots:
             if place.evicted is None:

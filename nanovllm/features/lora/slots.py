@@ -5,14 +5,14 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from nanovllm.core.messages import AdapterSlot
 from nanovllm.errors import CheckpointError
-from nanovllm.features.lora.layer_parts import Target, named_slices, own_outputs
+from nanovllm.features.lora.layer_parts import LoRATarget, named_slices, own_outputs
 from nanovllm.features.lora.methods import AdaptedWeight, StepAdapters
 from nanovllm.features.lora.peft_files import Adapter, Factors, fitting, read_adapter
 from nanovllm.kernels.adapters import AdapterTable, empty_table
 from nanovllm.kernels.torch_kernels import Kernels, PlainWeight
 from nanovllm.layers.linear import LinearBase
-from nanovllm.scheduler.messages import AdapterSlot
 from nanovllm.utils.memory import return_pages
 
 
@@ -29,7 +29,7 @@ class AdapterSlots:
     def __init__(
         self,
         model: nn.Module,
-        targets: Mapping[str, Target],
+        targets: Mapping[str, LoRATarget],
         kernels: Kernels,
         dtype: torch.dtype,
         *,
@@ -105,7 +105,7 @@ class AdapterSlots:
                 )
 
     def _store(
-        self, slot: int, table: AdapterTable, target: Target, linears: Mapping[str, Factors]
+        self, slot: int, table: AdapterTable, target: LoRATarget, linears: Mapping[str, Factors]
     ) -> None:
         """Write this rank's part of the factors of a layer's linears to its table."""
         first_row = 0

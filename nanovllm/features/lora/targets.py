@@ -5,12 +5,12 @@ import dataclasses
 import torch
 from torch import nn
 
-from nanovllm.features.lora.layer_parts import Slice, Target, layer_targets, named_slices
+from nanovllm.features.lora.layer_parts import LoRATarget, Slice, layer_targets, named_slices
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.worker.model_loader import make_modules
 
 
-def adapter_targets(model_config: ModelConfig) -> dict[str, Target]:
+def adapter_targets(model_config: ModelConfig) -> dict[str, LoRATarget]:
     """Return this rank's layers that adapters may change, by their module's path in the model.
 
     Whatever form the checkpoint's weights have.

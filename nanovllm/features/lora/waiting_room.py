@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from nanovllm.core.sequence import Sequence
 from nanovllm.scheduler.heap import Heap
-from nanovllm.scheduler.sequence import Sequence
 
 Key = Any
 """Sorts waiting sequences as their policy does: `Policy.order` when their turn came."""

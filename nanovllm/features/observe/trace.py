@@ -12,13 +12,13 @@ import time
 from collections import deque
 from typing import IO, Any
 
+from nanovllm.core.messages import Admission, Schedule, StepResult
+from nanovllm.core.sequence import Sequence
 from nanovllm.engine.observer import Observer
 from nanovllm.engine.request import Request
 from nanovllm.errors import ConfigError
 from nanovllm.options.validation import shown
-from nanovllm.scheduler.messages import Admission, Schedule, StepResult
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 

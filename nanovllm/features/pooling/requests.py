@@ -14,7 +14,7 @@ from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import CheckpointError, InvalidRequestError, NanoVLLMError
 from nanovllm.features.pooling.checkpoint_files import PoolingSettings, read_settings
 from nanovllm.features.pooling.module_files import DenseFile
-from nanovllm.features.pooling.rank import check_layers
+from nanovllm.features.pooling.rank_pooling import check_layers
 from nanovllm.features.pooling.reranker import Render, Reranker, asked, messages, templated
 from nanovllm.features.pooling.texts import Texts
 from nanovllm.loading.hub import Checkpoint

@@ -8,11 +8,7 @@ import dataclasses
 import time
 from collections.abc import Mapping
 
-from nanovllm.features.speculation.acceptance import Acceptance
-from nanovllm.features.speculation.draft_controller import DraftController
-from nanovllm.kv.block_manager import BlockManager
-from nanovllm.outputs import DraftCounts
-from nanovllm.scheduler.messages import (
+from nanovllm.core.messages import (
     MAX_SAMPLES,
     NewBlocks,
     Row,
@@ -20,7 +16,11 @@ from nanovllm.scheduler.messages import (
     Schedule,
     StepResult,
 )
-from nanovllm.scheduler.sequence import Sequence
+from nanovllm.core.sequence import Sequence
+from nanovllm.features.speculation.acceptance import Acceptance
+from nanovllm.features.speculation.draft_controller import DraftController
+from nanovllm.kv.block_manager import BlockManager
+from nanovllm.outputs import DraftCounts
 
 
 @dataclasses.dataclass(slots=True)

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nanovllm.core.messages import Admission, FinishInfo, Row
 from nanovllm.errors import InvalidRequestError
 from nanovllm.features.structured.grammar import GrammarCompiler
 from nanovllm.features.structured.grammar_errors import NO_TEXT, in_our_words
 from nanovllm.options.structured_outputs import UNFINISHED
-from nanovllm.scheduler.messages import Admission, Ending, Row
 from nanovllm.utils.transfer import to_host, upload
 from nanovllm.worker.device_tables import DeviceTables
 
@@ -85,7 +85,7 @@ class GrammarRow:
 
     def write_masks(
         self, known: list[int], drafts: list[int], masks: Masks, first: int
-    ) -> Ending | None:
+    ) -> FinishInfo | None:
         """Write the mask of the next token, and of the one after each draft.
 
         Behind a draft that the grammar does not allow, nothing is written.
@@ -103,14 +103,14 @@ class GrammarRow:
             matcher = self._read_tokens()
             self._write_mask(matcher, masks, first)
         except InvalidRequestError as error:
-            return Ending("error", str(error))
+            return FinishInfo("error", str(error))
         if matcher.is_stopped() and not self._last_tokens:
-            return Ending("stop")
+            return FinishInfo("stop")
         if drafts:
             self._write_draft_masks(matcher, drafts, masks, first + 1)
         return None
 
-    def forced(self, tokens: list[int]) -> list[int]:
+    def jump_forward(self, tokens: list[int]) -> list[int]:
         """Return the tokens that must follow the output and its next `tokens`; read them all.
 
         They are those that the masks allow alone, so it changes no token how many are returned.
@@ -227,7 +227,7 @@ class GrammarStep:
         mask_bytes: int,
         thread: ThreadPoolExecutor,
     ) -> None:
-        self.endings: dict[int, Ending] = {}
+        self.finish_infos: dict[int, FinishInfo] = {}
         """By sample: why it has no mask."""
         self.forcing = {row.seq_id: grammar for grammar, row, _ in rows if grammar.forces}
         """By sequence id: grammars that may force tokens after those that this step gives."""
@@ -294,9 +294,9 @@ class GrammarStep:
             num_known = row.sample_position - grammar.num_known_tokens
             known = islice(unread, num_known)
             drafts = islice(unread, row.num_draft_tokens)
-            ending = grammar.write_masks(list(known), list(drafts), masks, index)
-            if ending is not None:
-                self.endings[first] = ending
+            finish_info = grammar.write_masks(list(known), list(drafts), masks, index)
+            if finish_info is not None:
+                self.finish_infos[first] = finish_info
             index += 1 + row.num_draft_tokens
 
 
@@ -314,7 +314,7 @@ class GrammarMasks:
         for new in admissions:
             self._rows.pop(new.table_idx, None)
             if new.params.structured_outputs is not None:
-                forces = new.params.forces_tokens
+                forces = new.params.can_jump_forward
                 self._rows[new.table_idx] = GrammarRow(self._compiler, new, forces=forces)
 
     def begin(self, tables: DeviceTables, rows: list[Row]) -> GrammarStep | None:

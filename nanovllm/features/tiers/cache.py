@@ -8,18 +8,18 @@ from collections.abc import Collection, Sequence as Seq
 from hashlib import sha256
 from typing import NamedTuple
 
+from nanovllm.core.sequence import Sequence
+from nanovllm.core.transfers import TierEntry
 from nanovllm.features.tiers.traffic import TierTraffic
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.kv.groups.group import Group
+from nanovllm.kv.groups.group import KVCacheGroup
 from nanovllm.kv.listener import CacheListener
 from nanovllm.kv.trie import Hit, Node
-from nanovllm.scheduler.sequence import Sequence
-from nanovllm.scheduler.transfers import Part
 
 _FILTER_BYTES = 2**20
 
 
-class Found(NamedTuple):
+class TierHit(NamedTuple):
     """An entry in a tier."""
 
     tier: str
@@ -37,9 +37,9 @@ class Plan:
     seq: Sequence
     num_blocks: int
     """Blocks of the prefix."""
-    found: list[Found]
+    found: list[TierHit]
     """What is loaded, in the order of the blocks."""
-    parts: list[Part] = dataclasses.field(default_factory=list)
+    parts: list[TierEntry] = dataclasses.field(default_factory=list)
     """The same, pinned; with pages after the admission."""
     load_id: int = -1
     """Of the load in flight; -1 before."""
@@ -170,9 +170,9 @@ class TierCache(CacheListener):
         if num_missing > manager.num_free_blocks:  # it will not be admitted
             return None
         found = self._find_blocks(seq, len(matched))
-        known: dict[tuple[bytes, int], Found | None] = {}
+        known: dict[tuple[bytes, int], TierHit | None] = {}
 
-        def has(group: Group, index: int) -> bool:
+        def has(group: KVCacheGroup, index: int) -> bool:
             if index < len(matched) and group.has(matched[index]):
                 return True
             place = group.suffix, index
@@ -208,7 +208,7 @@ class TierCache(CacheListener):
         suffix = self._manager.full.suffix
         return index < num_blocks and self._key(seq.kv.block_keys[index][0], suffix) in loading
 
-    def _find_blocks(self, seq: Sequence, first: int) -> list[Found]:
+    def _find_blocks(self, seq: Sequence, first: int) -> list[TierHit]:
         """Return the KV blocks from index `first` on that the tiers have, up to a missing one.
 
         They never cover more than `Sequence.longest_hit`.
@@ -223,7 +223,7 @@ class TierCache(CacheListener):
             found.append(entry)
         return found
 
-    def _find(self, digest: bytes, index: int, group: Group) -> Found | None:
+    def _find(self, digest: bytes, index: int, group: KVCacheGroup) -> TierHit | None:
         """Return a group's entry of a block, if a tier has it."""
         if digest in self._distrusted:
             return None
@@ -231,7 +231,7 @@ class TierCache(CacheListener):
         tier = self.traffic.find(key)
         if tier is None:
             return None
-        return Found(tier, index, group.suffix, key, group.num_tables)
+        return TierHit(tier, index, group.suffix, key, group.num_tables)
 
     def _key(self, digest: bytes, suffix: bytes) -> bytes:
         """Return the key of an entry of the block with this hash."""

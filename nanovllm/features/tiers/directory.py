@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nanovllm.errors import ConfigError
 from nanovllm.features.tiers.entry_file import MAX_KEY_BYTES, file_bytes, read_file, write_file
-from nanovllm.features.tiers.eviction import NAMESPACE, Evictor, new_temporary
+from nanovllm.features.tiers.evictor import NAMESPACE, Evictor, new_temporary
 from nanovllm.features.tiers.tier import ByteStore
 from nanovllm.options.validation import shown
 from nanovllm.utils.disk_cache import check_directory, check_ours, open_ours

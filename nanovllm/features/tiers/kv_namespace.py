@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import nanovllm
-from nanovllm.features.tiers.weight_files import WeightFiles
+from nanovllm.features.tiers.weight_files import WeightSnapshot
 from nanovllm.kernels.cpu.build import processor_flags, processor_name
 from nanovllm.kernels.cpu.library import library_name
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -57,7 +57,7 @@ _ANGLE_POSITIONS = 8
 which decides nothing else."""
 
 
-def kv_namespace(network: Network, weights: WeightFiles) -> str:
+def kv_namespace(network: Network, weights: WeightSnapshot) -> str:
     """Return the namespace of the KV that `network`, which is loaded, computes: that of all ranks.
 
     Args:
@@ -77,7 +77,7 @@ def kv_namespace(network: Network, weights: WeightFiles) -> str:
         "block_size": network.backend.block_size,
         "layout": attention.layout,
         "states": attention.states.layout,
-        "cells": attention.states.cell_tokens,
+        "cells": attention.states.chunk_size,
         "angles": _angles(network),
     }
     own = fingerprint(network.config, network.model_config, weights.digest(), device, computing)
@@ -116,7 +116,7 @@ def fingerprint(
     """Return the namespace of an engine's entries: 64 hexadecimal digits.
 
     Args:
-        weights: digest of the weight files, see `WeightFiles`; for dummy weights, anything.
+        weights: digest of the weight files, see `WeightSnapshot`; for dummy weights, anything.
         computing: what the worker chose: kernels, attention backends, the layout of a page. Its
             values are written with `repr`, which must say the same in every process.
     """

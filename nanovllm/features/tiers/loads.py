@@ -2,16 +2,16 @@
 
 import dataclasses
 
+from nanovllm.core.messages import Schedule, StepResult
+from nanovllm.core.sequence import Sequence
+from nanovllm.core.transfers import HOST, Load, Loaded
 from nanovllm.features.tiers.cache import Plan, TierCache
 from nanovllm.kv.trie import Hit
-from nanovllm.scheduler.gates import Gate
-from nanovllm.scheduler.messages import Schedule, StepResult
+from nanovllm.scheduler.admission_hook import AdmissionHook
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.sequence import Sequence
-from nanovllm.scheduler.transfers import HOST, Load, Loaded
 
 
-class LoadGate(Gate):
+class LoadHook(AdmissionHook):
     """Holds back sequences that load, and those that need what others are loading.
 
     Invariants, verified by tests/tiers/invariants.py:
@@ -62,7 +62,7 @@ class LoadGate(Gate):
         """
         if not self._loads or not self.cache.waits_for(seq, self._loading_keys):
             return False
-        self.scheduler.set_aside(seq)
+        self.scheduler.suspend(seq)
         self._parked.append(seq)
         return True
 
@@ -103,7 +103,7 @@ class LoadGate(Gate):
         self._loading_keys |= self._kv_keys(plan)
         self._unsent.append(Load(plan.load_id, plan.parts))
         seq.is_held = True
-        self.scheduler.set_aside(seq)
+        self.scheduler.suspend(seq)
 
     def needs_step(self) -> bool:
         """Return whether a load or the store waits for a step, and none is in flight."""
@@ -159,7 +159,7 @@ class LoadGate(Gate):
         self._count(plan, loaded.num_parts)
         if is_complete:
             self.scheduler.count_prompt(seq)
-            self.scheduler.bring_back(seq)
+            self.scheduler.resume(seq)
         else:
             self._without_loads.add(seq)
             self.scheduler.preempt(seq)
@@ -174,7 +174,7 @@ class LoadGate(Gate):
         self._parked = []
         for seq in parked:
             if self.scheduler.is_unfinished(seq):
-                self.scheduler.bring_back(seq)
+                self.scheduler.resume(seq)
 
     def _count(self, plan: Plan, num_parts: int) -> None:
         stats = self.traffic.stats

@@ -1,6 +1,6 @@
 """Moves entries of the prefix cache between the pool and its tiers, in threads parallel to steps.
 
-scheduler/transfers.py has the messages.
+core/transfers.py has the messages.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from nanovllm.core.transfers import HOST, Load, Loaded, TierEntry
 from nanovllm.features.tiers.host_pages import PageCopies
 from nanovllm.features.tiers.tier import ByteStore
-from nanovllm.scheduler.transfers import HOST, Load, Loaded, Part
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class _Load:
 class _Write:
     """An entry that is to be written to the store."""
 
-    part: Part
+    part: TierEntry
     mark: Any
 
 
@@ -110,7 +110,7 @@ class PageTransfers:
                 lambda: given.isdisjoint(self._writes) and all(load.has_ended for load in loads)
             )
 
-    def save(self, parts: Seq[Part]) -> None:
+    def save(self, parts: Seq[TierEntry]) -> None:
         """Copy entries to host memory, before the steps that are launched next.
 
         Where two entries have a slot, the later one stays. A load that still reads one of the slots
@@ -139,7 +139,7 @@ class PageTransfers:
                 self._loads[load.load_id] = _Load(load, mark, len(load.parts))
             self._changed.notify_all()
 
-    def write(self, parts: Seq[Part]) -> None:
+    def write(self, parts: Seq[TierEntry]) -> None:
         """Queue entries for the store."""
         if not parts or self._store is None:
             return
@@ -205,7 +205,7 @@ class PageTransfers:
         if self._store is not None:
             self._store.close()
 
-    def _give_up(self, concerns: Callable[[Part], bool]) -> list[_Load]:
+    def _give_up(self, concerns: Callable[[TierEntry], bool]) -> list[_Load]:
         """Begin no more parts of the loads with such a part; return these loads."""
         found = [
             load
@@ -256,7 +256,7 @@ class PageTransfers:
     def _next_load(self) -> _Load | None:
         return next((load for load in self._loads.values() if not load.is_begun), None)
 
-    def _read(self, part: Part, mark: Any) -> bool:
+    def _read(self, part: TierEntry, mark: Any) -> bool:
         """Copy an entry to the pool; return False if its tier has none, or a damaged one."""
         if part.tier == HOST:
             self._copies.restore(part.slots, part.pages, mark)

@@ -17,7 +17,7 @@ class CheckedStore(ByteStore):
 
     Args:
         store: the one that keeps entries.
-        name: for the log, `kv_tier="module:Class"`.
+        name: for the log, `kv_store="module:Class"`.
     """
 
     def __init__(self, store: ByteStore, name: str) -> None:
@@ -49,12 +49,12 @@ class CheckedStore(ByteStore):
 
 
 def store_class(value: str) -> type[ByteStore]:
-    """Return the class that the option kv_tier names, "module:Class".
+    """Return the class that the option kv_store names, "module:Class".
 
     Raises:
         ConfigError: there is no such class.
     """
-    return load_class("kv_tier", value, ByteStore, ("namespace", "rank"))  # type: ignore[type-abstract]
+    return load_class("kv_store", value, ByteStore, ("namespace", "rank"))  # type: ignore[type-abstract]
 
 
 def make_store(config: Config, namespace: str, rank: int = 0) -> ByteStore | None:
@@ -66,9 +66,9 @@ def make_store(config: Config, namespace: str, rank: int = 0) -> ByteStore | Non
     Raises:
         ConfigError: it cannot be made.
     """
-    if config.kv_tier is not None:
-        name = f'kv_tier="{config.kv_tier}"'
-        found = store_class(config.kv_tier)
+    if config.kv_store is not None:
+        name = f'kv_store="{config.kv_store}"'
+        found = store_class(config.kv_store)
         return CheckedStore(at_start(name, "__init__()", found, namespace, rank), name)
     if config.kv_cache_dir is not None:
         limit = int(config.kv_cache_dir_gib * 2**30)

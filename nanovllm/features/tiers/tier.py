@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence as Seq
 from typing import Protocol
 
-from nanovllm.scheduler.transfers import HOST, STORE, Part
+from nanovllm.core.transfers import HOST, STORE, TierEntry
 
 _MAX_FORGOTTEN = 4096
 """Keys of failed loads that a `StoreTier` knows: half a megabyte."""
@@ -20,7 +20,7 @@ class Tier(Protocol):
     """Copies of entries, by key. The workers move their contents."""
 
     name: str
-    """`Part.tier`."""
+    """`TierEntry.tier`."""
     page_seconds: float
     """Expected seconds to load a page; 0.0 while nothing is known."""
 
@@ -28,7 +28,7 @@ class Tier(Protocol):
         """Return whether the tier has an entry."""
         ...
 
-    def offer(self, key: bytes, pages: Seq[int]) -> Part | None:
+    def offer(self, key: bytes, pages: Seq[int]) -> TierEntry | None:
         """Return how an entry gets into the tier; None if it is there, or if there is no room.
 
         Args:
@@ -36,11 +36,11 @@ class Tier(Protocol):
         """
         ...
 
-    def begin(self, key: bytes) -> Part:
+    def begin(self, key: bytes) -> TierEntry:
         """Return how an entry that was found is loaded, without its pages. Until `end` it stays."""
         ...
 
-    def end(self, part: Part) -> None:
+    def end(self, part: TierEntry) -> None:
         """Note that a load of an entry is over."""
         ...
 
@@ -118,7 +118,7 @@ class HostSlots:
     def find(self, key: bytes) -> bool:
         return key in self._entries
 
-    def offer(self, key: bytes, pages: Seq[int]) -> Part | None:
+    def offer(self, key: bytes, pages: Seq[int]) -> TierEntry | None:
         """Give slots to an entry; None if it has some, or if too many are pinned. See `Tier`."""
         if key in self._entries:
             if key in self._unpinned:
@@ -133,16 +133,16 @@ class HostSlots:
         slots = [self._free.pop() for _ in pages]
         self._entries[key] = _Entry(slots)
         self._unpinned[key] = None
-        return Part(self.name, key, list(pages), slots)
+        return TierEntry(self.name, key, list(pages), slots)
 
-    def begin(self, key: bytes) -> Part:
+    def begin(self, key: bytes) -> TierEntry:
         entry = self._entries[key]
         entry.num_pins += 1
         self._pinned[entry.slots[0]] = entry
         self._unpinned.pop(key, None)
-        return Part(self.name, key, [], list(entry.slots))
+        return TierEntry(self.name, key, [], list(entry.slots))
 
-    def end(self, part: Part) -> None:
+    def end(self, part: TierEntry) -> None:
         entry = self._pinned[part.slots[0]]
         entry.num_pins -= 1
         if entry.num_pins == 0:
@@ -184,16 +184,16 @@ class StoreTier:
     def find(self, key: bytes) -> bool:
         return key not in self._forgotten and self._has(key)
 
-    def offer(self, key: bytes, pages: Seq[int]) -> Part | None:
+    def offer(self, key: bytes, pages: Seq[int]) -> TierEntry | None:
         if self.find(key):
             return None
         self._forgotten.pop(key, None)
-        return Part(self.name, key, list(pages), [])
+        return TierEntry(self.name, key, list(pages), [])
 
-    def begin(self, key: bytes) -> Part:
-        return Part(self.name, key, [], [])
+    def begin(self, key: bytes) -> TierEntry:
+        return TierEntry(self.name, key, [], [])
 
-    def end(self, part: Part) -> None:
+    def end(self, part: TierEntry) -> None:
         pass
 
     def forget(self, key: bytes) -> None:

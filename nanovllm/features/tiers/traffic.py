@@ -7,9 +7,9 @@ next step has to move.
 from collections import Counter
 from collections.abc import Sequence as Seq
 
+from nanovllm.core.transfers import HOST, Load, Loaded, TierEntry, Transfers
 from nanovllm.features.tiers.tier import HostSlots, StoreTier, Tier
 from nanovllm.scheduler.stats import TierStats
-from nanovllm.scheduler.transfers import HOST, Load, Loaded, Part, Transfers
 
 SMOOTHING = 0.25
 """Weight of the newest measurement of a tier's seconds per page."""
@@ -45,8 +45,8 @@ class TierTraffic:
         self.token_seconds = token_seconds
         self._too_slow: list[str] = []  # tiers of the last load that did not pay
         self._released: dict[int, None] = {}  # for the next step
-        self._evicted: list[Part] = []  # to host memory, in the next step
-        self._unsent_parts: dict[bytes, Part] = {}  # to the store, in the next step
+        self._evicted: list[TierEntry] = []  # to host memory, in the next step
+        self._unsent_parts: dict[bytes, TierEntry] = {}  # to the store, in the next step
         self._unsent_keys: dict[int, bytes] = {}  # by page
         self._sent: set[int] = set()  # pages that the store may still read
 
@@ -110,16 +110,16 @@ class TierTraffic:
         for page in () if part is None else part.pages:
             del self._unsent_keys[page]
 
-    def begin(self, name: str, key: bytes) -> Part:
+    def begin(self, name: str, key: bytes) -> TierEntry:
         """Return how an entry that was found is loaded, without pages. It stays until `unpin`."""
         return self._by_name[name].begin(key)
 
-    def unpin(self, parts: Seq[Part]) -> None:
+    def unpin(self, parts: Seq[TierEntry]) -> None:
         """Note that a load of `parts` is over, or never began."""
         for part in reversed(parts):  # so that the tail is evicted before the prefix
             self._by_name[part.tier].end(part)
 
-    def end(self, parts: Seq[Part], loaded: Loaded) -> None:
+    def end(self, parts: Seq[TierEntry], loaded: Loaded) -> None:
         """Learn how a load ended: what it took, and that its first wrong part is none."""
         self.unpin(parts)
         self.stats.num_loads += 1
@@ -130,7 +130,7 @@ class TierTraffic:
         else:
             self._learn(parts, loaded.seconds)
 
-    def give_up(self, parts: Seq[Part]) -> None:
+    def give_up(self, parts: Seq[TierEntry]) -> None:
         """Note that nothing waits for a load. It is over before the next step does anything."""
         self.unpin(parts)
         self._released.update(dict.fromkeys(page for part in parts for page in part.pages))
@@ -174,7 +174,7 @@ class TierTraffic:
         if self.host is not None:
             self.host.clear()
 
-    def _learn(self, parts: Seq[Part], seconds: float) -> None:
+    def _learn(self, parts: Seq[TierEntry], seconds: float) -> None:
         """Give what a load took to its farthest tier, less what the others are known to take."""
         num_pages: Counter[str] = Counter()
         for part in parts:
@@ -186,9 +186,9 @@ class TierTraffic:
         last.page_seconds += weight * (measured - last.page_seconds)
 
 
-def _last_of_each_slot(parts: list[Part]) -> list[Part]:
+def _last_of_each_slot(parts: list[TierEntry]) -> list[TierEntry]:
     """Return host parts without those whose slots a later part takes."""
-    found: list[Part] = []
+    found: list[TierEntry] = []
     taken: set[int] = set()
     for part in reversed(parts):
         if taken.isdisjoint(part.slots):

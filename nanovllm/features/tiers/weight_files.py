@@ -1,4 +1,4 @@
-"""`WeightFiles`: the digest of the real content of a checkpoint's weights.
+"""`WeightSnapshot`: the digest of the real content of a checkpoint's weights.
 
 A file is read once: its digest is remembered in this user's cache directory.
 """
@@ -48,7 +48,7 @@ class _Identity(NamedTuple):
     ctime_ns: int
 
 
-class WeightFiles:
+class WeightSnapshot:
     """The weight files of a model as they are when this is made: before they are loaded."""
 
     def __init__(self, files: Seq[Path]) -> None:

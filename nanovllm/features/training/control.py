@@ -1,7 +1,7 @@
 """`WeightControl`: puts an engine to sleep, wakes it up, and changes its weights.
 
 All methods are called between two steps, by the thread that runs the engine. What happens on each
-rank is in features/training/rank.py.
+rank is in features/training/rank_weights.py.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.features.training.interruption import Interruption
 from nanovllm.features.training.packets import NamedTensor, Packet
-from nanovllm.features.training.rank import MAX_LISTED, RankWeights, TensorInfo, on_weights
+from nanovllm.features.training.rank_weights import MAX_LISTED, NewTensor, RankWeights, on_weights
 from nanovllm.options.validation import listed, shown
 
 TAGS = ("weights", "kv_cache")
@@ -251,14 +251,14 @@ class WeightControl:
         return Interruption(self, mode, check, act, refusal)
 
     def check(
-        self, infos: Seq[TensorInfo], whole: bool, every: bool, owner: object | None = None
+        self, infos: Seq[NewTensor], whole: bool, every: bool, owner: object | None = None
     ) -> None:
         """Check tensors of an update before any is written. See `RankWeights.check`."""
         if self.is_updating:
             self._require_update(owner)
         self._call(RankWeights.check, infos, whole, every)
 
-    def check_part(self, infos: Seq[TensorInfo]) -> None:
+    def check_part(self, infos: Seq[NewTensor]) -> None:
         """Check tensors of an update of several calls before they are there."""
         self._require_update(None)
         self._call(RankWeights.check, infos, False)

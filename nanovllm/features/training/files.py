@@ -1,4 +1,4 @@
-"""`WeightFiles`: new weights that lie in a directory, as `save_pretrained` writes them."""
+"""`SafetensorsFolder`: new weights that lie in a directory, as `save_pretrained` writes them."""
 
 import os
 from collections.abc import Iterator
@@ -7,13 +7,13 @@ from pathlib import Path
 
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.features.training.packets import NamedTensor
-from nanovllm.features.training.rank import TensorInfo
+from nanovllm.features.training.rank_weights import NewTensor
 from nanovllm.loading.hub import safetensors_files
 from nanovllm.loading.tensor_files import TORCH_DTYPES, TensorFile, read_header
 from nanovllm.options.validation import shown
 
 
-class WeightFiles:
+class SafetensorsFolder:
     """The tensors of a directory's safetensors files.
 
     Attributes:
@@ -44,7 +44,7 @@ class WeightFiles:
                         f"update_weights: {shown(name)} has the type {shown(info.dtype)}; give "
                         "floating-point numbers"
                     )
-                self.infos.append(TensorInfo(name, info.shape, TORCH_DTYPES[info.dtype]))
+                self.infos.append(NewTensor(name, info.shape, TORCH_DTYPES[info.dtype]))
 
     def tensors(self) -> Iterator[NamedTensor]:
         """Yield the tensors of `infos`, in that order, each in memory that the next may use again.

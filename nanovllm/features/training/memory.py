@@ -16,7 +16,7 @@ from torch import nn
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu.packed import OneDnnWeight
 from nanovllm.kernels.torch_kernels import Kernels
-from nanovllm.layers.linear import Matrix, own_method
+from nanovllm.layers.linear import WeightModule, base_method
 from nanovllm.utils.memory import return_pages
 
 _MIN_BYTES = 2**16
@@ -55,7 +55,7 @@ class HeldWeights:
         for model in models:
             for module in model.modules():
                 values: list[Any] = [p.data for p in module.parameters(recurse=False)]
-                method = own_method(module) if isinstance(module, Matrix) else None
+                method = base_method(module) if isinstance(module, WeightModule) else None
                 if isinstance(method, OneDnnWeight):
                     opaque[id(method)] = method
                 values.append(method)

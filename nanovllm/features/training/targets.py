@@ -13,7 +13,7 @@ from torch import nn
 
 from nanovllm.errors import InvalidRequestError, UnsupportedModelError
 from nanovllm.layers.experts import PER_EXPERT, StackedLinear, StoredExperts
-from nanovllm.layers.linear import Matrix
+from nanovllm.layers.linear import WeightModule
 from nanovllm.loading.shards import Shard, model_shards
 from nanovllm.models.expert_parts import NUMBERED
 from nanovllm.models.family import Family
@@ -40,14 +40,14 @@ class Weight:
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    matrices: list[Matrix]
+    matrices: list[WeightModule]
     parameter: nn.Parameter | None
-    twin: Matrix | None = None
+    twin: WeightModule | None = None
     regions: dict[Region, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class ShardTarget:
     """What a shard of a tensor fills."""
 
     weight: Weight
@@ -83,7 +83,7 @@ class Targets:
 
     def __init__(self, network: Network) -> None:
         _check_plain(network)
-        self._by_name: dict[str, list[Target]] = {}
+        self._by_name: dict[str, list[ShardTarget]] = {}
         twin = make_modules(network.model_config, network.max_model_len, torch.device("meta"))
         self._ignored: frozenset[str] = twin.ignored_weights  # type: ignore[assignment]
         self._left_out = tuple(name for name in self._ignored if name.endswith("."))
@@ -94,10 +94,10 @@ class Targets:
             for shard in itertools.chain.from_iterable(own for _, own in model_shards(twin)):
                 if not self._is_ignored(shard.name):
                     names = twin.all_names(shard.name)
-                    self._add(names, Target(by_storage[_storage(shard.target)], shard))
+                    self._add(names, ShardTarget(by_storage[_storage(shard.target)], shard))
         self.weights = [weight for weight in by_storage.values() if weight.regions]
 
-    def _add(self, names: list[str], target: Target) -> None:
+    def _add(self, names: list[str], target: ShardTarget) -> None:
         weight = target.weight
         for name in names:
             targets = self._by_name.setdefault(name, [])
@@ -109,7 +109,7 @@ class Targets:
         is_part = name.startswith(self._left_out) or name.endswith(self._ends)
         return is_part or name in self._ignored
 
-    def of(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Target]:
+    def of(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[ShardTarget]:
         """Return what a tensor fills; nothing, if the network needs none of it.
 
         Raises:
@@ -162,7 +162,11 @@ def _weights(twin: nn.Module, model: nn.Module) -> dict[int, Weight]:
             if key not in found:
                 whole = f"{path}.{name}"
                 found[key] = Weight(whole, parameter.shape, parameter.dtype, [], actual)
-            if isinstance(loaded, Matrix) and isinstance(module, Matrix) and name == "weight":
+            if (
+                isinstance(loaded, WeightModule)
+                and isinstance(module, WeightModule)
+                and name == "weight"
+            ):
                 found[key].matrices.append(loaded)
                 found[key].twin = found[key].twin or module
     return found

@@ -16,7 +16,7 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from nanovllm.errors import InvalidRequestError, TransferError
 from nanovllm.features.training.packets import NamedTensor, by_size
-from nanovllm.features.training.rank import TensorInfo
+from nanovllm.features.training.rank_weights import NewTensor
 from nanovllm.options.validation import did_you_mean, shown
 
 PREFIX = "nanovllm-weights"
@@ -134,7 +134,7 @@ class TransferGroup:
                 f"the other end of the transfer has gone: {_first_line(error)}"
             ) from error
 
-    def receive(self, infos: Iterable[TensorInfo]) -> list[NamedTensor]:
+    def receive(self, infos: Iterable[NewTensor]) -> list[NamedTensor]:
         """Return the tensors that rank 0 broadcasts next.
 
         Raises:
@@ -156,7 +156,7 @@ class TransferGroup:
 
 def tensor_infos(
     names: list[str], dtype_names: list[str], shapes: list[list[int]]
-) -> list[TensorInfo]:
+) -> list[NewTensor]:
     """Return what is told of tensors before they come.
 
     Raises:
@@ -176,11 +176,11 @@ def tensor_infos(
             )
         if any(size < 0 for size in shape):
             raise InvalidRequestError(f"shapes: {shape} of {shown(name)} has a negative size")
-        found.append(TensorInfo(name, tuple(shape), _DTYPES[dtype]))
+        found.append(NewTensor(name, tuple(shape), _DTYPES[dtype]))
     return found
 
 
-def in_chunks(infos: Iterable[TensorInfo]) -> Iterator[list[TensorInfo]]:
+def in_chunks(infos: Iterable[NewTensor]) -> Iterator[list[NewTensor]]:
     """Yield tensors in their order, in lists of about 64 MiB."""
     return by_size(infos, lambda info: torch.Size(info.shape).numel() * info.dtype.itemsize)
 

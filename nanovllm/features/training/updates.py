@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from nanovllm.features.training.control import WeightControl, check_version
-from nanovllm.features.training.files import WeightFiles
+from nanovllm.features.training.files import SafetensorsFolder
 from nanovllm.features.training.interruption import Command
 from nanovllm.features.training.packets import NamedTensor, Packet, checked, in_messages
-from nanovllm.features.training.rank import TensorInfo
+from nanovllm.features.training.rank_weights import NewTensor
 
 Weights = Iterable[Any] | Mapping[str, Any] | str | os.PathLike[str]
 """Pairs of a name and a tensor, or the path of a directory that has files of them."""
@@ -34,7 +34,7 @@ class Update:
         self._version = version
         self._is_part = control.is_open
         self._start = control.start(mode, self)
-        self._files: WeightFiles | None = None
+        self._files: SafetensorsFolder | None = None
 
     def commands(self) -> Iterator[Command]:
         """Yield the commands; each must have returned before the next is asked for.
@@ -65,9 +65,9 @@ class Update:
         return None if self._is_part else self
 
     def _open(self, directory: str | os.PathLike[str]) -> None:
-        self._files = WeightFiles(directory)
+        self._files = SafetensorsFolder(directory)
 
-    def _loads(self) -> tuple[list[TensorInfo] | None, Iterator[Command]]:
+    def _loads(self) -> tuple[list[NewTensor] | None, Iterator[Command]]:
         """Return what is known of the tensors before they are read, and commands to load them."""
         weights = self._weights
         if isinstance(weights, str | os.PathLike):
@@ -77,11 +77,11 @@ class Update:
         infos = None
         if isinstance(weights, Mapping | list | tuple):
             items = [checked(item) for item in items]
-            infos = [TensorInfo(name, tuple(x.shape), x.dtype) for name, x in items]
+            infos = [NewTensor(name, tuple(x.shape), x.dtype) for name, x in items]
         messages = self._messages(map(checked, items))
         return infos, (partial(self._control.load, each, self._owner) for each in messages)
 
-    def _from_files(self, files: WeightFiles) -> Iterator[Command]:
+    def _from_files(self, files: SafetensorsFolder) -> Iterator[Command]:
         """Yield commands that each read a tensor, and a last one that checks the files: the
         caller's thread reads none.
         """

@@ -10,8 +10,8 @@ from nanovllm.errors import UnsupportedModelError
 from nanovllm.features.training.memory import tensors_of
 from nanovllm.features.training.targets import Weight
 from nanovllm.kernels.cpu.packed import OneDnnWeight
-from nanovllm.kernels.torch_kernels import WeightMethod
-from nanovllm.layers.linear import own_method
+from nanovllm.kernels.torch_kernels import LinearMethod
+from nanovllm.layers.linear import base_method
 from nanovllm.loading.shards import Shard
 from nanovllm.worker.network import Network
 from nanovllm.worker.weight_forms import pack
@@ -26,7 +26,7 @@ def write(weight: Weight, values: torch.Tensor, network: Network) -> None:
     if weight.parameter is not None:
         weight.parameter.data.copy_(values)
         return
-    method = own_method(weight.matrices[0])
+    method = base_method(weight.matrices[0])
     assert method is not None, "a matrix without a parameter has one"
     if isinstance(method, OneDnnWeight):
         method.replace(values)
@@ -36,15 +36,15 @@ def write(weight: Weight, values: torch.Tensor, network: Network) -> None:
 
 def _new_form(
     weight: Weight, values: torch.Tensor, network: Network
-) -> WeightMethod | torch.Tensor:
+) -> LinearMethod | torch.Tensor:
     """Return the method that the loader would have made of `values`; themselves, if none."""
-    if weight.matrices[0].stored is not None:
+    if weight.matrices[0].quantized is not None:
         return _rounded(weight, values, network)
     return pack(values, weight.matrices, network.kernels) or values
 
 
-def _rounded(weight: Weight, values: torch.Tensor, network: Network) -> WeightMethod:
-    from nanovllm.features.formats.rounding import Rounding
+def _rounded(weight: Weight, values: torch.Tensor, network: Network) -> LinearMethod:
+    from nanovllm.features.quantization.rounding import Rounding
 
     assert network.config.quantization is not None
     assert weight.twin is not None
@@ -52,7 +52,7 @@ def _rounded(weight: Weight, values: torch.Tensor, network: Network) -> WeightMe
     like = torch.empty(1, dtype=values.dtype, device=values.device).expand(values.shape)
     before = weight.twin.weight
     weight.twin.weight = nn.Parameter(like, requires_grad=False)
-    stored = Rounding(network.config.quantization, network.kernels).stored(weight.twin, [])
+    stored = Rounding(network.config.quantization, network.kernels).quantized(weight.twin, [])
     weight.twin.weight = before
     assert stored is not None
     whole = Shard(weight.name, tuple(values.shape), torch.empty_like(values, device="meta"))
@@ -61,7 +61,7 @@ def _rounded(weight: Weight, values: torch.Tensor, network: Network) -> WeightMe
     return stored.method(values.dtype, network.kernels)
 
 
-def _overwrite(name: str, old: WeightMethod, new: WeightMethod | torch.Tensor) -> None:
+def _overwrite(name: str, old: LinearMethod, new: LinearMethod | torch.Tensor) -> None:
     """Copy what `new` holds to the memory of `old`, which holds a tensor as it is if `new` is one.
 
     Raises:
@@ -83,7 +83,7 @@ def _overwrite(name: str, old: WeightMethod, new: WeightMethod | torch.Tensor) -
 
 def is_exact(weight: Weight) -> bool:
     """Return whether the loaded form has all bits of the weight, so that parts of it can stay."""
-    return not weight.matrices or weight.matrices[0].stored is None
+    return not weight.matrices or weight.matrices[0].quantized is None
 
 
 def old_values(weight: Weight, network: Network) -> torch.Tensor:

@@ -10,13 +10,13 @@ from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import OneDnnWeight, PackedWeight, use_onednn
 from nanovllm.kernels.torch_experts import ExpertMLP, Routing
-from nanovllm.kernels.torch_kernels import HeadWeight, Kernels, WeightMethod
+from nanovllm.kernels.torch_kernels import HeadWeight, Kernels, LinearMethod
 
 
 class OneDnnKernels(Kernels):
     """Packs weights for oneDNN: for a CPU without a compiler, and models in float32 or float16."""
 
-    def pack(self, weight: torch.Tensor, *, is_embedding: bool) -> WeightMethod | None:
+    def pack(self, weight: torch.Tensor, *, is_embedding: bool) -> LinearMethod | None:
         return OneDnnWeight(weight) if not is_embedding and use_onednn(weight) else None
 
 
@@ -75,7 +75,7 @@ class CKernels(CSamplingKernels):
     def copy(self, x: torch.Tensor, out: torch.Tensor) -> None:
         ops.copy_rows(x, out)
 
-    def pack(self, weight: torch.Tensor, *, is_embedding: bool) -> WeightMethod | None:
+    def pack(self, weight: torch.Tensor, *, is_embedding: bool) -> LinearMethod | None:
         if not self.can_pack_rows(weight):
             return super().pack(weight, is_embedding=is_embedding)
         packed = PackedWeight(*weight.shape)

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import torch
 
-from nanovllm.attention.states import Replay, StateRows, States
 from nanovllm.kernels.adapters import AdapterRows, AdapterTable
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import Panels, PanelWeight
+from nanovllm.kernels.states import Replay, StateRows, States
 from nanovllm.kernels.torch_experts import (
     ACTIVATIONS,
-    Choice,
+    ExpertChoice,
     ExpertLinear,
     ExpertMLP,
     Groups,
@@ -181,7 +181,7 @@ def store(
 ) -> torch.Tensor:
     """Prepare q, k and v, store k and v in the cache, and return q [t, heads, dim].
 
-    The keyword arguments are the fields of `attention.backend.QKNorm`.
+    The keyword arguments are the fields of `attention.backend.QKNormRope`.
 
     Args:
         qkv: [t, (heads + 2 kv_heads) * dim], contiguous: q, k and v. With kv_heads once, the values
@@ -442,7 +442,7 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def route(logits: torch.Tensor, choice: Choice) -> Routing:
+def route(logits: torch.Tensor, choice: ExpertChoice) -> Routing:
     """Do what `torch_experts.route` says, for bfloat16 or float32 logits [T, E] and bfloat16
     scales [E].
     """

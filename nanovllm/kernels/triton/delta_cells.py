@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.attention.states import CELL_TOKENS, Cells, StateRows, States
+from nanovllm.kernels.states import CHUNK_SIZE, Cells, StateRows, States
 from nanovllm.kernels.triton.states import _part_of, _softplus, delta_by_token
 
-_CELL = tl.constexpr(CELL_TOKENS)
+_CELL = tl.constexpr(CHUNK_SIZE)
 _BLOCK = tl.constexpr(16)
 _VALUES = 16
 """Columns of a head's state that a program takes through a row's cells."""
@@ -67,7 +67,7 @@ def _delta_by_cell(
     num_cells = len(cells.spans)
     heads = sizes["VALUE_HEADS"]
     value_dim = sizes["VALUE_DIM"]
-    shape = num_cells, heads, 2 * CELL_TOKENS + 4, CELL_TOKENS
+    shape = num_cells, heads, 2 * CHUNK_SIZE + 4, CHUNK_SIZE
     prepared = torch.empty(shape, dtype=torch.float32, device=qkv.device)
     keys = max(triton.next_power_of_2(sizes["KEY_DIM"]), 16)
     values = min(max(triton.next_power_of_2(value_dim), 16), _VALUES)

@@ -9,14 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.torch_experts import ACTIVATIONS, Choice, ExpertMLP, Groups, Routing
+from nanovllm.kernels.torch_experts import ACTIVATIONS, ExpertChoice, ExpertMLP, Groups, Routing
 from nanovllm.kernels.torch_math import OAI_ALPHA, OAI_LIMIT
 
 _CHUNK = 1024
 """Pairs that a program of `_group` reads at once."""
 
 
-def route(logits: torch.Tensor, choice: Choice) -> Routing:
+def route(logits: torch.Tensor, choice: ExpertChoice) -> Routing:
     """Do what `torch_experts.route` says. A row must be contiguous."""
     tokens, num_experts = logits.shape
     top_k = choice.top_k

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.attention.states import StateRows, States
+from nanovllm.kernels.states import StateRows, States
 from nanovllm.kernels.triton.states import _STATE_TILE, _part_of, _softplus
 
 

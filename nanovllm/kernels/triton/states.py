@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.attention.states import ALIGNMENT, StateRows, States
+from nanovllm.kernels.states import ALIGNMENT, StateRows, States
 
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _CONV_TOKENS = 8

@@ -40,7 +40,7 @@ def store(
     v_norm: bool = False,
     q_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Prepare q, k and v as `QKNorm.apply` does, store k and v, and return q [t, heads, dim].
+    """Prepare q, k and v as `QKNormRope.apply` does, store k and v, and return q [t, heads, dim].
 
     Args:
         qkv: [t, (heads + 2 kv_heads) * dim], contiguous. With (heads + kv_heads) * dim the raw keys
@@ -52,7 +52,7 @@ def store(
         kv_cache: [2, blocks, block_size, kv_heads, dim], in qkv's dtype or float8_e4m3fn. The
             latter has scale 1 and clamps to its largest magnitude, 448. Blocks may lie apart. With
             1 in place of 2, only keys are stored.
-        kind, after_rotation, interleaved, v_norm, q_scale: see `QKNorm`.
+        kind, after_rotation, interleaved, v_norm, q_scale: see `QKNormRope`.
     """
     block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
     parts = _parts_of(qkv, num_heads, num_kv_heads, head_dim)

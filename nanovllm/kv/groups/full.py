@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence as Seq
 
-from nanovllm.kv.groups.group import Group, StepPages
+from nanovllm.core.messages import Admission, Row
+from nanovllm.core.sequence import KVState, Sequence
+from nanovllm.kv.groups.group import KVCacheGroup, StepPages
 from nanovllm.kv.trie import Hit, Node
-from nanovllm.scheduler.messages import Admission, Row
-from nanovllm.scheduler.sequence import KVState, Sequence
 
 
-class FullGroup(Group):
+class FullGroup(KVCacheGroup):
     """Holds `KVState.block_table`: a page for each block of a sequence, from its first on.
 
     Each model has this group. A node of the trie is its entry: the block is cached as long as the

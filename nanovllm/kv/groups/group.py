@@ -1,13 +1,13 @@
-"""`Group`: layers with equal caches, and the questions that the block manager asks each group."""
+"""`KVCacheGroup`: layers with equal caches, and the questions that the block manager asks each group."""
 
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence as Seq
 
+from nanovllm.core.messages import Admission, NewBlocks, PageCopy, Row
+from nanovllm.core.sequence import Sequence
 from nanovllm.kv.pool import BlockPool
 from nanovllm.kv.trie import Hit, Node, PrefixTrie
-from nanovllm.scheduler.messages import Admission, NewBlocks, PageCopy, Row
-from nanovllm.scheduler.sequence import Sequence
 
 
 @dataclasses.dataclass(slots=True)
@@ -19,7 +19,7 @@ class StepPages:
     copies: list[PageCopy] = dataclasses.field(default_factory=list)
 
 
-class Group(ABC):
+class KVCacheGroup(ABC):
     """What layers with equal caches keep of each sequence, in pages of the pool.
 
     A group knows the pool and the trie, and no other group. An admission first asks every group
@@ -33,7 +33,7 @@ class Group(ABC):
     """Block tables in a row of the workers' tables."""
     grows = True
     """Whether a longer sequence needs more pages of the group."""
-    overshoot = 0
+    max_extra_tokens = 0
     """How many tokens more than it was given `row_length` may return."""
 
     pool: BlockPool

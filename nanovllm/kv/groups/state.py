@@ -8,11 +8,11 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence as Seq
 
-from nanovllm.kv.groups.group import Group, StepPages
+from nanovllm.core.messages import Admission, NewBlocks, PageCopy, Row
+from nanovllm.core.sequence import Sequence
+from nanovllm.kv.groups.group import KVCacheGroup, StepPages
 from nanovllm.kv.pool import BlockPool
 from nanovllm.kv.trie import Hit, Node, PrefixTrie
-from nanovllm.scheduler.messages import Admission, NewBlocks, PageCopy, Row
-from nanovllm.scheduler.sequence import Sequence
 
 ROOM_TO_GROW = 2
 """Pages that are left for each running sequence when another one is admitted, if it can grow by as
@@ -57,7 +57,7 @@ class State:
     rolling: Snapshot | None = None
 
 
-class StateGroup(Group):
+class StateGroup(KVCacheGroup):
     """Holds the state of each running sequence, and takes snapshots of it for prefix hits.
 
     Invariants, verified by nanovllm/testing/invariants.py:
@@ -93,7 +93,7 @@ class StateGroup(Group):
     admission leaves room for the next blocks of the others: ROOM_TO_GROW.
 
     **Cells.** If the device computes prompts in cells, counted from position 0, a prompt's rows end
-    at multiples of `cell_tokens`, or with the prompt. Snapshots are taken at such multiples, so a
+    at multiples of `chunk_size`, or with the prompt. Snapshots are taken at such multiples, so a
     hit begins a cell. So the form in which a token is computed does not depend on the steps.
 
     **Failures.** A failed step may not have run its copies: `undo_copies` drops what they should
@@ -106,7 +106,7 @@ class StateGroup(Group):
     Args:
         num_pages: of a state.
         snapshot_interval: in tokens; rounded to whole blocks.
-        cell_tokens: see `WorkerInfo`.
+        chunk_size: see `WorkerInfo`.
     """
 
     suffix = b"s"
@@ -117,12 +117,12 @@ class StateGroup(Group):
         num_pages: int,
         *,
         snapshot_interval: int = SNAPSHOT_INTERVAL,
-        cell_tokens: int = 1,
+        chunk_size: int = 1,
     ) -> None:
         self.num_pages = num_pages
         self.num_tables = num_pages
-        self.cell_tokens = cell_tokens
-        self.overshoot = cell_tokens - 1
+        self.chunk_size = chunk_size
+        self.max_extra_tokens = chunk_size - 1
         self._snapshot_interval = snapshot_interval
         self._states: dict[Sequence, State] = {}
         self._begun: list[State] = []  # of the last step's rows, those with `begun`
@@ -132,7 +132,7 @@ class StateGroup(Group):
 
     def attach(self, pool: BlockPool, trie: PrefixTrie, first_table: int) -> None:
         super().attach(pool, trie, first_table)
-        self.unit = math.lcm(self.block_size, self.cell_tokens)  # snapshots are at its multiples
+        self.unit = math.lcm(self.block_size, self.chunk_size)  # snapshots are at its multiples
         self._interval = max(1, self._snapshot_interval // self.unit) * self.unit
 
     def needed(self, num_blocks: int) -> range:
@@ -237,7 +237,7 @@ class StateGroup(Group):
             self.drop(snapshot, evicted=evicted)
 
     def drop(self, snapshot: Snapshot, *, evicted: bool) -> None:
-        """Forget a snapshot, and free its pages. See `Group.forget`."""
+        """Forget a snapshot, and free its pages. See `KVCacheGroup.forget`."""
         if snapshot.is_dropped:
             return
         is_held = snapshot in self._held
@@ -276,7 +276,7 @@ class StateGroup(Group):
 
     def row_length(self, seq: Sequence, most: int) -> int:
         """Return how many of the next `most` tokens a row computes: up to the next snapshot, and to
-        the end of its last cell, which may be up to cell_tokens - 1 more than `most`.
+        the end of its last cell, which may be up to chunk_size - 1 more than `most`.
         """
         state = self._states[seq]
         position = seq.num_computed_tokens
@@ -286,7 +286,7 @@ class StateGroup(Group):
         left = seq.num_prompt_tokens - position
         if most >= left:
             return most
-        return min(left, most + -(position + most) % self.cell_tokens)
+        return min(left, most + -(position + most) % self.chunk_size)
 
     def fill_step(
         self,

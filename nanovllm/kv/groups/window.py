@@ -5,11 +5,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence as Seq
 from itertools import islice
 
-from nanovllm.kv.groups.group import Group, StepPages
+from nanovllm.core.messages import Admission, NewBlocks, Row
+from nanovllm.core.sequence import Sequence
+from nanovllm.core.windows import WindowSpec
+from nanovllm.kv.groups.group import KVCacheGroup, StepPages
 from nanovllm.kv.trie import Hit, Node
-from nanovllm.kv.windows import WindowSpec
-from nanovllm.scheduler.messages import Admission, NewBlocks, Row
-from nanovllm.scheduler.sequence import Sequence
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class WindowTable:
         return self.start + len(self.blocks)
 
 
-class WindowGroup(Group):
+class WindowGroup(KVCacheGroup):
     """Holds, for each running sequence, the blocks that its next tokens read.
 
     Invariants, verified by nanovllm/testing/invariants.py:

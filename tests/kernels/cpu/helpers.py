@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm.features.formats.integer import IntRows, IntTensor
+from nanovllm.features.quantization.integer import IntRows, IntTensor
 from nanovllm.kernels.cpu import build
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.cpu.packed import PackedWeight
-from nanovllm.kernels.torch_kernels import Kernels, WeightMethod
+from nanovllm.kernels.torch_kernels import Kernels, LinearMethod
 
 native = pytest.mark.skipif(library() is None, reason="no compiler here")
 
 
-def make_int_method(weight: IntTensor, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
+def make_int_method(weight: IntTensor, dtype: torch.dtype, kernels: Kernels) -> LinearMethod:
     """Return the method for a weight whose rows come at once."""
     rows = IntRows(len(weight.values), dtype, kernels)
     rows.store(0, weight)
@@ -29,7 +29,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def pack(weight: torch.Tensor | IntTensor) -> WeightMethod:
+def pack(weight: torch.Tensor | IntTensor) -> LinearMethod:
     """Return a weight [n, k] in panels."""
     if isinstance(weight, IntTensor):
         return make_int_method(weight, torch.bfloat16, CKernels())

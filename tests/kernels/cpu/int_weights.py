@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from nanovllm.features.formats.integer import FP4_NUMBERS, IntTensor
+from nanovllm.features.quantization.integer import FP4_NUMBERS, IntTensor
 from tests.kernels.cpu.helpers import randn
 
 TILE_INPUTS = 32

@@ -6,14 +6,14 @@ import os
 import pytest
 import torch
 
-from nanovllm.features.fast_steps.recording import Recording
-from nanovllm.features.formats.fp4 import unpack_fp4
-from nanovllm.features.formats.integer import IntTensor, quantize
+from nanovllm.features.graphs.cpu_graph import CPUGraph
+from nanovllm.features.quantization.fp4 import unpack_fp4
+from nanovllm.features.quantization.integer import IntTensor, quantize
 from nanovllm.kernels import torch_experts
 from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.cpu.packed import PackedWeight
-from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP, Groups
+from nanovllm.kernels.torch_experts import ExpertChoice, ExpertLinear, ExpertMLP, Groups
 from tests.closeness import assert_close
 from tests.kernels.cpu.helpers import make_int_method, native, randn
 from tests.kernels.cpu.int_weights import Form, dequantised, random_weight
@@ -28,7 +28,7 @@ FORMS = {
 
 def random_routing(tokens, num_experts=NUM_EXPERTS, top_k=TOP_K):
     logits = randn(tokens, num_experts, seed=tokens)
-    return torch_experts.route(logits, Choice(top_k, renormalize=True))
+    return torch_experts.route(logits, ExpertChoice(top_k, renormalize=True))
 
 
 def random_mxfp4(n, k):
@@ -140,12 +140,12 @@ def test_a_late_thread_finds_the_choice_of_a_later_layer():
     def forward():
         found = []
         for logits in routers:
-            routing = ops.route(logits, Choice(TOP_K, renormalize=True))
+            routing = ops.route(logits, ExpertChoice(TOP_K, renormalize=True))
             found.append(ops.experts(x, routing, mlp))
         return found
 
     expected = forward()
-    with Recording(tokens) as recording:
+    with CPUGraph(tokens) as recording:
         found = forward()
     num_threads = torch.get_num_threads()
     faulthandler.dump_traceback_later(60, exit=True)  # a kernel that waits cannot be interrupted
@@ -185,7 +185,7 @@ def test_route(num_experts, top_k, renormalize):
     logits = randn(50, num_experts)
     logits[20:] = logits[20:].round()  # many are equal
     scales = randn(num_experts, seed=1)
-    choice = Choice(top_k, renormalize, 1.7, scales, logit_factor=0.3)
+    choice = ExpertChoice(top_k, renormalize, 1.7, scales, logit_factor=0.3)
     found = ops.route(logits, choice)
     expected = torch_experts.route(logits, choice)
     assert torch.equal(found.ids, expected.ids)
@@ -213,7 +213,7 @@ def test_route_by_scores(num_experts, top_k, groups, sigmoid, renormalize, has_b
     dtype = torch.float32 if num_experts > 32 else torch.bfloat16
     logits = randn(40, num_experts, seed=3).to(dtype)
     bias = randn(num_experts, seed=4).float() / 3 if has_bias else None
-    choice = Choice(
+    choice = ExpertChoice(
         top_k, renormalize, 2.5, sigmoid=sigmoid, bias=bias, epsilon=0.01, groups=groups
     )
     found = ops.route(logits, choice)
@@ -249,7 +249,7 @@ def test_a_wide_linear(n, k):
 def test_a_logit_that_is_no_number_makes_the_weights_nan():
     logits = randn(4, 40)
     logits[1, 33], logits[2, 5], logits[3, 7] = torch.nan, torch.inf, -torch.inf
-    found = ops.route(logits, Choice(4, renormalize=True))
+    found = ops.route(logits, ExpertChoice(4, renormalize=True))
     assert found.weights.isnan().any(1).tolist() == [False, True, True, False]
     assert ((found.ids >= 0) & (found.ids < 40)).all()
 
@@ -273,10 +273,10 @@ def test_a_recording_runs_with_fewer_tokens():
     x, logits = randn(8, 96), randn(8, NUM_EXPERTS)
 
     def forward():
-        return ops.experts(x, ops.route(logits, Choice(TOP_K, renormalize=True)), mlp)
+        return ops.experts(x, ops.route(logits, ExpertChoice(TOP_K, renormalize=True)), mlp)
 
     expected = forward()
-    with Recording(8) as recording:
+    with CPUGraph(8) as recording:
         y = forward()
     for tokens in (8, 1, 5):
         y.zero_()

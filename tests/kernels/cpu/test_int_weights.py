@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from nanovllm.features.fast_steps.recording import Recording
-from nanovllm.features.formats.integer import IntRows, IntWeight, quantize
+from nanovllm.features.graphs.cpu_graph import CPUGraph
+from nanovllm.features.quantization.integer import IntRows, IntWeight, quantize
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.utils.pages import PageReserve
 from tests.closeness import assert_close
@@ -81,7 +81,7 @@ def test_a_recording_runs_with_fewer_tokens(form):
     second = make_int_method(random_weight(form, 70, 256, 2), torch.bfloat16, CKernels())
     x = randn(33, 128)
     expected = second.apply(first.apply(x))
-    with Recording(33) as recording:
+    with CPUGraph(33) as recording:
         y = second.apply(first.apply(x))
     for tokens in (33, 1, 5):
         y.zero_()

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.cpu import CPUBackend
-from nanovllm.attention.spec import AttentionSpec, QKNorm
-from nanovllm.features.fast_steps.recording import Recording
+from nanovllm.attention.spec import AttentionSpec, QKNormRope
+from nanovllm.features.graphs.cpu_graph import CPUGraph
 from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.torch_kernels import TORCH
@@ -200,7 +200,7 @@ def test_a_recording_computes_what_the_calls_compute(kv_parts):
         sinks=True,
     )
     backend = CPUBackend(spec)
-    norm = QKNorm(
+    norm = QKNormRope(
         *(randn(head_dim), randn(head_dim, seed=1) if kv_parts else None, 1e-6),
         RotaryEmbedding(90, inverse_frequencies(32, 1e4)).cos_sin,
         kind=NORM_WIDE,
@@ -237,7 +237,7 @@ def test_a_recording_computes_what_the_calls_compute(kv_parts):
         return kernels.act(kernels.act(half, "gelu"), "relu2")
 
     recorded_cache, recorded_residual = before.clone(), residual.clone()
-    with Recording(4) as recording:
+    with CPUGraph(4) as recording:
         found = compute(recorded_residual, recorded_cache)
     x.copy_(randn(4, width, seed=7))
     recording.run(3, 3)

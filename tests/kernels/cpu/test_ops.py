@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm.features.formats.integer import IntTensor, quantize
+from nanovllm.features.quantization.integer import IntTensor, quantize
 from nanovllm.kernels.cpu import ops, table_ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.torch_kernels import HeadWeight

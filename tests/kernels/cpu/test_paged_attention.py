@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.cpu import CPUBackend
-from nanovllm.attention.spec import AttentionSpec, QKNorm
+from nanovllm.attention.spec import AttentionSpec, QKNormRope
 from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.torch_kernels import HeadWeight
@@ -48,7 +48,7 @@ OPTIONS = {
 
 
 def make_qk_norm(head_dim, *, weights=True, rotary=1, scaled=False, kv_parts=2, **fields):
-    """Return a QKNorm with random weights, and the number of head groups in qkv beside q."""
+    """Return a QKNormRope with random weights, and the number of head groups in qkv beside q."""
     rotary_dim = int(head_dim * rotary) // 2 * 2
     cos_sin = torch.zeros(512, 0)
     if rotary_dim:
@@ -58,7 +58,7 @@ def make_qk_norm(head_dim, *, weights=True, rotary=1, scaled=False, kv_parts=2, 
     )
     q_scale = 1 + torch.rand(512, generator=torch.Generator().manual_seed(5)) if scaled else None
     k_weight = k_weight if kv_parts else None
-    return QKNorm(q_weight, k_weight, 1e-6, cos_sin, **fields, q_scale=q_scale), kv_parts
+    return QKNormRope(q_weight, k_weight, 1e-6, cos_sin, **fields, q_scale=q_scale), kv_parts
 
 
 def prepared(x, weight, norm, positions):
@@ -133,7 +133,7 @@ def test_store_is_float64s(heads, kv_heads, head_dim, tokens, options):
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_torchs_preparation_is_float64s(options):
-    """QKNorm.apply, which the backends in torch use, in float32."""
+    """QKNormRope.apply, which the backends in torch use, in float32."""
     norm, kv_parts = make_qk_norm(64, **OPTIONS[options])
     spec = AttentionSpec(6, 2, 64, torch.float32, torch.device("cpu"), None)
     qkv, positions = randn(9, (6 + kv_parts * 2) * 64).float(), torch.arange(40, 49)
@@ -398,7 +398,7 @@ def test_tokens_see_those_after_them(heads, kv_heads, head_dim, block_size, kv_d
 @native
 def test_all_tokens_see_several_segments():
     sizes = 1, 1, 32, torch.bfloat16, torch.device("cpu"), 64
-    not_rotated = QKNorm(None, None, 1e-6, torch.zeros(4500, 0))
+    not_rotated = QKNormRope(None, None, 1e-6, torch.zeros(4500, 0))
     stored = Stored(AttentionSpec(*sizes, causal=False), [4500], norm=not_rotated)
     [found] = stored.attend([(0, 4400, 4500)])
     keys = (x.double() for x in stored.kv)
@@ -516,7 +516,7 @@ def test_threads_share_a_long_sequence_and_change_no_bit(heads, kv_heads, option
     size = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "block_size": 64}
     spec = AttentionSpec(heads, kv_heads, 48, **{**size, **options})
     seq_lens = [8260, 4200]
-    stored = Stored(spec, seq_lens, norm=QKNorm(None, None, 1e-6, torch.zeros(8260, 0)))
+    stored = Stored(spec, seq_lens, norm=QKNormRope(None, None, 1e-6, torch.zeros(8260, 0)))
     chunks = [(0, 8235, 8260), (0, 8190, 8194), (1, 4080, 4110), (0, 4097, 4098), (1, 10, 11)]
     threads(1)
     whole = stored.attend(chunks)
@@ -604,7 +604,7 @@ def test_latents_lose_no_more_than_keys_and_values_of_all_heads():
     qkv = torch.zeros(tokens, heads + 1, rope + latent, dtype=torch.bfloat16)
     qkv[:, heads] = rows
     kernels.head_linear(q, keys, qkv[-last:, :heads], rope)
-    not_rotated = QKNorm(None, None, 1e-6, torch.zeros(tokens, 0))
+    not_rotated = QKNormRope(None, None, 1e-6, torch.zeros(tokens, 0))
     stored = Stored(spec, [tokens], qkv.flatten(1), not_rotated)
     [latents] = stored.attend([(0, tokens - last, tokens)])
     found = torch.empty(last, heads, value, dtype=torch.bfloat16)

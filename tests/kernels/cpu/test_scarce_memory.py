@@ -10,12 +10,12 @@ import torch
 
 from nanovllm import SamplingParams, demo_model
 from nanovllm.errors import OutOfMemoryError
-from nanovllm.features.formats.integer import quantize
+from nanovllm.features.quantization.integer import quantize
 from nanovllm.kernels import torch_experts
 from nanovllm.kernels.cpu import build, library as library_module, ops
 from nanovllm.kernels.cpu.calls import SOURCES
 from nanovllm.kernels.cpu.library import torch_on_one_thread
-from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP
+from nanovllm.kernels.torch_experts import ExpertChoice, ExpertLinear, ExpertMLP
 from tests.kernels.cpu.helpers import native, pack, randn
 
 pytestmark = [native]
@@ -54,13 +54,13 @@ def experts(bits: int) -> Callable[[], torch.Tensor]:
     )
     mlp = ExpertMLP(up, down, "silu", False)
     x = randn(40, 64)
-    routing = torch_experts.route(randn(40, 4, seed=3), Choice(2, renormalize=True))
+    routing = torch_experts.route(randn(40, 4, seed=3), ExpertChoice(2, renormalize=True))
     return lambda: ops.experts(x, routing, mlp)
 
 
 def route() -> Callable[[], torch.Tensor]:
     logits = randn(40, 4, seed=3)
-    return lambda: ops.route(logits, Choice(2, renormalize=True)).weights
+    return lambda: ops.route(logits, ExpertChoice(2, renormalize=True)).weights
 
 
 def attention(keys: int = 70) -> Callable[[], torch.Tensor]:

@@ -7,9 +7,9 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNo
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated, mamba2_chunk_scan
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
-from nanovllm.attention.states import Replay, StatePart
-from nanovllm.features.fast_steps.recording import Recording
+from nanovllm.features.graphs.cpu_graph import CPUGraph
 from nanovllm.kernels.cpu import ops
+from nanovllm.kernels.states import Replay, StatePart
 from nanovllm.kernels.torch_kernels import TORCH
 from tests.closeness import assert_close
 from tests.kernels.cpu.helpers import native, randn
@@ -421,7 +421,7 @@ def test_layers_with_state_can_be_recorded(make, more):
     before = states.pool.clone()
     recorded = [torch.zeros(8, x.shape[1], dtype=x.dtype) for x in inputs]
     rows, real = make_rows([[0, 0]] * 8, [1] * 8), make_rows(pages, [2, 1])
-    with Recording(8) as recording:
+    with CPUGraph(8) as recording:
         out = layer(*recorded, states, rows)
     for x, given in zip(recorded, inputs, strict=True):
         x[:3] = given

@@ -9,11 +9,11 @@ import torch
 
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.triton import TritonBackend
-from nanovllm.features.fast_steps.cuda_graph import GraphRunner, graph_sizes
+from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.features.graphs.cuda_graph import GraphRunner, graph_sizes
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.triton import decode_step
 from nanovllm.kernels.triton.kernels import TritonKernels
-from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants
 from tests.kernels.triton.inputs import DEVICE

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from nanovllm.attention.states import CELL_TOKENS, Cells, StatePart, StateRows, States
+from nanovllm.kernels.states import CHUNK_SIZE, Cells, StatePart, StateRows, States
 from nanovllm.kernels.triton.kernels import TritonKernels
 from tests.closeness import assert_close
 from tests.kernels.state_cases import make_rows, make_states, naive_delta, part_of
@@ -71,8 +71,8 @@ def rows_of(pages, lengths, in_cells, written=None) -> StateRows:
     """Return rows, of whose tokens the first `in_cells` are in cells."""
     spans, ends, begins, start = [], [0], [], 0
     for length, count in zip(lengths, in_cells, strict=True):
-        for first in range(0, count, CELL_TOKENS):
-            spans.append((start + first, min(CELL_TOKENS, count - first)))
+        for first in range(0, count, CHUNK_SIZE):
+            spans.append((start + first, min(CHUNK_SIZE, count - first)))
         ends.append(len(spans))
         begins.append(start + count)
         start += length
@@ -135,7 +135,7 @@ def test_cuts_of_a_bfloat16_prompt_change_no_bit() -> None:
     expected = TRITON.gated_delta(*inputs, whole, rows_of(pages, lengths, prompts))
     cut, start = states_of(SMALL, pages), 0
     for one, length, prompt in zip(pages, lengths, prompts, strict=True):
-        ends = [*range(CELL_TOKENS, prompt, CELL_TOKENS), prompt, *range(prompt + 1, length + 1)]
+        ends = [*range(CHUNK_SIZE, prompt, CHUNK_SIZE), prompt, *range(prompt + 1, length + 1)]
         for first, end in zip([0, *ends], ends, strict=False):
             part = slice(start + first, start + end)
             rows = rows_of([one], [end - first], [max(min(end, prompt) - first, 0)])

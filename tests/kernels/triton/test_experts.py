@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.kernels import torch_experts
-from nanovllm.kernels.torch_experts import Choice, ExpertLinear, ExpertMLP, Groups
+from nanovllm.kernels.torch_experts import ExpertChoice, ExpertLinear, ExpertMLP, Groups
 from nanovllm.kernels.triton import experts as triton_experts
 from tests.closeness import assert_close
 from tests.kernels.triton.harness import compile_launches
@@ -43,7 +43,7 @@ def test_experts(tokens, num_experts, activation, interleaved, bias, dtype):
     mlp = ExpertMLP(linears[0], linears[1], activation, interleaved, gated)
     x = randn(tokens, hidden_size, dtype=dtype)
     routing = torch_experts.route(
-        randn(tokens, num_experts, dtype=dtype), Choice(3, renormalize=True)
+        randn(tokens, num_experts, dtype=dtype), ExpertChoice(3, renormalize=True)
     )
     expected = torch_experts.experts(x, routing, mlp)
     found = triton_experts.experts(x, routing, mlp)
@@ -59,7 +59,7 @@ def test_route(num_experts, top_k, renormalize):
     logits = randn(20, num_experts, dtype=torch.float32)
     logits[10:] = logits[10:].round()  # many are equal
     scales = randn(num_experts, dtype=torch.float32, seed=1)
-    choice = Choice(top_k, renormalize, 1.7, scales, logit_factor=0.3)
+    choice = ExpertChoice(top_k, renormalize, 1.7, scales, logit_factor=0.3)
     found = triton_experts.route(logits, choice)
     expected = torch_experts.route(logits, choice)
     assert torch.equal(found.ids, expected.ids)
@@ -80,7 +80,9 @@ def test_route(num_experts, top_k, renormalize):
 def test_route_by_scores(sigmoid, renormalize, groups, has_bias):
     logits = randn(20, 24, dtype=torch.float32)
     bias = randn(24, dtype=torch.float32, seed=1) / 3 if has_bias else None
-    choice = Choice(5, renormalize, 2.5, sigmoid=sigmoid, bias=bias, epsilon=0.01, groups=groups)
+    choice = ExpertChoice(
+        5, renormalize, 2.5, sigmoid=sigmoid, bias=bias, epsilon=0.01, groups=groups
+    )
     found = triton_experts.route(logits, choice)
     expected = torch_experts.route(logits, choice)
     assert torch.equal(found.ids, expected.ids)
@@ -94,7 +96,7 @@ def test_route_by_scores(sigmoid, renormalize, groups, has_bias):
 def test_a_logit_that_is_no_number_makes_the_weights_nan():
     logits = torch.zeros(2, 40, device=DEVICE)
     logits[1, 33] = torch.nan
-    found = triton_experts.route(logits, Choice(4, renormalize=True))
+    found = triton_experts.route(logits, ExpertChoice(4, renormalize=True))
     assert found.weights.isnan().any(1).tolist() == [False, True]
     assert ((found.ids >= 0) & (found.ids < 40)).all()
 
@@ -120,7 +122,7 @@ def test_they_compile_for_other_gpus(tokens):
     if tokens == 4:
         logits = meta(tokens, 256, dtype=torch.bfloat16)
         bias = meta(256, dtype=torch.float32)
-        grouped = Choice(8, renormalize=True, sigmoid=True, bias=bias, groups=Groups(8, 4, 2))
-        for choice in (Choice(4, renormalize=True), grouped):
+        grouped = ExpertChoice(8, renormalize=True, sigmoid=True, bias=bias, groups=Groups(8, 4, 2))
+        for choice in (ExpertChoice(4, renormalize=True), grouped):
             route = functools.partial(triton_experts.route, choice=choice)
             assert_fits(compile_launches((route, logits), archs=archs), "_route")

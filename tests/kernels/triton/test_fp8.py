@@ -4,7 +4,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-from nanovllm.features.formats.fp8 import Fp8Weight, quantize_fp8
+from nanovllm.features.quantization.fp8 import Fp8Weight, quantize_fp8
 from nanovllm.kernels.triton import fp8 as triton_fp8
 from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.kernels.triton.split_k import split_options

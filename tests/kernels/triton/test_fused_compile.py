@@ -47,10 +47,10 @@ def layer(model, rows, dtype, chained):
         return fused_layer.linear_partials(inputs, weight, chained=chained)
 
     qkv = norm_linear(meta(2, rows, hidden, dtype=F32), width)
-    index, head_norm = meta(rows, dtype=torch.int64), meta(HEAD_DIM, dtype=dtype)
+    index, qk_norm_rope = meta(rows, dtype=torch.int64), meta(HEAD_DIM, dtype=dtype)
     done = meta(fused_layer.MAX_ROWS, KV_HEADS, dtype=torch.int32)
     attended = fused_attention.attend_rows(
-        qkv, *[head_norm if qk_norm else None] * 2, 1e-6, meta(40960, HEAD_DIM, dtype=F32),
+        qkv, *[qk_norm_rope if qk_norm else None] * 2, 1e-6, meta(40960, HEAD_DIM, dtype=F32),
         index, index, index, meta(rows, 640, dtype=torch.int32),
         meta(2, 1000, 64, KV_HEADS, HEAD_DIM, dtype=dtype), heads, done, chained=chained,
     )  # fmt: skip

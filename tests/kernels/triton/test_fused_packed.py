@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from nanovllm.features.formats.integer import IntTensor
+from nanovllm.features.quantization.integer import IntTensor
 from nanovllm.kernels.triton import fused_layer
 from nanovllm.kernels.triton.packed_ints import empty_ints
 from tests.closeness import assert_close

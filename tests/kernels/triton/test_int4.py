@@ -6,7 +6,7 @@ Without a GPU they are interpreted.
 import pytest
 import torch
 
-from nanovllm.features.formats.integer import IntTensor
+from nanovllm.features.quantization.integer import IntTensor
 from nanovllm.kernels.triton import int4
 from nanovllm.kernels.triton.packed_ints import (
     FP4,

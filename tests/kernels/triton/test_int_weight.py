@@ -6,7 +6,7 @@ Without a GPU the kernels are interpreted.
 import pytest
 import torch
 
-from nanovllm.features.formats.integer import IntTensor, IntWeight, quantize
+from nanovllm.features.quantization.integer import IntTensor, IntWeight, quantize
 from nanovllm.kernels.triton.int4 import PackedIntWeight
 from nanovllm.kernels.triton.kernels import TritonKernels
 from tests.closeness import assert_close

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nanovllm.core.messages import Row
 from nanovllm.features.speculation.proposers.ngram import Ngram, lookup
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.triton import ngram
 from nanovllm.kernels.triton.kernels import TritonKernels
-from nanovllm.scheduler.messages import Row
 from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants, shapes
 from tests.kernels.triton.inputs import DEVICE
 from tests.kernels.triton.interpreter import patch_interpreter

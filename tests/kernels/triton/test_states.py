@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from nanovllm.attention.states import StatePart, StateRows, States
+from nanovllm.kernels.states import StatePart, StateRows, States
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.triton.kernels import TritonKernels
 from tests.kernels.state_cases import (

@@ -5,7 +5,7 @@ Without a GPU it is interpreted, and bfloat16 is left out: the interpreter compu
 import pytest
 import torch
 
-from nanovllm.attention.spec import AttentionSpec, QKNorm
+from nanovllm.attention.spec import AttentionSpec, QKNormRope
 from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_ROUNDED, NORM_WIDE, rotate
 from nanovllm.kernels.triton.store import store
 from nanovllm.layers.layernorm import RMSNorm
@@ -224,7 +224,7 @@ def test_options(parts, head_dim, rotary_dim, weighted, options, dtype):
         options["q_scale"] = randn(50, seed=5).abs() + 0.5
     angles = randn(50, rotary_dim // 2, seed=3)
     cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
-    norm = QKNorm(*weights, EPS, cos_sin, **options)
+    norm = QKNormRope(*weights, EPS, cos_sin, **options)
     qkv = randn(tokens, (heads + (parts - 1) * kv_heads) * head_dim, dtype=dtype) * 3
     positions, slots = (
         torch.tensor(x, device=DEVICE) for x in ([9, 0, 3, 49, 7], [5, 0, 11, 2, 8])

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from nanovllm.core.messages import Admission, NewBlocks, Row, Schedule
+from nanovllm.core.transfers import Load, TierEntry, Transfers
 from nanovllm.features.speculation.proposers.draft_kv import DraftKV
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import Admission, NewBlocks, Row, Schedule
-from nanovllm.scheduler.transfers import Load, Part, Transfers
 
 SIZE = 4
 
@@ -146,7 +146,7 @@ def admit_loading(kv: DraftKV, table_idx: int, blocks: list[int], loaded: list[i
         frozenset(),
         (),
     )
-    loads = [Load(0, [Part("host", b"", [page], [0]) for page in loaded])]
+    loads = [Load(0, [TierEntry("host", b"", [page], [0]) for page in loaded])]
     kv.admit(Schedule(0, [admission], [], [], transfers=Transfers([], [], loads)))
 
 

@@ -17,20 +17,20 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams, demo_model
-from nanovllm.assembly import make_engine
-from nanovllm.features.fast_steps.cuda_graph import draft_graph_sizes
+from nanovllm.core.messages import Row
+from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.factory import make_engine
+from nanovllm.features.graphs.cuda_graph import draft_graph_sizes
 from nanovllm.features.speculation.draft_controller import DraftController
 from nanovllm.features.speculation.proposers.draft_network import DraftNetwork
 from nanovllm.features.speculation.proposers.proposer import Proposer
 from nanovllm.options.config import Config
 from nanovllm.parallel import in_process
-from nanovllm.scheduler.messages import Row
-from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker import warm_up
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.warm_up import KINDS as KINDS_AT_START, reach_peak
-from tests.fast_steps.fake_graphs import FakeCapture, use_fake_graphs, use_triton
 from tests.glossary import QUESTIONS
+from tests.graphs.fake_graphs import FakeCapture, use_fake_graphs, use_triton
 from tests.kernels.triton.interpreter import patch_interpreter
 
 OPTIONS: dict[str, Any] = {
@@ -204,7 +204,7 @@ def test_warming_up_leaves_nothing(
         capture(sizes[-1])
         return 1000
 
-    monkeypatch.setattr("nanovllm.features.fast_steps.registry.graph_bytes", measured)
+    monkeypatch.setattr("nanovllm.features.graphs.step_runners.graph_bytes", measured)
     speculative = {"method": method, "model": checkpoint(method), "num_speculative_tokens": 4}
     config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS)
     engine = make_engine(config, queue_depth=0)

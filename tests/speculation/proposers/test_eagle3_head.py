@@ -14,7 +14,7 @@ from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.selector import select_backend
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.features.fast_steps.recording import Recording
+from nanovllm.features.graphs.cpu_graph import CPUGraph
 from nanovllm.features.speculation.proposers.eagle3_config import check_eagle3
 from nanovllm.features.speculation.proposers.head import capture_features
 from nanovllm.kernels.selector import select_kernels
@@ -377,7 +377,7 @@ def test_recorded_steps_store_the_same_features(quantization, tmp_path):
     hidden = model(step)
     unrecorded = pool.clone()
     pool.zero_()
-    with Recording(25) as recording:
+    with CPUGraph(25) as recording:
         recorded = model(batch)
     fill(batch, step)
     recording.run(16, 2)
@@ -405,7 +405,7 @@ def test_head_with_the_c_kernels(case, target_path, tmp_path):
     error = head.compute_logits(output.clone()) - logits
     assert error.abs().max() < 0.05 * logits.abs().max()
     inputs, given = hidden.new_zeros(20, 64), hidden.new_zeros(20, 3 * 64)
-    with Recording(20) as recording:
+    with CPUGraph(20) as recording:
         recorded = head(batch, inputs)
         combined = head.combine(given)
     inputs[:12], given[:12] = hidden, features

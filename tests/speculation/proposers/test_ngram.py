@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from nanovllm.core.messages import Admission, Row, Schedule
+from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.features.speculation.proposers import ngram
 from nanovllm.features.speculation.proposers.ngram import Ngram
 from nanovllm.kernels.selector import select_kernels
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import Admission, Row, Schedule
-from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from tests.kernels.cpu.helpers import native as needs_compiler
 

@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.attention.backend import NO_QUANTIZED_KV, NO_VALUES_IN_KEYS, Backend
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.spec import AttentionSpec, QKNorm
+from nanovllm.attention.spec import AttentionSpec, QKNormRope
 
 
 class MyBackend(Backend):
@@ -40,7 +40,7 @@ class MyBackend(Backend):
         """Return what all layers of a step need, which they find in `batch.metadata`."""
 
     def store(
-        self, qkv: torch.Tensor, norm: QKNorm, kv_cache: torch.Tensor, batch: Batch
+        self, qkv: torch.Tensor, norm: QKNormRope, kv_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
         """Store the step's keys and values; return the queries [T, num_heads, head_dim]."""
         q, k, v = norm.apply(qkv, batch.positions, self.spec)

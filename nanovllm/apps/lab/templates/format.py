@@ -5,7 +5,7 @@ Run it in the folder of this file:
     PYTHONPATH=. nanovllm serve MODEL --quantization my_format:MyFormat
 
 An installed package may also give a format for checkpoints that name it in their
-quantization_config: docs/plugins.md. The contract is `WeightFormat` and `StoredWeight` in
+quantization_config: docs/plugins.md. The contract is `WeightFormat` and `QuantizedWeight` in
 nanovllm/layers/linear.py.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.torch_kernels import Kernels, PlainWeight, WeightMethod
-from nanovllm.layers.linear import Matrix, WeightFormat
+from nanovllm.kernels.torch_kernels import Kernels, LinearMethod, PlainWeight
+from nanovllm.layers.linear import WeightFormat, WeightModule
 from nanovllm.loading.shards import Shard
 
 STEPS = 256
@@ -31,7 +31,7 @@ class MyFormat(WeightFormat):
         """Read the checkpoint's quantization_config; it is empty if there is none."""
         self._steps = float(config.get("steps", STEPS))
 
-    def stored(self, matrix: Matrix, names: list[str]) -> "_Rounded | None":
+    def quantized(self, matrix: WeightModule, names: list[str]) -> "_Rounded | None":
         """Return how the weight of a matrix is stored; None: as plain numbers.
 
         `matrix.weight` has the shape, dtype and device, and no memory. `names` are the checkpoint's
@@ -68,7 +68,7 @@ class _Rounded:
         rounded = (values.float() * self._steps).round() / self._steps
         self._values[first : first + len(values)] = rounded.to(self._values)
 
-    def method(self, dtype: torch.dtype, kernels: Kernels) -> WeightMethod:
+    def method(self, dtype: torch.dtype, kernels: Kernels) -> LinearMethod:
         """Return what multiplies by the weight: here plain torch."""
         assert self._values is not None
         return PlainWeight(self._values)

@@ -8,9 +8,9 @@ The contract is nanovllm/scheduler/policy.py; docs/plugins.md has the rules. A p
 a request is computed, never what it gets.
 """
 
+from nanovllm.core.sequence import Sequence
 from nanovllm.scheduler.heap import Heap
 from nanovllm.scheduler.policy import Policy
-from nanovllm.scheduler.sequence import Sequence
 
 AGEING = 16
 """Each request that arrives later counts as so many tokens longer, so that none starves."""

@@ -9,8 +9,8 @@ the guesses, so a proposer may guess anything: it changes no token. How many dra
 decided by what was accepted, and by measured costs.
 """
 
+from nanovllm.core.messages import Row
 from nanovllm.features.speculation.proposers.proposer import Proposer
-from nanovllm.scheduler.messages import Row
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.network import Network
 

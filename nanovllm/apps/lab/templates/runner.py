@@ -4,15 +4,15 @@ Run it in the folder of this file:
 
     PYTHONPATH=. nanovllm serve MODEL --step-runner my_runner:MyRunner
 
-The contract is `StepRunner` in nanovllm/worker/extensions.py. It is asked first; a step that does
+The contract is `StepRunner` in nanovllm/worker/hooks.py. It is asked first; a step that does
 not fit it runs as it would without it.
 """
 
 from collections import Counter
 
-from nanovllm.scheduler.messages import Row
+from nanovllm.core.messages import Row
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.extensions import Computed, StepRunner
+from nanovllm.worker.hooks import StepRunner, StepTensors
 from nanovllm.worker.network import Network
 
 
@@ -28,10 +28,10 @@ class MyRunner(StepRunner):
         """Return whether it runs a step of `rows`. It is asked before each step: be quick."""
         return all(row.num_scheduled_tokens == 1 for row in rows)
 
-    def run(self, rows: list[Row]) -> Computed:
+    def run(self, rows: list[Row]) -> StepTensors:
         """Write the KV of all tokens of `rows`; return their hidden states [T, hidden_size].
 
         Returned tokens [T] would be taken as sampled from them.
         """
         self.num_steps[len(rows)] += 1
-        return Computed(hidden=self._network.forward(self._tables, rows, None))
+        return StepTensors(hidden=self._network.forward(self._tables, rows, None))

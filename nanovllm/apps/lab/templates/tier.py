@@ -2,7 +2,7 @@
 
 Run it in the folder of this file:
 
-    PYTHONPATH=. nanovllm serve MODEL --kv-tier my_tier:MyTier
+    PYTHONPATH=. nanovllm serve MODEL --kv-store my_tier:MyTier
 
 The contract is `ByteStore` in nanovllm/features/tiers/tier.py. What it raises is logged once, and
 what it should have given is computed.

@@ -16,7 +16,7 @@ def version() -> str:
     return f"llama.cpp (llama-cpp-python {llama_cpp.__version__})"
 
 
-class Engine:
+class LlamaCppPeer:
     """A model and a context, which all calls share.
 
     Args:

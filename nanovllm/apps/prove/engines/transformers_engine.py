@@ -12,7 +12,7 @@ def version() -> str:
     return f"transformers {transformers.__version__}, torch {torch.__version__}"
 
 
-class Engine:
+class TransformersPeer:
     """A model.
 
     Args:

@@ -21,7 +21,7 @@ def version() -> str:
     return "vLLM of unknown version"
 
 
-class Engine:
+class VllmPeer:
     """A model.
 
     Args:

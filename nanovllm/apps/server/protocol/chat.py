@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from nanovllm.apps.server.answers.answer_format import ToolChoice
+from nanovllm.apps.server.output_parsers.answer_format import ToolChoice
 from nanovllm.apps.server.protocol.common import (
     GenerationRequest,
     Objects,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from nanovllm.chat.messages import is_empty
+from nanovllm.chat.openai_messages import is_empty
 from nanovllm.options.other_names import OTHER_NAMES, OtherName
 from nanovllm.options.validation import did_you_mean, shown
 

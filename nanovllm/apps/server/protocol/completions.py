@@ -79,7 +79,7 @@ class CompletionChoice(BaseModel):
     prompt_logprobs: list[dict[int, Any] | None] | None = None
 
 
-class Completion(BaseModel):
+class CompletionResponse(BaseModel):
     """An answer, or a chunk of a streamed one."""
 
     id: str

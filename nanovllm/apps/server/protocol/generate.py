@@ -60,7 +60,7 @@ class GenerateRequest(EngineRequest):
         return self
 
 
-class TokenLogprob(BaseModel):
+class CandidateLogprob(BaseModel):
     """A token that could be at a position."""
 
     token_id: int
@@ -68,16 +68,16 @@ class TokenLogprob(BaseModel):
     rank: int
 
 
-class TokenLogprobs(TokenLogprob):
+class PositionLogprobs(CandidateLogprob):
     """The token at a position, and the most likely ones there."""
 
-    top_logprobs: list[TokenLogprob]
+    top_logprobs: list[CandidateLogprob]
 
 
 class GenerateLogprobs(BaseModel):
     """Log-probabilities of an answer's tokens, one element a token."""
 
-    content: list[TokenLogprobs]
+    content: list[PositionLogprobs]
 
 
 class VersionSpan(BaseModel):

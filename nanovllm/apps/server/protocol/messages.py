@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from nanovllm.apps.server.answers.answer_format import ToolChoice
+from nanovllm.apps.server.output_parsers.answer_format import ToolChoice
 from nanovllm.apps.server.protocol.chat import ConversationRequest, FunctionName, Tool
 from nanovllm.apps.server.protocol.common import (
     TEXT_OR_LIST,
@@ -35,7 +35,7 @@ _MANY = Field(max_length=4096, fail_fast=True)
 _FEW = Field(max_length=128, fail_fast=True)
 
 
-class Block(RequestModel):
+class ContentBlock(RequestModel):
     """A part of a message. Every prompt is cached, so marks of what to cache are dropped."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
@@ -43,7 +43,7 @@ class Block(RequestModel):
     )
 
 
-class TextBlock(Block):
+class TextBlock(ContentBlock):
     """A piece of text."""
 
     type: Literal["text"]
@@ -90,7 +90,7 @@ class ContentSource(RequestModel):
     content: _Content[_OnlyText]
 
 
-class DocumentBlock(Block):
+class DocumentBlock(ContentBlock):
     """A document."""
 
     type: Literal["document"]
@@ -103,7 +103,7 @@ class DocumentBlock(Block):
     context: str | None = None
 
 
-class SearchResultBlock(Block):
+class SearchResultBlock(ContentBlock):
     """What a search found."""
 
     type: Literal["search_result"]
@@ -125,7 +125,7 @@ class RedactedThinkingBlock(SentBack):
     type: Literal["redacted_thinking"]
 
 
-class ToolUseBlock(Block):
+class ToolUseBlock(ContentBlock):
     """A call of a tool."""
 
     type: Literal["tool_use"]
@@ -134,7 +134,7 @@ class ToolUseBlock(Block):
     input: dict[str, Any]
 
 
-class FoundTool(Block):
+class FoundTool(ContentBlock):
     """A tool that the client's search of tools found."""
 
     type: Literal["tool_reference"]
@@ -151,7 +151,7 @@ _TextOnly = Annotated[
 ]
 
 
-class ToolResultBlock(Block):
+class ToolResultBlock(ContentBlock):
     """What a tool returned."""
 
     type: Literal["tool_result"]
@@ -167,7 +167,7 @@ class ToolReference(RequestModel):
     name: str
 
 
-class ToolChange(Block):
+class ToolChange(ContentBlock):
     """A tool that there is, or is no more, from this message on."""
 
     type: Literal["tool_addition", "tool_removal"]
@@ -193,7 +193,7 @@ AnyBlock = Annotated[
 ]
 
 
-class InputMessage(RequestModel):
+class MessageParam(RequestModel):
     """What one side said."""
 
     role: Literal["user", "assistant", "system"]
@@ -213,7 +213,7 @@ def _few_blocks(messages: Any) -> Any:
     return messages
 
 
-class CustomTool(Tool):
+class ClientTool(Tool):
     """A tool that the client runs."""
 
     schema_field: ClassVar[str] = "input_schema"
@@ -273,7 +273,7 @@ class OutputConfig(RequestModel):
     format: OutputFormat | None = None
 
 
-class Metadata(RequestModel):
+class RequestMetadata(RequestModel):
     """Whose request it is."""
 
     user_id: str | None = None
@@ -296,16 +296,16 @@ class CountTokensRequest(ConversationRequest):
     text_form = "output_config.format"
 
     messages: Annotated[
-        list[InputMessage],
+        list[MessageParam],
         Field(min_length=1, max_length=4096, fail_fast=True),
         BeforeValidator(_few_blocks),
     ]
     system: _Content[TextBlock] | None = None
-    tools: Annotated[list[CustomTool], _FEW] | None = None
+    tools: Annotated[list[ClientTool], _FEW] | None = None
     tool_choice: ToolChoiceOption | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    metadata: Metadata | None = None
+    metadata: RequestMetadata | None = None
     """Its user_id is the key of fairness."""
 
     @property
@@ -318,7 +318,7 @@ class CountTokensRequest(ConversationRequest):
             return []
         return sorted(self._tools(), key=lambda tool: tool.name)
 
-    def _tools(self) -> list[CustomTool]:
+    def _tools(self) -> list[ClientTool]:
         """Return the tools after the last message's additions and removals.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Messages of requests. Types only: `nanovllm.chat.messages` prepares them for templates."""
+"""Messages of requests. Types only: `nanovllm.chat.openai_messages` prepares them for templates."""
 
 from typing import Annotated, Any, Literal
 
@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from nanovllm.apps.server.protocol.common import Objects, RequestModel
-from nanovllm.chat.messages import counts_as_absent, is_empty
+from nanovllm.chat.openai_messages import counts_as_absent, is_empty
 
 MAX_ITEMS = 4096
 """Of a conversation."""

@@ -123,7 +123,7 @@ def few_tools(tools: Any) -> Any:
     return tools
 
 
-class NamedTool(FunctionName):
+class NamedFunction(FunctionName):
     """The tool that the answer must call."""
 
     type: Literal["function", "custom"]

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from nanovllm.apps.server.answers.answer_format import ToolChoice
+from nanovllm.apps.server.output_parsers.answer_format import ToolChoice
 from nanovllm.apps.server.protocol.chat import ConversationRequest, Tool
 from nanovllm.apps.server.protocol.common import (
     TEXT_OR_LIST,
@@ -19,7 +19,7 @@ from nanovllm.apps.server.protocol.response_tools import (
     AnyTool,
     CalledTool,
     CustomTool,
-    NamedTool,
+    NamedFunction,
     few_tools,
     functions,
 )
@@ -201,7 +201,7 @@ class ResponsesRequest(ConversationRequest):
     tools: Annotated[list[AnyTool], _FEW, BeforeValidator(few_tools)] | None = None
     tool_choice: Annotated[
         Annotated[Literal["none", "auto", "required"] | None, Tag("word")]
-        | Annotated[NamedTool, Tag("function")],
+        | Annotated[NamedFunction, Tag("function")],
         Discriminator(lambda value: "function" if isinstance(value, dict | BaseModel) else "word"),
     ] = None
     reasoning: ReasoningOptions | None = None

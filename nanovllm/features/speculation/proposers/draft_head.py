@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.attention.batch import Batch
+from nanovllm.core.messages import Row, Schedule
 from nanovllm.features.speculation.proposers.draft_kv import FEW_TOKENS, loaded_pages
 from nanovllm.features.speculation.proposers.draft_network import DraftNetwork, load_draft
 from nanovllm.features.speculation.proposers.head import Head
 from nanovllm.layers.sampler import Sampling
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.network import Network
-from nanovllm.worker.sampling_rows import SamplingRows
+from nanovllm.worker.step_sampler import StepSampler
 
 if TYPE_CHECKING:
-    from nanovllm.features.fast_steps.cuda_graph import ComputeLogits, GraphRunner
-    from nanovllm.features.fast_steps.recording import RecordedModel
-    from nanovllm.features.fast_steps.registry import StepRunners
+    from nanovllm.features.graphs.cpu_graph import CPUGraphRunner
+    from nanovllm.features.graphs.cuda_graph import ComputeLogits, GraphRunner
+    from nanovllm.features.graphs.step_runners import StepRunners
 
 
 class DraftHead(DraftNetwork):
@@ -65,7 +65,7 @@ class DraftHead(DraftNetwork):
         self._features: torch.Tensor | None = None
         self._hidden: torch.Tensor | None = None
         """The hidden states that graphs, or the second recording, read and write."""
-        self._recorded: list[RecordedModel | None] = [None, None]
+        self._recorded: list[CPUGraphRunner | None] = [None, None]
         """The head over the target's hidden states, and over its own."""
         self._token_ids = head.share(target.model)
 
@@ -89,7 +89,7 @@ class DraftHead(DraftNetwork):
 
     def _record(self, steps: "StepRunners") -> None:
         """Record small steps, where the backend supports it."""
-        from nanovllm.features.fast_steps.recording import MAX_TOKENS
+        from nanovllm.features.graphs.cpu_graph import MAX_TOKENS
 
         head = self._head
         tables = self._following
@@ -191,7 +191,7 @@ class DraftHead(DraftNetwork):
         logits = super()._logits(hidden, output_indices)
         return _spread(logits, self._token_ids, self._vocab_size)
 
-    def _choose(self, sampling: SamplingRows, logits: torch.Tensor) -> torch.Tensor:
+    def _choose(self, sampling: StepSampler, logits: torch.Tensor) -> torch.Tensor:
         return self._following.kernels.greedy(sampling.apply_rules(logits))
 
 

@@ -6,7 +6,7 @@ then it first catches up. Blocks may be shared, so validity is tracked for each 
 
 from collections.abc import Iterator, Sequence as Seq
 
-from nanovllm.scheduler.messages import Row, Schedule
+from nanovllm.core.messages import Row, Schedule
 
 FEW_TOKENS = 16
 """A row that lacks no more than this many positions catches up in the step that drafts."""

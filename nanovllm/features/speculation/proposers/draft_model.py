@@ -5,18 +5,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nanovllm.core.messages import Row
 from nanovllm.features.speculation.proposers.draft_kv import FEW_TOKENS
 from nanovllm.features.speculation.proposers.draft_network import DraftNetwork, load_draft
-from nanovllm.scheduler.messages import Row
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.network import Network
-from nanovllm.worker.sampling_rows import SamplingRows
+from nanovllm.worker.step_sampler import StepSampler
 
 if TYPE_CHECKING:
-    from nanovllm.features.fast_steps.cuda_graph import GraphRunner
-    from nanovllm.features.fast_steps.recording import RecordedModel
-    from nanovllm.features.fast_steps.registry import StepRunners
+    from nanovllm.features.graphs.cpu_graph import CPUGraphRunner
+    from nanovllm.features.graphs.cuda_graph import GraphRunner
+    from nanovllm.features.graphs.step_runners import StepRunners
 
 
 class DraftModel(DraftNetwork):
@@ -37,7 +37,7 @@ class DraftModel(DraftNetwork):
         max_model_len = min(target.max_model_len, draft.model_config.max_position)
         network = load_draft(target, draft, max_model_len)
         super().__init__(network, max_num_batched_tokens, make_steps, lag=0, keeps_drafts=True)
-        self._recorded: RecordedModel | None = None
+        self._recorded: CPUGraphRunner | None = None
 
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
         """Make the KV pool, and record small steps."""
@@ -56,5 +56,5 @@ class DraftModel(DraftNetwork):
             return self._recorded.forward(rows)
         return self._network.forward(self._tables, rows, output_indices)
 
-    def _choose(self, sampling: SamplingRows, logits: torch.Tensor) -> torch.Tensor:
+    def _choose(self, sampling: StepSampler, logits: torch.Tensor) -> torch.Tensor:
         return sampling.sample(logits)

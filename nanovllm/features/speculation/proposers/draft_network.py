@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nanovllm.core.messages import Row, Schedule
 from nanovllm.features.speculation.proposers.draft_kv import FEW_TOKENS, DraftKV
 from nanovllm.features.speculation.proposers.proposer import Proposer
-from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.network import Network
-from nanovllm.worker.sampling_rows import SamplingRows
+from nanovllm.worker.step_sampler import StepSampler
 
 if TYPE_CHECKING:
-    from nanovllm.features.fast_steps.cuda_graph import GraphRunner
-    from nanovllm.features.fast_steps.registry import StepRunners
+    from nanovllm.features.graphs.cuda_graph import GraphRunner
+    from nanovllm.features.graphs.step_runners import StepRunners
 
 _MAX_GRAPH_TOKENS = 128
 """Tokens of the largest graph: only few rows have drafts."""
@@ -161,11 +161,11 @@ class DraftNetwork(Proposer):
             self._sample(sampling, None if logits is None else logits[sampling.output_indices])
         return hidden
 
-    def _sampling(self, rows: list[Row]) -> SamplingRows:
+    def _sampling(self, rows: list[Row]) -> StepSampler:
         ahead = [r._replace(num_computed_tokens=r.num_computed_tokens + self._lag) for r in rows]
-        return SamplingRows(self._tables, ahead)
+        return StepSampler(self._tables, ahead)
 
-    def _sample(self, sampling: SamplingRows, logits: torch.Tensor | None) -> None:
+    def _sample(self, sampling: StepSampler, logits: torch.Tensor | None) -> None:
         """Write one draft behind each row."""
         if logits is None:
             tokens = torch.empty_like(sampling.output_indices)
@@ -204,7 +204,7 @@ class DraftNetwork(Proposer):
         """Return the target's logits as this network guesses them; None except on rank 0."""
         return self._network.logits(hidden, output_indices)
 
-    def _choose(self, sampling: SamplingRows, logits: torch.Tensor) -> torch.Tensor:
+    def _choose(self, sampling: StepSampler, logits: torch.Tensor) -> torch.Tensor:
         """Return a draft or NO_TOKEN for each row of `logits`. Called on rank 0 only."""
         raise NotImplementedError
 

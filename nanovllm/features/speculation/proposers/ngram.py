@@ -5,9 +5,9 @@ Takes the tokens from the device tables and needs no model.
 
 import torch
 
+from nanovllm.core.messages import Row, Schedule
 from nanovllm.features.speculation.proposers.proposer import Proposer
 from nanovllm.kernels.cpu import table_ops
-from nanovllm.scheduler.messages import Row, Schedule
 from nanovllm.utils.memory import lazy_zeros
 from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables

@@ -9,9 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 
+from nanovllm.core.messages import Row, Schedule
+from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.scheduler.messages import Row, Schedule
-from nanovllm.scheduler.worker_info import WorkerInfo
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.network import Network
 from nanovllm.worker.timing import measure_seconds

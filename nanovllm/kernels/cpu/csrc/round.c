@@ -1,6 +1,6 @@
 /* Rounds bfloat16 weights to 8 or 4 bits and packs them, while they are loaded. Layouts: see int_weights.h.
  *
- * The numbers are those of quantize() in features/formats/integer.py, bit for bit. It divides by the scale; here its inverse
+ * The numbers are those of quantize() in features/quantization/integer.py, bit for bit. It divides by the scale; here its inverse
  * multiplies, and the product is first rounded to a multiple of 2^-13. That changes nothing: weights have 8 bits and scales 11,
  * so a quotient within the range either lies halfway between two integers or is at least 2^-12 from there, and the product is off
  * by less than 2^-15.

@@ -1,0 +1,228 @@
+"""Splits a model's reasoning from its answer, while the text arrives."""
+
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from nanovllm.apps.server.output_parsers.parts import PartsReader, ReasoningDelta, TextDelta
+from nanovllm.apps.server.output_parsers.text_reader import marked_tag, prefix_at_end
+
+
+class ReasoningFormat(NamedTuple):
+    """The tags around a model's reasoning. Line ends inside and after them belong to the tags."""
+
+    opening: str
+    closing: str
+    label: str = ""
+    """A line that follows the opening tag, and is not reasoning; models forget it."""
+    anywhere: bool = False
+    """Whether reasoning may follow text, too. Then no tag is text."""
+    answer: tuple[str, str] = ("", "")
+    """Tags around the text after the reasoning, or without any."""
+
+    @property
+    def begin(self) -> str:
+        """What comes before the reasoning."""
+        return self.opening + self.label
+
+
+THINK = ReasoningFormat("<think>", "</think>")
+HUNYUAN = ReasoningFormat("<think>", "</think>", answer=("<answer>", "</answer>"))
+ERNIE = ReasoningFormat("<think>", "</think>", answer=("<response>", "</response>"))
+COHERE = ReasoningFormat(
+    "<|START_THINKING|>", "<|END_THINKING|>", answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+)
+MINICPM3 = ReasoningFormat("<|thought_start|>", "<|thought_end|>")
+MISTRAL = ReasoningFormat("[THINK]", "[/THINK]")
+SEED = ReasoningFormat("<seed:think>", "</seed:think>")
+GEMMA4 = ReasoningFormat("<|channel>", "<channel|>", "thought", anywhere=True)
+HARMONY = ReasoningFormat("<|channel|>", "<|end|>", "analysis<|message|>")
+"""One of several channels: `harmony` has the parser."""
+MUSE = ReasoningFormat(" to=self<|message|>", "<|eom|>")
+"""One of several channels: `muse` has the parser."""
+REASONING_FORMATS = {
+    "qwen3": THINK,
+    "deepseek_r1": THINK,
+    "deepseek_v3": THINK,
+    "glm45": THINK,
+    "kimi_k2": THINK,
+    "ling3": THINK,
+    "minimax_m2": THINK,
+    "nemotron_v3": THINK,
+    "poolside_v1": THINK,
+    "ernie45": ERNIE,
+    "hunyuan_a13b": HUNYUAN,
+    "cohere_command3": COHERE,
+    "minicpm3": MINICPM3,
+    "mistral": MISTRAL,
+    "seed_oss": SEED,
+    "gemma4": GEMMA4,
+    "openai_gptoss": HARMONY,
+    "muse_glimmer": MUSE,
+}
+"""By the names that vLLM gives its reasoning parsers."""
+
+
+class ReasoningParser(PartsReader):
+    """Finds the reasoning of an answer: at its start, where tags that follow are text; or anywhere.
+
+    Reasoning that is not closed runs to the end of the answer. A repeated opening tag says nothing.
+
+    Args:
+        started: the prompt ends with the opening tag, so the answer starts inside.
+        answer_started: the prompt ends with the tag before the text.
+        marked: tags that have TOKEN_MARK before them.
+    """
+
+    def __init__(
+        self,
+        tags: ReasoningFormat,
+        *,
+        started: bool,
+        answer_started: bool = False,
+        marked: Collection[str] = (),
+    ) -> None:
+        super().__init__()
+        self._opening = marked_tag(tags.opening, marked)
+        self._closing = marked_tag(tags.closing, marked)
+        self._label = tags.label
+        self._anywhere = tags.anywhere
+        self._answer_tags = tags.answer
+        self._answer_started = answer_started
+        self.is_open = started
+        """Whether what was read last is reasoning that is not closed."""
+
+    def _answer(self) -> Iterator[None]:
+        """Read the answer. Only what may belong to a tag is held back."""
+        label = f"{self._label}\n"  # models forget the tag before it
+        openings = (self._opening, label) if self._label else (self._opening,)
+        if not self.is_open:
+            yield from self._skip_closings(*openings)
+        while not self._ended and any(o.startswith(self._text.lstrip()) for o in openings):
+            yield
+        text = self._text.lstrip()
+        if text.startswith(openings):
+            self.is_open = True
+            self._text = self._opening + text.removeprefix(self._opening)
+        elif self._cut and self._opening.startswith(text):
+            self._text = self._text.removesuffix(text)
+        if self.is_open:
+            yield from self._reasoning()
+        if self._answer_tags[0]:
+            yield from self._tagged_answer()
+        tags = (self._opening, self._closing) if self._anywhere else ()
+        while True:
+            text, tag = self._up_to(*tags)
+            if text:
+                self._parts.append(TextDelta(text))
+            if tag == self._opening:
+                self._text = tag + self._text
+                yield from self._reasoning()
+            elif not tag:
+                yield
+
+    def _reasoning(self) -> Iterator[None]:
+        """Read reasoning from its opening tag on, its closing tag, and the line ends after it."""
+        self.is_open = True
+        yield from self._skip_openings()
+        tags = (self._closing, self._opening) if self._anywhere else (self._closing,)
+        line_ends = ""  # they are the closing tag's, if it comes next
+        while self.is_open:
+            text, tag = self._up_to(*tags)
+            text = line_ends + text
+            line_ends = text[len(text.rstrip("\n")) :]
+            if text := text.removesuffix(line_ends):
+                self._parts.append(ReasoningDelta(text))
+            if tag == self._opening:
+                self._text = tag + self._text
+                yield from self._skip_openings()
+            elif tag:
+                self.is_open = False
+            else:
+                yield
+        yield from self._skip_line_ends()
+        yield from self._skip_closings()
+
+    def _skip_closings(self, *others: str) -> Iterator[None]:
+        """Skip closing tags that close nothing, at the beginning of the text, and the line ends
+        after them.
+
+        Args:
+            others: what else may come there.
+        """
+        tags = (self._closing, *others)
+        while True:
+            while not self._ended and any(tag.startswith(self._text.lstrip()) for tag in tags):
+                yield
+            text = self._text.lstrip()
+            if not text.startswith(self._closing):
+                break
+            self._text = text.removeprefix(self._closing)
+            yield from self._skip_line_ends()
+        if text and self._cut and self._closing.startswith(text):
+            self._text = ""
+
+    def _tagged_answer(self) -> Iterator[None]:
+        """Read text up to the tag after it, if it begins with the tag before it."""
+        opening, closing = self._answer_tags
+        while not self._ended and opening.startswith(self._text.lstrip()):
+            yield
+        text = self._text.lstrip()
+        if text.startswith(opening):
+            self._text = text.removeprefix(opening)
+        elif not self._answer_started:
+            if self._cut and opening.startswith(text):
+                self._text = ""
+            return
+        yield from self._skip_line_ends()
+        line_ends = ""  # they are the closing tag's, if it comes next
+        while True:
+            text, tag = self._up_to(closing)
+            text = line_ends + text
+            line_ends = text[len(text.rstrip("\n")) :]
+            if text := text.removesuffix("" if self._ended and not tag else line_ends):
+                self._parts.append(TextDelta(text))
+            if tag or self._ended:
+                break
+            yield
+        yield from self._skip_line_ends()
+
+    def _up_to(self, *tags: str) -> tuple[str, str]:
+        """Read up to the next of these tags, and the tag; return the text before it, and the tag.
+
+        It is "" if none has come. Then the end of the text, with which one may begin, is not read.
+        """
+        found = [(place, tag) for tag in tags if (place := self._text.find(tag)) >= 0]
+        if found:
+            place, tag = min(found)
+            text = self._text[:place]
+            self._text = self._text[place + len(tag) :]
+            return text, tag
+        held = max((prefix_at_end(self._text, tag) for tag in tags), key=len, default="")
+        text = self._text.removesuffix(held)
+        self._text = held
+        if self._ended:
+            self._text = ""
+            text += "" if self._cut else held
+        return text, ""
+
+    def _skip_openings(self) -> Iterator[None]:
+        """Skip opening tags with their labels, and the line ends after them."""
+        while True:
+            while not self._ended and self._opening.startswith(self._text.lstrip()):
+                yield
+            if not self._text.lstrip().startswith(self._opening):
+                break
+            self._text = self._text.lstrip().removeprefix(self._opening)
+            while not self._ended and self._label.startswith(self._text):
+                yield
+            rest = self._text.removeprefix(self._label)
+            if rest[:1] in ("", "\n", self._closing[0]):
+                self._text = rest
+            elif self._cut and self._label.startswith(self._text):
+                self._text = ""
+        yield from self._skip_line_ends()
+
+    def _skip_line_ends(self) -> Iterator[None]:
+        while not (text := self._text.lstrip("\n")) and not self._ended:
+            yield
+        self._text = text

@@ -1,0 +1,1 @@
+"""What the parts of an engine say to each other: plain values, without torch."""

@@ -1,0 +1,106 @@
+"""The adapters that an engine knows: each is read and checked when a request first names it.
+
+Keeps paths and digests, not weights: thousands may be known. The workers read an adapter again when
+a slot takes it.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from nanovllm.core.messages import AdapterSlot
+from nanovllm.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from nanovllm.features.lora.layer_parts import Slice
+from nanovllm.features.lora.peft_files import fitting, read_adapter
+from nanovllm.features.lora.targets import adapter_linears
+from nanovllm.loading.hub import Checkpoint
+from nanovllm.models.registry import read_config
+from nanovllm.options.config import Config
+from nanovllm.options.lora_request import LoRARequest
+from nanovllm.options.validation import shown
+
+logger = logging.getLogger(__name__)
+
+
+class Known(NamedTuple):
+    """An adapter that was read and checked."""
+
+    request: LoRARequest
+    adapter: AdapterSlot
+
+
+class AdapterRegistry:
+    """Adapters by id. Several threads may call it at once.
+
+    Args:
+        linears: what `named_slices` returns.
+        max_rank: the largest rank.
+    """
+
+    def __init__(self, linears: Mapping[str, Slice], max_rank: int) -> None:
+        self._linears = linears
+        self._max_rank = max_rank
+        self._known: dict[int, Known] = {}
+        self._reading = threading.Lock()  # for one adapter at a time; others are found meanwhile
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, lora_request: LoRARequest | None) -> AdapterSlot | None:
+        """Return the adapter that a request names; read and check it if it is new.
+
+        Raises:
+            InvalidRequestError: it is not an adapter of this model, or its id is another's.
+        """
+        if lora_request is None:
+            return None
+        if not isinstance(lora_request, LoRARequest):
+            raise InvalidRequestError(
+                f"lora_request must be a LoRARequest or None, got {shown(lora_request)}"
+            )
+        known = self._same(lora_request)
+        if known is not None:
+            return known
+        with self._reading:
+            known = self._same(lora_request)  # another thread may have read it
+            if known is not None:
+                return known
+            adapter = self._read(lora_request)
+            self._known[lora_request.lora_int_id] = Known(lora_request, adapter)
+            return adapter
+
+    def _same(self, lora_request: LoRARequest) -> AdapterSlot | None:
+        """Return the adapter that was read for the id before; None: it is to be read."""
+        known = self._known.get(lora_request.lora_int_id)
+        if known is None or lora_request.load_inplace:
+            return None
+        _check_same(known.request, lora_request)
+        return known.adapter
+
+    def _read(self, lora_request: LoRARequest) -> AdapterSlot:
+        try:
+            adapter = read_adapter(lora_request.lora_path, self._max_rank)
+            fitting(adapter, self._linears)
+        except (CheckpointError, UnsupportedModelError, InvalidRequestError, OSError) as error:
+            raise InvalidRequestError(
+                f"lora_request {shown(lora_request.lora_name)}: {error}"
+            ) from error
+        logger.info("adapter %s: %s", lora_request.lora_name, lora_request.lora_path)
+        return AdapterSlot(-1, lora_request.lora_path, adapter.digest)
+
+
+def make_registry(config: Config, checkpoint: Checkpoint) -> AdapterRegistry:
+    """Return an empty registry for the model of `checkpoint`."""
+    model_config = read_config(checkpoint.config, config.dtype, config.model_family)
+    return AdapterRegistry(adapter_linears(model_config), config.max_lora_rank)
+
+
+def _check_same(known: LoRARequest, given: LoRARequest) -> None:
+    if (known.lora_name, known.lora_path) != (given.lora_name, given.lora_path):
+        raise InvalidRequestError(
+            f"lora_int_id {given.lora_int_id} is that of adapter {shown(known.lora_name)} at "
+            f"{shown(known.lora_path)}, not of {shown(given.lora_name)} at "
+            f"{shown(given.lora_path)}: give each adapter an id of its own, or load_inplace=True "
+            "to replace it"
+        )

@@ -1,0 +1,121 @@
+"""What features add to a worker: faster ways to run steps, and parts of a runner."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence as Seq
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+
+import torch
+
+from nanovllm.attention.batch import Replaced
+from nanovllm.core.messages import Row, Schedule
+from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.worker.step_output import PendingResult
+
+if TYPE_CHECKING:
+    from nanovllm.worker.step_sampler import StepSampler
+
+LAPS = 3
+"""A step runner may overwrite the tokens of the run that is so many runs back."""
+
+
+class StepTensors(NamedTuple):
+    """What a step runner computed for a step of T tokens: hidden states, or tokens and logits.
+
+    The next run may overwrite all of it but the tokens.
+    """
+
+    hidden: torch.Tensor | None = None
+    """[T, hidden_size]."""
+    tokens: torch.Tensor | None = None
+    """[T] int64, what follows each token, drawn without logits rules and stored in the tables. May
+    be on the host: valid when the device is done."""
+    logits: torch.Tensor | None = None
+    """[T, vocab_size]; None on a rank without logits."""
+    draft_ids: torch.Tensor | None = None
+    """[T] int64, what the tables held after each token before; None if no row has drafts."""
+
+
+class StepRunner(ABC):
+    """A faster way to run some steps than layer by layer."""
+
+    follows_drafts: ClassVar[bool] = False
+    """Whether it takes rows with `num_unverified_tokens`, whose position only the device knows."""
+
+    @abstractmethod
+    def fits(self, rows: list[Row]) -> bool:
+        """Return whether this runner can run a step of `rows`."""
+
+    @abstractmethod
+    def run(self, rows: list[Row]) -> StepTensors:
+        """Write the KV of the tokens of `rows`; return what was computed."""
+
+
+class RowNeeds(NamedTuple):
+    """What a part needs of the forward pass of some rows."""
+
+    indices: Seq[int] | None = ()
+    """In the batch, of the tokens whose hidden states are needed; None: of all tokens."""
+    read: Callable[[torch.Tensor], None] | None = None
+    """Takes these hidden states, in this order."""
+    by_layer: bool = False
+    """Whether no step runner may compute the rows. None can if one of the next two is given."""
+    embeds: Replaced | None = None
+    """For `Batch.embeds`."""
+    rope: Replaced | None = None
+    """For `Batch.rope_positions`: [N]."""
+
+
+class WorkerHook:
+    """What a feature adds to a `ModelRunner`, which calls it as below. By default it does nothing.
+
+    A part must not hold the runner, which holds the part.
+    """
+
+    def open(self, info: WorkerInfo, run: Callable[[list[Row]], object]) -> WorkerInfo:
+        """Prepare for the KV pool and the tables, which now exist. Called once.
+
+        Args:
+            run: runs a step to measure it. Nothing of it may stay in the pool.
+
+        Returns:
+            `info` with what the part tells the scheduler.
+        """
+        return info
+
+    def begin(self, schedule: Schedule) -> None:
+        """Prepare for a step. Called first of all, before the tables change."""
+
+    def begin_rows(self, rows: list[Row]) -> RowNeeds | None:
+        """Prepare for the forward pass of `rows`, which belong to a step or to a measurement.
+
+        Returns:
+            What the part needs of it; None: nothing.
+        """
+        return None
+
+    def end(self, schedule: Schedule, pending: PendingResult) -> None:
+        """Add to the result of the step, which was just launched."""
+
+    def give_back(self) -> None:
+        """Give memory that later requests fill again to the system, while no step runs."""
+
+    def free(self) -> None:
+        """Let go of the KV pool and the tables, which are about to be freed."""
+
+
+class SamplingWatch(Protocol):
+    """Is told what becomes of the logits of a step's S samples. It must not change them."""
+
+    def begin(self, logits: torch.Tensor) -> None:
+        """Note the logits [S, vocab_size] of the model."""
+        ...
+
+    def ruled(self, sample: int, rule: str, logits: torch.Tensor) -> None:
+        """Note the logits [vocab_size] float32 of one sample after a rule, by the name of its
+        parameter. The next rule changes the same tensor.
+        """
+        ...
+
+    def sampled(self, sampling: "StepSampler", tokens: torch.Tensor) -> None:
+        """Note the tokens [S] that were drawn of `sampling.ruled`."""
+        ...
