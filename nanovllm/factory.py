@@ -154,7 +154,7 @@ def _scheduler(
 
         hooks.append(AdapterHook(config.max_loras))
     if info.tiers is not None:
-        hooks.append(_load_gate(config, info.tiers))
+        hooks.append(_load_hook(config, info.tiers))
     return Scheduler(
         block_manager,
         max_num_seqs=config.max_num_seqs,
@@ -186,7 +186,7 @@ def _groups(info: WorkerInfo) -> list[KVCacheGroup]:
     return groups
 
 
-def _load_gate(config: Config, info: TierInfo) -> AdmissionHook:
+def _load_hook(config: Config, info: TierInfo) -> AdmissionHook:
     """Return what keeps KV below the pool, and brings it back."""
     from nanovllm.features.tiers.cache import TierCache
     from nanovllm.features.tiers.loads import LoadHook

@@ -103,7 +103,7 @@ class AsyncEngineArgs(EngineArgs):
     """The same for `AsyncLLM.from_engine_args`."""
 
 
-class LLM(llm.LLM):
+class VllmLLM(llm.LLM):
     """`nanovllm.LLM` with the keywords and methods that only vLLM has.
 
     Arguments and errors are those of its base class; an option that is None asks for nothing.
@@ -113,7 +113,6 @@ class LLM(llm.LLM):
         super().__init__(model, **_asked_for(options))
 
     @classmethod
-    @takes_other_keywords
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """Return `LLM(**options)` with these options.
 
@@ -138,12 +137,12 @@ class LLM(llm.LLM):
         return super().generate(prompts, *args, **options)
 
     @property
-    def llm_engine(self) -> "LLMEngine":
+    def llm_engine(self) -> "VllmLLMEngine":
         """The engine with vLLM's methods; unlike `LLM` it is for one thread at a time."""
-        return LLMEngine(self.engine)
+        return VllmLLMEngine(self.engine)
 
 
-class AsyncLLM(async_llm.AsyncLLM):
+class VllmAsyncLLM(async_llm.AsyncLLM):
     """`nanovllm.AsyncLLM` as vLLM's scripts use it: `generate` is iterated.
 
     Arguments and errors are those of its base class; an option that is None asks for nothing.
@@ -153,7 +152,6 @@ class AsyncLLM(async_llm.AsyncLLM):
         super().__init__(model, **_asked_for(options))
 
     @classmethod
-    @takes_other_keywords
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """Return `AsyncLLM(**options)` with these options.
 
@@ -187,10 +185,7 @@ class AsyncLLM(async_llm.AsyncLLM):
         )
 
 
-AsyncLLMEngine = AsyncLLM
-
-
-class LLMEngine:
+class VllmLLMEngine:
     """vLLM's view of an engine: the caller names requests, and `step` returns their outputs.
 
     One thread at a time may use it.
@@ -203,7 +198,6 @@ class LLMEngine:
         self.engine = engine
 
     @classmethod
-    @takes_other_keywords
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """Return an engine with these options, as `LLM(**options)` makes it.
 
@@ -258,13 +252,11 @@ class LLMEngine:
         """Return the number of sequences that are not finished."""
         return self.engine.scheduler.num_unfinished
 
-    @takes_other_keywords
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests; ids that are not running do nothing."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             self.engine.abort(request_id)
 
-    @takes_other_keywords
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes; return False, and forget none, while requests run.
 
@@ -284,6 +276,13 @@ class LLMEngine:
     def shutdown(self) -> None:
         """End the workers and free the model. May be called again."""
         self.engine.shutdown()
+
+
+# In a script they have vLLM's names:
+LLM = VllmLLM
+AsyncLLM = VllmAsyncLLM
+AsyncLLMEngine = VllmAsyncLLM
+LLMEngine = VllmLLMEngine
 
 
 class TextPrompt(TypedDict):

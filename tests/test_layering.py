@@ -4,6 +4,7 @@ import ast
 import functools
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from tests.floors import PACKAGE
 
 
 class Folder(NamedTuple):
-    """What the modules of a folder may import beside the values and each other."""
+    """What the modules of a folder may import beside core, the values and each other."""
 
     may_import: str
     torch: bool
@@ -31,19 +32,20 @@ FOLDERS = {
     "features": Folder("", torch=False),
     "apps": Folder("", torch=False),
     "values": Folder("", torch=False),
+    "core": Folder("options", torch=False),
     "demo_model": Folder("", torch=False),
     "utils": Folder("", torch=True),
     "attention": Folder("kernels options", torch=True),
     "options": Folder("", torch=False),
     "chat": Folder("loading options utils.forked", torch=False),
     "loading": Folder("demo_model options utils", torch=True),
-    "kernels": Folder("kernels.states options utils", torch=True),
-    "kv": Folder("core.messages core.sequence", torch=False),
+    "kernels": Folder("options utils", torch=True),
+    "kv": Folder("", torch=False),
     "scheduler": Folder("kv options", torch=False),
     "testing": Folder("kv options scheduler speculation", torch=False),
     "observe": Folder("engine options scheduler worker", torch=True),
-    "pooling": Folder("engine loading models options scheduler utils worker", torch=True),
-    "tiers": Folder("loading kernels kv layers models options scheduler utils worker", torch=True),
+    "pooling": Folder("engine loading models options utils worker", torch=True),
+    "tiers": Folder("kernels kv layers models options scheduler utils worker", torch=True),
     "factory": Folder(
         "loading engine layers.logits_rules parallel kv lora observe options pooling scheduler "
         "speculation structured tiers",
@@ -53,63 +55,48 @@ FOLDERS = {
     "nano_vllm": Folder("kv options scheduler worker.model_runner", torch=False),
     "quantization": Folder("loading kernels layers options utils", torch=True),
     "front": Folder("factory chat engine observe options training", torch=False),
-    "structured": Folder("loading options scheduler utils worker", torch=True),
+    "structured": Folder("loading options utils worker", torch=True),
     "lora": Folder(
         "attention loading kernels kv layers models options scheduler utils worker", torch=True
     ),
     "models": Folder("attention loading kernels layers options utils", torch=True),
     "layers": Folder("attention loading kernels options utils", torch=True),
-    "server": Folder(
-        "chat loading engine llm async_llm options core.worker_info training utils",
-        torch=False,
-    ),
-    "learn": Folder("options utils", torch=False),
+    "server": Folder("chat loading engine async_llm options training utils", torch=False),
+    "learn": Folder("utils", torch=False),
     "router": Folder("options server utils", torch=False),
     "batch": Folder("async_llm loading.files options server utils.strict_json", torch=False),
     "cli": Folder(
-        "batch demo_model explain lab learn llm async_llm loading.download loading.files "
-        "loading.hub options prove "
-        "ray.row_pool router server utils worker.model_report",
+        "batch demo_model explain lab learn llm loading.download loading.files "
+        "loading.hub options prove ray.row_pool router server utils worker.model_report",
         torch=False,
     ),
-    "prove": Folder(
-        "llm demo_model kv.groups.state core.windows loading options core.worker_info tiers utils",
-        torch=True,
-    ),
+    "prove": Folder("llm demo_model kv.groups.state loading options tiers", torch=True),
     "explain": Folder(
         "attention engine kernels layers llm loading options scheduler utils worker", torch=True
     ),
     "lab": Folder(
-        "attention demo_model kernels kv layers llm loading.shards models options prove scheduler "
-        "speculation testing tiers utils worker",
+        "attention kernels kv layers llm loading.shards models options prove scheduler "
+        "speculation testing tiers worker",
         torch=True,
     ),
     "__main__": Folder("cli", torch=False),
     "parallel": Folder(
-        "attention loading quantization layers lora models options pooling routing scheduler "
+        "attention loading quantization layers lora models options pooling routing "
         "speculation graphs structured tiers utils worker",
         torch=True,
     ),
-    "ray": Folder(
-        "batch llm async_llm chat loading demo_model parallel.ray_cluster options server utils",
-        torch=False,
-    ),
-    "graphs": Folder("attention kernels layers models scheduler utils worker", torch=True),
-    "engine": Folder(
-        "chat kv loading parallel options scheduler",
-        torch=False,
-    ),
+    "ray": Folder("batch async_llm parallel.ray_cluster options server", torch=False),
+    "graphs": Folder("attention kernels layers models utils worker", torch=True),
+    "engine": Folder("chat loading parallel options scheduler", torch=False),
     "speculation": Folder(
-        "attention loading kernels kv layers models options scheduler graphs utils worker",
-        torch=True,
+        "attention loading kernels kv layers models options graphs utils worker", torch=True
     ),
-    "routing": Folder("kernels layers scheduler worker", torch=True),
+    "routing": Folder("kernels layers worker", torch=True),
     "training": Folder(
         "loading engine quantization kernels layers models options utils worker", torch=True
     ),
     "worker": Folder(
-        "attention loading quantization kernels kv layers lora models options scheduler utils",
-        torch=True,
+        "attention loading quantization kernels kv layers lora models options utils", torch=True
     ),
 }
 STILL_IMPORTED = ("graphs",)
@@ -144,12 +131,14 @@ def folder_of(module: str) -> str:
     return "values" if top in VALUES else "front" if top in FRONT else top
 
 
-def imports(path: Path) -> Iterator[str]:
+def imports(path: Path, *, types: bool = False) -> Iterator[str]:
     """Yield the modules that a file imports; a name that is a module counts as that module.
 
-    What only type checkers import does not count.
+    Args:
+        types: whether what only type checkers import counts.
     """
-    for node in run_time_nodes(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree) if types else run_time_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -197,7 +186,7 @@ def may_import(name: str, module: str) -> bool:
     """Whether the rule of a module's folder lets it import `module`."""
     rule = FOLDERS[folder_of(name)]
     root, _, inner = module.partition(".")
-    if root == "nanovllm" and inner and folder_of(inner) not in ("values", folder_of(name)):
+    if root == "nanovllm" and inner and folder_of(inner) not in ("values", "core", folder_of(name)):
         below = f"{without_floor(inner)}."
         return any(below.startswith(f"{prefix}.") for prefix in rule.may_import.split())
     return rule.torch or root not in ("torch", "safetensors", "triton")
@@ -221,6 +210,38 @@ def test_no_import_cycle() -> None:
 
     for name in graph:
         visit(name, ())
+
+
+def test_no_two_folders_import_each_other() -> None:
+    """What only type checkers import counts, too."""
+    graph: dict[str, set[str]] = {}
+    for name, path in MODULES.items():
+        for module in imports(path, types=True):
+            inner = module.removeprefix("nanovllm.")
+            if module != inner and path_of(inner) != path_of(name) and "." not in path_of(inner):
+                graph.setdefault(path_of(name), set()).add(path_of(inner))
+    assert not [(a, b) for a, found in graph.items() for b in found if a in graph.get(b, ())]
+
+
+def path_of(module: str) -> str:
+    """Return the folder that a module is in: that of a feature or an application, too."""
+    floor, *rest = module.split(".")
+    return f"{floor}.{rest[0]}" if floor in ("features", "apps") and rest else floor
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    found: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(name)
+    assert not {name: where for name, where in found.items() if len(where) > 1}
+
+
+def test_a_file_name_occurs_at_most_twice() -> None:
+    """A folder's modules and a feature's may have one name, such as kernels of two devices."""
+    names = Counter(path.name for path in MODULES.values() if path.name != "__init__.py")
+    assert not [name for name, count in names.items() if count > 2]
 
 
 SOURCES = sorted([*MODULES.values(), *PACKAGE.rglob("*.c"), *PACKAGE.rglob("*.h")])

@@ -1,4 +1,4 @@
-"""What a layer needs from an attention backend: `AttentionSpec`, and `QKNormRope` before attention."""
+"""What a layer needs from an attention backend: `AttentionSpec`, and `QKNormRope` before it."""
 
 import dataclasses
 from typing import NamedTuple

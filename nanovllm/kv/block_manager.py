@@ -152,8 +152,8 @@ class BlockManager:
         """Cache what a load has filled of a sequence's first `num_blocks` blocks.
 
         Args:
-            places: (block index, `KVCacheGroup.suffix`) of the entries that were loaded. Those at blocks
-                that the pool had are cached, too.
+            places: (block index, `KVCacheGroup.suffix`) of the entries that were loaded. Those at
+                blocks that the pool had are cached, too.
         """
         nodes = list(self.trie.chain(seq))
         for index, suffix in places:

@@ -9,8 +9,8 @@ What reading undoes, apart from names:
    heads), in transformers to p // (value heads of a key head). So are the V rows of attn_qkv, the
    rows of attn_gate, ssm_alpha, ssm_beta, ssm_a and ssm_dt, the V channels of the convolution, and
    the columns of ssm_out. A head of 128 is whole blocks of 32: in the types that stay in their bits
-   (see features/quantization/gguf.py) the blocks of ssm_out change places. K-quants have blocks of 256,
-   two heads, but are converted to numbers anyway.
+   (see features/quantization/gguf.py) the blocks of ssm_out change places. K-quants have blocks of
+   256, two heads, but are converted to numbers anyway.
 
 The layer that drafts (MTP) is the block after the others.
 

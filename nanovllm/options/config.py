@@ -5,6 +5,7 @@ that find them return them.
 """
 
 import dataclasses
+import numbers
 import os
 import re
 from collections.abc import Sequence
@@ -84,7 +85,8 @@ def _threads(error: Error, name: str, value: Any) -> int:
 
 
 def _blocks(error: Error, name: str, value: Any) -> int:
-    return value if value == -1 else check_int(error, name, value, 1, _INT32)
+    is_none = isinstance(value, numbers.Integral) and value == -1
+    return -1 if is_none else check_int(error, name, value, 1, _INT32)
 
 
 def _attention_backend(error: Error, name: str, value: Any) -> str:

@@ -17,14 +17,12 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from nanovllm.errors import ConfigError, NanoVLLMError, ServerError
 from nanovllm.options.config_file import with_file
+from nanovllm.options.other_names import OTHER_NAMES, REMEDIES, OtherName
 from nanovllm.options.validation import did_you_mean, shown
-
-if TYPE_CHECKING:
-    from nanovllm.options.other_names import OtherName
 
 UNITS = {"B": 1} | {
     unit: base**power
@@ -47,24 +45,14 @@ TEXTS = (Sequence[str], tuple[str, ...])
 JOINED = ("served_model_name",)
 """Fields that hold several names with commas between."""
 
-OTHER_LISTS = ("cudagraph_capture_sizes", "ignore_patterns")
-"""vLLM's options of several values that are not fields."""
-
 SHORT_FLAGS = {
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
     "data_parallel_size": "-dp",
-    "prefill_context_parallel_size": "-pcp",
-    "decode_context_parallel_size": "-dcp",
     "enable_expert_parallel": "-ep",
-    "nnodes": "-n",
-    "n_gpu_layers": "-ngl",
-    "node_rank": "-r",
-    "api_server_count": "-asc",
     "quantization": "-q",
     "optimization_level": "-O",
     "compilation_config": "-cc",
-    "attention_config": "-ac",
     "speculative_config": "-sc",
 }
 """By option: vLLM's short flag."""
@@ -130,9 +118,7 @@ class Parser(DashingParser):
 
     def is_repeated(self, flag: str) -> bool:
         """Return whether a flag is given once for each of its values."""
-        action = self._option_string_actions.get(flag)
-        is_list = isinstance(action, argparse._AppendAction)
-        return is_list or (action is not None and action.dest in OTHER_LISTS)
+        return isinstance(self._option_string_actions.get(flag), argparse._AppendAction)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
@@ -165,12 +151,15 @@ class Parser(DashingParser):
             for key in reversed(keys):
                 value = f'{{"{key}": {value}}}'
             self.error(f"there is no flag {name:.80}; give {whole} '{value}'")
+        field = name.lstrip("-").replace("-", "_")
+        if field in REMEDIES:
+            self.error(f"there is no flag {name:.80}: {_with_flags(REMEDIES[field], self)}")
         known = {
             flag[2:].replace("-", "_"): flag
             for flag, action in self._option_string_actions.items()
             if flag.startswith("--") and action.help != argparse.SUPPRESS
         }
-        hint = did_you_mean(name.lstrip("-").replace("-", "_"), known)
+        hint = did_you_mean(field, known)
         meant = known.get(hint.partition("'")[2].removesuffix("'?"))  # None: it lists them all
         self.error(f"there is no flag {name:.80}" + (f"; did you mean '{meant}'?" if meant else ""))
 
@@ -313,21 +302,19 @@ def add_other_flags(
     """Add a flag, hidden from help, for each of vLLM's options that has none; and its short flags.
 
     A flag that asks for what happens anyway is taken; any other ends with an error that says what
-    to use. There is none for an option that only None asks nothing of, and that has no remedy.
+    to use.
 
     Args:
         default: the value in the namespace where the flag is not given.
         is_server: whether the names of vLLM's server are flags too.
     """
-    from nanovllm.options.other_names import OTHER_NAMES  # a long table
-
     of_server = OTHER_NAMES["ServerOptions"] if is_server else {}
     known = group._option_string_actions
     for name, other in {**OTHER_NAMES["Config"], **of_server}.items():
         flags = [_flag(name)]
         if any(isinstance(value, bool) for value in other.accepted):
             flags.append(_flag(f"no_{name}"))
-        if other.remedy and known.keys().isdisjoint(flags):
+        if known.keys().isdisjoint(flags):
             group.add_argument(
                 *flags,
                 action=_OtherFlag,
@@ -345,7 +332,7 @@ def add_other_flags(
 class _OtherFlag(argparse.Action):
     """Checks the value of a flag of vLLM's."""
 
-    def __init__(self, *args: Any, other: "OtherName", **options: Any) -> None:
+    def __init__(self, *args: Any, other: OtherName, **options: Any) -> None:
         super().__init__(*args, **options)
         self._other = other
 

@@ -124,9 +124,9 @@ def takes_other_keywords(method: Callable[P, T]) -> Callable[P, T]:
 
 def _other_name(owner: str, name: str) -> "OtherName | None":
     """Return what is known of another engine's option of a class."""
-    from nanovllm.options.other_names import OTHER_NAMES  # a long table that few programs need
+    from nanovllm.options.other_names import OTHER_NAMES, find_other  # few programs need it
 
-    return OTHER_NAMES.get(owner, {}).get(name)
+    return find_other(OTHER_NAMES.get(owner, {}), name)
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:

@@ -1,71 +1,57 @@
-"""Lines that someone types in a terminal, and messages of several lines.
+"""Messages that someone types in a terminal, or that come through a pipe.
 
-Lines can be edited and completed, and there is a history.
+At a terminal prompt_toolkit edits and completes them, and keeps a history.
 """
 
-import contextlib
 import glob
-import json
-import locale
 import os
+import re
 import stat
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TextIO
+from typing import TYPE_CHECKING
 
 from nanovllm.errors import InvalidRequestError
 from nanovllm.utils.disk_cache import state_directory
-from nanovllm.utils.terminal import check_text, complain, is_dumb, read_text, write
+from nanovllm.utils.terminal import complain, is_dumb, read_text, write
 
-HISTORY_LENGTH = 1000
-"""Lines of the history that a session starts with."""
+if TYPE_CHECKING:
+    from prompt_toolkit.history import History
+
 _QUOTES = '"""'
 Completions = Callable[[str], list[str]]
 """Returns what the last word of a line may become."""
 
 
-class _Joiner:
-    """Makes one text of the lines between two triple quotes, and of those that end with a
-    backslash.
+def message_of(text: str, *, is_all: bool = False) -> str | None:
+    """Return the message that lines are; None if more belong to it.
+
+    Triple quotes stand around a message of several lines, or a backslash ends each but the last;
+    two backslashes are text.
+
+    Args:
+        is_all: no more lines come.
     """
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._quoted = False
-
-    @property
-    def is_open(self) -> bool:
-        return self._quoted or bool(self._lines)
-
-    def add(self, line: str) -> str | None:
-        """Return the text that this line ends, None if more lines belong to it."""
-        if not self.is_open and line.lstrip().startswith(_QUOTES):
-            self._quoted, line = True, line.lstrip().removeprefix(_QUOTES)
-        if self._quoted:
-            is_end = line.rstrip().endswith(_QUOTES)
-            line = line.rstrip().removesuffix(_QUOTES) if is_end else line
-        else:  # two backslashes are text
-            is_end = (len(line) - len(line.rstrip("\\"))) % 2 == 0
-            line = line if is_end else line[:-1]
-        self._lines.append(line)
-        return self.end() if is_end else None
-
-    def end(self) -> str:
-        """Return the text so far, and begin anew."""
-        text = "\n".join(self._lines)
-        self._lines = []
-        self._quoted = False
-        return text
+    if text.lstrip().startswith(_QUOTES):
+        quoted = text.lstrip().removeprefix(_QUOTES)
+        is_whole = quoted.rstrip().endswith(_QUOTES)
+        return quoted.rstrip().removesuffix(_QUOTES) if is_whole or is_all else None
+    if (len(text) - len(text.rstrip("\\"))) % 2:
+        if not is_all:
+            return None
+        text = text[:-1]
+    return re.sub(r"(?<!\\)((?:\\\\)*)\\\n", r"\1\n", text)
 
 
 def joined_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Yield lines, those that belong together as one text."""
-    joiner = _Joiner()
+    """Yield the messages that lines are."""
+    pending: list[str] = []
     for line in lines:
-        if (text := joiner.add(line)) is not None:
-            yield text
-    if joiner.is_open:
-        yield joiner.end()
+        pending.append(line)
+        if (message := message_of("\n".join(pending))) is not None:
+            pending = []
+            yield message
+    if pending:
+        yield message_of("\n".join(pending), is_all=True) or ""
 
 
 def path_completions(word: str) -> list[str]:
@@ -75,106 +61,98 @@ def path_completions(word: str) -> list[str]:
 
 
 def typed_lines(completions: Completions = lambda line: []) -> Iterator[str]:
-    """Yield what is typed at the terminal, joined as by `joined_lines`; lines that are pasted
-    together come as one text.
+    """Yield the messages that are typed at the terminal; lines that are pasted together are one.
 
     Ctrl-C clears the text. Ctrl-D, or Ctrl-C twice on an empty line, leaves.
 
     Raises:
         KeyboardInterrupt: Ctrl-C came twice on an empty line.
     """
-    editor = _line_editor(completions)
-    history = _History(editor)
-    joiner = _Joiner()
+    read, typed = (_plain_lines, str) if is_dumb() else _edited(completions)
     interrupted = False
     while True:
         try:
-            line = read_text(lambda: input("... " if joiner.is_open else "> "))
+            text = read_text(read)
         except EOFError:
             write("\n")
             return
         except KeyboardInterrupt:
-            write("\n")
-            empty = (editor is None or not editor.get_line_buffer()) and not joiner.is_open
-            joiner.end()
-            if interrupted and empty:
+            if interrupted and not typed():
                 raise
-            interrupted = empty
+            interrupted = not typed()
             if interrupted:
                 write("(Ctrl-C again, or Ctrl-D, quits.)\n")
         except InvalidRequestError as error:
             complain(str(error))
         else:
             interrupted = False
-            if (text := joiner.add(line)) is not None:
-                history.add(text)
-                yield text
+            yield message_of(text, is_all=True) or ""
 
 
-def _line_editor(completions: Completions) -> Any:
-    """Return Python's readline, ready for use; None if this Python has none."""
-    try:
-        import readline
-    except ImportError:
-        return None
-    if sys.flags.utf8_mode:  # Python takes UTF-8 for a locale that has none, or is not installed
-        with contextlib.suppress(locale.Error):
-            locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
-            os.environ["LC_ALL"] = "C.UTF-8"  # readline asks there at each line
-    readline.set_auto_history(False)  # _History adds the lines
-    if not is_dumb():
-        readline.parse_and_bind("set enable-bracketed-paste on")
-    readline.parse_and_bind("set enable-active-region off")  # it would highlight pasted text
-    readline.parse_and_bind("tab: complete")
-    readline.set_completer_delims(" ")
-
-    def complete(word: str, index: int) -> str | None:
-        found = completions(readline.get_line_buffer()[: readline.get_endidx()])
-        return found[index] if index < len(found) else None
-
-    readline.set_completer(complete)
-    return readline
+def _plain_lines() -> str:
+    """Read a message from a terminal that knows no escape sequences."""
+    text = input("> ")
+    while message_of(text) is None:
+        text += "\n" + input("... ")
+    return text
 
 
-class _History:
-    """The lines typed in this session and in those before it.
+def _edited(completions: Completions) -> tuple[Callable[[], str], Callable[[], str]]:
+    """Return what lets someone edit a message, and what returns the text of the last one."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+    from prompt_toolkit.document import Document
+    from prompt_toolkit.filters import Condition
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.output import ColorDepth
+    from prompt_toolkit.shortcuts import CompleteStyle
 
-    A file that only its owner can read keeps them, a JSON string a line: a pasted text has several
-    lines. Without such a file the history is that of this session.
+    class Words(Completer):
+        def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+            line = document.text_before_cursor
+            for word in completions(line):
+                yield Completion(word, -len(line.rpartition(" ")[2]))
+
+    keys = KeyBindings()
+
+    @keys.add("enter", filter=Condition(lambda: message_of(session.default_buffer.text) is None))
+    def begin_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    session: PromptSession[str] = PromptSession(
+        "> ",
+        key_bindings=keys,
+        prompt_continuation="... ",
+        completer=Words(),
+        complete_style=CompleteStyle.READLINE_LIKE,
+        complete_while_typing=False,
+        color_depth=ColorDepth.DEPTH_1_BIT,
+        history=_history(),
+    )
+    return session.prompt, lambda: session.default_buffer.text
+
+
+def _history() -> "History":
+    """Return the messages of earlier sessions, in a file that only its owner can read.
+
+    It is in memory if the file cannot be used, or is no regular file of this user.
     """
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    def __init__(self, editor: Any) -> None:
-        self._editor = editor
-        directory = state_directory()
-        self._last = ""
-        if editor is None or directory is None:
-            self._editor = None
-            return
-        self._path = directory / "chat_history"
-        with contextlib.suppress(OSError, ValueError):
-            with self._open(os.O_RDONLY) as file:
-                lines = file.readlines()[-HISTORY_LENGTH:]
-            for line in map(json.loads, lines):
-                editor.add_history(check_text("history", str(line)))
-
-    def add(self, line: str) -> None:
-        """Add a line, unless it is blank or the same as the last one."""
-        if self._editor is None or not line.strip() or line == self._last:
-            return
-        self._last = line
-        with contextlib.suppress(UnicodeEncodeError):  # a locale without these characters
-            self._editor.add_history(line)
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._open(os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
-                file.write(json.dumps(line) + "\n")
-
-    def _open(self, flags: int) -> TextIO:
-        """Open the file if it is a regular file of ours, and keep others from reading it."""
-        descriptor = os.open(self._path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    directory = state_directory()
+    try:
+        assert directory is not None
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = directory / "chat_history"
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path, flags, 0o600)
+    except OSError:
+        return InMemoryHistory()
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-            os.close(descriptor)
-            raise OSError("not a regular file of this user")
+            return InMemoryHistory()
         os.fchmod(descriptor, 0o600)
-        return open(descriptor, "a" if flags & os.O_APPEND else "r", encoding="utf-8")
+    finally:
+        os.close(descriptor)
+    return FileHistory(path)

@@ -1,15 +1,12 @@
 """The standard streams of the command line: lines in, text out, and what a terminal adds.
 
-In a terminal lines can be edited, there is a history, and a spinner shows until text comes. It
-writes no colours, so NO_COLOR needs no rule: rich, which `explain` uses, has its own.
+It writes no colours, so NO_COLOR needs no rule: rich, which `explain` uses, has its own.
 """
 
 import contextlib
-import itertools
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
@@ -124,23 +121,13 @@ def spinner() -> Iterator[None]:
     if not is_interactive() or is_dumb():
         yield
         return
-    done = threading.Event()
+    from rich.console import Console
+    from rich.live import Live
+    from rich.spinner import Spinner
 
-    def spin() -> None:
-        frames = itertools.cycle("|/-\\")
-        with contextlib.suppress(OSError):
-            while not done.wait(0.1):
-                sys.stdout.write(f"{next(frames)}\b")
-                sys.stdout.flush()
-            sys.stdout.write(" \b")
-
-    thread = threading.Thread(target=spin, daemon=True)
-    thread.start()
-    try:
+    console = Console(color_system=None)
+    with Live(Spinner("line"), console=console, transient=True, redirect_stderr=False):
         yield
-    finally:
-        done.set()
-        thread.join()
 
 
 @contextlib.contextmanager

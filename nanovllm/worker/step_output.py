@@ -88,8 +88,8 @@ class PendingResult:
         timer: marked the ends of proposing and of the step; None: the step is not timed.
 
     Attributes:
-        loaded, finish_infos: set before the result is asked for. The loads from tiers that have ended,
-            and by sequence id why sequences of the step's rows end although the step ran.
+        loaded, finish_infos: set before the result is asked for. The loads from tiers that have
+            ended, and by sequence id why sequences of the step's rows end although the step ran.
         on_host: called, before these are read, when what was copied to the host is there.
     """
 

@@ -37,8 +37,9 @@ class StepSampler:
         output_indices: [S] int64, the index in the batch of the token that the sample follows: its
             hidden state gives the sample's logits.
         indices: the same on the host.
-        finish_infos: by sample, set by `sample`: why a request ends here. Its logits processor failed,
-            or its grammar did, or its output is complete and the model has no token that says so.
+        finish_infos: by sample, set by `sample`: why a request ends here. Its logits processor
+            failed, or its grammar did, or its output is complete and the model has no token that
+            says so.
         draft_ids: [S] int64, the draft at the sample's position, where the row has one; None if no
             row has any.
         ruled: [S, vocab_size], set by `sample`: the logits after the rules.

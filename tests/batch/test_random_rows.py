@@ -12,11 +12,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm.apps.batch.results import check_output, write_output
-from nanovllm.apps.batch.rows import OUTPUT_COLUMNS, BadRowError, dumps, parse_object
-from nanovllm.apps.batch.sources import open_source
-from nanovllm.errors import ConfigError
-from tests.batch.helpers import read_rows, row_options, run
+from nanovllm.apps.batch.rows import OUTPUT_COLUMNS, BadRowError, parse_object
+from tests.batch.helpers import read_rows, run
 
 NUM_ROWS = int(os.environ.get("FUZZ_EXAMPLES", 80))
 SEED = time.time_ns() if "FUZZ_EXAMPLES" in os.environ else 0
@@ -136,7 +133,7 @@ def strictly(line: str) -> Any:
 
 
 def test_every_row_has_one_output(tmp_path: Path) -> None:
-    """And what the row had stays; where Parquet is accepted, it takes the same outputs."""
+    """And what the row had stays."""
     rng = random.Random(SEED)
     lines = [*map(str.encode, WRONG), *(plain_line(rng) for _ in range(NUM_ROWS))]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -151,32 +148,6 @@ def test_every_row_has_one_output(tmp_path: Path) -> None:
         kept = {name: given[name] for name in given if name not in (*OUTPUT_COLUMNS, "id")}
         assert {name: row[name] for name in kept} == kept, (SEED, line)
         assert row["id"] == (number if given.get("id") is None else given["id"])
-    pytest.importorskip("pyarrow")
-    _check_parquet(tmp_path, rng, list(zip(lines, rows, strict=True)))
-
-
-def _check_parquet(tmp_path: Path, rng: random.Random, done: list[tuple[bytes, Any]]) -> None:
-    """What `check_output` accepts can be written: rows with outputs, some at a time."""
-    import pyarrow.parquet as parquet
-
-    source, output, options = tmp_path / "some.jsonl", tmp_path / "out.parquet", row_options()
-    num_written = 0
-    for _ in range(len(done)):
-        some = rng.sample(done, rng.randrange(1, 4))
-        source.write_bytes(b"\n".join(line for line, _ in some))
-        outputs = [dumps({name: row[name] for name in OUTPUT_COLUMNS}) for _, row in some]
-        opened = open_source(source)
-        try:
-            check_output(opened, output, options)
-        except ConfigError:
-            continue
-        with output.open("wb") as file:
-            write_output(file, output, opened, options, lambda outputs=outputs: outputs)
-        found = parquet.read_table(output, columns=["error", "generated_text"]).to_pylist()
-        assert found == [{name: row[name] for name in found[0]} for _, row in some]
-        output.unlink()
-        num_written += 1
-    assert num_written > len(done) // 10, SEED
 
 
 def test_every_openai_row_has_one_output(tmp_path: Path) -> None:

@@ -30,11 +30,11 @@ def test_the_report(capsys: Capture, tmp_path: Path) -> None:
     assert cli.main(["models", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert (
-        "attention     3 layers: window of 32 tokens, 4 heads of 16, 2 KV heads, norms of queries "
-        "and keys, rope default (theta 10000), scores times 1\n" in out
+        "attention      3 layers: causal, window 32, heads 4, kv heads 2, head dim 16, qk norm, "
+        "rope default, rope theta 10000, rope share 1, rope factor 1, scale 1, own kv\n" in out
     )
-    assert "              1 layer: all tokens, 4 heads of 32, KV of an earlier layer, " in out
-    assert "logits        soft cap 30\nleft out      vision\n" in out
+    assert "1 layer: causal, heads 4, kv heads 1, head dim 32, qk norm, rope" in out
+    assert "logit softcap  30.0\nleft out       vision\n" in out
     assert cli.main(["models", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["memory"]["kv_token_bytes"] == 128
 

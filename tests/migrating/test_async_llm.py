@@ -77,9 +77,9 @@ def test_arguments_of_vllms_that_ask_for_nothing(llm: AsyncLLM) -> None:
         adapter: Any = {"lora_request": 1}
         with pytest.raises(InvalidRequestError, match="lora_request=1 needs an engine that takes"):
             await anext(llm.generate(QUESTION, GREEDY, **adapter))
-        assert (await llm.chat([{"role": "user", "content": QUESTION}], GREEDY, internal=1)).text
+        assert (await llm.chat([{"role": "user", "content": QUESTION}], GREEDY, stream=False)).text
         with pytest.raises(TypeError, match="unexpected keyword argument 'foo'"):
-            AsyncLLM.from_engine_args(AsyncEngineArgs("m"), usage_context="any", foo=1)
+            AsyncLLM.from_engine_args(AsyncEngineArgs("m"), foo=1)  # type: ignore[call-arg]
 
     asyncio.run(main())
 

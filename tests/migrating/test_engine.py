@@ -19,7 +19,7 @@ LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 def llm() -> Iterator[LLM]:
     """Options that are None ask for nothing."""
     options = {**OPTIONS, "max_num_seqs": None, "max_cpu_loras": 8}
-    llm = LLM.from_engine_args(EngineArgs(demo_model.MODEL, **options), usage_context="any")
+    llm = LLM.from_engine_args(EngineArgs(demo_model.MODEL, **options))
     yield llm
     llm.shutdown()
 

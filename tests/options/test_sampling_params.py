@@ -12,13 +12,11 @@ from hypothesis import given, strategies as st
 
 from nanovllm.engine.input_checks import ParamsCheck
 from nanovllm.engine.prompt import make_prompt
-from nanovllm.errors import InvalidRequestError, NanoVLLMError
+from nanovllm.errors import InvalidRequestError
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams, takes_prompt
 from nanovllm.options.structured_outputs import StructuredOutputsParams
 from nanovllm.options.validation import did_you_mean, shown
-
-BEYOND_FLOAT = pytest.param(10**400, id="integer beyond the floats")
 
 
 def test_defaults_equal_nano_vllms():
@@ -33,95 +31,10 @@ def test_first_three_fields_have_nano_vllms_order():
     )
 
 
-@pytest.mark.parametrize("value", [0, -1, True, False, 1.5, 2.0, "3", [1], np.float64(2.0)])
-def test_max_tokens_must_be_a_positive_integer(value):
-    with pytest.raises(
-        InvalidRequestError, match="^max_tokens must be an integer from 1 to 2147483647, got "
-    ):
-        SamplingParams(max_tokens=value)
-
-
-@pytest.mark.parametrize("value", [np.array([1, 2]), torch.tensor(2.5)])
-def test_max_tokens_refuses_arrays_and_fractions(value):
-    with pytest.raises(InvalidRequestError, match="max_tokens"):
-        SamplingParams(max_tokens=value)
-
-
-@pytest.mark.parametrize("value", [np.int64(3), np.uint8(3), torch.tensor(3)])
-def test_integers_of_other_libraries_become_int(value):
-    params = SamplingParams(max_tokens=value, seed=value)
-    assert params.max_tokens == params.seed == 3
-    assert type(params.max_tokens) is type(params.seed) is int
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        float("nan"),
-        float("inf"),
-        -float("inf"),
-        -0.1,
-        -1,
-        True,
-        "0.7",
-        None,
-        1j,
-        [0.5],
-        BEYOND_FLOAT,
-    ],
-)
-def test_temperature_must_be_finite_and_not_negative(value):
-    with pytest.raises(
-        InvalidRequestError, match="^temperature must be a finite number >= 0, got "
-    ):
-        SamplingParams(temperature=value)
-
-
-@pytest.mark.parametrize(
-    "value", [0, 1, 1e-300, 100.0, np.float32(0.5), np.int64(2), Fraction(1, 4)]
-)
-def test_temperature_becomes_float(value):
-    temperature = SamplingParams(temperature=value).temperature
-    assert temperature == value
-    assert type(temperature) is float
-
-
-@pytest.mark.parametrize("value", [-(2**63) - 1, -1.0, 2**63, 0.5, True, "1", np.array([-1, -1])])
-def test_seed_must_be_an_integer_in_range(value):
-    with pytest.raises(InvalidRequestError, match="^seed must be an integer from -922337203685477"):
-        SamplingParams(seed=value)
-
-
-@pytest.mark.parametrize("value", [-(2**63), 0, 2**63 - 1])
-def test_smallest_and_largest_seed_are_accepted(value):
-    assert SamplingParams(seed=value).seed == value
-
-
 def test_what_asks_for_nothing_is_taken_as_in_vllm():
     assert SamplingParams(seed=-1) == SamplingParams()
     params = SamplingParams(max_tokens=None, min_tokens=7)  # as many as there is room for
     assert params.clone(top_p=0.5).max_tokens == params.max_tokens == 2**31 - 1
-
-
-@pytest.mark.parametrize("value", [0, 1, None, "yes"])
-def test_ignore_eos_must_be_true_or_false(value):
-    with pytest.raises(InvalidRequestError, match="^ignore_eos must be True or False, got "):
-        SamplingParams(ignore_eos=value)
-
-
-@pytest.mark.parametrize(
-    ("typo", "nearest"),
-    [("temprature", "temperature"), ("max_token", "max_tokens"), ("eos", "ignore_eos")],
-)
-def test_unknown_keyword_is_refused_and_the_nearest_named(typo, nearest):
-    with pytest.raises(InvalidRequestError, match=f"'{typo}'; did you mean '{nearest}'"):
-        SamplingParams(**{typo: 1})
-
-
-def test_errors_are_value_errors_and_nanovllm_errors():
-    with pytest.raises(ValueError, match="max_tokens") as raised:
-        SamplingParams(max_tokens=0)
-    assert isinstance(raised.value, NanoVLLMError)
 
 
 def forbid_nothing(token_ids, logits):
@@ -195,6 +108,18 @@ def test_params_copy_the_collections_given():
 @pytest.mark.parametrize(
     ("name", "rule", "values"),
     [
+        (
+            "max_tokens",
+            "an integer from 1 to 2147483647",
+            [0, -1, True, 1.5, 2.0, "3", [1], np.float64(2.0), np.array([1, 2]), torch.tensor(2.5)],
+        ),
+        (
+            "temperature",
+            "a finite number >= 0",
+            [float("nan"), float("inf"), -0.1, -1, True, "0.7", None, 1j, [0.5], 10**400],
+        ),
+        ("seed", "an integer from -922337203685477", [-(2**63) - 1, 2**63, 0.5, True, "1"]),
+        ("ignore_eos", "True or False", [0, 1, None, "yes"]),
         ("n", "an integer from 1 to 16384", [0, -1, 16385, 1.0, True, None, "2"]),
         ("top_k", "an integer >= -1", [-2, -100, 5.0, True, None, "5"]),
         ("top_p", "from 0 to 1", [-0.1, 1.0001, 2, float("nan"), float("inf"), True, None, "0.9"]),
@@ -205,7 +130,7 @@ def test_params_copy_the_collections_given():
         (
             "repetition_penalty",
             "a finite number >= 0",
-            [-0.1, float("nan"), float("inf"), True, None, "1", BEYOND_FLOAT.values[0]],
+            [-0.1, float("nan"), float("inf"), True, None, "1", 10**400],
         ),
         ("logprobs", "an integer >= -1", [-2, 2.0, True, "3"]),
         ("prompt_logprobs", "an integer >= -1", [-2, 2.0, False, "3"]),
@@ -222,12 +147,15 @@ def test_refusal_names_the_field_its_range_and_the_value(name, rule, values):
     for value in values:
         with pytest.raises(InvalidRequestError) as raised:
             SamplingParams(**{name: value})
-        assert str(raised.value).startswith(f"{name} must be {rule}, got {shown(value)}")
+        assert str(raised.value).startswith(f"{name} must be {rule}")
+        assert f", got {shown(value)}" in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("name", "values"),
     [
+        ("seed", [-(2**63), 0, 2**63 - 1]),
+        ("temperature", [0, 1e-300, 100.0]),
         ("n", [1, 16384]),
         ("top_k", [0, 1, 10**9]),
         ("top_p", [1e-9, 0.5, 1, 1.0]),
@@ -247,11 +175,13 @@ def test_values_at_the_ends_of_each_range_are_accepted(name, values):
         assert getattr(SamplingParams(**{name: value}), name) == value
 
 
-def test_top_p_and_repetition_penalty_refuse_zero():
+def test_what_refuses_zero():
     with pytest.raises(InvalidRequestError, match="^top_p must be above 0 and at most 1, got 0"):
         SamplingParams(top_p=0)
     with pytest.raises(InvalidRequestError, match="^repetition_penalty must be above 0, got 0"):
         SamplingParams(repetition_penalty=0.0)
+    with pytest.raises(InvalidRequestError, match="^truncate_prompt_tokens must be above 0, or -1"):
+        SamplingParams(truncate_prompt_tokens=0)
 
 
 def test_top_k_of_0_and_minus_1_both_mean_all():
@@ -261,6 +191,10 @@ def test_top_k_of_0_and_minus_1_both_mean_all():
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
+        ("temperature", Fraction(1, 4), 0.25),
+        ("temperature", np.int64(2), 2.0),
+        ("max_tokens", torch.tensor(3), 3),
+        ("seed", np.uint8(3), 3),
         ("top_p", np.float32(0.5), 0.5),
         ("top_p", 1, 1.0),
         ("min_p", Fraction(1, 4), 0.25),
@@ -403,11 +337,6 @@ def test_temperatures_below_1e_5_are_greedy(temperature, greedy):
     assert SamplingParams(temperature=temperature).is_greedy == greedy
 
 
-def test_truncation_to_no_token_is_refused():
-    with pytest.raises(InvalidRequestError, match="^truncate_prompt_tokens must be above 0, or -1"):
-        SamplingParams(truncate_prompt_tokens=0)
-
-
 def test_clone_is_an_equal_copy_with_checked_changes():
     params = SamplingParams(**EVERY_FIELD)
     clone = params.clone()
@@ -450,11 +379,6 @@ def test_logits_processors_take_two_or_three_arguments(processor, three):
     for value in ([processor], (processor,)):
         assert SamplingParams(logits_processors=value).logits_processors == (processor,)
     assert takes_prompt(processor) == three
-
-
-def test_no_logits_processors():
-    for value in (None, [], ()):
-        assert SamplingParams(logits_processors=value) == SamplingParams()
 
 
 @pytest.mark.parametrize("value", [5, "f", forbid_nothing, [None], ["f"], {forbid_nothing: 1}, [3]])

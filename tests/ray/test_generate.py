@@ -1,27 +1,22 @@
-"""`nanovllm.apps.ray.generate`: a Dataset in and out, with parts that are computed once."""
+"""`nanovllm.apps.ray.generate`: a Dataset in and out."""
 
-import asyncio
 import contextlib
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from nanovllm import demo_model
-from nanovllm.apps.batch.batch_options import BatchOptions, job_identity
 from nanovllm.apps.batch.rows import OUTPUT_COLUMNS
-from nanovllm.apps.ray.part_files import Parts
 from nanovllm.errors import ConfigError
 from tests.batch.helpers import ENGINE, SAMPLING, questions, read_rows, run, write_rows
 
 ray = pytest.importorskip("ray")
-pa = pytest.importorskip("pyarrow")
-parquet = pytest.importorskip("pyarrow.parquet")
+pytest.importorskip("pyarrow")
 
-from nanovllm.apps.ray.datasets import RowsStage, _row_options, generate  # noqa: E402 (it needs Ray)
+from nanovllm.apps.ray.datasets import generate  # noqa: E402 (it needs Ray)
 
 ROWS: list[dict[str, Any]] = [{**row, "id": i} for i, row in enumerate(questions(24))]
 OPTIONS: dict[str, Any] = {
@@ -44,28 +39,18 @@ def without_tag(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_rows_in_parts_and_a_killed_actor(
-    tmp_path: Path, ray_cluster: Any, expected: list[dict[str, Any]]
-) -> None:
-    """The outputs are those of the command; parts stay as they are; a bad row has its error."""
+def test_a_killed_actor(ray_cluster: Any, expected: list[dict[str, Any]]) -> None:
+    """The outputs are those of the command; a bad row has its error."""
     rows = [*ROWS, {"id": 99, "prompt": "too long " * 200, "tag": 0}]
-    changes = {"workers": 2, "block_rows": 8, "output_path": str(tmp_path / "out")}
-    identity = job_identity(_row_options(demo_model.MODEL, SAMPLING, BatchOptions(), ENGINE))
-    done = [{**ROWS[i], **expected[i], "generated_text": f"done {i}"} for i in range(10)]
-    with Parts(tmp_path / "out", identity, "parquet", "id") as parts:
-        parts.add(pa.Table.from_pylist(done))
-    (tmp_path / "out" / "part-000009.parquet.new").write_bytes(b"torn")
     killer = threading.Thread(target=kill_first, daemon=True)
     killer.start()
-    outputs = generate(ray.data.from_items(rows), **OPTIONS, **changes)
+    outputs = generate(ray.data.from_items(rows), **OPTIONS, workers=2, block_rows=8)
+    found = outputs.take_all()
     assert not killer.is_alive()
-    assert outputs.schema().names == [*done[0]]
-    files = sorted((tmp_path / "out").glob("part-*.parquet"))  # to read by Ray takes 10 s
-    found = [row for file in files for row in parquet.read_table(file).to_pylist()]
+    assert [*found[0]] == [*ROWS[0], *OUTPUT_COLUMNS]
     *good, bad = sorted(map(without_tag, found), key=lambda row: row["id"])
-    assert good == [*map(without_tag, done), *expected[10:]]
+    assert good == expected
     assert "max_model_len" in bad["error"]
-    assert len(files) > 1
 
 
 def kill_first() -> None:
@@ -84,32 +69,11 @@ def kill_first() -> None:
     [
         ({"workers": 0}, "workers must be an integer >= 1, got 0"),
         ({"workers": (3, 2)}, "workers must be an integer >= 3, got 2"),
-        ({"output_format": "csv"}, "output_format must be"),
         ({"max_num_seqs": 0}, "max_num_seqs must be"),
         ({"sampling_params": 3}, "must be SamplingParams or a dictionary, got 3"),
         ({"sampling_params": {"logprobs": 1}}, "logprobs=1 is not for a batch"),
-        ({"id_column": "key"}, "has no column 'key', only prompt, tag, id"),
     ],
 )
-def test_what_is_refused(
-    tmp_path: Path, ray_cluster: Any, changes: dict[str, Any], message: str
-) -> None:
-    options = {**OPTIONS, "output_path": str(tmp_path / "out"), **changes}
+def test_what_is_refused(ray_cluster: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        generate(ray.data.from_items(ROWS[:2]), **options)
-
-
-def test_what_cannot_be_written_is_refused_before_it_is_computed() -> None:
-    """Symptom: parts of objects without fields are computed again and again."""
-    options = _row_options(demo_model.MODEL, {"max_tokens": 1}, BatchOptions(), ENGINE)
-    table = pa.table({"prompt": ["A"], "x": pa.array([{}], pa.struct([]))})
-    stage = RowsStage(options, "parquet")
-    try:
-        with pytest.raises(
-            ConfigError, match="no child field to Parquet.*use output_format='jsonl'"
-        ):
-            asyncio.run(stage(table))
-        stage._output_format = "jsonl"
-        assert asyncio.run(stage(table))["error"].to_pylist() == [None]
-    finally:
-        stage._engine.close()
+        generate(ray.data.from_items(ROWS[:2]), **{**OPTIONS, **changes})

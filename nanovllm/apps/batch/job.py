@@ -75,7 +75,7 @@ def run_job(
         ConfigError: an option is invalid, or `JobFiles` refuses.
         NanoVLLMError: the engines cannot be made, or die again and again.
     """
-    check_output(source, output, options)
+    check_output(source, output)
     identity = job_identity(options, input=source.digest)
     files = JobFiles(output, identity)
     try:
@@ -89,7 +89,7 @@ def run_job(
             check_unchanged(source)
             num_failed = sum(map(_is_failed, journal.in_order()))
             with files.writing(num_failed) as file:
-                write_output(file, output, source, options, journal.in_order)
+                write_output(file, source, options, journal.in_order)
         else:
             num_before = source.num_rows
         files.remove()

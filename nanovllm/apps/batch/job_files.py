@@ -119,7 +119,7 @@ class JobFiles:
                     f"the output {shown(str(output))} exists: name another, or remove it"
                 )
             self._identity = identity
-            stack.enter_context(job_directory(self.directory, identity))
+            stack.enter_context(_job_directory(self.directory, identity))
             if self.num_failed is None:
                 self._check_no_output()
             self.journal = Journal(self.directory / "rows.jsonl")
@@ -184,7 +184,7 @@ def _stamp(path: Path) -> list[int]:
 
 
 @contextlib.contextmanager
-def job_directory(directory: Path, identity: Mapping[str, Any]) -> Iterator[None]:
+def _job_directory(directory: Path, identity: Mapping[str, Any]) -> Iterator[None]:
     """Hold the locked directory of a job; a new one is made, with the job's manifest.
 
     Args:
@@ -198,21 +198,26 @@ def job_directory(directory: Path, identity: Mapping[str, Any]) -> Iterator[None
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"the directory {directory} cannot be made: {reason}") from None
-    with lock(directory):
+    with _lock(directory):
         if (directory / "manifest.json").exists():
             _check_manifest(directory / "manifest.json", identity)
         elif set(os.listdir(directory)) - {"lock", "manifest.json.new"}:
             raise ConfigError(f"{directory} holds other files and no job: name another, or move it")
         else:
             _write_manifest(directory, identity)
-        for torn in directory.glob("*.new"):
-            torn.unlink()
+        (directory / "manifest.json.new").unlink(missing_ok=True)  # a torn one
         yield
 
 
 def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
-    text = json.dumps(manifest, indent=1, default=repr)
-    write_whole(directory / "manifest.json", text.encode() + b"\n")
+    """Write the manifest atomically: readers never see a part of it."""
+    new = directory / "manifest.json.new"
+    with new.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(manifest, indent=1, default=repr) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, directory / "manifest.json")
+    _sync_directory(directory)
 
 
 def _check_manifest(path: Path, identity: Mapping[str, Any]) -> None:
@@ -238,19 +243,8 @@ def _check_manifest(path: Path, identity: Mapping[str, Any]) -> None:
             )
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically: readers never see a part of it."""
-    new = path.with_name(path.name + ".new")
-    with new.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
-    _sync_directory(path.parent)
-
-
 @contextlib.contextmanager
-def lock(directory: Path) -> Iterator[None]:
+def _lock(directory: Path) -> Iterator[None]:
     """Hold the lock of a directory. It ends with this process.
 
     Raises:

@@ -169,7 +169,6 @@ def serve(args: argparse.Namespace) -> int:
 
 def explain(args: argparse.Namespace) -> int:
     """Show step by step how the engine continues prompts, and why it does what it does."""
-    _need("explain", "rich")
     chosen = ExplainOptions(**given_fields(ExplainOptions, args))
     options, flags = _checked(args)
     if not Config(**options).runs_in_process:

@@ -5,7 +5,7 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 from nanovllm.options.flags import Parser
@@ -63,99 +63,40 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def report_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the report."""
-    yield "architecture", found["architecture"]
-    if not found["supported"]:
-        yield "supported", f"no: {found['error']}"
-        return
-    yield "supported", f"yes, as {found['models']}"
-    stored = f", weights in {found['quantization']}" if found["quantization"] else ""
-    yield "dtype", f"{found['dtype']}{stored}"
-    for form, count in found["stored"].items():
-        yield "in few bits", f"{_count(count, 'linear')} in {form}"
-    tied = ", head tied to the embedding" if found["tied"] else ""
-    yield (
-        "sizes",
-        f"{_count(found['num_layers'], 'layer')}, hidden size {found['hidden_size']}, vocabulary "
-        f"{found['vocab_size']}{tied}, up to {found['positions']} positions",
+    """Yield the rows of a report: what it has, by name, and all layers of a kind in one row."""
+    for key, value in found.items():
+        name = key.replace("_", " ").removesuffix(" bytes")
+        if key == "supported":
+            yield name, "yes" if value else f"no: {found['error']}"
+        elif key == "memory":
+            yield from report_lines(value)
+        elif key.endswith("_bytes") and value:
+            yield name, size_text(value)
+        elif key == "left_out":
+            yield name, ", ".join(value) or "nothing"
+        elif isinstance(value, list):
+            for row in value:
+                number = row["num_layers"]
+                yield name, f"{number} layer{'s' * (number != 1)}: {_words(row, {'num_layers'})}"
+                name = ""
+        elif isinstance(value, dict) and value:
+            yield name, _words(value)
+        elif value and key not in ("model", "error"):
+            yield name, "yes" if value is True else str(value)
+
+
+def _words(row: dict[str, Any], left_out: Set[str] = frozenset()) -> str:
+    """Return the fields of a row that say something: a name alone is a field that is true."""
+    said = {name.replace("_", " "): row[name] for name in row if row[name] and name not in left_out}
+    return ", ".join(
+        name if value is True else f"{name} {_text(value)}" for name, value in said.items()
     )
-    yield from _several("attention", found["attention"], _attention)
-    yield from _several("state", found["states"], _state)
-    yield from _several("MLP", found["mlps"], _mlp)
-    if found["logit_softcap"]:
-        yield "logits", f"soft cap {found['logit_softcap']:g}"
-    yield "left out", ", ".join(found["left_out"]) or "nothing"
-    memory = found["memory"]
-    yield (
-        "weights",
-        f"{size_text(memory['weights_bytes'])} as stored, by its {memory['weights_from']}",
-    )
-    for form in ("int8", "int4"):
-        if memory[f"{form}_bytes"] is not None:
-            yield f"as {form}", size_text(memory[f"{form}_bytes"])
-        elif not found["quantization"]:
-            yield f"as {form}", "not possible: a layer's inputs are not a multiple of 32"
-    window = ""
-    if memory["kv_window_bytes"]:
-        window = f", and {size_text(memory['kv_window_bytes'])} a sequence for windows"
-    yield "KV cache", f"{size_text(memory['kv_token_bytes'])} a token{window}"
-    if memory["state_bytes"]:
-        yield "state", f"{size_text(memory['state_bytes'])} a sequence"
-    yield "4 GiB of KV", f"a text of {memory['pool_tokens']} tokens"
 
 
-def _several(
-    name: str, found: list[dict[str, Any]], words: Callable[[dict[str, Any]], Iterable[str]]
-) -> Iterator[tuple[str, str]]:
-    for row in found:
-        yield name, f"{_count(row['num_layers'], 'layer')}: {', '.join(words(row))}"
-        name = ""
-
-
-def _attention(row: dict[str, Any]) -> Iterator[str]:
-    yield f"window of {row['window']} tokens" if row["window"] else "all tokens"
-    if not row["causal"]:
-        yield "in both directions"
-    yield f"{_count(row['heads'], 'head')} of {row['head_dim']}"
-    if row["value_dim"]:
-        yield f"latents of {row['value_dim']} for all heads"
-    else:
-        yield _count(row["kv_heads"], "KV head") if row["own_kv"] else "KV of an earlier layer"
-    if row["qk_norm"]:
-        yield "norms of queries and keys"
-    if row["rope"] is None:
-        yield "no rotation"
-    else:
-        share = f" of {row['rope_share']:.0%} of a head" if row["rope_share"] != 1 else ""
-        factor = f", factor {row['rope_factor']:g}" if row["rope_factor"] != 1 else ""
-        yield f"rope {row['rope']}{share} (theta {row['rope_theta']:.12g}{factor})"
-    if row["scale"] is not None:
-        yield f"scores times {row['scale']:.4g}"
-    if row["softcap"]:
-        yield f"soft cap {row['softcap']:g}"
-    if row["sinks"]:
-        yield "sinks"
-
-
-def _state(row: dict[str, Any]) -> Iterator[str]:
-    yield row["kind"]
-    for count, shape, dtype in row["parts"]:
-        yield f"{f'{count} of ' if count > 1 else ''}{' x '.join(map(str, shape))} in {dtype}"
-
-
-def _mlp(row: dict[str, Any]) -> Iterator[str]:
-    yield str(row["activation"])
-    if row["size"]:
-        yield f"size {row['size']}"
-    if row["experts"]:
-        yield f"{row['experts']} experts of size {row['expert_size']}"
-        yield f"{row['experts_per_token']} of them a token"
-    if row["shared"]:
-        yield f"one of size {row['shared']} for all tokens"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " x ".join(map(_text, value))
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 def size_text(num_bytes: int) -> str:

@@ -19,7 +19,6 @@ from nanovllm.utils.line_input import path_completions
 from nanovllm.utils.terminal import (
     complain,
     is_interactive,
-    noted_interrupts,
     write,
     write_stream,
 )
@@ -169,20 +168,16 @@ class Chat:
         messages = [*self._messages(), question]
         timer = _Timer()
         try:
-            with noted_interrupts() as interrupted:
-                answers = self._source(messages, self._settings.changed)
-                answer = write_stream(timer.timed(awaited(answers, interrupted)))
-                stopped = interrupted()
+            answers = self._source(messages, self._settings.changed)
+            answer = write_stream(timer.timed(awaited(answers)))
         except KeyboardInterrupt:
-            stopped = True
+            _tell("(Stopped. The conversation goes on without this question.)")
+            return
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{error} (/reset starts a new conversation)") from None
-        if stopped:
-            _tell("(Stopped. The conversation goes on without this question.)")
-        else:
-            self._turns += [question, {"role": "assistant", "content": answer}]
-            if speed := timer.speed():
-                _tell(f"({speed})")
+        self._turns += [question, {"role": "assistant", "content": answer}]
+        if speed := timer.speed():
+            _tell(f"({speed})")
 
     def _answer_again(self, _: str) -> None:
         """Answer the last question again; if that fails or is stopped, its answer stays."""

@@ -3,14 +3,13 @@
 It follows no redirect, uses no proxy and checks certificates.
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import json
 import os
 import re
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -19,12 +18,10 @@ import httpx
 from nanovllm.errors import ConfigError, InvalidRequestError, ServerError
 from nanovllm.options.validation import shown
 
-TICK_SECONDS = 0.1
-"""How long `stream` waits for data before it yields None."""
 CONNECT_SECONDS = 10.0
-"""How long a connection, or the list of models, may take."""
+"""How long a connection may take, and each wait for the list of models."""
 MAX_BYTES = 2**24
-"""Limit of an event, and of a body that is not a stream of events."""
+"""Limit of an event's line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +34,9 @@ class ServerAddress:
     """What comes before the path of an endpoint, such as /v1/models."""
     headers: dict[str, str] = dataclasses.field(repr=False)
 
-    def connect(self, timeout: httpx.Timeout) -> httpx.AsyncClient:
+    def connect(self, timeout: httpx.Timeout) -> httpx.Client:
         """Return a client of this server; its connection is made by the first request."""
-        return httpx.AsyncClient(
+        return httpx.Client(
             base_url=self.url,
             headers=self.headers,
             timeout=timeout,
@@ -83,21 +80,13 @@ def model_card(server: ServerAddress, name: str | None = None) -> dict[str, Any]
     Without a name it is the first model of those that chat, if the server says so.
 
     Raises:
-        ServerError: it lists none, cannot be reached, refuses, or takes over 10 s.
+        ServerError: it lists none, cannot be reached, or refuses.
     """
-
-    async def get() -> bytes:
-        timeout = httpx.Timeout(CONNECT_SECONDS)
-        with _errors(server):
-            async with (
-                asyncio.timeout(CONNECT_SECONDS),
-                server.connect(timeout) as client,
-                client.stream("GET", "/v1/models") as response,
-            ):
-                return await _body(response)
-
+    with _errors(server), server.connect(httpx.Timeout(CONNECT_SECONDS)) as client:
+        response = client.get("/v1/models")
+        _check_status(response)
     with contextlib.suppress(ValueError, RecursionError):
-        match json.loads(asyncio.run(get())):
+        match json.loads(response.content):
             case {"data": [{"id": str()}, *_] as cards}:
                 known = [card for card in cards if isinstance(card, dict)]
                 if name is not None:
@@ -107,66 +96,56 @@ def model_card(server: ServerAddress, name: str | None = None) -> dict[str, Any]
     raise ServerError(f"{server.name} lists no model at /v1/models; name one")
 
 
-def stream(server: ServerAddress, endpoint: str, body: Any) -> Iterator[str | None]:
-    """Post a request, and yield the data of each event; None each 0.1 s without data.
+def stream(server: ServerAddress, endpoint: str, body: Any) -> Iterator[str]:
+    """Post a request, and yield the data of each event when it comes.
 
-    The connection ends when the iterator is closed.
+    The connection ends when the iterator is closed, or Ctrl-C comes.
 
     Raises:
         InvalidRequestError: the server calls the request invalid (status 400, 413 or 422).
         ServerError: the server cannot be reached, refuses, or breaks off.
     """
-    events: asyncio.Queue[str | None] = asyncio.Queue()
-
-    async def post() -> None:
-        try:
-            async for event in _events(server, endpoint, body):
-                events.put_nowait(event)
-        finally:
-            events.put_nowait(None)
-
-    with asyncio.Runner() as runner:
-        answer = runner.get_loop().create_task(post())
-        while True:
-            try:
-                event = runner.run(asyncio.wait_for(events.get(), TICK_SECONDS))
-            except TimeoutError:
-                yield None
-                continue
-            if event is None:
-                break
-            yield event
-        answer.result()
-
-
-async def _events(server: ServerAddress, endpoint: str, body: Any) -> AsyncIterator[str]:
-    """Post a request, and yield the data of each event when it comes."""
     timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-    with _errors(server):
-        async with (
-            server.connect(timeout) as client,
-            client.stream("POST", endpoint, json=body) as response,
-        ):
-            kind = response.headers.get("Content-Type", "").partition(";")[0].strip()
-            if response.status_code != 200 or kind != "text/event-stream":
-                await _body(response)
-                raise ServerError(f"{server.name}{endpoint} does not stream its answer")
-            parser = EventParser()
-            async for piece in response.aiter_raw():
-                for event in parser.feed(piece):
-                    yield event
+    with (
+        _errors(server),
+        server.connect(timeout) as client,
+        client.stream("POST", endpoint, json=body) as response,
+    ):
+        kind = response.headers.get("Content-Type", "").partition(";")[0].strip()
+        if response.status_code != 200 or kind != "text/event-stream":
+            response.read()
+            _check_status(response)
+            raise ServerError(f"{server.name}{endpoint} does not stream its answer")
+        yield from events(response.iter_raw())
 
 
-async def _body(response: httpx.Response) -> bytes:
-    """Return the body of an answer; raise the error that it reports, if it does."""
-    body = b""
-    async for piece in response.aiter_raw():
-        body += piece
-        _check_size("body", len(body))
-    if response.status_code != 200:
-        kind = InvalidRequestError if response.status_code in (400, 413, 422) else ServerError
-        raise kind(f"the server answers {response.status_code}: {message_of(body)}")
-    return body
+def events(pieces: Iterable[bytes]) -> Iterator[str]:
+    """Yield the data of each server-sent event in bytes, which are cut anywhere.
+
+    Raises:
+        ServerError: an event has a line that is too long.
+    """
+    line = b""
+    data: list[bytes] = []
+    for piece in pieces:
+        *lines, line = (line + piece).split(b"\n")
+        for each in lines:
+            each = each.removesuffix(b"\r")
+            if each.startswith(b"data:"):
+                data.append(each[5:].removeprefix(b" "))
+            elif not each and data:
+                yield b"\n".join(data).decode(errors="replace")
+                data = []
+        if len(line) > MAX_BYTES:
+            raise ServerError(f"the server sends an event of more than {MAX_BYTES} bytes")
+
+
+def _check_status(response: httpx.Response) -> None:
+    """Raise the error that an answer reports, if it does."""
+    status = response.status_code
+    if status != 200:
+        kind = InvalidRequestError if status in (400, 413, 422) else ServerError
+        raise kind(f"the server answers {status}: {message_of(response.content)}")
 
 
 @contextlib.contextmanager
@@ -190,48 +169,9 @@ def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
-            by_asyncio = cause.strerror.startswith("Connect call failed")
-            return os.strerror(cause.errno or 0) if by_asyncio else cause.strerror
+            return cause.strerror
         cause = cause.__cause__ or cause.__context__
     return str(error) or "it takes too long"
-
-
-class EventParser:
-    """Reads server-sent events from bytes as they come, cut anywhere."""
-
-    def __init__(self) -> None:
-        self._line = b""
-        """The begun line."""
-        self._data: list[bytes] = []
-        """The data of the begun event."""
-        self._size = 0
-        """Of that data, with a byte for the end of each line."""
-
-    def feed(self, piece: bytes) -> list[str]:
-        """Return the data of each event that a piece completes.
-
-        Raises:
-            ServerError: an event is too large.
-        """
-        *lines, self._line = (self._line + piece).split(b"\n")
-        _check_size("event", len(self._line))
-        events = []
-        for line in lines:
-            line = line.removesuffix(b"\r")
-            if line.startswith(b"data:"):
-                self._data.append(line[5:].removeprefix(b" "))
-                self._size += len(self._data[-1]) + 1
-                _check_size("event", self._size)
-            elif not line and self._data:
-                events.append(b"\n".join(self._data).decode(errors="replace"))
-                self._data = []
-                self._size = 0
-        return events
-
-
-def _check_size(what: str, num_bytes: int) -> None:
-    if num_bytes > MAX_BYTES:
-        raise ServerError(f"the server sends a {what} of more than {MAX_BYTES} bytes")
 
 
 def parse_event(data: str) -> dict[str, Any]:

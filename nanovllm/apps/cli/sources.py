@@ -1,14 +1,13 @@
 """Who answers a chat: a model here or a server."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.errors import InvalidRequestError, ServerError
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import RequestOutput
-from nanovllm.utils.terminal import complain, is_interactive, spinner
+from nanovllm.utils.terminal import complain, is_interactive, noted_interrupts, spinner
 
 if TYPE_CHECKING:
     from nanovllm.apps.cli.server_client import ServerAddress
@@ -27,7 +26,8 @@ class AnswerPiece(NamedTuple):
 Message = dict[str, str]
 Source = Callable[[list[Message], Mapping[str, Any]], Iterator[AnswerPiece]]
 """Answers a conversation, piece by piece, with some sampling parameters changed. It raises
-InvalidRequestError or ServerError, and ends the answer when the iterator is closed."""
+InvalidRequestError or ServerError, or KeyboardInterrupt at the first Ctrl-C, and ends the answer
+when the iterator is closed."""
 
 THINK = "<think>\n"
 END_THINK = "\n</think>\n\n"
@@ -39,7 +39,11 @@ def model_source(llm: "LLM", params: SamplingParams, template: Mapping[str, Any]
 
     def answer(messages: list[Message], changed: Mapping[str, Any]) -> Iterator[AnswerPiece]:
         prompt = llm.render(messages, add_generation_prompt=True, **template)
-        yield from pieces(llm.stream(prompt, dataclasses.replace(params, **changed)))
+        with noted_interrupts() as interrupted:
+            for piece in pieces(llm.stream(prompt, dataclasses.replace(params, **changed))):
+                if interrupted():
+                    raise KeyboardInterrupt
+                yield piece
 
     return answer
 
@@ -74,7 +78,7 @@ def server_source(server: "ServerAddress", model: str, fields: Mapping[str, Any]
         reasons = False
         reason = None
         for data in server_client.stream(server, "/v1/chat/completions", body):
-            event = {} if data in (None, "[DONE]") else server_client.parse_event(data or "")
+            event = {} if data == "[DONE]" else server_client.parse_event(data)
             text, thought, end = server_client.choice_of(event)
             reason = end or reason
             yield AnswerPiece(THINK * (bool(thought) and not reasons) + thought, _num_tokens(event))
@@ -100,22 +104,18 @@ def pieces(outputs: Iterator[RequestOutput]) -> Iterator[AnswerPiece]:
             raise InvalidRequestError(f"the answer ended with an error: {reason}")
 
 
-def awaited(
-    found: Iterator[AnswerPiece], interrupted: Callable[[], bool] = lambda: False
-) -> Iterator[AnswerPiece]:
-    """Yield pieces of an answer until Ctrl-C comes, with a spinner before the first text."""
+def awaited(found: Iterator[AnswerPiece]) -> Iterator[AnswerPiece]:
+    """Yield pieces of an answer, with a spinner before the first text."""
     waited = 0
     first = AnswerPiece("")
     with spinner():
         for piece in found:
-            if piece.text or interrupted():
+            if piece.text:
                 first = piece
                 break
             waited += piece.num_tokens
-    for piece in itertools.chain([AnswerPiece(first.text, first.num_tokens + waited)], found):
-        if interrupted():
-            return
-        yield piece
+    yield AnswerPiece(first.text, first.num_tokens + waited)
+    yield from found
 
 
 def _num_tokens(event: Mapping[str, Any]) -> int:

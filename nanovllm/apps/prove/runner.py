@@ -101,9 +101,9 @@ def do_what_does_not_pay(llm: LLM) -> None:
     if scheduler.stats.tiers is not None:
         from nanovllm.features.tiers.loads import LoadHook
 
-        for gate in scheduler.gates:
-            if isinstance(gate, LoadHook):
-                gate.traffic.token_seconds = 0.0  # unknown
+        for hook in scheduler.hooks:
+            if isinstance(hook, LoadHook):
+                hook.traffic.token_seconds = 0.0  # unknown
 
 
 def _counts(llm: LLM) -> Counter[str]:

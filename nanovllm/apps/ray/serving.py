@@ -18,7 +18,7 @@ from nanovllm.apps.ray.replica import EngineReplica
 from nanovllm.apps.server.server_options import ServerOptions, check_options, keys_of_environment
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
-from nanovllm.options.other_names import OTHER_NAMES
+from nanovllm.options.other_names import OTHER_NAMES, find_other
 from nanovllm.options.validation import check_int, check_names, did_you_mean, shown
 
 _NOT_HERE = {
@@ -126,7 +126,7 @@ def _split(options: dict[str, Any]) -> _Given:
     for name, value in options.items():
         if name in _NOT_HERE:
             raise ConfigError(f"{name}={shown(value)} cannot be set here: {_NOT_HERE[name]}")
-        if name not in known and name not in OTHER_NAMES["Config"]:
+        if name not in known and find_other(OTHER_NAMES["Config"], name) is None:
             raise ConfigError(f"deployment has no option {shown(name)}{did_you_mean(name, known)}")
 
     def part(names: Collection[str]) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Pooled(NamedTuple):
             if is_finite:
                 pending.add_extra(seq_id, "pooled", values)
             else:
-                pending.endings[seq_id] = NO_VECTOR
+                pending.finish_infos[seq_id] = NO_VECTOR
 
 
 class RankPooling(WorkerHook):

@@ -1,4 +1,4 @@
-"""`KVCacheGroup`: layers with equal caches, and the questions that the block manager asks each group."""
+"""`KVCacheGroup`: layers with equal caches, and what the block manager asks each group."""
 
 import dataclasses
 from abc import ABC, abstractmethod

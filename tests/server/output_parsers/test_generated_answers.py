@@ -1,7 +1,7 @@
 """Answers that were generated mean what was meant, however they arrive.
 
-`FUZZ_EXAMPLES=2000 pytest tests/server/output_parsers/test_generated_answers.py` makes that many for each
-family.
+`FUZZ_EXAMPLES=2000 pytest tests/server/output_parsers/test_generated_answers.py` makes that many
+for each family.
 """
 
 import json

@@ -103,3 +103,6 @@ class LlamaCppPeer:
         total = np.exp(logits - logits[token]).sum()
         found[0].append(token)
         found[1].append([[token, float(-np.log(total))]])
+
+
+Engine = LlamaCppPeer

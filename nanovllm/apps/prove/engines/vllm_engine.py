@@ -55,3 +55,6 @@ class VllmPeer:
 
 def _values(found: Seq[Any]) -> list[Any]:
     return [[[token, each.logprob] for token, each in (at or {}).items()] for at in found]
+
+
+Engine = VllmPeer

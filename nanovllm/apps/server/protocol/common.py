@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, model_validato
 from pydantic_core import PydanticCustomError
 
 from nanovllm.chat.openai_messages import is_empty
-from nanovllm.options.other_names import OTHER_NAMES, OtherName
+from nanovllm.options.other_names import OTHER_NAMES, OtherName, find_other
 from nanovllm.options.validation import did_you_mean, shown
 
 STRING_OR_LIST = "should be a valid string or a valid list"
@@ -68,7 +68,7 @@ class RequestModel(BaseModel):
         kept = {name: given[name] for name in given.keys() & known if name not in absent}
         for name in sorted(given.keys() - known - cls.ignored):
             value = given[name]
-            other = cls.others.get(name)
+            other = find_other(cls.others, name)
             if value is None or (other and (value == "" or other.accepts(value))):
                 continue
             if other and other.remedy:
