@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import struct
 from collections import Counter
 from collections.abc import Collection, Sequence as Seq
 from hashlib import sha256
@@ -16,7 +15,8 @@ from nanovllm.kv.groups.group import KVCacheGroup
 from nanovllm.kv.listener import CacheListener
 from nanovllm.kv.trie import Hit, Node
 
-_FILTER_BYTES = 2**20
+_MAX_DISTRUSTED = 10_000
+"""Blocks of failed sequences that are remembered: a megabyte."""
 
 
 class TierHit(NamedTuple):
@@ -57,31 +57,6 @@ def digest(data: bytes) -> bytes:
     return sha256(data).digest()
 
 
-class BloomFilter:
-    """A set of SHA-256 hashes in a megabyte at most, however many are added.
-
-    It contains all of them and a few others: one in 200,000 after 100,000 additions, one in 50
-    after a million.
-    """
-
-    def __init__(self) -> None:
-        self._bits = bytearray()  # empty until something is added
-
-    def __contains__(self, digest: bytes) -> bool:
-        bits = self._bits
-        return bool(bits) and all(bits[i >> 3] >> (i & 7) & 1 for i in _bit_indices(digest))
-
-    def add(self, digest: bytes) -> None:
-        self._bits = self._bits or bytearray(_FILTER_BYTES)
-        for i in _bit_indices(digest):
-            self._bits[i >> 3] |= 1 << (i & 7)
-
-
-def _bit_indices(digest: bytes) -> list[int]:
-    """Return the bits of a hash in a filter: the hash is as good as four random numbers."""
-    return [number % (_FILTER_BYTES * 8) for number in struct.unpack_from("<4I", digest)]
-
-
 class TierCache(CacheListener):
     """The tiers below a block manager, and what they have of the prefix cache.
 
@@ -89,9 +64,8 @@ class TierCache(CacheListener):
     for its kind. So it is the same in each process. After `cleared` a random number goes into all
     keys: what was kept before is not found again.
 
-    **Failures.** A block of a failed sequence is never found or kept again until `cleared`. A set
-    of all of them would grow with each failure. A `BloomFilter` does not: a block that it contains
-    by mistake is computed again.
+    **Failures.** A block of a failed sequence is never found or kept again until `cleared`. If
+    there are more of them than `_MAX_DISTRUSTED`, all is cleared: so the set of them is small.
 
     **Out.** An entry that is evicted is offered to host memory while its pages still hold it: the
     workers copy it before anything else of the step. An entry within a prompt is offered to the
@@ -104,7 +78,7 @@ class TierCache(CacheListener):
     def __init__(self, traffic: TierTraffic) -> None:
         self.traffic = traffic
         self._kept: set[int] = set()  # uids of the nodes whose entries the store was offered
-        self._distrusted = BloomFilter()  # hashes of blocks of failed sequences
+        self._distrusted: set[bytes] = set()  # hashes of blocks of failed sequences
         self._nonce = b""
 
     def attach(self, manager: BlockManager) -> None:
@@ -149,11 +123,13 @@ class TierCache(CacheListener):
             self._distrusted.add(node.key[1])
             for group in self._manager.groups:
                 self.traffic.forget(self._key(node.key[1], group.suffix))
+        if len(self._distrusted) > _MAX_DISTRUSTED:
+            self.cleared()
 
     def cleared(self) -> None:
         """Find nothing again that was kept so far."""
         self._nonce = os.urandom(16)
-        self._distrusted = BloomFilter()
+        self._distrusted.clear()
         self.traffic.clear()
 
     def forget(self, node: Node, *, evicted: bool) -> None:

@@ -83,9 +83,6 @@ class FullGroup(KVCacheGroup):
             kv.num_published_blocks += 1
         return found
 
-    def publish(self, seq: Sequence, first: int, nodes: Seq[Node], num_written: int) -> None:
-        """Do nothing more: `publish_blocks` has made the nodes."""
-
     def trim(self, seq: Sequence, num_blocks: int) -> None:
         """Free the pages after the first `num_blocks`. None of them is cached."""
         table = seq.kv.block_table
