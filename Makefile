@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: COPY help demo test test-all tests sanitize check lint format docs-check pictures bench release clean
+.PHONY: COPY help demo test test-all tests sanitize check lint format docs-check bench release clean
 
 # Python compiles a module when it first imports it, and most are never imported.
 INSTALL = $(BIN)/python -m pip install --no-compile -c constraints.txt
@@ -53,9 +53,6 @@ format: $(VENV)/.dev  ## repair style, and write the calls of the C kernels agai
 
 docs-check: $(VENV)/.dev  ## check that the pages agree with the code, and run their examples
 	$(BIN)/python -m pytest tests/test_docs.py
-
-pictures: $(VENV)/.core  ## draw the pictures in docs/pictures again
-	$(BIN)/python -m tools.pictures
 
 bench: $(VENV)/.core  ## measure throughput on a small workload
 	$(BIN)/python bench.py --num-seqs 32 --min-input-len 32 --max-input-len 256 --min-output-len 32 --max-output-len 128

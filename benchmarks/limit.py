@@ -13,12 +13,7 @@ without the buffer that is read. Without --model: random weights in the shape of
 only.
 """
 
-import argparse
-import datetime
-import json
 import re
-import shlex
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -31,7 +26,8 @@ from unittest import mock
 import torch
 
 from benchmarks.comparison import processor_name
-from benchmarks.shapes import CONFIGS, SMALL, described
+from benchmarks.harness import Table, make_parser
+from benchmarks.shapes import described
 from benchmarks.versus import CASES, GGUF_TYPES, WARM_UP, Case, prepared
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.explain.rates import BUFFER_BYTES, RateMeter, Rates
@@ -191,58 +187,20 @@ def peak_megabytes() -> float:
 
 
 class Round(NamedTuple):
-    """One run of a case."""
+    """One run of a case: its seconds, its limit, and the seconds for all its bytes and operations.
+
+    A step's limit is the longer of its own two, so the limit of all is at least both sums.
+    """
 
     seconds: float
     limit: float
     reading: float
-    """Seconds to read what all its steps must."""
     computing: float
-    """Seconds to compute what they must."""
-    rates: Rates
 
     @property
     def share(self) -> float:
         """The share of the limit that is reached."""
         return self.limit / self.seconds
-
-
-class Found(NamedTuple):
-    """A case: its rounds, the work of each, and the memory."""
-
-    case: str
-    rounds: list[Round]
-    gigabytes: float
-    gigaoperations: float
-    steps: int
-    peak_megabytes: float
-
-    @property
-    def median(self) -> Round:
-        """The round with the median share."""
-        return sorted(self.rounds, key=lambda each: each.share)[(len(self.rounds) - 1) // 2]
-
-    def line(self) -> str:
-        """Return a row of the table."""
-        found = self.median
-        cells = [
-            self.case,
-            f"{found.seconds:.2f}",
-            f"{found.limit:.2f}",
-            f"{found.share:.0%}",
-            f"{self.gigabytes:.1f}",
-            f"{found.reading:.2f}",
-            f"{self.gigaoperations:.0f}",
-            f"{found.computing:.2f}",
-            f"{self.peak_megabytes:.0f}",
-        ]
-        return f"| {' | '.join(cells)} |"
-
-
-HEAD = (
-    "| case | seconds | limit, s | share | GB | to read, s | Gop | to compute, s | peak, MB |\n"
-    "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
-)
 
 
 @contextmanager
@@ -270,10 +228,13 @@ def run_case(llm: LLM, case: Case, seed: int) -> float:
     return time.perf_counter() - start
 
 
-def measure(llm: LLM, name: str, meter: RateMeter, rounds: int) -> Found:
-    """Run a case."""
+def measure(llm: LLM, name: str, meter: RateMeter, rounds: int) -> tuple[Round, Work, float]:
+    """Run a case; return the round with the median share, its work, and the peak of memory in MB.
+
+    Rates are measured before and after each round.
+    """
     work_of = Steps(network_of(llm))
-    found = []
+    found: list[tuple[Round, Work]] = []
     reset_peak()
     before = meter.measure()
     for seed in range(rounds):
@@ -288,34 +249,21 @@ def measure(llm: LLM, name: str, meter: RateMeter, rounds: int) -> Found:
             sum(work.reading(rates) for work in works),
             sum(work.computing(rates) for work in works),
         )
-        found.append(Round(seconds, *sums, rates))
-    return Found(
-        name,
-        found,
-        sum(work.nbytes for work in works) / 1e9,
-        sum(sum(work.operations.values()) for work in works) / 1e9,
-        len(works),
-        peak_megabytes() - BUFFER_BYTES / 1e6,
-    )
-
-
-def parse_args() -> argparse.Namespace:
-    """Return the command line's arguments."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.limit", description=__doc__)
-    models = parser.add_mutually_exclusive_group()
-    models.add_argument("--model", help=f"a checkpoint or {', '.join(CONFIGS)} (default: {SMALL})")
-    models.add_argument("--gguf", choices=GGUF_TYPES, help="a random GGUF file")
-    parser.add_argument("--quantization")
-    parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="also write all rounds to this file")
-    return parser.parse_args()
+        operations = sum((work.operations for work in works), Counter())
+        whole = Work(sum(work.nbytes for work in works), operations)
+        found.append((Round(seconds, *sums), whole))
+    found.sort(key=lambda each: each[0].share)
+    return *found[(rounds - 1) // 2], peak_megabytes() - BUFFER_BYTES / 1e6
 
 
 def main() -> None:
     """Run each case and print its row."""
-    args = parse_args()
+    parser = make_parser("limit", __doc__)
+    parser.add_argument("--gguf", choices=GGUF_TYPES, help="a random GGUF file of --model's shape")
+    parser.add_argument("--quantization")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model, load_format = prepared(args.model, args.gguf, directory)
         reset_peak()
@@ -331,33 +279,18 @@ def main() -> None:
     loading = peak_megabytes()
     meter = weights_meter(network_of(llm))
     print(f"{described(args.model)}, {form}; {processor_name()}, {torch.get_num_threads()} threads")
-    print(f"{meter.measure().summary()}; peak while loading {loading:.0f} MB\n\n{HEAD}")
+    print(f"{meter.measure().summary()}; peak while loading {loading:.0f} MB\n")
+    headings = "case", "seconds", "limit, s", "share", "GB", "to read, s", "Gop", "to compute, s"
+    table = Table(*headings, "peak, MB")
     run_case(llm, WARM_UP, 0)
-    found = []
     for name in args.cases:
-        found.append(measure(llm, name, meter, args.rounds))
-        print(found[-1].line(), flush=True)
+        one, work, peak = measure(llm, name, meter, args.rounds)
+        gigaoperations = sum(work.operations.values()) / 1e9
+        reading = f"{work.nbytes / 1e9:.1f}", one.reading
+        computing = f"{gigaoperations:.0f}", one.computing
+        share = f"{one.share:.0%}"
+        table.row(name, one.seconds, one.limit, share, *reading, *computing, f"{peak:.0f}")
     llm.shutdown()
-    if args.json is not None:
-        saved = {
-            "command": f"python -m benchmarks.limit {shlex.join(sys.argv[1:])}",
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "processor": processor_name(),
-            "num_threads": torch.get_num_threads(),
-            "model": described(args.model),
-            "form": form,
-            "loading_peak_megabytes": loading,
-            "cases": [
-                {
-                    **each._asdict(),
-                    "rounds": [
-                        {**one._asdict(), "rates": one.rates._asdict()} for one in each.rounds
-                    ],
-                }
-                for each in found
-            ],
-        }
-        args.json.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

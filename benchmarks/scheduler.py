@@ -5,11 +5,11 @@ The cost of a step depends on the running sequences, not on the waiting ones: th
 column stay near 1.
 """
 
-import argparse
 import gc
 import time
 from statistics import median
 
+from benchmarks.harness import Table, make_parser
 from nanovllm.core.messages import StepResult
 from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
@@ -68,18 +68,17 @@ def median_step_us(blocked_by: str, num_waiting: int, num_steps: int) -> float:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser("scheduler", __doc__, model=False, rounds=None)
     parser.add_argument("--waiting", type=int, nargs="+", default=[100, 10_000, 100_000])
     parser.add_argument("--steps", type=int, default=400, help="steps to time for each row")
     args = parser.parse_args()
-    print(f"{NUM_RUNNING} sequences decoding, {args.steps} steps each")
-    print(f"{'blocked by':>10} {'waiting':>9} {'us/step':>9} {'ratio':>6}")
+    table = Table("blocked by", "waiting", "microseconds a step", "ratio")
     for blocked_by in ("blocks", "table rows"):
         baseline = 0.0
         for num_waiting in args.waiting:
             us = median_step_us(blocked_by, num_waiting, args.steps)
             baseline = baseline or us
-            print(f"{blocked_by:>10} {num_waiting:>9,} {us:>9.1f} {us / baseline:>6.2f}")
+            table.row(blocked_by, num_waiting, us, us / baseline)
 
 
 if __name__ == "__main__":

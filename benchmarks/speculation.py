@@ -10,12 +10,8 @@ because the output is random.
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import json
 import math
-import random
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,15 +21,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bench import workload
 from benchmarks.comparison import processor_name
+from benchmarks.harness import Table, loadable, make_parser
 from benchmarks.scripted import Scripted
-from benchmarks.shapes import checkpoint, described, read_config
-from benchmarks.speedups import Speedup, Speedups, ideal_speedup, rising
+from benchmarks.shapes import described, read_config
 from nanovllm import LLM, SamplingParams
 from nanovllm.core.messages import MAX_SAMPLES, Row
 from nanovllm.core.sequence import Sequence
 from nanovllm.factory import make_drafting
 from nanovllm.features.speculation.proposers import proposer_methods
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.timing import measure_seconds
 
@@ -141,32 +139,57 @@ def step_costs(llm: LLM, batch: int) -> dict[int, float]:
         runner.run_rows([Row(i, i, CONTEXT, 1 + drafts, True, drafts) for i in range(batch)])
 
     sizes = [batch * (1 + drafts) for drafts in DRAFTS if batch * (1 + drafts) <= MAX_SAMPLES]
-    return dict(measure_seconds(run, sizes, torch.device("cpu")))
+    return dict(measure_seconds(run, sizes, CPU()))
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation", description=__doc__)
-    parser.add_argument("--model", help="a directory, a hub id or a name of benchmarks/shapes.py")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16, 64])
-    parser.add_argument("--acceptance", type=float, nargs="+", default=[0, 0.3, 0.6, 0.8, 0.95])
-    parser.add_argument("--output-len", type=int, default=256, help="at most 4096 over batch")
-    parser.add_argument("--num-speculative-tokens", type=int, default=24)
-    parser.add_argument("--method", choices=["ngram", "draft_model", "mtp"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    args = parser.parse_args()
-    if args.method:
-        args.acceptance = [0.0]
-    return args
+def ideal_speedup(
+    batch: int, acceptance: float, step_seconds: dict[int, float], max_drafts: int
+) -> tuple[float, int]:
+    """Return the largest speed-up over fixed numbers of drafts, and that number of drafts.
+
+    K drafts give (1 - p^(K + 1)) / (1 - p) tokens a step on average (Leviathan et al. 2023), in the
+    time of a step of `batch` (K + 1) tokens.
+
+    Args:
+        step_seconds: by the tokens of a step; sizes between two measured ones are interpolated.
+    """
+    best = (1.0, 0)
+    for drafts in range(max_drafts + 1):
+        size = batch * (drafts + 1)
+        if size > max(step_seconds):
+            break
+        tokens = sum(acceptance**i for i in range(drafts + 1))
+        cost = interpolated(step_seconds, size) / interpolated(step_seconds, batch)
+        if tokens / cost > best[0]:
+            best = tokens / cost, drafts
+    return best
+
+
+def rising(step_seconds: dict[int, float]) -> dict[int, float]:
+    """Return the times with noise removed: no step takes longer than a larger one."""
+    sizes = sorted(step_seconds)
+    return {n: min(step_seconds[m] for m in sizes if m >= n) for n in sizes}
+
+
+def interpolated(step_seconds: dict[int, float], size: int) -> float:
+    """Return the seconds of a step of `size` tokens, linear between measured sizes."""
+    if size in step_seconds:
+        return step_seconds[size]
+    low = max(n for n in step_seconds if n < size)
+    high = min(n for n in step_seconds if n > size)
+    share = (size - low) / (high - low)
+    return step_seconds[low] * (1 - share) + step_seconds[high] * share
 
 
 def measure(
     engines: tuple[LLM, LLM], scripted: list[Scripted], batch: int, args: argparse.Namespace
-) -> list[Speedup]:
-    """Measure the speed-ups of one batch size, and print them. The engines change roles."""
-    rng = random.Random(0)
-    prompts = [[rng.randint(0, 10000) for _ in range(32)] for _ in range(batch)]
+) -> Iterator[tuple[float | str | int, ...]]:
+    """Measure the speed-ups of one batch size; yield a row for each acceptance.
+
+    The engines change roles.
+    """
     num_tokens = min(args.output_len, 4096 // batch)
+    prompts, _ = workload(batch, (32, 32), (1, 1), 0)
     temperature = 1.0 if args.method else 0.0
     params = SamplingParams(temperature=temperature, max_tokens=num_tokens, ignore_eos=True)
     work = Work(prompts, params, [])
@@ -191,23 +214,22 @@ def measure(
             assert drafting.engine.scheduler.drafting is not None
             lengths[p] = drafting.engine.scheduler.drafting.counts.mean_acceptance_length
     step_seconds = rising({size: median(found[size] for found in costs) for size in costs[0]})
-    print("tokens of a step: ms", {n: round(1e3 * s, 1) for n, s in step_seconds.items()})
-    points = []
     for p, rounds in ratios.items():
         ideal, drafts = ideal_speedup(batch, p, step_seconds, args.num_speculative_tokens)
-        points.append(Speedup(batch, p, median(rounds), ideal, drafts, lengths[p], rounds))
-        print(
-            f"batch {batch:3} p {p:4.2f}: {points[-1].measured:5.2f} times as fast, ideal "
-            f"{ideal:5.2f} ({drafts} drafts), share {points[-1].share:4.2f}; acceptance length "
-            f"{lengths[p]:.2f}; rounds {', '.join(f'{r:.2f}' for r in rounds)}",
-            flush=True,
-        )
-    return points
+        measured = median(rounds)
+        spread = f"{min(rounds):.2f} to {max(rounds):.2f}"
+        yield batch, p, measured, spread, ideal, drafts, f"{measured / ideal:.0%}", lengths[p]
 
 
 def main() -> None:
-    """Run the rounds and print a line for each batch size and acceptance."""
-    args = parse_args()
+    """Run the rounds and print a row for each batch size and acceptance."""
+    parser = make_parser("speculation", __doc__)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16, 64])
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[0, 0.3, 0.6, 0.8, 0.95])
+    parser.add_argument("--output-len", type=int, default=256, help="at most 4096 over batch")
+    parser.add_argument("--num-speculative-tokens", type=int, default=24)
+    parser.add_argument("--method", choices=["ngram", "draft_model", "mtp"])
+    args = parser.parse_args()
     scripted: list[Scripted] = []
     spec = {
         "method": args.method or "ngram",
@@ -217,30 +239,23 @@ def main() -> None:
         scripted = [Scripted(), Scripted()]
         unused = iter(scripted)
         vars(proposer_methods)["make_proposer"] = lambda *_: next(unused)
-    with tempfile.TemporaryDirectory() as directory:
-        model, load_format = checkpoint(args.model, directory)
+    else:
+        args.acceptance = [0.0]
+    with loadable(args.model) as (model, load_format), tempfile.TemporaryDirectory() as draft:
         if args.method == "draft_model":
-            draft = Path(directory, "draft")
-            draft.mkdir()
             config = {**read_config(model), **DRAFT_SHAPE}
-            (draft / "config.json").write_text(json.dumps(config))
-            spec["model"] = str(draft)
+            Path(draft, "config.json").write_text(json.dumps(config))
+            spec["model"] = draft
         options: dict[str, Any] = {"enable_prefix_caching": False, "max_model_len": 1024}
         options["max_num_batched_tokens"] = 4096  # all prompts in one step
         options |= {"speculative_config": spec, "load_format": load_format}
         engines = LLM(model, **options), LLM(model, **options)
-    points = []
+    print(f"{described(args.model)}; {processor_name()}, {torch.get_num_threads()} threads\n")
+    headings = "batch", "acceptance", "times as fast", "rounds", "ideal", "its drafts", "share"
+    table = Table(*headings, "acceptance length")
     for batch in args.batch:
-        points += measure(engines, scripted, batch, args)
-    if args.json is not None:
-        Speedups(
-            command=shlex.join(["python", "-m", "benchmarks.speculation", *sys.argv[1:]]),
-            date=datetime.date.today().isoformat(),
-            processor=processor_name(),
-            model=described(args.model),
-            num_threads=torch.get_num_threads(),
-            points=points,
-        ).save(args.json)
+        for row in measure(engines, scripted, batch, args):
+            table.row(*row)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ answers open questions. The shipped model answers questions from its glossary wi
 Every request runs alone, without and with speculation in turn; the tokens must be the same.
 """
 
-import argparse
 import random
 import re
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.harness import Table, make_parser
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.outputs import DraftCounts
 
@@ -79,8 +79,10 @@ def run(llm: LLM, prompt: Any, params: SamplingParams) -> tuple[float, list[int]
     return seconds, output.outputs[0].token_ids, metrics.drafts
 
 
-def compare(name: str, engines: tuple[LLM, LLM], messages: list[str], args: Any) -> None:
-    """Print the speed-up of the second engine over the first one, and its acceptance."""
+def compare(
+    table: Table, name: str, engines: tuple[LLM, LLM], messages: list[str], args: Any
+) -> None:
+    """Add to the table the speed-up of the second engine over the first one, and its acceptance."""
     for temperature in args.temperature:
         params = SamplingParams(temperature=temperature, seed=1, max_tokens=args.output_len)
         ratios: list[float] = []
@@ -98,42 +100,40 @@ def compare(name: str, engines: tuple[LLM, LLM], messages: list[str], args: Any)
                     counts += found[1][2]
             if round_:
                 ratios.append(seconds[0] / seconds[1])
-        steps = num_tokens - counts.num_accepted_tokens
-        print(
-            f"  {name:24} temperature {temperature:3.1f}: {median(ratios):5.2f} times as fast "
-            f"({min(ratios):.2f} to {max(ratios):.2f}); {num_tokens / steps:.2f} tokens a step, "
-            f"{counts.mean_acceptance_length:.2f} where drafts were; "
-            f"{counts.num_accepted_tokens} of {counts.num_draft_tokens} drafts accepted; "
-            f"same tokens: {same} of {len(messages)}",
-            flush=True,
+        table.row(
+            name,
+            temperature,
+            median(ratios),
+            f"{min(ratios):.2f} to {max(ratios):.2f}",
+            num_tokens / (num_tokens - counts.num_accepted_tokens),
+            counts.mean_acceptance_length,
+            f"{counts.num_accepted_tokens} of {counts.num_draft_tokens}",
+            f"{same} of {len(messages)}",
         )
 
 
 def main() -> None:
     """Compare the engines on each task."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.speculation_text", description=__doc__
-    )
+    parser = make_parser("speculation_text", __doc__, model=False)
     parser.add_argument("--output-len", type=int, default=160)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--questions", type=int, default=24, help="of the shipped model's glossary")
     args = parser.parse_args()
+    headings = "task", "temperature", "times as fast", "rounds", "tokens a step"
+    table = Table(*headings, "where drafts were", "drafts accepted", "same tokens")
     smollm2 = demo_model.smollm2()
     options: dict[str, Any] = {"enable_prefix_caching": False, "max_model_len": 2048}
     for quantization, words in (("none", "bfloat16"), (None, "4 bits")) if smollm2 else ():
         assert smollm2 is not None
-        print(f"SmolLM2-135M-Instruct in {words}, ngram")
         engines = tuple(
             LLM(smollm2, quantization=quantization, speculative_config=spec, **options)
             for spec in (None, {"method": "ngram"})
         )
         for name, messages in tasks():
-            compare(name, engines, messages, args)  # type: ignore[arg-type]
+            compare(table, f"{name}, {words}", engines, messages, args)  # type: ignore[arg-type]
         for llm in engines:
             llm.shutdown()
     questions = [question for question, _ in demo_model.entries()][::4][: args.questions]
-    print("the shipped model, its glossary")
     plain = LLM(demo_model.MODEL, **options)
     for spec in (
         {"method": "ngram"},
@@ -141,7 +141,7 @@ def main() -> None:
         {"method": "eagle3", "model": demo_model.EAGLE3},
     ):
         drafting = LLM(demo_model.MODEL, speculative_config=spec, **options)
-        compare(spec["method"], (plain, drafting), questions, args)
+        compare(table, f"glossary, {spec['method']}", (plain, drafting), questions, args)
         drafting.shutdown()
 
 

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from statistics import median
 
+from benchmarks.harness import Table, make_parser
+
 NANOVLLM = """
 import sys
 print(flush=True)
@@ -88,12 +90,11 @@ def commands(args: argparse.Namespace) -> dict[str, tuple[list[str], tuple[str, 
 
 def main(argv: list[str] | None = None) -> None:
     """Print a row for each stage and engine."""
-    parser = argparse.ArgumentParser(prog="benchmarks.start", description=__doc__)
+    parser = make_parser("start", __doc__, model=False, rounds=5)
     parser.add_argument("--model", required=True, help="a checkpoint for nanovllm")
     parser.add_argument("--gguf", help="the same weights for llama.cpp")
     parser.add_argument("--llamacpp", default=sys.executable, help="Python with llama-cpp-python")
     parser.add_argument("--command-line", action="store_true", help="nanovllm generate as well")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cold", action="store_true", help="weights are not in the page cache")
     parser.add_argument("--first", action="store_true", help="nothing is kept from earlier starts")
     args = parser.parse_args(argv)
@@ -110,10 +111,9 @@ def main(argv: list[str] | None = None) -> None:
                     env["XDG_CACHE_HOME"] = stack.enter_context(tempfile.TemporaryDirectory())
                 for stage, seconds in stages(command, names, env).items():
                     times.setdefault((stage, engine), []).append(seconds)
-    print("| seconds to the end of | engine | median | least | most |")
-    print("| --- | --- | --- | --- | --- |")
+    table = Table("seconds to the end of", "engine", "median", "least", "most")
     for (stage, engine), found in times.items():
-        print(f"| {stage} | {engine} | {median(found):.2f} | {min(found):.2f} | {max(found):.2f} |")
+        table.row(stage, engine, *(f"{x:.2f}" for x in (median(found), min(found), max(found))))
 
 
 if __name__ == "__main__":

@@ -7,28 +7,21 @@ Python's share of it without. Without --model: random weights in the shape of Qw
 
 import argparse
 import contextlib
-import datetime
 import functools
-import platform
-import shlex
 import statistics
-import sys
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Set
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from benchmarks.comparison import processor_name
-from benchmarks.shapes import checkpoint, described, read_config, weight_bytes
-from benchmarks.step_times import StepTimes
+from benchmarks.harness import Table, loadable, make_parser
+from benchmarks.shapes import described, read_config, weight_bytes
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.explain.rates import RateMeter
 from nanovllm.kernels.cpu import library
-from nanovllm.kernels.cpu.build import processor_flags
 from nanovllm.worker.step_sampler import StepSampler
 
 PARTS = {
@@ -47,13 +40,6 @@ PARTS = {
 }
 """The part of each C kernel."""
 COLUMNS = ("products", "attention", "glue", "sampler")
-MATRIX_SETS = {
-    "amx_bf16": "AMX-BF16",
-    "avx512_bf16": "AVX512-BF16",
-    "avx512_vnni": "AVX512-VNNI",
-}
-VECTOR_SETS = {"avx512f": "AVX-512", "avx2": "AVX2"}
-"""Names of the instruction sets that the C kernels have code for, by Linux's names."""
 
 
 class Clock:
@@ -99,16 +85,6 @@ class Clock:
             StepSampler.sample = sample  # type: ignore[method-assign]
 
 
-def instruction_sets(flags: Set[str]) -> list[str]:
-    """Return the instruction sets that the C kernels use on a processor, the products' set first.
-
-    `flags` are the processor's, as Linux names them. The system may still refuse AMX to a process.
-    """
-    vectors = [name for flag, name in VECTOR_SETS.items() if flag in flags][:1]
-    matrices = [name for flag, name in MATRIX_SETS.items() if flag in flags]
-    return [*matrices, *vectors] or [platform.machine()]
-
-
 def medians(llm: LLM, clock: Clock, batch: int, context: int, num_steps: int) -> dict[str, float]:
     """Return the median milliseconds of a step of `batch` sequences, by part.
 
@@ -132,15 +108,14 @@ def medians(llm: LLM, clock: Clock, batch: int, context: int, num_steps: int) ->
     return {name: 1e3 * statistics.median(step[name] for step in steps) for name in steps[0]}
 
 
-def measure(args: argparse.Namespace) -> StepTimes:
-    """Measure each batch size.
+def measure(args: argparse.Namespace) -> None:
+    """Measure each batch size, and print a row for it.
 
-    The rates are the best of three measurements, before, between and after the steps, because a
+    The rate is the best of three measurements, before, between and after the steps, because a
     machine's speed changes within minutes.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        model, load_format = checkpoint(args.model, directory)
-        config = read_config(model)
+    with loadable(args.model) as (model, load_format):
+        nbytes = weight_bytes(read_config(model), args.quantization)
         meter = RateMeter()
         rates = meter.measure()
         found: list[list[dict[str, float]]] = []
@@ -157,62 +132,23 @@ def measure(args: argparse.Namespace) -> StepTimes:
                 found.append([medians(llm, clock, n, args.context, args.steps) for n in args.batch])
                 llm.shutdown()
             rates = rates.best(meter.measure())
-    return StepTimes(
-        command=f"python -m benchmarks.step {shlex.join(sys.argv[1:])}",
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        model=described(args.model),
-        dtype="bfloat16",  # the only dtype of the C kernels
-        quantization=args.quantization,
-        context=args.context,
-        processor=processor_name(),
-        instruction_sets=instruction_sets(processor_flags()),
-        num_threads=torch.get_num_threads(),
-        torch=torch.__version__,
-        bytes_per_second=rates.bytes_per_second,
-        flop_per_second=rates.multiplying(16),
-        weight_bytes=weight_bytes(config, args.quantization),
-        token_flop=weight_bytes(config),  # two operations a weight; bfloat16 has two bytes a weight
-        milliseconds={
-            batch: {
-                "step": whole["step"],
-                **{name: parts[name] for name in COLUMNS},
-                "Python": whole["rest"],
-            }
-            for batch, parts, whole in zip(args.batch, *found, strict=True)
-        },
-    )
-
-
-def table(times: StepTimes) -> str:
-    """Return a row for each batch size."""
-    rate = f"{times.bytes_per_second / 1e9:.1f} GB/s by {times.num_threads} threads"
-    lines = [
-        f"memory is read at {rate}",
-        "| batch | step, ms | reading limit | products | attention | glue | sampler | Python |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for batch, parts in times.milliseconds.items():
-        names = (*COLUMNS, "Python")
-        row = [parts["step"], times.reading_limit, *(parts[name] for name in names)]
-        lines.append(f"| {batch} | {' | '.join(f'{cell:.2f}' for cell in row)} |")
-    return "\n".join(lines)
+    rate = f"{rates.bytes_per_second / 1e9:.1f} GB/s by {torch.get_num_threads()} threads"
+    print(f"{described(args.model)}; {processor_name()}; memory is read at {rate}\n")
+    table = Table("batch", "step, ms", "reading limit", *COLUMNS, "Python")
+    limit = 1e3 * nbytes / rates.bytes_per_second
+    for batch, parts, whole in zip(args.batch, *found, strict=True):
+        table.row(batch, whole["step"], limit, *(parts[name] for name in COLUMNS), whole["rest"])
 
 
 def main() -> None:
     """Measure each batch size and print a table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
-    parser.add_argument("--model", help="a checkpoint's directory")
+    parser = make_parser("step", __doc__, rounds=None)
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
-    args = parser.parse_args()
-    times = measure(args)
-    print(table(times))
-    if args.json is not None:
-        times.save(args.json)
+    measure(parser.parse_args())
 
 
 if __name__ == "__main__":

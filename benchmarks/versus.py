@@ -11,6 +11,7 @@ table of several --json files.
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 import bench
 from benchmarks.comparison import Comparison, Row
+from benchmarks.harness import Table, in_turns, make_parser
 from benchmarks.shapes import CONFIGS, SMALL, checkpoint, described
 
 GREEDY = {"temperature": 0.0}
@@ -109,16 +111,6 @@ class Engine:
         self._signal(signal.SIGSTOP)
         return seconds
 
-    def processes(self) -> list[int]:
-        """Return the ids of the engine's process and of its children."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # it has ended
-                fields = path.read_text().rpartition(")")[2].split()
-                if int(fields[2]) == self._process.pid:  # of the engine's process group
-                    found.append(int(path.parent.name))
-        return found
-
     def stop(self) -> None:
         """End the process and its children."""
         with contextlib.suppress(ProcessLookupError):  # it has ended already
@@ -158,24 +150,18 @@ def compare(
     engines: list[Engine], cases: list[str], rounds: int, comparison: Comparison, path: Path | None
 ) -> None:
     """Print a row for each case and engine, and save `comparison` after each case."""
-    print(f"| case | engine | seconds | least | most | time / {engines[0].name}'s time |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    first = engines[0].name
+    table = Table("case", "engine", "seconds", "least", "most", f"time / {first}'s time")
     for engine in engines:
         comparison.startup[engine.name] = engine.startup
         comparison.versions[engine.name] = engine.version
-        print(f"| start until ready | {engine.name} | {engine.startup:.1f} | | | |", flush=True)
+        table.row("start until ready", engine.name, f"{engine.startup:.1f}", "", "", "")
     for name in cases:
-        times: dict[str, list[float]] = {engine.name: [] for engine in engines}
-        for engine in engines:
-            engine.run(WARM_UP, 0)
-        for seed in range(rounds):
-            for engine in engines:
-                times[engine.name].append(engine.run(CASES[name], seed))
-        base = times[engines[0].name]
+        runs = {engine.name: functools.partial(run_round, engine, name) for engine in engines}
+        times = in_turns(runs, rounds)
         for other, seconds in times.items():
-            row = Row.of_rounds(name, other, seconds, base)
-            cells = f"{row.median:.2f} | {min(seconds):.2f} | {max(seconds):.2f} | {row.ratio:.2f}"
-            print(f"| {name} | {other} | {cells} |", flush=True)
+            row = Row.of_rounds(name, other, seconds, times[first])
+            table.row(name, other, row.median, min(seconds), max(seconds), row.ratio)
             comparison.rows.append(row)
         comparison.cases[name] = CASES[name].describe()
         prompts, output_lens = CASES[name].requests(0)
@@ -184,13 +170,16 @@ def compare(
             comparison.save(path)
 
 
-def engine_parser(prog: str, description: str | None, cases: list[str]) -> argparse.ArgumentParser:
+def run_round(engine: Engine, case: str, number: int) -> float:
+    """Return the seconds of a round; the one before the first has few requests."""
+    return engine.run(CASES[case] if number >= 0 else WARM_UP, max(number, 0))
+
+
+def engine_parser(name: str, description: str | None, cases: list[str]) -> argparse.ArgumentParser:
     """Return a parser of the arguments that say which engines run which cases on which model."""
-    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser = make_parser(name, description)
     parser.add_argument("engines", nargs="+", metavar="NAME[=PYTHON]")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=cases)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", help=f"a checkpoint or {', '.join(CONFIGS)} (default: {SMALL})")
     parser.add_argument("--gguf", choices=GGUF_TYPES, help="a random GGUF file of --model's shape")
     parser.add_argument("--quantization", help="nanovllm's")
     parser.add_argument("--cores", type=int, nargs="+", help="those of all engines (default: all)")
@@ -236,7 +225,7 @@ def started(args: argparse.Namespace) -> Iterator[list[Engine]]:
 
 def parse_args() -> argparse.Namespace:
     """Return the command line's arguments."""
-    parser = engine_parser("python -m benchmarks.versus", __doc__, list(CASES))
+    parser = engine_parser("versus", __doc__, list(CASES))
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -178,7 +178,7 @@ def _groups(info: WorkerInfo) -> list[KVCacheGroup]:
     if info.kv.state_pages:
         from nanovllm.kv.groups.state import StateGroup
 
-        groups.append(StateGroup(info.kv.state_pages, chunk_size=info.kv.chunk_size))
+        groups.append(StateGroup(info.kv.state_pages))
     if not info.kv.causal:
         from nanovllm.kv.groups.bidirectional import BidirectionalGroup
 

@@ -4,8 +4,8 @@ The default lets users take turns by what a request may take, its `max_tokens`: 
 the start. Who asks for up to 4096 tokens and gets 20 then waits as if it got 4096. Here a user pays
 that at the start, too, and gets back what was not used when the request ends.
 
-    nanovllm lab check examples/lab/fair_share.py --fair
-    nanovllm lab bench examples/lab/fair_share.py
+    nanovllm lab check examples.lab.fair_share:FairShare --fair
+    nanovllm lab bench examples.lab.fair_share:FairShare
 """
 
 from nanovllm.core.sequence import Sequence

@@ -28,8 +28,6 @@ class KVInfo(NamedTuple):
     """The groups of layers with separate block tables."""
     state_pages: int = 0
     """Pages of the pool that hold the state of one sequence; 0: the model has no state."""
-    chunk_size: int = 1
-    """Rows of a prompt end at multiples of so many tokens, or at its end."""
     causal: bool = True
     """Whether a token sees only those before it. If not, a prompt is computed in one step, nothing
     of it is cached, and nothing is generated."""

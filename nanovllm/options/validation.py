@@ -274,7 +274,7 @@ def check_place(name: str, path: str) -> None:
 def writing(name: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Raise ConfigError if the file that an option names cannot be written inside.
 
-    matplotlib and torch, too, write files: they also raise ValueError and RuntimeError.
+    torch writes files, too, and raises ValueError and RuntimeError.
     """
     try:
         yield

@@ -345,14 +345,12 @@ class FakeEngine:
         windows: tuple[WindowSpec, ...] = (),
         state_pages: int = 0,
         snapshot_interval: int = 8,
-        chunk_size: int = 1,
         hooks: Seq[AdmissionHook] = (),
         make_policy: Callable[[], Policy] | None = None,
         make_order: Callable[[int], EvictionOrder] | None = None,
     ) -> None:
         self.windows = windows
         self.state_pages = state_pages
-        self.chunk_size = chunk_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.queue_depth = queue_depth
@@ -408,7 +406,6 @@ class FakeEngine:
             self.states = StateGroup(
                 self.state_pages,
                 snapshot_interval=snapshot_interval,
-                chunk_size=self.chunk_size,
             )
         return [*self.window_groups, *([self.states] if self.states else [])]
 
@@ -707,7 +704,6 @@ class FakeEngine:
     def _check_budgets(self, schedule: Schedule) -> None:
         budget, most = self.scheduler.max_num_batched_tokens, self.max_num_batched_tokens
         assert self._may_be_empty(schedule) or 0 < schedule.num_tokens <= most
-        self._check_cells(schedule)
         assert all(row.num_scheduled_tokens > 0 for row in schedule.rows)
         assert len({row.table_idx for row in schedule.rows}) == len(schedule.rows)
         assert len(self.scheduler.running) <= self.max_num_seqs
@@ -732,16 +728,6 @@ class FakeEngine:
             waiting = sum(seq.num_draft_tokens > 0 for seq in self.scheduler.running)
             assert budget - waiting <= schedule.num_tokens <= most
             assert all(whole[:-1])
-
-    def _check_cells(self, schedule: Schedule) -> None:
-        """Rows of a prompt begin and end where a cell does, or end with the prompt."""
-        size = self.chunk_size
-        for row in schedule.rows:
-            num_prompt_tokens = self.sequences[row.seq_id].num_prompt_tokens
-            if row.num_computed_tokens < num_prompt_tokens:
-                assert row.num_computed_tokens % size == 0
-                assert row.end >= num_prompt_tokens or row.end % size == 0
-                assert row.sample_position >= min(row.end, num_prompt_tokens)
 
     def _may_be_empty(self, schedule: Schedule) -> bool:
         return False

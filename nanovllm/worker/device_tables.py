@@ -18,8 +18,7 @@ from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.sampling_tensors import SamplingTensors, pack
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.utils.transfer import upload
-from nanovllm.worker.kv_cache import zeros
+from nanovllm.platform import Platform
 
 if TYPE_CHECKING:
     from nanovllm.layers.logits_rules import LogitsRule, LogitsRules
@@ -40,14 +39,15 @@ class DeviceTables:
         self,
         info: WorkerInfo,
         max_num_seqs: int,
-        device: torch.device,
+        platform: Platform,
         kernels: Kernels,
         user_rules: "Mapping[str, type[LogitsRule]]" = MappingProxyType({}),
     ) -> None:
         num_rows = max_num_seqs + 1
         width = -(-info.max_model_len // info.block_size)
         self.block_size = info.block_size
-        self.device = device
+        self.platform = platform
+        self.device = platform.device
         self.kernels = kernels
         self._user_rules = user_rules
         self.scratch_idx = max_num_seqs
@@ -55,16 +55,16 @@ class DeviceTables:
         # token column takes what follows position max_model_len - 1: only warm-up samples there.
         num_columns = info.max_model_len + 1
         sizes = [num_columns, *[width] * num_tables(info.kv.windows), info.kv.state_pages, 1]
-        self._table = zeros((num_rows, sum(sizes)), torch.int32, device)
+        self._table = platform.zeros((num_rows, sum(sizes)), torch.int32)
         self._table[self.scratch_idx, num_columns:-1] = info.num_blocks
         columns = self._table.split_with_sizes(sizes, 1)
         self.token_ids, self.block_tables, *others, pages, offsets = columns
         self.other_tables = tuple(others)
         self.rope_offsets = offsets[:, 0]
-        self.state_table = _state_table(pages, info)
-        self.sampling_tensors = SamplingTensors.greedy(num_rows, device)
+        self.state_table = _state_table(pages, info, platform)
+        self.sampling_tensors = SamplingTensors.greedy(num_rows, self.device)
         # Of each row's last token, after accepted drafts: what `kernels.accept` found.
-        self.last_positions = zeros((num_rows,), torch.int64, device)
+        self.last_positions = platform.zeros((num_rows,), torch.int64)
         # On the host, by table row:
         self.params = [SamplingParams()] * max_num_seqs
         self.num_prompt_tokens = [0] * max_num_seqs
@@ -104,7 +104,8 @@ class DeviceTables:
         admitted = array("q", [new.table_idx for new in admissions])
         parameters = pack([new.params for new in admissions], [new.seed for new in admissions])
         sizes = [len(cells), len(values), len(admitted), len(parameters)]
-        uploaded = torch.split(upload(cells + values + admitted + parameters, self.device), sizes)
+        numbers = self.platform.upload(cells + values + admitted + parameters)
+        uploaded = torch.split(numbers, sizes)
         self._table.view(-1)[uploaded[0]] = uploaded[1].int()
         if admissions:
             self.sampling_tensors.write(uploaded[2], uploaded[3])
@@ -122,7 +123,7 @@ class DeviceTables:
         seq_lens = tuple(row.num_computed_tokens + row.num_scheduled_tokens for row in rows)
         num_tokens = sum(query_lens)
         numbers = [*(row.table_idx for row in rows), *query_lens, *seq_lens]
-        table_indices, lens, ends = upload(numbers, self.device).view(3, len(rows)).unbind()
+        table_indices, lens, ends = self.platform.upload(numbers).view(3, len(rows)).unbind()
         cu_seqlens = torch.zeros(len(rows) + 1, dtype=torch.int64, device=self.device)
         torch.cumsum(lens, 0, out=cu_seqlens[1:])
         # Row r ends at token cu_seqlens[r + 1] of the batch and at position ends[r] of its
@@ -182,10 +183,10 @@ class DeviceTables:
                 )
 
 
-def _state_table(pages: torch.Tensor, info: WorkerInfo) -> "StateTable | None":
+def _state_table(pages: torch.Tensor, info: WorkerInfo, platform: Platform) -> "StateTable | None":
     """Return what the tables have for layers with a state; None without such layers."""
     if not info.kv.state_pages:
         return None
     from nanovllm.worker.state_table import StateTable
 
-    return StateTable(pages, info)
+    return StateTable(pages, info, platform)

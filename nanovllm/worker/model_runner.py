@@ -14,10 +14,8 @@ import torch
 from nanovllm.core.messages import Extras, Row, Schedule
 from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.errors import ConfigError, OutOfMemoryError, refuses_memory
-from nanovllm.kernels.selector import require_triton
 from nanovllm.options.plugins import in_worker
-from nanovllm.utils.memory import keep_freed
-from nanovllm.utils.transfer import upload
+from nanovllm.platform import Platform
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.hooks import (
     LAPS,
@@ -68,7 +66,7 @@ class ModelRunner:
     def __init__(
         self,
         target: NetworkSpec,
-        device: torch.device,
+        platform: Platform,
         *,
         make_steps: "Callable[[Network, int], StepRunners] | None" = None,
         make_drafter: "Callable[[Network, int], Proposer] | None" = None,
@@ -76,22 +74,17 @@ class ModelRunner:
         make_step_runner: Callable[[Network, DeviceTables], StepRunner] | None = None,
     ) -> None:
         config = self.config = target.config
-        self.device = device
-        if config.native_kernels and device.type == "cuda" and config.device != "auto":
-            require_triton(config.device)
+        self.platform = platform
+        self.device = platform.device
         self.max_model_len = num_positions(target)
-        if device.type == "cpu":
-            keep_freed()  # what is freed with one weight, and with each step, serves the next
-        network = self.network = Network(target, self.max_model_len, device)
+        network = self.network = Network(target, self.max_model_len, platform)
         if not network.attention.causal and (config.has_tiers or config.speculation):
             raise ConfigError(
                 "this model computes each prompt whole and generates nothing, so it has no use for "
                 "drafts and tiers: leave out speculative_config, kv_offload_gib, kv_cache_dir and "
                 "kv_store"
             )
-        # Larger steps take more memory; on a CPU they do not make a token cheaper.
-        default_num_tokens = 1024 if device.type == "cpu" else 16384
-        budget = config.max_num_batched_tokens or default_num_tokens
+        budget = config.max_num_batched_tokens or platform.default_num_batched_tokens
         self.max_num_batched_tokens = budget + network.attention.max_extra_tokens
         self.steps = make_steps and make_steps(network, self.max_num_batched_tokens)
         self.uses_graphs = self.steps is not None and self.steps.uses_graphs
@@ -115,7 +108,7 @@ class ModelRunner:
         """Make the KV pool and new tables, in place of any others; return the tables."""
         self.network.make_pool(info.num_blocks + self.num_padding_blocks)
         self.tables = DeviceTables(
-            info, self.config.max_num_seqs, self.device, self.network.kernels, self._user_rules
+            info, self.config.max_num_seqs, self.platform, self.network.kernels, self._user_rules
         )
         return self.tables
 
@@ -182,13 +175,13 @@ class ModelRunner:
             self.drafter.admit(schedule)
         if self.drafter is None or not schedule.may_draft:
             output = self.run_rows(schedule.rows)
-            return PendingResult(schedule.step_id, schedule.rows, output)
-        timer = StepTimer(self.device)
+            return PendingResult(schedule.step_id, schedule.rows, output, self.platform)
+        timer = StepTimer(self.platform)
         rows = self.drafter.draft(schedule.rows)
         timer.mark()
         output = self.run_rows(rows)
         timer.mark()
-        return PendingResult(schedule.step_id, rows, output, timer)
+        return PendingResult(schedule.step_id, rows, output, self.platform, timer)
 
     def run_rows(self, rows: list[Row]) -> StepOutput:
         """Compute `rows` and choose a token for each row that samples.
@@ -206,7 +199,7 @@ class ModelRunner:
         tokens, draft_ids = tensors.tokens, tensors.draft_ids
         plain = self.tables.plain
         if tokens is not None and self.watch is None and all(plain[row.table_idx] for row in rows):
-            on_host = tokens.device.type != self.device.type
+            on_host = tokens.device != self.device
             return StepOutput(tokens, draft_ids=draft_ids, on_host=on_host)
         sampling = StepSampler(
             self.tables, rows, masks=masks, draft_ids=draft_ids, watch=self.watch
@@ -247,18 +240,31 @@ class ModelRunner:
         if hidden is None:
             indices = None
             if not isinstance(wanted, range):
-                indices = upload(wanted, self.device) if needs else sampling.output_indices
+                indices = self.platform.upload(wanted) if needs else sampling.output_indices
             embeds = tuple(need.embeds for need in needs if need.embeds is not None)
             rope = tuple(need.rope for need in needs if need.rope is not None)
             hidden = self.network.forward(self.tables, rows, indices, embeds, rope)
         place = {index: i for i, index in enumerate(wanted)} if needs else {}
         for need in needs:
             if need.read is not None:
-                need.read(_states_of(need.indices, hidden, place))
+                need.read(self._states_of(need.indices, hidden, place))
         if needs and not isinstance(wanted, range):
-            hidden = _states_of(sampling.indices, hidden, place)
+            hidden = self._states_of(sampling.indices, hidden, place)
         logits = self.network.logits(hidden, sampling.output_indices) if len(sampling) else None
         return StepTensors(hidden, logits=logits)
+
+    def _states_of(
+        self, indices: Seq[int] | None, hidden: torch.Tensor, place: Mapping[int, int]
+    ) -> torch.Tensor:
+        """Return the hidden states of some tokens of the batch.
+
+        Args:
+            indices: of these tokens; None: all of `hidden`.
+            place: in `hidden`, by index of the token.
+        """
+        if indices is None or len(indices) == len(place):
+            return hidden
+        return hidden[self.platform.upload([place[index] for index in indices])]
 
     def _make_missing_parts(self, extras: Extras) -> None:
         """Make the parts that an admission with `extras` is the first to need."""
@@ -279,17 +285,3 @@ class ModelRunner:
         """Whether the device counts accepted drafts, so that rows may follow drafts in flight."""
         drafter = self.drafter
         return drafter is not None and drafter.follows_drafts and self.uses_graphs
-
-
-def _states_of(
-    indices: Seq[int] | None, hidden: torch.Tensor, place: Mapping[int, int]
-) -> torch.Tensor:
-    """Return the hidden states of some tokens of the batch.
-
-    Args:
-        indices: of these tokens; None: all of `hidden`.
-        place: in `hidden`, by index of the token.
-    """
-    if indices is None or len(indices) == len(place):
-        return hidden
-    return hidden[upload([place[index] for index in indices], hidden.device)]

@@ -11,8 +11,8 @@ import torch
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch, Replaced
 from nanovllm.core.messages import Row
-from nanovllm.kernels.selector import select_kernels
 from nanovllm.options.plugins import at_start
+from nanovllm.platform import Platform
 from nanovllm.worker.attention_groups import AttentionGroups
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_pool import KVPool
@@ -36,19 +36,20 @@ class Network:
     pool: KVPool
     """Between `make_pool` and `free_pool`."""
 
-    def __init__(self, spec: NetworkSpec, max_model_len: int, device: torch.device) -> None:
+    def __init__(self, spec: NetworkSpec, max_model_len: int, platform: Platform) -> None:
         self.config = spec.config
         self.model_config = spec.model_config
         self.max_model_len = max_model_len
+        self.platform = platform
+        device = self.device = platform.device
         native = spec.config.native_kernels
-        self.kernels = select_kernels(device, spec.model_config.dtype, native=native)
+        self.kernels = platform.kernels(spec.model_config.dtype, native=native)
         self.model = build_model(spec, max_model_len, device, self.kernels)
-        self.attention = AttentionGroups(self.model, spec, max_model_len, device, self.kernels)
+        self.attention = AttentionGroups(self.model, spec, max_model_len, platform, self.kernels)
         self.backend: Backend = self.attention.groups[0].backend
         self.user_parts = user_parts(spec.model_config)
         at_start(self.user_parts, "loading", load_model, self.model, spec, self.kernels)
         self.adapters: StepAdapters | None = None
-        self.device = device
 
     @property
     def block_bytes(self) -> int:
@@ -62,7 +63,7 @@ class Network:
 
     def make_pool(self, num_blocks: int) -> None:
         """Bind a new KV pool to the attention layers, in place of any other."""
-        self.pool = self.attention.make_pool(num_blocks, self.device)
+        self.pool = self.attention.make_pool(num_blocks)
 
     def free_pool(self) -> None:
         del self.pool

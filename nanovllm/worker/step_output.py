@@ -11,7 +11,7 @@ from nanovllm.core.messages import Extras, FinishInfo, Row, RowDetails, StepResu
 from nanovllm.core.transfers import Loaded
 from nanovllm.layers.sampler import NO_TOKEN, RULED_OUT
 from nanovllm.options.sampling_params import REQUESTS_FAULT
-from nanovllm.utils.transfer import to_host
+from nanovllm.platform import Platform
 from nanovllm.worker.timing import StepTimer
 
 if TYPE_CHECKING:
@@ -51,11 +51,12 @@ class StepOutput:
     on_host: bool = False
     """Whether `token_ids` is memory of the host, to which this step writes and later ones too."""
 
-    def to_host(self) -> "StepOutput":
-        """Return a copy on the host. On CUDA the copy is asynchronous."""
+    def to_host(self, platform: Platform) -> "StepOutput":
+        """Return a copy on the host: see `Platform.to_host`."""
+        to_host = platform.to_host
         return StepOutput(
             self.token_ids if self.on_host else to_host(self.token_ids),
-            [part.to_host() for part in self.logprobs],
+            [part.to_host(platform) for part in self.logprobs],
             self.finish_infos,
             None if self.draft_ids is None else to_host(self.draft_ids),
             self.forcing,
@@ -85,6 +86,7 @@ class PendingResult:
 
     Args:
         rows: with the drafts that were proposed, which may be fewer than scheduled.
+        platform: that runs the step.
         timer: marked the ends of proposing and of the step; None: the step is not timed.
 
     Attributes:
@@ -94,22 +96,24 @@ class PendingResult:
     """
 
     def __init__(
-        self, step_id: int, rows: list[Row], output: StepOutput, timer: StepTimer | None = None
+        self,
+        step_id: int,
+        rows: list[Row],
+        output: StepOutput,
+        platform: Platform,
+        timer: StepTimer | None = None,
     ) -> None:
         self._step_id = step_id
         self._rows = rows
         self._timer = timer
-        self._output = output.to_host()
+        self._output = output.to_host(platform)
         self.loaded: list[Loaded] = []
         self.finish_infos: dict[int, FinishInfo] = {}
         self.on_host: list[Callable[[PendingResult], None]] = []
         self._extras: dict[int, Extras] = {}  # by sequence id
         self._result: StepResult | None = None
         self._lock = threading.Lock()  # one thread of a rank launches steps, another reads results
-        self._copied: torch.cuda.Event | None = None
-        if output.on_host or output.token_ids.is_cuda:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
+        self._copied = platform.record()
 
     def add_extra(self, seq_id: int, name: str, value: Any) -> None:
         """Add to the `RowDetails.extras` of a sequence's row."""
@@ -119,8 +123,7 @@ class PendingResult:
         """Wait for the step and return its result."""
         with self._lock:
             if self._result is None:
-                if self._copied is not None:
-                    self._copied.synchronize()
+                self._copied.synchronize()
                 for read in self.on_host:
                     read(self)
                 token_ids, details = self._output.row_results(self._rows)

@@ -9,7 +9,6 @@ from torch import nn
 from nanovllm.core.messages import FinishInfo, Row
 from nanovllm.layers.sampler import Sampling, draw_by_group, mark_ruled_out
 from nanovllm.utils.distributed import broadcast_from_first
-from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.step_output import StepOutput
 
@@ -71,7 +70,7 @@ class StepSampler:
         self.params = [tables.params[row.table_idx] for row in self.rows]
         table_indices = [row.table_idx for row in self.rows]
         numbers = self.indices + table_indices + self._host_positions
-        on_device = upload(numbers, tables.device).view(3, len(self.rows))
+        on_device = tables.platform.upload(numbers).view(3, len(self.rows))
         self.output_indices, self._table_indices, self._positions = on_device.unbind()
         self.draft_ids = draft_ids
         if draft_ids is not None:

@@ -63,11 +63,10 @@ def measure(runner: ModelRunner) -> WorkerInfo:
         runner.max_model_len,
         network.model_config.vocab_size,
         runner.max_num_batched_tokens,
-        runs_ahead=runner.device.type == "cuda",
+        runs_ahead=runner.platform.runs_ahead,
         kv=KVInfo(
             network.attention.layout.windows,
             states.num_pages,
-            states.choose_cells(runner.max_num_batched_tokens, config.max_num_seqs),
             network.attention.causal,
         ),
         drafts=DraftInfo(config.speculation.max_draft_tokens if config.speculation else 0),
@@ -81,7 +80,7 @@ def measure(runner: ModelRunner) -> WorkerInfo:
         blocks_of_one += info.kv.state_pages * num_states
     num_blocks = num_blocks_that_fit(
         config,
-        runner.device,
+        runner.platform,
         block_bytes=block_bytes,
         max_blocks=blocks_of_one * config.max_num_seqs,
         num_reserved=runner.num_padding_blocks,
@@ -126,7 +125,7 @@ def allocate(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
         token = [Row(-1, 0, 0, 1, samples=False)]
         at_start(network.user_parts, "forward()", network.forward, tables, token, None)
         network.pool.zero([0])
-    if runner.device.type == "cuda" and info.kv.causal:
+    if runner.platform.runs_ahead and info.kv.causal:
         compile_kernels(runner, info)
     if runner.steps is not None:
         runner.step_runners = runner.steps.make(tables, accepts=runner.follows_drafts)

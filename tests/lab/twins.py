@@ -39,15 +39,6 @@ class PreemptsTheFirst(ShortestFirst):
         return candidates[0]  # type: ignore[index]
 
 
-class NeverReturns(ShortestFirst):
-    """Looks for ever."""
-
-    def first(self) -> Sequence | None:
-        while len(self._prompts):
-            pass
-        return None
-
-
 class LongestPrefixOnly(LongestPrefixFirst):
     """Lets those with a known prefix go first, for ever."""
 

@@ -17,6 +17,7 @@ from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
 from nanovllm.parallel.rank_setup import check_network
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.network import Network
 from tests.closeness import assert_close
@@ -37,14 +38,13 @@ class Steps:
         checkpoint = open_checkpoint(str(path))
         config = Config(str(path), device="cpu", kvcache_block_size=block_size, dtype=dtype)
         spec = check_network(config, checkpoint)
-        cpu = torch.device("cpu")
-        self.network = Network(spec, MAX_LENGTH, cpu)
+        self.network = Network(spec, MAX_LENGTH, CPU())
         self.network.make_pool(NUM_PAGES)
         self.windows = self.network.attention.layout.windows
         self.state_pages = self.network.attention.states.num_pages
         sizes = (NUM_PAGES, block_size, MAX_LENGTH, spec.model_config.vocab_size, 512)
         info = WorkerInfo(*sizes, kv=KVInfo(self.windows, self.state_pages))
-        self.tables = DeviceTables(info, 8, cpu, TORCH)
+        self.tables = DeviceTables(info, 8, CPU(), TORCH)
 
     @torch.inference_mode()
     def logits(self, schedule):

@@ -15,6 +15,7 @@ from nanovllm.layers.linear import WeightModule
 from nanovllm.loading.hub import open_checkpoint, weight_files
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.network import Network
 from tests.checkpoints import random_model
@@ -396,7 +397,7 @@ def test_small_parts_keep_their_bits(family, quantization, shared_checkpoint):
     config = Config(path, device="cpu", quantization=quantization)
     files = weight_files(checkpoint, path)
     spec = NetworkSpec(config, read_config(checkpoint.config), files)
-    model = Network(spec, MAX_LENGTH, torch.device("cpu")).model
+    model = Network(spec, MAX_LENGTH, CPU()).model
     kept = {
         ".".join(name.split(".")[-2:])
         for name, module in model.named_modules()

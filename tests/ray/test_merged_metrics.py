@@ -1,6 +1,6 @@
 """The metrics of several replicas on one page."""
 
-from nanovllm.apps.server.merged_metrics import merge
+from nanovllm.apps.server.prometheus import merge
 
 PAGE = """# HELP tokens_total Tokens.
 # TYPE tokens_total counter

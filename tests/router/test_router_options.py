@@ -119,7 +119,7 @@ def test_a_wrong_table(text: str, message: str, tmp_path: Path) -> None:
 
 
 def test_each_option_of_the_server_is_the_engines_or_the_routers() -> None:
-    routers = {"host", "port", "uds", "api_keys", "cors_origins", "log_config"}
+    routers = {"host", "port", "uds", "api_keys", "cors_origins"}
     routers.add("dev_mode")  # which it refuses
     given = {"served_model_name", "enable_sleep_mode", "drain_seconds"}  # to its engines
     (spec,) = specs("x/y", max_connections=9, read_timeout=200, root_path="/llm")

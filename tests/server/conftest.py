@@ -178,7 +178,7 @@ def routed(llm: AsyncLLM, given: dict[str, Any]) -> Iterator[Running]:
     engine |= {"enable_lora": True} if config.enable_lora else {}
     specs = read_models([config.model], engine, given)
     options = ServerOptions(port=0, **given)
-    log = Log(options.log_level, options.log_format, options.log_config)
+    log = Log(options.log_level, options.log_format)
     with (
         tempfile.TemporaryDirectory() as directory,
         bound_socket(options) as listener,

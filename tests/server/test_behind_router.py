@@ -60,7 +60,7 @@ def test_a_router_without_a_loaded_model(tmp_path: Path) -> None:
     loaded a model, which pushed another out of memory.
     """
     options = ServerOptions(port=0)
-    log = Log(options.log_level, options.log_format, options.log_config)
+    log = Log(options.log_level, options.log_format)
     models = Models(read_models(["a=x/y"], {}, {}), options, RouterOptions(), str(tmp_path), log)
     connected = threading.Event()
     with bound_socket(options) as listener:

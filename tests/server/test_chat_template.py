@@ -10,7 +10,7 @@ from nanovllm.errors import ConfigError
 
 pytest.importorskip("fastapi")
 
-from nanovllm.apps.server.output_parsers.tool_formats import Mistral
+from nanovllm.apps.server.output_parsers.tool_formats import MISTRAL
 from tests.chat.family_templates import TEMPLATES
 from tests.server.conftest import running
 
@@ -35,7 +35,7 @@ def test_template_of_the_server(async_llm: AsyncLLM, tmp_path: Path) -> None:
             reply = server.send("/v1/chat/completions", CHAT)
             assert reply.status == 200
             assert reply.body["usage"]["prompt_tokens"] == len(ids)
-            assert isinstance(server.state.answer_format._tools, Mistral)
+            assert server.state.answer_format._tools is MISTRAL
     assert tokenizer.chat_template == own
 
 

@@ -14,15 +14,16 @@ pytest.importorskip("fastapi")
 from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
 from nanovllm.apps.server.output_parsers import harmony, muse
 from nanovllm.apps.server.output_parsers.answer_format import AnswerFormat, find_answer_format
-from nanovllm.apps.server.output_parsers.literal_calls import CLOSING, QUOTE
 from nanovllm.apps.server.output_parsers.parts import Part
+from nanovllm.apps.server.output_parsers.tool_formats import GEMMA4
 from nanovllm.features.structured.grammar import GrammarCompiler
 from nanovllm.options.structured_outputs import structured_outputs
 from tests.checkpoints import copy_checkpoint, read_json, write_json
 from tests.server.conftest import running
 from tests.server.output_parsers.helpers import Split, split
 
-GEMMA_TAGS = ("<|tool_call>", CLOSING, QUOTE, "<|channel>", "<channel|>", "<|tool_response>")
+_, CLOSING, QUOTE = GEMMA4.tags
+GEMMA_TAGS = (*GEMMA4.tags, "<|channel>", "<channel|>", "<|tool_response>")
 MISTRAL_TAGS = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")
 TAGS = tuple(dict.fromkeys((*harmony.TAGS, *muse.TAGS, *GEMMA_TAGS, *MISTRAL_TAGS)))
 HARMONY = (
@@ -114,9 +115,9 @@ START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = harmony.TAGS
 CALL_OF_F = (CHANNEL, "commentary to=functions.f ", CONSTRAIN, "json", MESSAGE)
 TO_F = (
     *(muse.START, "assistant to=f", MESSAGE),
-    f'{muse.CALLS}\n{muse.INVOKE}f">\n<atem:parameter name="a">',
+    '<atem:function_calls>\n<atem:invoke name="f">\n<atem:parameter name="a">',
 )
-CLOSED = (f"</atem:parameter>\n{muse.INVOKE_END}\n{muse.CALLS_END}", muse.END_OF_TURN)
+CLOSED = ("</atem:parameter>\n</atem:invoke>\n</atem:function_calls>", muse.END_OF_TURN)
 CALLED = ("f", '{"a": "<|call|>"}')
 THOUGHT = (CHANNEL, "analysis", MESSAGE, "Hm <|end|> é", END, START, "assistant")
 

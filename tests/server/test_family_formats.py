@@ -7,6 +7,7 @@ from nanovllm.apps.server.output_parsers.answer_format import find_answer_format
 from nanovllm.apps.server.output_parsers.parts import ReasoningDelta, TextDelta, ToolCallStart
 from nanovllm.apps.server.protocol.chat import FunctionName
 from tests.server.output_parsers.test_answer_format import (
+    CALLS,
     CITY,
     Grammar,
     answer_format,
@@ -126,23 +127,40 @@ FORMATS |= {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_grammars_take_calls_and_nothing_else(name: str) -> None:
-    marks, one, two = FORMATS[name]
-    template = f"{{% if tools %}}{marks}{{% endif %}}"
-    required = calls(template, "required")
+CASES = [
+    *(
+        (template, one, two, "auto", special)
+        for template, one, two in CALLS
+        for special in (False, True)
+    ),
+    *(
+        (f"{{% if tools %}}{marks}{{% endif %}}", one, two, name.split(",")[0].split()[0], False)
+        for name, (marks, one, two) in FORMATS.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("template", "one", "two", "name", "special"), CASES)
+def test_grammars_take_calls_and_nothing_else(
+    template: str, one: str, two: str, name: str, special: bool
+) -> None:
+    required = calls(template, "required", special=special)
     assert required.takes(one)
     assert required.takes(two)
     assert not required.takes("Rome")
     assert not required.takes(one[:-1])
     assert not required.takes(one.replace("Rome", 'Rome", "x": "y'))
     assert not required.takes(one.replace("weather", "whether"))
-    named = calls(template, FunctionName(name="weather"))
+    assert not required.takes(one.replace('"city"', '"town"'))
+    named = calls(template, FunctionName(name="weather"), special=special)
     assert named.takes(one)
     assert not named.takes(two)
+    single = calls(template, "required", special=special, parallel_tool_calls=False)
+    assert single.takes(one)
+    assert not single.takes(two)
     for found in (
-        answer_format(template),
-        find_answer_format(template, name.split(",")[0].split()[0], "auto"),
+        answer_format(template, special=special),
+        find_answer_format(template, name, "auto"),
     ):
         for text, names in ((one, ["weather"]), (two, ["weather", "now"])):
             parts = parse(found, text)

@@ -1,10 +1,8 @@
-"""The form of the server's log, and files that decide it."""
+"""The form of the server's log."""
 
 import json
 import logging
-import logging.config
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +29,7 @@ def bare_logging() -> Iterator[None]:
 def written(form: str, level: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Return the lines of three records of the engine, one of another package, and a message."""
     logging.getLogger().handlers.clear()  # pytest's
-    log = Log(level, form, None)
+    log = Log(level, form)
     engine = logging.getLogger("nanovllm.worker.kv_cache")
     engine.debug("tables")
     engine.info("KV pool: %d blocks", 7)
@@ -80,53 +78,11 @@ def test_the_line_of_a_request_has_its_fields() -> None:
     assert (line["message"], line["request"]) == ("GET /v1 200", fields)
 
 
-@pytest.mark.usefixtures("bare_logging")
-def test_a_file_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Loggers that it does not name go on."""
-    config = {
-        "formatters": {"lines": {"()": "nanovllm.apps.server.log_setup.JSONFormatter"}},
-        "handlers": {"file": {"class": "logging.FileHandler", "filename": f"{tmp_path}/log",
-                              "formatter": "lines"}},
-        "loggers": {"nanovllm": {"level": "INFO", "handlers": ["file"]}},
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    log = Log("error", "text", str(tmp_path / "config.json"))
-    log.tell("nanovllm: ready")
-    (line,) = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
-    assert json.loads(line)["message"] == "ready"
-    assert capsys.readouterr().err == ""
-    for handler in logging.getLogger("nanovllm").handlers:
-        handler.close()
-
-
-@pytest.mark.usefixtures("bare_logging")
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "cannot be read: No such file"),
-        (b"\xff", "cannot be read: 'utf-8' codec"),
-        (b"{", "is not JSON: Expecting"),
-        (b"[" * 100_000, "is not JSON"),
-        (b"[]", "is refused"),
-        (b'{"version": 7}', "is refused by logging.config.dictConfig: Unsupported version: 7"),
-        (b'{"handlers": {"x": {"class": "no.such"}}}', "'x': Cannot resolve 'no.such'"),
-    ],
-)
-def test_a_wrong_file_is_an_error(tmp_path: Path, content: bytes | None, message: str) -> None:
-    path = tmp_path / "config.json"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ConfigError, match="log_config") as caught:
-        Log("info", "text", str(path))
-    assert message in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("option", "message"),
     [
         ({"log_level": "inf"}, "log_level must be one of .*did you mean 'info'"),
         ({"log_format": "xml"}, "log_format must be one of text, json"),
-        ({"log_config": 5}, "log_config"),
     ],
 )
 def test_options_are_checked(option: dict[str, Any], message: str) -> None:

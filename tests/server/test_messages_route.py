@@ -10,9 +10,8 @@ from anthropic import Anthropic
 from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from nanovllm.apps.server.message_blocks import MessageBuilder, messages_of
+from nanovllm.apps.server.message_blocks import Event, MessageBuilder, messages_of
 from nanovllm.apps.server.output_parsers.answer_format import find_answer_format
-from nanovllm.apps.server.protocol.message_objects import MessageEvent, MessageObject
 from nanovllm.apps.server.protocol.messages import CountTokensRequest, MessagesRequest
 from tests.glossary import ANSWERS, QUESTIONS
 from tests.server.conftest import CITY, Running
@@ -179,23 +178,6 @@ def test_a_turn_of_an_agent_hits_the_one_before(anthropic_client: Anthropic) -> 
     assert new < 120
 
 
-def test_the_log_names_what_changes_in_a_prompt(
-    anthropic_client: Anthropic, caplog: pytest.LogCaptureFixture
-) -> None:
-    rules = "Answer in one short sentence, and be kind to those who ask. " * 12
-    for day in ("Thu 26", "Fri 27", "Fri 27"):
-        with caplog.at_level("WARNING", "nanovllm.apps.server.prompt_watch"):
-            ask(anthropic_client, QUESTIONS[3], system=f"Today is {day}.\n{rules}", max_tokens=1)
-    (record,) = (found for found in caplog.records if found.levelname == "WARNING")
-    assert "a piece like 'Aaa 99" in record.getMessage()
-    assert "tokens were computed again" in record.getMessage()
-    caplog.clear()
-    other = "Tell me in a few words what a cache keeps, and why it keeps that. " * 12
-    for name in ("Ann", "Bob"):  # other conversations are not warned of
-        ask(anthropic_client, f"{other} My name is {name}. Hi!", max_tokens=1)
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-
-
 def converted(*messages: Any, system: Any = None) -> list[dict[str, Any]]:
     body = MessagesRequest.model_validate(
         {"max_tokens": 1, "messages": list(messages), "system": system}
@@ -248,18 +230,21 @@ def test_results_without_calls_take_no_longer_than_others() -> None:
     assert time.process_time() - start < 2
 
 
-def built(answer: str, *, cut: bool = False) -> tuple[MessageObject, Seq[MessageEvent]]:
+def built(answer: str, *, cut: bool = False) -> tuple[dict[str, Any], Seq[Event]]:
     """Return what a text of a model that reasons and calls tools becomes."""
     format_ = find_answer_format("<tool_call></think>", "auto", "auto")
     parser = format_.parser(has_tools=True, starts_in_reasoning=False)
-    builder = MessageBuilder(MessageObject(id="msg_1", model=MODEL))
+    builder = MessageBuilder(
+        {"id": "msg_1", "type": "message", "role": "assistant", "model": MODEL, "content": []}
+        | {"usage": {"input_tokens": 1, "output_tokens": 1}, "stop_sequence": None}
+    )
     events = builder.start()
     for start in range(0, len(answer), 3):
         for part in parser.feed(answer[start : start + 3]):
             events += builder.add(part)
     for part in parser.finish(cut=cut):
         events += builder.add(part)
-    builder.message.stop_reason = "end_turn"
+    builder.message["stop_reason"] = "end_turn"
     events += builder.finish()
     return builder.message, events
 
@@ -267,29 +252,28 @@ def built(answer: str, *, cut: bool = False) -> tuple[MessageObject, Seq[Message
 def test_every_kind_of_block_is_streamed() -> None:
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     message, events = built(f"<think>Hm.</think>Let me see.{call}")
-    assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
+    assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use"]
     adapter: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
     stream = anthropic.lib.streaming._messages  # what the client makes of the events
     snapshot, buffers = None, {}
     for event in events:
-        data = event.model_dump(mode="json", exclude_unset=True)
-        if event.type != "ping":
+        if event["type"] != "ping":
             snapshot = stream.accumulate_event(
-                event=adapter.validate_python(data), current_snapshot=snapshot, json_bufs=buffers
+                event=adapter.validate_python(event), current_snapshot=snapshot, json_bufs=buffers
             )
     assert snapshot is not None
     blocks: Any = snapshot.content
     assert blocks[0].thinking.strip() == "Hm."
-    assert blocks[0].signature == message.content[0].signature  # type: ignore[union-attr]
+    assert blocks[0].signature == message["content"][0]["signature"]
     assert blocks[1].text.strip() == "Let me see."
-    assert blocks[2].input == {"city": "Rome"} == message.content[2].input  # type: ignore[union-attr]
+    assert blocks[2].input == {"city": "Rome"} == message["content"][2]["input"]
 
 
 def test_a_call_that_is_cut_off_keeps_what_is_there() -> None:
     message, _ = built('<tool_call>\n{"name": "f", "arguments": {"a": 1, "b": [2', cut=True)
-    (call,) = message.content
-    assert call.type == "tool_use"
-    assert call.input.get("a") == 1
+    (call,) = message["content"]
+    assert call["type"] == "tool_use"
+    assert call["input"]["a"] == 1
 
 
 REFERENCE = {"type": "tool_reference", "name": "g"}
@@ -393,7 +377,6 @@ def test_the_billing_line_stays_out_wherever_the_system_speaks() -> None:
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
             "runs no tools itself",
         ),
-        ({"tools": [{"name": "f", "input_schema": {"type": 5}}]}, "input_schema.type must be"),
         ({"tools": [{"name": "f"}]}, "input_schema is missing"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"tools": [OTHER_TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "named 'f'"),

@@ -1,11 +1,9 @@
 """Request ids, trace contexts and the line of each request in the log."""
 
 import asyncio
-import json
 import logging
 import re
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from typing import Any
 
 import httpx
@@ -16,8 +14,12 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.types import Message
 
-from nanovllm.apps.server.request_log import RequestLog, RequestRecord, record_of
-from nanovllm.apps.server.tracing import OpenTelemetry, _make_provider, child_traceparent
+from nanovllm.apps.server.request_log import (
+    RequestLog,
+    RequestRecord,
+    child_traceparent,
+    record_of,
+)
 
 LOGGER = "nanovllm.apps.server.request_log"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -213,57 +215,3 @@ def test_the_shortest_time_to_a_first_token_counts() -> None:
     for seconds in (0.4, 0.2, 0.3):
         record.first_token(seconds)
     assert record.time_to_first_token == 0.2
-
-
-def test_spans_of_open_telemetry(caplog: pytest.LogCaptureFixture) -> None:
-    """The exporter is OpenTelemetry's own, in memory."""
-    pytest.importorskip("opentelemetry.sdk")
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    telemetry = OpenTelemetry(provider)
-    answer = get("/some/path", {"traceparent": PARENT}, open_telemetry=telemetry)
-    get("/broken", open_telemetry=telemetry)
-    span, failed = exporter.get_finished_spans()
-    assert (span.status.is_ok, failed.status.is_ok) == (True, False)
-    attributes = json.loads(span.to_json())["attributes"]
-    assert attributes["http.response.status_code"] == 200
-    assert attributes["url.path"] == "/some/path"
-    _, trace_id, span_id, _ = answer.headers["traceparent"].split("-")
-    assert int(span_id, 16) == span.context.span_id
-    assert span.parent is not None
-    assert f"{span.parent.span_id:016x}" == "b7ad6b7169203331"
-    fields = vars(caplog.records[0])["request"]
-    assert fields["trace"] == trace_id == f"{span.context.trace_id:032x}"
-
-
-HAS_OTLP = bool(entry_points(group="opentelemetry_traces_exporter", name="otlp_proto_http"))
-"""Other packages, such as Ray, bring the SDK without this exporter."""
-
-
-@pytest.mark.parametrize(
-    ("environment", "has_provider"),
-    [
-        ({}, False),
-        ({"OTEL_TRACES_EXPORTER": "none"}, False),
-        ({"OTEL_TRACES_EXPORTER": "console"}, True),
-        ({"OTEL_TRACES_EXPORTER": "console", "OTEL_SDK_DISABLED": "true"}, False),
-        ({"OTEL_TRACES_EXPORTER": "nowhere"}, False),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}, HAS_OTLP),
-    ],
-)
-def test_the_environment_says_where_spans_go(
-    environment: dict[str, str], has_provider: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("opentelemetry.sdk")
-    if "OTEL_EXPORTER_OTLP_ENDPOINT" in environment:  # other packages bring the SDK without it
-        pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    provider = _make_provider(environment)
-    assert (provider is not None) == has_provider
-    assert ("'nowhere' is not installed" in caplog.text) == ("nowhere" in str(environment))
-    if provider is not None:
-        provider.shutdown()

@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("fastapi")
 
 from nanovllm.apps.server.error_bodies import APIError
-from nanovllm.apps.server.protocol.completions import CompletionChoice, CompletionResponse
 from nanovllm.apps.server.sse import TextFrames, error_frames, frame
 from nanovllm.engine.reader import Reader
 from nanovllm.errors import EngineDeadError
@@ -33,18 +32,8 @@ TEXTS = [
 ]
 
 
-def chunk(text: str, name: str) -> CompletionResponse:
-    choice = CompletionChoice(
-        index=3, text=text, logprobs=None, finish_reason=None, stop_reason=None, token_ids=None
-    )
-    return CompletionResponse(
-        id=name,
-        object="text_completion",
-        created=1,
-        model=name,
-        system_fingerprint="f",
-        choices=[choice],
-    )
+def chunk(text: str, name: str) -> dict[str, Any]:
+    return {"id": name, "model": name, "choices": [{"index": 3, "text": text, "logprobs": None}]}
 
 
 @pytest.mark.parametrize("name", ["a", TextFrames.TEXT, f'"{TextFrames.TEXT}"'])

@@ -23,54 +23,6 @@ TOOLS: list[Any] = [
 ]
 
 
-def join_calls(stream: Any) -> tuple[list[dict[str, str]], str | None]:
-    """Return name and arguments of each streamed call, and the finish reason."""
-    calls: list[dict[str, str]] = []
-    reason = None
-    for chunk in stream:
-        for choice in chunk.choices:
-            reason = choice.finish_reason or reason
-            for call in choice.delta.tool_calls or []:
-                if call.id is not None:
-                    calls.append({"name": call.function.name, "arguments": ""})
-                calls[call.index]["arguments"] += call.function.arguments
-    return calls, reason
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "get_time"}}]
-)
-def test_a_tool_is_called(client: OpenAI, choice: Any, stream: bool) -> None:
-    found: Any = client.chat.completions.create(
-        model=MODEL,
-        messages=MESSAGES,
-        tools=TOOLS,
-        tool_choice=choice,
-        parallel_tool_calls=False,
-        stream=stream,
-        max_tokens=300,
-    )
-    if stream:
-        calls, reason = join_calls(found)
-    else:
-        reason = found.choices[0].finish_reason
-        calls = [call.function.model_dump() for call in found.choices[0].message.tool_calls]
-        assert found.choices[0].message.content is None
-    assert reason == "tool_calls"
-    (call,) = calls
-    jsonschema.validate(json.loads(call["arguments"]), SCHEMA)
-    assert choice == "required" or call["name"] == "get_time"
-
-
-def test_tools_that_are_not_to_be_called(client: OpenAI) -> None:
-    found = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, tools=TOOLS, tool_choice="none", max_tokens=10
-    )
-    assert found.choices[0].message.tool_calls is None
-    assert found.choices[0].message.content
-
-
 FORMS: list[Any] = [
     {
         "response_format": {

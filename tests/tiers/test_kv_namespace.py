@@ -19,6 +19,7 @@ from nanovllm.features.tiers.weight_files import WeightSnapshot
 from nanovllm.kernels.cpu.library import library
 from nanovllm.loading.hub import configured_checkpoint
 from nanovllm.parallel.rank_setup import check_networks
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.model_loader import num_positions
 from nanovllm.worker.network import Network
 from tests.helpers import random_prompt
@@ -32,7 +33,7 @@ def namespace_of(model: str = demo_model.MODEL, **options: Any) -> str:
     config = Config(model, **{"max_model_len": 256, **options})
     target, _ = check_networks(config, configured_checkpoint(config))
     weights = WeightSnapshot(target.files)
-    return kv_namespace(Network(target, num_positions(target), torch.device("cpu")), weights)
+    return kv_namespace(Network(target, num_positions(target), CPU()), weights)
 
 
 def config_json() -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tools.demo_model.checkpoint import MODEL_CONFIG, read_weights, save_weights, write_configs
+from tools.demo_model.checkpoint import MODEL_CONFIG, save_weights, write_configs
 from tools.demo_model.train import IGNORED_LABEL, Examples, Schedule, optimize
 
 DRAFT_CONFIG: dict[str, Any] = MODEL_CONFIG | {
@@ -29,8 +29,8 @@ TEMPERATURES = (1.0, 2.0)
 
 def train_draft(
     target: Qwen3ForCausalLM, examples: Examples, schedule: Schedule, out: Path
-) -> Qwen3ForCausalLM:
-    """Train a draft model for `target`, write its checkpoint to `out`, and return it."""
+) -> None:
+    """Train a draft model for `target`, and write its checkpoint to `out`."""
     config = write_configs(out, examples.tokenizer, DRAFT_CONFIG)
     draft = Qwen3ForCausalLM(Qwen3Config(**config)).float()
     optimize(
@@ -40,8 +40,6 @@ def train_draft(
         schedule,
     )
     save_weights(draft, out)
-    read_weights(draft, out)
-    return draft
 
 
 def drafted(labels: torch.Tensor) -> torch.Tensor:

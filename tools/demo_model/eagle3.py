@@ -246,8 +246,8 @@ def test_time_loss(
 
 def train_eagle3(
     target: Qwen3ForCausalLM, examples: Examples, schedule: Schedule, out: Path
-) -> Eagle3Head:
-    """Train a head for `target`, write its checkpoint to `out`, and return it."""
+) -> None:
+    """Train a head for `target`, and write its checkpoint to `out`."""
     head = Eagle3Head(frequent_tokens(examples))
     with torch.no_grad():
         head.lm_head.weight.copy_(target.model.embed_tokens.weight[head.tokens])
@@ -260,7 +260,6 @@ def train_eagle3(
         for name, tensor in head.state_dict().items()
     }
     (out / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
-    return read_eagle3(out)
 
 
 def read_eagle3(path: Path) -> Eagle3Head:

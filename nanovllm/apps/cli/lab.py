@@ -49,13 +49,15 @@ def _add_new(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def _add_check(commands: "argparse._SubParsersAction[Parser]") -> None:
-    peers = {"peer", "peer_python", "api_key", "output", "lora_modules"}
     _add_trial(
         commands,
         check,
         "Check that an engine keeps every rule with a policy or an eviction order in place.",
         "The exit status is 0 if all rules are kept, or 1.",
-        {"check": (CheckOptions, set()), "the ways of nanovllm prove": (ProveOptions, peers)},
+        {
+            "check": (CheckOptions, set()),
+            "the ways of nanovllm prove": (ProveOptions, {"output", "lora_modules"}),
+        },
     )
 
 
@@ -64,9 +66,9 @@ def _add_bench(commands: "argparse._SubParsersAction[Parser]") -> None:
         commands,
         bench,
         "Measure an engine with a policy or an eviction order beside the default.",
-        "Without FILE the default is measured beside itself.",
+        "Without PLUGIN the default is measured beside itself.",
         {"bench": (BenchOptions, set())},
-        needs_file=False,
+        needs_plugin=False,
     )
 
 
@@ -77,29 +79,29 @@ def _add_trial(
     more: str,
     groups: dict[str, tuple[type, set[str]]],
     *,
-    needs_file: bool = True,
+    needs_plugin: bool = True,
 ) -> None:
-    """Add a command that runs engines with the plugin in a file.
+    """Add a command that runs engines with a plugin.
 
     Args:
         groups: of flags, by title: the class of their fields, and those that are left out.
     """
     name = run.__name__
-    file = "FILE" if needs_file else "[FILE]"
+    plugin = "PLUGIN" if needs_plugin else "[PLUGIN]"
     parser = commands.add_parser(
         name,
         help=about,
         description=about,
         epilog=more,
-        usage=f"nanovllm lab {name} {file} [MODEL] [flags]",
+        usage=f"nanovllm lab {name} {plugin} [MODEL] [flags]",
     )
-    takes = f"lab {name} takes a FILE and a MODEL"
+    takes = f"lab {name} takes a PLUGIN and a MODEL"
     parser.set_defaults(command=run, parser=parser, takes=takes)
     parser.add_argument(
-        "file",
-        metavar="FILE",
-        nargs=None if needs_file else "?",
-        help="A Python file with a policy or an eviction order.",
+        "plugin",
+        metavar="PLUGIN",
+        nargs=None if needs_plugin else "?",
+        help="A policy or an eviction order, as module:Class.",
     )
     parser.add_argument(
         "model",
@@ -108,25 +110,19 @@ def _add_trial(
         default=demo_model.MODEL,
         help="A checkpoint directory, a GGUF file or a hub id. (default: the shipped model)",
     )
-    parser.add_argument(
-        "--class",
-        dest="class_name",
-        metavar="NAME",
-        help="The class in FILE, if it has several. (default: the only one)",
-    )
     for title, (fields, left_out) in groups.items():
         add_flags(parser.add_argument_group(title), fields, but=left_out, defaults={})
     own = [name for owner, but in groups.values() for name in fields_of(owner) if name not in but]
     add_engine_flags(parser)
     add_other_flags(parser, default=argparse.SUPPRESS)
-    parser.shorten_help(["class_name", *own])
+    parser.shorten_help(own)
 
 
 def _engine_options(args: argparse.Namespace, plugin: Plugin | None) -> dict[str, Any]:
     options = {k: v for k, v in given_fields(Config, args).items() if k != "model"}
     if plugin is not None and plugin.kind in options:
         flag = plugin.kind.replace("_", "-")
-        raise ConfigError(f"--{flag} is the plugin in FILE: leave it out")
+        raise ConfigError(f"--{flag} is PLUGIN: leave it out")
     Config(model=args.model, **options)
     return options
 
@@ -135,7 +131,7 @@ def check(args: argparse.Namespace) -> int:
     """Check that an engine keeps every rule with a plugin in place."""
     from nanovllm.apps.lab.check import check as run_checks
 
-    plugin = find_plugin(args.file, args.class_name)
+    plugin = find_plugin(args.plugin)
     options = _engine_options(args, plugin)
     how = CheckOptions(**given_fields(CheckOptions, args))
     prove = ProveOptions(**given_fields(ProveOptions, args))
@@ -153,23 +149,18 @@ def check(args: argparse.Namespace) -> int:
 def bench(args: argparse.Namespace) -> int:
     """Measure an engine with a plugin beside the default."""
     from nanovllm.apps.lab import bench as lab
-    from nanovllm.apps.lab.plot import check_plot, draw
 
-    plugin = None if args.file is None else find_plugin(args.file, args.class_name)
+    plugin = None if args.plugin is None else find_plugin(args.plugin)
     options = _engine_options(args, plugin)
     how = BenchOptions(**given_fields(BenchOptions, args))
     if how.output is not None:
         check_place("output", how.output)
-    if how.plot is not None:
-        check_plot(how.plot)
     with progress_bar(total=lab.num_steps(how), shown=True) as bar:
         found = lab.bench(plugin, args.model, options, how, bar.update)
     for line in lab.show(found):
         write(f"{line}\n")
     if how.output is not None:
         save_results(how.output, found.as_json())
-    if how.plot is not None:
-        draw(found, how.plot)
     return 0
 
 

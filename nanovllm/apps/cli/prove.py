@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from nanovllm import demo_model
 from nanovllm.apps.cli.flag_groups import add_engine_flags
 from nanovllm.apps.prove.prove_options import ProveOptions
-from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, add_flags, add_other_flags, fields_of, given_fields
 from nanovllm.options.validation import writing
 from nanovllm.utils.terminal import write
 
 if TYPE_CHECKING:
-    from nanovllm.apps.prove.proof import Proof, Verdict
+    from nanovllm.apps.prove.proof import Verdict
 
 DIFFERS = 1
 """The exit status where an answer depends on how it was computed."""
@@ -55,15 +54,14 @@ def prove(args: argparse.Namespace) -> int:
     """Check that a model's answers have the same bits however they are computed."""
     options = ProveOptions(**given_fields(ProveOptions, args))
     engine_options = {k: v for k, v in given_fields(Config, args).items() if k != "model"}
-    if options.peer is not None and engine_options:
-        flag = min(engine_options).replace("_", "-")
-        raise ConfigError(f"--{flag} is for nanovllm, and a peer has its own options: leave it out")
     options.check_places()
-    model = args.model
-    if options.peer is None:
-        model = model or demo_model.default_model()
-        Config(model=model, **engine_options)
-    proof = _proof(model, engine_options, options)
+    model = args.model or demo_model.default_model()
+    Config(model=model, **engine_options)
+    from nanovllm.apps.prove.proof import Prover
+
+    prover = Prover(model, engine_options, options, _show)
+    write(f"{len(prover.requests)} requests, each alone and then:\n")
+    proof = prover.prove()
     if proof.not_tried:
         write(f"not tried: {'; '.join(proof.not_tried)}\n")
     if options.output is not None:
@@ -79,22 +77,6 @@ def prove(args: argparse.Namespace) -> int:
         shown = "shows" if proof.is_shown else "did not show, when it was run,"
         write(f"{proof.difference}\n{proof.reproduction} {shown} the first difference.\n")
     return DIFFERS
-
-
-def _proof(model: str | None, engine_options: dict[str, Any], options: ProveOptions) -> "Proof":
-    """Try all ways, and write a line for each."""
-    from nanovllm.apps.prove import peers
-    from nanovllm.apps.prove.proof import Prover
-
-    if options.is_url:
-        return peers.prove_server(model, options, _show)
-    if model is None:
-        raise ConfigError(f"MODEL is missing: what {options.peer} loads")
-    if options.peer is not None:
-        return peers.prove_engine(model, options, _show)
-    prover = Prover(model, engine_options, options, _show)
-    write(f"{len(prover.requests)} requests, each alone and then:\n")
-    return prover.prove()
 
 
 def _show(verdict: "Verdict") -> None:

@@ -13,7 +13,6 @@ import random
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence as Seq
 from itertools import chain
 from typing import Any, NamedTuple
@@ -21,19 +20,7 @@ from typing import Any, NamedTuple
 from nanovllm import __version__
 from nanovllm.apps.lab.lab_options import BenchOptions
 from nanovllm.apps.lab.plugin import Plugin
-from nanovllm.apps.lab.ratio import NOTHING, Ratio, fewest_pairs, ratio_of
-from nanovllm.apps.lab.workloads import (
-    AGENTS,
-    LENGTHS,
-    LOAD,
-    MOST_RUNNING,
-    NANO,
-    POISSON,
-    POOL_TOKENS,
-    PREFIXES,
-    WORKLOADS,
-    make,
-)
+from nanovllm.apps.lab.workloads import MOST_RUNNING, POOL_TOKENS, WORKLOADS
 from nanovllm.errors import ConfigError, EngineDeadError
 
 ENGINE: dict[str, Any] = {
@@ -46,21 +33,52 @@ ENGINE: dict[str, Any] = {
 }
 """Options of both engines, unless the user sets them. With one thread a process needs one core, and
 does not wait for others' threads."""
+FASTER, SLOWER, NOTHING = "faster", "slower", "no difference shown"
 _ERROR = 0.05
 """How often at most any of the comparisons shows a difference that is not there."""
-MEASURES: tuple[tuple[str, str, str], ...] = (
-    (NANO, "seconds", "seconds"),
-    (PREFIXES, "seconds", "seconds"),
-    (LENGTHS, "seconds", "seconds"),
-    (LENGTHS, "latency", "seconds until its end, mean of requests"),
-    (POISSON, "first_token", "seconds to the first token, mean of requests"),
-    (POISSON, "next_token", "seconds between tokens, mean of requests"),
-    (AGENTS, "seconds", "seconds"),
-)
-"""What is compared: workload, field of `Round`, and what that is."""
+MEASURES = {"seconds": "seconds", "latency": "seconds until its end, mean of requests"}
+"""What is compared, by field of `Round`."""
 Rounds = list[list[dict[str, Any]]]
 """Of each pair: of each round, what `Round` has."""
 OnStep = Callable[[], object]
+
+
+class Ratio(NamedTuple):
+    """How many times as long the plugin takes: the median of the pairs' ratios, and its interval.
+
+    A pair's processes take turns in random order, so without a difference its ratio is as likely
+    above 1 as below; the interval is that of the sign test, which assumes no more.
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def verdict(self) -> str:
+        """FASTER, SLOWER or NOTHING."""
+        return SLOWER if self.low > 1 else FASTER if self.high < 1 else NOTHING
+
+
+def ratio_of(ratios: Seq[float], error: float) -> Ratio:
+    """Return what pairs show.
+
+    Args:
+        error: how often at most the interval lacks 1 although there is no difference. The fewest
+            pairs for which there is such an interval are `fewest_pairs(error)`.
+    """
+    ordered, count = sorted(ratios), len(ratios)
+    outside = 0  # so many ratios at each end lie outside the interval
+    below = 1  # of 2**count equally likely outcomes: those with at most `outside` below 1
+    while 2 * (below + math.comb(count, outside + 1)) <= error * 2**count:
+        outside += 1
+        below += math.comb(count, outside)
+    return Ratio(statistics.median(ordered), ordered[outside], ordered[-1 - outside])
+
+
+def fewest_pairs(error: float) -> int:
+    """Return how many pairs an interval needs: with fewer, none may be so wide."""
+    return math.ceil(math.log2(2 / error))
 
 
 class Measure(NamedTuple):
@@ -82,30 +100,27 @@ class Bench:
     model: str
     plugin: str | None
     """The option; None: the default beside itself."""
-    num_pairs: int
-    num_rounds: int
     engine_options: dict[str, Any]
     rounds: dict[str, tuple[Rounds, Rounds]]
     """By workload: those of the default, and those of the plugin."""
-    seconds: float
     engine: str = f"nanovllm {__version__}"
 
     def measures(self) -> list[Measure]:
         """Return all comparisons; together they err in at most one of 20 benches."""
-        chosen = [measure for measure in MEASURES if measure[0] in self.rounds]
-        return [self._measure(*measure, error=_ERROR / len(chosen)) for measure in chosen]
+        error = _ERROR / (len(self.rounds) * len(MEASURES))
+        return [self._measure(name, field, error) for name in self.rounds for field in MEASURES]
 
-    def _measure(self, workload: str, field: str, what: str, *, error: float) -> Measure:
+    def _measure(self, workload: str, field: str, error: float) -> Measure:
         default, plugin = (
-            [_values(pair, field) for pair in side] for side in self.rounds[workload]
+            [[each[field] for each in pair] for pair in side] for side in self.rounds[workload]
         )
-        logs = [
-            statistics.median(math.log(b / a) for a, b in zip(*pair, strict=True))
+        ratios = [
+            statistics.median(b / a for a, b in zip(*pair, strict=True))
             for pair in zip(default, plugin, strict=True)
         ]
-        ratio = ratio_of(logs, error)
+        ratio = ratio_of(ratios, error)
         own, others = (statistics.median(chain(*side)) for side in (default, plugin))
-        return Measure(workload, what, own, others, ratio, ratio.verdict)
+        return Measure(workload, MEASURES[field], own, others, ratio, ratio.verdict)
 
     def counts(self) -> list[tuple[str, str, int, int, bool]]:
         """Return (workload, what, default, plugin, whether each round has the same) of counts.
@@ -146,37 +161,30 @@ def bench(
         EngineDeadError: an engine ends, as a wrong plugin ends it.
     """
     names = _chosen(options.workloads)
-    num_compared = sum(measure[0] in names for measure in MEASURES)
+    num_compared = len(names) * len(MEASURES)
     fewest = fewest_pairs(_ERROR / num_compared)
     if options.num_pairs < fewest:
-        compared = f"{num_compared} comparison" + "s" * (num_compared > 1)
         raise ConfigError(
-            f"num_pairs must be at least {fewest} for {compared}: with fewer no difference can be "
-            f"shown, got {options.num_pairs}"
+            f"num_pairs must be at least {fewest} for {num_compared} comparisons: with fewer no "
+            f"difference can be shown, got {options.num_pairs}"
         )
     base = {**ENGINE, **engine_options}
     both = [base, base if plugin is None else {**base, **plugin.options}]
     rounds: dict[str, tuple[Rounds, Rounds]] = {name: ([], []) for name in names}
     rng = random.Random(0)
-    start = time.monotonic()
-    gap = 0.0
-    with contextlib.nullcontext() if plugin is None else plugin.importable():
-        for _ in range(options.num_pairs):
-            with _pair(model, both) as processes:
+    for _ in range(options.num_pairs):
+        with _pair(model, both) as processes:
+            on_step()
+            for name in names:
+                _take_turns(processes, name, options.num_rounds, rng, rounds[name])
                 on_step()
-                gap = _warm_up(processes, names, gap)
-                on_step()
-                for name in names:
-                    _take_turns(processes, name, gap, options.num_rounds, rng, rounds[name])
-                    on_step()
     value = None if plugin is None else f"{plugin.kind}={plugin.value}"
-    seconds = round(time.monotonic() - start, 1)
-    return Bench(model, value, options.num_pairs, options.num_rounds, base, rounds, seconds)
+    return Bench(model, value, base, rounds)
 
 
 def num_steps(options: BenchOptions) -> int:
     """Return how often `bench` calls `on_step`."""
-    return options.num_pairs * (2 + len(_chosen(options.workloads)))
+    return options.num_pairs * (1 + len(_chosen(options.workloads)))
 
 
 def _chosen(texts: Seq[str]) -> list[str]:
@@ -200,13 +208,11 @@ class _Process:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.send({"model": model, "options": options})
+        self._send({"model": model, "options": options})
 
-    def send(self, job: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `receive` says why
-            self._process.stdin.write(json.dumps(job) + "\n")
-            self._process.stdin.flush()
+    def play(self, name: str) -> dict[str, Any]:
+        self._send(name)
+        return self.receive()
 
     def receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -219,13 +225,15 @@ class _Process:
             raise EngineDeadError(found["error"])
         return found
 
-    def play(self, name: str, gap: float) -> dict[str, Any]:
-        self.send({"name": name, "gap": gap})
-        return self.receive()
-
     def stop(self) -> None:
         self._process.kill()
         self._process.communicate()
+
+    def _send(self, job: Any) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `receive` says why
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
 
 
 @contextlib.contextmanager
@@ -242,37 +250,21 @@ def _pair(model: str, both: Seq[dict[str, Any]]) -> Iterator[list[_Process]]:
             process.stop()
 
 
-def _warm_up(processes: Seq[_Process], names: Seq[str], gap: float) -> float:
-    """Play each workload once; return the mean gap of arrivals that asks for LOAD of what the
-    default can do, `gap` if that is known.
-    """
-    for name in names:
-        for process in processes:
-            process.send({"name": name, "gap": 0.0})
-        found = [process.receive() for process in processes]
-        if name == POISSON and not gap:
-            gap = found[0]["seconds"] / len(make(POISSON, 2)) / LOAD
-    return gap
-
-
 def _take_turns(
     processes: Seq[_Process],
     name: str,
-    gap: float,
     num_rounds: int,
     rng: random.Random,
     found: tuple[Rounds, Rounds],
 ) -> None:
-    """Play a workload in both processes, one after the other, in random order each time."""
+    """Play a workload in both processes in turns, in random order; the first round warms up."""
+    for process in processes:
+        process.play(name)
     for side in found:
         side.append([])
     for _ in range(num_rounds):
         for index in rng.sample((0, 1), 2):
-            found[index][-1].append(processes[index].play(name, gap))
-
-
-def _values(rounds: Seq[dict[str, Any]], field: str) -> list[float]:
-    return [found[field] for found in rounds]
+            found[index][-1].append(processes[index].play(name))
 
 
 def show(found: Bench) -> Iterator[str]:
@@ -283,7 +275,7 @@ def show(found: Bench) -> Iterator[str]:
         interval = f"{m.ratio.low:.3f} to {m.ratio.high:.3f}"
         yield (
             f"{m.workload:18}{m.what:46.46}{m.default:9.4g}{m.plugin:9.4g}"
-            f"{m.ratio.estimate:7.3f}  {interval:16}  {m.verdict}"
+            f"{m.ratio.median:7.3f}  {interval:16}  {m.verdict}"
         )
     for workload, what, default, plugin, is_exact in found.counts():
         if default != plugin:

@@ -4,16 +4,12 @@ Random runs of the scheduler with all invariants verified, bounds of waiting or 
 ways of `nanovllm prove`.
 """
 
-import contextlib
 import importlib.util
 import linecache
-import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FrameType
 from typing import Any, NamedTuple
 
 from nanovllm.apps.lab.bounds import (
@@ -28,16 +24,9 @@ from nanovllm.apps.lab.lab_options import CheckOptions
 from nanovllm.apps.lab.plugin import EVICTION, POLICY, Plugin
 from nanovllm.apps.prove.prove_options import ProveOptions
 from nanovllm.errors import ConfigError, NanoVLLMError
-from nanovllm.options.plugins import at_start, in_step
 
 _FAIR = 0.6
 """The most that one of two users may get of what both wait for, if users are to take turns."""
-
-
-_CALL_SECONDS = 10.0
-"""How long one call of the plugin may take."""
-_NUM_LOOKS = 10
-"""How often it is looked for meanwhile."""
 
 
 class Finding(NamedTuple):
@@ -80,14 +69,13 @@ def check(
     if not __debug__:
         raise ConfigError("python -O removes the assertions that are checked here: leave -O out")
     found: list[Finding] = []
-    with plugin.importable():
+    start = time.monotonic()
+    for name, (holds, words) in _findings(plugin, model, engine_options, options, prove):
+        found.append(Finding(name, holds, words, round(time.monotonic() - start, 2)))
+        on_finding(found[-1])
+        if not holds and name.startswith("random"):
+            break  # the others may never end with such a plugin
         start = time.monotonic()
-        for name, (holds, words) in _findings(plugin, model, engine_options, options, prove):
-            found.append(Finding(name, holds, words, round(time.monotonic() - start, 2)))
-            on_finding(found[-1])
-            if not holds and name.startswith("random"):
-                break  # the others may never end with such a plugin
-            start = time.monotonic()
     return found
 
 
@@ -114,58 +102,14 @@ def _findings(
 def _guarded(checked: Callable[[], Checked]) -> Checked:
     """Return what a check says; an exception of the plugin's or of an invariant is a fault."""
     try:
-        with _calls_end():
-            return checked()
+        return checked()
     except ConfigError:
         raise
-    except _Endless as error:
-        return False, str(error)
     except Exception as error:
         words = (isinstance(error, NanoVLLMError) and str(error)) or _words(error)
         lines = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
         calls = [line for line in lines if line.startswith("state.") and line != "state.check()"]
         return False, "\n".join([words, *calls])
-
-
-class _Endless(BaseException):
-    """A call of the plugin does not return. No handler of exceptions is to catch it."""
-
-
-@contextlib.contextmanager
-def _calls_end() -> Iterator[None]:
-    """Raise _Endless if a call of the plugin takes longer than `_CALL_SECONDS`.
-
-    Looks now and then where the main thread is: calls cost nothing. Seconds in which the process
-    is stopped do not count.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
-        yield  # nobody looks
-        return
-    guards = at_start.__code__, in_step.__code__
-    watched: FrameType | None = None
-    num_looks = 0
-
-    def look(_: int, frame: FrameType | None) -> None:
-        nonlocal watched, num_looks
-        call = None
-        while frame is not None:
-            if frame.f_code in guards and frame.f_locals["name"] is not None:
-                call = frame  # the outermost: the engine's call
-            frame = frame.f_back
-        num_looks = num_looks + 1 if call is watched else 0
-        watched = call
-        if call is not None and num_looks >= _NUM_LOOKS:
-            name = call.f_locals["call"]
-            raise _Endless(f"{name} did not return within {_CALL_SECONDS:g} s")
-
-    handler = signal.signal(signal.SIGALRM, look)
-    timer = signal.setitimer(signal.ITIMER_REAL, *[_CALL_SECONDS / _NUM_LOOKS] * 2)
-    try:
-        yield
-    finally:
-        watched = None
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler)
 
 
 def _words(error: Exception) -> str:

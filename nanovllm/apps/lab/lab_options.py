@@ -46,11 +46,9 @@ class BenchOptions:
     num_rounds: Annotated[int, check_int, 1, 1000] = 3
     """Number of rounds of each workload in each pair."""
     workloads: Annotated[Seq[str], check_texts] = ()
-    """Measure only the workloads whose names contain this text. None is all five."""
+    """Measure only the workloads whose names contain this text. None is all four."""
     output: Annotated[str | None, check_path, "a file or None"] = None
     """File for all measurements as JSON; None is no file."""
-    plot: Annotated[str | None, check_path, "a file or None"] = None
-    """File for a picture by matplotlib, such as bench.png; None is no file."""
 
     def __post_init__(self) -> None:
         check_fields(ConfigError, self)

@@ -1,4 +1,4 @@
-"""The five workloads of `nanovllm lab bench`: requests of random tokens, the same in each process.
+"""The workloads of `nanovllm lab bench`: requests of random tokens, the same in each process.
 
 They are scaled to a pool of POOL_TOKENS tokens and to MOST_RUNNING sequences, so that requests wait
 and cached KV is evicted, as with a large model and many users.
@@ -10,10 +10,6 @@ from typing import NamedTuple
 
 POOL_TOKENS = 2048
 MOST_RUNNING = 8
-NANO, PREFIXES, LENGTHS = "nano-vllm's", "shared prefixes", "long and short"
-POISSON, AGENTS = "Poisson arrivals", "agents' turns"
-LOAD = 0.7
-"""Of Poisson arrivals: how much of the default's throughput they ask for."""
 
 
 class WorkloadRequest(NamedTuple):
@@ -21,9 +17,7 @@ class WorkloadRequest(NamedTuple):
 
     prompt: list[int]
     max_tokens: int
-    at: float = 0.0
-    """When it arrives, in mean gaps between arrivals."""
-    questions: tuple[tuple[int, ...], ...] = ()
+    questions: tuple[list[int], ...] = ()
     """The later turns: each prompt is all that came before and the next of these."""
 
 
@@ -32,7 +26,7 @@ Tokens = Callable[[int], list[int]]
 
 
 def make(name: str, vocab_size: int) -> list[WorkloadRequest]:
-    """Return the requests of a workload."""
+    """Return the requests of a workload, which all come at once."""
     rng = random.Random(name)
 
     def tokens(count: int) -> list[int]:
@@ -42,7 +36,7 @@ def make(name: str, vocab_size: int) -> list[WorkloadRequest]:
 
 
 def _nano_vllm(rng: random.Random, tokens: Tokens) -> list[WorkloadRequest]:
-    """Prompts and answers of even lengths, all at once, as in nano-vllm's bench.py, but shorter."""
+    """Prompts and answers of even lengths, as in nano-vllm's bench.py, but shorter."""
     return [WorkloadRequest(tokens(rng.randint(16, 160)), rng.randint(16, 64)) for _ in range(20)]
 
 
@@ -55,22 +49,13 @@ def _shared_prefixes(rng: random.Random, tokens: Tokens) -> list[WorkloadRequest
 
 
 def _long_and_short(rng: random.Random, tokens: Tokens) -> list[WorkloadRequest]:
-    """One long request for three short ones, all at once."""
+    """One long request for three short ones."""
     return [
         WorkloadRequest(tokens(500), 48)
         if number % 4 == 0
         else WorkloadRequest(tokens(rng.randint(16, 32)), 12)
         for number in range(28)
     ]
-
-
-def _poisson(rng: random.Random, tokens: Tokens) -> list[WorkloadRequest]:
-    """Requests of many lengths that arrive one by one."""
-    at, found = 0.0, []
-    for _ in range(24):
-        at += rng.expovariate(1.0)
-        found.append(WorkloadRequest(tokens(rng.randint(16, 256)), rng.randint(8, 48), at))
-    return found
 
 
 def _agents(rng: random.Random, tokens: Tokens) -> list[WorkloadRequest]:
@@ -80,16 +65,16 @@ def _agents(rng: random.Random, tokens: Tokens) -> list[WorkloadRequest]:
         WorkloadRequest(
             instructions + tokens(rng.randint(16, 64)),
             16,
-            questions=tuple(tuple(tokens(rng.randint(16, 64))) for _ in range(3)),
+            questions=tuple(tokens(rng.randint(16, 64)) for _ in range(3)),
         )
         for _ in range(8)
     ]
 
 
 WORKLOADS: dict[str, Callable[[random.Random, Tokens], list[WorkloadRequest]]] = {
-    NANO: _nano_vllm,
-    PREFIXES: _shared_prefixes,
-    LENGTHS: _long_and_short,
-    POISSON: _poisson,
-    AGENTS: _agents,
+    "nano-vllm's": _nano_vllm,
+    "shared prefixes": _shared_prefixes,
+    "long and short": _long_and_short,
+    "agents' turns": _agents,
 }
+"""What `nanovllm lab bench` plays, by name."""

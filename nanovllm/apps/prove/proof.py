@@ -53,9 +53,7 @@ class Proof:
     model: str
     engine: str = f"nanovllm {__version__}"
     arithmetic: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """nanovllm's, see `Arithmetic`."""
-    peer_options: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    """The options of a peer's engine, by the names of its ways."""
+    """See `Arithmetic`."""
     verdicts: list[Verdict] = dataclasses.field(default_factory=list)
     digests: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     """By setting: the digest of each request's tokens and log-probabilities alone."""

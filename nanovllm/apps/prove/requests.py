@@ -174,15 +174,3 @@ def _text(
         if len(found) < least:
             found += encode(f"{question}\n{answer}\n\n")
     return found * (1 + least // len(found))
-
-
-def texts(count: int) -> list[str]:
-    """Return `count` prompts as texts, for a server: many begin alike."""
-    rng = random.Random(0)
-    entries = demo_model.entries()
-    whole = [f"{question}\n{answer}" for question, answer in entries]
-    questions = [question for question, _ in entries[4:]]
-    return [
-        "\n\n".join([*whole[: rng.choice([0, 1, 2, 4])], questions[index % len(questions)]])
-        for index in range(count)
-    ]

@@ -24,8 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanovllm.apps.ray.affinity import conversation_key
 from nanovllm.apps.server.admission import BodyBudget
 from nanovllm.apps.server.error_bodies import APIError, as_api_error, route_path
-from nanovllm.apps.server.merged_metrics import merge
 from nanovllm.apps.server.middleware import guard
+from nanovllm.apps.server.prometheus import merge
 from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.apps.server.sse import error_frames
 from nanovllm.errors import log_failure

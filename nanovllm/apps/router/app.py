@@ -21,12 +21,12 @@ from starlette.routing import Route
 from nanovllm import __version__
 from nanovllm.apps.router.models import Model, Models
 from nanovllm.apps.router.proxy import Proxy, for_engine
-from nanovllm.apps.server import pages, profile_route
+from nanovllm.apps.server import control_route, pages
 from nanovllm.apps.server.admission import AnswerBudget, BodyBudget, shutting_down
 from nanovllm.apps.server.app import ROUTERS, app_of, routes_of, stand_guard
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.merged_metrics import merge
+from nanovllm.apps.server.prometheus import merge
 from nanovllm.apps.server.request_log import record_of
 from nanovllm.apps.server.server_options import ServerOptions
 
@@ -43,7 +43,7 @@ def make_app(models: Models, options: ServerOptions) -> FastAPI:
     """Return an app that answers with `models`."""
     routers = [*ROUTERS]
     if any(model.spec.engine.get("profile_dir") for model in models.all):
-        routers.append(profile_route.router)
+        routers.append(control_route.profile_router)
     app = app_of([pages.router], options)
     schema = app_of(routers, options)
     app.openapi = schema.openapi  # type: ignore[method-assign]  # what the engines answer

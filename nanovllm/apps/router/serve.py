@@ -37,7 +37,7 @@ def serve(args: argparse.Namespace) -> int:
     given["api_keys"] = (*given.get("api_keys", ()), *keys_of_environment())
     options = ServerOptions(**given)
     router = RouterOptions(**given_fields(RouterOptions, args))
-    log = Log(options.log_level, options.log_format, options.log_config)
+    log = Log(options.log_level, options.log_format)
     largest = max(spec.server.get("max_body_bytes", options.max_body_bytes) for spec in specs)
     options = dataclasses.replace(options, max_body_bytes=largest)  # an engine checks its own
     allow_files(2 * options.max_connections + OTHER_FILES)

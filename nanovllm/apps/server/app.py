@@ -11,18 +11,16 @@ from nanovllm import __version__
 from nanovllm.apps.server import (
     chat_route as chat,
     completions_route as completions,
+    control_route as control,
     generate_route as generate,
     messages_route as messages,
     models_route as models,
     pages,
     pooling_route as pooling,
-    profile_route as profile,
     prometheus as metrics,
     responses_route as responses,
-    sleep_route as sleep,
     status,
     tokens,
-    training_route as training,
 )
 from nanovllm.apps.server.error_bodies import Error, add_error_handlers
 from nanovllm.apps.server.middleware import guard
@@ -96,10 +94,11 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
     server = ServerState(llm, options)
     routers = [*ROUTERS]
     switched_off: dict[str, str] = {}
+    may_sleep = options.dev_mode or options.enable_sleep_mode
     for router, flag, is_on in (
-        (profile.router, "--profile-dir", llm.engine.config.profile_dir is not None),
-        (sleep.router, "--enable-sleep-mode", options.dev_mode or options.enable_sleep_mode),
-        (training.router, "--dev-mode", options.dev_mode),
+        (control.profile_router, "--profile-dir", llm.engine.config.profile_dir is not None),
+        (control.sleep_router, "--enable-sleep-mode", may_sleep),
+        (control.training_router, "--dev-mode", options.dev_mode),
     ):
         if is_on:
             routers.append(router)

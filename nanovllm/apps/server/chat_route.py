@@ -24,28 +24,8 @@ from nanovllm.apps.server.params import (
     chat_params,
     field_names,
 )
-from nanovllm.apps.server.protocol.chat import (
-    AnswerMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatCompletion,
-    ChatRequest,
-    ChoiceLogprobs,
-    ChunkChoice,
-    ContentLogprob,
-    Delta,
-    FunctionCall,
-    FunctionCallDelta,
-    TokenLogprob,
-    ToolCall,
-    ToolCallDelta,
-)
-from nanovllm.apps.server.protocol.common import (
-    CompletionTokensDetails,
-    StreamOptions,
-    Usage,
-    usage,
-)
+from nanovllm.apps.server.protocol.chat import ChatRequest
+from nanovllm.apps.server.protocol.common import StreamOptions, usage
 from nanovllm.apps.server.sse import DONE, TextFrames, frame, json_response, sse
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.options.sampling_params import SamplingParams
@@ -54,7 +34,7 @@ from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 router = APIRouter(tags=["chat"], route_class=JSONRoute)
 
 
-@router.post("/v1/chat/completions", response_model=ChatCompletion)
+@router.post("/v1/chat/completions")
 async def answer_chat(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
     server = state_of(request)
@@ -150,30 +130,29 @@ class _Answer:
         self._is_plain = not (body.logprobs or body.return_token_ids or options.with_each_chunk)
         """Whether the chunk of a text has nothing else that is new."""
 
-    def whole(self, output: RequestOutput) -> ChatCompletion:
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
         self._num_output = sum(len(c.token_ids) for c in output.outputs)
         choices = [self._choice(completion) for completion in output.outputs]
-        return ChatCompletion(
-            object="chat.completion",
+        return {
             **self._head,
-            service_tier="default",
-            choices=choices,
-            usage=self._usage(output),
-            prompt_token_ids=output.prompt_token_ids if self._body.return_token_ids else None,
-            prompt_logprobs=output.prompt_logprobs,
-        )
+            "object": "chat.completion",
+            "service_tier": "default",
+            "choices": choices,
+            "usage": self._usage(output),
+            "prompt_token_ids": output.prompt_token_ids if self._body.return_token_ids else None,
+            "prompt_logprobs": output.prompt_logprobs,
+        }
 
-    def _choice(self, completion: CompletionOutput) -> ChatChoice:
+    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
         choice = self._choices[completion.index]
-        parts = choice.parts(completion)
-        return ChatChoice(
-            index=completion.index,
-            message=_message(parts),
-            logprobs=self._logprobs(completion),
-            finish_reason=choice.reader.finish_reason(completion),
-            stop_reason=completion.stop_reason,
-            token_ids=completion.token_ids if self._body.return_token_ids else None,
-        )
+        return {
+            "index": completion.index,
+            "message": _message(choice.parts(completion)),
+            "logprobs": self._logprobs(completion),
+            "finish_reason": choice.reader.finish_reason(completion),
+            "stop_reason": completion.stop_reason,
+            "token_ids": completion.token_ids if self._body.return_token_ids else None,
+        }
 
     async def streamed(self, outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[str, None]:
         """Yield the frames of a stream, those that belong together at once."""
@@ -192,7 +171,7 @@ class _Answer:
             choice = self._choices[completion.index]
             if choice.text_frames is None:
                 frames.append(frame(self._first_chunk(completion.index, output)))
-                text = self._chunk_choice(completion.index, Delta(content=TextFrames.TEXT))
+                text = self._chunk_choice(completion.index, {"content": TextFrames.TEXT})
                 choice.text_frames = TextFrames(self._chunk(text, output))
             self._num_output += len(completion.token_ids)
             match choice.parts(completion):
@@ -203,40 +182,41 @@ class _Answer:
                     frames += [frame(self._chunk(each, output)) for each in choices]
         if output.finished:
             if self._options.include_usage:
-                last = ChatChunk(object="chat.completion.chunk", **self._head, choices=[])
-                last.usage = self._usage(output)
-                frames.append(frame(last))
+                frames.append(frame({**self._chunk_of(), "usage": self._usage(output)}))
             frames.append(DONE)
         return "".join(frames)
 
-    def _first_chunk(self, index: int, output: RequestOutput) -> ChatChunk:
+    def _first_chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
         """Return an answer's first chunk: its role, and what is asked for of the prompt."""
-        delta = Delta(role="assistant", content="")
-        choice = ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         chunk = self._chunk(choice, output)
-        chunk.prompt_token_ids = output.prompt_token_ids if self._body.return_token_ids else None
+        chunk["prompt_token_ids"] = output.prompt_token_ids if self._body.return_token_ids else None
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            chunk.prompt_logprobs = output.prompt_logprobs
+            chunk["prompt_logprobs"] = output.prompt_logprobs
         return chunk
 
-    def _chunk(self, choice: ChunkChoice, output: RequestOutput) -> ChatChunk:
-        chunk = ChatChunk(object="chat.completion.chunk", **self._head, choices=[choice])
+    def _chunk(self, choice: dict[str, Any], output: RequestOutput) -> dict[str, Any]:
+        chunk = self._chunk_of(choice)
         if self._options.with_each_chunk:
-            chunk.usage = self._usage_so_far(output)
+            chunk["usage"] = self._usage_so_far(output)
         return chunk
 
-    def _usage_so_far(self, output: RequestOutput) -> Usage:
+    def _chunk_of(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk", "choices": choices}
+
+    def _usage_so_far(self, output: RequestOutput) -> dict[str, Any]:
         return usage(len(output.prompt_token_ids), self._num_output, output.num_cached_tokens)
 
-    def _usage(self, output: RequestOutput) -> Usage:
+    def _usage(self, output: RequestOutput) -> dict[str, Any]:
         """Return the usage of the whole answer."""
-        found = self._usage_so_far(output)
-        found.completion_tokens_details = CompletionTokensDetails(
-            reasoning_tokens=sum(choice.reader.num_reasoning_tokens for choice in self._choices)
-        )
-        return found
+        num_reasoning = sum(choice.reader.num_reasoning_tokens for choice in self._choices)
+        details = {"reasoning_tokens": num_reasoning}
+        return {**self._usage_so_far(output), "completion_tokens_details": details}
 
-    def _chunk_choices(self, completion: CompletionOutput, parts: Seq[Part]) -> list[ChunkChoice]:
+    def _chunk_choices(
+        self, completion: CompletionOutput, parts: Seq[Part]
+    ) -> list[dict[str, Any]]:
         """Return what is new of an answer: the parts, then the end.
 
         Ids and log-probabilities of tokens come with the first part. Where no part is certain yet,
@@ -247,41 +227,33 @@ class _Answer:
         deltas = [_delta(part) for part in parts]
         has_data = bool(completion.token_ids and (body.logprobs or body.return_token_ids))
         if completion.finish_reason is not None or (has_data and not deltas):
-            deltas.append(Delta())
+            deltas.append({})
         choices = [self._chunk_choice(completion.index, delta) for delta in deltas]
         if has_data:
-            choices[0].logprobs = self._logprobs(completion)
+            choices[0]["logprobs"] = self._logprobs(completion)
             if body.return_token_ids:
-                choices[0].token_ids = completion.token_ids
+                choices[0]["token_ids"] = completion.token_ids
         if completion.finish_reason is not None:
-            choices[-1].finish_reason = choice.reader.finish_reason(completion)
-            choices[-1].stop_reason = completion.stop_reason
+            choices[-1]["finish_reason"] = choice.reader.finish_reason(completion)
+            choices[-1]["stop_reason"] = completion.stop_reason
         return choices
 
-    def _chunk_choice(self, index: int, delta: Delta) -> ChunkChoice:
+    def _chunk_choice(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         token_ids: list[int] | None = [] if self._body.return_token_ids else None
-        return ChunkChoice(
-            index=index, delta=delta, logprobs=None, finish_reason=None, token_ids=token_ids
-        )
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {**choice, "token_ids": token_ids}
 
-    def _logprobs(self, completion: CompletionOutput) -> ChoiceLogprobs | None:
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
         found = zip(completion.token_ids, completion.logprobs or [], strict=True)
-        return ChoiceLogprobs(
-            content=[self._token_logprobs(token, entries) for token, entries in found]
-        )
+        return {"content": [self._token_logprobs(token, entries) for token, entries in found]}
 
-    def _token_logprobs(self, token: int, entries: Mapping[int, Logprob]) -> ContentLogprob:
+    def _token_logprobs(self, token: int, entries: Mapping[int, Logprob]) -> dict[str, Any]:
         count = self._body.top_logprobs or 0
         top = sorted(entries.items(), key=lambda item: item[1].rank)
-        return ContentLogprob(
-            **self._token_logprob(token, entries[token]),
-            top_logprobs=[
-                TokenLogprob(**self._token_logprob(*item))
-                for item in (top if count == -1 else top[:count])
-            ],
-        )
+        tops = [self._token_logprob(*item) for item in (top if count == -1 else top[:count])]
+        return {**self._token_logprob(token, entries[token]), "top_logprobs": tops}
 
     def _token_logprob(self, token: int, entry: Logprob) -> dict[str, Any]:
         text = entry.decoded_token or ""
@@ -291,11 +263,11 @@ class _Answer:
         return {"token": text, "logprob": logprob, "bytes": list(self._token_bytes(token))}
 
 
-def _message(parts: Seq[Part]) -> AnswerMessage:
+def _message(parts: Seq[Part]) -> dict[str, Any]:
     """Return the message that the parts of a whole answer make."""
     text = ""
     reasoning = ""
-    calls: list[ToolCall] = []
+    calls: list[dict[str, Any]] = []
     for part in parts:
         match part:
             case TextDelta():
@@ -303,33 +275,30 @@ def _message(parts: Seq[Part]) -> AnswerMessage:
             case ReasoningDelta():
                 reasoning += part.text
             case ToolCallStart():
-                function = FunctionCall(name=part.name, arguments="")
-                calls.append(ToolCall(id=part.call_id, type="function", function=function))
+                function = {"name": part.name, "arguments": ""}
+                calls.append({"id": part.call_id, "type": "function", "function": function})
             case ToolCallArguments():
-                calls[part.index].function.arguments += part.text
-    message = AnswerMessage(
-        role="assistant",
-        content=text or (None if calls else ""),
-        refusal=None,
-        reasoning=reasoning or None,  # clients of vLLM's read it whether there is some or not
-        reasoning_content=reasoning or None,
-    )
-    if calls:
-        message.tool_calls = calls
-    return message
+                calls[part.index]["function"]["arguments"] += part.text
+    message = {
+        "role": "assistant",
+        "content": text or (None if calls else ""),
+        "refusal": None,
+        "reasoning": reasoning or None,  # clients of vLLM's read it whether there is some or not
+        "reasoning_content": reasoning or None,  # by its older name
+    }
+    return {**message, "tool_calls": calls} if calls else message
 
 
-def _delta(part: Part) -> Delta:
+def _delta(part: Part) -> dict[str, Any]:
     match part:
         case TextDelta():
-            return Delta(content=part.text)
+            return {"content": part.text}
         case ReasoningDelta():
-            return Delta(reasoning=part.text, reasoning_content=part.text)
+            return {"reasoning": part.text, "reasoning_content": part.text}
         case ToolCallStart():
-            start = FunctionCallDelta(name=part.name, arguments="")
-            call = ToolCallDelta(index=part.index, id=part.call_id, type="function", function=start)
-            return Delta(tool_calls=[call])
+            function = {"name": part.name, "arguments": ""}
+            call = {"index": part.index, "id": part.call_id, "type": "function"}
+            return {"tool_calls": [{**call, "function": function}]}
         case ToolCallArguments():
-            piece = FunctionCallDelta(arguments=part.text)
-            return Delta(tool_calls=[ToolCallDelta(index=part.index, function=piece)])
-    raise AssertionError(part)
+            call = {"index": part.index, "function": {"arguments": part.text}}
+            return {"tool_calls": [call]}

@@ -17,13 +17,8 @@ from nanovllm.apps.server.params import (
     field_names,
     sampling_params,
 )
-from nanovllm.apps.server.protocol.common import StreamOptions, Usage, usage
-from nanovllm.apps.server.protocol.completions import (
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-    CompletionResponse,
-)
+from nanovllm.apps.server.protocol.common import StreamOptions, usage
+from nanovllm.apps.server.protocol.completions import CompletionRequest
 from nanovllm.apps.server.sse import DONE, TextFrames, frame, json_response, sse
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.engine.detokenizer import Detokenizer
@@ -40,7 +35,7 @@ TokenLogprobs = dict[int, Logprob] | None
 """Log-probabilities at one position, the position's own token first; None for the first one."""
 
 
-@router.post("/v1/completions", response_model=CompletionResponse)
+@router.post("/v1/completions")
 async def complete(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or many."""
     server = state_of(request)
@@ -126,16 +121,16 @@ class _Answer:
         # For text_offset, by choice: where the output begins in the text, and what reads it.
         self._texts: dict[int, tuple[int, Detokenizer | None]] = {}
 
-    async def whole(self, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> CompletionResponse:
-        choices: list[CompletionChoice] = []
+    async def whole(self, outputs: AsyncIterator[tuple[int, RequestOutput]]) -> dict[str, Any]:
+        choices: list[dict[str, Any]] = []
         async for prompt_index, output in outputs:
             self._count(prompt_index, output)
             if self.may_be_large:
                 choices += await asyncio.to_thread(self._choices, prompt_index, output)
             else:
                 choices += self._choices(prompt_index, output)
-        choices.sort(key=lambda choice: choice.index)
-        return CompletionResponse(**self._head, choices=choices, usage=self._usage())
+        choices.sort(key=lambda choice: int(choice["index"]))
+        return {**self._head, "choices": choices, "usage": self._usage()}
 
     async def streamed(
         self, outputs: AsyncIterator[tuple[int, RequestOutput]]
@@ -168,9 +163,7 @@ class _Answer:
         self._num_unfinished -= output.finished
         if not self._num_unfinished:
             if self._options.include_usage:
-                frames.append(
-                    frame(CompletionResponse(**self._head, choices=[], usage=self._usage()))
-                )
+                frames.append(frame({**self._head, "choices": [], "usage": self._usage()}))
             frames.append(DONE)
         return "".join(frames)
 
@@ -184,18 +177,16 @@ class _Answer:
 
     def _chunk(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, is_first: bool
-    ) -> CompletionResponse:
+    ) -> dict[str, Any]:
         choice = self._choice(prompt_index, output, completion, is_first)
-        chunk = CompletionResponse(**self._head, choices=[choice])
-        if self._options.with_each_chunk:
-            chunk.usage = self._usage()
-        return chunk
+        chunk = {**self._head, "choices": [choice]}
+        return {**chunk, "usage": self._usage()} if self._options.with_each_chunk else chunk
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> dict[str, Any]:
         cached = sum(self._num_cached.values())
         return usage(sum(self._num_prompt.values()), self._num_output, cached)
 
-    def _choices(self, prompt_index: int, output: RequestOutput) -> list[CompletionChoice]:
+    def _choices(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
         return [self._choice(prompt_index, output, c) for c in output.outputs]
 
     def _choice(
@@ -204,7 +195,7 @@ class _Answer:
         output: RequestOutput,
         completion: CompletionOutput,
         is_first: bool = True,
-    ) -> CompletionChoice:
+    ) -> dict[str, Any]:
         """Return a continuation, or what is new of it.
 
         Args:
@@ -220,16 +211,16 @@ class _Answer:
         echo = ""
         if body.echo and is_first:
             echo = output.prompt or self._decode(output.prompt_token_ids)
-        choice = CompletionChoice(
-            index=index,
-            text=echo + text,
-            logprobs=None,
-            finish_reason=completion.finish_reason if self._keeps_output else "length",
-            stop_reason=completion.stop_reason,
-            token_ids=tokens if body.return_token_ids else None,
-            prompt_token_ids=output.prompt_token_ids if with_prompt_ids else None,
-            prompt_logprobs=None if body.prompt_logprobs is None else of_prompt,
-        )
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": echo + text,
+            "logprobs": None,
+            "finish_reason": completion.finish_reason if self._keeps_output else "length",
+            "stop_reason": completion.stop_reason,
+            "token_ids": tokens if body.return_token_ids else None,
+            "prompt_token_ids": output.prompt_token_ids if with_prompt_ids else None,
+            "prompt_logprobs": None if body.prompt_logprobs is None else of_prompt,
+        }
         if body.logprobs is not None:
             found: list[TokenLogprobs] = []
             if self._keeps_output:
@@ -239,7 +230,7 @@ class _Answer:
                 offsets = self._prompt_offsets(output.prompt_token_ids, len(echo)) + offsets
                 tokens = output.prompt_token_ids + tokens
                 found = (of_prompt or []) + found
-            choice.logprobs = self._logprobs(tokens, found, offsets)
+            choice["logprobs"] = self._logprobs(tokens, found, offsets)
         return choice
 
     def _offsets(self, index: int, token_ids: list[int], num_chars: int) -> list[int]:
@@ -269,23 +260,29 @@ class _Answer:
 
     def _logprobs(
         self, tokens: Seq[int], found: Seq[TokenLogprobs], offsets: list[int]
-    ) -> CompletionLogprobs:
-        logprobs = CompletionLogprobs(
-            tokens=[], token_logprobs=[], top_logprobs=[], text_offset=offsets
-        )
+    ) -> dict[str, Any]:
+        """Return the log-probabilities of tokens, one element a token.
+
+        Args:
+            offsets: where each begins in the text: that of a hidden stop string begins at its end
+                or after it.
+        """
+        chosen: list[float | None] = []
+        top: list[dict[str, float] | None] = []
         for token, entries in zip(tokens, found, strict=True):
-            logprobs.tokens.append(self._token_text(token, entries))
             if entries is None:
-                logprobs.token_logprobs.append(None)
-                logprobs.top_logprobs.append(None)
-            else:
-                tops: dict[str, float] = {}
-                for other, entry in entries.items():
-                    logprob = max(entry.logprob, LEAST_LOGPROB)
-                    tops.setdefault(self._token_text(other, entries), logprob)
-                logprobs.token_logprobs.append(entries[token].logprob)
-                logprobs.top_logprobs.append(tops)
-        return logprobs
+                chosen.append(None)
+                top.append(None)
+                continue
+            tops: dict[str, float] = {}
+            for other, entry in entries.items():
+                logprob = max(entry.logprob, LEAST_LOGPROB)
+                tops.setdefault(self._token_text(other, entries), logprob)
+            chosen.append(entries[token].logprob)
+            top.append(tops)
+        texts = [self._token_text(*each) for each in zip(tokens, found, strict=True)]
+        lists = {"token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
+        return {"tokens": texts, **lists}
 
     def _token_text(self, token: int, entries: TokenLogprobs) -> str:
         if self._body.return_tokens_as_token_ids:

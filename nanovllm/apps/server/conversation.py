@@ -19,8 +19,7 @@ from nanovllm.apps.server.output_parsers.parts import (
     ToolCallStart,
 )
 from nanovllm.apps.server.params import check_logprobs
-from nanovllm.apps.server.protocol.chat import ConversationRequest, Tool
-from nanovllm.apps.server.protocol.request_messages import Message
+from nanovllm.apps.server.protocol.chat import ConversationRequest, Message, Tool
 from nanovllm.apps.server.state import ServerState
 from nanovllm.chat.templates import template_options
 from nanovllm.engine.prompt import Prompt

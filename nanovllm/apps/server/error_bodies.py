@@ -41,6 +41,9 @@ _OBJECT = ("dict_type", "model_type", "model_attributes_type")
 """Pydantic's errors for what should be an object of JSON."""
 
 
+_NOT_TEXT = ("image", "document", "video", "audio", "file", "base64", "url")
+
+
 class ErrorFields(BaseModel):
     """What went wrong."""
 
@@ -170,7 +173,12 @@ def _validation_error(error: RequestValidationError) -> APIError:
         param = _path([*place, context["field"]])
         return APIError(400, context["message"], param=param, code=context["code"])
     param = _path(place)
-    if first["type"] == "missing":
+    if first["type"] == "union_tag_invalid":
+        tags = context["expected_tags"].replace(", ", " or ").replace("'", "")
+        what = f"{param} must be of type {tags}, got {shown(context['tag'])}"
+        if context["tag"] in _NOT_TEXT:
+            what += ": the models here read text only; send it as a text block"
+    elif first["type"] == "missing":
         what = f"{param} is missing" if param else "the request has no body: send JSON"
     else:
         rule = " or ".join([_rule(first), *(_rule(e).removeprefix("should be ") for e in others)])

@@ -5,38 +5,80 @@ import base64
 import io
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from nanovllm.apps.server import generation
 from nanovllm.apps.server.error_bodies import naming_params
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.params import LEAST_LOGPROB, check_logprobs, sampling_params
-from nanovllm.apps.server.protocol.common import StreamOptions, Usage, usage
-from nanovllm.apps.server.protocol.generate import (
-    CandidateLogprob,
-    GenerateChoice,
-    Generated,
-    GeneratedChunk,
-    GenerateLogprobs,
-    GenerateParams,
-    GenerateRequest,
-    PositionLogprobs,
-    VersionSpan,
+from nanovllm.apps.server.protocol.common import (
+    EngineRequest,
+    GenerationRequest,
+    StreamOptions,
+    refused,
+    usage,
 )
+from nanovllm.apps.server.protocol.completions import TokenIds
 from nanovllm.apps.server.sse import DONE, frame, json_response, sse
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.engine.prompt import Prompt
+from nanovllm.options.other_names import OtherName, other_names
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
 router = APIRouter(tags=["completions"], route_class=JSONRoute)
 
+_OUTER = frozenset(
+    (
+        *("model", "priority", "user", "stream", "stream_options", "cache_salt", "request_id"),
+        *("return_token_ids", "return_tokens_as_token_ids", "truncate_prompt_tokens"),
+        *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    )
+)
 
-@router.post("/inference/v1/generate", response_model=Generated)
+
+class GenerateParams(GenerationRequest):
+    """How to continue, by the names of SamplingParams. Without a value, its default counts, not the
+    checkpoint's.
+    """
+
+    others: ClassVar[Mapping[str, OtherName]] = {
+        **GenerationRequest.others,
+        **other_names({"detokenize": (True, False), "output_kind": (0, 1, 2)}),
+    }
+    not_taken: ClassVar[frozenset[str]] = _OUTER
+
+    logprobs: int | None = None
+    """How many of the most likely tokens to return for each token; 0 is the token alone."""
+
+
+class GenerateRequest(EngineRequest):
+    """The prompt's token ids, and how to continue them."""
+
+    others: ClassVar[Mapping[str, OtherName]] = other_names({"output_mode": ("tokens",)})
+
+    token_ids: TokenIds
+    sampling_params: GenerateParams
+    request_id: str | None = Field(default=None, min_length=1, max_length=128)
+    return_token_ids: bool | None = None
+    """Return the prompt's, too."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=128)
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> "GenerateRequest":
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options", "stream_options needs stream=true")
+        return self
+
+
+@router.post("/inference/v1/generate")
 async def generate(request: Request, body: GenerateRequest) -> Response:
     """Continue token ids."""
     server = state_of(request)
@@ -79,59 +121,56 @@ class _Answer:
         self._options = body.stream_options or StreamOptions()
         self._num_output = 0
 
-    def whole(self, output: RequestOutput) -> Generated:
-        choices = [self._choice(completion) for completion in output.outputs]
-        return Generated(
-            request_id=self._id,
-            created=int(time.time()),
-            model=self._model,
-            output_mode="tokens",
-            choices=choices,
-            usage=self._usage(output),
-            prompt_logprobs=output.prompt_logprobs,
-            prompt_token_ids=output.prompt_token_ids if self._with_prompt else None,
-        )
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        return {
+            "request_id": self._id,
+            "created": int(time.time()),
+            "model": self._model,
+            "output_mode": "tokens",
+            "choices": [self._choice(completion) for completion in output.outputs],
+            "usage": self._usage(output),
+            "prompt_logprobs": output.prompt_logprobs,
+            "prompt_token_ids": output.prompt_token_ids if self._with_prompt else None,
+        }
 
     async def streamed(
         self, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[str, None]:
         async for output in outputs:
             for completion in output.outputs:
-                chunk = self._chunk([self._choice(completion)])
+                chunk = self._chunk(self._choice(completion))
                 if self._with_prompt:
-                    chunk.prompt_token_ids = output.prompt_token_ids
+                    chunk["prompt_token_ids"] = output.prompt_token_ids
                     self._with_prompt = False
                 if self._options.with_each_chunk:
-                    chunk.usage = self._usage(output)
+                    chunk["usage"] = self._usage(output)
                 yield frame(chunk)
             if output.finished and self._options.include_usage:
-                usage_chunk = self._chunk([])
-                usage_chunk.usage = self._usage(output)
-                yield frame(usage_chunk)
+                yield frame({**self._chunk(), "usage": self._usage(output)})
         yield DONE
 
-    def _chunk(self, choices: list[GenerateChoice]) -> GeneratedChunk:
-        return GeneratedChunk(request_id=self._id, output_mode="tokens", choices=choices)
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        return {"request_id": self._id, "output_mode": "tokens", "choices": choices}
 
-    def _usage(self, output: RequestOutput) -> Usage:
+    def _usage(self, output: RequestOutput) -> dict[str, Any]:
         return usage(len(output.prompt_token_ids), self._num_output, output.num_cached_tokens)
 
-    def _choice(self, completion: CompletionOutput) -> GenerateChoice:
+    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
         self._num_output += len(completion.token_ids)
         spans = None
         if (found := completion.weight_versions) is not None:
-            spans = [VersionSpan(version=str(s.version), start=s.start, end=s.end) for s in found]
-        return GenerateChoice(
-            index=completion.index,
-            token_ids=completion.token_ids,
-            logprobs=self._logprobs(completion),
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
-            weight_versions=spans,
-            routed_experts=_encoded(completion.routed_experts),
-        )
+            spans = [{"version": str(s.version), "start": s.start, "end": s.end} for s in found]
+        return {
+            "index": completion.index,
+            "token_ids": completion.token_ids,
+            "logprobs": self._logprobs(completion),
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            "weight_versions": spans,  # None before the end
+            "routed_experts": _encoded(completion.routed_experts),
+        }
 
-    def _logprobs(self, completion: CompletionOutput) -> GenerateLogprobs | None:
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if self._num_top is None:
             return None
         content = []
@@ -139,14 +178,13 @@ class _Answer:
             tops = [_of(other, entry) for other, entry in entries.items()]
             if self._num_top >= 0:  # as in vLLM: the token itself is one of them
                 tops = tops[: max(self._num_top, 1)]
-            own = _of(token, entries[token])
-            content.append(PositionLogprobs(**own.model_dump(), top_logprobs=tops))
-        return GenerateLogprobs(content=content)
+            content.append({**_of(token, entries[token]), "top_logprobs": tops})
+        return {"content": content}
 
 
-def _of(token_id: int, entry: Logprob) -> CandidateLogprob:
+def _of(token_id: int, entry: Logprob) -> dict[str, Any]:
     logprob = max(entry.logprob, LEAST_LOGPROB)
-    return CandidateLogprob(token_id=token_id, logprob=logprob, rank=entry.rank)
+    return {"token_id": token_id, "logprob": logprob, "rank": entry.rank}
 
 
 def _encoded(array: Any) -> str | None:

@@ -193,8 +193,7 @@ async def run(
         EngineDeadError: the engine is down.
     """
     await _compile_grammar(place, params)
-    prompts = state_of(place.request).prompts
-    return await _started(_outputs(place, prompt, params, stream), partial(prompts.observe, prompt))
+    return await _started(_outputs(place, prompt, params, stream))
 
 
 async def run_all(
@@ -340,12 +339,9 @@ def _checked(output: RequestOutput) -> RequestOutput:
     return output
 
 
-async def _started(
-    outputs: AsyncGenerator[T, None], on_first: Callable[[T], object] = lambda _: None
-) -> AsyncGenerator[T, None]:
-    """Wait for the first of `outputs`, call `on_first` with it, and return an iterator of all."""
+async def _started(outputs: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """Wait for the first of `outputs`, and return an iterator of all."""
     first = await anext(outputs)
-    on_first(first)
 
     async def all_outputs() -> AsyncGenerator[T, None]:
         async with aclosing(outputs):

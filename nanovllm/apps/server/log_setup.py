@@ -2,13 +2,9 @@
 
 import json
 import logging
-import logging.config
 import time
-from pathlib import Path
 from typing import Any
 
-from nanovllm.errors import ConfigError
-from nanovllm.options.validation import shown
 from nanovllm.utils.terminal import complain
 
 logger = logging.getLogger(__name__)
@@ -47,18 +43,11 @@ class Log:
 
     Args:
         form: "text", or "json" for a line of JSON each.
-        config: a JSON file for `logging.config.dictConfig`, which decides in their place.
-
-    Raises:
-        ConfigError: the file cannot be read, or `dictConfig` refuses it.
     """
 
-    def __init__(self, level: str, form: str, config: str | None) -> None:
-        self.is_plain = form == "text" and config is None
+    def __init__(self, level: str, form: str) -> None:
+        self.is_plain = form == "text"
         """Whether people read it, not programs."""
-        if config is not None:
-            _configure(config)
-            return
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(_TEXT) if self.is_plain else JSONFormatter())
         logging.basicConfig(handlers=[handler])
@@ -70,20 +59,3 @@ class Log:
             complain(message)
         else:
             logger.log(level, "%s", message.removeprefix("nanovllm: ").strip())
-
-
-def _configure(path: str) -> None:
-    name = f"log_config {shown(path)}"
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} cannot be read: {getattr(error, 'strerror', error)}") from None
-    try:
-        # Otherwise it would silence the loggers that it does not name.
-        found = {"version": 1, "disable_existing_loggers": False, **json.loads(text)}
-        logging.config.dictConfig(found)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{name} is not JSON: {error}") from None
-    except (ValueError, TypeError, AttributeError, ImportError, LookupError, OSError) as error:
-        reason = f"{error}: {error.__cause__}" if error.__cause__ else error
-        raise ConfigError(f"{name} is refused by logging.config.dictConfig: {reason}") from None

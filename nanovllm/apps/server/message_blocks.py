@@ -1,5 +1,6 @@
 """Blocks of /v1/messages: a request's to messages, and an answer's parts to blocks and events."""
 
+import copy
 import hashlib
 import re
 from collections.abc import Iterator, Sequence as Seq
@@ -14,14 +15,7 @@ from nanovllm.apps.server.output_parsers.parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.apps.server.protocol.message_objects import (
-    MessageEvent,
-    MessageObject,
-    OutputBlock,
-    OutputTextBlock,
-    OutputThinking,
-    OutputToolUse,
-)
+from nanovllm.apps.server.protocol.chat import MAX_CALLS, Message
 from nanovllm.apps.server.protocol.messages import (
     AnyBlock,
     ContentSource,
@@ -35,8 +29,9 @@ from nanovllm.apps.server.protocol.messages import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from nanovllm.apps.server.protocol.request_messages import MAX_CALLS, Message
 from nanovllm.errors import InvalidRequestError
+
+Event = dict[str, Any]
 
 _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 """A line of Claude Code's that differs in each request. In the prompt, it would leave nothing of a
@@ -135,77 +130,80 @@ def _text_of(block: TextBlock | DocumentBlock | SearchResultBlock | FoundTool) -
 
 
 class MessageBuilder:
-    """Puts the parts of an answer into `message`, which grows; each change of it is an event."""
+    """Puts the parts of an answer into `message`, which grows; each change of it is an event.
 
-    def __init__(self, message: MessageObject) -> None:
+    Args:
+        message: with an empty `content`.
+    """
+
+    def __init__(self, message: dict[str, Any]) -> None:
         self.message = message
-        self._block: OutputBlock | None = None  # the last of the content, while it grows
+        self._block: dict[str, Any] | None = None  # the last of the content, while it grows
         self._arguments = ""  # of the block, if it is a call
 
-    def start(self) -> list[MessageEvent]:
+    def start(self) -> list[Event]:
         """Return the events before the first part."""
-        message = self.message.model_dump(mode="json")
-        return [_event("message_start", message=message), _event("ping")]
+        return [_event("message_start", message=self.message), _event("ping")]
 
-    def add(self, part: Part) -> Iterator[MessageEvent]:
+    def add(self, part: Part) -> Iterator[Event]:
         match part:
             case TextDelta():
-                if not isinstance(self._block, OutputTextBlock):
-                    yield from self._open(OutputTextBlock())
-                assert isinstance(self._block, OutputTextBlock)
-                self._block.text += part.text
-                yield self._delta("text_delta", text=part.text)
+                yield from self._grow("text", part.text)
             case ReasoningDelta():
-                if not isinstance(self._block, OutputThinking):
-                    yield from self._open(OutputThinking())
-                assert isinstance(self._block, OutputThinking)
-                self._block.thinking += part.text
-                yield self._delta("thinking_delta", thinking=part.text)
+                yield from self._grow("thinking", part.text, signature="")
             case ToolCallStart():
-                yield from self._open(OutputToolUse(id=part.call_id, name=part.name))
+                block = {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
+                yield from self._open(block)
             case ToolCallArguments():
                 self._arguments += part.text
                 yield self._delta("input_json_delta", partial_json=part.text)
 
-    def finish(self) -> Iterator[MessageEvent]:
+    def finish(self) -> Iterator[Event]:
         """Close the message, whose usage and reason to stop are set."""
         yield from self._close()
         message = self.message
-        delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
-        yield _event("message_delta", delta=delta, usage=message.usage.model_dump())
+        delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        yield _event("message_delta", delta=delta, usage=message["usage"])
         yield _event("message_stop")
 
-    def _open(self, block: OutputBlock) -> Iterator[MessageEvent]:
+    def _grow(self, kind: str, text: str, **fields: Any) -> Iterator[Event]:
+        if self._block is None or self._block["type"] != kind:
+            yield from self._open({"type": kind, kind: "", **fields})
+        assert self._block is not None
+        self._block[kind] += text
+        yield self._delta(f"{kind}_delta", **{kind: text})
+
+    def _open(self, block: dict[str, Any]) -> Iterator[Event]:
         """Close the block that grows and begin the next."""
         yield from self._close()
         self._block = block
-        self.message.content.append(block)
-        yield _event("content_block_start", index=self._index, content_block=block.model_dump())
+        self.message["content"].append(block)
+        yield _event("content_block_start", index=self._index, content_block=block)
 
-    def _close(self) -> Iterator[MessageEvent]:
+    def _close(self) -> Iterator[Event]:
         """Close the block that grows."""
-        match self._block:
-            case OutputThinking() as block:
-                block.signature = hashlib.sha256(block.thinking.encode()).hexdigest()
-                yield self._delta("signature_delta", signature=block.signature)
-            case OutputToolUse() as block:
-                block.input = _object(self._arguments)
-                self._arguments = ""
-            case None:
-                return
+        block, self._block = self._block, None
+        if block is None:
+            return
+        if block["type"] == "thinking":  # clients send it back with the thoughts; it means nothing
+            block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()
+            yield self._delta("signature_delta", signature=block["signature"])
+        elif block["type"] == "tool_use":
+            block["input"] = _object(self._arguments)
+            self._arguments = ""
         yield _event("content_block_stop", index=self._index)
-        self._block = None
 
     @property
     def _index(self) -> int:
-        return len(self.message.content) - 1
+        return len(self.message["content"]) - 1
 
-    def _delta(self, kind: str, **fields: Any) -> MessageEvent:
+    def _delta(self, kind: str, **fields: Any) -> Event:
         return _event("content_block_delta", index=self._index, delta={"type": kind, **fields})
 
 
-def _event(kind: str, **fields: Any) -> MessageEvent:
-    return MessageEvent.model_construct(type=kind, **fields)
+def _event(kind: str, **fields: Any) -> Event:
+    """Return an event with what its fields are now: they may grow afterwards."""
+    return {"type": kind, **copy.deepcopy(fields)}
 
 
 def _object(arguments: str) -> dict[str, Any]:

@@ -11,33 +11,26 @@ from nanovllm.apps.server import generation
 from nanovllm.apps.server.conversation import AnswerReader, params_in_form, render, run
 from nanovllm.apps.server.error_bodies import APIError, naming_params
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.message_blocks import MessageBuilder, messages_of
+from nanovllm.apps.server.message_blocks import Event, MessageBuilder, messages_of
 from nanovllm.apps.server.output_parsers.parameter_types import typed
 from nanovllm.apps.server.params import chat_params, field_names
-from nanovllm.apps.server.protocol.message_objects import (
-    MessageObject,
-    MessageUsage,
-    StopReason,
-    ThinkingTokens,
-    TokenCount,
-)
 from nanovllm.apps.server.protocol.messages import CountTokensRequest, MessagesRequest
 from nanovllm.apps.server.response_items import new_id
-from nanovllm.apps.server.sse import frame, sse
+from nanovllm.apps.server.sse import json_response, named_frames, sse
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
 router = APIRouter(tags=["messages"], route_class=JSONRoute)
 
-_STOP_REASONS: dict[str | None, StopReason] = {
+_STOP_REASONS: dict[str | None, str] = {
     "stop": "end_turn",
     "length": "max_tokens",
     "tool_calls": "tool_use",
 }
 
 
-@router.post("/v1/messages", response_model=MessageObject)
+@router.post("/v1/messages")
 async def answer(request: Request, body: MessagesRequest) -> Response:
     """Answer a conversation."""
     server = state_of(request)
@@ -50,19 +43,18 @@ async def answer(request: Request, body: MessagesRequest) -> Response:
         outputs = await run(place, body, prompt, params)
         if body.stream:
             return sse(answer.frames(outputs), "/v1/messages")
-        text = answer.whole(await anext(outputs)).model_dump_json()
-        return Response(text, media_type="application/json")
+        return json_response(answer.whole(await anext(outputs)))
 
 
 @router.post("/v1/messages/count_tokens")
-async def count_tokens(request: Request, body: CountTokensRequest) -> TokenCount:
+async def count_tokens(request: Request, body: CountTokensRequest) -> dict[str, int]:
     """Return how many tokens a conversation has."""
     server = state_of(request)
     server.check_model(body.model)
     fields = CountTokensRequest.model_fields
     with naming_params(fields, "messages"):
         place = generation.admit(request, 1)
-        return TokenCount(input_tokens=await place.prepare(_count, server, body))
+        return {"input_tokens": await place.prepare(_count, server, body)}
 
 
 def _count(server: ServerState, body: CountTokensRequest) -> int:
@@ -105,62 +97,63 @@ class _Answer:
         self._reader = AnswerReader(server, body, prompt, typed(body.functions))
         self._stop_sequences = frozenset(body.stop_sequences or ())
         self._max_model_len = server.max_model_len
+        self._num_output = 0
         self._builder = MessageBuilder(
-            MessageObject(
-                id=new_id("msg") if body.request_id is None else f"msg_{body.request_id}",
-                model=server.name_in_answer(body.model),
-            )
+            {
+                "id": new_id("msg") if body.request_id is None else f"msg_{body.request_id}",
+                "type": "message",
+                "role": "assistant",
+                "model": server.name_in_answer(body.model),
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+            }
         )
 
-    def whole(self, output: RequestOutput) -> MessageObject:
-        (completion,) = output.outputs
-        for part in self._reader.parts(completion):
-            for _ in self._builder.add(part):
-                pass
-        self._note_usage(output, len(completion.token_ids))
-        self._end(completion)
-        for _ in self._builder.finish():
-            pass
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        self._events(output)
         return self._builder.message
 
     async def frames(
         self, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[str, None]:
         """Yield the events of a streamed message; those that come at once together."""
-        num_output = 0
-        has_started = False
         async with aclosing(outputs):
             async for output in outputs:
-                (completion,) = output.outputs
-                num_output += len(completion.token_ids)
-                self._note_usage(output, num_output)
-                events = [] if has_started else self._builder.start()
-                has_started = True
-                for part in self._reader.parts(completion):
-                    events += self._builder.add(part)
-                if completion.finish_reason is not None:
-                    self._end(completion)
-                    events += self._builder.finish()
-                yield "".join(frame(event, event.type) for event in events)
+                yield named_frames(self._events(output))
 
-    def _note_usage(self, output: RequestOutput, num_output: int) -> None:
-        self._builder.message.usage = MessageUsage(
-            input_tokens=len(output.prompt_token_ids) - output.num_cached_tokens,
-            cache_read_input_tokens=output.num_cached_tokens,
-            output_tokens=num_output,
-            output_tokens_details=ThinkingTokens(),
-        )
+    def _events(self, output: RequestOutput) -> list[Event]:
+        """Return the events of what is new of the answer."""
+        (completion,) = output.outputs
+        is_first = "usage" not in self._builder.message
+        self._num_output += len(completion.token_ids)
+        self._builder.message["usage"] = {
+            "input_tokens": len(output.prompt_token_ids) - output.num_cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": output.num_cached_tokens,
+            "output_tokens": self._num_output,
+            "output_tokens_details": {"thinking_tokens": 0},
+        }
+        events = self._builder.start() if is_first else []
+        for part in self._reader.parts(completion):
+            events += self._builder.add(part)
+        if completion.finish_reason is not None:
+            self._end(completion)
+            events += self._builder.finish()
+        return events
 
     def _end(self, completion: CompletionOutput) -> None:
         """Set why the message ends."""
         if completion.finish_reason == "abort":
             raise APIError(500, "the request was aborted")
-        message, usage = self._builder.message, self._builder.message.usage
-        usage.output_tokens_details.thinking_tokens = self._reader.num_reasoning_tokens
-        num_tokens = usage.input_tokens + usage.cache_read_input_tokens + usage.output_tokens
-        message.stop_reason = _STOP_REASONS[self._reader.finish_reason(completion)]
-        if message.stop_reason == "max_tokens" and num_tokens >= self._max_model_len:
-            message.stop_reason = "model_context_window_exceeded"
-        if message.stop_reason == "end_turn" and completion.stop_reason in self._stop_sequences:
-            message.stop_reason = "stop_sequence"
-            message.stop_sequence = str(completion.stop_reason)
+        message = self._builder.message
+        usage = message["usage"]
+        usage["output_tokens_details"]["thinking_tokens"] = self._reader.num_reasoning_tokens
+        num_tokens = sum(count for count in usage.values() if isinstance(count, int))
+        reason = _STOP_REASONS[self._reader.finish_reason(completion)]
+        if reason == "max_tokens" and num_tokens >= self._max_model_len:
+            reason = "model_context_window_exceeded"
+        if reason == "end_turn" and completion.stop_reason in self._stop_sequences:
+            reason = "stop_sequence"
+            message["stop_sequence"] = str(completion.stop_reason)
+        message["stop_reason"] = reason

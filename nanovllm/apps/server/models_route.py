@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 from huggingface_hub import try_to_load_from_cache
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from nanovllm.apps.server import generation
 from nanovllm.apps.server.error_bodies import naming_params
@@ -26,36 +26,6 @@ _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """What is in the names of architectures that write text."""
 
 router = APIRouter(tags=["models"], route_class=JSONRoute)
-
-
-class ModelCard(BaseModel):
-    """A model that can be named in requests."""
-
-    id: str
-    display_name: str
-    """The same, for Anthropic's client."""
-    object: Literal["model"] = "model"
-    created: int
-    """Unix time in seconds."""
-    owned_by: str = "nanovllm"
-    root: str
-    """What was loaded."""
-    parent: str | None = None
-    """The model that an adapter changes."""
-    max_model_len: int
-    chats: bool
-    """Whether it takes conversations: it generates, and there is a chat template."""
-    chat_sampling: dict[str, float]
-    """What a chat of a person should ask for, where the checkpoint recommends no sampling."""
-    arithmetic: dict[str, Any]
-    """What decides an answer's bits: see `Arithmetic`."""
-
-
-class ModelList(BaseModel):
-    """All models of the server."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
 
 
 class LoadAdapterRequest(RequestModel):
@@ -79,7 +49,7 @@ class UnloadAdapterRequest(RequestModel):
 
 
 def may_chat(model: str, *, has_template: bool) -> bool | None:
-    """Return what the files of a model that is not loaded say of `ModelCard.chats`.
+    """Return whether a model that is not loaded takes conversations, by its files.
 
     Nothing is downloaded. None: the files are not here, or do not say.
     """
@@ -102,16 +72,17 @@ def may_chat(model: str, *, has_template: bool) -> bool | None:
 
 
 @router.get("/v1/models")
-async def list_models(request: Request) -> ModelList:
+async def list_models(request: Request) -> dict[str, Any]:
     """List the model and its adapters."""
     server = state_of(request)
     adapters = server.adapters.by_name.values()
     cards = [*(_card(server, name=name) for name in server.names)]
-    return ModelList(data=[*cards, *(_card(server, adapter) for adapter in adapters)])
+    cards += [_card(server, adapter) for adapter in adapters]
+    return {"object": "list", "data": cards}
 
 
 @router.get("/v1/models/{model:path}")
-async def get_model(request: Request, model: str) -> ModelCard:
+async def get_model(request: Request, model: str) -> dict[str, Any]:
     """Describe the model."""
     server = state_of(request)
     return _card(server, server.check_model(model), server.name_in_answer(model))
@@ -138,18 +109,25 @@ async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> PlainT
 
 def _card(
     server: ServerState, adapter: LoRARequest | None = None, name: str | None = None
-) -> ModelCard:
+) -> dict[str, Any]:
+    """Return what the server says of its model or an adapter: vLLM's fields, and three of its own.
+
+    They are `chats`, whether it takes conversations; `chat_sampling`, what to ask for in a person's
+    chat where the checkpoint recommends no sampling; `arithmetic`, what decides an answer's bits.
+    """
     engine = server.llm.engine
     is_free = engine.config.generation_config != "vllm"
     name = name or server.model_name if adapter is None else adapter.lora_name
-    return ModelCard(
-        id=name,
-        display_name=name,
-        created=server.start_time,
-        root=engine.config.model if adapter is None else adapter.lora_path,
-        parent=None if adapter is None else adapter.base_model_name or server.model_name,
-        max_model_len=server.max_model_len,
-        chats=server.has_chat_template and engine.input_processor.limit.generates,
-        chat_sampling=chat_sampling(engine.generation_config) if is_free else {},
-        arithmetic={} if server.arithmetic is None else server.arithmetic._asdict(),
-    )
+    return {
+        "id": name,
+        "display_name": name,  # for Anthropic's client
+        "object": "model",
+        "created": server.start_time,
+        "owned_by": "nanovllm",
+        "root": engine.config.model if adapter is None else adapter.lora_path,
+        "parent": None if adapter is None else adapter.base_model_name or server.model_name,
+        "max_model_len": server.max_model_len,
+        "chats": server.has_chat_template and engine.input_processor.limit.generates,
+        "chat_sampling": chat_sampling(engine.generation_config) if is_free else {},
+        "arithmetic": {} if server.arithmetic is None else server.arithmetic._asdict(),
+    }

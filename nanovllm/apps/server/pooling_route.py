@@ -4,94 +4,193 @@ import asyncio
 import base64
 import sys
 from array import array
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field, Tag, field_validator, model_validator
 from starlette.responses import Response
 
 from nanovllm.apps.server import generation
 from nanovllm.apps.server.error_bodies import naming_params
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.protocol.common import PromptTokensDetails
-from nanovllm.apps.server.protocol.pooling import (
-    Embedding,
-    EmbeddingAnswer,
-    EmbeddingRequest,
-    PooledText,
-    PoolingRequest,
-    PoolingUsage,
-    RerankAnswer,
-    RerankRequest,
-    RerankResult,
-    Score,
-    ScoreAnswer,
-    ScoreRequest,
-    TaskAnswer,
-    TaskRequest,
-)
+from nanovllm.apps.server.protocol.common import IGNORED, TEXT_OR_LIST, EngineRequest
+from nanovllm.apps.server.protocol.completions import MAX_PROMPTS, Prompts
 from nanovllm.apps.server.sse import json_response
 from nanovllm.apps.server.state import state_of
 from nanovllm.engine.prompt import make_prompt
+from nanovllm.options.other_names import OtherName, other_names
+from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.outputs import RequestOutput, ScoringRequestOutput
 
 router = APIRouter(tags=["pooling"], route_class=JSONRoute)
+
+_OTHERS = other_names(
+    {
+        "add_special_tokens": (True,),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "mm_processor_kwargs": ({},),
+        "truncation_side": ("right",),
+        "return_token_offsets": (False,),
+    }
+)
+
+
+class PoolingRequest(EngineRequest):
+    """The fields of every request for vectors or scores."""
+
+    others: ClassVar[Mapping[str, OtherName]] = _OTHERS
+    ignored: ClassVar[frozenset[str]] = IGNORED
+    empty_is_absent: ClassVar[frozenset[str]] = frozenset(["model", "user"])
+
+    truncate_prompt_tokens: int | None = None
+    """Keep only so many tokens at the beginning of each text; -1 keeps as many as fit."""
+    use_activation: bool | None = None
+    """vLLM's name for normalize."""
+    normalize: bool | None = None
+    """Divide a vector by its length; null is what the checkpoint says."""
+    pooling: str | None = None
+    """Whose hidden states count; null is what the checkpoint says."""
+    request_id: str | None = Field(default=None, min_length=1, max_length=128)
+
+    def params(self, **changes: Any) -> PoolingParams:
+        """Return what the request wants of each text.
+
+        Raises:
+            InvalidRequestError: a value is invalid.
+        """
+        normalize = self.use_activation if self.normalize is None else self.normalize
+        return PoolingParams(
+            pooling=self.pooling,
+            normalize=normalize,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            **changes,
+        )
+
+
+class EmbeddingRequest(PoolingRequest):
+    """Texts to make vectors of."""
+
+    input: Prompts
+    """A text, a list of texts, token ids, or a list of such lists."""
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    """How many numbers of each vector to return."""
+    prompt_name: str | None = None
+    """Which of the checkpoint's prompts to write before each text, such as "query"."""
+
+
+class TaskRequest(EmbeddingRequest):
+    """Texts to make vectors of, with vLLM's name for that."""
+
+    others: ClassVar[Mapping[str, OtherName]] = {**_OTHERS, **other_names({"task": ("embed",)})}
+
+
+Texts = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[
+        list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("list")
+    ],
+    TEXT_OR_LIST,
+]
+
+
+class ScoreRequest(PoolingRequest):
+    """Pairs of texts to score: one for all, or one for each."""
+
+    others: ClassVar[Mapping[str, OtherName]] = {
+        **_OTHERS,
+        **other_names({"apply_softmax item_first": (False,)}),
+    }
+
+    text_1: Texts
+    """Also called queries or data_1."""
+    text_2: Texts
+    """Also called documents or data_2."""
+    instruction: str | None = None
+    """For rerankers: what a document must do for its query."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_other_names(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        given = dict(given)
+        for name, *others in (("text_1", "queries", "data_1"), ("text_2", "documents", "data_2")):
+            for other in others:
+                if given.get(other) is not None and given.get(name) is None:
+                    given[name] = given.pop(other)
+        return given
+
+
+class Document(BaseModel):
+    """A document with its text, as Jina and Cohere write it, and with any other fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    text: str
+
+
+class RerankRequest(PoolingRequest):
+    """Documents to sort by how well they answer a query."""
+
+    others: ClassVar[Mapping[str, OtherName]] = {
+        **_OTHERS,
+        **other_names({"rank_fields": (["text"],), "return_embeddings": (False,)}),
+    }
+
+    query: str
+    documents: Annotated[
+        list[Document], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+    ]
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    """Return only so many of the best; null and 0 return all."""
+    return_documents: bool | None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=0)] | None = None
+    """Keep only so many tokens at the beginning of each document; null and 0 keep all."""
+    instruction: str | None = None
+    """For rerankers: what a document must do for the query."""
+
+    @field_validator("documents", mode="before")
+    @classmethod
+    def _take_texts(cls, given: Any) -> Any:
+        """Return documents, some of which are texts, as objects."""
+        if not isinstance(given, list):
+            return given
+        return [{"text": each} if isinstance(each, str) else each for each in given]
+
 
 _LARGE_ANSWER = 2**14
 """Numbers in an answer that a thread makes, so that the event loop does not wait."""
 
 
-@router.post("/v1/embeddings", response_model=EmbeddingAnswer)
+@router.post("/v1/embeddings")
 async def embed(request: Request, body: EmbeddingRequest) -> Response:
     """Make vectors of texts."""
-    outputs = await _embedded(request, body)
-
-    def answer() -> EmbeddingAnswer:
-        data = [
-            Embedding(index=index, object="embedding", embedding=vector)
-            for index, vector in enumerate(_vectors(outputs, body))
-        ]
-        head = _head(request, body, "embd")
-        return EmbeddingAnswer(object="list", data=data, usage=_usage(outputs), **head)
-
-    return await _response(answer, outputs)
+    return await _embed(request, body, "embd", "embedding", "embedding")
 
 
-@router.post("/pooling", response_model=TaskAnswer)
+@router.post("/pooling")
 async def pool(request: Request, body: TaskRequest) -> Response:
     """Make vectors of texts, in vLLM's form."""
-    outputs = await _embedded(request, body)
-
-    def answer() -> TaskAnswer:
-        data = [
-            PooledText(index=index, object="pooling", data=vector)
-            for index, vector in enumerate(_vectors(outputs, body))
-        ]
-        head = _head(request, body, "pool")
-        return TaskAnswer(object="list", data=data, usage=_usage(outputs), **head)
-
-    return await _response(answer, outputs)
+    return await _embed(request, body, "pool", "pooling", "data")
 
 
-@router.post("/v1/score", response_model=ScoreAnswer)
-@router.post("/score", response_model=ScoreAnswer)
+@router.post("/v1/score")
+@router.post("/score")
 async def score(request: Request, body: ScoreRequest) -> Response:
     """Score pairs of texts: how well the second one answers the first."""
     texts = {"text_1": body.text_1, "text_2": body.text_2}
     results = await _scored(request, body, texts, body.instruction)
-    data = [
-        Score(index=index, object="score", score=result.outputs.score)
-        for index, result in enumerate(results)
-    ]
-    head = _head(request, body, "score")
-    return json_response(ScoreAnswer(object="list", data=data, usage=_usage(results), **head))
+    scores = [result.outputs.score for result in results]
+    return _list_response(request, body, "score", "score", "score", scores, results)
 
 
-@router.post("/v1/rerank", response_model=RerankAnswer)
-@router.post("/v2/rerank", response_model=RerankAnswer)
-@router.post("/rerank", response_model=RerankAnswer)
+@router.post("/v1/rerank")
+@router.post("/v2/rerank")
+@router.post("/rerank")
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """Sort documents by how well they answer a query."""
     documents = body.documents
@@ -109,11 +208,43 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
     found = []
     for index in best:
         shown = {"document": documents[index]} if shows else {}
-        found.append(RerankResult(index=index, relevance_score=scores[index], **shown))
+        found.append({"index": index, "relevance_score": scores[index], **shown})
     head = _head(request, body, "rerank")
-    return json_response(
-        RerankAnswer(id=head["id"], model=head["model"], results=found, usage=_usage(results))
-    )
+    answer = {"id": head["id"], "model": head["model"], "results": found}
+    return json_response({**answer, "usage": _usage(results)})
+
+
+async def _embed(
+    request: Request, body: EmbeddingRequest, prefix: str, kind: str, key: str
+) -> Response:
+    """Answer with the vectors of texts; of many numbers in a thread.
+
+    Args:
+        prefix: what the answer's id begins with.
+        kind: what each vector is called, which is in the field `key`.
+    """
+    outputs = await _embedded(request, body)
+
+    def respond() -> Response:
+        vectors = _vectors(outputs, body)
+        return _list_response(request, body, prefix, kind, key, vectors, outputs)
+
+    numbers = sum(len(output.pooled or ()) for output in outputs)
+    return await asyncio.to_thread(respond) if numbers > _LARGE_ANSWER else respond()
+
+
+def _list_response(
+    request: Request,
+    body: PoolingRequest,
+    prefix: str,
+    kind: str,
+    key: str,
+    values: Seq[Any],
+    outputs: Seq[RequestOutput | ScoringRequestOutput],
+) -> Response:
+    data = [{"index": index, "object": kind, key: value} for index, value in enumerate(values)]
+    head = _head(request, body, prefix)
+    return json_response({**head, "object": "list", "data": data, "usage": _usage(outputs)})
 
 
 async def _embedded(request: Request, body: EmbeddingRequest) -> list[RequestOutput]:
@@ -172,22 +303,12 @@ def _head(request: Request, body: PoolingRequest, prefix: str) -> dict[str, Any]
     return state_of(request).answer_head(prefix, body.request_id, body.model)
 
 
-def _usage(outputs: Seq[RequestOutput | ScoringRequestOutput]) -> PoolingUsage:
+def _usage(outputs: Seq[RequestOutput | ScoringRequestOutput]) -> dict[str, Any]:
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     num_cached = sum(output.num_cached_tokens for output in outputs)
-    return PoolingUsage(
-        prompt_tokens=num_tokens,
-        total_tokens=num_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
-    )
-
-
-async def _response(answer: Any, outputs: Seq[RequestOutput]) -> Response:
-    """Return the response of an answer that `answer` makes, in a thread if it is large."""
-
-    def respond() -> Response:
-        made: BaseModel = answer()
-        return json_response(made)
-
-    numbers = sum(len(output.pooled or ()) for output in outputs)
-    return await asyncio.to_thread(respond) if numbers > _LARGE_ANSWER else respond()
+    details = {"cached_tokens": num_cached}
+    return {
+        "prompt_tokens": num_tokens,
+        "total_tokens": num_tokens,
+        "prompt_tokens_details": details,
+    }

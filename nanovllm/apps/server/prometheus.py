@@ -9,7 +9,8 @@ import itertools
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -22,6 +23,8 @@ from prometheus_client.metrics_core import (
     InfoMetricFamily,
     Metric as Family,
 )
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from nanovllm.apps.server.request_log import RequestRecord
 from nanovllm.async_llm import AsyncLLM
@@ -61,18 +64,10 @@ _BOUNDS: dict[str, tuple[float, ...]] = {
 
 HISTOGRAM_HELP = {
     "vllm:time_to_first_token_seconds": "Seconds from a request's arrival to its first token.",
-    "vllm:inter_token_latency_seconds": (
-        "Seconds between output tokens; tokens that come together share the time."
-    ),
-    "vllm:request_time_per_output_token_seconds": (
-        "Mean seconds between a continuation's output tokens."
-    ),
-    "vllm:e2e_request_latency_seconds": (
-        "Seconds from a request's arrival to the end of a continuation."
-    ),
-    "vllm:request_queue_time_seconds": (
-        "Seconds from a request's arrival until it was first scheduled."
-    ),
+    "vllm:inter_token_latency_seconds": "Seconds between tokens; those that come at once share it.",
+    "vllm:request_time_per_output_token_seconds": "Mean seconds between a continuation's tokens.",
+    "vllm:e2e_request_latency_seconds": "Seconds from arrival to the end of a continuation.",
+    "vllm:request_queue_time_seconds": "Seconds from arrival until it was first scheduled.",
     "vllm:request_inference_time_seconds": "Seconds from the first scheduling to the last token.",
     "vllm:request_prefill_time_seconds": "Seconds from the first scheduling to the first token.",
     "vllm:request_decode_time_seconds": "Seconds from the first token to the last.",
@@ -82,9 +77,7 @@ HISTOGRAM_HELP = {
     "vllm:request_max_num_generation_tokens": "Output tokens of a request's longest continuation.",
     "vllm:request_params_n": "The parameter n.",
     "vllm:request_params_max_tokens": "The parameter max_tokens.",
-    "nanovllm:event_loop_lag_seconds": (
-        "How late the server's event loop wakes a task, in seconds."
-    ),
+    "nanovllm:event_loop_lag_seconds": "How late the server's event loop wakes a task, in seconds.",
 }
 
 ENGINE_HELP = {
@@ -201,61 +194,49 @@ class ServerMetrics:
 
     def collect(self) -> Iterator[Family]:
         """Yield every metric, with the engine's values of the last `render`: for the registry."""
-        names = list(self._labels)
-        values = list(self._labels.values())
+        model = {"model_name": self._labels["model_name"]}
         for metric in self._engine_values:
             yield self._engine_family(metric)
-        finished = CounterMetricFamily(
-            "vllm:request_success",
-            "Continuations that ended, by finish reason.",
-            labels=[*names, "finished_reason"],
-        )
-        for reason, count in self.finished.items():
-            finished.add_metric([*values, reason], count)
-        yield finished
         for name, histogram in self.histograms.items():
-            family = HistogramMetricFamily(name, HISTOGRAM_HELP[name], labels=names)
-            family.add_metric(values, buckets=histogram.buckets(), sum_value=histogram.sum)
-            yield family
-        refused = CounterMetricFamily(
-            "nanovllm:refused_requests", "Requests refused.", labels=["model_name", "reason"]
-        )
-        for reason, count in self.refusals.items():
-            refused.add_metric([values[0], reason], count)
-        yield refused
-        answers = CounterMetricFamily(
-            "nanovllm:http_requests", "HTTP requests.", labels=["model_name", "path", "status"]
-        )
-        for (path, status), count in self.answers.items():
-            answers.add_metric([values[0], path, str(status)], count)
-        yield answers
+            yield self._histogram(name, HISTOGRAM_HELP[name], histogram.buckets(), histogram.sum)
+        text = "Continuations that ended, by finish reason."
+        finished = {(reason,): count for reason, count in self.finished.items()}
+        yield _counter("vllm:request_success", text, self._labels, ["finished_reason"], finished)
+        refused = {(reason,): count for reason, count in self.refusals.items()}
+        yield _counter("nanovllm:refused_requests", "Requests refused.", model, ["reason"], refused)
+        answers = {(path, str(status)): count for (path, status), count in self.answers.items()}
+        more = ["path", "status"]
+        yield _counter("nanovllm:http_requests", "HTTP requests.", model, more, answers)
         yield self._cache_info()
         yield self._sleep_state()
 
     def _engine_family(self, metric: Metric | Vector | EngineHistogram) -> Family:
-        names = list(self._labels)
-        values = list(self._labels.values())
         text = ENGINE_HELP.get(metric.name, "Of the engine.")
         if isinstance(metric, Vector):
-            vector = CounterMetricFamily(metric.name, text, labels=[*names, "position"])
-            for position, count in enumerate(metric.values):
-                vector.add_metric([*values, str(position)], count)
-            return vector
+            counts = {(str(position),): count for position, count in enumerate(metric.values)}
+            return _counter(metric.name, text, self._labels, ["position"], counts)
         if isinstance(metric, EngineHistogram):
-            histogram = HistogramMetricFamily(metric.name, text, labels=names)
-            histogram.add_metric(values, list(metric.buckets.items()), metric.sum)
-            return histogram
-        kind = GaugeMetricFamily if isinstance(metric, Gauge) else CounterMetricFamily
-        family = kind(metric.name, text, labels=names)
-        family.add_metric(values, metric.value)
+            return self._histogram(metric.name, text, [*metric.buckets.items()], metric.sum)
+        if not isinstance(metric, Gauge):
+            return _counter(metric.name, text, self._labels, [], {(): metric.value})
+        family = GaugeMetricFamily(metric.name, text, labels=[*self._labels])
+        family.add_metric([*self._labels.values()], metric.value)
+        return family
+
+    def _histogram(
+        self, name: str, text: str, buckets: Seq[tuple[str, float]], total: float
+    ) -> Family:
+        family = HistogramMetricFamily(name, text, labels=[*self._labels])
+        family.add_metric([*self._labels.values()], buckets, total)
         return family
 
     def _sleep_state(self) -> Family:
         weights = self._llm.engine.weights
         level = 0 if weights is None else weights.sleep_level
         text = "1 is the state that the engine is in: level 1 keeps the weights elsewhere."
-        labels = [*self._labels, "sleep_state"]
-        family = GaugeMetricFamily("vllm:engine_sleep_state", text, labels=labels)
+        family = GaugeMetricFamily(
+            "vllm:engine_sleep_state", text, labels=[*self._labels, "sleep_state"]
+        )
         for index, state in enumerate(("awake", "weights_offloaded", "discard_all")):
             family.add_metric([*self._labels.values(), state], float(index == level))
         return family
@@ -264,16 +245,29 @@ class ServerMetrics:
         """Return the sizes of the KV cache as labels of a gauge that is always 1."""
         config = self._llm.engine.config
         info = self._llm.engine.worker_info
-        values = {
-            "block_size": info.block_size,
+        labels = {
+            "block_size": str(info.block_size),
             "cache_dtype": config.kv_cache_dtype,
-            "enable_prefix_caching": config.enable_prefix_caching,
-            "gpu_memory_utilization": config.gpu_memory_utilization,
-            "num_gpu_blocks": info.num_blocks,
-            "engine": 0,
+            "enable_prefix_caching": str(config.enable_prefix_caching),
+            "gpu_memory_utilization": str(config.gpu_memory_utilization),
+            "num_gpu_blocks": str(info.num_blocks),
+            "engine": "0",
         }
-        labels = {name: str(value) for name, value in values.items()}
         return InfoMetricFamily("vllm:cache_config", "Sizes of the KV cache.", labels)
+
+
+def _counter(
+    name: str,
+    text: str,
+    labels: Mapping[str, str],
+    more: Seq[str],
+    counts: Mapping[Any, float],
+) -> Family:
+    """Return a counter with `labels`, and the labels `more`, of which `counts` has tuples."""
+    family = CounterMetricFamily(name, text, labels=[*labels, *more])
+    for values, count in counts.items():
+        family.add_metric([*labels.values(), *values], count)
+    return family
 
 
 class RequestMeter:
@@ -369,6 +363,38 @@ class RequestMeter:
         self._observe("request_generation_tokens", num_tokens)
         if not self._unfinished:
             self._observe("request_max_num_generation_tokens", max(self._num_tokens))
+
+
+class _Page(Collector):
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Family]:
+        """Return the families, for `generate_latest`."""
+        return self._families
+
+
+def merge(texts: Mapping[str, str], label: str, own: Iterable[Family] = ()) -> bytes:
+    """Return the samples of all texts in Prometheus' format; `label` says whose each is.
+
+    Args:
+        texts: in the same format, by name.
+        own: families of the server itself, some of which the texts may have, too.
+    """
+    families: dict[str, Family] = {}
+
+    def named(family: Family) -> Family:
+        new = Family(family.name, family.documentation, family.type)
+        return families.setdefault(family.name, new)
+
+    for name, text in sorted(texts.items()):
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = {**sample.labels, label: name}
+                named(family).samples.append(sample._replace(labels=labels))
+    for family in own:
+        named(family).samples += family.samples
+    return generate_latest(_Page(families.values()))
 
 
 router = APIRouter()

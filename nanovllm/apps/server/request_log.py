@@ -3,11 +3,11 @@
 Of a request only its id, method and path get there: no prompt, no answer, no key.
 """
 
-import contextlib
 import dataclasses
 import json
 import logging
 import re
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -17,12 +17,6 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.apps.server import pages
-from nanovllm.apps.server.tracing import (
-    OpenTelemetry,
-    child_traceparent,
-    find_open_telemetry,
-    traceparent_of,
-)
 from nanovllm.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -36,6 +30,7 @@ _PROBES = {"/health", "/ready", "/metrics", "/status.json", pages.FILE_ROUTE}
 DEBUG.
 """
 _MAX_PATH = 200
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,22 +73,15 @@ class RequestLog:
     """Gives each request an id, and logs it when its answer has been sent.
 
     The id is the header X-Request-Id if the client sent one that is safe to log. It is in the
-    answer's headers, as is `traceparent` if the client sent one or OpenTelemetry is in use.
+    answer's headers, as is `traceparent` if the client sent one.
 
     Args:
         count: called with the path of each request's route and the status of its answer.
-        open_telemetry: None looks for it.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        count: Callable[[str, int], None] | None = None,
-        open_telemetry: OpenTelemetry | None = None,
-    ) -> None:
+    def __init__(self, app: ASGIApp, count: Callable[[str, int], None] | None = None) -> None:
         self._app = app
         self._count = count
-        self._open_telemetry = open_telemetry or find_open_telemetry()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -104,30 +92,33 @@ class RequestLog:
         is_safe = _REQUEST_ID.fullmatch(given_id)
         record = RequestRecord(given_id if is_safe else f"req-{uuid.uuid4().hex}")
         scope.setdefault("state", {})["record"] = record
-        span = None
-        with contextlib.ExitStack() as stack:
-            if self._open_telemetry is not None:
-                span = self._open_telemetry.start(headers, scope["method"], scope["path"])
-                stack.enter_context(self._open_telemetry.current(span))
-                record.traceparent = traceparent_of(span)
-            else:
-                record.traceparent = child_traceparent(headers.get("traceparent", ""))
-            status = 500
-            seconds = time.monotonic()
-            try:
-                status = await _run(self._app, scope, receive, send, record)
-            finally:
-                seconds = time.monotonic() - seconds
-                fields = _fields(scope, record, status, seconds)
-                route = getattr(scope.get("route"), "path", "other")
-                is_probe = route in _PROBES and status < 400
-                _log(fields, is_probe=is_probe or record.is_passed_on)
-                if self._count is not None and not record.is_passed_on:
-                    self._count(route, status)
-                if self._open_telemetry is not None:
-                    self._open_telemetry.end(
-                        span, _span_attributes(record, fields), failed=status >= 500
-                    )
+        record.traceparent = child_traceparent(headers.get("traceparent", ""))
+        status = 500
+        start = time.monotonic()
+        try:
+            status = await _run(self._app, scope, receive, send, record)
+        finally:
+            fields = _fields(scope, record, status, time.monotonic() - start)
+            route = getattr(scope.get("route"), "path", "other")
+            is_probe = route in _PROBES and status < 400
+            _log(fields, is_probe=is_probe or record.is_passed_on)
+            if self._count is not None and not record.is_passed_on:
+                self._count(route, status)
+
+
+def child_traceparent(parent: str) -> str | None:
+    """Return the header `traceparent` of a new span below that of the header `parent`.
+
+    It is 00, the trace's id of 32 hexadecimal digits, the span's of 16, and two digits of flags,
+    with dashes between. None if the parent's is not valid.
+    """
+    found = _TRACEPARENT.fullmatch(parent)
+    if found is None:
+        return None
+    version, trace_id, span_id, flags, rest = found.groups()
+    if version == "ff" or (version == "00" and rest) or not int(trace_id, 16) * int(span_id, 16):
+        return None
+    return f"00-{trace_id}-{secrets.token_hex(8)}-{flags}"
 
 
 async def _run(
@@ -184,19 +175,6 @@ def _fields(
         if record.time_to_first_token is not None:
             found["ttft"] = round(record.time_to_first_token, 6)
     return {name: value for name, value in found.items() if value not in (None, "")}
-
-
-def _span_attributes(record: RequestRecord, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a span, by OpenTelemetry's names."""
-    return {
-        "http.response.status_code": fields["status"],
-        "client.address": fields.get("client"),
-        "gen_ai.request.id": record.request_id,
-        "gen_ai.usage.input_tokens": fields.get("prompt_tokens"),
-        "gen_ai.usage.output_tokens": fields.get("output_tokens"),
-        "gen_ai.latency.time_to_first_token": fields.get("ttft"),
-        "gen_ai.response.finish_reasons": list(record.finish_reasons) or None,
-    }
 
 
 def _log(fields: Mapping[str, str | int | float], *, is_probe: bool) -> None:

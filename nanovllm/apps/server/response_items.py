@@ -1,12 +1,13 @@
 """Items of /v1/responses: a request's items to messages, an answer's parts to items and events."""
 
 import base64
+import copy
 import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 
 from nanovllm.apps.server.output_parsers.parts import (
     Part,
@@ -15,19 +16,7 @@ from nanovllm.apps.server.output_parsers.parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.apps.server.protocol.request_messages import Message
-from nanovllm.apps.server.protocol.response_objects import (
-    Event,
-    OutputCall,
-    OutputCustomCall,
-    OutputItem,
-    OutputMessage,
-    OutputReasoning,
-    OutputText,
-    ReasoningText,
-    ResponseObject,
-    Status,
-)
+from nanovllm.apps.server.protocol.chat import Message
 from nanovllm.apps.server.protocol.response_tools import (
     CalledTool,
     custom_arguments,
@@ -43,6 +32,8 @@ from nanovllm.apps.server.protocol.responses import (
     InputReference,
 )
 from nanovllm.apps.server.response_store import StoredResponse
+
+Event = dict[str, Any]
 
 _ITEMS: TypeAdapter[list[AnyInputItem]] = TypeAdapter(list[AnyInputItem])
 _PREFIXES = {
@@ -170,13 +161,14 @@ class ResponseBuilder:
     """Puts the parts of an answer into `response`, which grows; each change of it is an event.
 
     Args:
+        response: with an empty `output`.
         tools: what the client calls each tool, by the name of the function in its place.
         encodes_reasoning: whether items of reasoning carry their text encoded, too.
     """
 
     def __init__(
         self,
-        response: ResponseObject,
+        response: dict[str, Any],
         tools: Mapping[str, CalledTool] | None = None,
         *,
         encodes_reasoning: bool = False,
@@ -186,7 +178,7 @@ class ResponseBuilder:
         self._encodes_reasoning = encodes_reasoning
         self._arguments = ""  # of the item, if it is a call of a custom tool
         self._num_events = 0
-        self._item: OutputItem | None = None  # the last of the output, while it grows
+        self._item: dict[str, Any] | None = None  # the last of the output, while it grows
 
     def start(self) -> list[Event]:
         """Return the events before the first part."""
@@ -195,107 +187,105 @@ class ResponseBuilder:
     def add(self, part: Part) -> Iterator[Event]:
         match part:
             case TextDelta():
-                if not isinstance(self._item, OutputMessage):
+                if self._kind != "message":
                     yield from self._open_message()
-                yield from self._grow_text("output_text", part.text)
+                yield from self._grow_text(part.text, logprobs=[])
             case ReasoningDelta():
-                if not isinstance(self._item, OutputReasoning):
-                    yield from self._open(OutputReasoning(id=new_id("rs")), ReasoningText(text=""))
-                yield from self._grow_text("reasoning_text", part.text)
+                if self._kind != "reasoning":
+                    text = {"type": "reasoning_text", "text": ""}
+                    yield from self._open("reasoning", text, summary=[], content=[])
+                yield from self._grow_text(part.text)
             case ToolCallStart():
-                yield from self._open(self._call(part))
-            case ToolCallArguments() if isinstance(self._item, OutputCustomCall):
+                tool = self._tools.get(part.name, CalledTool(part.name))
+                kind = "custom_tool_call" if tool.is_custom else "function_call"
+                fields: dict[str, Any] = {"input" if tool.is_custom else "arguments": ""}
+                if tool.namespace is not None:
+                    fields["namespace"] = tool.namespace
+                yield from self._open(kind, call_id=part.call_id, name=tool.name, **fields)
+            case ToolCallArguments() if self._kind == "custom_tool_call":
                 self._arguments += part.text  # the text in it is certain at its end
             case ToolCallArguments():
-                assert isinstance(self._item, OutputCall)
-                self._item.arguments += part.text
+                assert self._item is not None
+                self._item["arguments"] += part.text
                 yield self._of_item("function_call_arguments.delta", delta=part.text)
 
-    def _call(self, part: ToolCallStart) -> OutputCall | OutputCustomCall:
-        tool = self._tools.get(part.name, CalledTool(part.name))
-        kind, prefix = (OutputCustomCall, "ctc") if tool.is_custom else (OutputCall, "fc")
-        return kind(
-            id=new_id(prefix), call_id=part.call_id, name=tool.name, namespace=tool.namespace
-        )
-
-    def close(self, status: Status) -> Iterator[Event]:
+    def close(self, status: str) -> Iterator[Event]:
         """Close the item that grows."""
         item = self._item
         if item is None:
             return
-        item.status = status
-        if isinstance(item, OutputCustomCall):
-            item.input = custom_input(self._arguments)
+        item["status"] = status
+        if self._kind == "custom_tool_call":
+            text = item["input"] = custom_input(self._arguments)
             self._arguments = ""
-            yield self._of_item("custom_tool_call_input.delta", delta=item.input)
-            yield self._of_item("custom_tool_call_input.done", input=item.input)
-        elif isinstance(item, OutputCall):
-            yield self._of_item(
-                "function_call_arguments.done", name=item.name, arguments=item.arguments
-            )
+            yield self._of_item("custom_tool_call_input.delta", delta=text)
+            yield self._of_item("custom_tool_call_input.done", input=text)
+        elif self._kind == "function_call":
+            fields = {name: item[name] for name in ("name", "arguments")}
+            yield self._of_item("function_call_arguments.done", **fields)
         else:
-            text = item.content[0].text
-            part = item.content[0].model_dump()
-            if isinstance(item, OutputMessage):
-                yield self._of_item("output_text.done", content_index=0, text=text, logprobs=[])
-            else:
-                if self._encodes_reasoning:
-                    item.encrypted_content = _ENCODED + base64.b64encode(text.encode()).decode()
-                yield self._of_item("reasoning_text.done", content_index=0, text=text)
+            (part,) = item["content"]
+            text = part["text"]
+            more: dict[str, Any] = {"logprobs": []} if self._kind == "message" else {}
+            if self._kind == "reasoning" and self._encodes_reasoning:
+                item["encrypted_content"] = _ENCODED + base64.b64encode(text.encode()).decode()
+            yield self._of_item(f"{part['type']}.done", content_index=0, text=text, **more)
             yield self._of_item("content_part.done", content_index=0, part=part)
-        yield self._event("output_item.done", output_index=self._index, item=_dump(item))
+        yield self._event("output_item.done", output_index=self._index, item=item)
         self._item = None
 
-    def finish(self, status: Status) -> Iterator[Event]:
+    def finish(self, status: str) -> Iterator[Event]:
         """Close the response, whose usage and details are set."""
-        if not self.response.output and status != "failed":
+        if not self.response["output"] and status != "failed":
             yield from self._open_message()
         yield from self.close("completed" if status == "completed" else "incomplete")
-        self.response.status = status
+        self.response["status"] = status
         yield self._state(status)
 
     @property
     def _index(self) -> int:
-        return len(self.response.output) - 1
+        return len(self.response["output"]) - 1
+
+    @property
+    def _kind(self) -> str | None:
+        return None if self._item is None else self._item["type"]
 
     def _open_message(self) -> Iterator[Event]:
-        return self._open(OutputMessage(id=new_id("msg")), OutputText(text=""))
+        text = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        return self._open("message", text, role="assistant", content=[])
 
-    def _open(self, item: OutputItem, text: Any = None) -> Iterator[Event]:
+    def _open(
+        self, kind: str, text: dict[str, Any] | None = None, **fields: Any
+    ) -> Iterator[Event]:
         """Close the item that grows and begin the next, with an empty text if it has one."""
         yield from self.close("completed")
-        self._item = item
-        self.response.output.append(item)
-        yield self._event("output_item.added", output_index=self._index, item=_dump(item))
-        if isinstance(item, OutputMessage | OutputReasoning):
-            item.content.append(text)
-            yield self._of_item("content_part.added", content_index=0, part=_dump(text))
+        head = {"id": new_id(_PREFIXES[kind]), "type": kind, "status": "in_progress"}
+        self._item = {**head, **fields}
+        self.response["output"].append(self._item)
+        yield self._event("output_item.added", output_index=self._index, item=self._item)
+        if text is not None:
+            self._item["content"].append(text)
+            yield self._of_item("content_part.added", content_index=0, part=text)
 
-    def _grow_text(self, kind: str, text: str) -> Iterator[Event]:
-        assert isinstance(self._item, OutputMessage | OutputReasoning)
-        self._item.content[0].text += text
-        fields: dict[str, Any] = {"content_index": 0, "delta": text}
-        if kind == "output_text":
-            fields["logprobs"] = []
-        yield self._of_item(f"{kind}.delta", **fields)
+    def _grow_text(self, text: str, **fields: Any) -> Iterator[Event]:
+        assert self._item is not None
+        (part,) = self._item["content"]
+        part["text"] += text
+        yield self._of_item(f"{part['type']}.delta", content_index=0, delta=text, **fields)
 
     def _of_item(self, kind: str, **fields: Any) -> Event:
         assert self._item is not None
-        return self._event(kind, item_id=self._item.id, output_index=self._index, **fields)
+        return self._event(kind, item_id=self._item["id"], output_index=self._index, **fields)
 
     def _state(self, kind: str) -> Event:
-        return self._event(kind, response=_dump(self.response))
+        return self._event(kind, response=self.response)
 
     def _event(self, kind: str, **fields: Any) -> Event:
+        """Return an event with what its fields are now: they may grow afterwards."""
         number = self._num_events
         self._num_events += 1
-        return Event.model_construct(type=f"response.{kind}", sequence_number=number, **fields)
+        return {"type": f"response.{kind}", "sequence_number": number, **copy.deepcopy(fields)}
 
 
 def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
-
-
-def _dump(value: BaseModel) -> dict[str, Any]:
-    """Return what a model is now; it may grow afterwards."""
-    return value.model_dump(mode="json")

@@ -3,11 +3,13 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence as Seq
 from contextlib import aclosing
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 from fastapi import APIRouter, Query, Request
+from pydantic_core import to_json
 from starlette.responses import Response
 
 from nanovllm.apps.server import generation
@@ -16,25 +18,14 @@ from nanovllm.apps.server.error_bodies import APIError, as_api_error, naming_par
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.output_parsers.parameter_types import typed
 from nanovllm.apps.server.params import chat_params, field_names
-from nanovllm.apps.server.protocol.request_messages import MAX_ITEMS
-from nanovllm.apps.server.protocol.response_objects import (
-    DeletedResponse,
-    IncompleteDetails,
-    InputTokenCount,
-    InputTokensDetails,
-    ItemList,
-    OutputTokensDetails,
-    ResponseError,
-    ResponseObject,
-    ResponseUsage,
-    Status,
-)
+from nanovllm.apps.server.protocol.chat import MAX_ITEMS
 from nanovllm.apps.server.protocol.responses import (
     AnyInputItem,
     InputReference,
     ResponsesRequest,
 )
 from nanovllm.apps.server.response_items import (
+    Event,
     ResponseBuilder,
     conversation_of,
     items_of,
@@ -44,7 +35,7 @@ from nanovllm.apps.server.response_items import (
     stored_items,
 )
 from nanovllm.apps.server.response_store import StoredResponse
-from nanovllm.apps.server.sse import frame, sse
+from nanovllm.apps.server.sse import named_frames, sse
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.errors import InvalidRequestError, log_failure
 from nanovllm.options.sampling_params import SamplingParams
@@ -55,11 +46,23 @@ router = APIRouter(tags=["responses"], route_class=JSONRoute)
 
 logger = logging.getLogger(__name__)
 
-_ECHOED = ResponseObject.model_fields.keys() - {"model", "temperature", "top_p"}
-"""Fields of the request that are returned with its answer."""
+_ECHOED: dict[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": {},
+    "text": {},
+    "tool_choice": "auto",
+    "tools": [],
+    "truncation": "disabled",
+    "user": None,
+}
+"""Fields of the request that are returned with its answer, and what they are if not given."""
 
 
-@router.post("/v1/responses", response_model=ResponseObject)
+@router.post("/v1/responses")
 async def respond(request: Request, body: ResponsesRequest) -> Response:
     """Answer an input."""
     server = state_of(request)
@@ -74,12 +77,12 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
             answer.keep = lambda response, text: server.responses.add(
                 owner,
                 StoredResponse(
-                    response.id,
+                    response["id"],
                     before,
                     items,
                     text,
-                    response.model_dump_json(include={"output"}).encode(),
-                    tuple(item.id for item in response.output),
+                    to_json({"output": response["output"]}),
+                    tuple(item["id"] for item in response["output"]),
                 ),
             )
         outputs = await run(place, body, prompt, params)
@@ -90,17 +93,18 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
 
 
 @router.post("/v1/responses/input_tokens")
-async def count_input_tokens(request: Request, body: ResponsesRequest) -> InputTokenCount:
+async def count_input_tokens(request: Request, body: ResponsesRequest) -> dict[str, Any]:
     """Return how many tokens the prompt of a request has."""
     server = state_of(request)
     server.check_model(body.model)
     with naming_params(ResponsesRequest.model_fields, "input"):
         place = generation.admit(request, 1)
         known = _known(request, body)
-        return InputTokenCount(input_tokens=await place.prepare(_count, server, body, known))
+        count = await place.prepare(_count, server, body, known)
+        return {"object": "response.input_tokens", "input_tokens": count}
 
 
-@router.get("/v1/responses/{response_id}", response_model=ResponseObject)
+@router.get("/v1/responses/{response_id}")
 async def get_response(request: Request, response_id: str, stream: bool = False) -> Response:
     """Return a stored response."""
     if stream:
@@ -110,10 +114,10 @@ async def get_response(request: Request, response_id: str, stream: bool = False)
 
 
 @router.delete("/v1/responses/{response_id}")
-async def delete_response(request: Request, response_id: str) -> DeletedResponse:
+async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
     """Drop a stored response."""
     state_of(request).responses.delete(_owner(request), response_id)
-    return DeletedResponse(id=response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
 
 
 @router.post("/v1/responses/{response_id}/cancel", response_model=None)
@@ -133,7 +137,7 @@ async def list_input_items(
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
-) -> ItemList:
+) -> dict[str, Any]:
     """List what a stored response answers, with what came before it in its conversation."""
     chain = state_of(request).responses.get(_owner(request), response_id)
     _check_size(request, chain[:-1])  # any of them may have been replaced by a larger one
@@ -147,12 +151,13 @@ async def list_input_items(
             raise APIError(400, f"after: there is no item {shown(after)}", param="after")
         start = ids.index(after) + 1
     page = items[start : start + limit]
-    return ItemList(
-        data=page,
-        first_id=page[0]["id"] if page else None,
-        last_id=page[-1]["id"] if page else None,
-        has_more=start + limit < len(items),
-    )
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": start + limit < len(items),
+    }
 
 
 def _owner(request: Request) -> str:
@@ -261,39 +266,46 @@ class _Answer:
         self, server: ServerState, body: ResponsesRequest, params: SamplingParams, prompt: str
     ) -> None:
         self._reader = AnswerReader(server, body, prompt, typed(body.functions))
-        given = body.model_dump(include=_ECHOED, exclude_none=True, by_alias=True)
-        echoed: dict[str, Any] = {"reasoning": {}, "text": {}, "tools": [], **given}
+        given = body.model_dump(include=set(_ECHOED), exclude_none=True, by_alias=True)
+        echoed = {**_ECHOED, **given}
         echoed["reasoning"] = {"effort": None} | echoed["reasoning"]
         echoed["text"] = {"format": {"type": "text"}} | echoed["text"]
         echoed["tools"] = [
             {"parameters": None, "strict": False} | tool if tool["type"] == "function" else tool
             for tool in echoed["tools"]
         ]
-        echoed["store"] = _is_stored(server, body)
+        self._num_output = 0
         self._builder = ResponseBuilder(
-            ResponseObject(
-                id=new_id("resp") if body.request_id is None else f"resp_{body.request_id}",
-                created_at=int(time.time()),
-                model=server.name_in_answer(body.model),
-                temperature=params.temperature,
-                top_p=params.top_p,
+            {
+                "id": new_id("resp") if body.request_id is None else f"resp_{body.request_id}",
+                "object": "response",
+                "created_at": int(time.time()),
+                "completed_at": None,
+                "status": "in_progress",
+                "background": False,
+                "error": None,
+                "incomplete_details": None,
+                "max_tool_calls": None,
+                "model": server.name_in_answer(body.model),
+                "output": [],
+                "service_tier": "default",
+                "store": _is_stored(server, body),
+                "temperature": params.temperature,
+                "top_logprobs": 0,
+                "top_p": params.top_p,
+                "usage": None,
                 **echoed,
-            ),
+            },
             body.called_tools(),
             encodes_reasoning=body.includes("reasoning.encrypted_content"),
         )
-        self.keep: Callable[[ResponseObject, bytes], object] | None = None
+        self.keep: Callable[[dict[str, Any], bytes], object] | None = None
         """Keeps the response once it has ended; its second argument is the response as JSON."""
 
-    def whole(self, output: RequestOutput) -> str:
+    def whole(self, output: RequestOutput) -> bytes:
         """Return the response as JSON."""
-        (completion,) = output.outputs
-        for part in self._reader.parts(completion):
-            for _ in self._builder.add(part):
-                pass
-        self._end(output, completion, len(completion.token_ids))
-        for _ in self._builder.finish(self._builder.response.status):
-            pass
+        self._events(output)
+        deque(self._builder.finish(self._builder.response["status"]), maxlen=0)
         return self._keep()
 
     async def frames(
@@ -301,59 +313,58 @@ class _Answer:
     ) -> AsyncGenerator[str, None]:
         """Yield the events of a streamed response; those that come at once together."""
         builder = self._builder
-        num_output = 0
-        yield "".join(frame(event, event.type) for event in builder.start())
+        yield named_frames(builder.start())
         try:
             async with aclosing(outputs):
                 async for output in outputs:
-                    (completion,) = output.outputs
-                    num_output += len(completion.token_ids)
-                    yield "".join(
-                        frame(event, event.type)
-                        for part in self._reader.parts(completion)
-                        for event in builder.add(part)
-                    )
-                    if completion.finish_reason is not None:
-                        self._end(output, completion, num_output)
+                    yield named_frames(self._events(output))
         except Exception as error:
             if not isinstance(error, APIError):
                 log_failure(logger, error, "a stream ended with an error")
             found = as_api_error(error).body["error"]
             is_clients = found["type"] == "invalid_request_error"
             code = found["code"] or ("invalid_prompt" if is_clients else "server_error")
-            builder.response.error = ResponseError(code=code, message=found["message"] or "")
-            builder.response.status = "failed"
-        events = [*builder.finish(builder.response.status)]
+            builder.response["error"] = {"code": code, "message": found["message"] or ""}
+            builder.response["status"] = "failed"
+        events = [*builder.finish(builder.response["status"])]
         self._keep()  # before the client knows that it may go on from it
-        yield "".join(frame(event, event.type) for event in events)
+        yield named_frames(events)
 
-    def _keep(self) -> str:
+    def _events(self, output: RequestOutput) -> list[Event]:
+        """Return the events of what is new of the answer; at its end, set its status and usage."""
+        (completion,) = output.outputs
+        self._num_output += len(completion.token_ids)
+        parts = self._reader.parts(completion)
+        events = [event for part in parts for event in self._builder.add(part)]
+        if completion.finish_reason is not None:
+            self._end(output, completion)
+        return events
+
+    def _keep(self) -> bytes:
         """Return the response as JSON, and keep it if that is asked for and it has not failed."""
         response = self._builder.response
-        text = response.model_dump_json()
-        if self.keep is not None and response.status != "failed":
-            self.keep(response, text.encode())
+        text = to_json(response)
+        if self.keep is not None and response["status"] != "failed":
+            self.keep(response, text)
         return text
 
-    def _end(self, output: RequestOutput, completion: CompletionOutput, num_output: int) -> None:
+    def _end(self, output: RequestOutput, completion: CompletionOutput) -> None:
         """Set the status and the usage."""
+        status = "completed"
         response = self._builder.response
-        status: Status = "completed"
         if completion.finish_reason == "length":
             status = "incomplete"
-            response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
         elif completion.finish_reason == "abort":
             status = "failed"
-            response.error = ResponseError(code="server_error", message="the request was aborted")
-        response.status = status
-        response.completed_at = int(time.time()) if status == "completed" else None
-        num_prompt = len(output.prompt_token_ids)
-        response.usage = ResponseUsage(
-            input_tokens=num_prompt,
-            input_tokens_details=InputTokensDetails(cached_tokens=output.num_cached_tokens),
-            output_tokens=num_output,
-            output_tokens_details=OutputTokensDetails(
-                reasoning_tokens=self._reader.num_reasoning_tokens
-            ),
-            total_tokens=num_prompt + num_output,
-        )
+            response["error"] = {"code": "server_error", "message": "the request was aborted"}
+        response["status"] = status
+        response["completed_at"] = int(time.time()) if status == "completed" else None
+        num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
+        response["usage"] = {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+            "output_tokens": self._num_output,
+            "output_tokens_details": {"reasoning_tokens": self._reader.num_reasoning_tokens},
+            "total_tokens": num_prompt + self._num_output,
+        }

@@ -62,7 +62,7 @@ def serve(args: argparse.Namespace) -> int:
     options = ServerOptions(**given)
     engine_options: dict[str, Any] = {"model": args.model, **given_fields(Config, args)}
     check_options(options, Config(**engine_options))
-    log = Log(options.log_level, options.log_format, options.log_config)
+    log = Log(options.log_level, options.log_format)
     allow_files(options.max_connections + OTHER_FILES)
     with bound_socket(options) as listener:
         start = time.monotonic()

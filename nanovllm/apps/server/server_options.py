@@ -149,9 +149,6 @@ class ServerOptions:
     log_format: Annotated[str, check_choice, FORMATS] = "text"
     """Form of the log: text, or json for a line of JSON for each record, with a request's fields in
     "request"."""
-    log_config: Annotated[str | None, check_text] = None
-    """JSON file for Python's logging.config.dictConfig, which decides in place of the two. None is
-    no such file."""
 
     def __post_init__(self) -> None:
         check_fields(ConfigError, self)

@@ -15,7 +15,6 @@ from nanovllm.apps.server.admission import MANY_BODIES, AdmissionControl, Answer
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.output_parsers.answer_format import AnswerFormat, find_answer_format
 from nanovllm.apps.server.prometheus import ServerMetrics
-from nanovllm.apps.server.prompt_watch import PromptWatch
 from nanovllm.apps.server.response_store import ResponseStore
 from nanovllm.apps.server.server_options import ServerOptions, check_options, model_name
 from nanovllm.async_llm import AsyncLLM
@@ -78,7 +77,6 @@ class ServerState:
         """Compiles grammars, so that nothing but other grammars waits for a heavy one."""
         self.loading = FairExecutor(1, "nanovllm-adapters")
         """Reads adapters, one at a time."""
-        self.prompts = PromptWatch()
         self.responses = ResponseStore(options.max_stored_responses, options.max_stored_bytes)
         self.start_time = int(time.time())
         """Unix time in seconds."""

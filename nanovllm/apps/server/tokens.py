@@ -4,15 +4,14 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from nanovllm.apps.server import generation
 from nanovllm.apps.server.conversation import render
 from nanovllm.apps.server.error_bodies import APIError, naming_params
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.protocol.chat import ChatTools
+from nanovllm.apps.server.protocol.chat import ChatTools, Messages
 from nanovllm.apps.server.protocol.common import RequestModel, refused
-from nanovllm.apps.server.protocol.request_messages import Messages
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.options.other_names import OtherName, other_names
 
@@ -45,15 +44,6 @@ class TokenizeRequest(RequestModel):
         return self
 
 
-class TokenizeAnswer(BaseModel):
-    """The token ids of a text."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
 class DetokenizeRequest(RequestModel):
     """Token ids."""
 
@@ -61,26 +51,8 @@ class DetokenizeRequest(RequestModel):
     tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
-class DetokenizeAnswer(BaseModel):
-    """The text of token ids."""
-
-    prompt: str
-
-
-class TokenizerInfo(BaseModel):
-    """The tokenizer, by the names of tokenizer_config.json."""
-
-    tokenizer_class: str
-    bos_token: str | None
-    eos_token: str | None
-    unk_token: str | None
-    pad_token: str | None
-    chat_template: str | None
-    added_tokens_decoder: dict[int, str]
-
-
 @router.get("/tokenizer_info")
-async def tokenizer_info(request: Request) -> TokenizerInfo:
+async def tokenizer_info(request: Request) -> dict[str, Any]:
     """Describe the tokenizer, so that a client can use it through /tokenize."""
     server = state_of(request)
     tokenizer = _tokenizer(server)
@@ -88,39 +60,34 @@ async def tokenizer_info(request: Request) -> TokenizerInfo:
     template = tokenizer.chat_template if server.chat_template is None else server.chat_template
     if isinstance(template, dict):  # several templates by name
         template = template.get("default")
-    return TokenizerInfo(
-        tokenizer_class="PreTrainedTokenizerFast",  # the class that loads each tokenizer.json
-        bos_token=tokens.get("bos_token"),
-        eos_token=tokens.get("eos_token"),
-        unk_token=tokens.get("unk_token"),
-        pad_token=tokens.get("pad_token"),
-        chat_template=template,
-        added_tokens_decoder={
-            token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()
-        },
-    )
+    added = tokenizer.added_tokens_decoder
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # the class that loads each tokenizer.json
+        **{name: tokens.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")},
+        "chat_template": template,
+        "added_tokens_decoder": {token_id: token.content for token_id, token in added.items()},
+    }
 
 
 @router.post("/tokenize")
-async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeAnswer:
+async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
     """Return the token ids of a text or a conversation."""
     server = state_of(request)
     server.check_model(body.model)
     place = generation.admit(request, 1)
     with naming_params(TokenizeRequest.model_fields, "messages" if body.messages else "prompt"):
         tokens, texts = await place.prepare(_tokenize, server, body)
-    return TokenizeAnswer(
-        count=len(tokens), max_model_len=server.max_model_len, tokens=tokens, token_strs=texts
-    )
+    answer = {"count": len(tokens), "max_model_len": server.max_model_len, "tokens": tokens}
+    return {**answer, "token_strs": texts}
 
 
 @router.post("/detokenize")
-async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeAnswer:
+async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, str]:
     """Return the text of token ids."""
     server = state_of(request)
     server.check_model(body.model)
     place = generation.admit(request, 1)
-    return DetokenizeAnswer(prompt=await place.prepare(_detokenize, server, body.tokens))
+    return {"prompt": await place.prepare(_detokenize, server, body.tokens)}
 
 
 def _tokenize(server: ServerState, body: TokenizeRequest) -> tuple[list[int], list[str] | None]:

@@ -21,7 +21,6 @@ from nanovllm.features.pooling.module_files import DenseFile, File, LayerNormFil
 from nanovllm.loading.files import check_file
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.options.pooling_params import PoolingParams
-from nanovllm.utils.transfer import to_host
 from nanovllm.worker.hooks import RowNeeds, WorkerHook
 from nanovllm.worker.network import Network
 from nanovllm.worker.step_output import NO_DISTRIBUTION, PendingResult
@@ -80,6 +79,7 @@ class RankPooling(WorkerHook):
 
     def __init__(self, network: Network, files: Seq[Path]) -> None:
         self._model = network.model
+        self._to_host = network.platform.to_host
         # The id without a position of its own, which a recorded step would count.
         self._no_position: int | None = network.model.no_position  # type: ignore[assignment]
         settings = PoolingSettings()
@@ -169,7 +169,7 @@ class RankPooling(WorkerHook):
             values = logits[:, list(params.token_ids)].float()
         else:
             values = self._head.finished(vectors, params)
-        return Pooled(seq_ids, to_host(values))
+        return Pooled(seq_ids, self._to_host(values))
 
 
 class VectorHead:

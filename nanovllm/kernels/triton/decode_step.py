@@ -2,7 +2,7 @@
 tables, `advance` writes them, and `accept` notes where rows with drafts end.
 
 `Kernels` documents them. Each is one launch; torch would need about two dozen launches for the
-first two. Imports triton: see `kernels.selector.triton_available`.
+first two. Imports triton: see `platform.cuda.triton_available`.
 """
 
 import torch

@@ -9,13 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.fused_layer import MAX_ROWS
 from nanovllm.kernels.triton.launch import launch_options, let_next_begin, wait_for_previous
 from nanovllm.kernels.triton.online_softmax import LOG2_E, MAX_SPLITS, block_ids, finish_split
 
 _WARPS = 4
 """Warps of a program. Each attends to some keys of a tile: 16, as many as an instruction of the
 tensor cores takes."""
+_NEW_KEYS = 16
+"""Rows whose keys a row may see, as a tile: what `tl.dot` sums up has 16 numbers at least."""
 _PROGRAMS = 512
 """Programs of a launch, at most: two turns of a large GPU. More would often have no split."""
 _MERGED_AT_ONCE = tl.constexpr(12)
@@ -46,13 +47,13 @@ def attend_rows(
     its keys in the cache, never from the batch; the other keys are one split more.
 
     Args:
-        qkv: [R, (heads + 2 kv_heads) * dim], R at most MAX_ROWS.
+        qkv: [R, (heads + 2 kv_heads) * dim], R at most `fused_layer.MAX_ROWS`.
         q_weight, k_weight, eps, cos_sin, slot_mapping: see `store.store`.
         positions: [R] int64.
         angle_rows: [R] int64, rows of `cos_sin`.
         block_tables: [R, width] int32. Columns past a row's last block are not read.
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim] of `qkv`'s dtype.
-        splits_done: [MAX_ROWS, num_kv_heads] int32, 0 between two launches, which must run one
+        splits_done: [R or more, num_kv_heads] int32, 0 between two launches, which must run one
             after another.
         chained: see `launch.launch_options`.
 
@@ -69,16 +70,14 @@ def attend_rows(
     per_head = rows, MAX_SPLITS, num_heads
     partial_out = qkv.new_empty(*per_head, head_dim, dtype=torch.float32)
     partial_stats = qkv.new_empty(*per_head, 2, dtype=torch.float32)
-    programs = MAX_SPLITS
-    if qkv.itemsize == 2:  # float32 has no registers left for a loop over splits
-        programs = min(max(_PROGRAMS // (rows * num_kv_heads), 1), MAX_SPLITS)
+    programs = min(max(_PROGRAMS // (rows * num_kv_heads), 1), MAX_SPLITS)
     _attend_rows[(rows * num_kv_heads, programs)](
         qkv, q_weight, k_weight, eps, cos_sin, positions, angle_rows, slot_mapping,
         block_tables, block_tables.stride(0), k_cache, v_cache, out,
         splits_done, partial_out, partial_stats, rows, head_dim**-0.5 * LOG2_E,
         KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         MANY_SPLITS=programs < MAX_SPLITS,
-        ROWS=MAX_ROWS, M=triton.next_power_of_2(group), D=triton.next_power_of_2(head_dim),
+        ROWS=_NEW_KEYS, M=triton.next_power_of_2(group), D=triton.next_power_of_2(head_dim),
         W=_WARPS, N=16 * _WARPS, num_warps=_WARPS, num_stages=2, **launch_options(chained),
     )  # fmt: skip
     return out
@@ -351,11 +350,11 @@ def _attend_tile(acc, score_max, weight_sum, queries, k, v, seen, scale):
         seen: [W, keys], which of them count.
         scale: factor of the scores, including LOG2_E.
     """
-    scores = tl.dot(queries, tl.permute(k, (0, 2, 1)), input_precision="tf32x3")
+    scores = tl.dot(queries, tl.permute(k, (0, 2, 1)))
     scores = tl.where(seen[:, None, :], scores, float("-inf"))
     new_max = tl.maximum(score_max, tl.max(tl.max(scores, 2), 0) * scale)
     weights = tl.exp2(tl.fma(scores, scale, -new_max[None, :, None]))
     shrink = tl.exp2(score_max - new_max)
     weight_sum = tl.fma(weight_sum, shrink[None, :], tl.sum(weights, 2))
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[None, :, None], input_precision="tf32x3")
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[None, :, None])
     return acc, new_max, weight_sum

@@ -14,6 +14,7 @@ from nanovllm.features.graphs.cuda_graph import GraphRunner, graph_sizes
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.triton import decode_step
 from nanovllm.kernels.triton.kernels import TritonKernels
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.device_tables import DeviceTables
 from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants
 from tests.kernels.triton.inputs import DEVICE
@@ -173,7 +174,7 @@ def capture_steps(max_tokens):
     def capture(step):
         return None, step()
 
-    tables = DeviceTables(info, max_tokens, cpu, TritonKernels())
+    tables = DeviceTables(info, max_tokens, CPU(), TritonKernels())
     runner = GraphRunner(compute_logits, TritonBackend(spec), tables, max_tokens, capture)
     runner.capture(graph_sizes(max_tokens))
 

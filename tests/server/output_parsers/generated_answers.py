@@ -24,7 +24,7 @@ from nanovllm.apps.server.output_parsers.reasoning import (
     THINK,
     ReasoningFormat,
 )
-from nanovllm.apps.server.output_parsers.tool_formats import DeepSeek31, Glm, Kimi
+from nanovllm.apps.server.output_parsers.tool_formats import DEEPSEEK31, GLM, KIMI
 from nanovllm.options.sampling_params import TOKEN_MARK
 
 Call = tuple[str, dict[str, Any]]
@@ -44,8 +44,8 @@ TAGS = (
     *("<|python_tag|>", "<|tool_call>", "<tool_call|>", "<|channel>", "<|tool_call_end|>"),
     *("</parameter> x", "<function=f>", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
 )
-DEEPSEEK_TAGS = DeepSeek31.tags
-KIMI_TAGS = Kimi.tags
+DEEPSEEK_TAGS = DEEPSEEK31.tags
+KIMI_TAGS = KIMI.tags
 TEXTS = ("Let me see.", "I use a < b and <b>f</b>:", "Hm, [1] {x}: é", "It's\n\ntwo lines.")
 
 
@@ -234,7 +234,7 @@ def python_value(rng: Random, given: Any, *, is_argument: bool = False) -> str:
             return f"{{{', '.join(members)}}}"
         case list():
             items = [python_value(rng, item) for item in given]
-            pair = rng.choice(("[]", "[]", "()", "{}")) if given else "[]"
+            pair = rng.choice(("[]", "[]", "()")) if given else "[]"
             end = rng.choice(("", "", ",")) if items else ""
             if pair == "()" and len(items) == 1:
                 end = ","
@@ -514,7 +514,7 @@ FAMILIES = {
         near_calls=("<function_calls> none", "<function_calls>\nf('x')"),
     ),
     "glm45": Family(
-        *("glm45", glm, Glm.tags, THINK),
+        *("glm45", glm, GLM.tags, THINK),
         near_calls=("<tool_call> is a tag.", "<tool_call>f", "<arg_key>a</arg_key>"),
         is_string=lambda text, is_marked: "<" not in text or "</parameter>" in text,
     ),

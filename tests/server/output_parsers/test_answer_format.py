@@ -148,32 +148,6 @@ CALLS = [
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize(("template", "one", "two"), CALLS)
-def test_grammars_take_calls_and_nothing_else(
-    template: str, one: str, two: str, special: bool
-) -> None:
-    required = calls(template, "required", special=special)
-    assert required.takes(one)
-    assert required.takes(two)
-    assert not required.takes("Rome")
-    assert not required.takes(one[:-1])
-    assert not required.takes(one.replace("Rome", 'Rome", "x": "y'))
-    assert not required.takes(one.replace("weather", "whether"))
-    assert not required.takes(one.replace('"city"', '"town"'))
-    named = calls(template, FunctionName(name="weather"), special=special)
-    assert named.takes(one)
-    assert not named.takes(two)
-    single = calls(template, "required", special=special, parallel_tool_calls=False)
-    assert single.takes(one)
-    assert not single.takes(two)
-    found = answer_format(template, special=special)
-    for text, names in ((one, ["weather"]), (two, ["weather", "now"])):
-        parts = parse(found, text)
-        assert [part.name for part in parts if isinstance(part, ToolCallStart)] == names
-        assert not any(isinstance(part, TextDelta) for part in parts)
-
-
-@pytest.mark.parametrize("special", [False, True])
 def test_a_model_may_reason_before_a_call(special: bool) -> None:
     inside = calls(QWEN, "required", special=special, prompt="<think>\n")
     assert inside.takes(f"Rome? 1 < 2\n</think>\n\n{HERMES_CALL}")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.apps.server.output_parsers.literal_calls import CLOSING, QUOTE, Gemma4Parser
+from nanovllm.apps.server.output_parsers.literal_calls import Gemma4Parser
 from nanovllm.apps.server.output_parsers.parameter_types import ParameterTypes, TypedFunction
 from nanovllm.apps.server.output_parsers.parts import TextDelta, ToolCallStart
 from nanovllm.apps.server.output_parsers.tool_calls import ToolCallParser
@@ -14,6 +14,7 @@ from nanovllm.options.sampling_params import TOKEN_MARK
 from tests.every_case import examples
 from tests.server.output_parsers.helpers import Answer, check_calls, cut, joined, json_values
 
+CLOSING, QUOTE = Gemma4Parser.closing, Gemma4Parser.quote_tag
 TAGS = (Gemma4Parser.tag, CLOSING, QUOTE)
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from nanovllm.apps.server.output_parsers import tool_formats
 from nanovllm.apps.server.output_parsers.json_calls import (
     CohereParser,
     DeepSeekParser,
@@ -559,23 +560,23 @@ def test_call_ids() -> None:
 @pytest.mark.parametrize(
     ("template", "name"),
     [
-        ("{% if tools %}<tool_call>", "Hermes"),
-        ("{% if tools %}<tool_call><function=", "Tagged"),
-        ("{% if tools %}<tool_call><arg_key>", "Glm"),
+        ("{% if tools %}<tool_call>", "HERMES"),
+        ("{% if tools %}<tool_call><function=", "TAGGED"),
+        ("{% if tools %}<tool_call><arg_key>", "GLM"),
         ("{% if tools %}<tool_call><tool_sep>", None),
-        ("{% if tools %}List of tools: [", "Pythonic"),
-        ("{% if tools %}<|tool_list_start|>[", "Pythonic"),
-        ("{% if tools %}<|tool_call_start|>{{ '[' + calls[func_name + '('", "Pythonic"),
-        ("{% if tools %}<|python_tag|>", "Llama"),
-        ('<|start_header_id|>{% if tools %}{"name": x, "parameters": y}', "Llama"),
-        ("{% if tools %}[TOOL_CALLS] [", "Mistral"),
-        ("{% if tools %}[TOOL_CALLS]x[ARGS]", "MistralArgs"),
-        ("{% if tools %}<|tool_call>call:", "Gemma4"),
-        ("<|channel|>analysis<|message|>", "Harmony"),
-        ("{{ messages }}", "Hermes"),
-        (None, "Hermes"),
+        ("{% if tools %}List of tools: [", "PYTHONIC"),
+        ("{% if tools %}<|tool_list_start|>[", "PYTHONIC"),
+        ("{% if tools %}<|tool_call_start|>{{ '[' + calls[func_name + '('", "PYTHONIC"),
+        ("{% if tools %}<|python_tag|>", "LLAMA"),
+        ('<|start_header_id|>{% if tools %}{"name": x, "parameters": y}', "LLAMA"),
+        ("{% if tools %}[TOOL_CALLS] [", "MISTRAL"),
+        ("{% if tools %}[TOOL_CALLS]x[ARGS]", "MISTRAL_ARGS"),
+        ("{% if tools %}<|tool_call>call:", "GEMMA4"),
+        ("<|channel|>analysis<|message|>", "HARMONY"),
+        ("{{ messages }}", "HERMES"),
+        (None, "HERMES"),
     ],
 )
 def test_the_template_shows_the_format(template: str | None, name: str | None) -> None:
     found = find_tool_format(template)
-    assert (None if found is None else type(found).__name__) == name
+    assert found is (None if name is None else getattr(tool_formats, name))

@@ -136,7 +136,7 @@ class AnswerFormat:
                     answer_started=starts_in_answer,
                     marked=marked,
                 )
-            if self._tools is not None and has_tools:
+            if self._tools is not None and self._tools.parser is not None and has_tools:
                 calls = self._tools.parser(marked, tools)
         return AnswerParser(reasoning, calls, several=parallel_tool_calls)
 
@@ -345,10 +345,10 @@ def find_answer_format(
     """
     tools = find_tool_format(chat_template, shape)
     if tool_call_parser != "auto":
-        tools_type = _named("tool_call_parser", tool_call_parser, TOOL_FORMATS)
+        named = _named("tool_call_parser", tool_call_parser, TOOL_FORMATS)
         # A template that shows the newer form of a format knows better which it is.
-        if tools_type is None or not isinstance(tools, tools_type):
-            tools = None if tools_type is None else tools_type()
+        if tools is None or named is None or not tools.is_like(named):
+            tools = named
     reasoning = find_reasoning_format(chat_template)
     if reasoning_parser != "auto":
         reasoning = _named("reasoning_parser", reasoning_parser, REASONING_FORMATS)

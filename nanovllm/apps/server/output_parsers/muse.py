@@ -27,10 +27,6 @@ END = "<|eom|>"
 END_OF_TURN = "<|eot|>"
 ENDS_OF_ANSWER = (END_OF_TURN,)
 TAGS = (START, MESSAGE, END, *ENDS_OF_ANSWER)
-CALLS = "<atem:function_calls>"
-CALLS_END = "</atem:function_calls>"
-INVOKE = '<atem:invoke name="'
-INVOKE_END = "</atem:invoke>"
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _HEADER = re.compile(r"\s*(?:assistant)?\s*(?:to=[^\s<]*)?\s*")
@@ -43,9 +39,9 @@ class AtemParser(InvokeParser):
     call f.f.
     """
 
-    tag = CALLS
-    closing = CALLS_END
-    function = (INVOKE, INVOKE_END)
+    tag = "<atem:function_calls>"
+    closing = "</atem:function_calls>"
+    function = ('<atem:invoke name="', "</atem:invoke>")
     parameter = ('<atem:parameter name="', "</atem:parameter>")
 
     def _start(self, name: str, call_id: str | None = None) -> None:

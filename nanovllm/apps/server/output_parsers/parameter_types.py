@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
-from nanovllm.utils.safe_regex import SafeRegex
-
 TYPES = frozenset(("string", "integer", "number", "boolean", "null", "object", "array"))
 _OTHER_NAMES = {
     "str text varchar char enum": "string",
@@ -47,11 +45,6 @@ _IMPLIED = {
 _BRANCHES = ("allOf", "anyOf", "oneOf")
 _MAX_DEPTH = 64
 """Depth of schemas within schemas, and of references."""
-_MAX_PATTERNS = 8
-"""Patterns of names that are compared; any further one counts as a match."""
-_CHEAP_PATTERN = re.compile(r"(?:[^\\{]|\\.){0,64}", re.DOTALL)
-"""What takes a few milliseconds to compile, if it has few classes of letters, such as \\w."""
-_MAX_CLASSES = 4
 
 _Types = frozenset[str] | None
 """None stands for any type."""
@@ -178,31 +171,13 @@ def typed(functions: Iterable[Function]) -> list[TypedFunction]:
 
 
 def _named(schema: Mapping[str, Any], name: str) -> Iterator[Any]:
-    """Yield the schemas that a schema of an object has for the property `name`."""
+    """Yield the schemas that a schema of an object may have for the property `name`."""
     properties = schema.get("properties")
     patterns = schema.get("patternProperties")
     if isinstance(properties, Mapping) and name in properties:
         yield properties[name]
-    if isinstance(patterns, Mapping):
-        for index, (pattern, part) in enumerate(patterns.items()):
-            if index >= _MAX_PATTERNS or _matches(pattern, name):
-                yield part
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern is found in a name; so is one that cannot be read, or is not cheap."""
-    if _CHEAP_PATTERN.fullmatch(pattern) is None or pattern.count("\\") > _MAX_CLASSES:
-        return True
-    regex = _regex(pattern)
-    return regex is None or regex.match(name)
-
-
-@functools.lru_cache(maxsize=64)
-def _regex(pattern: str) -> SafeRegex | None:
-    try:
-        return SafeRegex(f".*(?:{pattern})")
-    except ValueError:
-        return None
+    elif isinstance(patterns, Mapping):  # which of them match is not looked at
+        yield from patterns.values()
 
 
 def _named_types(names: Any) -> _Types:

@@ -12,8 +12,6 @@ from nanovllm.apps.server.output_parsers.literal_calls import NAME, LiteralParse
 from nanovllm.apps.server.output_parsers.parameter_types import Function
 from nanovllm.apps.server.output_parsers.text_reader import JSON_SCALAR, NotACall, Steps, escaped
 
-CALLS_START = "<|tool_call_start|>"
-CALLS_END = "<|tool_call_end|>"
 _KEY = re.compile(r"[-.\w]")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _CONSTANTS = frozenset((*_WORDS, *_WORDS.values()))
@@ -38,13 +36,9 @@ class PythonicParser(LiteralParser):
     JSON objects instead.
     """
 
-    tag = CALLS_START
-    closing = CALLS_END
-    brackets: ClassVar[Mapping[str, tuple[str, str]]] = {
-        **LiteralParser.brackets,
-        "(": (")", "]"),
-    }
-    undecided = "{("
+    tag = "<|tool_call_start|>"
+    closing = "<|tool_call_end|>"
+    brackets: ClassVar[Mapping[str, str]] = {**LiteralParser.brackets, "(": ")"}
     in_lines: ClassVar[bool] = False
     """Whether each call is on a separate line; otherwise there are commas between calls."""
     quotes = ("'''", '"""', "'", '"')
@@ -147,7 +141,7 @@ class PythonicParser(LiteralParser):
                 return True
             if character == ":":
                 return ":" in ends
-            while depth > 0 and self._open[depth - 1].closing != character:
+            while depth > 0 and self._open[depth - 1] != character:
                 depth -= 1
             if depth == 0:
                 return False

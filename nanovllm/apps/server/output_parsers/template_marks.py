@@ -1,76 +1,37 @@
 """Which formats of reasoning and of tool calls a chat template shows."""
 
+from nanovllm.apps.server.output_parsers import reasoning, tool_formats as formats
 from nanovllm.apps.server.output_parsers.parts import ToolCallStart
-from nanovllm.apps.server.output_parsers.reasoning import (
-    COHERE,
-    ERNIE,
-    GEMMA4,
-    HARMONY,
-    HUNYUAN,
-    MINICPM3,
-    MISTRAL,
-    MUSE,
-    SEED,
-    THINK,
-    ReasoningFormat,
-)
-from nanovllm.apps.server.output_parsers.tool_formats import (
-    Cohere,
-    DeepSeek3,
-    DeepSeek31,
-    FunctionGemma,
-    Gemma4,
-    Glm,
-    Granite,
-    Harmony,
-    Hermes,
-    HunYuan,
-    HunYuanList,
-    Kimi,
-    Llama,
-    LlamaPythonic,
-    MiniCpm3,
-    MiniMax,
-    Mistral,
-    MistralArgs,
-    MuseGlimmer,
-    Nemotron,
-    Olmo3,
-    Phi4Mini,
-    Phi4MiniTags,
-    Pythonic,
-    SeedOss,
-    Tagged,
-    ToolFormat,
-)
+from nanovllm.apps.server.output_parsers.reasoning import ReasoningFormat
+from nanovllm.apps.server.output_parsers.tool_formats import ToolFormat
 from nanovllm.chat.template_shape import CALLED, TemplateShape
 from nanovllm.chat.tool_messages import is_harmony, knows_tools, shows_pythonic_calls
 
-_BY_MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
-    (("<atem:",), MuseGlimmer),
-    (("<seed:tool_call>",), SeedOss),
-    (("<minimax:tool_call>",), MiniMax),
-    (("<TOOLCALL>",), Nemotron),
-    (("<|START_ACTION|>",), Cohere),
-    (("<|tool_calls_section_begin|>",), Kimi),
-    (("tool_declare<|im_middle|>",), Kimi),
-    (("<｜tool▁calls▁begin｜>", "```json"), DeepSeek3),
-    (("<｜tool▁calls▁begin｜>",), DeepSeek31),
-    (("<|tool_call_start|>", "```python"), MiniCpm3),
-    (("<tool_call>", "<arg_key>"), Glm),
-    (("<start_function_call>",), FunctionGemma),
-    (("<|tool_call>",), Gemma4),
-    (("[TOOL_CALLS]", "[ARGS]"), MistralArgs),
-    (("[TOOL_CALLS]",), Mistral),
-    (("<function_calls>",), Olmo3),
-    (("functools[",), Phi4Mini),
-    (("<|/tool_call|>",), Phi4MiniTags),
-    (("<|/tool|>",), Phi4MiniTags),
-    (("<|tool_call|>",), Granite),
-    (("<tool_calls>[",), HunYuanList),
-    (("<tool_calls>", "```json"), HunYuan),
-    (("<|tool_call_start|>",), Pythonic),
-    (("[func_name",), LlamaPythonic),
+_BY_MARKS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
+    (("<atem:",), formats.MUSE_GLIMMER),
+    (("<seed:tool_call>",), formats.SEED_OSS),
+    (("<minimax:tool_call>",), formats.MINIMAX),
+    (("<TOOLCALL>",), formats.NEMOTRON),
+    (("<|START_ACTION|>",), formats.COHERE),
+    (("<|tool_calls_section_begin|>",), formats.KIMI),
+    (("tool_declare<|im_middle|>",), formats.KIMI),
+    (("<｜tool▁calls▁begin｜>", "```json"), formats.DEEPSEEK3),
+    (("<｜tool▁calls▁begin｜>",), formats.DEEPSEEK31),
+    (("<|tool_call_start|>", "```python"), formats.MINICPM3),
+    (("<tool_call>", "<arg_key>"), formats.GLM),
+    (("<start_function_call>",), formats.FUNCTION_GEMMA),
+    (("<|tool_call>",), formats.GEMMA4),
+    (("[TOOL_CALLS]", "[ARGS]"), formats.MISTRAL_ARGS),
+    (("[TOOL_CALLS]",), formats.MISTRAL),
+    (("<function_calls>",), formats.OLMO3),
+    (("functools[",), formats.PHI4_MINI),
+    (("<|/tool_call|>",), formats.PHI4_MINI_TAGS),
+    (("<|/tool|>",), formats.PHI4_MINI_TAGS),
+    (("<|tool_call|>",), formats.GRANITE),
+    (("<tool_calls>[",), formats.HUNYUAN_LIST),
+    (("<tool_calls>", "```json"), formats.HUNYUAN),
+    (("<|tool_call_start|>",), formats.PYTHONIC),
+    (("[func_name",), formats.LLAMA_PYTHONIC),
 )
 """What a template has that shows a format; the first whose marks it has all."""
 _OTHER = ("<function=", "<parameter", "<tool_sep>", ">>>")
@@ -81,16 +42,23 @@ def find_reasoning_format(chat_template: str | None) -> ReasoningFormat | None:
     """Return the tags that a chat template has."""
     template = chat_template or ""
     if is_harmony(template):
-        return HARMONY
+        return reasoning.HARMONY
     if "to=self<|message|>" in template:
-        return MUSE
-    if COHERE.answer[0] in template:
-        return COHERE
-    for tags in (HUNYUAN, ERNIE):
+        return reasoning.MUSE
+    if reasoning.COHERE.answer[0] in template:
+        return reasoning.COHERE
+    for tags in (reasoning.HUNYUAN, reasoning.ERNIE):
         has_results = "<response>" in tags.answer and "<minimax:" in template
         if all(tag in template for tag in (tags.closing, *tags.answer)) and not has_results:
             return tags
-    known = (THINK, MISTRAL, SEED, GEMMA4, COHERE, MINICPM3)
+    known = (
+        reasoning.THINK,
+        reasoning.MISTRAL,
+        reasoning.SEED,
+        reasoning.GEMMA4,
+        reasoning.COHERE,
+        reasoning.MINICPM3,
+    )
     return next((tags for tags in known if tags.closing in template), None)
 
 
@@ -106,19 +74,19 @@ def find_tool_format(
     """
     template = chat_template or ""
     if is_harmony(template):
-        return Harmony()
+        return formats.HARMONY
     if shape is not None and shape.tools is None:
-        return Hermes()
-    for marks, kind in _BY_MARKS:
+        return formats.HERMES
+    for marks, found in _BY_MARKS:
         if all(mark in template for mark in marks):
-            return kind()
-    found = _by_words(template)
-    if found is None or shape is None or not shape.written:
-        return found
-    parser = found.parser()
+            return found
+    suggested = _by_words(template)
+    if suggested is None or suggested.parser is None or shape is None or not shape.written:
+        return suggested
+    parser = suggested.parser()
     parts = parser.feed(shape.written) + parser.finish(cut=False)
     is_read = any(isinstance(part, ToolCallStart) and part.name == CALLED for part in parts)
-    return found if is_read else None
+    return suggested if is_read else None
 
 
 def _by_words(template: str) -> ToolFormat | None:
@@ -127,11 +95,11 @@ def _by_words(template: str) -> ToolFormat | None:
     is_other = not is_tagged and any(mark in template for mark in _OTHER)
     has_header = "<|start_header_id|>" in template and '"parameters"' in template
     if not is_other and ("<|python_tag|>" in template or has_header):
-        return Llama()
+        return formats.LLAMA
     if shows_pythonic_calls(template):
-        return Pythonic()
+        return formats.PYTHONIC
     if not knows_tools(template):
-        return Hermes()
+        return formats.HERMES
     if is_tagged:
-        return Tagged()
-    return Hermes() if "<tool_call>" in template and not is_other else None
+        return formats.TAGGED
+    return formats.HERMES if "<tool_call>" in template and not is_other else None

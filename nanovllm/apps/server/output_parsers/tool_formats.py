@@ -1,75 +1,69 @@
-"""How models write tool calls: what to look for, and the grammars that enforce it."""
+"""How models write tool calls: what reads each format, and the grammars that enforce it."""
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-from nanovllm.apps.server.output_parsers import harmony, muse
+from nanovllm.apps.server.output_parsers import harmony, json_calls, muse, tagged_calls
 from nanovllm.apps.server.output_parsers.channels import ChannelsParser
-from nanovllm.apps.server.output_parsers.json_calls import (
-    CohereParser,
-    DeepSeekParser,
-    GraniteParser,
-    HermesParser,
-    HunYuanParser,
-    KimiParser,
-    LlamaParser,
-    MistralParser,
-    NemotronParser,
-    Phi4Parser,
-)
-from nanovllm.apps.server.output_parsers.literal_calls import (
-    CLOSING,
-    ESCAPE,
-    QUOTE,
-    FunctionGemmaParser,
-    Gemma4Parser,
-)
+from nanovllm.apps.server.output_parsers.json_calls import DeepSeekParser, KimiParser
+from nanovllm.apps.server.output_parsers.literal_calls import FunctionGemmaParser, Gemma4Parser
 from nanovllm.apps.server.output_parsers.parameter_types import Function
 from nanovllm.apps.server.output_parsers.pythonic_calls import (
-    CALLS_END,
-    CALLS_START,
     LlamaPythonicParser,
     MiniCpmParser,
     OlmoParser,
     PythonicParser,
-)
-from nanovllm.apps.server.output_parsers.tagged_calls import (
-    GlmParser,
-    InvokeParser,
-    SeedParser,
-    TaggedParser,
 )
 from nanovllm.apps.server.output_parsers.tool_calls import MAX_CALLS, ToolCallParser
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.json_schema import X_GUIDANCE, grammar_schema
 from nanovllm.options.structured_outputs import MAX_CHARS
 
-_COHERE_ID = '{"tool_call_id": "'
 _MORE = f"{{0,{MAX_CALLS - 1}}}"
 """How often a call may follow the first one in a grammar."""
+_JSON = r'"{{\"name\": \"NAME\", \"arguments\": " ARGUMENTS "}}"'
+_LIST = ('{0} "["', '"]"')
+_NUMBER = "/[0-9]{{1,3}}/"
+_BLOCK = r'"NAME\n```json\n" ARGUMENTS "\n```"'
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """How a model writes tool calls."""
+    """How a model writes tool calls.
 
-    parser: ClassVar[type[ToolCallParser]]
-    tags: ClassVar[tuple[str, ...]]
+    The rules of the grammar have {0} for the first of the tags, and so on. Names of functions need
+    no quoting in them: see `ToolName`.
+    """
+
+    parser: type[ToolCallParser] | None = None
+    """What reads calls."""
+    channels: type[ChannelsParser] | None = None
+    """What reads whole answers, in a format whose messages go to channels or recipients."""
+    tags: tuple[str, ...]
     """Strings of the format that are tokens in some vocabularies."""
-    ends: ClassVar[tuple[str, ...]] = ()
+    ends: tuple[str, ...] = ()
     """Tokens after calls that end the answer, also where the checkpoint does not list them."""
-    arguments_key: ClassVar[str] = "arguments"
-    calls: ClassVar[tuple[str, str]] = ("", "")
-    """What stands before all calls and after them in a grammar; {0} is the first of the tags."""
-    block: ClassVar[str] = "call"
-    """A call and what is around each, likewise."""
-    separator: ClassVar[str] = ""
+    calls: tuple[str, str] = ("", "")
+    """What stands before all calls and after them in a grammar."""
+    call: str = _JSON
+    """A call of the function NAME, with ARGUMENTS."""
+    block: str = "call"
+    """A call and what is around each."""
+    separator: str = ""
     """What stands between calls."""
-    holds_strict: ClassVar[bool] = False
+    takes_several: bool = True
+    """Whether an answer may have several calls."""
+    holds_strict: bool = False
     """Whether a grammar may stand over calls that the model makes of itself: it has them as the
     model writes them, after a tag that is a token."""
-    channels: ClassVar[type[ChannelsParser] | None] = None
-    """What reads the whole answer, in a format whose messages go to channels or recipients."""
+
+    def is_like(self, other: "ToolFormat") -> bool:
+        """Whether this is a form of the other; formats with tagged calls are forms of Hermes'."""
+        is_hermes = other.parser is json_calls.HermesParser
+        base = tagged_calls.TaggedParser if is_hermes else other.parser
+        return bool(self.parser and base and issubclass(self.parser, base))
 
     def grammar(
         self, functions: Sequence[Function], *, several: bool, tag_ids: Mapping[str, int]
@@ -83,11 +77,18 @@ class ToolFormat:
         Raises:
             InvalidRequestError: the rules are too long.
         """
-        rules = [self._calls_rule(several, tag_ids)]
+        tags = [tag_literal(tag, tag_ids) for tag in self.tags]
+        before, after = (part.format(*tags) for part in self.calls)
+        block = self.block.format(*tags)
+        more = ""
+        if several and self.takes_several:
+            more = f"({self.separator.format(*tags)} {block}){_MORE}"
+        rules = [f"calls: {before} {block} {more} {after}"]
         rules += ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
+        call = self.call.format(*tags)
         for index, function in enumerate(functions):
-            before, after = self._around_arguments(function.name, tag_ids)
-            rules.append(f"call_{index}: {before} arguments_{index} {after}")
+            made = call.replace("ARGUMENTS", f"arguments_{index}").replace("NAME", function.name)
+            rules.append(f"call_{index}: {made}")
             schema = json.dumps(arguments_schema(function.parameters))
             rules.append(f"arguments_{index}: %json {schema} // {json.dumps(function.name)}")
         text = "\n".join(rules) + "\n"
@@ -98,282 +99,177 @@ class ToolFormat:
             )
         return text
 
-    def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
-        """Return the rule `calls`, made of `call`."""
-        tags = [tag_literal(tag, tag_ids) for tag in self.tags]
-        before, after = (part.format(*tags) for part in self.calls)
-        block = self.block.format(*tags)
-        more = f"({self.separator} {block}){_MORE}" if several else ""
-        return f"calls: {before} {block} {more} {after}"
 
-    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
-        """Return what stands before and after the arguments in a call of `name`."""
-        opening = f'{{"name": {json.dumps(name)}, "{self.arguments_key}": '
-        return quoted(opening), quoted("}")
-
-
-class Hermes(ToolFormat):
-    parser = HermesParser
-    holds_strict = True
-    tags: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
-    block = r'{0} "\n" call "\n" {1}'
-    separator = r'"\n"'
-
-
-class Tagged(Hermes):
-    """A grammar has the model write JSON as in the Hermes format, which the parser takes too."""
-
-    parser = TaggedParser
-    holds_strict = False
-
-
-class Llama(ToolFormat):
-    parser = LlamaParser
-    tags: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
-    arguments_key = "parameters"
-    separator = '"; "'
-
-
-class Mistral(ToolFormat):
-    parser = MistralParser
-    holds_strict = True
-    tags: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
-    calls = ('{0} "["', '"]"')
-    separator = '", "'
-
-
-class MistralArgs(Mistral):
-    """The newer form, of templates with [ARGS]."""
-
-    tags: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
-    calls = ("", "")
-    separator = ""
-
-    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
-        opening, _, arguments = (tag_literal(tag, tag_ids) for tag in self.tags)
-        return f"{opening} {quoted(name)} {arguments}", ""
-
-
-class Pythonic(ToolFormat):
-    """A grammar has the model write JSON, which the parser takes too."""
-
-    parser = PythonicParser
-    tags: ClassVar[tuple[str, ...]] = (CALLS_START, CALLS_END)
-    calls = ('{0} "["', '"]" {1}')
-    separator = '", "'
-
-
-class Gemma4(ToolFormat):
-    parser = Gemma4Parser
-    tags: ClassVar[tuple[str, ...]] = ("<|tool_call>", CLOSING, QUOTE)
-    ends: ClassVar[tuple[str, ...]] = ("<|tool_response>",)
-    block = "{0} call {1}"
-
-    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
-        """The arguments are JSON, which the parser takes too: a grammar enforces their schema."""
-        return quoted(f"call:{name}"), ""
-
-
-class Harmony(ToolFormat):
-    """Calls end the answer, so it has one."""
-
-    channels = harmony.HarmonyParser
-    tags: ClassVar[tuple[str, ...]] = harmony.TAGS
-    ends: ClassVar[tuple[str, ...]] = harmony.ENDS_OF_ANSWER
-
-    def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
-        return "calls: call"
-
-    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
-        tags = (harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE)
-        channel, constrain, message = (tag_literal(tag, tag_ids) for tag in tags)
-        header = quoted(f"commentary to=functions.{name} ")
-        return f'{channel} {header} {constrain} "json" {message}', ""
-
-
-class MuseGlimmer(ToolFormat):
-    """A grammar has the arguments be JSON, which `MuseParser` takes too."""
-
-    channels = muse.MuseParser
-    tags: ClassVar[tuple[str, ...]] = muse.TAGS
-    ends: ClassVar[tuple[str, ...]] = muse.ENDS_OF_ANSWER
-
-    def _calls_rule(self, several: bool, tag_ids: Mapping[str, int]) -> str:
-        start, end = (tag_literal(tag, tag_ids) for tag in (muse.START, muse.END))
-        return "calls: call" + (f' ({end} {start} "assistant" call){_MORE}' if several else "")
-
-    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
-        opening = f'{muse.CALLS}\n{muse.INVOKE}{name}">\n'
-        message = tag_literal(muse.MESSAGE, tag_ids)
-        closing = quoted(f"\n{muse.INVOKE_END}\n{muse.CALLS_END}")
-        return f"{quoted(f' to={name}')} {message} {quoted(opening)}", closing
-
-
-class Granite(ToolFormat):
-    parser = GraniteParser
-    holds_strict = True
-    tags: ClassVar[tuple[str, ...]] = ("<|tool_call|>",)
-    calls = ('{0} "["', '"]"')
-    separator = '", "'
-
-
-class Phi4Mini(ToolFormat):
-    parser = Phi4Parser
-    tags: ClassVar[tuple[str, ...]] = ("<|tool_call|>", "<|/tool_call|>")
-    calls = ('"functools["', '"]"')
-    separator = '", "'
-
-
-class Phi4MiniTags(Phi4Mini):
-    """The form of the checkpoint's own template."""
-
-    calls = ('{0} "["', '"]" {1}')
-
-
-class HunYuanList(ToolFormat):
-    parser = HunYuanParser
-    tags: ClassVar[tuple[str, ...]] = ("<tool_calls>", "</tool_calls>")
-    calls = ('{0} "["', '"]" {1}')
-    separator = '", "'
-
-
-class HunYuan(HunYuanList):
-    """The form of the dense models."""
-
-    tags = (*HunYuanList.tags, "<tool_call>", "</tool_call>")
-    calls = ("{0}", "{1}")
-    block = "{2} call {3}"
-    separator = r'"\n"'
-
-    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
-        return quoted(f"{name}\n```json\n"), quoted("\n```")
-
-
-class SeedOss(Tagged):
-    parser = SeedParser
-    tags: ClassVar[tuple[str, ...]] = ("<seed:tool_call>", "</seed:tool_call>")
-
-
-class MiniMax(Tagged):
-    parser = InvokeParser
-    tags: ClassVar[tuple[str, ...]] = ("<minimax:tool_call>", "</minimax:tool_call>")
-
-
-class Glm(Tagged):
-    parser = GlmParser
-    tags = (*Hermes.tags, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-
-
-class Nemotron(ToolFormat):
-    parser: ClassVar[type[ToolCallParser]] = NemotronParser
-    tags: ClassVar[tuple[str, ...]] = ("<TOOLCALL>", "</TOOLCALL>")
-    calls = ('{0} "["', '"]" {1}')
-    separator = '", "'
-
-
-class Cohere(Nemotron):
-    parser = CohereParser
-    tags: ClassVar[tuple[str, ...]] = ("<|START_ACTION|>", "<|END_ACTION|>")
-    arguments_key = "parameters"
-    separator = r'",\n"'
-
-    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
-        opening = f'", "tool_name": {json.dumps(name)}, "parameters": '
-        return f"{quoted(_COHERE_ID)} /[0-9]{{1,3}}/ {quoted(opening)}", quoted("}")
-
-
-class Kimi(ToolFormat):
-    parser = KimiParser
-    holds_strict = True
-    tags: ClassVar[tuple[str, ...]] = (
-        *(KimiParser.tag, KimiParser.closing, *KimiParser.call_tags, KimiParser.separator),
-    )
-    calls = ("{0}", "{1}")
-    block = "{2} call {3}"
-
-    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
-        separator = tag_literal(KimiParser.separator, tag_ids)
-        return f"{quoted(f'functions.{name}:')} /[0-9]{{1,3}}/ {separator}", ""
-
-
-class DeepSeek31(ToolFormat):
-    parser = DeepSeekParser
-    holds_strict = True
-    tags: ClassVar[tuple[str, ...]] = (
+HERMES = ToolFormat(
+    parser=json_calls.HermesParser,
+    tags=("<tool_call>", "</tool_call>"),
+    block=r'{0} "\n" call "\n" {1}',
+    separator=r'"\n"',
+    holds_strict=True,
+)
+# Grammars of these have the model write JSON as in the Hermes format, which the parsers take too.
+TAGGED = dataclasses.replace(HERMES, parser=tagged_calls.TaggedParser, holds_strict=False)
+SEED_OSS = dataclasses.replace(
+    TAGGED,
+    parser=tagged_calls.SeedParser,
+    tags=("<seed:tool_call>", "</seed:tool_call>"),
+)
+MINIMAX = dataclasses.replace(
+    TAGGED,
+    parser=tagged_calls.InvokeParser,
+    tags=("<minimax:tool_call>", "</minimax:tool_call>"),
+)
+GLM = dataclasses.replace(
+    TAGGED,
+    parser=tagged_calls.GlmParser,
+    tags=(*HERMES.tags, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+LLAMA = ToolFormat(
+    parser=json_calls.LlamaParser,
+    tags=("<|python_tag|>",),
+    call=_JSON.replace("arguments", "parameters"),
+    separator='"; "',
+)
+MISTRAL = ToolFormat(
+    parser=json_calls.MistralParser,
+    tags=("[TOOL_CALLS]",),
+    calls=_LIST,
+    separator='", "',
+    holds_strict=True,
+)
+MISTRAL_ARGS = ToolFormat(  # of newer templates
+    parser=json_calls.MistralParser,
+    tags=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    call='{0} "NAME" {2} ARGUMENTS',
+    holds_strict=True,
+)
+GRANITE = dataclasses.replace(MISTRAL, parser=json_calls.GraniteParser, tags=("<|tool_call|>",))
+PHI4_MINI = ToolFormat(
+    parser=json_calls.Phi4Parser,
+    tags=("<|tool_call|>", "<|/tool_call|>"),
+    calls=('"functools["', '"]"'),
+    separator='", "',
+)
+PHI4_MINI_TAGS = dataclasses.replace(PHI4_MINI, calls=('{0} "["', '"]" {1}'))  # its own template's
+NEMOTRON = ToolFormat(
+    parser=json_calls.NemotronParser,
+    tags=("<TOOLCALL>", "</TOOLCALL>"),
+    calls=('{0} "["', '"]" {1}'),
+    separator='", "',
+)
+COHERE = dataclasses.replace(
+    NEMOTRON,
+    parser=json_calls.CohereParser,
+    tags=("<|START_ACTION|>", "<|END_ACTION|>"),
+    call=rf'"{{{{\"tool_call_id\": \"" {_NUMBER} '
+    r'"\", \"tool_name\": \"NAME\", \"parameters\": " ARGUMENTS "}}"',
+    separator=r'",\n"',
+)
+HUNYUAN_LIST = dataclasses.replace(
+    NEMOTRON, parser=json_calls.HunYuanParser, tags=("<tool_calls>", "</tool_calls>")
+)
+HUNYUAN = ToolFormat(  # of the dense models
+    parser=json_calls.HunYuanParser,
+    tags=(*HUNYUAN_LIST.tags, *HERMES.tags),
+    calls=("{0}", "{1}"),
+    call=_BLOCK,
+    block="{2} call {3}",
+    separator=r'"\n"',
+)
+KIMI = ToolFormat(
+    parser=KimiParser,
+    tags=(KimiParser.tag, KimiParser.closing, *KimiParser.call_tags, KimiParser.separator),
+    calls=("{0}", "{1}"),
+    call=f'"functions.NAME:" {_NUMBER} {{4}} ARGUMENTS',
+    block="{2} call {3}",
+    holds_strict=True,
+)
+DEEPSEEK31 = dataclasses.replace(
+    KIMI,
+    parser=DeepSeekParser,
+    tags=(
         *(DeepSeekParser.tag, DeepSeekParser.closing, *DeepSeekParser.call_tags),
         DeepSeekParser.separator,
-    )
-    calls = ("{0}", "{1}")
-    block = "{2} call {3}"
+    ),
+    call='"NAME" {4} ARGUMENTS',
+)
+DEEPSEEK3 = dataclasses.replace(  # the older form: with the type of the call, and a block of JSON
+    DEEPSEEK31, call=f'"function" {{4}} {_BLOCK}', separator=r'"\n"'
+)
+# Grammars of the next ones have the model write JSON, too.
+PYTHONIC = dataclasses.replace(
+    NEMOTRON, parser=PythonicParser, tags=(PythonicParser.tag, PythonicParser.closing)
+)
+MINICPM3 = dataclasses.replace(PYTHONIC, parser=MiniCpmParser)
+LLAMA_PYTHONIC = dataclasses.replace(
+    PYTHONIC, parser=LlamaPythonicParser, tags=("<|python_tag|>",), calls=('"["', '"]"')
+)
+OLMO3 = dataclasses.replace(
+    PYTHONIC,
+    parser=OlmoParser,
+    tags=(OlmoParser.tag, OlmoParser.closing),
+    calls=(r'{0} "\n"', r'"\n" {1}'),
+    separator=r'"\n"',
+)
+GEMMA4 = ToolFormat(
+    parser=Gemma4Parser,
+    tags=(Gemma4Parser.tag, Gemma4Parser.closing, Gemma4Parser.quote_tag),
+    ends=("<|tool_response>",),
+    call='"call:NAME" ARGUMENTS',
+    block="{0} call {1}",
+)
+FUNCTION_GEMMA = dataclasses.replace(
+    GEMMA4,
+    parser=FunctionGemmaParser,
+    tags=(FunctionGemmaParser.tag, FunctionGemmaParser.closing, FunctionGemmaParser.quote_tag),
+    ends=("<start_function_response>",),
+)
+HARMONY = ToolFormat(
+    channels=harmony.HarmonyParser,
+    tags=harmony.TAGS,
+    ends=harmony.ENDS_OF_ANSWER,
+    call='{1} "commentary to=functions.NAME " {2} "json" {3} ARGUMENTS',
+    takes_several=False,  # calls end the answer
+)
+MUSE_GLIMMER = ToolFormat(
+    channels=muse.MuseParser,
+    tags=muse.TAGS,
+    ends=muse.ENDS_OF_ANSWER,
+    call=r'" to=NAME" {1} "<atem:function_calls>\n<atem:invoke name=\"NAME\">\n" ARGUMENTS '
+    r'"\n</atem:invoke>\n</atem:function_calls>"',
+    separator='{2} {0} "assistant"',
+)
 
-    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
-        return f"{quoted(name)} {tag_literal(DeepSeekParser.separator, tag_ids)}", ""
-
-
-class DeepSeek3(DeepSeek31):
-    """The older form: with the type of the call, and a block of JSON."""
-
-    separator = r'"\n"'
-
-    def _around_arguments(self, name: str, tag_ids: Mapping[str, int]) -> tuple[str, str]:
-        separator = tag_literal(DeepSeekParser.separator, tag_ids)
-        opening = quoted(f"{name}\n```json\n")
-        return f'"function" {separator} {opening}', quoted("\n```")
-
-
-class FunctionGemma(Gemma4):
-    parser = FunctionGemmaParser
-    tags: ClassVar[tuple[str, ...]] = ("<start_function_call>", "<end_function_call>", ESCAPE)
-    ends: ClassVar[tuple[str, ...]] = ("<start_function_response>",)
-
-
-class LlamaPythonic(Pythonic):
-    parser = LlamaPythonicParser
-    tags: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
-    calls = ('"["', '"]"')
-
-
-class Olmo3(Pythonic):
-    parser = OlmoParser
-    tags: ClassVar[tuple[str, ...]] = ("<function_calls>", "</function_calls>")
-    calls = (r'{0} "\n"', r'"\n" {1}')
-    separator = r'"\n"'
-
-
-class MiniCpm3(Pythonic):
-    parser = MiniCpmParser
-
-
-TOOL_FORMATS: dict[str, type[ToolFormat]] = {
-    "hermes": Hermes,
-    "qwen3_coder": Tagged,
-    "qwen3_xml": Tagged,
-    "lfm2": Pythonic,
-    "llama3_json": Llama,
-    "mistral": Mistral,
-    "gemma4": Gemma4,
-    "openai": Harmony,
-    "muse_glimmer": MuseGlimmer,
-    "granite": Granite,
-    "granite4": Hermes,
-    "phi4_mini_json": Phi4Mini,
-    "hunyuan_a13b": HunYuanList,
-    "seed_oss": SeedOss,
-    "functiongemma": FunctionGemma,
-    "pythonic": LlamaPythonic,
-    "olmo3": Olmo3,
-    "ernie45": Hermes,
-    "glm45": Glm,
-    "glm47": Glm,
-    "ling3": Glm,
-    "poolside_v1": Glm,
-    "minimax_m2": MiniMax,
-    "kimi_k2": Kimi,
-    "deepseek_v3": DeepSeek3,
-    "deepseek_v31": DeepSeek31,
-    "cohere_command3": Cohere,
-    "nemotron_json": Nemotron,
-    "minicpm3": MiniCpm3,
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    "hermes": HERMES,
+    "qwen3_coder": TAGGED,
+    "qwen3_xml": TAGGED,
+    "lfm2": PYTHONIC,
+    "llama3_json": LLAMA,
+    "mistral": MISTRAL,
+    "gemma4": GEMMA4,
+    "openai": HARMONY,
+    "muse_glimmer": MUSE_GLIMMER,
+    "granite": GRANITE,
+    "granite4": HERMES,
+    "phi4_mini_json": PHI4_MINI,
+    "hunyuan_a13b": HUNYUAN_LIST,
+    "seed_oss": SEED_OSS,
+    "functiongemma": FUNCTION_GEMMA,
+    "pythonic": LLAMA_PYTHONIC,
+    "olmo3": OLMO3,
+    "ernie45": HERMES,
+    "glm45": GLM,
+    "glm47": GLM,
+    "ling3": GLM,
+    "poolside_v1": GLM,
+    "minimax_m2": MINIMAX,
+    "kimi_k2": KIMI,
+    "deepseek_v3": DEEPSEEK3,
+    "deepseek_v31": DEEPSEEK31,
+    "cohere_command3": COHERE,
+    "nemotron_json": NEMOTRON,
+    "minicpm3": MINICPM3,
 }
 """By the names that vLLM gives its tool parsers."""
 

@@ -1,23 +1,55 @@
-"""Requests and answers of /v1/chat/completions."""
+"""Requests of /v1/chat/completions, and what other conversations share with them.
 
-from collections.abc import Mapping
+Types only: `nanovllm.chat.openai_messages` prepares messages for templates.
+"""
+
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from nanovllm.apps.server.output_parsers.answer_format import ToolChoice
 from nanovllm.apps.server.protocol.common import (
     GenerationRequest,
     Objects,
     RequestModel,
-    Usage,
     refused,
+    too_many,
 )
-from nanovllm.apps.server.protocol.request_messages import Messages
-from nanovllm.apps.server.protocol.tool_schemas import check_keywords, check_size
+from nanovllm.chat.openai_messages import counts_as_absent, is_empty
 from nanovllm.options.other_names import OtherName, other_names
 
+MAX_VALUES = 2**15
+"""JSON values in the schemas of a request's tools: each is looked at."""
+MAX_ITEMS = 4096
+"""Of a conversation."""
+MAX_CALLS = 128
+"""Of a message."""
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
+
+
+def check_size(schemas: Iterable[Any], field: str) -> None:
+    """Refuse schemas that have too many values in all.
+
+    Args:
+        field: that of the model which has them.
+
+    Raises:
+        PydanticCustomError: it says how many values there may be.
+    """
+    unread = list(schemas)
+    num_values = len(unread)
+    while unread:
+        value = unread.pop()
+        if isinstance(value, dict | list):
+            num_values += len(value)
+            if num_values > MAX_VALUES:
+                raise refused(
+                    field,
+                    f"the schemas of tools have more than {MAX_VALUES} values: send fewer tools, "
+                    "or simpler ones",
+                )
+            unread += value.values() if isinstance(value, dict) else value
 
 
 class Tool(RequestModel):
@@ -35,7 +67,6 @@ class Tool(RequestModel):
     @model_validator(mode="after")
     def _check_parameters(self) -> Self:
         check_size([self.parameters], self.schema_field)
-        check_keywords(self.parameters or {}, self.schema_field)
         return self
 
 
@@ -60,6 +91,78 @@ class NamedToolChoice(RequestModel):
 
     type: Literal["function"] = "function"
     function: FunctionName
+
+
+class SentBack(RequestModel):
+    """A part of an earlier answer. What client libraries add to it is dropped, and so is what is
+    empty: it means what null does.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        known = cls.model_fields.keys()
+        return {name: v for name, v in given.items() if name in known and not is_empty(v)}
+
+
+class EarlierFunction(SentBack):
+    """The function that a message calls."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+    """A JSON text; one that is not an object is passed on as it is."""
+
+
+class EarlierCall(SentBack):
+    """A call in a message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: EarlierFunction
+
+
+class Message(RequestModel):
+    """A message of a conversation. The chat template reads further fields where it knows them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Objects | None = None
+    name: str | None = None
+    tool_calls: list[EarlierCall] | None = Field(default=None, max_length=MAX_CALLS, fail_fast=True)
+    tool_call_id: str | None = None
+    function_call: EarlierFunction | None = None
+    """OpenAI's form before there were tools."""
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, given: Any) -> Any:
+        """Let every field pass, but for empty ones that mean what null does."""
+        if not isinstance(given, dict):
+            return given
+        return {name: v for name, v in given.items() if not counts_as_absent(name, v)}
+
+
+def _few_calls(messages: Any) -> Any:
+    """Refuse messages with very many calls in all: checking each of them takes time."""
+    if isinstance(messages, list):
+        calls = [m.get("tool_calls") for m in messages if isinstance(m, dict)]
+        if sum(len(given) for given in calls if isinstance(given, list)) > MAX_ITEMS:
+            raise too_many("tool_calls", MAX_ITEMS)
+    return messages
+
+
+Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True),
+    BeforeValidator(_few_calls),
+]
+"""A conversation."""
 
 
 class ConversationRequest(GenerationRequest):
@@ -154,130 +257,3 @@ class ChatRequest(ConversationRequest):
         if self.tool_choice not in (None, "none", "auto") and self.tools is None:
             raise refused("tool_choice", "tool_choice needs tools")
         return self
-
-
-class FunctionCall(BaseModel):
-    """The function that an answer calls."""
-
-    name: str
-    arguments: str
-    """A JSON text."""
-
-
-class ToolCall(BaseModel):
-    """A call in an answer."""
-
-    id: str
-    type: Literal["function"]
-    function: FunctionCall
-
-
-class TokenLogprob(BaseModel):
-    """The log-probability of a token."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ContentLogprob(TokenLogprob):
-    """The same of an answer's token, with those of the most likely tokens."""
-
-    top_logprobs: list[TokenLogprob]
-
-
-class ChoiceLogprobs(BaseModel):
-    """Log-probabilities of an answer's tokens."""
-
-    content: list[ContentLogprob]
-
-
-class AnswerMessage(BaseModel):
-    """An answer."""
-
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    """The same by its older name."""
-    tool_calls: list[ToolCall] | None = None
-
-
-class ChatChoice(BaseModel):
-    """One of n answers."""
-
-    index: int
-    message: AnswerMessage
-    logprobs: ChoiceLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    token_ids: list[int] | None = None
-
-
-class ChatCompletion(BaseModel):
-    """A whole answer."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    """Unix time in seconds."""
-    model: str
-    service_tier: Literal["default"]
-    system_fingerprint: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[int, Any] | None] | None = None
-
-
-class FunctionCallDelta(BaseModel):
-    """What is new of a call."""
-
-    name: str | None = None
-    arguments: str
-
-
-class ToolCallDelta(BaseModel):
-    """What is new of a tool call; the first piece has id and name."""
-
-    index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionCallDelta
-
-
-class Delta(BaseModel):
-    """What is new of an answer."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    """The same by its older name."""
-    tool_calls: list[ToolCallDelta] | None = None
-
-
-class ChunkChoice(BaseModel):
-    """What is new of one of n answers."""
-
-    index: int
-    delta: Delta
-    logprobs: ChoiceLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
-
-
-class ChatChunk(BaseModel):
-    """A chunk of a streamed answer."""
-
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChunkChoice]
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[int, Any] | None] | None = None

@@ -1,4 +1,4 @@
-"""What requests have in common: sampling parameters, formats, streaming; and the usage of answers.
+"""What requests have in common: sampling parameters, formats, streaming.
 
 Types only: ranges are checked by `SamplingParams`, which has the better messages.
 """
@@ -89,6 +89,11 @@ def refused(field: str, message: str, code: str | None = None) -> PydanticCustom
     return PydanticCustomError("refused", "{message}", context)
 
 
+def too_many(what: str, limit: int) -> PydanticCustomError:
+    """Return the error for a field that has more of something than can be checked in time."""
+    return PydanticCustomError("too_many", "must have at most {limit} " + what, {"limit": limit})
+
+
 class StreamOptions(RequestModel):
     """How to stream."""
 
@@ -112,6 +117,19 @@ class JSONSchema(RequestModel):
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
     strict: bool | None = None
+
+    def form(self) -> dict[str, Any]:
+        """Return the form of the answer; without a schema any JSON."""
+        return {"json": self.schema_ if isinstance(self.schema_, dict) else {}}
+
+
+def check_schema(kind: str, schema: JSONSchema | None, field: str) -> None:
+    """Refuse a type "json_schema" without a schema, in `field`, and a schema of another type."""
+    has_schema = schema is not None and schema.schema_ is not None
+    if kind == "json_schema" and not has_schema:
+        raise refused(field, f"a form of type json_schema needs {field}")
+    if kind != "json_schema" and has_schema:
+        raise refused("type", f'a schema needs the type "json_schema", got {shown(kind)}')
 
 
 class ResponseFormat(RequestModel):
@@ -142,12 +160,7 @@ class ResponseFormat(RequestModel):
 
     @model_validator(mode="after")
     def _check_schema(self) -> "ResponseFormat":
-        schema = self.json_schema.schema_ if self.json_schema else None
-        if self.type == "json_schema" and schema is None:
-            field = "json_schema.schema"
-            raise refused(field, f"response_format of type json_schema needs {field}")
-        if self.type != "json_schema" and schema is not None:
-            raise refused("type", f'a schema needs the type "json_schema", got {shown(self.type)}')
+        check_schema(self.type, self.json_schema, "json_schema.schema")
         return self
 
 
@@ -254,8 +267,8 @@ class GenerationRequest(EngineRequest):
         match self.response_format:
             case ResponseFormat(type="json_object"):
                 found["response_format"] = {"json_object": True}
-            case ResponseFormat(type="json_schema", json_schema=JSONSchema(schema_=schema)):
-                found["response_format"] = {"json": schema if isinstance(schema, dict) else {}}
+            case ResponseFormat(type="json_schema", json_schema=JSONSchema() as schema):
+                found["response_format"] = schema.form()
         return found
 
     @model_validator(mode="after")
@@ -268,35 +281,11 @@ class GenerationRequest(EngineRequest):
         return self
 
 
-class PromptTokensDetails(BaseModel):
-    """What became of the prompt's tokens."""
-
-    cached_tokens: int
-    """Those whose KV came from the prefix cache."""
-
-
-class CompletionTokensDetails(BaseModel):
-    """What the answer's tokens are for."""
-
-    reasoning_tokens: int
-
-
-class Usage(BaseModel):
-    """How many tokens a request took."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = None
-    """Of a whole answer of a chat."""
-
-
-def usage(num_prompt: int, num_output: int, num_cached: int) -> Usage:
-    """Return the usage of a request."""
-    return Usage(
-        prompt_tokens=num_prompt,
-        completion_tokens=num_output,
-        total_tokens=num_prompt + num_output,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
-    )
+def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
+    """Return how many tokens a request took; `num_cached` of the prompt's were in the cache."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }

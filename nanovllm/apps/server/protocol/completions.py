@@ -1,10 +1,10 @@
-"""Requests and answers of /v1/completions."""
+"""Requests of /v1/completions."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from nanovllm.apps.server.protocol.common import STRING_OR_LIST, GenerationRequest, Usage, refused
+from nanovllm.apps.server.protocol.common import STRING_OR_LIST, GenerationRequest, refused
 
 MAX_PROMPTS = 4096
 """In one request."""
@@ -53,40 +53,3 @@ class CompletionRequest(GenerationRequest):
         if self.suffix:
             raise refused("suffix", "suffix is not supported: the models continue a text only")
         return self
-
-
-class CompletionLogprobs(BaseModel):
-    """Log-probabilities of an answer's tokens, one element a token."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-    """Where each token begins in the text: that of a hidden stop string begins at its end or after
-    it."""
-
-
-class CompletionChoice(BaseModel):
-    """One continuation, or what is new of it."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[int, Any] | None] | None = None
-
-
-class CompletionResponse(BaseModel):
-    """An answer, or a chunk of a streamed one."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    """Unix time in seconds."""
-    model: str
-    system_fingerprint: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None

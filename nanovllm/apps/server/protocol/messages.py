@@ -4,24 +4,21 @@ import itertools
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from nanovllm.apps.server.output_parsers.answer_format import ToolChoice
-from nanovllm.apps.server.protocol.chat import ConversationRequest, FunctionName, Tool
+from nanovllm.apps.server.protocol.chat import ConversationRequest, FunctionName, SentBack, Tool
 from nanovllm.apps.server.protocol.common import (
     TEXT_OR_LIST,
     JSONSchema,
     RequestModel,
     ShortText,
     refused,
+    too_many,
 )
-from nanovllm.apps.server.protocol.request_messages import SentBack
 from nanovllm.options.other_names import OtherName, other_names
 from nanovllm.options.validation import shown
 
-_TEXT_ONLY = "the models here read text only: send it as a text block"
-_NOT_TEXT = ("image", "document", "video", "audio", "file", "base64", "url")
 _ONLY_CUSTOM = "this server runs no tools itself; define it as a custom tool with an input_schema"
 _OF_OTHER_ROUTES = other_names(
     {
@@ -33,6 +30,7 @@ _OF_OTHER_ROUTES = other_names(
 _MAX_BLOCKS = 2**14
 _MANY = Field(max_length=4096, fail_fast=True)
 _FEW = Field(max_length=128, fail_fast=True)
+_BY_TYPE = Field(discriminator="type")
 
 
 class ContentBlock(RequestModel):
@@ -50,29 +48,10 @@ class TextBlock(ContentBlock):
     text: str
 
 
-def _type_of(block: Any) -> str | None:
-    return block.get("type") if isinstance(block, dict) else None
-
-
-def _of_types(what: str, *types: str) -> BeforeValidator:
-    """Return a check that an object has one of these types; the error names the one that it has."""
-
-    def check(given: Any) -> Any:
-        kind = _type_of(given)
-        if isinstance(given, dict) and kind not in types:
-            rule = f"{what} must be of type {' or '.join(types)}, got {shown(kind)}"
-            message = f"{rule}: {_TEXT_ONLY}" if kind in _NOT_TEXT else rule
-            raise refused("type", message)
-        return given
-
-    return BeforeValidator(check)
-
-
 BlockType = TypeVar("BlockType")
 _Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[BlockType], _MANY, Tag("list")], TEXT_OR_LIST
 ]
-_OnlyText = Annotated[TextBlock, _of_types("a block here", "text")]
 
 
 class PlainTextSource(RequestModel):
@@ -87,18 +66,14 @@ class ContentSource(RequestModel):
     """The text of a document, in blocks."""
 
     type: Literal["content"]
-    content: _Content[_OnlyText]
+    content: _Content[TextBlock]
 
 
 class DocumentBlock(ContentBlock):
     """A document."""
 
     type: Literal["document"]
-    source: Annotated[
-        Annotated[PlainTextSource, Tag("text")] | Annotated[ContentSource, Tag("content")],
-        Discriminator(_type_of),
-        _of_types("the source of a document", "text", "content"),
-    ]
+    source: Annotated[PlainTextSource | ContentSource, _BY_TYPE]
     title: str | None = None
     context: str | None = None
 
@@ -109,7 +84,7 @@ class SearchResultBlock(ContentBlock):
     type: Literal["search_result"]
     source: str
     title: str
-    content: Annotated[list[_OnlyText], _MANY]
+    content: Annotated[list[TextBlock], _MANY]
 
 
 class ThinkingBlock(SentBack):
@@ -141,14 +116,7 @@ class FoundTool(ContentBlock):
     tool_name: str
 
 
-_TextOnly = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[DocumentBlock, Tag("document")]
-    | Annotated[SearchResultBlock, Tag("search_result")]
-    | Annotated[FoundTool, Tag("tool_reference")],
-    Discriminator(_type_of),
-    _of_types("a block of a tool_result", "text", "document", "search_result", "tool_reference"),
-]
+_TextOnly = Annotated[TextBlock | DocumentBlock | SearchResultBlock | FoundTool, _BY_TYPE]
 
 
 class ToolResultBlock(ContentBlock):
@@ -171,25 +139,19 @@ class ToolChange(ContentBlock):
     """A tool that there is, or is no more, from this message on."""
 
     type: Literal["tool_addition", "tool_removal"]
-    tool: Annotated[ToolReference, _of_types("the tool", "tool_reference")]
+    tool: ToolReference
 
 
 AnyBlock = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[DocumentBlock, Tag("document")]
-    | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
-    | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")]
-    | Annotated[SearchResultBlock, Tag("search_result")]
-    | Annotated[ToolChange, Tag("tool_addition")]
-    | Annotated[ToolChange, Tag("tool_removal")],
-    Discriminator(_type_of),
-    _of_types(
-        "a block",
-        *("text", "document", "search_result", "thinking", "redacted_thinking"),
-        *("tool_use", "tool_result", "tool_addition", "tool_removal"),
-    ),
+    TextBlock
+    | DocumentBlock
+    | SearchResultBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ToolChange,
+    _BY_TYPE,
 ]
 
 
@@ -207,9 +169,7 @@ def _few_blocks(messages: Any) -> Any:
         blocks = [block for each in contents if isinstance(each, list) for block in each]
         inner = [block.get("content") for block in blocks if isinstance(block, dict)]
         if len(blocks) + sum(len(each) for each in inner if isinstance(each, list)) > _MAX_BLOCKS:
-            raise PydanticCustomError(
-                "too_many_blocks", "must have at most {limit} blocks", {"limit": _MAX_BLOCKS}
-            )
+            raise too_many("blocks", _MAX_BLOCKS)
     return messages
 
 
@@ -360,8 +320,8 @@ class CountTokensRequest(ConversationRequest):
     def forms(self) -> dict[str, dict[str, Any]]:
         found = super().forms()
         match self.output_config:
-            case OutputConfig(format=OutputFormat(schema_=schema)):
-                found[self.text_form] = {"json": schema if isinstance(schema, dict) else {}}
+            case OutputConfig(format=OutputFormat() as schema):
+                found[self.text_form] = schema.form()
         return found
 
     @model_validator(mode="before")

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from nanovllm.apps.server.protocol.chat import FunctionName, Tool, ToolName
-from nanovllm.apps.server.protocol.common import RequestModel, refused
+from nanovllm.apps.server.protocol.common import RequestModel, refused, too_many
 from nanovllm.options.validation import shown
 
 ONLY_CLIENTS = (
@@ -115,11 +114,7 @@ def few_tools(tools: Any) -> Any:
     if isinstance(tools, list):
         inner = [tool.get("tools") for tool in tools if isinstance(tool, dict)]
         if sum(len(each) for each in inner if isinstance(each, list)) > _MAX_TOOLS:
-            raise PydanticCustomError(
-                "too_many_tools",
-                "must have at most {limit} tools in namespaces",
-                {"limit": _MAX_TOOLS},
-            )
+            raise too_many("tools in namespaces", _MAX_TOOLS)
     return tools
 
 

@@ -6,15 +6,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from nanovllm.apps.server.output_parsers.answer_format import ToolChoice
-from nanovllm.apps.server.protocol.chat import ConversationRequest, Tool
+from nanovllm.apps.server.protocol.chat import MAX_ITEMS, ConversationRequest, SentBack, Tool
 from nanovllm.apps.server.protocol.common import (
     TEXT_OR_LIST,
     JSONSchema,
     Objects,
     RequestModel,
+    check_schema,
     refused,
 )
-from nanovllm.apps.server.protocol.request_messages import MAX_ITEMS, SentBack
 from nanovllm.apps.server.protocol.response_tools import (
     AnyTool,
     CalledTool,
@@ -140,10 +140,7 @@ class TextFormat(JSONSchema):
 
     @model_validator(mode="after")
     def _check_schema(self) -> "TextFormat":
-        if self.type == "json_schema" and self.schema_ is None:
-            raise refused("schema", "a format of type json_schema needs a schema")
-        if self.type != "json_schema" and self.schema_ is not None:
-            raise refused("type", f'a schema needs the type "json_schema", got {shown(self.type)}')
+        check_schema(self.type, self, "schema")
         return self
 
 
@@ -238,8 +235,8 @@ class ResponsesRequest(ConversationRequest):
         match self.text:
             case TextOptions(format=TextFormat(type="json_object")):
                 found[self.text_form] = {"json_object": True}
-            case TextOptions(format=TextFormat(type="json_schema", schema_=schema)):
-                found[self.text_form] = {"json": schema if isinstance(schema, dict) else {}}
+            case TextOptions(format=TextFormat(type="json_schema") as schema):
+                found[self.text_form] = schema.form()
         return found
 
     @model_validator(mode="after")

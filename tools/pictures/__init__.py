@@ -1,1 +1,0 @@
-"""The pictures in docs/pictures. `python -m tools.pictures` redraws them."""
