@@ -24,8 +24,7 @@ def single(record: Record) -> None:
             with decoding(engine, 1, length):
                 seconds = step_seconds(engine, 1, 256)
             row = {"length": length, "queue_depth": queue_depth, "observer": observer}
-            row |= {"seconds": seconds}
-            record.add("latency", row)
+            record.add("latency", {**row, "seconds": seconds})
         engine.shutdown()
         del engine
         release()
