@@ -37,12 +37,14 @@ _PACKAGES = ("torch", "nanovllm", "triton", "flash-attn")
 _PACKAGE = Path(nanovllm.__file__).parent
 _COMPUTING = (
     "attention",
+    "core",
     "features",
     "kernels",
     "kv",
     "layers",
     "loading",
     "models",
+    "platform",
     "scheduler",
     "utils",
     "worker",

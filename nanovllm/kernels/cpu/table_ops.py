@@ -15,7 +15,7 @@ class StateColumns(NamedTuple):
     source: torch.Tensor
     """[table rows, state_pages] int32: columns of the table."""
     pages: torch.Tensor
-    """[most rows, state_pages] int32, of `attention.states.StateRows`."""
+    """[most rows, state_pages] int32, of `kernels.states.StateRows`."""
     write_lens: torch.Tensor
     """[most rows] int32; gets the number of each row's tokens."""
 
