@@ -336,12 +336,7 @@ class LLM(WeightMethods):
                 thread.post(end)
 
     def _call(self, command: Callable[[], Result]) -> Result:
-        """Run a command between two steps and return its result, or raise its exception."""
-        done = self._thread.submit(command)
-        try:
-            return done.result()
-        finally:
-            done.cancel()  # after Ctrl-C, if it has not begun
+        return self._thread.call(command)
 
     def shutdown(self) -> None:
         """End the workers and free the model. `del llm` and Python's exit do the same.

@@ -84,15 +84,29 @@ class EngineThread(threading.Thread):
             EngineDeadError: the engine was made before this process was forked.
             NanoVLLMError: it is this thread that calls, and would wait for itself.
         """
+        done = Future[Result]()
+        self._submit(done, command)
+        return done
+
+    def call(self, command: Callable[[], Result]) -> Result:
+        """Do the same, wait, and return the result. A signal may interrupt the wait anywhere; the
+        command runs all the same.
+        """
+        done = Future[Result]()
+        # Not `Future.result`, which a signal may leave with the lock that this thread needs.
+        arrived: queue.SimpleQueue[Future[Result]] = queue.SimpleQueue()
+        done.add_done_callback(arrived.put)
+        self._submit(done, command)
+        return arrived.get().result()
+
+    def _submit(self, done: Future[Result], command: Callable[[], Result]) -> None:
         self.engine.owner.check()
         if self is threading.current_thread():
             raise NanoVLLMError(
                 "this thread is running a step of this LLM already: a callback cannot use the LLM "
                 "that calls it"
             )
-        done = Future[Result]()
         self._put(partial(fulfil, done, partial(self._deliver_after, command)))
-        return done
 
     def post(self, command: Callable[[], object]) -> None:
         """Do the same for a caller who does not wait, in any thread and at any moment: the garbage
