@@ -28,10 +28,10 @@ test: $(VENV)/.dev  ## set up with the test tools, lint, run all tests
 
 tests: $(VENV)/.dev
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --dist loadfile
-	SIMULATED_GPU=90 $(BIN)/python -m pytest -n 2 -k "(bfloat16 or float32 and (other_kinds or gated_rms or add_lora)) and not compile" tests/kernels/triton
 
 test-all: $(VENV)/.dev sanitize  ## what `make test` leaves out of the engine: sanitizers, and its long tests
 	EVERY_CASE=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile -m long $(LONG_TESTS)
+	SIMULATED_GPU=90 $(BIN)/python -m pytest -n 2 -k "(bfloat16 or float32 and (other_kinds or gated_rms or add_lora)) and not compile" tests/kernels/triton
 
 sanitize: $(VENV)/.dev  ## run the C kernels under the sanitizers of memory, arithmetic and threads
 	$(BIN)/python -m tools.sanitize

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from benchmarks.harness import Table, make_parser
@@ -25,6 +24,7 @@ from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
 from nanovllm.parallel import executor
 from nanovllm.parallel.rank_setup import check_networks
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.network import Network
 
 
@@ -49,7 +49,7 @@ def _network(config: Config) -> Network:
     checkpoint = open_checkpoint(config.model)
     reserve = executor._reserve(config, checkpoint)
     spec, _ = check_networks(config, checkpoint)
-    return Network(spec._replace(reserve=reserve), 512, torch.device("cpu"))
+    return Network(spec._replace(reserve=reserve), 512, CPU())
 
 
 def load(model: str, quantization: str | None) -> dict[str, int]:

@@ -31,6 +31,7 @@ from nanovllm.core.messages import MAX_SAMPLES, Row
 from nanovllm.core.sequence import Sequence
 from nanovllm.factory import make_drafting
 from nanovllm.features.speculation.proposers import proposer_methods
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.timing import measure_seconds
 
@@ -138,7 +139,7 @@ def step_costs(llm: LLM, batch: int) -> dict[int, float]:
         runner.run_rows([Row(i, i, CONTEXT, 1 + drafts, True, drafts) for i in range(batch)])
 
     sizes = [batch * (1 + drafts) for drafts in DRAFTS if batch * (1 + drafts) <= MAX_SAMPLES]
-    return dict(measure_seconds(run, sizes, torch.device("cpu")))
+    return dict(measure_seconds(run, sizes, CPU()))
 
 
 def ideal_speedup(

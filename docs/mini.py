@@ -20,8 +20,6 @@ import itertools
 import sys
 from typing import Any
 
-import torch
-
 from nanovllm import Config, SamplingParams, demo_model
 from nanovllm.core.messages import Schedule
 from nanovllm.core.sequence import Sequence
@@ -29,6 +27,7 @@ from nanovllm.kv.block_manager import BlockManager
 from nanovllm.loading.hub import configured_checkpoint
 from nanovllm.loading.tokenizer import serving_tokenizer
 from nanovllm.parallel.rank_setup import check_network
+from nanovllm.platform.cpu import CPU
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.warm_up import allocate, measure
@@ -52,7 +51,7 @@ class MiniLLM:
 
         # The worker's side: tensors. The network with its weights, the KV cache, and the tables,
         # with a row for each running sequence: its tokens, its blocks, its sampling parameters.
-        self.runner = ModelRunner(check_network(config, checkpoint), torch.device("cpu"))
+        self.runner = ModelRunner(check_network(config, checkpoint), CPU())
         info = measure(self.runner)  # runs the largest step, and says how many blocks then fit
         info = allocate(self.runner, info)
 

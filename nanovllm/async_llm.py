@@ -6,7 +6,6 @@ waits while a long prompt is tokenized.
 
 import asyncio
 import contextlib
-import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence as Seq
 from concurrent.futures import Future
@@ -20,6 +19,7 @@ from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.fair_executor import FairExecutor
 from nanovllm.engine.prompt import Prompt, PromptInput
 from nanovllm.engine.reader import Reader, send
+from nanovllm.engine.request import Request
 from nanovllm.errors import EngineDeadError
 from nanovllm.factory import make_engine
 from nanovllm.options.config import Config
@@ -50,8 +50,7 @@ class AsyncLLM(AsyncWeightMethods):
 
     def __init__(self, model: str, **options: Any) -> None:
         self.engine = make_engine(Config(model=model, **options))
-        self._thread = EngineThread(self.engine)
-        self._thread.start()
+        self._thread = EngineThread(self.engine, "AsyncLLM")
         self._input = FairExecutor(1, "nanovllm-input")  # makes requests
         self._making: dict[str | None, str] = {}  # users, by id of a request being made
         self._finalizer = weakref.finalize(self, _stop, self._thread, self._input)
@@ -263,29 +262,21 @@ class AsyncLLM(AsyncWeightMethods):
         Args:
             after_input_of: a user; the command waits for this user's requests being made.
         """
-        self.engine.owner.check()
-        thread = self._thread
-        done = Future[Result]()
-
-        def run() -> Result:
-            try:
-                return command()
-            finally:
-                thread.deliver_all()
-
-        fulfil_done = partial(fulfil, done, run)
-        if after_input_of is not None:
-            self._submit_input(after_input_of, lambda: thread.submit(fulfil_done))
-        else:
-            thread.submit(fulfil_done)
+        submit = partial(self._thread.submit, command)
+        if after_input_of is None:
+            return await asyncio.wrap_future(submit())
+        submitted = self._submit_input(after_input_of, lambda: (submit(),))
+        (done,) = await asyncio.wrap_future(submitted)
         return await asyncio.wrap_future(done)
 
-    def _submit_input(self, user: str, command: Callable[[], None]) -> None:
+    def _submit_input(self, user: str, command: Callable[[], Result]) -> Future[Result]:
         """Run a command on the thread that makes requests, or here if that thread has ended."""
         try:
-            self._input.submit(user, command)
+            return self._input.submit(user, command)
         except RuntimeError:
-            command()
+            done = Future[Result]()
+            fulfil(done, command)
+            return done
 
     async def _run_request(
         self,
@@ -327,7 +318,7 @@ class AsyncLLM(AsyncWeightMethods):
             except BaseException as error:  # a panic in tokenizers is not an Exception
                 send([(reader, error)])
             else:
-                thread.submit(lambda: thread.start_request(reader, request))
+                thread.submit(lambda: _start(thread, reader, request))
             finally:
                 making.pop(own_id, None)
 
@@ -341,12 +332,20 @@ class AsyncLLM(AsyncWeightMethods):
         finally:
             if not finished:  # also after an error, when the request is not running
                 reader.is_closed = True
-                thread.submit(lambda: thread.close(reader))
+                thread.post(lambda: thread.close(reader))
+
+
+def _start(thread: EngineThread, reader: Reader, request: Request) -> None:
+    """Queue a request, or give its reader the error."""
+    if not reader.is_closed:
+        reader.sends_all = request.sends_all
+        try:
+            thread.start_request(reader, request)
+        except BaseException as error:
+            send([(reader, error)])
 
 
 def _stop(thread: EngineThread, input_thread: FairExecutor) -> None:
     """End both threads. Requests that are still being made fail, as the engine is down."""
-    thread.inbox.put(None)
     input_thread.shutdown()
-    if thread is not threading.current_thread():
-        thread.join()
+    thread.stop()

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.shared_engine import SharedEngine
 from nanovllm.options.sampling_params import SamplingParams, default_sampling_params
 
 if TYPE_CHECKING:
@@ -107,7 +106,8 @@ class WeightMethods(ModelMethods):
     "abort"; "wait" lets them finish. The cached prefixes of the old weights are forgotten.
     """
 
-    _shared: SharedEngine
+    def _call(self, command: Callable[[], Result]) -> Result:
+        raise NotImplementedError
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes; return False, and forget none, while requests run.
@@ -115,7 +115,7 @@ class WeightMethods(ModelMethods):
         Args:
             reset_running_requests: forget them nevertheless: the requests compute their KV anew.
         """
-        return self._shared.call(lambda: self.engine.reset_prefix_cache(reset_running_requests))
+        return self._call(lambda: self.engine.reset_prefix_cache(reset_running_requests))
 
     def start_profile(self) -> None:
         """Begin to write what the engine and the ranks do, in the directory `profile_dir`.
@@ -125,7 +125,7 @@ class WeightMethods(ModelMethods):
             ConfigError: a file cannot be written.
             EngineDeadError: the engine is down.
         """
-        self._shared.call(lambda: self._profile.start())
+        self._call(lambda: self._profile.start())
 
     def stop_profile(self) -> list[str]:
         """End what `start_profile` began; return the paths of its files, for ui.perfetto.dev.
@@ -135,7 +135,7 @@ class WeightMethods(ModelMethods):
             ConfigError: a file cannot be written.
             EngineDeadError: the engine is down.
         """
-        return self._shared.call(lambda: self._profile.stop())
+        return self._call(lambda: self._profile.stop())
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Release the memory of the weights and of the KV pool, on a CPU.
@@ -161,7 +161,7 @@ class WeightMethods(ModelMethods):
         Raises:
             InvalidRequestError: a tag is unknown.
         """
-        return self._shared.call(lambda: self._control.wake_up(tags))
+        return self._call(lambda: self._control.wake_up(tags))
 
     def is_sleeping(self) -> bool:
         """Return whether weights or KV pool sleep."""
@@ -219,17 +219,17 @@ class WeightMethods(ModelMethods):
         Raises:
             InvalidRequestError: no update has begun, or a part of a rounded layer is missing.
         """
-        self._shared.call(lambda: self._control.end(weight_version))
+        self._call(lambda: self._control.end(weight_version))
 
     def _run(self, call: Commands) -> None:
         try:
             for command in call.commands():
-                self._shared.call(command)
+                self._call(command)
         except BaseException:
             try:
-                self._shared.call(call.fail)
+                self._call(call.fail)
             except BaseException:  # of a signal just now: an update would be open for ever
-                self._shared.call(call.fail)
+                self._call(call.fail)
             raise
 
 

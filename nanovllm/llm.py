@@ -1,18 +1,23 @@
 """`LLM`: the methods `generate`, `chat`, `stream`, `embed` and `score`, for any number of threads.
 
-They only wait for outputs: `SharedEngine` runs the steps.
+They only wait for outputs: `EngineThread` runs the steps.
 """
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence as Seq
+from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.control_api import WeightMethods
+from nanovllm.engine.commands import Result, run_logged
+from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.prompt import Prompt, PromptInput
+from nanovllm.engine.reader import Item, Mailbox
 from nanovllm.engine.request import Request
-from nanovllm.engine.shared_engine import SharedEngine
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.factory import make_engine
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
@@ -51,7 +56,8 @@ class LLM(WeightMethods):
 
     def __init__(self, model: str, **options: Any) -> None:
         self.engine = make_engine(Config(model=model, **options))
-        self._shared = SharedEngine(self.engine)
+        self._thread = EngineThread(self.engine, "LLM")
+        self._finalizer = weakref.finalize(self, self._thread.stop)
 
     @takes_other_keywords
     def generate(
@@ -209,7 +215,7 @@ class LLM(WeightMethods):
         request = self._processor.make_request(
             prompt, sampling_params, priority=priority, lora_request=lora_request, stream=True
         )
-        return self._shared.run([request])
+        return self._run_requests([request])
 
     def add_request(
         self,
@@ -236,7 +242,7 @@ class LLM(WeightMethods):
                 "step() returns one continuation of a request, so n must be 1, "
                 f"got {request.params.n}: use generate()"
             )
-        self._shared.call(lambda: self.engine.queue(request))
+        self._call(lambda: self.engine.queue(request))
         return request.request_id
 
     def step(self) -> tuple[list[tuple[int | str, list[int]]], int]:
@@ -250,46 +256,106 @@ class LLM(WeightMethods):
             EngineDeadError: the engine is down.
         """
 
-        def step() -> tuple[list[tuple[int | str, list[int]]], int]:
+        def step() -> int:
             stats = self.engine.stats
-            num_prefill_before = stats.num_prefill_tokens
-            num_decode_before = stats.num_decode_tokens
-            outputs = [(output.request_id, output.token_ids) for output in self.engine.step()]
-            num_prefill = stats.num_prefill_tokens - num_prefill_before
-            return outputs, num_prefill or num_decode_before - stats.num_decode_tokens
+            num_prefill = stats.num_prefill_tokens
+            num_decode = stats.num_decode_tokens
+            self.engine.run_step()
+            return stats.num_prefill_tokens - num_prefill or num_decode - stats.num_decode_tokens
 
-        return self._shared.call(step)
+        num_tokens = self._call(step)
+        # Taken here: after Ctrl-C the next call returns them.
+        outputs = self.engine.take_outputs()
+        return [(output.request_id, output.token_ids) for output in outputs], num_tokens
 
     def is_finished(self) -> bool:
         """Return whether every request is finished and `step` has returned every output."""
-        return self._shared.call(self.engine.is_finished)
+        return self._call(self.engine.is_finished)
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request and return its output not yet delivered; None if it is not running."""
-        return self._shared.call(lambda: self.engine.abort(request_id))
+        return self._call(lambda: self.engine.abort(request_id))
 
     def get_metrics(self) -> list[Metric | Vector | Histogram]:
         """Return the engine's counts and rates, under vLLM's names where vLLM has them."""
-        return self._shared.call(self.engine.get_metrics)
+        return self._call(self.engine.get_metrics)
 
     def _outputs(self, requests: Seq[Request], use_tqdm: bool) -> list[RequestOutput]:
         """Run requests; return their outputs in the same order."""
-        with contextlib.closing(self._shared.run(requests)) as arriving:
-            outputs: Iterator[RequestOutput] = arriving
-            if use_tqdm and requests:
-                outputs = _with_progress(arriving, len(requests), self.engine.stats)
-            by_id = {output.request_id: output for output in outputs}
+        try:
+            with contextlib.closing(self._run_requests(requests)) as arriving:
+                outputs: Iterator[RequestOutput] = arriving
+                if use_tqdm and requests:
+                    outputs = _with_progress(arriving, len(requests), self.engine.stats)
+                by_id = {output.request_id: output for output in outputs}
+        except BaseException:
+            with contextlib.suppress(NanoVLLMError):
+                self._call(lambda: None)  # by then the requests have ended
+            raise
         return [by_id[request.request_id] for request in requests]
+
+    def _run_requests(self, requests: Seq[Request]) -> Generator[RequestOutput, None, None]:
+        """Queue requests; return a generator of their outputs. Closing it aborts the rest.
+
+        Raises:
+            NanoVLLMError: as `EngineThread.submit` and `start_request`.
+        """
+        outputs = self._outputs_of(requests)
+        next(outputs)  # queue them, inside its try block
+        return outputs
+
+    def _outputs_of(self, requests: Seq[Request]) -> Generator[Any, None, None]:
+        """Queue requests, yield None once, then yield their outputs as they come."""
+        arriving: SimpleQueue[Item] = SimpleQueue()
+        unfinished = {request.request_id: Mailbox(arriving.put) for request in requests}
+        thread = self._thread
+
+        def start() -> None:
+            for request in requests:
+                thread.start_request(unfinished[request.request_id], request)
+
+        def end() -> None:
+            for mailbox in unfinished.values():
+                run_logged(partial(thread.close, mailbox))
+
+        streams = {request.request_id for request in requests if request.stream}
+        try:
+            self._call(start)
+            yield None  # _run_requests() takes this one
+            while unfinished:
+                self.engine.owner.check()
+                output = arriving.get()
+                if isinstance(output, BaseException):
+                    raise output
+                if output.finished:
+                    del unfinished[output.request_id]
+                if not (output.request_id in streams and _is_aborted(output)):
+                    yield output  # else abort() has returned the rest
+        finally:
+            if unfinished:  # after an error or Ctrl-C, or the iterator was closed
+                thread.post(end)
+
+    def _call(self, command: Callable[[], Result]) -> Result:
+        """Run a command between two steps and return its result, or raise its exception."""
+        done = self._thread.submit(command)
+        try:
+            return done.result()
+        finally:
+            done.cancel()  # after Ctrl-C, if it has not begun
 
     def shutdown(self) -> None:
         """End the workers and free the model. `del llm` and Python's exit do the same.
 
         If another thread is running a step, that step ends first.
         """
-        self._shared.submit(self.engine.shutdown)
+        self._finalizer()
 
     exit = shutdown
     """nano-vllm's name for it."""
+
+
+def _is_aborted(output: RequestOutput) -> bool:
+    return any(completion.finish_reason == "abort" for completion in output.outputs)
 
 
 def _with_progress(

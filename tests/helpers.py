@@ -106,6 +106,74 @@ def token_ids(outputs: Iterable[RequestOutput]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
+def parameter_requests() -> list[Request]:
+    """Return 40 requests that combine filters, rules, ends, n and log-probabilities.
+
+    Prompts have 1 to 24 tokens; many share a prefix.
+    """
+    rng = random.Random(5)
+    shared = random_prompt(rng, 20)
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.8, "top_k": 20},
+        {"top_p": 0.7},
+        {"temperature": 1.5, "min_p": 0.1},
+        {"top_k": 30, "top_p": 0.9, "min_p": 0.02},
+        {"temperature": 0, "repetition_penalty": 1.4, "logit_bias": {7: 3.0, 11: 3.0}},
+        {"frequency_penalty": 0.9, "presence_penalty": 0.6, "top_k": 50},
+        {"logit_bias": {7: 6.0, 50: 8.0, 60: -100.0}, "temperature": 2.0},
+        {"allowed_token_ids": list(range(0, VOCAB, 40)), "top_p": 0.95, "frequency_penalty": -0.5},
+        {"min_tokens": 4, "stop_token_ids": list(range(0, VOCAB, 3)), "temperature": 1.2},
+    ]
+    requests = []
+    for index in range(40):
+        start = shared[: rng.choice([0, 4, 16, 20])]
+        prompt = start + random_prompt(rng, rng.randint(1, 24 - len(start)))
+        if index % 8 == 7:
+            prompt = list(requests[-1][0])
+        options = {"max_tokens": rng.randint(4, 10), **asked[index % 10]}
+        if index % 4 == 1:
+            options.setdefault("stop_token_ids", rng.sample(range(VOCAB), 150))
+        params = SamplingParams(
+            seed=1000 * index,
+            n=(1, 2, 1, 3, 1)[index % 5] if index < 30 else 1 + index % 3,
+            logprobs=(None, 2, None, 0)[index % 4],
+            prompt_logprobs=3 if index % 6 == 5 else None,
+            ignore_eos=index % 7 == 3,
+            **options,
+        )
+        requests.append((prompt, params))
+    return requests
+
+
+def choices(outputs: Iterable[RequestOutput]) -> list[Any]:
+    """Return the texts, tokens and ends of all continuations."""
+    return [
+        [(c.index, c.text, c.token_ids, *end_of(c)) for c in output.outputs] for output in outputs
+    ]
+
+
+def numbers(outputs: Iterable[RequestOutput]) -> list[float]:
+    """Return all log-probabilities, also the cumulative ones, in order."""
+    found: list[float] = []
+    for output in outputs:
+        for entries in (output.prompt_logprobs or [])[1:]:
+            assert entries is not None
+            found += [entry.logprob for entry in entries.values()]
+        for completion in output.outputs:
+            for entries in completion.logprobs or ():
+                found += [entry.logprob for entry in entries.values()]
+            if completion.cumulative_logprob is not None:
+                found.append(completion.cumulative_logprob)
+    return found
+
+
+def assert_same_outputs(found: Seq[RequestOutput], expected: Seq[RequestOutput]) -> None:
+    """Compare tokens and ends exactly, log-probabilities up to the rounding of float32."""
+    assert choices(found) == choices(expected)
+    assert numbers(found) == pytest.approx(numbers(expected), abs=1e-4, rel=0)
+
+
 def generate_in_random_order(
     engine: LLMEngine, requests: Seq[Request], seed: int
 ) -> list[RequestOutput]:
@@ -136,6 +204,9 @@ def generate_in_random_order(
 def assert_idle(llm: Any) -> None:
     """Check that no request is left and that every block of the KV pool is free."""
     engine = llm.engine
+    thread = getattr(llm, "_thread", None)
+    if thread is not None:  # what was closed just now ends with a command
+        thread.submit(lambda: None).result(20)
     assert engine.is_finished()
     check_scheduler(engine.scheduler)
     assert engine.scheduler.block_manager.num_free_blocks == engine.worker_info.num_blocks

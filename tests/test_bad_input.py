@@ -8,7 +8,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import (
@@ -17,7 +16,6 @@ from nanovllm.errors import (
     InvalidRequestError,
     NanoVLLMError,
     OutOfMemoryError,
-    UnsupportedModelError,
 )
 from nanovllm.parallel.in_process import InProcessExecutor
 from tests.checkpoints import copy_checkpoint
@@ -103,24 +101,9 @@ def test_sampling_params_of_the_wrong_type_are_refused(llm: LLM, params: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_tokens": 0}, r"max_tokens must be an integer from 1 to 2147483647, got 0"),
-        ({"temperature": float("nan")}, r"temperature must be a finite number >= 0, got nan"),
-        ({"temprature": 1}, r"no field 'temprature'; did you mean 'temperature'"),
-    ],
-)
-def test_bad_sampling_params_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message):
-        SamplingParams(**options)
-
-
-@pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"max_num_seq": 4}, ConfigError, r"no field 'max_num_seq'; did you mean 'max_num_seqs'"),
         ({"block_size": 4}, ConfigError, r"block_size=4 .*: use kvcache_block_size"),
-        ({"max_num_seqs": 0}, ConfigError, r"max_num_seqs must be an integer from 1 to .*, got 0"),
         ({"dtype": "int3"}, ConfigError, r"dtype must be one of .* got 'int3'"),
         ({"device": "tpu"}, ConfigError, r"device must be .* got 'tpu'"),
         ({"device": "cuda:99"}, ConfigError, r"CUDA|GPUs"),
@@ -148,75 +131,16 @@ def test_bad_engine_options_are_refused(
         LLM(random_model, **options)
 
 
-def copy_of(model: str, path: Path) -> Path:
-    return Path(copy_checkpoint(model, path))
-
-
-def test_truncated_weights_are_refused(random_model: str, tmp_path: Path) -> None:
-    path = copy_of(random_model, tmp_path / "m") / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match="not a sound safetensors file"):
-        LLM(str(path.parent))
-
-
-def test_corrupt_header_is_refused(random_model: str, tmp_path: Path) -> None:
-    path = copy_of(random_model, tmp_path / "m") / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:8] + b"\xff" * 100 + path.read_bytes()[108:])
-    with pytest.raises(CheckpointError, match="not a sound safetensors file"):
-        LLM(str(path.parent))
-
-
-def test_every_mismatched_weight_is_named(random_model: str, tmp_path: Path) -> None:
-    path = copy_of(random_model, tmp_path / "m") / "model.safetensors"
-    tensors = load_file(path)
-    tensors["extra"] = tensors.pop("model.norm.weight")
-    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:5].clone()
-    save_file(tensors, path)
-    with pytest.raises(CheckpointError) as caught:
-        LLM(str(path.parent))
-    for part in ("unexpected extra", "missing model.norm.weight", "misshapen model.embed_tokens"):
-        assert part in str(caught.value)
-
-
 def test_directory_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no config.json"):
         LLM(str(tmp_path))
-
-
-def test_missing_directory_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="'/no/such/model' does not exist"):
-        LLM("/no/such/model")
-
-
-def test_hub_id_while_offline_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match="cannot get 'nobody/nothing' from the hub"):
-        LLM("nobody/nothing")
-
-
-def test_unknown_architecture_is_refused(random_model: str, tmp_path: Path) -> None:
-    """Also where its settings are in another place, such as text_config."""
-    for name, others in {"plain": {}, "nested": {"num_attention_heads": None}}.items():
-        path = copy_checkpoint(
-            random_model, tmp_path / name, architectures=["GPT5ForCausalLM"], **others
-        )
-        with pytest.raises(UnsupportedModelError, match="GPT5ForCausalLM.*`nanovllm models`"):
-            LLM(path)
-
-
-def test_directory_without_safetensors_is_refused(random_model: str, tmp_path: Path) -> None:
-    """Symptom: the model runs on uninitialised weights, as in a relative of this project."""
-    path = copy_of(random_model, tmp_path / "m")
-    (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"no .safetensors weights \(found pytorch_model.bin"):
-        LLM(str(path))
 
 
 def test_broken_tokenizer_is_refused_before_weights_load(
     random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tokenizer is read first: an exception's traceback would keep loaded weights alive."""
-    path = copy_of(random_model, tmp_path / "m")
+    path = Path(copy_checkpoint(random_model, tmp_path / "m"))
     monkeypatch.setattr(InProcessExecutor, "start", lambda self: pytest.fail("started"))
     (path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot load the tokenizer"):

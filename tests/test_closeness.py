@@ -40,11 +40,6 @@ def test_the_message_names_the_worst_number_and_all_wrong_indices(variant):
     ]
 
 
-def test_a_worst_number_is_worst_beyond_its_own_limit():
-    found, expected = torch.tensor([103.0, 1.2]), torch.tensor([100.0, 1.0])
-    assert "worst: number 1: 1.2, not 1" in failure(found, expected, rtol=0.05)
-
-
 def test_nan_is_never_close():
     expected = torch.ones(3, 2)
     found = expected.clone()
@@ -61,11 +56,3 @@ def test_nan_is_never_close():
 def test_other_shapes_and_dtypes_are_not_close():
     assert failure(torch.ones(3), torch.ones(3, 1)) == "shape [3], not [3, 1]"
     assert failure(torch.ones(3).half(), torch.ones(3)) == "torch.float16, not torch.float32"
-
-
-def test_axes_have_the_names_that_are_given():
-    message = failure(torch.ones(2, 3), torch.zeros(2, 3), axes=("expert", "column"))
-    assert "wrong in 2 of 2 experts: 0-1" in message
-    assert "worst: axis 0 0, axis 1 0, axis 2 0, axis 3 0: 1, not 0" in failure(
-        torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)
-    )

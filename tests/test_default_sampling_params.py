@@ -12,26 +12,6 @@ from tests.checkpoints import copy_checkpoint
 from tests.glossary import OPTIONS
 
 
-def test_default_sampling_params_of_a_checkpoint(
-    make_llm: Any, random_model: str, tmp_path: Path
-) -> None:
-    """A checkpoint that recommends nothing gives the defaults."""
-    assert make_llm(random_model).get_default_sampling_params() == SamplingParams()
-    recommended = {
-        "do_sample": True,
-        "eos_token_id": [7, 11],
-        "temperature": 0.6,
-        "top_k": 20,
-        "top_p": 0.95,
-        "transformers_version": "4.51.0",
-    }
-    llm = make_llm(copy_checkpoint(random_model, tmp_path, generation_config=recommended))
-    found = llm.get_default_sampling_params()
-    assert found == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
-    (output,) = llm.generate([1, 2], found, use_tqdm=False)
-    assert output.finished
-
-
 @pytest.mark.parametrize(
     ("recommended", "expected"),
     [

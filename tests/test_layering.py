@@ -45,7 +45,7 @@ FOLDERS = {
     "testing": Folder("kv options scheduler speculation", torch=False),
     "observe": Folder("engine options scheduler worker", torch=True),
     "pooling": Folder("engine loading models options utils worker", torch=True),
-    "tiers": Folder("kernels kv layers models options scheduler utils worker", torch=True),
+    "tiers": Folder("kernels kv layers models options platform scheduler utils worker", torch=True),
     "factory": Folder(
         "loading engine layers.logits_rules parallel kv lora observe options pooling scheduler "
         "speculation structured tiers",
@@ -55,10 +55,11 @@ FOLDERS = {
     "nano_vllm": Folder("kv options scheduler worker.model_runner", torch=False),
     "quantization": Folder("loading kernels layers options utils", torch=True),
     "front": Folder("factory chat engine observe options training", torch=False),
-    "structured": Folder("loading options utils worker", torch=True),
+    "structured": Folder("loading options platform utils worker", torch=True),
     "lora": Folder(
         "attention loading kernels kv layers models options scheduler utils worker", torch=True
     ),
+    "platform": Folder("attention kernels utils", torch=True),
     "models": Folder("attention loading kernels layers options utils", torch=True),
     "layers": Folder("attention loading kernels options utils", torch=True),
     "server": Folder("chat loading engine async_llm options training utils", torch=False),
@@ -70,7 +71,7 @@ FOLDERS = {
         "loading.hub options prove ray.row_pool router server utils worker.model_report",
         torch=False,
     ),
-    "prove": Folder("llm demo_model kv.groups.state loading options", torch=True),
+    "prove": Folder("llm demo_model kv.groups.state loading options tiers", torch=True),
     "explain": Folder(
         "attention engine kernels layers llm loading options scheduler utils worker", torch=True
     ),
@@ -81,12 +82,12 @@ FOLDERS = {
     ),
     "__main__": Folder("cli", torch=False),
     "parallel": Folder(
-        "attention loading quantization layers lora models options pooling routing "
-        "speculation graphs structured tiers utils worker",
+        "attention loading quantization layers lora models options platform pooling "
+        "routing speculation graphs structured tiers utils worker",
         torch=True,
     ),
     "ray": Folder("batch async_llm parallel.ray_cluster options server", torch=False),
-    "graphs": Folder("attention kernels layers models utils worker", torch=True),
+    "graphs": Folder("attention kernels layers models platform utils worker", torch=True),
     "engine": Folder("chat loading parallel options scheduler", torch=False),
     "speculation": Folder(
         "attention loading kernels kv layers models options graphs utils worker", torch=True
@@ -96,7 +97,8 @@ FOLDERS = {
         "loading engine quantization kernels layers models options utils worker", torch=True
     ),
     "worker": Folder(
-        "attention loading quantization kernels kv layers lora models options utils", torch=True
+        "attention loading quantization kernels kv layers lora models options platform utils",
+        torch=True,
     ),
 }
 STILL_IMPORTED = ("graphs",)

@@ -7,7 +7,6 @@ or is there twice, changes what follows.
 import itertools
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.spec import AttentionOptions
-from nanovllm.errors import ConfigError, OutOfMemoryError
+from nanovllm.errors import OutOfMemoryError
 from nanovllm.factory import make_engine
 from nanovllm.kernels.states import StatePart
 from nanovllm.kernels.torch_states import read_parts, write_parts
@@ -31,13 +29,18 @@ from nanovllm.options.config import Config
 from nanovllm.outputs import RequestOutput
 from nanovllm.worker.model_report import report
 from tests.checkpoints import SMALL, read_json, write_json
-from tests.helpers import assert_idle, generate_all, generate_in_random_order
+from tests.helpers import (
+    assert_idle,
+    assert_same_outputs,
+    generate_all,
+    generate_in_random_order,
+    parameter_requests,
+)
 from tests.speculation.proposers.drafting import allow_all
-from tests.test_generation import REQUESTS as ALL, assert_same
 
 NAME = "RunningMeanForCausalLM"
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 48, "kvcache_block_size": 4}
-REQUESTS = ALL[:20]
+REQUESTS = parameter_requests()[:20]
 
 
 class RunningMean(StateLayer):
@@ -79,8 +82,7 @@ class RunningMeanForCausalLM(DecoderForCausalLM):
             mixer: Any = RunningMean(config.hidden_size)
         else:
             rotary = self.rotary_emb(config.rope, config.head_dim)
-            options = AttentionOptions(window=config.window() if index == 3 else None)
-            mixer = SelfAttention(config, rotary, qk_norm=True, options=options)
+            mixer = SelfAttention(config, rotary, qk_norm=True)
         return DecoderLayer(config, mixer, GatedMLP(config))
 
 
@@ -96,17 +98,8 @@ class Mean(nn.Module):
         return self.o_proj(self.in_proj(hidden_states).cumsum(1) / counts), None
 
 
-MIXTURE: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "use_sliding_window": True,
-    "sliding_window": 8,
-    "layer_types": ["full_attention", "full_attention", "full_attention", "sliding_attention"],
-}
-"""What transformers is told of a model that also has a layer with a window."""
-
-
-def reference(**changes: Any) -> Qwen3ForCausalLM:
-    model = Qwen3ForCausalLM(Qwen3Config(**{**SMALL, **changes})).eval()
+def reference() -> Qwen3ForCausalLM:
+    model = Qwen3ForCausalLM(Qwen3Config(**SMALL)).eval()
     for layer in model.model.layers[::2]:
         layer.self_attn = Mean(SMALL["hidden_size"])
     generator = torch.Generator().manual_seed(3)
@@ -125,24 +118,13 @@ def registered() -> Iterator[None]:
         yield
 
 
-def save(path: Path, **changes: Any) -> str:
-    reference(**changes).save_pretrained(path)
-    config = read_json(path / "config.json")
-    config |= {"architectures": [NAME], "layer_types": None}
-    config.pop("use_sliding_window")
-    write_json(path / "config.json", config)
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save(tmp_path_factory.mktemp("running_mean"))
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model of layers with a state, full attention and a window."""
-    return save(tmp_path_factory.mktemp("mixture"), **MIXTURE)
+    path = tmp_path_factory.mktemp("running_mean")
+    reference().save_pretrained(path)
+    config = read_json(path / "config.json")
+    write_json(path / "config.json", {**config, "architectures": [NAME], "layer_types": None})
+    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -154,24 +136,13 @@ def expected(model: str, registered: None) -> list[RequestOutput]:
     return outputs
 
 
-@pytest.fixture(scope="module")
-def expected_of_mixture(mixture: str, registered: None) -> list[RequestOutput]:
-    llm = LLM(mixture, **OPTIONS, enable_prefix_caching=False)
-    outputs = [output for request in REQUESTS for output in generate_all(llm, [request])]
-    llm.shutdown()
-    return outputs
-
-
 @torch.inference_mode()
-@pytest.mark.parametrize("changes", [{}, MIXTURE], ids=["states", "mixture"])
-def test_tokens_are_those_of_transformers(
-    changes: dict[str, Any], make_llm: Any, tmp_path: Path
-) -> None:
+def test_tokens_are_those_of_transformers(model: str, make_llm: Any) -> None:
     prompts = [prompt for prompt, _ in REQUESTS[:8]]
-    llm = make_llm(save(tmp_path, **changes), **OPTIONS)
+    llm = make_llm(model, **OPTIONS)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     found = llm.generate(prompts, params, use_tqdm=False)
-    compared = reference(**changes)
+    compared = reference()
     for prompt, output in zip(prompts, found, strict=True):
         tokens = torch.tensor([prompt + output.token_ids])
         logits = compared(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
@@ -196,9 +167,9 @@ def test_outputs_do_not_depend_on_how_the_work_is_cut(
     model: str, make_llm: Any, expected: list[RequestOutput], options: dict[str, Any]
 ) -> None:
     llm = make_llm(model, **OPTIONS, **options)
-    assert_same(generate_all(llm, REQUESTS), expected)
+    assert_same_outputs(generate_all(llm, REQUESTS), expected)
     warm = generate_all(llm, REQUESTS)
-    assert_same(warm, expected)
+    assert_same_outputs(warm, expected)
     if not options:
         assert sum(output.num_cached_tokens for output in warm) > 60
 
@@ -234,54 +205,17 @@ def test_outputs_do_not_depend_on_arrival(
     )
     engine = make_engine(config, queue_depth=queue_depth)
     try:
-        assert_same(generate_in_random_order(engine, REQUESTS, seed=queue_depth), expected)
+        assert_same_outputs(generate_in_random_order(engine, REQUESTS, seed=queue_depth), expected)
     finally:
         engine.shutdown()
     assert preempted
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"max_num_batched_tokens": 7},
-        {"enable_prefix_caching": False, "max_num_seqs": 3},
-        {"num_kvcache_blocks": 36, "max_num_batched_tokens": 20},
-        {"num_kvcache_blocks": 40, "kv_offload_gib": 0.01},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-    ],
-    ids=str,
-)
-def test_a_mixture_gives_what_a_request_gets_alone(
-    mixture: str,
-    expected_of_mixture: list[RequestOutput],
-    make_llm: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-) -> None:
-    """Full attention, a window and states in one model: hits, chunks, preemption, tiers, drafts."""
-    allow_all(monkeypatch)
-    llm = make_llm(mixture, **OPTIONS, **options)
-    info = llm.engine.worker_info
-    assert info.state_pages
-    assert [group.window for group in info.windows] == [8]
-    assert_same(generate_all(llm, REQUESTS), expected_of_mixture)
-    warm = generate_all(llm, REQUESTS)
-    assert_same(warm, expected_of_mixture)
-    if not options:
-        assert sum(output.num_cached_tokens for output in warm) > 60
-    if "kv_offload_gib" in options:
-        assert llm.engine.scheduler.stats.tiers.num_host_tokens
-    if "speculative_config" in options:
-        assert llm.engine.scheduler.drafting.counts.num_accepted_tokens
-    assert_idle(llm)
 
 
 def test_memory_of_states(model: str, make_llm: Any) -> None:
     """Three parts take 64 * 4 and 8 bytes in each of two layers."""
     llm = make_llm(model, **OPTIONS, num_kvcache_blocks=40)
     info, network = llm.engine.worker_info, llm.engine.executor._runner.network
-    assert info.state_pages == network.attention.states.num_pages == 1
+    assert info.kv.state_pages == network.attention.states.num_pages == 1
     assert network.attention.states.num_bytes == 2 * (64 * 4 + 8)
     assert network.block_bytes == 4 * 2 * 2 * 24 * 4  # one layer's KV of 4 tokens
     with pytest.raises(OutOfMemoryError, match=r"needs 13, 1 of them for its state; lower max_mod"):
@@ -292,12 +226,6 @@ def test_memory_of_states(model: str, make_llm: Any) -> None:
     assert found["states"] == [{"num_layers": 2, **state}]
     assert found["attention"][0]["num_layers"] == 1
     assert found["memory"]["state_bytes"] == 2 * (64 * 4 + 8)
-
-
-def test_what_states_are_not_for(model: str, make_llm: Any) -> None:
-    spec = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
-    with pytest.raises(ConfigError, match=r"the draft model has layers that keep a state"):
-        make_llm(model, **OPTIONS, speculative_config=spec)
 
 
 def test_bits_do_not_depend_on_the_batch(model: str, make_llm: Any) -> None:

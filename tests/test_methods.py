@@ -40,8 +40,10 @@ def test_metrics_have_vllms_names(make_llm: Any) -> None:
         return {metric.name: metric.value for metric in found if isinstance(metric, Metric)}
 
     assert set(metrics().values()) == {0}
-    streams = [llm.stream([1, 2, 3], GREEDY) for _ in range(3)]
-    pieces = [next(streams[0]) for _ in range(4)]
+    for _ in range(3):
+        llm.add_request([1, 2, 3], GREEDY)
+    for _ in range(4):
+        llm.step()
     assert metrics() == {
         "vllm:num_requests_running": 2,
         "vllm:num_requests_waiting": 1,
@@ -50,7 +52,7 @@ def test_metrics_have_vllms_names(make_llm: Any) -> None:
         "vllm:prefix_cache_hits": 0,
         "vllm:num_preemptions": 0,
         "vllm:prompt_tokens": 2 * 3,
-        "vllm:generation_tokens": 2 * len(pieces),
+        "vllm:generation_tokens": 2 * 4,
         "nanovllm:prefill_tokens": 2 * 2,
     }
     llm.shutdown()

@@ -218,51 +218,6 @@ def test_bits_do_not_depend_on_others_adapters(
         assert_idle(llm)
 
 
-LFM3: dict[str, Any] = {
-    "model_type": "lfm3",
-    "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
-    "num_hidden_layers": 4,
-    "sliding_window": 20,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": [7, 11],
-    "head_dim": 32,
-}
-
-
-@native
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_bits_of_lfm3(
-    quantization: str | None,
-    shared_checkpoint: Any,
-    make_llm: Any,
-    preempted: list[tuple[int, int]],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    """A published family with three kinds of layers: the same, also in weights of few bits."""
-    allow_all(monkeypatch)
-    monkeypatch.setattr("nanovllm.features.tiers.traffic.TierTraffic.pays", lambda self, *_: True)
-    model = shared_checkpoint(**LFM3)
-    own = one_by_one(model, REQUESTS, quantization=quantization)
-    spec = {"method": "ngram", "num_speculative_tokens": 3}
-    few = {"num_kvcache_blocks": 40, "max_num_seqs": 8}
-    tiers = {"kv_offload_gib": 0.05, "kv_cache_dir": tmp_path}
-    for options in (
-        {"max_num_seqs": 5, "max_num_batched_tokens": 70},
-        {"enforce_eager": True, **few},
-        {"speculative_config": spec},
-        {"speculative_config": spec, **few, **tiers},
-    ):
-        llm = make_llm(model, **OPTIONS, **options, quantization=quantization)
-        preempted.clear()
-        for _ in range(2):
-            assert_same(bits_of(generate_all(llm, REQUESTS)), own)
-        assert bool(preempted) == ("num_kvcache_blocks" in options)
-        assert_idle(llm)
-
-
 @native
 def test_two_ranks(model: str, make_llm: Any, preempted: list[tuple[int, int]]) -> None:
     """Bits depend on the number of ranks, and on nothing else."""

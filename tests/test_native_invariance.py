@@ -116,30 +116,32 @@ def assert_same_bits(
 
 
 FEW = ("chunks of 17",)
-EACH_FAMILY: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-    (("batches of 64", *FEW, "call by call", "preempted"), {}),  # also with an int8 KV cache
-    (FEW, {"quantization": "int8", **ONE_KV}),
-    (FEW, {"quantization": "int4", **ONE_KV}),
+CASES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
+    # Also with an int8 KV cache.
+    *((family, ("batches of 64", *FEW, "call by call", "preempted"), {}) for family in FAMILIES),
+    # Weights of 8 and 4 bits beside biases: llama has all, qwen2 those of q, k and v.
+    ("llama", FEW, {"quantization": "int8", **ONE_KV}),
+    ("qwen2", FEW, {"quantization": "int4", **ONE_KV}),
+    # These are about batches and blocks, which no family sees.
+    ("qwen3", ("batches of", "chunks of 1"), {"full": True, "kvcache_block_size": 32, **ONE_KV}),
+    ("qwen3", FEW, {"quantization": "w8a8", **ONE_KV}),
+    ("qwen3", ("call by call",), {"quantization": "int8", **ONE_KV}),
+    ("qwen3", ("batches of 5", "call by call"), {"quantization": "int4", "kv_cache_dtype": "int8"}),
 ]
-ONE_FAMILY: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-    (("batches of", "chunks of 1"), {"full": True, "kvcache_block_size": 32, **ONE_KV}),
-    (FEW, {"quantization": "w8a8", **ONE_KV}),
-    (("call by call",), {"quantization": "int8", **ONE_KV}),
-    (("batches of 5", "call by call"), {"quantization": "int4", "kv_cache_dtype": "int8"}),
-]
-"""These are about batches and blocks, which no family sees."""
 
 
-@pytest.mark.parametrize(
-    ("each_model", "ways", "options"),
-    [(family, *case) for family in FAMILIES for case in EACH_FAMILY]
-    + [("qwen3", *case) for case in ONE_FAMILY],
-    indirect=["each_model"],
-)
+@pytest.mark.parametrize(("each_model", "ways", "options"), CASES, indirect=["each_model"])
 def test_bits_do_not_depend_on_the_batch(
-    each_model: str, ways: tuple[str, ...], options: dict[str, Any], tmp_path: Path
+    each_model: str,
+    ways: tuple[str, ...],
+    options: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, "nanovllm")
     assert_same_bits(each_model, tmp_path, ways, **options)
+    assert "attention backend: cpu" in caplog.text
+    assert "run call by call" not in caplog.text
 
 
 def test_bits_do_not_depend_on_adapters_or_tiers(model: str, tmp_path: Path) -> None:
@@ -434,17 +436,6 @@ def test_steps_with_torch_operations_run_call_by_call(
     with caplog.at_level(logging.INFO, "nanovllm"):
         generate(narrow, (prompts[:8], params[:8]))
     assert "steps run call by call: torch computes aten." in caplog.text
-
-
-@QUANTIZATIONS
-def test_steps_of_every_family_are_recorded(
-    each_model: str, workload: Any, quantization: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    prompts, params = workload
-    with caplog.at_level(logging.INFO, "nanovllm"):
-        generate(each_model, (prompts[:2], params[:2]), quantization=quantization)
-    assert "attention backend: cpu" in caplog.text
-    assert "call by call" not in caplog.text
 
 
 def test_int8_kv_cache_halves_the_bytes_of_a_block(model: str) -> None:

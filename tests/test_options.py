@@ -125,21 +125,6 @@ def test_more_logprobs_than_max_logprobs_are_refused(
     processor.make_request([1], SamplingParams(**{name: limit}))
 
 
-def test_prompts_are_cut_to_their_last_tokens(random_llm: LLM) -> None:
-    """The random LLM has a max_model_len of 48, so 47 tokens leave room for one."""
-    prompt = list(range(60))
-    for kept, expected in ((5, prompt[-5:]), (-1, prompt[-47:]), (47, prompt[-47:])):
-        params = SamplingParams(max_tokens=1, truncate_prompt_tokens=kept)
-        (output,) = random_llm.generate(prompt, params, use_tqdm=False)
-        assert output.prompt_token_ids == expected
-        (short,) = random_llm.generate([1, 2], params, use_tqdm=False)
-        assert short.prompt_token_ids == [1, 2]
-    for kept in (None, 48, 60, 1000):
-        params = SamplingParams(max_tokens=1, truncate_prompt_tokens=kept)
-        with pytest.raises(InvalidRequestError, match="tokens; max_model_len 48 leaves"):
-            random_llm.generate(prompt, params, use_tqdm=False)
-
-
 @pytest.mark.parametrize("stop", [(), ("token", "blocks")])
 def test_output_kinds_of_a_stream(demo_llm: LLM, stop: tuple[str, ...]) -> None:
     params = SamplingParams(

@@ -1,9 +1,12 @@
 """What broke in nano-vllm and its relatives: each is a test, named for what holds here.
 
-Some are tested elsewhere: a directory without safetensors and lists of unequal length in
-test_bad_input.py, a slow worker and a port that is taken in test_tensor_parallel.py, more ranks
-than KV heads in test_invariance.py, `del llm` and a failed generate in engine/test_llm_engine.py,
-prefix hits before the KV is written in scheduler/test_scheduler.py.
+Most are tested elsewhere. test_bad_input.py: empty prompts, prompts beyond max_model_len, lists of
+unequal length. loading/test_loader.py: a directory without safetensors. test_sampling_params.py:
+max_tokens below one. test_finish_reasons.py: several EOS ids, max_model_len. test_invariance.py:
+greedy, identical prompts in one step, prompts cached to their last block, more ranks than KV heads.
+models/test_decoder.py, test_model_config.py: rope scaling.
+test_tensor_parallel.py: a slow worker, a port that is taken. engine/test_llm_engine.py: `del llm`,
+a failed generate. scheduler/test_scheduler.py: prefix hits before the KV is written.
 """
 
 import dataclasses
@@ -16,14 +19,12 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.errors import InvalidRequestError, UnsupportedModelError
 from nanovllm.factory import make_engine
 from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
 from nanovllm.parallel.pipes import PipeRanks
 from nanovllm.parallel.rank_executor import RankExecutor
 from nanovllm.parallel.rank_setup import check_networks
-from nanovllm.testing.invariants import check_scheduler
 from tests.checkpoints import copy_checkpoint
 from tests.forked_ranks import forked_ranks
 from tests.helpers import environment, token_ids
@@ -33,11 +34,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
     return token_ids(llm.generate(prompts, params, use_tqdm=False))
-
-
-def test_greedy_is_accepted_and_repeats_itself(make_llm: Any, random_model: str) -> None:
-    llm = make_llm(random_model)
-    assert tokens(llm, [[1, 2]]) == tokens(llm, [[1, 2]])
 
 
 def test_sequences_that_outgrow_the_pool_reach_max_model_len(
@@ -51,30 +47,6 @@ def test_sequences_that_outgrow_the_pool_reach_max_model_len(
     assert [output.finish_reason for output in outputs] == ["length"] * 3
 
 
-def test_max_model_len_is_enforced(make_llm: Any, random_model: str) -> None:
-    llm = make_llm(random_model, max_model_len=20)
-    params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
-    (output,) = llm.generate([[1] * 19], params, use_tqdm=False)
-    assert (len(output.token_ids), output.finish_reason) == (1, "length")
-    (output,) = llm.generate([[1] * 5], params, use_tqdm=False)
-    assert len(output.token_ids) == 15
-    with pytest.raises(InvalidRequestError, match="20 tokens"):
-        llm.generate([[1] * 20], params, use_tqdm=False)
-
-
-@pytest.mark.parametrize("max_tokens", [0, -1])
-def test_max_tokens_below_one_is_refused(max_tokens: int) -> None:
-    with pytest.raises(InvalidRequestError, match="max_tokens"):
-        SamplingParams(max_tokens=max_tokens)
-
-
-def test_empty_prompt_is_refused(make_llm: Any, random_model: str) -> None:
-    llm = make_llm(random_model)
-    with pytest.raises(InvalidRequestError, match="prompt 1: the prompt is empty"):
-        llm.generate([[1], []], GREEDY, use_tqdm=False)
-    assert llm.engine.is_finished()
-
-
 def test_max_num_seqs_counts_half_prefilled_sequences(random_model: str) -> None:
     config = Config(model=random_model, max_num_seqs=2, max_num_batched_tokens=3)
     engine = make_engine(config)
@@ -82,57 +54,8 @@ def test_max_num_seqs_counts_half_prefilled_sequences(random_model: str) -> None
         engine.add_request([i + 1] * 20, GREEDY)
     while not engine.is_finished():
         engine.step()
-        holders = [seq for seq in engine.scheduler._sequences.values() if seq.block_table]
+        holders = [seq for seq in engine.scheduler._sequences.values() if seq.kv.block_table]
         assert len(holders) <= 2
-
-
-def test_fully_cached_prompt_of_whole_blocks_gives_the_same_tokens(
-    make_llm: Any, random_model: str
-) -> None:
-    """One token of the prompt is computed again: its hidden state gives the first output token."""
-    llm = make_llm(random_model, kvcache_block_size=4)
-    prompt = list(range(1, 13))
-    assert tokens(llm, [prompt]) == tokens(llm, [prompt])
-
-
-def test_identical_prompts_in_one_step_give_the_same_tokens(
-    make_llm: Any, random_model: str
-) -> None:
-    llm = make_llm(random_model, kvcache_block_size=4)
-    prompt = list(range(1, 20))
-    (alone,) = tokens(make_llm(random_model, enable_prefix_caching=False), [prompt])
-    assert tokens(llm, [prompt, prompt, prompt]) == [alone] * 3
-    assert tokens(llm, [prompt, prompt]) == [alone] * 2
-    check_scheduler(llm.engine.scheduler)
-
-
-def test_every_eos_id_stops(make_llm: Any, random_model: str) -> None:
-    """generation_config.json names 7 and 11."""
-    llm = make_llm(random_model)
-    params = [SamplingParams(max_tokens=100, seed=seed) for seed in range(300)]
-    outputs = llm.generate([[i] for i in range(20, 320)], params, use_tqdm=False)
-    last = {output.token_ids[-1] for output in outputs if output.finish_reason == "stop"}
-    assert last == {7, 11}
-
-
-def test_rope_scaling_is_applied_or_refused(
-    make_llm: Any, random_model: str, tmp_path: Path
-) -> None:
-    yarn = {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "rope_theta": 10000.0,
-    }
-    prompt = list(range(100, 200))
-    plain = tokens(make_llm(random_model), [prompt])
-    model = copy_checkpoint(random_model, tmp_path / "yarn", rope_parameters=yarn)
-    assert tokens(make_llm(model), [prompt]) != plain
-    model = copy_checkpoint(
-        random_model, tmp_path / "other", rope_parameters={**yarn, "rope_type": "dynamic"}
-    )
-    with pytest.raises(UnsupportedModelError, match="dynamic"):
-        make_llm(model)
 
 
 # Several ranks.
@@ -193,17 +116,6 @@ def test_ranks_agree_on_the_smallest_block_count(
         executor.shutdown()
     assert info.num_blocks == 40
     assert measured[0].num_blocks == 90
-
-
-def test_spawned_ranks_use_the_configured_block_size(
-    make_llm: Any, tensor_parallel_llm: Any, random_model: str
-) -> None:
-    """nano-vllm sets the block size on a class, and a spawned process has the default again."""
-    prompts = [[i + 1] * (10 + i) for i in range(4)]
-    alone = make_llm(random_model)
-    llm = tensor_parallel_llm(random_model, 2)
-    assert llm.engine.worker_info.block_size == 4 != alone.engine.worker_info.block_size
-    assert tokens(llm, prompts) == tokens(alone, prompts)
 
 
 def test_preemption_under_tensor_parallelism_keeps_the_tokens(

@@ -17,11 +17,8 @@ from benchmarks.scripted import Scripted
 from nanovllm import LLM, RequestOutput, SamplingParams, demo_model
 from nanovllm.core.sequence import Sequence
 from nanovllm.factory import make_engine
-from nanovllm.features.speculation.draft_controller import DraftController
-from nanovllm.features.speculation.proposers import proposer_methods
 from nanovllm.kernels.cpu.library import library
 from nanovllm.options.config import Config
-from nanovllm.scheduler.scheduler import Scheduler
 from tests.glossary import QUESTIONS
 from tests.helpers import (
     COMPACT,
@@ -31,6 +28,7 @@ from tests.helpers import (
     generate_all,
     generate_in_random_order,
 )
+from tests.speculation.proposers.drafting import allow_all, use_scripted, watch_sequences
 
 NATIVE = pytest.mark.skipif(library() is None, reason="no compiler here")
 OPTIONS: dict[str, Any] = {"max_model_len": 192, "kvcache_block_size": 32}
@@ -110,12 +108,8 @@ def expected_of() -> Callable[..., Expected]:
     def compute(**options: Any) -> Expected:
         name = repr(sorted(options.items()))
         if name not in found:
-            sequences: list[Sequence] = []
-            add = Scheduler.add
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(
-                    Scheduler, "add", lambda self, seq: (sequences.append(seq), add(self, seq))[1]
-                )
+                sequences = watch_sequences(patch)
                 cold = {"max_num_seqs": 1, "enable_prefix_caching": False}
                 llm = LLM(demo_model.MODEL, **{**OPTIONS, **cold, **options})
                 outputs = generate_all(llm, make_requests())
@@ -128,15 +122,7 @@ def expected_of() -> Callable[..., Expected]:
 
 @pytest.fixture(params=[1.0, 0.6], ids=["right", "wrong at random"])
 def scripted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Scripted:
-    """A scripted proposer instead of n-gram, asked for drafts in every step."""
-    proposer = Scripted(request.param)
-    monkeypatch.setattr(proposer_methods, "make_proposer", lambda *_: proposer)
-    monkeypatch.setattr(DraftController, "choose", every_draft)
-    return proposer
-
-
-def every_draft(self: DraftController, candidates: Any, num_tokens: int) -> list[int]:
-    return [max(0, min(limit, self.max_draft_tokens)) for _, limit in candidates]
+    return use_scripted(monkeypatch, request.param)
 
 
 @pytest.fixture
@@ -257,7 +243,7 @@ def test_shipped_drafts_change_nothing(
     queue_depth: int,
 ) -> None:
     """The same requests with each method, in random order, with priorities and aborts."""
-    monkeypatch.setattr(DraftController, "choose", every_draft)
+    allow_all(monkeypatch)
     expected = expected_of()
     config = Config(
         model=demo_model.MODEL, speculative_config=REAL_METHODS[method], **OPTIONS | PREEMPTING
@@ -274,7 +260,7 @@ def test_ngram_on_two_ranks(
     expected_of: Callable[..., Expected], make_llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Text that repeats, so that drafts are found; each rank looks for itself."""
-    monkeypatch.setattr(DraftController, "choose", every_draft)
+    allow_all(monkeypatch)
     prompts = [[5, 6, 7, 8] * 4, [300, 301, 302] * 6, *QUESTIONS[:14]]
     params = [SamplingParams(temperature=i % 2 / 2, seed=i, max_tokens=48) for i in range(16)]
     speculating = {"speculative_config": REAL_METHODS["ngram"], "tensor_parallel_size": 2}
@@ -291,7 +277,7 @@ def test_unseeded_tokens_have_the_same_distribution(
     make_llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chi-square of the third token, which an accepted draft may be, with and without drafts."""
-    monkeypatch.setattr(DraftController, "choose", every_draft)
+    allow_all(monkeypatch)
     prompts = 2000 * [[17, 500, 33, 801]]  # no question, so many answers are likely
     params = SamplingParams(temperature=1.7, max_tokens=4, ignore_eos=True)
     options = {**OPTIONS, "max_num_seqs": 64}

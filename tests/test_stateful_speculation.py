@@ -16,9 +16,7 @@ from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.core.sequence import Sequence
 from nanovllm.errors import ConfigError
 from nanovllm.factory import make_engine
-from nanovllm.features.speculation.proposers import proposer_methods
 from nanovllm.options.config import Config
-from nanovllm.scheduler.scheduler import Scheduler
 from tests.checkpoints import make_checkpoint
 from tests.eagle3_checkpoints import make_eagle3_checkpoint
 from tests.helpers import (
@@ -38,6 +36,8 @@ from tests.speculation.proposers.drafting import (
     make_requests,
     run,
     seen_of,
+    use_scripted,
+    watch_sequences,
 )
 
 LFM2: dict[str, Any] = {
@@ -77,11 +77,7 @@ REQUESTS = make_requests(12)
 
 @pytest.fixture(params=[1.0, 0.6], ids=["right", "wrong at random"])
 def scripted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Scripted:
-    """A scripted proposer, asked for drafts in every step."""
-    proposer = Scripted(request.param)
-    monkeypatch.setattr(proposer_methods, "make_proposer", lambda *_: proposer)
-    allow_all(monkeypatch)
-    return proposer
+    return use_scripted(monkeypatch, request.param)
 
 
 class Expected(NamedTuple):
@@ -112,14 +108,6 @@ def expected_of(shared_checkpoint: Any) -> Callable[..., Expected]:
         return Expected(path, seen, sequences)
 
     return compute
-
-
-def watch_sequences(patch: pytest.MonkeyPatch) -> list[Sequence]:
-    """Return the sequences that all engines have from now on."""
-    found: list[Sequence] = []
-    add = Scheduler.add
-    patch.setattr(Scheduler, "add", lambda self, seq: (found.append(seq), add(self, seq))[1])
-    return found
 
 
 def tokens_of(seen: list[Any]) -> list[Any]:
@@ -177,9 +165,7 @@ def test_arrivals_priorities_and_aborts(
 @pytest.mark.parametrize(
     ("base", "options"),
     [
-        ({}, {}),
         ({}, {"max_num_batched_tokens": 17, "num_kvcache_blocks": 40}),
-        ({"quantization": "int8"}, {}),
         ({"quantization": "int4"}, {"enforce_eager": True}),
     ],
     ids=str,
@@ -202,7 +188,6 @@ def test_the_c_kernels_give_the_same_bits(
 
 def make_methods(target: str, draft: str, path: Path) -> dict[str, dict[str, Any]]:
     return {
-        "ngram": {**SPEC, "prompt_lookup_min": 1},
         "draft model": {"model": draft, "num_speculative_tokens": 4},
         "eagle3": {"model": make_eagle3_checkpoint(path, target), "num_speculative_tokens": 4},
     }
@@ -218,25 +203,6 @@ def repeating_requests() -> list[Request]:
         params = {"temperature": index % 3 / 2, "seed": index, "logit_bias": bias}
         requests.append((prompt, SamplingParams(max_tokens=16, ignore_eos=True, **params)))
     return requests
-
-
-def test_each_proposer(
-    shared_checkpoint: Any,
-    random_model: str,
-    make_llm: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """MTP has a test of its own."""
-    model, requests = shared_checkpoint(**STATEFUL), repeating_requests()
-    expected, _ = run(make_llm, model, requests, **ALONE)
-    allow_all(monkeypatch)
-    for method in make_methods(model, random_model, tmp_path).values():
-        options = {"kvcache_block_size": 4, "speculative_config": method}
-        found, llm = run(make_llm, model, requests, 2, **options)
-        assert tokens_of(found) == tokens_of(expected * 2)
-        num_accepted, num_proposed = acceptance(llm)
-        assert 10 < num_accepted < num_proposed
 
 
 @pytest.mark.thinned(2)

@@ -1,16 +1,13 @@
-"""Stop strings cut the text exactly, whatever runs beside the request."""
+"""Stop strings cut the text exactly. test_invariance.py has them in batches, chunks and queues."""
 
 import dataclasses
 from typing import Any
 
 import pytest
 
-from nanovllm import LLM, RequestOutput, SamplingParams, demo_model
-from nanovllm.factory import make_engine
-from nanovllm.options.config import Config
-from nanovllm.testing.invariants import check_scheduler
-from tests.glossary import ANSWER_TO, GREEDY, OPTIONS, QUESTION, QUESTIONS, SAMPLED, TINY_POOL
-from tests.helpers import assert_idle, cut, end_of, generate, join, whole
+from nanovllm import LLM
+from tests.glossary import ANSWER_TO, GREEDY, QUESTION, SAMPLED
+from tests.helpers import cut, end_of, generate, whole
 
 pytestmark = pytest.mark.usefixtures("idle_afterwards", "no_endless_wait")
 
@@ -82,72 +79,6 @@ def test_stop_strings_count_from_min_tokens_on(llm: LLM, min_tokens: int) -> Non
     assert completion.text == answer[:start]
     assert completion.finish_reason == "stop"
     assert len(completion.token_ids) >= min_tokens
-
-
-def stops_of(index: int) -> list[str]:
-    """Return stop strings that span words, lie inside words, or never occur."""
-    return [["ache", "never"], ["s to", "es th"], ["tion", " in "], [". "], ["zzz"]][index % 5]
-
-
-def with_stops(include: bool = False) -> tuple[list[SamplingParams], list[tuple[str, str | None]]]:
-    """Return the parameters of 40 questions, and the (text, stop string) expected for each."""
-    params, expected = [], []
-    for index, question in enumerate(QUESTIONS[:40]):
-        stop = stops_of(index)
-        params.append(dataclasses.replace(GREEDY, stop=stop, include_stop_str_in_output=include))
-        expected.append(cut(" " + ANSWER_TO[question], stop, include))
-    return params, expected
-
-
-def assert_stop_strings_cut(llm: Any) -> None:
-    params, expected = with_stops()
-    outputs = llm.generate(QUESTIONS[:40], params, use_tqdm=False)
-    assert [(o.text, o.outputs[0].stop_reason) for o in outputs] == expected
-    assert {o.finish_reason for o in outputs} == {"stop"}
-    assert_idle(llm)
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_num_seqs": 1},
-        {"max_num_seqs": 64},
-        {"max_num_batched_tokens": 7, "max_num_seqs": 5},
-        {"kvcache_block_size": 3},
-        TINY_POOL,
-    ],
-)
-def test_stop_strings_do_not_depend_on_the_batch(
-    make_llm: Any, options: dict[str, Any], preempted: list[tuple[int, int]]
-) -> None:
-    assert_stop_strings_cut(make_llm(demo_model.MODEL, **{**OPTIONS, **options}))
-    assert bool(preempted) == (options is TINY_POOL)
-
-
-def test_stop_strings_do_not_depend_on_tensor_parallelism(tensor_parallel_llm: Any) -> None:
-    assert_stop_strings_cut(tensor_parallel_llm(demo_model.MODEL, 2))
-
-
-@pytest.mark.parametrize("include", [False, True])
-@pytest.mark.parametrize("queue_depth", [0, 1, 3])
-def test_stop_strings_do_not_depend_on_steps_in_flight(queue_depth: int, include: bool) -> None:
-    """With a queue, later steps are in flight when the stop string is found."""
-    engine = make_engine(Config(model=demo_model.MODEL, **OPTIONS), queue_depth=queue_depth)
-    params, expected = with_stops(include)
-    ids = [
-        engine.add_request(question, param, stream=index % 2 == 1)
-        for index, (question, param) in enumerate(zip(QUESTIONS[:40], params, strict=True))
-    ]
-    pieces: dict[int, list[RequestOutput]] = {request: [] for request in ids}
-    while not engine.is_finished():
-        for output in engine.step():
-            pieces[output.request_id].append(output)
-        check_scheduler(engine.scheduler)
-    joined = [join(pieces[request])[0] for request in ids]
-    assert [(one.text, one.stop_reason) for one in joined] == expected
-    assert engine.scheduler.block_manager.num_free_blocks == engine.worker_info.num_blocks
-    engine.shutdown()
 
 
 def test_each_of_several_continuations_has_its_own_stop(llm: LLM) -> None:

@@ -71,20 +71,21 @@ def trace_here() -> None:
     executed: dict[str, Executed] = {"start": {}, "generate": {}}
     root = f"{PACKAGE}{os.sep}"
 
-    def tracer(phase: str) -> Callable[[FrameType, str, Any], Any]:
-        def note(frame: FrameType, event: str, _: Any) -> Any:
-            name = frame.f_code.co_filename
-            if not name.startswith(root) or frame.f_code.co_name == "<module>":
-                return None
-            lines = executed[phase].setdefault(name.removeprefix(root), set())
-            lines.add(frame.f_lineno)
-            return note
+    phase = "start"  # the engine's thread, which the start makes, is traced in both
 
+    def note(frame: FrameType, event: str, _: Any) -> Any:
+        name = frame.f_code.co_filename
+        if not name.startswith(root) or frame.f_code.co_name == "<module>":
+            return None
+        lines = executed[phase].setdefault(name.removeprefix(root), set())
+        lines.add(frame.f_lineno)
         return note
 
-    def run(phase: str, function: Callable[[], Any]) -> Any:
-        threading.settrace(tracer(phase))
-        sys.settrace(tracer(phase))
+    def run(now: str, function: Callable[[], Any]) -> Any:
+        nonlocal phase
+        phase = now
+        threading.settrace(note)
+        sys.settrace(note)
         try:
             return function()
         finally:

@@ -2,14 +2,17 @@
 
 Each part is a process with a time limit. Its figures are saved as they come, so a part that fails
 or is cut costs no other part. Weights are random, in the shapes of Qwen3; nothing is downloaded.
-Writes results.json, page.md, log.txt, and kernels.tar.xz with what Triton compiled. Exits with 1 if
-a part or a test failed, and with 2 without a CUDA device.
+Writes results.json, page.md and log.txt. Exits with 1 if a part or a test failed, with 2 without a
+CUDA device.
 """
 
 import argparse
 import contextlib
+import datetime
+import importlib.metadata
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -19,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import carry
 from benchmarks.gpu.part import ROOT, Record
 from benchmarks.gpu.report import PARTS, page, section
 
@@ -65,20 +67,17 @@ def run_limited(command: Sequence[str], log: Path, seconds: float) -> str:
     return "done" if code == 0 else f"exit status {code}"
 
 
-def run_parts(
-    call: dict[str, Any], parts: list[str], out: Path, deadline: float, patience: float = 1.0
-) -> None:
+def run_parts(call: dict[str, Any], parts: list[str], out: Path, deadline: float) -> None:
     """Run the parts in turn; write the results and the page again after each.
 
     Args:
         call: receives the results.
         deadline: of time.monotonic(). A part that does not fit before it gets what is left.
-        patience: a factor of the parts' limits.
     """
     results = call["results"]
     with tempfile.TemporaryDirectory() as scratch:
         for name in parts:
-            limit = patience * PARTS[name].seconds
+            limit = PARTS[name].seconds
             seconds = min(limit, deadline - time.monotonic())
             if results.get("smoke", {}).get("off"):
                 ended = "not begun: the Triton kernels are off"
@@ -147,15 +146,46 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=9.0, help="limit for all parts together; default: 9"
     )
-    parser.add_argument(
-        "--kernels", type=Path, help="kernels.tar.xz of prebuild or of an earlier call"
-    )
-    parser.add_argument(
-        "--patience", type=float, default=1.0, help="factor of the parts' limits; default: 1"
-    )
     for hidden in ("--part", "--scratch", "--seconds"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
+
+
+def describe_machine() -> dict[str, str]:
+    """Return the GPU, the time and the versions, by name."""
+    import torch
+
+    query = "name,memory.total,driver_version,power.limit,clocks.max.sm"
+    gpu = output_of(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"])
+    name, *details = gpu.splitlines()[0].split(", ") if gpu else [torch.cuda.get_device_name()]
+    versions = {}
+    for package in ("torch", "triton", "transformers", "flash-attn", "vllm"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "GPU": name,
+        "began": datetime.datetime.now(datetime.UTC).isoformat(" ", "minutes"),
+        "memory, driver, power limit, clock": ", ".join(details) or "unknown",
+        "CPU": f"{os.cpu_count()} cores, {platform.machine()}",
+        "Python": platform.python_version(),
+        "CUDA": str(torch.version.cuda),
+        **versions,
+        # A machine may have a copy of the files without their history.
+        "commit": os.environ.get("GIT_COMMIT")
+        or output_of(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
+        or "unknown",
+    }
+
+
+def output_of(command: list[str]) -> str:
+    """Return what a command prints, or an empty string if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
 
 
 def main() -> int:
@@ -179,21 +209,13 @@ def main() -> int:
     # For what the tests start elsewhere: the package need not be installed.
     places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(places)
-    os.environ |= carry.variables()
-    if args.kernels is not None:
-        carry.unpack(args.kernels)
-    carried = carry.num_kernels()
-    from benchmarks.gpu.machine import describe_machine
-
     (out / "log.txt").unlink(missing_ok=True)
     call: dict[str, Any] = {
         "machine": describe_machine(),
         "command": f"python -m {MODULE} --parts {','.join(args.parts)} --minutes {args.minutes:g}",
         "results": {},
     }
-    run_parts(call, args.parts, out, deadline, args.patience)
-    carry.pack(out / carry.FILE)
-    print(f"{carried} kernels were carried here, {carry.num_kernels() - carried} compiled here")
+    run_parts(call, args.parts, out, deadline)
     return int(failed(call["results"]))
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
-from benchmarks.gpu.part import Part, Record
-from benchmarks.gpu.tables import table
+from benchmarks.gpu.part import Part, Record, table
 
 UNITS = {"copy": "B", "read": "B", "matmul": "FLOP"}
 

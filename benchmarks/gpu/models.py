@@ -13,8 +13,7 @@ from benchmarks.gpu.engines import (
     step_seconds,
 )
 from benchmarks.gpu.floors import step_bytes
-from benchmarks.gpu.part import Part, Record, describe
-from benchmarks.gpu.tables import percent, table
+from benchmarks.gpu.part import Part, Record, describe, percent, table
 from benchmarks.shapes import CONFIGS, SMALL
 
 CASES: tuple[tuple[str, float, dict[str, Any]], ...] = (

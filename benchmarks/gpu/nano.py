@@ -7,8 +7,7 @@ from typing import Any
 
 from benchmarks.gpu.engines import model_path
 from benchmarks.gpu.floors import tokens_read, workload, workload_floor
-from benchmarks.gpu.part import Part, Record
-from benchmarks.gpu.tables import percent, table
+from benchmarks.gpu.part import Part, Record, percent, table
 from benchmarks.shapes import CONFIGS, SMALL, kv_bytes
 
 

@@ -1,9 +1,9 @@
-"""What a part of the run is, and the record into which it writes its figures."""
+"""What a part of the run is, the record into which it writes its figures, and Markdown tables."""
 
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,3 +106,17 @@ def describe(error: Exception) -> str:
     """Return the error's type and the first line of its text."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]:.200}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    lines = []
+    for row in (head, ["---"] * len(head), *rows):
+        cells = [" ".join(str(cell).split()).replace("|", "\\|") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    """Return a share as a percentage, or a dash for None."""
+    return "–" if value is None else f"{100 * value:.{digits}f}%"

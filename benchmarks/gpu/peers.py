@@ -11,8 +11,7 @@ from typing import Any
 from bench import Prompts, vllm as start_vllm
 from benchmarks.gpu.engines import model_path
 from benchmarks.gpu.floors import workload
-from benchmarks.gpu.part import Part, Record, describe
-from benchmarks.gpu.tables import table
+from benchmarks.gpu.part import Part, Record, describe, table
 from benchmarks.shapes import SMALL
 
 Run = Callable[[Prompts, list[int]], None]

@@ -11,48 +11,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import (
-    arrival,
-    attention,
-    bandwidth,
-    grammars,
-    launches,
-    matrices,
-    models,
-    nano,
-    packed,
-    peers,
-    replays,
-    sanitizer,
-    single,
-    smoke,
-    speculation,
-    step,
-    tests,
-)
-from benchmarks.gpu.part import Part
-from benchmarks.gpu.tables import table
+from benchmarks.gpu import attention, bandwidth, models, nano, peers, single, smoke, step, tests
+from benchmarks.gpu.part import Part, table
 
 PARTS: dict[str, Part] = {
     "smoke": smoke.PART,
-    "kernels": tests.KERNELS,
+    "kernels": tests.PART,
     "bandwidth": bandwidth.PART,
     "single": single.PART,
     "nano": nano.PART,
     "attention": attention.PART,
     "step": step.PART,
-    "launches": launches.PART,
-    "arrival": arrival.PART,
-    "matrices": matrices.PART,
-    "packed": packed.PART,
     "models": models.PART,
     "peers": peers.PART,
-    "replays": replays.PART,
-    "sanitizer": sanitizer.PART,
-    "speculation": speculation.PART,
-    "grammars": grammars.PART,
-    "suite": tests.SUITE,
-    "eager": tests.EAGER,
 }
 """The most valuable first. docs/benchmarks/README.md divides them into calls."""
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import QWEN3_06B
-from benchmarks.gpu.part import Part, Record
-from benchmarks.gpu.tables import table
+from benchmarks.gpu.part import Part, Record, table
 
 
 class Way(NamedTuple):
@@ -52,7 +51,7 @@ def smoke(record: Record) -> None:
     Raises:
         RuntimeError: the Triton kernels are off, so nothing else of a call would mean anything.
     """
-    from nanovllm.kernels.selector import triton_available
+    from nanovllm.platform.cuda import triton_available
 
     if not triton_available():
         record.figures["off"] = True

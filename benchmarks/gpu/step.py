@@ -11,8 +11,7 @@ from benchmarks.gpu.engines import (
     pool_bytes,
     step_seconds,
 )
-from benchmarks.gpu.part import Part, Record
-from benchmarks.gpu.tables import percent, table
+from benchmarks.gpu.part import Part, Record, percent, table
 from benchmarks.gpu.trace import by_name, idle, one_step, profile, settled, shares
 from benchmarks.shapes import SMALL
 

@@ -1,4 +1,4 @@
-"""Parts `kernels`, `suite` and `eager`: tests, with and without graphs."""
+"""Part `kernels`: tests of kernels, GPU backends and graphs, and others that only a GPU can run."""
 
 import importlib.util
 import json
@@ -6,20 +6,18 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.packages import missing_imports
-from benchmarks.gpu.part import ROOT, Part, Record
-from benchmarks.gpu.tables import table
+from benchmarks.gpu.part import ROOT, Part, Record, table
 
 COUNTS = ("passed", "failed", "errors", "skipped")
 KERNEL_TESTS = (
     "kernels/triton/test_*.py",
     "attention/test_gpu_*.py",
-    "steps/test_*graph*.py",
-    "steps/test_fused_*.py",
+    "graphs/test_*graph*.py",
+    "graphs/test_fused_*.py",
     "worker/test_warm_up.py",
     "worker/test_kv_cache.py",
 )
@@ -29,8 +27,6 @@ ONLY_CUDA = re.compile(r"@NEEDS_CUDA|skipif\(\s*not torch\.cuda")
 """Marks a test that only a GPU can run."""
 COMPILE_TESTS = "kernels/triton/test_*compile.py"
 """They compile for GPUs that are not there, so they need none."""
-EAGER_TESTS = ("test_*.py", "engine/test_*.py", "attention/test_gpu_*.py")
-"""Patterns of the files that run once more without CUDA graphs."""
 ALONE = "tests/graphs/test_cuda_graph.py::test_cuda_graphs_are_used_and_freed"
 """A test that reads the whole GPU's memory, which other processes change. It runs last, with
 nothing beside it.
@@ -43,19 +39,8 @@ _COUNTING_SECONDS = 3
 
 
 def kernels(record: Record) -> None:
-    """Run the tests of kernels, GPU backends and graphs, and all others that only a GPU can run."""
+    """Run the tests until the time is over."""
     run_files(record, kernel_files())
-
-
-def suite(record: Record) -> None:
-    """Run all other tests."""
-    kernel_tests = kernel_files()
-    run_files(record, [name for name in test_files("**/test_*.py") if name not in kernel_tests])
-
-
-def eager(record: Record) -> None:
-    """Run tests of whole engines without CUDA graphs."""
-    run_files(record, test_files(*EAGER_TESTS), ["-p", "benchmarks.gpu.no_graphs"])
 
 
 def kernel_files() -> list[str]:
@@ -77,28 +62,16 @@ def test_files(*patterns: str) -> list[str]:
     return [file.relative_to(ROOT).as_posix() for file in ordered]
 
 
-def run_files(record: Record, names: Iterable[str], options: Sequence[str] = ()) -> None:
-    """Run test files in one pytest until the time is over; leave out those that lack a package.
-
-    Args:
-        options: of pytest.
-    """
-    files = record.figures["files"] = {}
-    chosen = []
-    for name in names:
-        missing = missing_imports(ROOT / name)
-        if missing:
-            reason = f"needs {', '.join(sorted(missing))}"
-            files[name] = {**dict.fromkeys(COUNTS, 0), "ended": "left out", "failures": [reason]}
-        else:
-            chosen.append(name)
-    side_by_side = ["--deselect", ALONE]
+def run_files(record: Record, names: Sequence[str]) -> None:
+    """Run test files in one pytest, then the one that has to run alone."""
+    record.figures["files"] = {}
+    side_by_side = ["--continue-on-collection-errors", "--deselect", ALONE]
     if importlib.util.find_spec("xdist") is not None:
         workers = min(_MOST_WORKERS, max(1, (os.cpu_count() or 1) - 2))
         side_by_side += ["-n", str(workers), "--dist", "worksteal"]
-    run_pytest(record, [*options, *side_by_side, *chosen])
-    if ALONE.partition("::")[0] in chosen and "the rest" not in files:  # else no time is left
-        run_pytest(record, [*options, ALONE])
+    run_pytest(record, [*side_by_side, *names])
+    if ALONE.partition("::")[0] in names and "the rest" not in record.figures["files"]:
+        run_pytest(record, [ALONE])  # some time is left
 
 
 def run_pytest(record: Record, arguments: Sequence[str]) -> None:
@@ -131,9 +104,7 @@ def run_pytest(record: Record, arguments: Sequence[str]) -> None:
             print(f"--- {name}", *file["failures"], sep="\n", flush=True)
 
 
-def run_logged(
-    command: Sequence[str], log: Path, seconds: float, environment: dict[str, str] | None = None
-) -> int | None:
+def run_logged(command: Sequence[str], log: Path, seconds: float) -> int | None:
     """Run a command in the repository's root with its output in `log`.
 
     Returns the exit status, or None after a timeout.
@@ -142,9 +113,7 @@ def run_logged(
         log.write_text("no time was left\n")
         return None
     with log.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
-        )
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -173,6 +142,4 @@ def lines(figures: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> list[str]
     return text
 
 
-KERNELS = Part(kernels, 150, "Tests of kernels, backends and graphs", lines)
-SUITE = Part(suite, 190, "All other tests", lines)
-EAGER = Part(eager, 80, "Tests of engines without CUDA graphs", lines)
+PART = Part(kernels, 150, "Tests of kernels, backends and graphs", lines)

@@ -3,38 +3,16 @@ the user's.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.errors import ConfigError, UnsupportedModelError
-from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.options.plugins import at_start, guarded, in_worker, load_class
 
 logger = logging.getLogger(__name__)
-
-
-def candidates(kernels: str) -> Iterator[type[Backend]]:
-    """Yield the backends that run next to the kernels of this name, the best first.
-
-    Each is imported when those before it do not support the model.
-    """
-    if kernels == "c":
-        from nanovllm.attention.cpu import CPUBackend
-
-        yield CPUBackend
-    if kernels == "triton":
-        from nanovllm.attention.flash_attn import FlashAttnBackend
-        from nanovllm.attention.triton import TritonBackend
-
-        yield FlashAttnBackend
-        yield TritonBackend
-    from nanovllm.attention.torch_sdpa import TorchBackend, TorchExplicitBackend
-
-    yield TorchBackend
-    yield TorchExplicitBackend
 
 
 def backend_class(value: str) -> type[Backend]:
@@ -46,16 +24,15 @@ def backend_class(value: str) -> type[Backend]:
     return load_class("attention_backend", value, Backend, ("spec",))  # type: ignore[type-abstract]
 
 
-def select_backend(spec: AttentionSpec, kernels: Kernels) -> Backend:
-    """Return the first backend for `kernels` that supports `spec`; log the reasons of those
-    before it.
+def select_backend(spec: AttentionSpec, candidates: Iterable[type[Backend]]) -> Backend:
+    """Return the first of `candidates` that supports `spec`; log the reasons of those before it.
 
     Raises:
         UnsupportedModelError: no backend supports `spec`. The message has every reason.
         ConfigError: the same, and `spec` has an 8-bit KV cache.
     """
     reasons: list[str] = []
-    for backend in candidates(kernels.name):
+    for backend in candidates:
         reason = backend.refusal(spec)
         if reason is None:
             logger.info("attention backend: %s%s", backend.name, "".join(f"; {r}" for r in reasons))

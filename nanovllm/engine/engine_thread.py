@@ -1,44 +1,50 @@
-"""`EngineThread`: one thread runs an engine for the asyncio tasks of a process."""
+"""`EngineThread`: the one thread that calls an engine, for `LLM` and for `AsyncLLM`."""
 
 import contextlib
 import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 
-from nanovllm.engine.commands import run_logged
+from nanovllm.engine.commands import Result, fulfil, run_logged
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.reader import Item, Reader, send
+from nanovllm.engine.reader import AnyReader, Item, send
 from nanovllm.engine.request import Request
-from nanovllm.errors import EngineDeadError, log_failure
+from nanovllm.errors import EngineDeadError, NanoVLLMError, log_failure
 from nanovllm.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
 
 
 class EngineThread(threading.Thread):
-    """Owns the engine and runs its steps.
+    """Owns the engine and runs its steps, while a request that has a reader is unfinished.
 
     Other threads submit commands; only this thread calls the engine, and runs commands in order
-    between steps.
+    between steps. So a signal never interrupts the engine, only those that wait for it.
 
-    An exception in a step ends the requests that run; one in a command, or in ending a request, is
-    logged. If requests cannot be ended, the thread ends, and tells every reader. `BaseException` is
-    caught, because a panic of a Rust library is no `Exception`.
+    An exception in a step ends the requests that have readers, which get it; one in ending a
+    request is logged. If requests cannot be ended, the thread ends, and tells every reader.
+    `BaseException` is caught, because a panic of a Rust library is no `Exception`.
+
+    Args:
+        owner: the class that made it, for errors.
     """
 
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, engine: LLMEngine, owner: str) -> None:
         super().__init__(name="nanovllm-engine", daemon=True)
         self.engine = engine
+        self._owner = owner
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.readers: dict[Reader, int | str] = {}  # those of running requests, with their ids
-        self._deliveries: list[tuple[Reader, Item]] = []  # not sent yet
+        self.readers: dict[AnyReader, int | str] = {}  # those of running requests, with their ids
+        self._deliveries: list[tuple[AnyReader, Item]] = []  # not sent yet
         self.has_ended = False
         self._failure: EngineDeadError | None = None
+        self.start()
 
     def run(self) -> None:
-        end = EngineDeadError("the engine was shut down; make a new AsyncLLM")
+        end = EngineDeadError(f"the engine was shut down; make a new {self._owner}")
         try:
             self._run_steps()
         except BaseException as error:
@@ -57,43 +63,75 @@ class EngineThread(threading.Thread):
         """Raise EngineDeadError if the engine is down, or this thread has failed."""
         if self._failure is not None:
             raise self._failure
-        self.engine.executor.check_health()
+        self.engine.check_health()
 
-    def submit(self, command: Callable[[], None]) -> None:
-        """Make the thread run `command` between two steps.
+    def stop(self) -> None:
+        """End the thread and the engine, and wait for that, unless it is this thread that calls.
 
-        After the thread has ended, the command runs here, and the engine raises EngineDeadError.
+        May be called again. The garbage collector and the exit of Python may call it, too.
         """
-        self.inbox.put(command)
-        if self.has_ended:  # the thread may not look into its inbox again
-            self._drain_inbox()
+        self.inbox.put(None)
+        if self is not threading.current_thread():
+            self.join()
 
-    def start_request(self, reader: Reader, request: Request) -> None:
-        """Queue a request; its reader gets the outputs, or the error if it fails."""
-        if reader.is_closed:
-            return
-        try:
-            self.engine.queue(request, partial(self._deliver, reader))
-        except BaseException as error:
-            send([(reader, error)])
-        else:
-            reader.sends_all = request.sends_all
-            self.readers[reader] = request.request_id
+    def submit(self, command: Callable[[], Result]) -> Future[Result]:
+        """Make the thread run `command` between two steps; return its result, which comes after
+        the outputs that it delivers.
 
-    def close(self, reader: Reader) -> None:
+        Once the thread has ended, the command runs here, and the engine raises EngineDeadError.
+
+        Raises:
+            EngineDeadError: the engine was made before this process was forked.
+            NanoVLLMError: it is this thread that calls, and would wait for itself.
+        """
+        self.engine.owner.check()
+        if self is threading.current_thread():
+            raise NanoVLLMError(
+                "this thread is running a step of this LLM already: a callback cannot use the LLM "
+                "that calls it"
+            )
+        done = Future[Result]()
+        self._put(partial(fulfil, done, partial(self._deliver_after, command)))
+        return done
+
+    def post(self, command: Callable[[], object]) -> None:
+        """Do the same for a caller who does not wait, in any thread and at any moment: the garbage
+        collector is one. An error is logged. Nothing happens in a forked process, and once the
+        engine was shut down.
+        """
+        if not self.engine.is_shut_down and self.engine.owner.is_this:
+            self._put(partial(run_logged, command))
+
+    def start_request(self, reader: AnyReader, request: Request) -> None:
+        """Queue a request; its reader gets the outputs, or the error that ends it.
+
+        Raises:
+            NanoVLLMError: as `LLMEngine.queue`.
+        """
+        self.engine.queue(request, partial(self._deliver, reader))
+        self.readers[reader] = request.request_id
+
+    def close(self, reader: AnyReader) -> None:
         """End a reader's request if it is running."""
         request_id = self.readers.pop(reader, None)  # first: what abort() delivers is not read
         if request_id is not None:
             self.engine.abort(request_id)
 
+    def _put(self, command: Callable[[], None]) -> None:
+        self.inbox.put(command)
+        if self.has_ended:  # the thread may not look into its inbox again
+            self._drain_inbox()
+
     def _run_steps(self) -> None:
         while self._run_commands():
             try:
                 self.engine.run_step()
-                self.deliver_all()
+                self._deliver_all()
             except BaseException as error:
+                failed = list(self.readers.values())
                 self._fail_all(error)
-                if self.engine.has_sequences:  # they would fail in each step, for ever
+                # Those that cannot be aborted would fail in each step, for ever.
+                if not self.engine.output_processor.requests.keys().isdisjoint(failed):
                     raise
 
     def _end(self, error: EngineDeadError) -> None:
@@ -109,20 +147,25 @@ class EngineThread(threading.Thread):
                 self._drain_inbox()
 
     def _run_commands(self) -> bool:
-        """Run the submitted commands; wait for one while no request runs, or the engine is paused.
+        """Run the submitted commands; wait for one while there is no step to run.
 
         Returns:
             False if the thread must stop.
         """
+        engine = self.engine
         while True:
+            runs = self.readers and engine.scheduler.num_unfinished
+            is_idle = engine.is_paused or not runs
+            if is_idle:
+                engine.run_last_steps()
             try:
-                is_idle = self.engine.is_paused or self.engine.is_finished()
                 command = self.inbox.get(block=is_idle)
             except queue.Empty:
                 return True
             if command is None:
                 return False
-            run_logged(command)
+            command()
+            del command  # else it would keep what it holds alive until the next one
 
     def _drain_inbox(self) -> None:
         """Run the commands that came too late; a new request fails, as the engine is down."""
@@ -130,23 +173,29 @@ class EngineThread(threading.Thread):
             while True:
                 command = self.inbox.get_nowait()
                 if command is not None:
-                    run_logged(command)
+                    command()
 
-    def _deliver(self, reader: Reader, output: RequestOutput) -> None:
-        """Keep an output for `deliver_all`, unless its reader has its request's end already."""
+    def _deliver(self, reader: AnyReader, output: RequestOutput) -> None:
+        """Keep an output for `_deliver_all`, unless its reader has its request's end already."""
         if reader in self.readers:
             self._deliveries.append((reader, output))
             if output.finished:
                 del self.readers[reader]
 
-    def deliver_all(self) -> None:
+    def _deliver_all(self) -> None:
         """Give all outputs of a step to their readers: one wake-up of each event loop."""
         deliveries, self._deliveries = self._deliveries, []
         send(deliveries)
+
+    def _deliver_after(self, command: Callable[[], Result]) -> Result:
+        try:
+            return command()
+        finally:
+            self._deliver_all()
 
     def _fail_all(self, error: BaseException) -> None:
         """Send `error` to every reader, and then abort the requests; one that fails stops none."""
         readers, self.readers = self.readers, {}
         self._deliveries += [(reader, error) for reader in readers]
-        self.deliver_all()
+        self._deliver_all()
         self.engine.abort_all(readers.values())

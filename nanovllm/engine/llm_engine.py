@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.core.messages import Schedule, StepResult
 from nanovllm.core.worker_info import WorkerInfo
-from nanovllm.engine.commands import DelayedInterrupt, run_logged
+from nanovllm.engine.commands import run_logged
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.prompt import PromptInput
@@ -62,7 +62,7 @@ class OwnerProcess:
 
 @dataclass(eq=False, repr=False)
 class LLMEngine:
-    """Continuous batching over one model, for one thread at a time: `SharedEngine` sees to that.
+    """Continuous batching over one model, for one thread: `EngineThread` sees to that.
 
     `factory.make_engine` makes it of its parts.
     """
@@ -91,7 +91,7 @@ class LLMEngine:
             self, _shut_down, self.executor, self.observers, self.owner
         )
         self._in_flight: deque[tuple[Schedule, Future]] = deque()  # oldest first
-        self._outputs: list[RequestOutput] = []  # for the next step() to return
+        self._outputs: deque[RequestOutput] = deque()  # of requests without `deliver`
         self._has_failed = False  # by a PluginError
         self.is_paused = False  # requests are queued, and no step is launched
         self._held: list[Request] | None = None  # not queued yet; None: new requests are
@@ -158,8 +158,13 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Do `run_step` and return the outputs of requests without `deliver`."""
         self.run_step()
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self.take_outputs()
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """Return the outputs of requests without `deliver` that were not returned yet. The one
+        method that any thread may call.
+        """
+        return [self._outputs.popleft() for _ in range(len(self._outputs))]
 
     def run_step(self) -> None:
         """Launch a step, process the oldest step's tokens, and deliver the outputs.
@@ -175,13 +180,13 @@ class LLMEngine:
         self.owner.check()
         if self.is_shut_down:
             self.executor.check_health()
-        with DelayedInterrupt() as interrupt, self._ended_by_plugins():
+        with self._ended_by_plugins():
             for observer in self.observers:
                 observer.begin_step()
             start = time.perf_counter()
-            launched = not self.is_paused and self._launch_step(interrupt)
+            launched = not self.is_paused and self._launch_step()
             if self._in_flight and (not launched or len(self._in_flight) > self.queue_depth):
-                self._process_oldest_step(start, interrupt)
+                self._process_oldest_step(start)
             for observer in self.observers:
                 observer.end_step(self.scheduler)
 
@@ -213,14 +218,14 @@ class LLMEngine:
             run_logged(partial(self.abort, request_id))
 
     def run_last_steps(self) -> None:
-        """Run the steps that are left when no sequence is. An error is logged: the callers have
-        their outputs.
+        """Run the steps that are left when no sequence is, unless the engine is paused. An error is
+        logged: the callers have their outputs.
 
         With a byte store below the pool, one of them begins to write what the last request left.
         """
         try:
             # If steps are in flight, the first calls end them.
-            while self.scheduler.num_unfinished and not self.has_sequences:
+            while self.scheduler.num_unfinished and not (self.has_sequences or self.is_paused):
                 self.run_step()
         except EngineDeadError:  # those who need the engine are told
             logger.debug("the engine ended before the step after the last request")
@@ -295,7 +300,7 @@ class LLMEngine:
             self.shutdown()
             raise
 
-    def _launch_step(self, interrupt: DelayedInterrupt) -> bool:
+    def _launch_step(self) -> bool:
         """Launch the next step; return False if there is nothing to compute now."""
         schedule = self.scheduler.schedule()
         if schedule is None:
@@ -305,7 +310,7 @@ class LLMEngine:
             self._set_first_scheduled_times(schedule)
             for observer in self.observers:
                 observer.scheduled(schedule, self.scheduler)
-            future = interrupt.interruptible(self.executor.execute, schedule)
+            future = self.executor.execute(schedule)
         except BaseException:
             self.scheduler.abandon(schedule)
             raise
@@ -321,7 +326,7 @@ class LLMEngine:
             if request is not None and request.first_scheduled_time is None:
                 request.first_scheduled_time = time.monotonic()
 
-    def _process_oldest_step(self, start: float, interrupt: DelayedInterrupt) -> None:
+    def _process_oldest_step(self, start: float) -> None:
         """Wait for the oldest step in flight, process its tokens and deliver the outputs.
 
         Args:
@@ -329,7 +334,7 @@ class LLMEngine:
         """
         schedule, future = self._in_flight[0]
         try:
-            result = interrupt.interruptible(future.result)
+            result = future.result()
             for observer in self.observers:
                 observer.waited(result)
             self._in_flight.popleft()
@@ -356,8 +361,9 @@ class LLMEngine:
             if seq.is_finished:
                 for observer in self.observers:
                     observer.end(seq)
-                if seq.finish_reason == "error":
-                    logger.warning("request %s ended: %s", request.request_id, seq.stop_reason)
+                if seq.output.finish_reason == "error":
+                    reason = seq.output.stop_reason
+                    logger.warning("request %s ended: %s", request.request_id, reason)
             self._queue_remaining(request)
             if request.stream or seq.is_finished:
                 updated[request.request_id] = request

@@ -1,4 +1,6 @@
-"""`Reader`: where an asyncio task receives the outputs of its request."""
+"""`Reader`: where an asyncio task receives the outputs of its request; `Mailbox`: where a thread
+does.
+"""
 
 import asyncio
 import contextlib
@@ -89,11 +91,28 @@ class Reader:
             return False
 
 
-def send(deliveries: Iterable[tuple[Reader, Item]]) -> None:
+class Mailbox:
+    """Receives one request's items, for a thread that may wait for those of several.
+
+    Args:
+        put: called with each item, in the engine's thread.
+    """
+
+    def __init__(self, put: Callable[[Item], object]) -> None:
+        self.put = put
+
+
+AnyReader = Reader | Mailbox
+
+
+def send(deliveries: Iterable[tuple[AnyReader, Item]]) -> None:
     """Give items to their readers, from any thread; wake each event loop once."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Reader, Item]]] = {}
     for reader, item in deliveries:
-        by_loop.setdefault(reader.loop, []).append((reader, item))
+        if isinstance(reader, Mailbox):
+            reader.put(item)
+        else:
+            by_loop.setdefault(reader.loop, []).append((reader, item))
 
     def put(items: list[tuple[Reader, Item]]) -> None:
         for reader, item in items:

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.utils.transfer import upload
-
 
 class AdapterTable(NamedTuple):
     """The adapters of one layer, one in each slot. Slices of the layer's outputs have own factors.
@@ -93,7 +91,7 @@ class AdapterRows:
             self.clear()
             return
         tokens = list(chain.from_iterable(map(repeat, slots, counts)))
-        self._fill(upload(tokens, self.slots.device))
+        self._fill(torch.tensor(tokens).to(self.slots.device, non_blocking=True))
 
     def take(self, rows: "AdapterRows", indices: torch.Tensor) -> None:
         """Note tokens `indices` [O] int64 of another batch, in this order."""
@@ -116,7 +114,7 @@ class AdapterRows:
         self.slots[: len(slots)].copy_(slots)
         self._num_filled = len(slots)
         self.is_empty = False
-        if self.slots.device.type == "cpu":
+        if self.slots.is_cpu:
             in_order, order = torch.sort(slots, stable=True)  # those without an adapter come first
             self.order[: len(order)] = order
             used, counts = torch.unique_consecutive(in_order, return_counts=True)

@@ -13,10 +13,6 @@ ALIGNMENT = 64
 """Bytes: a page's size is a multiple of it, and each part begins at one."""
 
 
-CHUNK_SIZE = 64
-"""Tokens of a cell. Cells are counted from position 0 of a sequence."""
-
-
 def aligned(num_bytes: int) -> int:
     """Return `num_bytes`, rounded up to where a next part may begin."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
@@ -53,26 +49,6 @@ class Replay(NamedTuple):
     """Rows of a log. It has one more, which no token comes from."""
 
 
-class Cells(NamedTuple):
-    """Tokens of a step that a kernel may compute cell by cell, in another form than one by one.
-
-    Its sums have another order. So that bits do not depend on how a prompt is cut into steps, the
-    tokens of a prompt are computed in cells, and all others, those of answers, one by one. Steps
-    cut prompts at multiples of CHUNK_SIZE only: see kv/groups/state.py.
-    """
-
-    spans: torch.Tensor
-    """[C, 2] int32: of each cell, the index in E of its first token, and its number of tokens. The
-    cells of a row follow one another. Only a prompt's last one may have fewer than CHUNK_SIZE.
-    """
-    ends: torch.Tensor
-    """[R + 1] int32: row r has the cells ends[r] to ends[r + 1] - 1."""
-    begins: torch.Tensor
-    """[R] int32: the index in E of each row's first token after its cells."""
-    num_tokens: int
-    """Tokens in all cells."""
-
-
 @dataclasses.dataclass(frozen=True)
 class StateRows:
     """Where the states of a step's R rows are, and which tokens change them.
@@ -88,9 +64,6 @@ class StateRows:
     """[R] int32: the state is written after so many of the row's tokens of E. 0: it stays."""
     replay: Replay | None = None
     """None: E = T, the step's own tokens, and none of them is a draft."""
-    cells: Cells | None = None
-    """None: all tokens are computed one by one. A row with cells has at least as many tokens in
-    `write_lens`."""
 
 
 class States(NamedTuple):

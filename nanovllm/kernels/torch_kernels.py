@@ -1,6 +1,6 @@
 """`Kernels`: what a device computes besides matrix products and attention, here in plain torch.
 
-`kernels.selector` chooses the object once, and the layers and the worker call it.
+A `Platform` chooses the object once, and the layers and the worker call it.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,9 +73,6 @@ class Kernels:
     """Products with weights of 4 and 8 bits, which stay packed: `kernels.triton.int4`."""
     ngram: ModuleType | None = None
     """Kernels for prompt lookup on a GPU: `kernels.triton.ngram`."""
-
-    computes_cells: ClassVar[bool] = False
-    """Whether `gated_delta` computes `StateRows.cells` in a separate form, in bfloat16."""
 
     def add_rms_norm(
         self,

@@ -127,10 +127,6 @@ class GatedDeltaNet(DeltaRule):
         self.in_proj_z = PiecedLinear(sizes.hidden_size, parts["z"])
         self.in_proj_ab = SmallLinear(sizes.hidden_size, [*parts["a"], *parts["b"]])
 
-    @property
-    def computes_cells(self) -> bool:
-        return self.kernels.computes_cells and self.parts[0].dtype == torch.bfloat16
-
     def changes(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ab = self.in_proj_ab(hidden)
         return ab[:, : self.num_heads], ab[:, self.num_heads :]

@@ -101,8 +101,7 @@ class LogitsRules:
         own: Mapping[str, type[LogitsRule]] = MappingProxyType({}),
     ) -> None:
         def tensor(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-            return host.to(device, non_blocking=True)
+            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
         self._params = params
         self._num_prompt_tokens = num_prompt_tokens

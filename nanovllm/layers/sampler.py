@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers.sampling_tensors import SamplingTensors
 from nanovllm.options.sampling_params import GREEDY_BELOW, SamplingParams
-from nanovllm.utils.transfer import upload
 
 CHUNK = 128
 """Tokens in a chunk. A search over the vocabulary first chooses a chunk, then a token in it."""
@@ -73,13 +72,13 @@ def draw_by_group(
         groups[kind].append(index)
     tokens = torch.empty_like(sampling.positions)
     if greedy := groups.pop("greedy"):
-        rows = upload(greedy, logits.device)
+        rows = torch.tensor(greedy).to(logits.device, non_blocking=True)
         tokens[rows] = sampling.kernels.greedy(logits[rows])
     max_top_k = max((all_params[index].top_k for index in groups["top_k"]), default=0)
     num_candidates = {"plain": 0, "top_k": max_top_k + _SPARE, "top_p": _TOP_P_CANDIDATES}
     for kind, group in groups.items():
         if group:
-            rows = upload(group, logits.device)
+            rows = torch.tensor(group).to(logits.device, non_blocking=True)
             part = dataclasses.replace(
                 sampling.take(rows),
                 any_min_p=any(all_params[index].min_p > 0 for index in group),

@@ -27,11 +27,6 @@ class StateLayer(nn.Module):
         self.parts = parts
         self._log: torch.Tensor | None = None  # made when there are drafts
 
-    @property
-    def computes_cells(self) -> bool:
-        """Whether the layer computes prompts in cells: see `attention.states.Cells`."""
-        return False
-
     def bind(self, states: States) -> None:
         """Use `states`, this layer's parts in the pool."""
         self.states = states

@@ -37,6 +37,8 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed
 KV_CACHE_DTYPES = ("auto", "fp8", "int8")
 SCHEDULING_POLICIES = ("priority", "fcfs")
 EVICTION_POLICIES = ("lru",)
+PLATFORMS = {"cuda": "nanovllm.platform.cuda:CUDA", "cpu": "nanovllm.platform.cpu:CPU"}
+"""What `device` may name; "auto" is the first of these that the machine has."""
 MAX_THREADS = 1024
 """Most CPU threads, as in kernels/cpu/csrc/threads.c. OpenMP's library ends the process if it does
 not get the threads or their memory."""
@@ -74,9 +76,12 @@ def _recommended(error: Error, name: str, value: Any) -> dict[str, Any]:
 
 
 def _device(error: Error, name: str, value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+    known = ("auto", *PLATFORMS)
+    if isinstance(value, str) and value.partition(":")[0] in known:
+        if value in known or re.fullmatch(r"cuda:\d+", value):
+            return plain_text(value)
         raise error(f'{name} must be "auto", "cpu", "cuda" or "cuda:N", got {value!r}')
-    return plain_text(value)
+    return check_plugin(error, name, value, "platform", known)
 
 
 def _threads(error: Error, name: str, value: Any) -> int:
@@ -151,7 +156,8 @@ class Config:
     checkpoint's, but is bfloat16 for a GGUF file and, on a CPU, for a quantised checkpoint in
     float16."""
     device: Annotated[str, _device] = "auto"
-    """Device to run on: "cpu", "cuda" or "cuda:N"; "auto" uses CUDA if there is a GPU."""
+    """Device to run on: "cpu", "cuda", "cuda:N" or a class of yours, "module:Class";
+    "auto" uses CUDA if there is a GPU."""
     load_format: Annotated[str, check_choice, LOAD_FORMATS] = "auto"
     """"auto" loads the weights from safetensors or GGUF files; "dummy" makes random weights and
     needs only config.json."""
@@ -293,7 +299,7 @@ class Config:
                 "lora merges one adapter into the weights, and with enable_lora=True each request "
                 "may name its own: leave one of both out"
             )
-        if self.tensor_parallel_size > 1 and ":" in self.device:
+        if self.tensor_parallel_size > 1 and self.names_one_gpu:
             raise ConfigError(
                 f"device {self.device!r} names one GPU but tensor_parallel_size is "
                 f'{self.tensor_parallel_size}; use device="cuda" and CUDA_VISIBLE_DEVICES'
@@ -303,11 +309,16 @@ class Config:
                 'distributed_executor_backend "uni" is this process alone, but '
                 f"tensor_parallel_size is {self.tensor_parallel_size}; leave one of them out"
             )
-        if ":" in self.device and self.distributed_executor_backend == "ray":
+        if self.names_one_gpu and self.distributed_executor_backend == "ray":
             raise ConfigError(
                 f"device {self.device!r} names one GPU, but with distributed_executor_backend "
                 '"ray" it is Ray that chooses; use device="cuda"'
             )
+
+    @property
+    def names_one_gpu(self) -> bool:
+        """Whether `device` has the number of a GPU."""
+        return self.device.rpartition(":")[2].isdecimal()
 
     @property
     def has_tiers(self) -> bool:

@@ -145,12 +145,6 @@ class Parser(DashingParser):
     def refuse_flag(self, word: str) -> NoReturn:
         """Raise ConfigError for a flag that is not known, and suggest the one that was meant."""
         name = word.partition("=")[0]
-        whole, *keys = f"{name:.80}".split(".")
-        if keys and whole in self._option_string_actions:
-            value = "..."
-            for key in reversed(keys):
-                value = f'{{"{key}": {value}}}'
-            self.error(f"there is no flag {name:.80}; give {whole} '{value}'")
         field = name.lstrip("-").replace("-", "_")
         if field in REMEDIES:
             self.error(f"there is no flag {name:.80}: {_with_flags(REMEDIES[field], self)}")

@@ -8,7 +8,7 @@ import torch
 from nanovllm.core.messages import Schedule
 from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.errors import EngineDeadError
-from nanovllm.parallel.rank_setup import make_runner, num_threads, on_device, rank_device
+from nanovllm.parallel.rank_setup import make_runner, num_threads, rank_platform
 from nanovllm.worker.kv_cache import memory_errors, require_one_sequence
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.model_runner import ModelRunner
@@ -31,9 +31,9 @@ class InProcessExecutor:
 
     def start(self) -> WorkerInfo:
         config = self._target.config
-        device = rank_device(config)
-        with on_device(device, self._num_threads), memory_errors(config):
-            runner = make_runner(self._target, device, self._draft)
+        platform = rank_platform(config)
+        with platform.current(self._num_threads), memory_errors(config):
+            runner = make_runner(self._target, platform, self._draft)
             info = measure(runner)
             require_one_sequence(info)
             info = allocate(runner, info)
@@ -49,13 +49,13 @@ class InProcessExecutor:
     def execute(self, schedule: Schedule) -> PendingResult:
         self.check_health()
         assert self._runner is not None
-        with on_device(self._runner.device, self._num_threads):
+        with self._runner.platform.current(self._num_threads):
             return self._runner.execute(schedule)
 
     def call_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         self.check_health()
         assert self._runner is not None
-        with on_device(self._runner.device, self._num_threads), torch.inference_mode():
+        with self._runner.platform.current(self._num_threads), torch.inference_mode():
             return [function(self._runner, *arguments)]
 
     def check_health(self) -> None:

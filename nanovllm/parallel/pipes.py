@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nanovllm.errors import ConfigError
 from nanovllm.parallel.rank_process import RankJob, run_spawned
-from nanovllm.parallel.rank_setup import num_threads, rank_device
+from nanovllm.parallel.rank_setup import num_threads, platform_class
 from nanovllm.utils.distributed import LOOPBACK, make_store
 from nanovllm.utils.forked import call_in_forked
 from nanovllm.worker.model_loader import NetworkSpec
@@ -46,7 +46,7 @@ class PipeRanks:
     def start(self) -> None:
         config = self._target.config
         _check_may_spawn(self.size)
-        rank_device(config, self.size - 1)
+        platform_class(config).find(config.device, self.size - 1, self.size)
         context = mp.get_context("spawn")
         self._store = make_store()
         store_at = (LOOPBACK, self._store.port)

@@ -18,7 +18,8 @@ from tqdm.auto import tqdm
 
 from nanovllm.core.messages import Schedule
 from nanovllm.errors import NanoVLLMError
-from nanovllm.parallel.rank_setup import keep_on_device, make_runner, rank_device
+from nanovllm.parallel.rank_setup import make_runner, rank_platform
+from nanovllm.platform import Platform
 from nanovllm.utils.distributed import init_tensor_parallel
 from nanovllm.worker.kv_cache import memory_errors
 from nanovllm.worker.model_loader import NetworkSpec
@@ -44,7 +45,7 @@ class RankJob(NamedTuple):
     others send only warnings and errors."""
 
 
-Prepare = Callable[[], tuple[torch.device, NetworkSpec, NetworkSpec | None]]
+Prepare = Callable[[], tuple[Platform, NetworkSpec, NetworkSpec | None]]
 """Returns a rank's device, its network and its draft network, or raises the user's error."""
 
 
@@ -75,7 +76,7 @@ def run_spawned(
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    run_rank(job, pipe, lambda: (rank_device(target.config, job.rank), target, draft))
+    run_rank(job, pipe, lambda: (rank_platform(target.config, job.rank), target, draft))
     with contextlib.suppress(AttributeError, OSError, ValueError):
         sys.stdout.flush()  # what a logits processor printed
     os._exit(0)
@@ -97,12 +98,13 @@ def run_rank(job: RankJob, pipe: Connection, prepare: Prepare) -> None:
     runner = None
     _send_log(outbox, job)
     try:
-        device, target, draft = prepare()
-        keep_on_device(device, job.num_threads)
+        platform, target, draft = prepare()
+        platform.make_current(job.num_threads)
         if job.size > 1:
-            init_tensor_parallel(job.rank, job.size, job.store_at, device, job.own_address)
+            group = platform.device, platform.collectives, job.own_address
+            init_tensor_parallel(job.rank, job.size, job.store_at, *group)
         with memory_errors(target.config):
-            runner = make_runner(target, device, draft)
+            runner = make_runner(target, platform, draft)
             outbox.put(measure(runner))
             outbox.put(allocate(runner, pipe.recv()))
         while True:

@@ -18,23 +18,19 @@ from nanovllm.loading.files import is_gguf
 from nanovllm.loading.hub import Checkpoint, weight_files
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import read_config
-from nanovllm.options.config import Config
+from nanovllm.options.config import PLATFORMS, Config
 from nanovllm.options.plugins import at_start, guarded, in_worker, is_plugin, load_class
+from nanovllm.platform import Platform
 from nanovllm.utils.cgroup import groups
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.hooks import StepRunner
+from nanovllm.worker.hooks import StepRunner, WorkerHook
 from nanovllm.worker.model_loader import NetworkSpec, check_weights, user_parts
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import Network
 
 if TYPE_CHECKING:
     from nanovllm.features.graphs.step_runners import StepRunners
-    from nanovllm.features.pooling.rank_pooling import RankPooling
     from nanovllm.features.speculation.proposers.proposer import Proposer
-
-_MATMUL = torch.backends.cuda.matmul
-_REDUCED = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
-"""Where cuBLAS cuts a long sum into parts, torch by default allows it to add them up in 16 bits."""
 
 
 def check_network(config: Config, checkpoint: Checkpoint) -> NetworkSpec:
@@ -134,39 +130,40 @@ def _model_config(config: Config, checkpoint: Checkpoint) -> ModelConfig:
     is_quantised = found.quantization_config is not None
     in_float16 = config.dtype == "auto" and found.dtype == torch.float16
     # GPTQ and AWQ uploads say float16, which the C kernels do not compute in.
-    if is_quantised and in_float16 and rank_device(config).type == "cpu":
+    if is_quantised and in_float16 and not platform_class(config).computes_float16:
         return dataclasses.replace(found, dtype=torch.bfloat16)
     return found
 
 
-def rank_device(config: Config, rank: int = 0) -> torch.device:
+def platform_class(config: Config) -> type[Platform]:
+    """Return the class of the device that the option device names: "auto" is the first one of ours
+    that is there.
+
+    Raises:
+        ConfigError: it is the user's, and cannot be loaded.
+    """
+
+    def load(value: str) -> type[Platform]:
+        return load_class("device", value, Platform, ("device", "asked"))  # type: ignore[type-abstract]
+
+    if config.device == "auto":
+        return next(found for found in map(load, PLATFORMS.values()) if found.is_available())
+    return load(PLATFORMS.get(config.device.partition(":")[0], config.device))
+
+
+def rank_platform(config: Config, rank: int = 0) -> Platform:
     """Return the device of rank `rank`.
 
     Raises:
-        ConfigError: config names CUDA and there is none, or there are fewer GPUs than ranks.
+        ConfigError: there is no such device, or there are fewer than ranks.
     """
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f'device {config.device!r}: torch finds no CUDA GPU here; use device="cpu"'
-        )
-    device = torch.device(name) if ":" in name else torch.device("cuda", rank)
-    assert device.index is not None
-    needed = max(config.tensor_parallel_size, device.index + 1)
-    if torch.cuda.device_count() < needed:
-        raise ConfigError(
-            f"tensor_parallel_size {config.tensor_parallel_size} on {config.device!r} needs "
-            f"{needed} GPUs, torch finds {torch.cuda.device_count()}"
-        )
-    return device
+    found = platform_class(config)
+    device = found.find(config.device, rank, config.tensor_parallel_size)
+    return found(device, config.device)
 
 
 def make_runner(
-    target: NetworkSpec, device: torch.device, draft: NetworkSpec | None = None
+    target: NetworkSpec, platform: Platform, draft: NetworkSpec | None = None
 ) -> ModelRunner:
     """Return the runner of one rank, with the parts that the options ask for.
 
@@ -191,10 +188,10 @@ def make_runner(
         files = WeightSnapshot(_files_of(target))  # before they are loaded
     runner = ModelRunner(
         target,
-        device,
+        platform,
         make_steps=make_steps,
         make_drafter=make_drafter,
-        make_pooling=partial(_make_pooling, target.files),
+        make_parts={"pooling": partial(_make_pooling, target.files)},
         make_step_runner=_step_runner_maker(config.step_runner),
     )
     if config.enable_lora:
@@ -262,7 +259,7 @@ def _check_plugins(config: Config) -> None:
         proposer_class(method)
 
 
-def _make_pooling(files: list[Path], network: Network) -> "RankPooling":
+def _make_pooling(files: list[Path], network: Network) -> WorkerHook:
     from nanovllm.features.pooling.rank_pooling import RankPooling
 
     return RankPooling(network, files)
@@ -275,42 +272,6 @@ def _files_of(target: NetworkSpec) -> list[Path]:
     from nanovllm.features.lora.peft_files import adapter_files
 
     return [*target.files, *adapter_files(target.config.lora)]
-
-
-@contextlib.contextmanager
-def on_device(device: torch.device, num_threads: int) -> Iterator[None]:
-    """Use `num_threads` CPU threads inside and, for a GPU, make `device` current and forbid
-    `_REDUCED`.
-
-    The settings are restored afterwards, because the caller's own torch code uses them too.
-    Hazard: a thread that first uses torch while another thread is inside starts with
-    `num_threads`.
-    """
-    is_gpu = device.type == "cuda"
-    allowed = [name for name in _REDUCED if getattr(_MATMUL, name)] if is_gpu else ()
-    before = torch.get_num_threads()  # in a new thread this call also applies torch's default
-    with torch.cuda.device(device) if is_gpu else contextlib.nullcontext():
-        try:
-            for name in allowed:
-                setattr(_MATMUL, name, False)
-            if before != num_threads:
-                torch.set_num_threads(num_threads)
-            yield
-        finally:
-            if before != num_threads:
-                torch.set_num_threads(before)
-            for name in allowed:
-                setattr(_MATMUL, name, True)
-
-
-def keep_on_device(device: torch.device, num_threads: int) -> None:
-    """Set for good what `on_device` sets for a while: the process has this rank and no caller."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        for name in _REDUCED:
-            setattr(_MATMUL, name, False)
-    else:
-        torch.set_num_threads(num_threads)
 
 
 def num_threads(config: Config) -> int:

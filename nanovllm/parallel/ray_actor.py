@@ -25,7 +25,8 @@ from nanovllm.loading.hub import configured_checkpoint, draft_checkpoint
 from nanovllm.options.config import Config
 from nanovllm.parallel.links import accept, listen
 from nanovllm.parallel.rank_process import RankJob, run_rank
-from nanovllm.parallel.rank_setup import check_networks, rank_device
+from nanovllm.parallel.rank_setup import check_networks, rank_platform
+from nanovllm.platform import Platform
 from nanovllm.utils.distributed import make_store
 from nanovllm.worker.model_loader import NetworkSpec
 
@@ -125,9 +126,9 @@ class RankActor:
             messages, lifeline = (accept(self._server, key) for _ in range(2))
         threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
 
-        def prepare() -> tuple[torch.device, NetworkSpec, NetworkSpec | None]:
-            device = rank_device(dataclasses.replace(config, tensor_parallel_size=1))
-            return device, *_find_networks(config, found, place)
+        def prepare() -> tuple[Platform, NetworkSpec, NetworkSpec | None]:
+            platform = rank_platform(dataclasses.replace(config, tensor_parallel_size=1))
+            return platform, *_find_networks(config, found, place)
 
         try:
             run_rank(job, messages, prepare)

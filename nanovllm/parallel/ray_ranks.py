@@ -119,7 +119,8 @@ class RayRanks:
         if device == "cuda" or (device == "auto" and has_gpus):
             self._config = dataclasses.replace(self._config, device="cuda")
             return {"GPU": 1.0}
-        self._config = dataclasses.replace(self._config, device="cpu")
+        if device == "auto":
+            self._config = dataclasses.replace(self._config, device="cpu")
         return {"CPU": float(self._num_threads)}
 
     def send(self, rank: int, message: memoryview) -> None:

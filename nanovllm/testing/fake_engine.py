@@ -42,7 +42,6 @@ from nanovllm.testing.invariants import check_blocks, check_scheduler
 if TYPE_CHECKING:
     from nanovllm.features.speculation.draft_controller import DraftController
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
-    from nanovllm.features.tiers.cache import TierCache
 
 VOCAB_SIZE = 5
 
@@ -321,7 +320,6 @@ class FakeEngine:
     Args:
         windows: of the model's window groups.
         state_pages: 0: a model without states.
-        tiers: see fake_tiers.py.
         make_policy, make_order: None is the default.
     """
 
@@ -347,15 +345,12 @@ class FakeEngine:
         windows: tuple[WindowSpec, ...] = (),
         state_pages: int = 0,
         snapshot_interval: int = 8,
-        chunk_size: int = 1,
-        tiers: "TierCache | None" = None,
         hooks: Seq[AdmissionHook] = (),
         make_policy: Callable[[], Policy] | None = None,
         make_order: Callable[[int], EvictionOrder] | None = None,
     ) -> None:
         self.windows = windows
         self.state_pages = state_pages
-        self.chunk_size = chunk_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.queue_depth = queue_depth
@@ -365,7 +360,6 @@ class FakeEngine:
             enable_prefix_caching=prefix_caching,
             groups=self._groups(snapshot_interval),
             order=None if make_order is None else make_order(num_blocks),
-            tiers=tiers,
         )
         self.drafting: AdaptiveDrafting | None = None
         if propose is not None or controller is not None:
@@ -412,7 +406,6 @@ class FakeEngine:
             self.states = StateGroup(
                 self.state_pages,
                 snapshot_interval=snapshot_interval,
-                chunk_size=self.chunk_size,
             )
         return [*self.window_groups, *([self.states] if self.states else [])]
 
@@ -591,14 +584,14 @@ class FakeEngine:
             self.start_of(seq.root_uid),
         )
         got = output_of(seq)
-        if seq.finish_reason in ("stop", "length"):
-            assert (got, seq.finish_reason) == expected
+        if seq.output.finish_reason in ("stop", "length"):
+            assert (got, seq.output.finish_reason) == expected
             assert self._is_right_cache_count(seq.num_cached_tokens, seq.num_prompt_tokens)
         else:
-            assert seq.finish_reason in (None, "abort", "error")
+            assert seq.output.finish_reason in (None, "abort", "error")
             assert len(got) < len(expected[0])
             assert got == expected[0][: len(got)]
-        if seq.finish_reason == "error":  # not before all tokens that come before it
+        if seq.output.finish_reason == "error":  # not before all tokens that come before it
             assert len(seq.token_ids) >= self.worker.fails_from[seq.seq_id]
 
     def _check_stats(self) -> None:
@@ -684,7 +677,7 @@ class FakeEngine:
         """Return how many pages no running sequence needs."""
         if self.states is None:
             return self.manager.num_free_blocks
-        tables = [seq.block_table for seq in self.scheduler.running]
+        tables = [seq.kv.block_table for seq in self.scheduler.running]
         needed = {page for table in tables for page in table}
         num_states = len(tables) * self.state_pages
         return len(self.manager.blocks) - len(needed) - num_states
@@ -711,7 +704,6 @@ class FakeEngine:
     def _check_budgets(self, schedule: Schedule) -> None:
         budget, most = self.scheduler.max_num_batched_tokens, self.max_num_batched_tokens
         assert self._may_be_empty(schedule) or 0 < schedule.num_tokens <= most
-        self._check_cells(schedule)
         assert all(row.num_scheduled_tokens > 0 for row in schedule.rows)
         assert len({row.table_idx for row in schedule.rows}) == len(schedule.rows)
         assert len(self.scheduler.running) <= self.max_num_seqs
@@ -737,16 +729,6 @@ class FakeEngine:
             assert budget - waiting <= schedule.num_tokens <= most
             assert all(whole[:-1])
 
-    def _check_cells(self, schedule: Schedule) -> None:
-        """Rows of a prompt begin and end where a cell does, or end with the prompt."""
-        size = self.chunk_size
-        for row in schedule.rows:
-            num_prompt_tokens = self.sequences[row.seq_id].num_prompt_tokens
-            if row.num_computed_tokens < num_prompt_tokens:
-                assert row.num_computed_tokens % size == 0
-                assert row.end >= num_prompt_tokens or row.end % size == 0
-                assert row.sample_position >= min(row.end, num_prompt_tokens)
-
     def _may_be_empty(self, schedule: Schedule) -> bool:
         return False
 
@@ -757,7 +739,7 @@ class FakeEngine:
         assert known == expected, "the table row holds other tokens"
         for position in range(row.num_computed_tokens, row.end):
             block_id, _ = self.worker.location(row, position)
-            assert block_id == seq.block_table[position // self.manager.block_size]
+            assert block_id == seq.kv.block_table[position // self.manager.block_size]
             block = self.manager.blocks[block_id]
             assert block.ref_count == 1, "a shared block is written"
             assert block.entry is None, "a published block is written"
@@ -791,7 +773,7 @@ class FakeEngine:
 
 def draft_counts(seq: Sequence) -> DraftCounts:
     """Return how the drafts of a sequence fared; all 0 if it had none."""
-    return DraftCounts() + (seq.draft_counts or DraftCounts())
+    return DraftCounts() + (seq.output.draft_counts or DraftCounts())
 
 
 def prompt_that_ends_with(eos: int, eos_token_ids: frozenset[int]) -> list[int]:

@@ -12,7 +12,8 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,25 +70,27 @@ def init_tensor_parallel(
     size: int,
     store_at: tuple[str, int],
     device: torch.device,
+    collectives: "Collectives",
     own_address: str = LOOPBACK,
 ) -> None:
     """Join a group of `size` ranks.
 
     Args:
         store_at: the address and the port of the group's store.
+        collectives: of the rank's device.
         own_address: this machine's address on the network that the ranks use.
     """
     global _tensor_parallel, _symmetric
-    is_gpu = device.type == "cuda"
-    interface = None if is_gpu and own_address == LOOPBACK else interface_of(own_address)
-    if interface is not None:  # gloo would look up this machine's name: often another network's
-        os.environ.setdefault("NCCL_SOCKET_IFNAME" if is_gpu else "GLOO_SOCKET_IFNAME", interface)
+    if own_address != LOOPBACK or collectives.names_loopback:
+        interface = interface_of(own_address)
+        if interface is not None:
+            os.environ.setdefault(collectives.interface_variable, interface)
     store = TCPStore(*store_at, is_master=False, timeout=_TIMEOUT)
-    backend = "nccl" if is_gpu else "gloo"
+    backend = collectives.backend
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     _tensor_parallel = TensorParallel(rank, size)
-    if is_gpu and size > 1:
-        _symmetric = make_symmetric_all_reduce(device)
+    if collectives.make_all_reduce is not None and size > 1:
+        _symmetric = collectives.make_all_reduce(device)
 
 
 def interface_of(address: str) -> str | None:
@@ -145,7 +148,7 @@ class SymmetricAllReduce:
     def supports(self, x: torch.Tensor) -> bool:
         """Return whether `x` is small enough and the kernels support its dtype and layout."""
         return (
-            x.is_cuda
+            x.device == self._buffer.device
             and x.nbytes <= _MAX_BYTES
             and x.nbytes % _ALIGNMENT == 0
             and x.dtype in (torch.bfloat16, torch.float32)
@@ -182,6 +185,24 @@ def make_symmetric_all_reduce(device: torch.device) -> SymmetricAllReduce | None
     else:
         logger.info("all-reduce by NCCL alone; symmetric memory: %s", reason)
     return made if agreed else None
+
+
+class Collectives(NamedTuple):
+    """How the ranks of a kind of device exchange tensors."""
+
+    backend: str
+    """torch.distributed's name for it."""
+    interface_variable: str
+    """The environment variable that names the network interface for it."""
+    names_loopback: bool = False
+    """Whether it needs the name of the loopback's, too. gloo would look up this machine's name,
+    which is often another network's."""
+    make_all_reduce: Callable[[torch.device], SymmetricAllReduce | None] | None = None
+    """Makes what sums small tensors faster, on every rank or on none."""
+
+
+GLOO = Collectives("gloo", "GLOO_SOCKET_IFNAME", names_loopback=True)
+NCCL = Collectives("nccl", "NCCL_SOCKET_IFNAME", make_all_reduce=make_symmetric_all_reduce)
 
 
 def gather_to_first(x: torch.Tensor) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.attention import Attention
 from nanovllm.options.plugins import is_plugin
+from nanovllm.platform import Platform
 from nanovllm.worker.kv_pool import KVPool, page_layout
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.state_layers import StateLayers
@@ -42,9 +43,10 @@ class AttentionGroups:
         model: nn.Module,
         spec: NetworkSpec,
         max_model_len: int,
-        device: torch.device,
+        platform: Platform,
         kernels: Kernels,
     ) -> None:
+        self._platform = platform
         config = spec.config
         model_config = spec.model_config
         one_table = spec.one_table
@@ -53,14 +55,16 @@ class AttentionGroups:
         self._dtype = kv_dtypes.get(config.kv_cache_dtype, model_config.dtype)
         common: dict[str, Any] = {
             "dtype": model_config.dtype,
-            "device": device,
+            "device": platform.device,
             "block_size": config.kvcache_block_size,
             "kv_dtype": self._dtype,
         }
         asked = config.attention_backend
 
         def select(spec: AttentionSpec) -> Backend:
-            return user_backend(spec, asked) if is_plugin(asked) else select_backend(spec, kernels)
+            if is_plugin(asked):
+                return user_backend(spec, asked)
+            return select_backend(spec, platform.attention_backends(kernels))
 
         first = select(_spec(layers[0], max_model_len, common))
         common["block_size"] = first.block_size
@@ -89,7 +93,8 @@ class AttentionGroups:
         ]
         self.groups = sorted(dict.fromkeys(keys), key=lambda group: group.table)
         self._spread = len(self.groups) > 1 or self.states.num_pages > 0
-        if is_plugin(asked) and (self._spread or (config.has_tiers and device.type == "cpu")):
+        spread = self._spread or (config.has_tiers and platform.in_host_memory)
+        if is_plugin(asked) and spread:
             _check_apart(self.backends, asked)
         self._group_of = [self.groups.index(key) for key in keys]
 
@@ -102,14 +107,14 @@ class AttentionGroups:
         """Whether a slot may be read that no token has filled, even without drafts."""
         return self.states.num_pages > 0 or not all(b.masks_loads for b in self.backends)
 
-    def make_pool(self, num_blocks: int, device: torch.device) -> KVPool:
+    def make_pool(self, num_blocks: int) -> KVPool:
         """Return a new KV pool of `num_blocks` pages, bound to the layers."""
         shapes = [(shape[0], num_blocks, *shape[2:]) for shape in self._shapes]
         # A CPU's first token of a block then waits for few new pages. Fused kernels of a GPU want
         # contiguous layers.
         by_page = all(b.blocks_lie_apart and not b.supports_graph for b in self.backends)
         by_page |= self._spread
-        pool = KVPool(self.layout, shapes, self._dtype, device, by_page=by_page)
+        pool = KVPool(self.layout, shapes, self._dtype, self._platform, by_page=by_page)
         caches = iter(pool.layers)
         for layer, group in zip(self.layers, self._group_of, strict=True):
             cache = next(caches) if layer.source is None else layer.source.kv_cache

@@ -13,9 +13,8 @@ from nanovllm.core.windows import WindowSpec
 from nanovllm.kernels.cpu.library import library, torch_on_one_thread
 from nanovllm.kernels.cpu.ops import copy_pages
 from nanovllm.kernels.states import aligned
+from nanovllm.platform import Platform
 from nanovllm.utils.memory import populate, return_pages
-from nanovllm.utils.transfer import upload
-from nanovllm.worker.kv_cache import zeros
 
 _BYTES_AHEAD = 32 * 2**20
 """Bytes of memory kept ready after the last page in use."""
@@ -93,15 +92,16 @@ class KVPool:
         layout: PageLayout,
         shapes: Seq[tuple[int, ...]],
         dtype: torch.dtype,
-        device: torch.device,
+        platform: Platform,
         *,
         by_page: bool,
     ) -> None:
         self.num_blocks = shapes[0][1]
+        self._platform = platform
         self._by_page = by_page
         shape = (self.num_blocks, layout.page_bytes) if by_page else (len(shapes), *shapes[0])
         memory = (shape, torch.uint8 if by_page else dtype)
-        self._pool = zeros(*memory, device)
+        self._pool = platform.zeros(*memory)
         self._num_populated = 0  # pages
         if not by_page:
             self.layers = list(self._pool)
@@ -115,9 +115,9 @@ class KVPool:
 
     def zero(self, blocks: list[int]) -> None:
         """Fill pages `blocks` with 0."""
-        if self._pool.is_cuda:  # one kernel; torch has none for FP8, so fill bytes
+        if not self._platform.in_host_memory:  # one kernel; torch has none for FP8, so fill bytes
             dim = 0 if self._by_page else 2
-            self._pool.view(torch.uint8).index_fill_(dim, upload(blocks, self._pool.device), 0)
+            self._pool.view(torch.uint8).index_fill_(dim, self._platform.upload(blocks), 0)
             return
         with torch_on_one_thread():
             for block in blocks:
@@ -145,7 +145,7 @@ class KVPool:
 
     def gather(self, pages: Seq[int]) -> torch.Tensor:
         """Return a copy of pages, [len(pages), page_bytes] uint8."""
-        indices = upload(pages, self.device)
+        indices = self._platform.upload(pages)
         if self._by_page:
             return self._pool[indices]
         found = self._pool.view(torch.uint8).index_select(2, indices)
@@ -153,7 +153,7 @@ class KVPool:
 
     def scatter(self, pages: Seq[int], rows: torch.Tensor) -> None:
         """Write `rows`, as `gather` returns them, to pages."""
-        indices = upload(pages, self.device)
+        indices = self._platform.upload(pages)
         if self._by_page:
             self._pool[indices] = rows
             return
@@ -165,8 +165,8 @@ class KVPool:
     def copy(self, sources: Seq[int], targets: Seq[int]) -> None:
         """Copy pages `sources` to pages `targets`, as in `PageCopy`."""
         pool = self.pages
-        if pool.is_cuda:
-            pages = upload([*sources, *targets], pool.device).view(2, -1)
+        if not self._platform.in_host_memory:
+            pages = self._platform.upload([*sources, *targets]).view(2, -1)
             pool[pages[1]] = pool[pages[0]]
         elif library() is not None:
             copy_pages(pool, sources, targets)
@@ -181,7 +181,7 @@ class KVPool:
         A pool on a CPU takes memory as pages are used, in their order.
         """
         start = self._num_populated
-        by_page = self._by_page and self._pool.device.type == "cpu"
+        by_page = self._by_page and self._platform.in_host_memory
         if by_page and start < self.num_blocks and block + 1 >= start:
             self._num_populated = block + 1 + -(-_BYTES_AHEAD // self._pool[0].nbytes)
             populate(self._pool, self._pool[start : self._num_populated])

@@ -6,16 +6,18 @@ The device gathers them, with each token's rank and the most likely tokens.
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence as Seq
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from nanovllm.core.messages import Row, TokenLogprobs
 from nanovllm.layers.sampler import Sampling, thresholds_of, weights_of
 from nanovllm.options.sampling_params import GREEDY_BELOW
-from nanovllm.utils.transfer import to_host, upload
+from nanovllm.platform import Platform
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.step_sampler import StepSampler
+
+if TYPE_CHECKING:
+    from nanovllm.worker.step_sampler import StepSampler
 
 _PIECE = 2**23
 """Logits whose log-probabilities are in memory at the same time: 32 MiB in float32."""
@@ -53,13 +55,13 @@ class Logprobs(NamedTuple):
     positions: list[int] | None = None
     """[L], of the tokens in their prompts; None: they are of samples."""
 
-    def to_host(self) -> "Logprobs":
-        return self._replace(values=GatheredLogprobs(*map(to_host, self.values)))
+    def to_host(self, platform: Platform) -> "Logprobs":
+        return self._replace(values=GatheredLogprobs(*map(platform.to_host, self.values)))
 
 
 def sampled_logprobs(
     tables: DeviceTables,
-    sampling: StepSampler,
+    sampling: "StepSampler",
     logits: torch.Tensor,
     tokens: torch.Tensor,
     mode: str = "raw_logprobs",
@@ -76,7 +78,7 @@ def sampled_logprobs(
         for index, params in enumerate(sampling.params)
         if (count := params.logprobs) is not None
     }
-    rows = upload(list(counts), tables.device)
+    rows = tables.platform.upload(list(counts))
     own = tokens[rows].clamp(min=0)  # a row without a token fails: its numbers do not count
     most = max(counts.values())
     normalized = mode.endswith("logprobs")
@@ -166,10 +168,11 @@ def prompt_logprobs(
     found = []
     for start in range(0, len(indices), _PROMPT_ROWS):
         piece = slice(start, start + _PROMPT_ROWS)
-        logits = model.compute_logits(hidden[upload(indices[piece], hidden.device)])  # type: ignore[operator]
+        rows_of = tables.platform.upload(indices[piece])
+        logits = model.compute_logits(hidden[rows_of])  # type: ignore[operator]
         if logits is None:
             continue
-        place = [upload(numbers[piece], tables.device) for numbers in (tables_of, places)]
+        place = [tables.platform.upload(numbers[piece]) for numbers in (tables_of, places)]
         counts = [tables.params[index].prompt_logprobs or 0 for index in tables_of[piece]]
         gathered = gather_logprobs(
             logits,
@@ -254,7 +257,7 @@ def _most_likely(logprobs: torch.Tensor, count: int) -> tuple[torch.Tensor, torc
     """
     if not count:
         return logprobs[:, :0], logprobs.new_empty((len(logprobs), 0), dtype=torch.long)
-    if logprobs.device.type == "cpu":
+    if logprobs.is_cpu:
         ids = _largest_by_row(logprobs, count)
     else:
         ids = torch.cat([_largest_by_key(part, count) for part in logprobs.chunk(4)])

@@ -147,7 +147,7 @@ def build_model(
     stored = model_config.quantization_config
     has_format = stored is not None or config.quantization is not None or any(map(is_gguf, files))
     # Such a model is built on the CPU, so that a GPU never holds the wide weights.
-    first = torch.device("cpu") if has_format and device.type == "cuda" else device
+    first = torch.device("cpu") if has_format else device
     try:
         model = _build(model_config, max_model_len, first)
         if has_format:

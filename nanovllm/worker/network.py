@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.attention.backend import Backend
-from nanovllm.attention.batch import Batch
+from nanovllm.attention.batch import Batch, Replaced
 from nanovllm.core.messages import Row
-from nanovllm.kernels.selector import select_kernels
 from nanovllm.options.plugins import at_start
+from nanovllm.platform import Platform
 from nanovllm.worker.attention_groups import AttentionGroups
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_pool import KVPool
@@ -36,19 +36,20 @@ class Network:
     pool: KVPool
     """Between `make_pool` and `free_pool`."""
 
-    def __init__(self, spec: NetworkSpec, max_model_len: int, device: torch.device) -> None:
+    def __init__(self, spec: NetworkSpec, max_model_len: int, platform: Platform) -> None:
         self.config = spec.config
         self.model_config = spec.model_config
         self.max_model_len = max_model_len
+        self.platform = platform
+        device = self.device = platform.device
         native = spec.config.native_kernels
-        self.kernels = select_kernels(device, spec.model_config.dtype, native=native)
+        self.kernels = platform.kernels(spec.model_config.dtype, native=native)
         self.model = build_model(spec, max_model_len, device, self.kernels)
-        self.attention = AttentionGroups(self.model, spec, max_model_len, device, self.kernels)
+        self.attention = AttentionGroups(self.model, spec, max_model_len, platform, self.kernels)
         self.backend: Backend = self.attention.groups[0].backend
         self.user_parts = user_parts(spec.model_config)
         at_start(self.user_parts, "loading", load_model, self.model, spec, self.kernels)
         self.adapters: StepAdapters | None = None
-        self.device = device
 
     @property
     def block_bytes(self) -> int:
@@ -62,22 +63,28 @@ class Network:
 
     def make_pool(self, num_blocks: int) -> None:
         """Bind a new KV pool to the attention layers, in place of any other."""
-        self.pool = self.attention.make_pool(num_blocks, self.device)
+        self.pool = self.attention.make_pool(num_blocks)
 
     def free_pool(self) -> None:
         del self.pool
         self.attention.unbind()
 
     def forward(
-        self, tables: DeviceTables, rows: list[Row], output_indices: torch.Tensor | None
+        self,
+        tables: DeviceTables,
+        rows: list[Row],
+        output_indices: torch.Tensor | None,
+        embeds: tuple[Replaced, ...] = (),
+        rope: tuple[Replaced, ...] = (),
     ) -> torch.Tensor:
         """Write the KV of all T tokens of `rows`; return hidden states [O, hidden_size].
 
         Args:
             output_indices: [O], the tokens in the batch whose hidden states are returned, in this
                 order. None: all T. Empty: one, of any token.
+            embeds, rope: for `Batch.embeds` and `Batch.rope_positions`.
         """
-        return self.run(self.batch(tables, rows, output_indices))
+        return self.run(self.batch(tables, rows, output_indices, embeds, rope))
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Write the KV of the tokens of a planned batch; return what the model returns."""
@@ -87,16 +94,22 @@ class Network:
         return hidden
 
     def batch(
-        self, tables: DeviceTables, rows: list[Row], output_indices: torch.Tensor | None
+        self,
+        tables: DeviceTables,
+        rows: list[Row],
+        output_indices: torch.Tensor | None,
+        embeds: tuple[Replaced, ...] = (),
+        rope: tuple[Replaced, ...] = (),
     ) -> Batch:
         """Return the batch of `rows` for a call of the model. See `forward`."""
-        batch = tables.batch(rows)
+        batch = tables.batch(rows, rope)
         if output_indices is not None and len(output_indices) == 0:
             # Chunks in mid-prompt alone. Kernels must not see an empty batch: keep the first token.
             output_indices = batch.cu_seqlens_q[:1]
         if output_indices is not None and len(output_indices) == len(batch.input_ids):
             output_indices = None
-        return self.attention.planned(dataclasses.replace(batch, output_indices=output_indices))
+        batch = dataclasses.replace(batch, output_indices=output_indices, embeds=embeds)
+        return self.attention.planned(batch)
 
     def logits(self, hidden: torch.Tensor, output_indices: torch.Tensor) -> torch.Tensor | None:
         """Return the logits [S, vocab_size] of S tokens of the batch; None except on rank 0.

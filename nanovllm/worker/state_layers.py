@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.kernels.states import CHUNK_SIZE, StatePart, States, aligned
+from nanovllm.kernels.states import StatePart, States, aligned
 from nanovllm.layers.state_layer import StateLayer
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,6 @@ class StateLayers:
     Attributes:
         largest_part: bytes that a page must have at least; 0: no layer has a state.
         num_pages: pages that the state of one sequence takes.
-        chunk_size: what `choose_cells` returned; 1 before.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -65,7 +64,6 @@ class StateLayers:
         self._parts = [part for layer in self.layers for part in layer.parts]
         self.largest_part = max((aligned(part.nbytes) for part in self._parts), default=0)
         self.num_pages = 0
-        self.chunk_size = 1
         self._places: list[PartPlace] = []
 
     @property
@@ -77,16 +75,6 @@ class StateLayers:
     def layout(self) -> list[tuple[StatePart, PartPlace]]:
         """Each part of a state, and its place. `lay_out` comes first."""
         return list(zip(self._parts, self._places, strict=True))
-
-    def choose_cells(self, max_tokens: int, max_rows: int) -> int:
-        """Return how many tokens a cell of a prompt has; 1: prompts are computed token by token.
-
-        A step of `max_tokens` must have room for a whole cell and a token of each other row.
-        """
-        has_room = max_tokens >= CHUNK_SIZE + max_rows - 1
-        if has_room and any(layer.computes_cells for layer in self.layers):
-            self.chunk_size = CHUNK_SIZE
-        return self.chunk_size
 
     def lay_out(self, page_bytes: int) -> None:
         """Find the place of each part in pages of `page_bytes`."""

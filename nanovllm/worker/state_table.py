@@ -11,8 +11,8 @@ import torch
 
 from nanovllm.core.messages import Row, Schedule
 from nanovllm.core.worker_info import WorkerInfo
-from nanovllm.kernels.states import Cells, Replay, StateRows
-from nanovllm.utils.transfer import upload
+from nanovllm.kernels.states import Replay, StateRows
+from nanovllm.platform import Platform
 
 
 class ReplayedRows(NamedTuple):
@@ -36,10 +36,10 @@ class Replays:
         num_drafts: most drafts of a row. Of more, in steps that only measure, the first are kept.
     """
 
-    def __init__(self, num_table_rows: int, num_drafts: int, device: torch.device) -> None:
+    def __init__(self, num_table_rows: int, num_drafts: int, platform: Platform) -> None:
         self.num_drafts = num_drafts
         self.num_log_rows = num_table_rows * num_drafts
-        self._device = device
+        self._platform = platform
         # By table row:
         self._first_drafts: dict[int, int] = {}  # of its last step, if that had any: the position
         self._accepted: dict[int, int] = {}  # how many of them its row of this step follows
@@ -95,7 +95,7 @@ class Replays:
         numbers = array("q")
         for part in parts:
             numbers.extend(part)
-        uploaded = torch.split(upload(numbers, self._device), [len(part) for part in parts])
+        uploaded = torch.split(self._platform.upload(numbers), [len(part) for part in parts])
         replay = Replay(uploaded[0], uploaded[1], uploaded[2], self.num_log_rows)
         ends, lens = (x.int() for x in uploaded[3:])
         return dataclasses.replace(state, cu_seqlens=ends, write_lens=lens, replay=replay)
@@ -111,20 +111,15 @@ class StateTable:
         pages: [table rows, state_pages] int32, a view of the tables, which `NewBlocks` write.
     """
 
-    def __init__(self, pages: torch.Tensor, info: WorkerInfo) -> None:
+    def __init__(self, pages: torch.Tensor, info: WorkerInfo, platform: Platform) -> None:
         self.pages = pages
-        self.replays = Replays(len(pages), info.max_draft_tokens, pages.device)
-        self._chunk_size = info.chunk_size
-        # By table row. Steps that only measure have no admissions: they compute prompts.
-        self._num_prompt_tokens = [info.max_model_len] * len(pages)
+        self.replays = Replays(len(pages), info.drafts.max_draft_tokens, platform)
         end = info.num_blocks
-        last = torch.arange(end - info.state_pages, end, device=pages.device)
+        last = torch.arange(end - info.kv.state_pages, end, device=pages.device)
         pages.copy_(last.clamp(min=0).int().expand_as(pages))
 
     def begin(self, schedule: Schedule) -> None:
         """Note what a step computes. Called before each step."""
-        for new in schedule.admissions:
-            self._num_prompt_tokens[new.table_idx] = new.num_prompt_tokens
         self.replays.begin(schedule)
 
     def rows(
@@ -142,34 +137,5 @@ class StateTable:
             cu_seqlens: [R + 1] int64.
         """
         pages = self.pages[table_indices]
-        cells = self._cells(rows)
-        state = StateRows(pages, cu_seqlens.int(), lens.int(), cells=cells)
+        state = StateRows(pages, cu_seqlens.int(), lens.int())
         return self.replays.extend(state, rows)
-
-    def _cells(self, rows: Seq[Row]) -> Cells | None:
-        """Return the cells of a step: all tokens of prompts, in rows that begin where a cell does.
-
-        The others are rows of steps that only measure, and of hits that another engine stored.
-        """
-        size = self._chunk_size
-        if size == 1:
-            return None
-        spans = array("q")
-        ends = array("q", [0])
-        begins = array("q")
-        start = 0
-        for row in rows:
-            first = row.num_computed_tokens
-            end = row.sample_position
-            end = min(end, self._num_prompt_tokens[row.table_idx])
-            count = max(end - first, 0) if first % size == 0 else 0
-            for offset in range(0, count, size):
-                spans.extend((start + offset, min(size, count - offset)))
-            ends.append(len(spans) // 2)
-            begins.append(start + count)
-            start += self.replays.count(row.table_idx) + row.num_scheduled_tokens
-        if not spans:
-            return None
-        sizes = [len(spans), len(ends), len(begins)]
-        uploaded = torch.split(upload(spans + ends + begins, self.pages.device).int(), sizes)
-        return Cells(uploaded[0].view(-1, 2), uploaded[1], uploaded[2], sum(spans[1::2]))

@@ -3,10 +3,10 @@
 import itertools
 import time
 from collections.abc import Callable, Sequence as Seq
-from typing import Any
 
 import torch
 
+from nanovllm.platform import Platform
 from nanovllm.utils.distributed import broadcast_from_first
 
 _MIN_REPEATS = 2
@@ -15,7 +15,7 @@ _MIN_SECONDS = 5e-3
 
 
 def measure_seconds(
-    run: Callable[[int], object], sizes: Seq[int], device: torch.device
+    run: Callable[[int], object], sizes: Seq[int], platform: Platform
 ) -> tuple[tuple[int, float], ...]:
     """Return (size, seconds of `run(size)`) for each of `sizes`: the least of a few runs.
 
@@ -27,12 +27,12 @@ def measure_seconds(
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     unfinished = list(sizes)
     while unfinished:
-        enough = torch.zeros(len(unfinished), dtype=torch.int64, device=device)
+        enough = torch.zeros(len(unfinished), dtype=torch.int64, device=platform.device)
         for i, size in enumerate(unfinished):
-            _wait_for(device)
+            platform.synchronize()
             start = time.perf_counter()
             run(size)
-            _wait_for(device)
+            platform.synchronize()
             found = seconds[size]
             found.append(time.perf_counter() - start)
             enough[i] = len(found) >= _MIN_REPEATS and sum(found) >= _MIN_SECONDS
@@ -43,33 +43,19 @@ def measure_seconds(
     return tuple((size, min(found)) for size, found in seconds.items())
 
 
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class StepTimer:
-    """Measures the seconds from its making to the first mark, and from each mark to the next.
-
-    On CUDA they are the device's, because a launch returns at once.
+    """Measures the device's seconds from its making to the first mark, and from each mark to the
+    next.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_device = device.type == "cuda"
-        self._marks: list[Any] = []
-        self.mark()
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+        self._marks = [platform.record(timed=True)]
 
     def mark(self) -> None:
-        if not self._on_device:
-            self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._marks.append(event)
+        self._marks.append(self._platform.record(timed=True))
 
     def seconds(self) -> list[float]:
-        """Return the durations. On CUDA the device must have reached the last mark."""
+        """Return the durations. The device must have reached the last mark."""
         pairs = itertools.pairwise(self._marks)
-        if self._on_device:
-            return [start.elapsed_time(end) / 1000 for start, end in pairs]
-        return [end - start for start, end in pairs]
+        return [start.seconds_until(end) for start, end in pairs]

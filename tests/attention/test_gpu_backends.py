@@ -18,11 +18,12 @@ from nanovllm.attention.spec import AttentionSpec, QKNormRope
 from nanovllm.attention.torch_sdpa import TorchBackend, TorchExplicitBackend, explicit_attention
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_WIDE
 from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
+from nanovllm.platform import cuda
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker import attention_groups
 from tests.attention.cases import make_case, random_rows
 from tests.closeness import assert_close
@@ -314,6 +315,9 @@ def test_refusals(backend_class, changes, reason, a_gpu):
     assert reason in backend_class.unsupported(dataclasses.replace(a_gpu, **changes))
 
 
+GPU = cuda.CUDA(torch.device("cuda", 0))
+
+
 def test_an_old_gpu_is_refused(a_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert FlashAttnBackend.unsupported(a_gpu) == "compute capability 7.5 is below 8.0"
@@ -321,15 +325,15 @@ def test_an_old_gpu_is_refused(a_gpu, monkeypatch):
 
 def test_an_fp8_cache_needs_a_gpu_that_has_it(a_gpu, monkeypatch):
     spec = dataclasses.replace(a_gpu, kv_dtype=FP8)
-    assert isinstance(select_backend(spec, TritonKernels()), TritonBackend)
+    assert isinstance(select_backend(spec, GPU.attention_backends(TritonKernels())), TritonBackend)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     rule = "needs a GPU of compute capability 8.9 .* triton: compute capability 8.6 is below 8.9"
     with pytest.raises(ConfigError, match=rule):
-        select_backend(spec, TritonKernels())
+        select_backend(spec, GPU.attention_backends(TritonKernels()))
 
 
 def test_without_the_triton_kernels_none_serves(a_gpu):
-    assert isinstance(select_backend(a_gpu, TORCH), TorchBackend)
+    assert isinstance(select_backend(a_gpu, GPU.attention_backends(TORCH)), TorchBackend)
 
 
 def test_flash_attn_that_is_absent_or_broken_is_refused(a_gpu, monkeypatch, tmp_path):
@@ -345,13 +349,13 @@ def test_flash_attn_that_is_absent_or_broken_is_refused(a_gpu, monkeypatch, tmp_
 def test_the_choice_on_a_gpu_and_what_the_log_says(a_gpu, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "nanovllm")
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert isinstance(select_backend(a_gpu, TritonKernels()), TritonBackend)
+    assert isinstance(select_backend(a_gpu, GPU.attention_backends(TritonKernels())), TritonBackend)
     assert "triton; flash-attn: the flash-attn package" in caplog.text
-    assert isinstance(select_backend(a_gpu, TORCH), TorchBackend)
+    assert isinstance(select_backend(a_gpu, GPU.attention_backends(TORCH)), TorchBackend)
     odd = dataclasses.replace(a_gpu, head_dim=72)
-    assert isinstance(select_backend(odd, TritonKernels()), TritonBackend)
+    assert isinstance(select_backend(odd, GPU.attention_backends(TritonKernels())), TritonBackend)
     odd = dataclasses.replace(a_gpu, head_dim=76)
-    assert isinstance(select_backend(odd, TritonKernels()), TorchBackend)
+    assert isinstance(select_backend(odd, GPU.attention_backends(TritonKernels())), TorchBackend)
     assert "triton: head_dim 76 is no multiple of 8 up to 512" in caplog.text
 
 
@@ -359,7 +363,8 @@ def test_triton_serves_a_cpu_only_interpreted(a_gpu, monkeypatch):
     spec = dataclasses.replace(a_gpu, device=torch.device("cpu"))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert TritonBackend.unsupported(spec) is None
-    chosen = select_backend(spec, select_kernels(spec.device, spec.dtype))
+    platform = CPU()
+    chosen = select_backend(spec, platform.attention_backends(platform.kernels(spec.dtype)))
     assert not isinstance(chosen, TritonBackend), "too slow to be chosen"
     monkeypatch.delenv("TRITON_INTERPRET")
     assert TritonBackend.unsupported(spec) == "needs a CUDA GPU"

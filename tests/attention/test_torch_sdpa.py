@@ -16,6 +16,7 @@ from nanovllm.attention.spec import AttentionSpec, QKNormRope
 from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.kernels.torch_kernels import TORCH
+from nanovllm.platform.cpu import CPU
 from tests.attention.cases import contiguous_sdpa, make_case, random_rows, reference
 from tests.closeness import assert_close
 
@@ -62,13 +63,13 @@ def test_tokens_see_those_after_them(rows):
 
 def test_a_backend_that_has_not_heard_of_them_refuses_such_layers():
     spec = AttentionSpec(4, 2, 8, torch.float32, torch.device("cpu"), None, causal=False)
-    assert isinstance(select_backend(spec, TORCH), TorchBackend)
+    assert isinstance(select_backend(spec, CPU().attention_backends(TORCH)), TorchBackend)
     assert MyBackend.unsupported(spec) is None
     with pytest.raises(ConfigError, match="only supports causal attention"):
         user_backend(spec, "nanovllm.apps.lab.templates.backend:MyBackend")
     windowed = dataclasses.replace(spec, window=5)
     with pytest.raises(UnsupportedModelError, match="only supports causal attention"):
-        select_backend(windowed, TORCH)
+        select_backend(windowed, CPU().attention_backends(TORCH))
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, MyBackend])
@@ -148,6 +149,6 @@ def test_keys_and_values_land_in_their_slots_and_nowhere_else():
 @pytest.mark.parametrize(("asked", "given"), [(None, 16), (1, 1), (48, 48)])
 def test_the_backend_chooses_the_block_size_where_it_may(asked, given):
     spec = AttentionSpec(4, 2, 8, torch.float32, torch.device("cpu"), asked)
-    backend = select_backend(spec, TORCH)
+    backend = select_backend(spec, CPU().attention_backends(TORCH))
     assert backend.block_size == given
     assert backend.kv_cache_shape(5) == (2, 5, given, 2, 8)

@@ -1,6 +1,7 @@
-"""How benchmarks.gpu runs parts and test files: options, time limits, missing packages."""
+"""How benchmarks.gpu runs parts and test files: options, time limits, batches of attention."""
 
 import argparse
+import dataclasses
 import json
 import logging
 import os
@@ -15,12 +16,17 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.gpu import __main__ as gpu, engines, no_graphs, packages, report, sanitizer, tests
+from benchmarks.gpu import __main__ as gpu, attention, engines, report, tests
 from benchmarks.gpu.part import Record
+from nanovllm.attention.spec import AttentionSpec
+from nanovllm.attention.triton import TritonBackend
+from tests.kernels.triton.inputs import DEVICE, randn
+from tests.kernels.triton.interpreter import patch_interpreter
 
+patch_interpreter()
 ROOT = Path(__file__).parent.parent.parent
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-LIMITS = (470, 180, 550, 550)
+LIMITS = (420, 330)
 """Seconds of each call of the plan."""
 
 
@@ -117,7 +123,6 @@ def test_a_call_writes_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture
         ({"nano": {"ended": "done"}}, False),
         ({"nano": {"ended": "cut after 70 s"}}, True),
         ({"suite": {"ended": "done", "files": {"a": {"ended": "passed"}}}}, False),
-        ({"suite": {"ended": "done", "files": {"a": {"ended": "left out"}}}}, False),
         ({"suite": {"ended": "done", "files": {"a": {"ended": "out of time"}}}}, True),
     ],
 )
@@ -183,11 +188,12 @@ def test_refused_without_a_gpu(tmp_path: Path) -> None:
 def test_files_that_run_and_files_that_cannot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A package named `tests` is installed, and gguf is not."""
+    """A package named `tests` is installed, and one that a file imports is not."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "__init__.py").touch()
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    without(monkeypatch, "gguf")
+    broken = tmp_path / "test_broken.py"
+    broken.write_text("import no_such_package\n")
     test = tmp_path / "test_it.py"
     test.write_text(
         "import pytest\nfrom tests.glossary import QUESTIONS\n"
@@ -196,12 +202,11 @@ def test_files_that_run_and_files_that_cannot(
         "@pytest.mark.skip\ndef test_c(): pass\n"
         "def test_d(no_such_fixture): pass\n"
     )
-    tests.run_files(record(tmp_path), ["tests/loading/test_fuzz_gguf.py", str(test)])
+    tests.run_files(record(tmp_path), [str(broken), str(test)])
     files = json.loads((tmp_path / "part.json").read_text())["files"]
-    left_out = files.pop("tests/loading/test_fuzz_gguf.py")
-    ((name, found),) = files.items()
-    assert name.endswith("test_it.py")
-    assert (left_out["ended"], left_out["failures"]) == ("left out", ["needs gguf"])
+    (lost,) = (file for name, file in files.items() if name.endswith("test_broken.py"))
+    assert (lost["ended"], lost["errors"]) == ("failed", 1)
+    (found,) = (file for name, file in files.items() if name.endswith("test_it.py"))
     assert found["ended"] == "failed"
     assert [found[count] for count in tests.COUNTS] == [1, 1, 1, 1]
     assert found["failures"][0].startswith("test_b: AssertionError: why")
@@ -213,7 +218,7 @@ def test_results_before_a_death_count(tmp_path: Path, monkeypatch: pytest.Monkey
     test.write_text(
         "import os\ndef test_a(): pass\ndef test_b(): os.kill(os.getpid(), 9)\ndef test_c(): pass\n"
     )
-    without(monkeypatch, "xdist")
+    monkeypatch.setattr(tests.importlib.util, "find_spec", lambda name: None)  # no pytest-xdist
     part = record(tmp_path, 120)
     tests.run_files(part, [str(test)])
     rest = part.figures["files"].pop("the rest")
@@ -229,38 +234,6 @@ def test_commands_end_with_their_time(tmp_path: Path) -> None:
     assert log.read_text() == "no time was left\n"
 
 
-def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Let the packages `names` be missing, and no others."""
-    monkeypatch.setattr(
-        packages.importlib.util, "find_spec", lambda name: None if name in names else object()
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "missing"),
-    [
-        ("tests/loading/test_fuzz_gguf.py", {"gguf"}),  # at its top
-        ("tests/loading/test_gguf.py", {"gguf"}),  # through tests/gguf_files.py
-        ("tests/server/test_prometheus.py", {"fastapi", "openai"}),  # through conftest.py
-        ("tests/options/test_config.py", set()),
-        ("tests/test_invariance.py", set()),
-        ("tests/test_speculation.py", set()),
-        ("tests/graphs/test_cuda_graph.py", set()),
-    ],
-)
-def test_imports_that_are_missing(
-    monkeypatch: pytest.MonkeyPatch, name: str, missing: set[str]
-) -> None:
-    assert (ROOT / name).exists()
-    without(monkeypatch, "gguf", "fastapi", "openai", "llguidance", "jsonschema")
-    assert packages.missing_imports(ROOT / name) == missing
-
-
-def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "_is_installed", lambda name: name not in ("gguf", "openai"))
-    assert packages.missing_packages() == ["gguf", "openai"]
-
-
 def test_every_test_file_has_a_part() -> None:
     kernels = tests.kernel_files()
     assert "tests/kernels/triton/test_ops.py" in kernels
@@ -273,23 +246,30 @@ def test_every_test_file_has_a_part() -> None:
     assert f"def {test}(" in (ROOT / file).read_text()
     for name in files:  # what only a GPU can run
         assert name in kernels or not tests.ONLY_CUDA.search((ROOT / name).read_text())
-    sanitized = {Path(name).name for name in sanitizer.sanitized_files()}
-    assert set(sanitizer.SELECTED) <= sanitized
-
-
-def test_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.features.graphs import step_runners
-
-    monkeypatch.setattr(
-        step_runners, "can_capture", step_runners.can_capture
-    )  # restored afterwards
-    assert step_runners.can_capture(torch.device("cuda"))
-    no_graphs.pytest_configure()
-    assert not step_runners.can_capture(torch.device("cuda"))
 
 
 def test_the_machine_is_described_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.gpu import machine
-
     monkeypatch.setenv("PATH", os.devnull)
-    assert machine.output_of(["git", "rev-parse", "HEAD"]) == ""
+    assert gpu.output_of(["git", "rev-parse", "HEAD"]) == ""
+
+
+@NO_GPU
+@pytest.mark.parametrize("sizes", [(2, 1, 70), (2, 3, 70), (2, 1, 70, 64)])
+def test_batches_of_attention_are_what_a_backend_takes(sizes: tuple[int, ...]) -> None:
+    case = attention.Case(*sizes)
+    spec = AttentionSpec(4, 2, 32, torch.float16, DEVICE, None)
+    backend: Any = TritonBackend(spec)
+    batch, num_blocks = attention.make_batch(backend, case)
+    assert num_blocks == 4
+    blocks = batch.block_tables[:, :2].flatten().tolist()
+    assert set(blocks) <= {0, 1, 2, 3}
+    assert len(set(blocks)) == 4 - case.shared // 64
+    cache = randn(*backend.kv_cache_shape(num_blocks), dtype=torch.float16)
+    q = randn(case.rows * case.tokens, 4, 32, dtype=torch.float16, seed=1)
+    out = backend.attend(q, cache, dataclasses.replace(batch, metadata=backend.plan(batch)))
+    keys, values = (
+        part[batch.block_tables[0, :2].long()].flatten(0, 1)[: case.length, 0].double()
+        for part in cache
+    )
+    weights = (keys @ q[case.tokens - 1, 0].double() / 32**0.5).softmax(0)
+    assert (out[case.tokens - 1, 0].double() - weights @ values).abs().max() < 2e-3

@@ -3,12 +3,14 @@
 import asyncio
 import logging
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
-from nanovllm.engine.shared_engine import SharedEngine
+from nanovllm.engine.engine_thread import EngineThread
+from nanovllm.engine.reader import Mailbox
 from nanovllm.factory import make_engine
 from nanovllm.options.config import Config
 from tests.glossary import QUESTIONS
@@ -29,16 +31,20 @@ def num_written(directory: Path) -> int:
 def test_with_a_step_in_flight(options: dict[str, Any], tmp_path: Path) -> None:
     """The first token is a stop token: by then the next step has been launched."""
     engine = make_engine(Config(model=demo_model.MODEL, **options), queue_depth=1)
-    shared, make_request = SharedEngine(engine), engine.input_processor.make_request
-    (output,) = shared.run([make_request("Hi", ONE)])
-    token = output.token_ids[0]
+    thread, make_request = EngineThread(engine, "LLM"), engine.input_processor.make_request
+
+    def run(request: Any) -> Any:
+        arriving: SimpleQueue[Any] = SimpleQueue()
+        thread.submit(lambda: thread.start_request(Mailbox(arriving.put), request))
+        return arriving.get()
+
+    token = run(make_request("Hi", ONE)).token_ids[0]
     params = SamplingParams(
         temperature=0, max_tokens=8, stop_token_ids=[token], logit_bias={token: 99}
     )
-    (output,) = shared.run([make_request(PROMPT, params)])
-    assert output.outputs[0].finish_reason == "stop"
+    assert run(make_request(PROMPT, params)).outputs[0].finish_reason == "stop"
     assert engine.is_finished()
-    engine.shutdown()
+    thread.stop()
     assert num_written(tmp_path) > 1
 
 

@@ -12,11 +12,11 @@ import torch
 from nanovllm import LLM, RequestOutput, SamplingParams, demo_model
 from nanovllm.apps.cli import main as cli
 from nanovllm.apps.explain import rates
+from nanovllm.apps.explain.explain import page_of
 from nanovllm.apps.explain.narrate import narrated
 from nanovllm.apps.explain.recording import recorded
 from nanovllm.apps.explain.story import Sample, Stage, Story
 from nanovllm.apps.explain.terminal import spans
-from nanovllm.apps.explain.web_page import page_of
 from nanovllm.apps.explain.xray import Xray, xrayed
 from nanovllm.testing.fake_controller import FakeController
 from tests.glossary import QUESTIONS

@@ -15,8 +15,8 @@ pytest.importorskip("playwright")
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from nanovllm import LLM, SamplingParams, demo_model
+from nanovllm.apps.explain.explain import write_page
 from nanovllm.apps.explain.recording import recorded
-from nanovllm.apps.explain.web_page import write_page
 
 CHOSEN = os.environ.get("NANOVLLM_BROWSER", "")
 pytestmark = pytest.mark.skipif(not CHOSEN, reason="NANOVLLM_BROWSER=1 runs it")

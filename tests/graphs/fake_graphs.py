@@ -16,11 +16,12 @@ from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.torch_sdpa import TorchBackend, _Singles
 from nanovllm.attention.triton import TritonBackend
-from nanovllm.features.graphs import cuda_capture, piecewise_graphs, step_runners
+from nanovllm.features.graphs import cuda_capture, piecewise_graphs
 from nanovllm.features.graphs.cuda_capture import Step
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.kernels.triton import decode_step, sampling as triton_sampling
-from nanovllm.worker import attention_groups, network
+from nanovllm.platform.cpu import CPU
+from nanovllm.worker import attention_groups
 
 HOST = {"aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "aten::equal"}
 """Operations that wait for the device, or copy from host memory that a replay no longer has."""
@@ -138,7 +139,7 @@ class StepKernels(Kernels):
     accept = staticmethod(decode_step.accept)
 
 
-def select_static(spec: AttentionSpec, kernels: Kernels) -> StaticBackend:
+def select_static(spec: AttentionSpec, candidates: object) -> StaticBackend:
     return StaticBackend(spec)
 
 
@@ -147,16 +148,16 @@ def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         attention_groups, "select_backend", lambda spec, kernels: TritonBackend(spec)
     )
-    monkeypatch.setattr(network, "select_kernels", lambda *_, **__: StepKernels())
+    monkeypatch.setattr(CPU, "kernels", lambda *_, **__: StepKernels())
 
 
 def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeCapture]:
     """Let model runners capture on the CPU; return the list that collects their captures."""
     monkeypatch.setattr(FakeCapture, "made", [])
-    monkeypatch.setattr(step_runners, "can_capture", lambda device: True)
+    monkeypatch.setattr(CPU, "captures_graphs", True)
     monkeypatch.setattr(cuda_capture, "make_capture", lambda device: FakeCapture())
     monkeypatch.setattr(attention_groups, "select_backend", select_static)
-    monkeypatch.setattr(network, "select_kernels", lambda *_, **__: TORCH)
+    monkeypatch.setattr(CPU, "kernels", lambda *_, **__: TORCH)
     few = [16, 64]  # capturing more takes time
     monkeypatch.setattr(piecewise_graphs, "piece_sizes", lambda most: [n for n in few if n <= most])
     return FakeCapture.made

@@ -22,9 +22,10 @@ from nanovllm.loading.hub import open_checkpoint, weight_files
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.config import Config
 from nanovllm.parallel.rank_setup import make_runner
+from nanovllm.platform.cpu import CPU
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.testing.invariants import check_scheduler
-from nanovllm.worker import device_tables, model_runner
+from nanovllm.worker import model_runner
 from nanovllm.worker.hooks import LAPS
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.model_runner import ModelRunner
@@ -295,7 +296,7 @@ class Bench:
         config = Config(model=model, **{**OPTIONS, **options})
         model_config = ModelConfig.from_hf(checkpoint.config, config.dtype)
         files = weight_files(checkpoint, model, None)
-        self.runner = make_runner(NetworkSpec(config, model_config, files), torch.device("cpu"))
+        self.runner = make_runner(NetworkSpec(config, model_config, files), CPU())
         allocate(self.runner, WorkerInfo(100, BLOCK_SIZE, 64, model_config.vocab_size, 64))
         self.tables = self.runner.tables
         self.graphs: Any = next(iter(self.runner.step_runners), None)  # None with enforce_eager
@@ -424,9 +425,9 @@ def test_a_step_that_goes_on_uploads_nothing(bench: Bench, monkeypatch: pytest.M
     monkeypatch.setattr(
         GraphRunner, "_upload", lambda *args: (uploads.append("state"), upload(*args))
     )
-    to_tables = device_tables.upload
+    to_tables = CPU.upload
     monkeypatch.setattr(
-        device_tables, "upload", lambda *args: (uploads.append("tables"), to_tables(*args))[1]
+        CPU, "upload", lambda *args: (uploads.append("tables"), to_tables(*args))[1]
     )
 
     def during(*table_indices: int, **options: Any) -> list[str]:

@@ -21,8 +21,8 @@ from nanovllm.features.speculation.proposers import proposer_methods
 from nanovllm.features.speculation.proposers.ngram import Ngram
 from nanovllm.features.speculation.proposers.proposer import Proposer
 from nanovllm.kernels.triton import ngram
+from nanovllm.platform.cpu import CPU
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.worker import network
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_runner import ModelRunner
 from tests.graphs.fake_graphs import FakeCapture, StepKernels, use_fake_graphs, use_triton
@@ -367,7 +367,7 @@ def test_n_grams_behind_drafts_through_the_kernels_of_a_gpu(
 
     monkeypatch.setattr(Ngram, "allocate", allocate)
     monkeypatch.setattr(proposer_methods, "make_proposer", lambda *_: Ngram(1, 4))
-    monkeypatch.setattr(network, "select_kernels", lambda *_, **__: StepKernels())
+    monkeypatch.setattr(CPU, "kernels", lambda *_, **__: StepKernels())
     monkeypatch.setattr(DraftController, "choose", every_draft)
     options: dict[str, Any] = {"queue_depth": 3, "speculative_config": SPECULATIVE}
     assert generate(random_model, REPEATING, **options) == expected

@@ -42,7 +42,6 @@ class MixtureMachine(TiersMachine):
         windows=WINDOWS,
         state_pages=st.integers(1, 4),
         snapshot_interval=st.sampled_from([1, 4, 8, 1000]),
-        chunk_size=st.sampled_from([1, 1, 2, 3, 7]),
         num_spare_blocks=st.sampled_from([0, 1, 3, 6, 12, 40]),
         num_host_slots=st.sampled_from([0, 1, 4, 12, 40, 200]),
         has_store=st.booleans(),
@@ -70,7 +69,6 @@ class MixtureMachine(TiersMachine):
         windows: list[WindowSpec],
         state_pages: int,
         snapshot_interval: int,
-        chunk_size: int,
         num_spare_blocks: int,
         num_host_slots: int,
         has_store: bool,
@@ -89,18 +87,17 @@ class MixtureMachine(TiersMachine):
         self.store = FakeStore()
         windows = windows if "windows" in features else []
         state_pages = state_pages if "states" in features else 0
-        chunk_size = chunk_size if "states" in features else 1
-        budget = max(max_num_batched_tokens, chunk_size)
-        num_pages = pages_for(max_model_len, block_size, windows, budget) + state_pages
+        num_pages = (
+            pages_for(max_model_len, block_size, windows, max_num_batched_tokens) + state_pages
+        )
         self.options = dict(
             num_blocks=num_pages + num_spare_blocks,
             block_size=block_size,
             max_model_len=max_model_len,
-            max_num_batched_tokens=budget,
+            max_num_batched_tokens=max_num_batched_tokens,
             windows=tuple(windows),
             state_pages=state_pages,
             snapshot_interval=snapshot_interval,
-            chunk_size=chunk_size,
             eos_token_ids=frozenset(eos_token_ids),
             max_loras=max_loras,
             num_adapters=num_adapters if "adapters" in features else 0,
@@ -152,7 +149,6 @@ def random_options(features: set[str], rng: random.Random) -> dict[str, Any]:
         ],
         "state_pages": rng.randint(1, 4),
         "snapshot_interval": rng.choice([1, 4, 8, 1000]),
-        "chunk_size": rng.choice([1, 1, 2, 3, 7]),
         "num_spare_blocks": rng.choice([0, 1, 3, 6, 12, 40]),
         "num_host_slots": rng.choice([0, 4, 12, 40, 200]),
         "has_store": rng.random() < 0.5,
@@ -245,7 +241,7 @@ def test_an_allocation_is_all_or_nothing_over_all_groups(num_short: int) -> None
     free = list(manager.pool.free)
     assert manager.allocate_blocks(seq, 61, hit) is None
     assert list(manager.pool.free) == free
-    assert seq.block_table == []
+    assert seq.kv.block_table == []
     for page in taken[:num_short]:
         manager.pool.release(page)
     assert manager.allocate_blocks(seq, 61, manager.match_prefix(seq)) is not None

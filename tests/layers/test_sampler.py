@@ -15,12 +15,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers import sampler
 from nanovllm.layers.sampler import NO_TOKEN, Sampling, draw, uniform, weights_of
+from nanovllm.platform.cpu import CPU
 
-KERNELS = select_kernels(torch.device("cpu"), torch.float32)
+KERNELS = CPU().kernels(torch.float32)
 
 DRAWS = 100_000
 ALMOST_ONE = 1 - 2.0**-53

@@ -36,7 +36,6 @@ from nanovllm.vllm import EngineArgs, FlexibleArgumentParser
         ("serve m --config /none.yaml", "config '/none.yaml' cannot be read: No such file"),
         ("serve --api-key k1 k2 k3", "a flag takes several values only behind a MODEL"),
         ("serve m --served-model-name", "--served-model-name: expected one argument"),
-        ("serve m --hf-overrides.a.b 4", """.b; give --hf-overrides '{"a": {"b": ...}}'"""),
     ],
 )
 def test_flags_of_vllm(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

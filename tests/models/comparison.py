@@ -12,11 +12,12 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.core.messages import Admission, NewBlocks, Row, Schedule
 from nanovllm.core.windows import num_tables, pages_for
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import KVInfo, WorkerInfo
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
 from nanovllm.parallel.rank_setup import check_network
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.network import Network
 from tests.closeness import assert_close
@@ -37,14 +38,13 @@ class Steps:
         checkpoint = open_checkpoint(str(path))
         config = Config(str(path), device="cpu", kvcache_block_size=block_size, dtype=dtype)
         spec = check_network(config, checkpoint)
-        cpu = torch.device("cpu")
-        self.network = Network(spec, MAX_LENGTH, cpu)
+        self.network = Network(spec, MAX_LENGTH, CPU())
         self.network.make_pool(NUM_PAGES)
         self.windows = self.network.attention.layout.windows
         self.state_pages = self.network.attention.states.num_pages
         sizes = (NUM_PAGES, block_size, MAX_LENGTH, spec.model_config.vocab_size, 512)
-        info = WorkerInfo(*sizes, windows=self.windows, state_pages=self.state_pages)
-        self.tables = DeviceTables(info, 8, cpu, TORCH)
+        info = WorkerInfo(*sizes, kv=KVInfo(self.windows, self.state_pages))
+        self.tables = DeviceTables(info, 8, CPU(), TORCH)
 
     @torch.inference_mode()
     def logits(self, schedule):
@@ -192,7 +192,7 @@ def check_answers(saved, chunk, make_llm):
 
     if chunk == 1:  # a step has one row: nothing is preempted
         return
-    smallest = pages_for(MAX_LENGTH, 16, llm.engine.worker_info.windows, chunk)
+    smallest = pages_for(MAX_LENGTH, 16, llm.engine.worker_info.kv.windows, chunk)
     llm = make_llm(path, num_kvcache_blocks=smallest + 1, **options)
     again = llm.generate(prompts, params, use_tqdm=False)
     assert [output.token_ids for output in again] == [output.token_ids for output in outputs]

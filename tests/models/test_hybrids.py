@@ -15,6 +15,7 @@ from nanovllm.layers.linear import WeightModule
 from nanovllm.loading.hub import open_checkpoint, weight_files
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.network import Network
 from tests.checkpoints import random_model
@@ -377,7 +378,7 @@ def test_greedy_tokens(saved, chunk, make_llm, preempted):
     assert answer(prompts[2], n=3) == (0, [expected] * 3)
 
     info = llm.engine.worker_info
-    fewest = pages_for(MAX_LENGTH, 16, info.windows, chunk) + 3 * info.state_pages
+    fewest = pages_for(MAX_LENGTH, 16, info.kv.windows, chunk) + 3 * info.kv.state_pages
     llm = make_llm(path, num_kvcache_blocks=fewest + 4, **options)
     again = llm.generate(prompts, params, use_tqdm=False)
     assert [output.token_ids for output in again] == [output.token_ids for output in outputs]
@@ -396,7 +397,7 @@ def test_small_parts_keep_their_bits(family, quantization, shared_checkpoint):
     config = Config(path, device="cpu", quantization=quantization)
     files = weight_files(checkpoint, path)
     spec = NetworkSpec(config, read_config(checkpoint.config), files)
-    model = Network(spec, MAX_LENGTH, torch.device("cpu")).model
+    model = Network(spec, MAX_LENGTH, CPU()).model
     kept = {
         ".".join(name.split(".")[-2:])
         for name, module in model.named_modules()

@@ -9,9 +9,7 @@ from tools import models
 
 
 def test_page_of_models_is_current() -> None:
-    text = models.PAGE.read_text("utf-8")
-    assert models.page() == text, "run python -m tools.models"
-    assert [mark for _, mark, _ in models.PART.findall(text)] == list(models.PARTS)
+    assert models.page() == models.PAGE.read_text("utf-8"), "run python -m tools.models"
 
 
 def test_ling_3_has_the_name_of_its_own_code_in_the_published_file() -> None:

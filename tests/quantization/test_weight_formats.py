@@ -23,9 +23,9 @@ from nanovllm.kernels.cpu.packed import (
     PanelWeight,
     use_onednn,
 )
-from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import WeightModule
+from nanovllm.platform.cpu import CPU
 from tests.kernels.cpu.helpers import make_int_method
 
 PACKED_BY_TORCH = {
@@ -42,7 +42,7 @@ def randn(*shape, seed=0):
 
 
 def kernels_of(weight, native=True):
-    return select_kernels(weight.device, weight.dtype, native=native)
+    return CPU().kernels(weight.dtype, native=native)
 
 
 def method_of(weight, quantization, native=True, is_embedding=False):

@@ -11,12 +11,12 @@ from nanovllm.core.messages import Admission, FinishInfo, Row, Schedule
 from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.features.structured.grammar import GrammarCompiler
 from nanovllm.features.structured.grammar_masks import GrammarMasks, GrammarRow, Masks
-from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.torch_kernels import TORCH
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.device_tables import DeviceTables
 from tests.structured.test_grammar import EOS, TOKENIZER, VOCAB_SIZE
 
-KERNELS = select_kernels(torch.device("cpu"), torch.float32)
+KERNELS = CPU().kernels(torch.float32)
 
 COMPILER = GrammarCompiler(lambda: TOKENIZER, VOCAB_SIZE, EOS)
 PROMPT = [5, 6, 7]
@@ -168,7 +168,7 @@ def test_a_row_whose_sequence_has_ended_keeps_no_matcher(max_tokens: int) -> Non
 def test_a_row_that_no_step_has_keeps_no_matcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sequence was aborted, or ended by a stop string: the worker is not told."""
     monkeypatch.setattr("nanovllm.features.structured.grammar_masks._ABSENT_STEPS", 4)
-    tables = DeviceTables(WorkerInfo(8, 4, 16, VOCAB_SIZE, 64), 2, torch.device("cpu"), KERNELS)
+    tables = DeviceTables(WorkerInfo(8, 4, 16, VOCAB_SIZE, 64), 2, CPU(), KERNELS)
     masks = GrammarMasks(COMPILER)
     params = SamplingParams(structured_outputs=GRAMMARS["regex"])
     admissions = [Admission(i, i, PROMPT, 3, [i], params, 0, frozenset(EOS), ()) for i in range(2)]
@@ -216,7 +216,7 @@ def test_long_forced_text_comes_in_parts() -> None:
 def test_step_masks_logits_of_the_rows_that_have_a_grammar() -> None:
     """Beside a row without one, a row with drafts; computed in the thread or, as on CUDA, after."""
     forms = [GRAMMARS["regex"], None, GRAMMARS["choice"]]
-    tables = DeviceTables(WorkerInfo(8, 4, 16, VOCAB_SIZE, 64), 3, torch.device("cpu"), KERNELS)
+    tables = DeviceTables(WorkerInfo(8, 4, 16, VOCAB_SIZE, 64), 3, CPU(), KERNELS)
     masks = GrammarMasks(COMPILER)
     outputs = ([65], [], [])
     admissions = []

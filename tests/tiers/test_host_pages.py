@@ -5,6 +5,7 @@ import torch
 
 from nanovllm.features.tiers import host_pages
 from nanovllm.features.tiers.host_pages import Buffers, HostPages
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.kv_pool import KVPool, page_layout
 
 SHAPE = (2, 6, 4, 2, 8)
@@ -12,7 +13,7 @@ SHAPE = (2, 6, 4, 2, 8)
 
 def make_pool() -> KVPool:
     layout = page_layout([2 * 4 * 2 * 8 * 2] * 3, [None] * 3)
-    pool = KVPool(layout, [SHAPE] * 3, torch.bfloat16, torch.device("cpu"), by_page=True)
+    pool = KVPool(layout, [SHAPE] * 3, torch.bfloat16, CPU(), by_page=True)
     pool.pages.copy_(torch.randint(256, pool.pages.shape, dtype=torch.uint8))
     return pool
 

@@ -19,6 +19,8 @@ from nanovllm.features.tiers.weight_files import WeightSnapshot
 from nanovllm.kernels.cpu.library import library
 from nanovllm.loading.hub import configured_checkpoint
 from nanovllm.parallel.rank_setup import check_networks
+from nanovllm.platform import cpu
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.model_loader import num_positions
 from nanovllm.worker.network import Network
 from tests.helpers import random_prompt
@@ -32,7 +34,7 @@ def namespace_of(model: str = demo_model.MODEL, **options: Any) -> str:
     config = Config(model, **{"max_model_len": 256, **options})
     target, _ = check_networks(config, configured_checkpoint(config))
     weights = WeightSnapshot(target.files)
-    return kv_namespace(Network(target, num_positions(target), torch.device("cpu")), weights)
+    return kv_namespace(Network(target, num_positions(target), CPU()), weights)
 
 
 def config_json() -> dict[str, Any]:
@@ -184,17 +186,17 @@ def test_windows_ask_for_the_length(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("where", "name", "value"),
     [
-        ("_version", lambda package: f"{package} 99"),
-        ("source_digest", lambda: "changed"),
-        ("processor_flags", lambda: frozenset({"avx1024"})),
-        ("processor_name", lambda: "Zen 9"),
-        ("_FORMAT", 99),
+        (module, "_version", lambda package: f"{package} 99"),
+        (module, "source_digest", lambda: "changed"),
+        (cpu, "processor_flags", lambda: frozenset({"avx1024"})),
+        (cpu, "processor_name", lambda: "Zen 9"),
+        (module, "_FORMAT", 99),
     ],
 )
-def test_versions_source_and_processor_count(usual, monkeypatch, name, value):
-    monkeypatch.setattr(module, name, value)
+def test_versions_source_and_processor_count(usual, monkeypatch, where, name, value):
+    monkeypatch.setattr(where, name, value)
     assert namespace_of() != usual
 
 

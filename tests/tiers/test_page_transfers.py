@@ -13,6 +13,7 @@ import torch
 from nanovllm.core.transfers import HOST, STORE, Load, TierEntry
 from nanovllm.features.tiers.host_pages import Buffers, HostPages
 from nanovllm.features.tiers.page_transfers import PageTransfers
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.kv_pool import KVPool, page_layout
 from tests.helpers import wait_until
 
@@ -51,8 +52,7 @@ class SlowStore:
 @pytest.fixture
 def pool() -> KVPool:
     layout = page_layout([2 * 4 * 8 * 4], [None])
-    cpu, shape = torch.device("cpu"), (2, NUM_PAGES, 4, 1, 8)
-    pool = KVPool(layout, [shape], torch.float32, cpu, by_page=True)
+    pool = KVPool(layout, [(2, NUM_PAGES, 4, 1, 8)], torch.float32, CPU(), by_page=True)
     pool.pages.copy_(torch.arange(NUM_PAGES, dtype=torch.uint8)[:, None].expand_as(pool.pages))
     return pool
 

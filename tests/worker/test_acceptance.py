@@ -5,6 +5,7 @@ import torch
 
 from nanovllm.core.messages import FinishInfo, Row, RowDetails, StepResult
 from nanovllm.layers.sampler import NO_TOKEN, RULED_OUT
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.step_output import NO_CHOICE, NO_DISTRIBUTION, PendingResult, StepOutput
 
 FAILED = FinishInfo("error", "a logits processor failed: ValueError: no")
@@ -23,7 +24,7 @@ def accept(
     output = StepOutput(
         torch.tensor(sampled), [], finish_infos or {}, torch.tensor([*drafts, UNUSED])
     )
-    result = PendingResult(7, [row(0, len(drafts))], output).result()
+    result = PendingResult(7, [row(0, len(drafts))], output, CPU()).result()
     assert result.step_id == 7
     (tokens,) = result.token_ids
     found = result.details.get(0, RowDetails())
@@ -94,7 +95,7 @@ def test_each_row_has_its_own_samples_and_ending() -> None:
         {6: FAILED},
         torch.tensor([5, 9, UNUSED, UNUSED, 9, UNUSED, 3, UNUSED]),
     )
-    result = PendingResult(0, rows, output).result()
+    result = PendingResult(0, rows, output, CPU()).result()
     assert result == StepResult(
         0,
         [[5, 6], [], [8], [9, 4], []],
@@ -104,5 +105,5 @@ def test_each_row_has_its_own_samples_and_ending() -> None:
 
 def test_step_without_drafts() -> None:
     rows = [row(0, 0), row(1, 0)]
-    result = PendingResult(0, rows, StepOutput(torch.tensor([5, NO_TOKEN]))).result()
+    result = PendingResult(0, rows, StepOutput(torch.tensor([5, NO_TOKEN])), CPU()).result()
     assert result == StepResult(0, [[5], []], {1: RowDetails(finish_info=NO_DISTRIBUTION)})

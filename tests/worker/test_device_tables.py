@@ -7,9 +7,10 @@ import torch
 
 from nanovllm.core.messages import Admission, NewBlocks, NewTokens, Row, Schedule
 from nanovllm.core.windows import WindowSpec
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import KVInfo, WorkerInfo
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.step_sampler import StepSampler
 
@@ -18,8 +19,8 @@ PLAIN = SamplingParams()
 
 
 def make_tables(block_size=4, max_model_len=40, max_num_seqs=6, windows=()):
-    info = WorkerInfo(10_000, block_size, max_model_len, VOCAB, 16384, windows=windows)
-    return DeviceTables(info, max_num_seqs, torch.device("cpu"), TORCH)
+    info = WorkerInfo(10_000, block_size, max_model_len, VOCAB, 16384, kv=KVInfo(windows))
+    return DeviceTables(info, max_num_seqs, CPU(), TORCH)
 
 
 def admit(table_idx, token_ids, block_ids, params=PLAIN, seed=0):

@@ -12,12 +12,13 @@ import torch
 
 from nanovllm import SamplingParams, demo_model
 from nanovllm.core.windows import WindowSpec
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import KVInfo, WorkerInfo
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.options.config import Config
-from nanovllm.worker import kv_cache
+from nanovllm.platform import cpu
+from nanovllm.platform.cpu import CPU, available_memory
+from nanovllm.platform.cuda import CUDA
 from nanovllm.worker.kv_cache import (
-    available_memory,
     graph_bytes,
     memory_errors,
     num_blocks_that_fit,
@@ -32,14 +33,13 @@ def blocks_on_cpu(block_bytes=1000, max_blocks=10**9, num_reserved=0, **options)
         raise AssertionError("the CPU needs no warm-up")
 
     config = Config("model", **options)
-    device = torch.device("cpu")
-    return num_blocks_that_fit(config, device, block_bytes, max_blocks, warm_up, num_reserved)
+    return num_blocks_that_fit(config, CPU(), block_bytes, max_blocks, warm_up, num_reserved)
 
 
 @pytest.fixture
 def free_memory(monkeypatch):
     """Return a function that sets the machine's available bytes."""
-    return lambda size: monkeypatch.setattr(kv_cache, "available_memory", lambda: size)
+    return lambda size: monkeypatch.setattr(cpu, "available_memory", lambda: size)
 
 
 def fake_files(monkeypatch, **contents):
@@ -51,7 +51,7 @@ def fake_files(monkeypatch, **contents):
             raise FileNotFoundError(path)
         return io.StringIO(contents[name])
 
-    monkeypatch.setattr(kv_cache, "open", fake_open, raising=False)
+    monkeypatch.setattr(cpu, "open", fake_open, raising=False)
 
 
 def test_a_given_number_of_blocks_is_taken_as_it_is():
@@ -77,12 +77,22 @@ def test_reserved_blocks_come_out_of_the_memory_but_not_out_of_a_given_number():
 
 
 def test_cuda_pool_leaves_room_for_graphs(monkeypatch):
-    monkeypatch.setattr(kv_cache, "_cuda_budget", lambda utilization, device: 10_000)
+    for name, value in {
+        "synchronize": None,
+        "empty_cache": None,
+        "max_memory_allocated": 2000,
+        "memory_allocated": 1500,
+        "mem_get_info": (20_000, 15_000),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    config = Config("model", gpu_memory_utilization=0.8)
     for num_bytes, blocks in ((0, 10), (2500, 7), (20_000, 0)):
         found = num_blocks_that_fit(
-            Config("model"), torch.device("cuda"), 1000, 100, lambda n=num_bytes: n
+            config, CUDA(torch.device("cuda")), 1000, 100, lambda n=num_bytes: n
         )
         assert found == blocks
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (6500, 15_000))  # others have it
+    assert num_blocks_that_fit(config, CUDA(torch.device("cuda")), 1000, 100, lambda: 0) == 6
 
 
 @pytest.mark.parametrize(
@@ -98,28 +108,28 @@ def test_memory_of_all_graphs_is_seen_on_three(monkeypatch, sizes, captured, exp
     """The largest allocates the shared memory, 670 bytes here; each graph has 30 bytes more."""
     used = [5000]
     seen = []
-    monkeypatch.setattr(kv_cache, "_used_memory", lambda device: used[0])
+    monkeypatch.setattr(CUDA, "used_bytes", lambda self: used[0])
 
     def capture(size):
         used[0] += 30 if seen else 700
         seen.append(size)
 
-    assert graph_bytes(sizes, capture, torch.device("cuda")) == expected
+    assert graph_bytes(sizes, capture, CUDA(torch.device("cuda"))) == expected
     assert seen == captured
 
 
 def test_memory_that_a_neighbour_gave_back_is_no_graphs_gain(monkeypatch):
     used = iter([5000, 5700, 5600, 5630])
-    monkeypatch.setattr(kv_cache, "_used_memory", lambda device: next(used))
-    assert graph_bytes([1, 2, 4, 8], lambda size: None, torch.device("cuda")) == 730
+    monkeypatch.setattr(CUDA, "used_bytes", lambda self: next(used))
+    assert graph_bytes([1, 2, 4, 8], lambda size: None, CUDA(torch.device("cuda"))) == 730
 
 
 @pytest.mark.parametrize("grown", [(700, 9000, 30), (700, 30, 9000)])
 def test_memory_that_a_neighbour_took_is_counted_once(monkeypatch, grown):
     """Symptom: multiplied by the number of graphs, it leaves no memory for the pool."""
     used = itertools.accumulate((5000, *grown))
-    monkeypatch.setattr(kv_cache, "_used_memory", lambda device: next(used))
-    found = graph_bytes(list(range(60)), lambda size: None, torch.device("cuda"))
+    monkeypatch.setattr(CUDA, "used_bytes", lambda self: next(used))
+    found = graph_bytes(list(range(60)), lambda size: None, CUDA(torch.device("cuda")))
     assert found == sum(grown) + 57 * 30
 
 
@@ -152,7 +162,7 @@ def test_enough_blocks_for_one_sequence(num_blocks, block_size, max_model_len):
 
 def test_blocks_of_window_groups_count():
     """Of 4096 tokens, a window of 32 holds at most 7 blocks in a step of 64 tokens."""
-    info = WorkerInfo(256 + 3 * 7, 16, 4096, 1000, 64, windows=(WindowSpec(32, 3),))
+    info = WorkerInfo(256 + 3 * 7, 16, 4096, 1000, 64, kv=KVInfo((WindowSpec(32, 3),)))
     require_one_sequence(info)
     with pytest.raises(OutOfMemoryError, match=r"lower max_model_len to 4080 or less"):
         require_one_sequence(dataclasses.replace(info, num_blocks=info.num_blocks - 1))
@@ -161,7 +171,7 @@ def test_blocks_of_window_groups_count():
 
 
 def test_the_pages_of_a_state_count():
-    info = WorkerInfo(4 + 9, 16, 64, 1000, 64, state_pages=9)
+    info = WorkerInfo(4 + 9, 16, 64, 1000, 64, kv=KVInfo(state_pages=9))
     require_one_sequence(info)
     ways_out = r"needs 13, 9 of them for its state; lower max_model_len to 48 or less, or give"
     with pytest.raises(OutOfMemoryError, match=ways_out):
@@ -280,8 +290,8 @@ def test_without_proc_half_of_the_physical_memory(monkeypatch):
 
 def test_a_share_of_the_machines_memory_bounds_the_pool_on_a_cpu(free_memory, monkeypatch):
     free_memory(100 * GIB)
-    monkeypatch.setattr(kv_cache, "_memory_limit", lambda: 10 * GIB)
-    monkeypatch.setattr(kv_cache, "_resident_memory", lambda: 2 * GIB)
+    monkeypatch.setattr(cpu, "memory_limit", lambda: 10 * GIB)
+    monkeypatch.setattr(cpu, "resident_memory", lambda: 2 * GIB)
     assert blocks_on_cpu(block_bytes=GIB) == 4
     assert blocks_on_cpu(block_bytes=GIB, gpu_memory_utilization=0.5) == 3
     assert blocks_on_cpu(block_bytes=GIB, gpu_memory_utilization=0.1) == 0
@@ -290,8 +300,8 @@ def test_a_share_of_the_machines_memory_bounds_the_pool_on_a_cpu(free_memory, mo
 
 def test_the_machines_memory_is_that_of_the_cgroup_if_it_has_less(monkeypatch):
     fake_files(monkeypatch, memory_max="300000\n", statm="900 7 1 1 0 1 0\n")
-    assert kv_cache._memory_limit() == 300_000
-    assert kv_cache._resident_memory() == 7 * os.sysconf("SC_PAGE_SIZE")
+    assert cpu.memory_limit() == 300_000
+    assert cpu.resident_memory() == 7 * os.sysconf("SC_PAGE_SIZE")
     fake_files(monkeypatch, memory_max="max\n")
-    assert kv_cache._memory_limit() >= psutil.virtual_memory().total
-    assert kv_cache._resident_memory() == 0
+    assert cpu.memory_limit() >= psutil.virtual_memory().total
+    assert cpu.resident_memory() == 0

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.kv_pool import KVPool, page_layout
 
 SHAPE = (2, 5, 4, 3, 8)
@@ -12,7 +13,7 @@ SHAPE = (2, 5, 4, 3, 8)
 def test_pages_are_gathered_and_scattered(by_page: bool) -> None:
     size = 2 * 4 * 3 * 8 * 4
     layout = page_layout([size] * 3, [None] * 3)
-    pool = KVPool(layout, [SHAPE] * 3, torch.float32, torch.device("cpu"), by_page=by_page)
+    pool = KVPool(layout, [SHAPE] * 3, torch.float32, CPU(), by_page=by_page)
     for layer in pool.layers:
         layer.copy_(torch.randn(SHAPE))
     before = [layer.clone() for layer in pool.layers]

@@ -7,6 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.logprobs import (
     _PIECE,
     GatheredLogprobs,
@@ -161,7 +162,7 @@ def test_logprobs_are_those_of_all_samples_in_order() -> None:
     sampled = [5, 6, 7, 8]
     logprobs = Logprobs([0, 0, 0], [1, 1, 1], gathered([5, 6, 7]))
     output = StepOutput(torch.tensor(sampled), [logprobs], {}, torch.tensor([5, 9, 9, 9]))
-    result = PendingResult(0, [row(0, 2), row(1, 0)], output).result()
+    result = PendingResult(0, [row(0, 2), row(1, 0)], output, CPU()).result()
     assert result.token_ids == [[5, 6], [8]]
     assert list(result.details) == [0]
     found = result.details[0].logprobs
@@ -173,6 +174,6 @@ def test_logprobs_are_those_of_all_samples_in_order() -> None:
 def test_prompt_logprobs_of_a_row_with_drafts() -> None:
     prompt = Logprobs([0, 0], [0, 0], gathered([2, 4]), positions=[3, 4])
     output = StepOutput(torch.tensor([5, 6]), [prompt], {}, torch.tensor([5, UNUSED]))
-    found = PendingResult(0, [row(0, 1)], output).result().details[0].prompt_logprobs
+    found = PendingResult(0, [row(0, 1)], output, CPU()).result().details[0].prompt_logprobs
     assert found is not None
     assert [(place, value.token_ids) for place, value in found] == [(3, [2]), (4, [4])]

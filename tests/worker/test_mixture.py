@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from nanovllm.core.messages import Admission, NewBlocks, Row, Schedule
 from nanovllm.core.windows import num_tables
@@ -17,6 +16,7 @@ from nanovllm.loading.hub import configured_checkpoint
 from nanovllm.options.config import Config
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.parallel.rank_setup import check_networks, make_runner
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.kv_cache import require_one_sequence
 from nanovllm.worker.model_report import report
 from nanovllm.worker.model_runner import ModelRunner
@@ -70,11 +70,11 @@ def make_model_runner(model: str, **options: Any) -> ModelRunner:
         **options,
     )
     target, _ = check_networks(config, configured_checkpoint(config))
-    runner = make_runner(target, torch.device("cpu"))
+    runner = make_runner(target, CPU())
     info = measure(runner)
     require_one_sequence(info)
-    assert [group.window for group in info.windows] == [8, 40]
-    assert info.state_pages > 0
+    assert [group.window for group in info.kv.windows] == [8, 40]
+    assert info.kv.state_pages > 0
     allocate(runner, info)
     return runner
 

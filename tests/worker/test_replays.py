@@ -13,13 +13,13 @@ from nanovllm.core.messages import Admission, Row, Schedule
 from nanovllm.kernels.states import StatePart, StateRows
 from nanovllm.layers.state_layer import StateLayer
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.state_table import Replays
 from tests.kernels.state_cases import make_rows, make_states
 
 NUM_ROWS, NUM_DRAFTS, LENGTH = 3, 4, 30
 KEY_HEADS, HEADS, DK, DV, TAPS = 1, 2, 3, 2, 4
 CHANNELS = 2 * KEY_HEADS * DK + HEADS * DV
-CPU = torch.device("cpu")
 
 
 class Mixer(StateLayer):
@@ -80,7 +80,7 @@ class Simulation:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.mixer = rng, Mixer()
-        self.replays = Replays(NUM_ROWS, NUM_DRAFTS, CPU)
+        self.replays = Replays(NUM_ROWS, NUM_DRAFTS, CPU())
         self.num_computed = [0] * NUM_ROWS
         self.truths = [rng.choice(TRUTHS) for _ in range(NUM_ROWS)]
 
@@ -146,7 +146,7 @@ def test_a_state_is_that_of_plain_computation(seed: int) -> None:
 
 
 def test_a_step_without_drafts_is_as_before() -> None:
-    replays, state = Replays(2, 4, CPU), make_rows([pages_of(0)], [3])
+    replays, state = Replays(2, 4, CPU()), make_rows([pages_of(0)], [3])
 
     def concern(start: int, num_tokens: int, num_drafts: int = 0) -> bool:
         rows = [Row(0, 0, start, num_tokens, True, num_drafts)]
@@ -165,7 +165,7 @@ def test_a_step_without_drafts_is_as_before() -> None:
 
 def test_more_drafts_than_the_log_holds() -> None:
     """Steps that only measure what a step costs begin at position 0 each time."""
-    replays = Replays(2, 4, CPU)
+    replays = Replays(2, 4, CPU())
     for table_idx in (1, 1, 0):
         rows = [Row(0, table_idx, 0, 9, True, 8)]
         replay = replays.extend(make_rows([pages_of(0)], [9]), rows).replay

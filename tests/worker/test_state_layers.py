@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from nanovllm.core.messages import NewBlocks, Row, Schedule
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import KVInfo, WorkerInfo
 from nanovllm.kernels.states import StatePart
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.state_layer import StateLayer
+from nanovllm.platform.cpu import CPU as CPUPlatform
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_pool import KVPool, page_layout
 from nanovllm.worker.state_layers import StateLayers, pack_parts
@@ -58,7 +59,7 @@ def test_each_layer_gets_its_own_parts() -> None:
     num_pages = states.num_pages
     assert states.num_bytes == sum(part.nbytes for parts in layers for part in parts)
     shapes = [(2, 3 * num_pages + 1, 80), (2, 3 * num_pages + 1, 16)]
-    pool = KVPool(layout, shapes, torch.float32, CPU, by_page=True)
+    pool = KVPool(layout, shapes, torch.float32, CPUPlatform(), by_page=True)
     states.bind(pool.pages)
     ids = list(range(1, 3 * num_pages + 1))
     random.Random(0).shuffle(ids)
@@ -86,7 +87,7 @@ def test_pages_are_as_large_as_the_largest_part() -> None:
 
 def test_copies_of_pages() -> None:
     layout = page_layout([64, 64], [None, None])
-    pool = KVPool(layout, [(2, 9, 8)] * 2, torch.float32, CPU, by_page=True)
+    pool = KVPool(layout, [(2, 9, 8)] * 2, torch.float32, CPUPlatform(), by_page=True)
     for page in range(9):
         pool.pages[page] = page
     pool.copy([1, 2, 3], [7, 0, 8])
@@ -96,8 +97,8 @@ def test_copies_of_pages() -> None:
 
 
 def test_the_rows_of_a_step_know_their_pages() -> None:
-    info = WorkerInfo(100, 4, 24, 50, 64, state_pages=3)
-    tables = DeviceTables(info, 4, CPU, TORCH)
+    info = WorkerInfo(100, 4, 24, 50, 64, kv=KVInfo(state_pages=3))
+    tables = DeviceTables(info, 4, CPUPlatform(), TORCH)
     unused = tables.batch([Row(0, 2, 0, 1, True)]).state
     assert unused is not None
     assert unused.pages.tolist() == [[97, 98, 99]]  # pages that the pool has
@@ -113,4 +114,4 @@ def test_the_rows_of_a_step_know_their_pages() -> None:
     assert state.write_lens.tolist() == [1, 2, 1]  # drafts are not certain
     assert {state.pages.dtype, state.cu_seqlens.dtype, state.write_lens.dtype} == {torch.int32}
     assert batch.block_tables[0].tolist() == [5, 6, 0]
-    assert DeviceTables(WorkerInfo(100, 4, 24, 50, 64), 4, CPU, TORCH).state_table is None
+    assert DeviceTables(WorkerInfo(100, 4, 24, 50, 64), 4, CPUPlatform(), TORCH).state_table is None

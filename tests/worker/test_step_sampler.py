@@ -9,8 +9,8 @@ import torch
 
 from nanovllm.core.messages import Admission, FinishInfo, Row, Schedule
 from nanovllm.core.worker_info import WorkerInfo
-from nanovllm.kernels.selector import select_kernels
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.logprobs import sampled_logprobs
 from nanovllm.worker.step_sampler import StepSampler
@@ -60,8 +60,8 @@ def make_rows(
     tables = DeviceTables(
         WorkerInfo(100, 4, 60, vocab_size, 60),
         max(table_indices) + 1,
-        torch.device("cpu"),
-        select_kernels(torch.device("cpu"), torch.float32),
+        CPU(),
+        CPU().kernels(torch.float32),
     )
     admissions = [
         Admission(

@@ -8,6 +8,8 @@ from typing import ClassVar
 import pytest
 import torch
 
+from nanovllm.platform.cpu import CPU
+from nanovllm.platform.cuda import CUDA
 from nanovllm.worker import timing
 from nanovllm.worker.timing import StepTimer
 
@@ -23,7 +25,7 @@ def test_a_slow_moment_meets_no_size_in_all_its_runs(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
     sizes = (1, 2, 4, 8)
-    found = timing.measure_seconds(run, sizes, torch.device("cpu"))
+    found = timing.measure_seconds(run, sizes, CPU())
     assert found == tuple((size, float(size)) for size in sizes)
 
 
@@ -32,8 +34,8 @@ class FakeEvent:
 
     now: ClassVar[float] = 0.0
 
-    def __init__(self, *, enable_timing: bool) -> None:
-        assert enable_timing
+    def __init__(self, *, enable_timing: bool = False) -> None:
+        self.is_timed = enable_timing
         self.time: float | None = None
 
     def record(self) -> None:
@@ -41,13 +43,15 @@ class FakeEvent:
         self.time = FakeEvent.now
 
     def elapsed_time(self, end: "FakeEvent") -> float:
+        assert self.is_timed
+        assert end.is_timed
         assert self.time is not None
         assert end.time is not None
         return 1000 * (end.time - self.time)  # milliseconds
 
 
 def test_on_a_cpu_the_host_is_timed() -> None:
-    timer = StepTimer(torch.device("cpu"))
+    timer = StepTimer(CPU())
     time.sleep(0.002)
     timer.mark()
     timer.mark()
@@ -59,7 +63,7 @@ def test_on_a_cpu_the_host_is_timed() -> None:
 def test_on_cuda_the_device_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: the durations are those of launches, so the controller takes any step for cheap."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    timer = StepTimer(torch.device("cuda"))
+    timer = StepTimer(CUDA(torch.device("cuda")))
     timer.mark()
     FakeEvent.now += 1.0
     timer.mark()

@@ -115,8 +115,6 @@ class RowOptions:
     """Fields of Config."""
     sampling: Mapping[str, Any]
     """Fields of SamplingParams that are not the checkpoint's recommendations."""
-    is_complete: bool = False
-    """Whether `sampling` says all: the checkpoint's recommendations then do not count."""
     form: str = ROWS
     batch: BatchOptions = BatchOptions()
     """How rows are read."""
@@ -167,7 +165,6 @@ class RowOptions:
         return {
             "engine options": dict(sorted(self.engine_options.items())),
             "sampling": dict(sorted(self.sampling.items())),
-            "complete sampling": self.is_complete,
             "format": self.form,
             "prompt column": self.batch.prompt_column,
             "id column": self.batch.id_column,
@@ -184,16 +181,6 @@ def check_override(given: Mapping[str, Any]) -> None:
             raise ConfigError("n is the same for all rows: set it for the batch")
         if name in _NO_COLUMNS:
             raise ConfigError(f"{name} is not for a batch: {_NO_COLUMNS[name]}")
-
-
-def sampling_of(params: SamplingParams) -> dict[str, Any]:
-    """Return the fields of `params` that are not the defaults."""
-    found = {}
-    for field in dataclasses.fields(params):
-        value = getattr(params, field.name)
-        if value != field.default:
-            found[field.name] = value
-    return found
 
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

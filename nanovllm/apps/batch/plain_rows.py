@@ -35,12 +35,10 @@ class PlainRows:
                 llm.engine.input_processor.find_adapter(adapter)
             except InvalidRequestError as error:
                 raise ConfigError(f"lora_modules: {error}") from error
-        self._params = SamplingParams(**options.sampling)
-        if not options.is_complete:
-            given = dict(options.sampling)
-            if llm.engine.generation_config.get("max_new_tokens") is None:
-                given.setdefault("max_tokens", MAX_TOKENS)
-            self._params = dataclasses.replace(llm.get_default_sampling_params(), **given)
+        given = dict(options.sampling)
+        if llm.engine.generation_config.get("max_new_tokens") is None:
+            given.setdefault("max_tokens", MAX_TOKENS)
+        self._params = dataclasses.replace(llm.get_default_sampling_params(), **given)
 
     async def answer(self, row: InputRow) -> dict[str, Any]:
         """Return the output of a row, by column; it has an error if the row is bad.

@@ -99,7 +99,12 @@ def generate(args: argparse.Namespace) -> int:
     if len(prompts) == 1 and params.n == 1 and not (args.json or args.narrate):
         write_stream(piece.text for piece in awaited(pieces(llm.stream(prompts[0], params))))
         return 0
-    with _narrated(llm) if args.narrate else contextlib.nullcontext():
+    narration: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if args.narrate:
+        from nanovllm.apps.explain.narrate import narrated
+
+        narration = narrated(llm.engine, complain)
+    with narration:
         shows_progress = sys.stderr.isatty() and not args.narrate
         outputs = llm.generate(prompts, params, use_tqdm=shows_progress)
     escaped = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
@@ -185,12 +190,6 @@ def explain(args: argparse.Namespace) -> int:
     prompts = _rendered(llm, given) if args.chat else given
     explain_prompts(llm, shown_model(args.model), prompts, params, chosen)
     return 0
-
-
-def _narrated(llm: "LLM") -> contextlib.AbstractContextManager[None]:
-    from nanovllm.apps.explain.narrate import narrated
-
-    return narrated(llm.engine, complain)
 
 
 def _rendered(llm: "LLM", texts: list[str]) -> list[Any]:

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -80,10 +80,12 @@ class Xray:
 
     Args:
         rates: of this machine; None: they were not measured, and parts have no share.
+        wait: returns when the device has done all work launched so far.
     """
 
-    def __init__(self, model: nn.Module, rates: Rates | None) -> None:
+    def __init__(self, model: nn.Module, rates: Rates | None, wait: Callable[[], object]) -> None:
         self.rates = rates
+        self._wait = wait
         self._order: dict[str, None] = {}
         self._calls: dict[str, _Calls] = {}
         self._stack: list[_Frame] = []
@@ -140,11 +142,11 @@ class Xray:
         self._hooks.callback(vars(module).pop, "add_norm")
 
     def _begin(self) -> None:
-        _wait()
+        self._wait()
         self._stack.append(_Frame(time.perf_counter()))
 
     def _end(self, label: str, module: nn.Module, arguments: Any, result: Any) -> None:
-        _wait()
+        self._wait()
         frame = self._stack.pop()
         seconds = time.perf_counter() - frame.start
         inputs, outputs = _tensors(arguments), _tensors(result)
@@ -169,12 +171,6 @@ class Xray:
             return 0.0
         reading = work.weight_bytes / self.rates.bytes_per_second
         return max(reading, work.operations / self.rates.multiplying(work.bits))
-
-
-def _wait() -> None:
-    """Wait for the GPU, if there is one: on a CPU a call returns when it is done."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -244,9 +240,9 @@ def _attach(runner: ModelRunner) -> Xray:
     assert not runner.step_runners
     model = runner.network.model
     rates = None
-    if runner.device.type == "cpu":
+    if runner.platform.in_host_memory:
         matrices = [module for module in model.modules() if isinstance(module, WeightModule)]
         weights = [tensor for each in matrices for tensor in weight_tensors(each)]
         by_address = {each.data_ptr(): each for each in weights if each.is_contiguous()}
         rates = RateMeter(list(by_address.values())).measure()
-    return Xray(model, rates)
+    return Xray(model, rates, runner.platform.synchronize)

@@ -3,8 +3,6 @@
 import contextlib
 import json
 import os
-import tempfile
-from pathlib import Path
 
 from nanovllm.utils.disk_cache import state_directory
 from nanovllm.utils.terminal import complain
@@ -37,15 +35,10 @@ def remember(kind: str, number: int) -> None:
         complain("nanovllm: progress is not kept: this user has no home directory")
         return
     text = json.dumps({kind: sorted(numbers) for kind, numbers in progress.items()}) + "\n"
+    new = directory / f"{FILE}.{os.getpid()}"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=directory, prefix=FILE)
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(name).replace(directory / FILE)  # whole or not at all
-        except BaseException:
-            os.unlink(name)
-            raise
+        new.write_text(text, encoding="utf-8")
+        new.replace(directory / FILE)  # whole or not at all
     except OSError as error:
         complain(f"nanovllm: progress is not kept in {directory}: {error.strerror}")

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from nanovllm.apps.learn import progress
@@ -46,9 +45,9 @@ def _line() -> str | None:
 
 
 def _write_markdown(text: str) -> None:
-    """Write Markdown: with colours at a terminal if rich is installed, else as it is."""
+    """Write Markdown: with colours at a terminal, else as it is."""
     text = _LINK.sub(r"\1", _IMAGE.sub("", text)).rstrip() + "\n\n"
-    if not sys.stdout.isatty() or is_dumb() or find_spec("rich") is None:
+    if not sys.stdout.isatty() or is_dumb():
         write(text)
         return
     from rich.console import Console

@@ -10,14 +10,13 @@ from typing import Any
 import pyarrow as pa
 from ray.data import ActorPoolStrategy, Dataset
 
-from nanovllm.apps.batch.batch_options import BatchOptions, RowOptions, sampling_of
+from nanovllm.apps.batch.batch_options import BatchOptions, RowOptions
 from nanovllm.apps.batch.results import output_fields, with_outputs
 from nanovllm.apps.batch.row_engine import RowEngine
 from nanovllm.apps.batch.rows import InputRow
 from nanovllm.apps.ray.row_pool import actor_resources
 from nanovllm.errors import ConfigError
-from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.options.validation import check_int, shown
+from nanovllm.options.validation import check_int, check_names
 
 _BLOCKS_AT_ONCE = 4
 """Blocks that an actor computes at the same time; while one ends, the others fill the engine."""
@@ -27,7 +26,7 @@ def generate(
     dataset: Dataset,
     *,
     model: str,
-    sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+    sampling_params: Mapping[str, Any] | None = None,
     prompt_column: str = "prompt",
     id_column: str = "id",
     workers: int | tuple[int, int] = 1,
@@ -43,8 +42,8 @@ def generate(
     workers, and which of them die, change nothing.
 
     Args:
-        sampling_params: for all rows. A dictionary has the fields that are not the checkpoint's
-            recommendations; None is all of these.
+        sampling_params: for all rows, the fields of SamplingParams that are not the checkpoint's
+            recommendations.
         id_column: column with ids. A row without one has a digest of its columns.
         workers: number of actors, or the least and the most of them: Ray Data then scales.
         block_rows: rows of one task of an actor, which computes four tasks at once.
@@ -62,7 +61,9 @@ def generate(
         lora_modules=tuple(lora_modules),
     )
     check_int(ConfigError, "block_rows", block_rows, 1)
-    rows = _row_options(model, sampling_params, checked, options)
+    sampling = {} if sampling_params is None else sampling_params
+    sampling = check_names(ConfigError, "sampling_params", sampling)
+    rows = RowOptions(model=model, engine_options=options, sampling=sampling, batch=checked)
     stage: dict[str, Any] = {
         "compute": _strategy(workers),
         **(actor_resources(rows) if worker_options is None else worker_options),
@@ -90,26 +91,6 @@ class RowsStage:
         rows = [InputRow(None, fields) for fields in table.to_pylist()]
         lines = await asyncio.gather(*map(self._engine.answer, rows))
         return with_outputs(table, lines, output_fields(self._options.sampling.get("n", 1)))
-
-
-def _row_options(
-    model: str,
-    sampling: SamplingParams | Mapping[str, Any] | None,
-    batch: BatchOptions,
-    options: Mapping[str, Any],
-) -> RowOptions:
-    if not isinstance(sampling, SamplingParams | Mapping | None):
-        raise ConfigError(
-            f"sampling_params must be SamplingParams or a dictionary, got {shown(sampling)}"
-        )
-    given = sampling_of(sampling) if isinstance(sampling, SamplingParams) else dict(sampling or {})
-    return RowOptions(
-        model=model,
-        engine_options=options,
-        sampling=given,
-        is_complete=isinstance(sampling, SamplingParams),
-        batch=batch,
-    )
 
 
 def _strategy(workers: Any) -> ActorPoolStrategy:

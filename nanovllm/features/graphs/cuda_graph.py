@@ -161,8 +161,8 @@ class GraphRunner(StepRunner):
         state += range(self._lap * self.max_tokens, self._lap * self.max_tokens + size)
         if follows:
             state += [*follows, *[0] * padding]
-        pinned = self._state.is_cuda
-        host = torch.tensor(state, dtype=torch.int64, pin_memory=pinned)
+        host = self._tables.platform.staging((len(state),), torch.int64)
+        host.copy_(torch.tensor(state))
         self._state[: len(state)].copy_(host, non_blocking=True)
 
     def _columns(self, size: int) -> tuple[torch.Tensor, ...]:
@@ -207,9 +207,10 @@ def _decode_inputs(
         tables.block_size,
         table_indices,
         positions,
+        tables.rope_offsets,
         tables.sampling_tensors.columns,
     )
-    input_ids, slot_mapping, seq_lens, block_tables, following = inputs
+    input_ids, slot_mapping, seq_lens, block_tables, following, rope_positions = inputs
     batch = Batch(
         input_ids=input_ids,
         positions=positions,
@@ -217,6 +218,7 @@ def _decode_inputs(
         cu_seqlens_q=cu_seqlens_q,
         seq_lens=seq_lens,
         block_tables=block_tables,
+        rope_positions=rope_positions,
     )
     kernels = tables.kernels
     return batch, Sampling(*parameters, positions=following, any_greedy=True, kernels=kernels)
@@ -231,20 +233,20 @@ def _token_buffer(tables: DeviceTables, max_tokens: int) -> torch.Tensor:
     """Return a buffer [LAPS * max_tokens] int64: memory of the host if a step can write to it, else
     of the device.
     """
-    device = tables.device
-    buffer = torch.zeros(LAPS * max_tokens, dtype=torch.int64, device=device)
-    if device.type != "cuda":
+    platform = tables.platform
+    buffer = platform.zeros((LAPS * max_tokens,), torch.int64)
+    if not platform.runs_ahead:
         return buffer
-    host = torch.empty(len(buffer), dtype=torch.int64, pin_memory=True)
+    host = platform.staging((len(buffer),), torch.int64)
     # Because of this copy torch waits for the stream before it uses freed memory again.
     host.copy_(buffer, non_blocking=True)
     reason = "what was written did not arrive"
-    state = torch.tensor([[tables.scratch_idx], [0], [0], [0], [1]], device=device)
+    state = torch.tensor([[tables.scratch_idx], [0], [0], [0], [1]], device=tables.device)
     targets, positions, moves, places, tokens = state.unbind()
     try:
         rows = targets, positions, moves, places, tokens
         tables.kernels.advance(tables.token_ids, *rows, host, max_tokens)
-        torch.cuda.synchronize(device)
+        platform.synchronize()
     except ValueError as error:  # see `Kernels.advance`
         reason = str(error)
     if host[0] == 1:

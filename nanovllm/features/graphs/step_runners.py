@@ -10,6 +10,7 @@ import torch
 
 from nanovllm.attention.batch import Batch
 from nanovllm.core.messages import MAX_SAMPLES, Row
+from nanovllm.platform import Platform
 from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.hooks import StepRunner
@@ -40,7 +41,7 @@ class StepRunners:
         graphs = len(backends) == 1 and network.backend.supports_graph
         graphs &= not network.attention.states.num_pages
         records = all(backend.supports_recording for backend in backends)
-        self.uses_graphs = graphs and not config.enforce_eager and can_capture(network.device)
+        self.uses_graphs = graphs and not config.enforce_eager and network.platform.captures_graphs
         self._records = records and not config.enforce_eager
         self._network = network
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -63,10 +64,10 @@ class StepRunners:
         from nanovllm.features.graphs.piecewise_graphs import piece_sizes
 
         graphs = self._decode_graphs(tables, accepts=accepts)
-        num_bytes = measured_bytes(graphs, graph_sizes(graphs.max_tokens), tables.device)
+        num_bytes = measured_bytes(graphs, graph_sizes(graphs.max_tokens), tables.platform)
         pieces = self._pieces(tables)
         sizes = piece_sizes(self._max_num_batched_tokens)
-        return num_bytes + measured_bytes(pieces, sizes, tables.device)
+        return num_bytes + measured_bytes(pieces, sizes, tables.platform)
 
     def make(self, tables: DeviceTables, *, accepts: bool) -> list[StepRunner]:
         """Return the step runners: CUDA graphs of whole steps and of all but attention, or a
@@ -83,9 +84,9 @@ class StepRunners:
         graphs.capture(graph_sizes(graphs.max_tokens), progress=progress)
         pieces = self._pieces(tables)
         pieces.capture(piece_sizes(self._max_num_batched_tokens), progress=progress)
-        if tables.device.type == "cuda":
+        if tables.platform.runs_ahead:
             prompts = partial(_prompts, tables.scratch_idx, self._network.max_model_len)
-            pieces.keep_faster(prompts, partial(measure_seconds, device=tables.device))
+            pieces.keep_faster(prompts, partial(measure_seconds, platform=tables.platform))
         return [graphs, pieces]
 
     def graphs(
@@ -123,7 +124,7 @@ class StepRunners:
         from nanovllm.features.graphs.cuda_graph import draft_graph_sizes
 
         return sum(
-            measured_bytes(each, draft_graph_sizes(each.max_tokens), self._network.device)
+            measured_bytes(each, draft_graph_sizes(each.max_tokens), self._network.platform)
             for each in runners
         )
 
@@ -166,11 +167,6 @@ class StepRunners:
         return PiecewiseGraphs(network.run, make_batch, capture, padding_slot, network.device)
 
 
-def can_capture(device: torch.device) -> bool:
-    """Return whether `device` supports CUDA graphs."""
-    return device.type == "cuda"
-
-
 def _compute_logits(network: Network, batch: Batch) -> torch.Tensor | None:
     logits: torch.Tensor | None = network.model.compute_logits(network.run(batch))  # type: ignore[operator]
     return logits
@@ -184,7 +180,7 @@ def _prompts(table_idx: int, max_model_len: int, num_tokens: int) -> list[Row]:
 
 
 def measured_bytes(
-    runner: "GraphRunner | PiecewiseGraphs", sizes: list[int], device: torch.device
+    runner: "GraphRunner | PiecewiseGraphs", sizes: list[int], platform: Platform
 ) -> int:
     """Return the bytes of the graphs of `sizes`, which are captured for it."""
-    return graph_bytes(sizes, lambda size: runner.capture([size]), device)
+    return graph_bytes(sizes, lambda size: runner.capture([size]), platform)

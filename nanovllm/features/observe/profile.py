@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import ConfigError, InvalidRequestError
@@ -93,9 +93,9 @@ _of_runners: "weakref.WeakKeyDictionary[ModelRunner, Any]" = weakref.WeakKeyDict
 
 
 def _start(runner: ModelRunner) -> None:
-    activities = [ProfilerActivity.CPU]
-    if runner.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+    activities = {ProfilerActivity.CPU}
+    if not runner.platform.in_host_memory:
+        activities |= supported_activities()  # type: ignore[no-untyped-call]
     # Steps may run in another thread than this one.
     every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     found = profile(activities=activities, experimental_config=every_thread)

@@ -18,7 +18,7 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.features.structured.grammar import GrammarCompiler
 from nanovllm.features.structured.grammar_errors import NO_TEXT, in_our_words
 from nanovllm.options.structured_outputs import UNFINISHED
-from nanovllm.utils.transfer import to_host, upload
+from nanovllm.platform import Event
 from nanovllm.worker.device_tables import DeviceTables
 
 if TYPE_CHECKING:
@@ -237,15 +237,14 @@ class GrammarStep:
             first + index for _, row, first in rows for index in range(1 + row.num_draft_tokens)
         ]
         """The step's samples that have a mask."""
-        on_cuda = tables.device.type == "cuda"
-        size = (len(self.samples), mask_bytes)
-        self._masks = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
+        platform = self._platform = tables.platform
+        self._masks = platform.staging((len(self.samples), mask_bytes), torch.uint8)
         self._masks.numpy().fill(255)  # torch would wake threads that spin next to the kernels
         self._unread, self._copied = self._unread_tokens()
-        # On CUDA the forward pass is only launched here, and the device computes it meanwhile. The
+        # Of a device that runs ahead the forward pass is only launched here, and it computes. The
         # other thread must not use torch: its number of threads there would be torch's default.
         self._written: Future[None] | None = None
-        if not on_cuda:
+        if not platform.runs_ahead:
             masks = Masks(self._masks)
             self._written = thread.submit(self._write, masks, self._read())
 
@@ -254,17 +253,16 @@ class GrammarStep:
         if self._written is not None:
             self._written.result()
         else:
-            if self._copied is not None:
-                self._copied.synchronize()
+            self._copied.synchronize()
             self._write(Masks(self._masks), self._read())
-        samples = upload(self.samples, self._tables.device)
+        samples = self._platform.upload(self.samples)
         self._tables.kernels.forbid(logits, samples, self._masks)
 
     def _read(self) -> list[int]:
         """Return the tokens that the grammars have not read, row by row."""
         return [] if self._unread is None else self._unread.tolist()
 
-    def _unread_tokens(self) -> tuple[torch.Tensor | None, Any]:
+    def _unread_tokens(self) -> tuple[torch.Tensor | None, Event]:
         """Return the tokens and drafts that the grammars have not read, and when they are here.
 
         Often there are none: the rows whose grammar may force tokens read them with the result.
@@ -276,15 +274,10 @@ class GrammarStep:
             table_indices += [row.table_idx] * len(unread)
             positions += unread
         if not positions:
-            return None, None
-        cells = upload(table_indices + positions, self._tables.device).view(2, len(positions))
+            return None, self._platform.record()
+        cells = self._platform.upload(table_indices + positions).view(2, len(positions))
         found = self._tables.token_ids[cells[0], cells[1]]
-        if not found.is_cuda:
-            return found, None
-        host = to_host(found)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-        return host, copied
+        return self._platform.to_host(found), self._platform.record()
 
     def _write(self, masks: Masks, tokens: list[int]) -> None:
         """Write all masks. `tokens` are those that the grammars have not read, row by row."""

@@ -12,7 +12,6 @@ import hashlib
 import importlib
 import json
 import os
-import platform
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -23,12 +22,12 @@ import torch
 
 import nanovllm
 from nanovllm.features.tiers.weight_files import WeightSnapshot
-from nanovllm.kernels.cpu.build import processor_flags, processor_name
 from nanovllm.kernels.cpu.library import library_name
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.config import Config
 from nanovllm.options.plugins import is_plugin
+from nanovllm.platform import Platform
 from nanovllm.utils.distributed import broadcast_from_first, gather_to_first, tensor_parallel
 from nanovllm.worker.network import Network
 
@@ -38,12 +37,14 @@ _PACKAGES = ("torch", "nanovllm", "triton", "flash-attn")
 _PACKAGE = Path(nanovllm.__file__).parent
 _COMPUTING = (
     "attention",
+    "core",
     "features",
     "kernels",
     "kv",
     "layers",
     "loading",
     "models",
+    "platform",
     "scheduler",
     "utils",
     "worker",
@@ -66,8 +67,9 @@ def kv_namespace(network: Network, weights: WeightSnapshot) -> str:
     attention = network.attention
     kernels = network.kernels
     device = network.device
-    kind = torch.device(device.type)  # cuda:0 and cuda:1 compute alike
-    specs = [dataclasses.replace(group.backend.spec, device=kind) for group in attention.groups]
+    # cuda:0 and cuda:1 compute alike.
+    like = torch.device(device.type)
+    specs = [dataclasses.replace(group.backend.spec, device=like) for group in attention.groups]
     computing = {
         "kernels": type(kernels).__qualname__,
         "library": library_name() if kernels.name == "c" else None,
@@ -77,10 +79,10 @@ def kv_namespace(network: Network, weights: WeightSnapshot) -> str:
         "block_size": network.backend.block_size,
         "layout": attention.layout,
         "states": attention.states.layout,
-        "cells": attention.states.chunk_size,
         "angles": _angles(network),
     }
-    own = fingerprint(network.config, network.model_config, weights.digest(), device, computing)
+    kind = device_kind(network.platform)
+    own = fingerprint(network.config, network.model_config, weights.digest(), kind, computing)
     return _of_all_ranks(own, device)
 
 
@@ -110,13 +112,14 @@ def fingerprint(
     config: Config,
     model_config: ModelConfig,
     weights: str,
-    device: torch.device,
+    device: Mapping[str, Any],
     computing: Mapping[str, Any],
 ) -> str:
     """Return the namespace of an engine's entries: 64 hexadecimal digits.
 
     Args:
         weights: digest of the weight files, see `WeightSnapshot`; for dummy weights, anything.
+        device: what `device_kind` returns.
         computing: what the worker chose: kernels, attention backends, the layout of a page. Its
             values are written with `repr`, which must say the same in every process.
     """
@@ -133,7 +136,7 @@ def fingerprint(
             "tensor_parallel_size": config.tensor_parallel_size,
         },
         "computing": {name: repr(value) for name, value in computing.items()},
-        "device": device_kind(device),
+        "device": device,
         "versions": {name: _version(name) for name in _PACKAGES},
         "source": source_digest(),
         "plugins": _plugins_digest(config, model_config),
@@ -142,25 +145,15 @@ def fingerprint(
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def device_kind(device: torch.device) -> dict[str, Any]:
+def device_kind(platform: Platform) -> dict[str, Any]:
     """Return what of the machine, and of torch's settings, decides the bits of a product."""
-    kind: dict[str, Any] = {
-        "type": device.type,
+    return {
+        "type": type(platform).__qualname__,
         "byteorder": sys.byteorder,
         "precision": torch.get_float32_matmul_precision(),
         "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
+        **platform.fingerprint(),
     }
-    if device.type == "cuda":
-        kind["name"] = torch.cuda.get_device_name(device)
-        kind["capability"] = torch.cuda.get_device_capability(device)
-        kind["cuda"] = torch.version.cuda
-        return kind
-    kind["machine"] = platform.machine()
-    kind["capability"] = torch.backends.cpu.get_cpu_capability()
-    kind["flags"] = sorted(processor_flags())
-    # torch's libraries choose blocks by the size of the processor's caches.
-    kind["name"] = processor_name() or platform.processor()
-    return kind
 
 
 def source_digest() -> str:

@@ -12,16 +12,16 @@ from functools import partial
 import torch
 
 from nanovllm.core.messages import Row, Schedule
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import TierInfo, WorkerInfo
 from nanovllm.errors import ConfigError, OutOfMemoryError
 from nanovllm.features.tiers.host_pages import HostPages, PageCopies
 from nanovllm.features.tiers.kv_namespace import kv_namespace
 from nanovllm.features.tiers.page_transfers import PageTransfers
 from nanovllm.features.tiers.store import make_store
 from nanovllm.features.tiers.weight_files import WeightSnapshot
+from nanovllm.platform.cpu import available_memory
 from nanovllm.utils.distributed import broadcast_from_first, smallest, tensor_parallel
 from nanovllm.worker.hooks import WorkerHook
-from nanovllm.worker.kv_cache import available_memory
 from nanovllm.worker.kv_pool import KVPool
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.step_output import PendingResult
@@ -40,14 +40,18 @@ class RankTiers(WorkerHook):
         files: the network's, found before they were loaded.
 
     Raises:
-        ConfigError: `kv_offload_gib` or `kv_cache_dir_gib` holds no page.
+        ConfigError: `kv_offload_gib` or `kv_cache_dir_gib` holds no page, or no `PageCopies` is
+            for this device.
     """
 
     def __init__(self, runner: ModelRunner, files: WeightSnapshot) -> None:
         self._config = runner.config
         self._network = runner.network
+        self._platform = runner.platform
         self._device = runner.device
         self._files = files
+        if not self._platform.in_host_memory and self._device.type != "cuda":
+            raise ConfigError("kv_offload_gib, kv_cache_dir and kv_store need a CPU or a CUDA GPU")
         self._num_slots = self._find_num_slots()
         self._copies: PageCopies | None = None
         self._transfers: PageTransfers | None = None
@@ -61,12 +65,12 @@ class RankTiers(WorkerHook):
         """
         pool = self._network.pool
         self._require_memory(pool)
-        if self._device.type == "cuda":
+        if self._platform.in_host_memory:
+            self._copies = HostPages(pool, self._num_slots)
+        else:
             from nanovllm.features.tiers.cuda_pages import CudaPages
 
             self._copies = CudaPages(pool, self._num_slots)
-        else:
-            self._copies = HostPages(pool, self._num_slots)
         namespace = ""
         if self._config.has_store:
             namespace = kv_namespace(self._network, self._files)
@@ -74,13 +78,8 @@ class RankTiers(WorkerHook):
         self._transfers = PageTransfers(self._copies, store)
         # The threads hold the pool, so they end with the runner. Python's exit does the same.
         self._close = weakref.finalize(self, self._transfers.close)
-        return dataclasses.replace(
-            info,
-            num_host_slots=self._num_slots,
-            kv_namespace=namespace,
-            token_seconds=self._token_seconds(info, run),
-            page_seconds=self._page_seconds(self._copies),
-        )
+        seconds = self._token_seconds(info, run), self._page_seconds(self._copies)
+        return dataclasses.replace(info, tiers=TierInfo(self._num_slots, namespace, *seconds))
 
     def free(self) -> None:
         """Write what is queued, and end the threads."""
@@ -140,7 +139,7 @@ class RankTiers(WorkerHook):
             OutOfMemoryError: it cannot.
         """
         needed = self._num_slots * pool.page_bytes
-        if self._device.type == "cpu":
+        if self._platform.in_host_memory:
             needed += pool.num_blocks * pool.page_bytes
         if self._config.distributed_executor_backend != "ray":
             needed *= tensor_parallel().size
@@ -171,8 +170,7 @@ class RankTiers(WorkerHook):
         """Return how long a step of a prompt takes: the first rank's time, on each rank."""
         start = time.perf_counter()
         run([Row(-1, 0, 0, num_tokens, samples=False)])
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._platform.synchronize()
         seconds = time.perf_counter() - start
         found = torch.tensor([seconds], dtype=torch.float64, device=self._device)
         return float(broadcast_from_first(found).item())
@@ -184,4 +182,4 @@ class RankTiers(WorkerHook):
             return 0.0
         copies.save([0], [0])
         restore = partial(copies.restore, [0], mark=copies.mark())
-        return measure_seconds(lambda page: restore([page]), [0], self._device)[0][1]
+        return measure_seconds(lambda page: restore([page]), [0], self._platform)[0][1]

@@ -72,7 +72,7 @@ class RankWeights:
         Raises:
             ConfigError, UnsupportedModelError: this rank cannot; its weights are as they were.
         """
-        if self._network.device.type != "cpu":
+        if not self._network.platform.in_host_memory:
             raise ConfigError(
                 "sleep() gives back the memory of a CPU only; on a GPU, use shutdown() and make a "
                 "new LLM"

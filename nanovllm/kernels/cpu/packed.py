@@ -235,7 +235,7 @@ class OneDnnWeight:
 def use_onednn(weight: torch.Tensor) -> bool:
     """Return whether oneDNN supports `weight` here and `weight` is large enough to gain from it."""
     available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if weight.device.type != "cpu" or not available or weight.numel() < _ONEDNN_MIN_ELEMENTS:
+    if not weight.is_cpu or not available or weight.numel() < _ONEDNN_MIN_ELEMENTS:
         return False
     if weight.dtype == torch.float32:
         return True

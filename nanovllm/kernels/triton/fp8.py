@@ -2,7 +2,7 @@
 
 The result for a row does not depend on the other rows of the batch. The host never waits for the
 device, so a CUDA graph can hold every call. Imports triton: check
-`kernels.selector.triton_available` first.
+`platform.cuda.triton_available` first.
 """
 
 import torch

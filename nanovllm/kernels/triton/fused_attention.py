@@ -9,13 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.fused_layer import MAX_ROWS
 from nanovllm.kernels.triton.launch import launch_options, let_next_begin, wait_for_previous
 from nanovllm.kernels.triton.online_softmax import LOG2_E, MAX_SPLITS, block_ids, finish_split
 
 _WARPS = 4
 """Warps of a program. Each attends to some keys of a tile: 16, as many as an instruction of the
 tensor cores takes."""
+_NEW_KEYS = 16
+"""Rows whose keys a row may see, as a tile: what `tl.dot` sums up has 16 numbers at least."""
 _PROGRAMS = 512
 """Programs of a launch, at most: two turns of a large GPU. More would often have no split."""
 _MERGED_AT_ONCE = tl.constexpr(12)
@@ -30,6 +31,7 @@ def attend_rows(
     eps: float,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
+    angle_rows: torch.Tensor,
     slot_mapping: torch.Tensor,
     block_tables: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -45,11 +47,13 @@ def attend_rows(
     its keys in the cache, never from the batch; the other keys are one split more.
 
     Args:
-        qkv: [R, (heads + 2 kv_heads) * dim], R at most MAX_ROWS.
-        q_weight, k_weight, eps, cos_sin, positions, slot_mapping: see `store.store`.
+        qkv: [R, (heads + 2 kv_heads) * dim], R at most `fused_layer.MAX_ROWS`.
+        q_weight, k_weight, eps, cos_sin, slot_mapping: see `store.store`.
+        positions: [R] int64.
+        angle_rows: [R] int64, rows of `cos_sin`.
         block_tables: [R, width] int32. Columns past a row's last block are not read.
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim] of `qkv`'s dtype.
-        splits_done: [MAX_ROWS, num_kv_heads] int32, 0 between two launches, which must run one
+        splits_done: [R or more, num_kv_heads] int32, 0 between two launches, which must run one
             after another.
         chained: see `launch.launch_options`.
 
@@ -66,16 +70,14 @@ def attend_rows(
     per_head = rows, MAX_SPLITS, num_heads
     partial_out = qkv.new_empty(*per_head, head_dim, dtype=torch.float32)
     partial_stats = qkv.new_empty(*per_head, 2, dtype=torch.float32)
-    programs = MAX_SPLITS
-    if qkv.itemsize == 2:  # float32 has no registers left for a loop over splits
-        programs = min(max(_PROGRAMS // (rows * num_kv_heads), 1), MAX_SPLITS)
+    programs = min(max(_PROGRAMS // (rows * num_kv_heads), 1), MAX_SPLITS)
     _attend_rows[(rows * num_kv_heads, programs)](
-        qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping,
+        qkv, q_weight, k_weight, eps, cos_sin, positions, angle_rows, slot_mapping,
         block_tables, block_tables.stride(0), k_cache, v_cache, out,
         splits_done, partial_out, partial_stats, rows, head_dim**-0.5 * LOG2_E,
         KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         MANY_SPLITS=programs < MAX_SPLITS,
-        ROWS=MAX_ROWS, M=triton.next_power_of_2(group), D=triton.next_power_of_2(head_dim),
+        ROWS=_NEW_KEYS, M=triton.next_power_of_2(group), D=triton.next_power_of_2(head_dim),
         W=_WARPS, N=16 * _WARPS, num_warps=_WARPS, num_stages=2, **launch_options(chained),
     )  # fmt: skip
     return out
@@ -83,10 +85,11 @@ def attend_rows(
 
 @triton.jit(
     do_not_specialize=["rows", "table_stride"],
-    do_not_specialize_on_alignment=["positions", "slot_mapping", "block_tables"],
+    do_not_specialize_on_alignment=["positions", "angle_rows", "slot_mapping", "block_tables"],
 )
 def _attend_rows(
-    qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, block_tables, table_stride,
+    qkv, q_weight, k_weight, eps, cos_sin, positions, angle_rows, slot_mapping, block_tables,
+    table_stride,
     k_cache, v_cache, out, splits_done, partial_out, partial_stats, rows, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     MANY_SPLITS: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
@@ -106,12 +109,14 @@ def _attend_rows(
     if split > tl.cdiv(position, N):  # most programs without a split end here
         return
     table = block_tables + row * table_stride
-    new = _new_keys(row, position, positions, slot_mapping, table, rows, BLOCK_SIZE, ROWS)
+    new = _new_keys(
+        row, position, positions, angle_rows, slot_mapping, table, rows, BLOCK_SIZE, ROWS
+    )
     tiles = tl.cdiv(new[4], N)
     count = tl.minimum(tiles, _MAX_SPLITS - 1)
     if split > count:
         return
-    angles = cos_sin + position * HEAD_DIM
+    angles = cos_sin + tl.load(angle_rows + row, cache_modifier=".cg") * HEAD_DIM
     k, v, seen = _load_first_tile(
         split, count, tiles, k_cache, v_cache, table, new[4], head, KV_HEADS, HEAD_DIM, BLOCK_SIZE,
         D, W, N,
@@ -191,7 +196,7 @@ def _process_split(
 
 @triton.jit
 def _new_keys(
-    row, position, positions, slot_mapping, table, rows,
+    row, position, positions, angle_rows, slot_mapping, table, rows,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return which rows of the batch have keys that `row` sees.
@@ -200,8 +205,8 @@ def _new_keys(
     tells: a block that takes a new token is of one sequence only.
 
     Returns:
-        The rows [ROWS], their positions [ROWS], slots [ROWS], whether they are seen [ROWS], and the
-        number of keys in the cache, those before the first of them.
+        The rows [ROWS], their angle rows [ROWS], slots [ROWS], whether they are seen [ROWS], and
+        the number of keys in the cache, those before the first of them.
     """
     other = tl.arange(0, ROWS)
     # ".cg" reads from the L2: before the wait, the L1 may hold what the last step read.
@@ -212,7 +217,8 @@ def _new_keys(
     seen = earlier & (block * BLOCK_SIZE + theirs % BLOCK_SIZE == slot)
     seen = seen | (other == row)
     stored = tl.min(tl.where(seen, theirs, position)).to(tl.int32)
-    return other, theirs, slot, seen, stored
+    angle_row = tl.load(angle_rows + other, other < rows, 0, cache_modifier=".cg")
+    return other, angle_row, slot, seen, stored
 
 
 @triton.jit
@@ -314,14 +320,14 @@ def _load_new_keys(
     D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Return the keys of `_new_keys` as `_attend_tile` takes them. Store the row's own."""
-    other, positions, slots, seen, _ = new
+    other, angle_rows, slots, seen, _ = new
     ROWS: tl.constexpr = other.shape[0]
     dims = tl.arange(0, D)[None, :]
     inside = seen[:, None] & (dims < HEAD_DIM)
     tokens = qkv + other[:, None] * (GROUP + 2) * KV_HEADS * HEAD_DIM
     keys = tokens + (GROUP * KV_HEADS + head) * HEAD_DIM
     v = tl.load(keys + KV_HEADS * HEAD_DIM + dims, inside, 0.0)
-    angles = cos_sin + positions[:, None] * HEAD_DIM
+    angles = cos_sin + angle_rows[:, None] * HEAD_DIM
     k = _norm_and_rotate(keys, k_weight, eps, angles, seen[:, None], HEAD_DIM, D)
     place = (slots[:, None] * KV_HEADS + head) * HEAD_DIM + dims
     is_own = inside & ((other == row) & (slots >= 0))[:, None]
@@ -344,11 +350,11 @@ def _attend_tile(acc, score_max, weight_sum, queries, k, v, seen, scale):
         seen: [W, keys], which of them count.
         scale: factor of the scores, including LOG2_E.
     """
-    scores = tl.dot(queries, tl.permute(k, (0, 2, 1)), input_precision="tf32x3")
+    scores = tl.dot(queries, tl.permute(k, (0, 2, 1)))
     scores = tl.where(seen[:, None, :], scores, float("-inf"))
     new_max = tl.maximum(score_max, tl.max(tl.max(scores, 2), 0) * scale)
     weights = tl.exp2(tl.fma(scores, scale, -new_max[None, :, None]))
     shrink = tl.exp2(score_max - new_max)
     weight_sum = tl.fma(weight_sum, shrink[None, :], tl.sum(weights, 2))
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[None, :, None], input_precision="tf32x3")
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[None, :, None])
     return acc, new_max, weight_sum

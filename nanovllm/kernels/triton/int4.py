@@ -2,7 +2,7 @@
 
 Up to FEW rows the kernel multiplies with the integers themselves, which 16 bits hold exactly, and
 scales the sum of each group. With more rows it scales a tile of weights and rounds it to the dtype
-of x first. Imports triton: see `kernels.selector.triton_available`.
+of x first. Imports triton: see `platform.cuda.triton_available`.
 """
 
 import torch
@@ -49,12 +49,6 @@ class PackedIntWeight:
         self._inputs = like.inputs
         self._dtype = dtype
         self._counters = new_counters(num_rows, like.values.device)
-
-    @property
-    def fusible(self) -> PackedInts | None:
-        """The weight, if the kernels of small steps read it: fused_packed.py."""
-        has_words = self._weight.kind != INT8 and self._inputs is None
-        return self._weight if has_words else None
 
     def store(self, start: int, part: IntFields) -> None:
         """Replace the rows from `start` on by those of `part`."""
@@ -125,7 +119,7 @@ def _load_words(words, output, is_output, step, SIZE, PART: tl.constexpr, KIND: 
 
 
 @triton.jit
-def to_numbers(words, index, dtype: tl.constexpr, KIND: tl.constexpr):
+def _to_numbers(words, index, dtype: tl.constexpr, KIND: tl.constexpr):
     """Return the numbers of part `index` of the words, exactly, in `dtype`."""
     MANTISSA: tl.constexpr = dtype.fp_mantissa_width
     BIAS: tl.constexpr = dtype.exponent_bias
@@ -145,7 +139,7 @@ def to_numbers(words, index, dtype: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def scale_and_shift(
+def _scale_and_shift(
     groups, output, is_output, start, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr
 ):
     """Return float32 [N] of the group of input `start`: a weight is scale * number + shift."""
@@ -168,14 +162,14 @@ def _of_parts(
 ):  # fmt: skip
     """Return scale and shift of each part of block `step`."""
     at = step * 4 * PART
-    a = scale_and_shift(groups, output, is_output, at, OUTPUTS, SIZE, GROUP)
+    a = _scale_and_shift(groups, output, is_output, at, OUTPUTS, SIZE, GROUP)
     b = a
     c = a
     d = a
     if GROUP % (4 * PART) and GROUP < SIZE:  # a block has several groups
-        b = scale_and_shift(groups, output, is_output, at + PART, OUTPUTS, SIZE, GROUP)
-        c = scale_and_shift(groups, output, is_output, at + 2 * PART, OUTPUTS, SIZE, GROUP)
-        d = scale_and_shift(groups, output, is_output, at + 3 * PART, OUTPUTS, SIZE, GROUP)
+        b = _scale_and_shift(groups, output, is_output, at + PART, OUTPUTS, SIZE, GROUP)
+        c = _scale_and_shift(groups, output, is_output, at + 2 * PART, OUTPUTS, SIZE, GROUP)
+        d = _scale_and_shift(groups, output, is_output, at + 3 * PART, OUTPUTS, SIZE, GROUP)
     return a, b, c, d
 
 
@@ -216,7 +210,7 @@ def _multiply(
                 found = _load_words(words, output, is_output, 4 * step + index, SIZE, PART, KIND)
             start = step * BLOCK + index * PART
             a = _load_x(x, row, is_row, start, SIZE, PART)
-            number = to_numbers(found, index, dtype, KIND)
+            number = _to_numbers(found, index, dtype, KIND)
             scale, shift = of_parts[index]
             if FEW:
                 acc += tl.dot(a, tl.trans(number)) * scale[None, :]
@@ -263,9 +257,9 @@ def _take_rows(
     for index in tl.static_range(4):
         words_at = 4 * step + index if KIND == _INT8 else step
         found = _load_words(words, output, is_output, words_at, SIZE, PART, KIND)
-        number = to_numbers(found, index, dtype, KIND).to(tl.float32)
+        number = _to_numbers(found, index, dtype, KIND).to(tl.float32)
         start = step * 4 * PART + index * PART
-        scale, shift = scale_and_shift(groups, output, is_output, start, OUTPUTS, SIZE, GROUP)
+        scale, shift = _scale_and_shift(groups, output, is_output, start, OUTPUTS, SIZE, GROUP)
         number = number * scale[:, None] + shift[:, None]
         if factors is not None:
             number *= tl.load(factors + output)[:, None]

@@ -1,11 +1,10 @@
-"""`Kernels` on a CUDA GPU. Imports triton: see `kernels.selector.triton_available`."""
+"""`Kernels` on a CUDA GPU. Imports triton: see `platform.cuda.triton_available`."""
 
 from typing import ClassVar
 
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.kernels.triton import (
     decode_step,
-    delta_cells,
     experts,
     fp8,
     int4,
@@ -22,7 +21,6 @@ class TritonKernels(Kernels):
     """Triton's, in one launch or a few where torch needs dozens."""
 
     name: ClassVar[str] = "triton"
-    computes_cells: ClassVar[bool] = False  # its tests failed on an H200: docs/cuda.md
     fp8 = fp8
     ints = int4
     ngram = ngram
@@ -34,7 +32,7 @@ class TritonKernels(Kernels):
     act = staticmethod(ops.act)
     route = staticmethod(experts.route)
     causal_conv = staticmethod(states.causal_conv)
-    gated_delta = staticmethod(delta_cells.gated_delta)
+    gated_delta = staticmethod(states.gated_delta)
     mamba2 = staticmethod(mamba2.mamba2)
     gated_rms_norm = staticmethod(states.gated_rms_norm)
     greedy = staticmethod(sampling.greedy)

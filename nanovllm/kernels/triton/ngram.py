@@ -2,7 +2,7 @@
 
 Blocks of a row are searched in parallel, and a second launch takes the best match. The host
 never waits for the device, and the grids do not depend on the rows' lengths. Importing this module
-imports triton: see `kernels.selector.triton_available`.
+imports triton: see `platform.cuda.triton_available`.
 """
 
 import torch

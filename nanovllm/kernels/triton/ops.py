@@ -1,7 +1,7 @@
 """The Triton kernels that layers call: norms and activations.
 
 The result for a row does not depend on the rest of the batch. The host never waits for the device,
-so a CUDA graph can hold every call. Imports triton: see `kernels.selector.triton_available`.
+so a CUDA graph can hold every call. Imports triton: see `platform.cuda.triton_available`.
 """
 
 import torch

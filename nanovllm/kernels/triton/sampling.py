@@ -3,7 +3,7 @@
 A row's token depends on that row only, and no sum depends on the order in which programs run. It is
 -1 if the row is not a distribution: if some logit is NaN or +inf, or all are -inf. The host never
 waits for the device, so a CUDA graph can hold every call. Imports triton: check
-`kernels.selector.triton_available` first.
+`platform.cuda.triton_available` first.
 """
 
 import torch

@@ -4,7 +4,7 @@ norm with a gate.
 States lie in pages of the pool and change in place. A token is computed by the same code in a
 prompt's chunk and in a decode step, so bits depend neither on chunks nor on the rest of the batch.
 The host never waits for the device. `Kernels` says what the functions do. Imports triton: see
-`kernels.selector.triton_available`.
+`platform.cuda.triton_available`.
 """
 
 import torch
@@ -49,35 +49,37 @@ def causal_conv(
     return out
 
 
-def delta_by_token(
+def gated_delta(
     qkv: torch.Tensor,
-    gates: tuple[torch.Tensor, ...],
-    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
     states: States,
     rows: StateRows,
-    sizes: dict[str, int],
-    bound: float | None,
-) -> None:
-    """Compute the tokens that are in no cell, one by one, after the row's cells.
-
-    Args:
-        gates: a, b, a_log and dt_bias of `gated_delta`, whose result `out` gets.
-        sizes: of the heads, named as `_gated_delta` has them.
-        bound: see `gated_delta`.
-    """
-    a, b, *_ = gates
-    key_dim = sizes["KEY_DIM"]
-    value_dim = sizes["VALUE_DIM"]
+    bound: float | None = None,
+) -> torch.Tensor:
+    value_heads = b.shape[1]
+    key_dim, value_dim = states.parts[1].shape
+    key_heads, rest = divmod(qkv.shape[1] - value_heads * value_dim, 2 * key_dim)
+    assert rest == 0
+    assert qkv.is_contiguous()
+    if qkv.data_ptr() % 16:  # would be loaded otherwise, and summed in another order
+        qkv = qkv.clone()
+    assert a.stride(1) == b.stride(1) == 1
+    out = qkv.new_empty(len(qkv), value_heads, value_dim)
     block = triton.next_power_of_2(key_dim)
     tile = min(max(_STATE_TILE // block, 1), triton.next_power_of_2(value_dim))
-    begins = rows.cu_seqlens if rows.cells is None else rows.cells.begins
-    _gated_delta[(triton.cdiv(value_dim, tile), sizes["VALUE_HEADS"], len(rows.write_lens))](
-        qkv, *gates, out, states.pool, states.places,
-        rows.pages, begins, rows.cu_seqlens, rows.write_lens,
-        a.stride(0), b.stride(0), rows.pages.stride(0), states.pool.stride(0),
-        SCALE=key_dim**-0.5, BOUND=bound, BY_KEY=a.shape[1] > b.shape[1],
-        KEYS=block, VALUES=tile, **sizes, num_warps=1,
-    )  # fmt: skip
+    if len(qkv):
+        _gated_delta[(triton.cdiv(value_dim, tile), value_heads, len(rows.write_lens))](
+            qkv, a, b, a_log, dt_bias, out, states.pool, states.places,
+            rows.pages, rows.cu_seqlens, rows.write_lens,
+            a.stride(0), b.stride(0), rows.pages.stride(0), states.pool.stride(0),
+            KEY_HEADS=key_heads, VALUE_HEADS=value_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+            SCALE=key_dim**-0.5, BOUND=bound, BY_KEY=a.shape[1] > b.shape[1],
+            KEYS=block, VALUES=tile, num_warps=1, maxnreg=128,
+        )  # fmt: skip
+    return out
 
 
 def gated_rms_norm(
@@ -188,27 +190,28 @@ def _inputs(row_x, state, token, channel, channels, inside, STATE: tl.constexpr)
 
 @triton.jit(
     do_not_specialize=["pages_stride"],
-    do_not_specialize_on_alignment=["pages", "begins", "cu_seqlens", "write_lens", "a", "b"],
+    do_not_specialize_on_alignment=["pages", "cu_seqlens", "write_lens", "a", "b"],
 )
 def _gated_delta(
-    qkv, a, b, a_log, dt_bias, out, pool, places, pages, begins, cu_seqlens, write_lens,
+    qkv, a, b, a_log, dt_bias, out, pool, places, pages, cu_seqlens, write_lens,
     a_stride, b_stride, pages_stride, page_bytes,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, SCALE: tl.constexpr, BOUND: tl.constexpr, BY_KEY: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Take a row's tokens from `begins` on one by one through VALUES columns of one head's state.
+    """Take a row's tokens one by one through VALUES columns of one head's state.
 
     The inputs of the next token are loaded while one is computed. If BY_KEY, each row of the state
     has a decay.
     """
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
-    begin = tl.load(begins + row).to(tl.int64)
+    start = tl.load(cu_seqlens + row)
     end = tl.load(cu_seqlens + row + 1)
-    if begin == end:
+    if start == end:
         return
-    last_written = tl.load(cu_seqlens + row) + tl.load(write_lens + row) - 1
+    begin = start.to(tl.int64)
+    last_written = start + tl.load(write_lens + row) - 1
     key = tl.arange(0, KEYS)
     value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     inside = (key < KEY_DIM)[:, None] & (value < VALUE_DIM)[None, :]

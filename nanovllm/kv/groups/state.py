@@ -4,7 +4,6 @@ They lie in pages of the pool. Copies of them, snapshots, are what the prefix ca
 """
 
 import dataclasses
-import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence as Seq
 
@@ -50,7 +49,7 @@ class State:
     pages: list[int]
     start: int  # the position of the snapshot that it began with; or 0
     branch: int  # the position where the cached blocks end that the sequence began with; or 0
-    last: int  # the last multiple of `unit` before the last token that was known at the admission
+    last: int  # the last block boundary before the last token that was known at the admission
     hit: Snapshot | None = None  # to copy, as long as the state has no pages
     begun: Snapshot | None = None  # of the state after the last step; the next step copies it
     unpublished: list[Snapshot] = dataclasses.field(default_factory=list)  # by position
@@ -92,10 +91,6 @@ class StateGroup(KVCacheGroup):
     free an eighth of the pool, and a page for each running sequence. So a full pool has none. An
     admission leaves room for the next blocks of the others: ROOM_TO_GROW.
 
-    **Cells.** If the device computes prompts in cells, counted from position 0, a prompt's rows end
-    at multiples of `chunk_size`, or with the prompt. Snapshots are taken at such multiples, so a
-    hit begins a cell. So the form in which a token is computed does not depend on the steps.
-
     **Failures.** A failed step may not have run its copies: `undo_copies` drops what they should
     have written. What its rows gave is not published, and is dropped with their sequences.
 
@@ -106,23 +101,14 @@ class StateGroup(KVCacheGroup):
     Args:
         num_pages: of a state.
         snapshot_interval: in tokens; rounded to whole blocks.
-        chunk_size: see `WorkerInfo`.
     """
 
     suffix = b"s"
     grows = False
 
-    def __init__(
-        self,
-        num_pages: int,
-        *,
-        snapshot_interval: int = SNAPSHOT_INTERVAL,
-        chunk_size: int = 1,
-    ) -> None:
+    def __init__(self, num_pages: int, *, snapshot_interval: int = SNAPSHOT_INTERVAL) -> None:
         self.num_pages = num_pages
         self.num_tables = num_pages
-        self.chunk_size = chunk_size
-        self.max_extra_tokens = chunk_size - 1
         self._snapshot_interval = snapshot_interval
         self._states: dict[Sequence, State] = {}
         self._begun: list[State] = []  # of the last step's rows, those with `begun`
@@ -132,8 +118,7 @@ class StateGroup(KVCacheGroup):
 
     def attach(self, pool: BlockPool, trie: PrefixTrie, first_table: int) -> None:
         super().attach(pool, trie, first_table)
-        self.unit = math.lcm(self.block_size, self.chunk_size)  # snapshots are at its multiples
-        self._interval = max(1, self._snapshot_interval // self.unit) * self.unit
+        self._interval = max(1, self._snapshot_interval // self.block_size) * self.block_size
 
     def needed(self, num_blocks: int) -> range:
         """Return the block at whose end the snapshot is."""
@@ -275,18 +260,13 @@ class StateGroup(KVCacheGroup):
         self._begun.clear()
 
     def row_length(self, seq: Sequence, most: int) -> int:
-        """Return how many of the next `most` tokens a row computes: up to the next snapshot, and to
-        the end of its last cell, which may be up to chunk_size - 1 more than `most`.
-        """
+        """Return how many of the next `most` tokens a row computes: up to the next snapshot."""
         state = self._states[seq]
         position = seq.num_computed_tokens
         if position < state.last and self._has_room(0):
             stops = state.branch, state.last, (position // self._interval + 1) * self._interval
             most = min(most, *(stop - position for stop in stops if stop > position))
-        left = seq.num_prompt_tokens - position
-        if most >= left:
-            return most
-        return min(left, most + -(position + most) % self.chunk_size)
+        return most
 
     def fill_step(
         self,
@@ -304,7 +284,7 @@ class StateGroup(KVCacheGroup):
                 step.blocks_to_zero += state.pages
         if self.trie.is_enabled:
             for row in rows:
-                if row.sample_position % self.unit == 0:
+                if row.sample_position % self.block_size == 0:
                     self._begin_snapshot(sequences[row.seq_id], row.sample_position)
         step.copies += self._copies
         self._copies = []
@@ -327,14 +307,14 @@ class StateGroup(KVCacheGroup):
         room = 0
         for seq in self._states:
             num_blocks = -(-seq.max_num_tokens // self.block_size)
-            room += max(0, min(ROOM_TO_GROW, num_blocks - len(seq.block_table)))
+            room += max(0, min(ROOM_TO_GROW, num_blocks - len(seq.kv.block_table)))
         return room
 
     def _new_state(self, seq: Sequence, hit: Hit) -> State:
         """Return the state, still without pages, of a sequence that begins after a hit."""
         position = hit.num_blocks * self.block_size
-        last = (len(seq.token_ids) - 1) // self.unit * self.unit
-        matched = len(hit.matched) * self.block_size // self.unit * self.unit
+        last = (len(seq.token_ids) - 1) // self.block_size * self.block_size
+        matched = len(hit.matched) * self.block_size
         # A branch that is near is not worth a snapshot.
         branch = matched if matched - position > self._interval // 8 else 0
         return State([], position, branch, last)
@@ -343,7 +323,7 @@ class StateGroup(KVCacheGroup):
         """Note the snapshot of the state after a launched row, if one is to be taken.
 
         Args:
-            position: after the row's certain tokens; a multiple of `unit`.
+            position: after the row's certain tokens; a block boundary.
         """
         state = self._states[seq]
         is_rolling = position > state.last
@@ -384,19 +364,19 @@ class StateGroup(KVCacheGroup):
     def _forget(self, snapshot: Snapshot, *, evicted: bool) -> None:
         """Remove a snapshot from the cache. The caller clears its pages."""
         node = snapshot.node
-        tiers = self.pool.tiers
-        if evicted and node is not None and snapshot.pages and tiers is not None:
+        if evicted and node is not None and snapshot.pages:
             is_copied = all(copy.targets != snapshot.pages for copy in self._copies)
-            if is_copied:
-                tiers.evict(node, self.suffix, snapshot.pages)
+            for listener in self.pool.listeners if is_copied else ():
+                listener.evicted(node, self.suffix, snapshot.pages)
         snapshot.is_dropped = True
         self._held.pop(snapshot, None)
         if node is not None:
             del self._snapshots[node.uid]
 
     def _offer(self, snapshot: Snapshot) -> None:
-        """Let lower tiers keep a prompt's snapshot: it is cached, and its pages hold it."""
+        """Tell listeners of a prompt's snapshot: it is cached, and its pages hold it."""
         if snapshot.is_dropped or not snapshot.is_of_prompt:
             return
-        if snapshot.node is not None and self.pool.tiers is not None:
-            self.pool.tiers.keep(snapshot.node, self.suffix, snapshot.pages)
+        if snapshot.node is not None:
+            for listener in self.pool.listeners:
+                listener.written(snapshot.node, self.suffix, snapshot.pages)

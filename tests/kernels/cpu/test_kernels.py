@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanovllm.kernels.selector import select_kernels
 from nanovllm.kernels.torch_kernels import TORCH
+from nanovllm.platform.cpu import CPU
 from tests.kernels.cpu.helpers import native, randn
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=native)]
@@ -13,7 +13,7 @@ DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=native)]
 @pytest.mark.parametrize("on", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_part_has_columns_of_the_pool(dtype, on):
-    kernels = select_kernels(torch.device("cpu"), dtype, native=on)
+    kernels = CPU().kernels(dtype, native=on)
     pool = torch.zeros(50, 3 * 24, dtype=dtype)
     slots = torch.tensor([49, 0, 17, 3])
     for seed, columns in enumerate(pool.chunk(3, dim=1)):
@@ -28,7 +28,7 @@ def test_each_part_has_columns_of_the_pool(dtype, on):
 @pytest.mark.parametrize("on", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_join_columns_of_strided_parts(dtype, on):
-    kernels = select_kernels(torch.device("cpu"), dtype, native=on)
+    kernels = CPU().kernels(dtype, native=on)
     left, right = randn(6, 30).to(dtype)[:, 5:21], randn(6, 9, seed=1).to(dtype)
     joined = kernels.join_columns((left, right))
     assert joined.is_contiguous()
@@ -42,7 +42,7 @@ def test_join_columns_of_strided_parts(dtype, on):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_copy_in_float32(dtype):
     """Also of a draft network's logits, whose dtype is not that of the target."""
-    kernels = select_kernels(torch.device("cpu"), torch.bfloat16)
+    kernels = CPU().kernels(torch.bfloat16)
     logits = randn(5, 70).to(dtype)
     for given in (logits, logits[:, 3:50]):
         copy = kernels.to_float(given)

@@ -20,7 +20,6 @@ ARCHS = (80, 90, 100)
 """Ampere, Hopper and Blackwell, by compute capability."""
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
 """KiB of shared memory that a program may use, by compute capability."""
-EVERY_SHAPE = "EVERY_SHAPE" in os.environ
 _MAX_CHILDREN = 2
 """Each imports torch and triton: 2 s of CPU time, half a gigabyte."""
 
@@ -36,14 +35,6 @@ class Resources(NamedTuple):
     """Bytes of a thread's stack, which hold the registers that did not fit."""
     shared: int
     """Bytes of shared memory of a program."""
-
-
-def shapes(few: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Return what a test compiles for: `few`, and with EVERY_SHAPE in the environment `others`.
-
-    All of them together take minutes. `few` have each kind of kernel, dtype and GPU.
-    """
-    return [*few, *others] if EVERY_SHAPE else list(few)
 
 
 def compile_for(

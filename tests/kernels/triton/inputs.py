@@ -25,6 +25,9 @@ EVERYTHING = 2**31 - 1
 """The top_k of rows without one."""
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+each_half = pytest.mark.parametrize(
+    "dtype", [dtype for dtype in DTYPES if dtype.itemsize == 2], ids=lambda d: str(d)[6:]
+)
 few_dtypes = pytest.mark.parametrize(
     "dtype", DTYPES if CAPABILITY > (0, 0) else [torch.float32], ids=lambda d: str(d)[6:]
 )

@@ -9,8 +9,7 @@ import torch
 
 from nanovllm.kernels.triton import fused_attention, fused_layer
 from tests.kernels.triton import harness
-from tests.kernels.triton.critical_path import paths_of_launches
-from tests.kernels.triton.harness import SHARED, compile_launches, shapes
+from tests.kernels.triton.harness import SHARED, compile_launches
 from tests.kernels.triton.test_compile import meta
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -18,14 +17,14 @@ BF16, F32 = torch.bfloat16, torch.float32
 QWEN3, LLAMA = (1024, 3072, 16, 151936, True), (4096, 14336, 32, 128256, False)
 KV_HEADS, HEAD_DIM = 8, 128
 NAMES = [
-    *("norm_linear_kernel", "_attend_rows", "linear_partials_kernel"),
-    *("norm_linear_kernel", "linear_partials_kernel", "norm_linear_kernel"),
+    *("_norm_linear", "_attend_rows", "_linear_partials"),
+    *("_norm_linear", "_linear_partials", "_norm_linear"),
 ]
 
 
 READ_EARLY = {
-    "norm_linear_kernel": {"weight", "norm_weight"},
-    "linear_partials_kernel": {"weight"},
+    "_norm_linear": {"weight", "norm_weight"},
+    "_linear_partials": {"weight"},
     "_attend_rows": {"positions", "slot_mapping", "block_tables", "k_cache", "v_cache"},
 }
 
@@ -51,7 +50,7 @@ def layer(model, rows, dtype, chained):
     done = meta(fused_layer.MAX_ROWS, KV_HEADS, dtype=torch.int32)
     attended = fused_attention.attend_rows(
         qkv, *[qk_norm_rope if qk_norm else None] * 2, 1e-6, meta(40960, HEAD_DIM, dtype=F32),
-        index, index, meta(rows, 640, dtype=torch.int32),
+        index, index, index, meta(rows, 640, dtype=torch.int32),
         meta(2, 1000, 64, KV_HEADS, HEAD_DIM, dtype=dtype), heads, done, chained=chained,
     )  # fmt: skip
     product = norm_linear(partials(attended.flatten(1)), intermediate * 2, gated=True)
@@ -60,15 +59,7 @@ def layer(model, rows, dtype, chained):
 
 @pytest.mark.parametrize(
     ("model", "rows", "dtype", "archs"),
-    shapes(
-        [(QWEN3, 16, BF16, [80]), (QWEN3, 1, BF16, [90]), (LLAMA, 16, BF16, [90])],
-        [
-            (QWEN3, 16, BF16, [90]),
-            *((model, 16, BF16, [100]) for model in (QWEN3, LLAMA)),
-            (LLAMA, 16, BF16, [80]),
-            (LLAMA, 16, F32, [90]),
-        ],
-    ),
+    [(QWEN3, 4, BF16, [80]), (QWEN3, 1, BF16, [90]), (LLAMA, 4, BF16, [90])],
     ids=str,
 )
 def test_no_spills(model, rows, dtype, archs):
@@ -88,7 +79,7 @@ def wide_linear(rows):
 
 
 def test_a_wide_linear_spills_no_register():
-    for rows in (1, 16):
+    for rows in (1, 4):
         (kernel,) = compile_launches((wide_linear, rows), archs=[90])[90]
         assert kernel.n_spills == 0, kernel
 
@@ -134,13 +125,13 @@ def pointers_read(ptx, parameters):
     return {pointers[index] for index in found} - {None}
 
 
-@pytest.mark.parametrize("arch", shapes([90], [100]))
+@pytest.mark.parametrize("arch", [90])
 def test_what_is_touched_before_the_wait(arch):
     """Only what the previous kernel does not store: weights, metadata, and keys and values
     of earlier steps.
     """
     for name, (code, parameters) in zip(
-        NAMES, in_child("ptx", QWEN3, 16, BF16, True, arch), strict=True
+        NAMES, in_child("ptx", QWEN3, 4, BF16, True, arch), strict=True
     ):
         before, wait, after = code.partition("griddepcontrol.wait")
         assert wait
@@ -152,7 +143,7 @@ def test_what_is_touched_before_the_wait(arch):
 
 
 def test_unchained_kernels_do_not_wait():
-    for code, _ in in_child("ptx", QWEN3, 16, BF16, False, 80):
+    for code, _ in in_child("ptx", QWEN3, 4, BF16, False, 80):
         assert "griddepcontrol" not in code
 
 
@@ -161,7 +152,7 @@ def test_a_row_has_the_same_bits_in_any_batch():
     with the same instruction, and each warp has a part of the inputs or of the keys.
     """
     layouts, products = set(), set()
-    for rows in (1, 16):
+    for rows in (1, 4):
         for code, _ in in_child("ttgir", QWEN3, rows, BF16, True, 90):
             named = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
             of_sums = re.findall(rf"\}}\) : \(tensor<{rows}x1024xf32, (#\w+)>\)", code)
@@ -170,15 +161,3 @@ def test_a_row_has_the_same_bits_in_any_batch():
     assert len(layouts) == 1
     assert "warpsPerCTA = [1, 8]" in layouts.pop()
     assert products == {("[8, 1, 1]", "[1, 16, 8]"), ("[4, 1, 1]", "[1, 16, 8]")}
-
-
-def test_one_row_waits_for_no_long_chain():
-    """Symptom: one sequence waits for a few warps, one instruction after another.
-
-    From the wait to the end; 15% more than when this was written.
-    """
-    job = harness._children().submit(paths_of_launches, layer, QWEN3, 1, BF16, True)
-    names, clocks = zip(*job.result(), strict=True)
-    assert list(names) == NAMES
-    limits = (1670, 7400, 1070, 2080, 1070, 1780)
-    assert all(found <= limit for found, limit in zip(clocks, limits, strict=True)), clocks

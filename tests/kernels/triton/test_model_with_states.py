@@ -8,7 +8,8 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels.triton.kernels import TritonKernels
-from nanovllm.worker import attention_groups, network
+from nanovllm.platform.cpu import CPU
+from nanovllm.worker import attention_groups
 from tests.checkpoints import make_checkpoint
 from tests.kernels.triton.inputs import CUDA, few_dtypes
 from tests.kernels.triton.interpreter import patch_interpreter
@@ -75,7 +76,7 @@ def test_the_engine_generates_the_same_tokens(kernel, dtype, tmp_path, monkeypat
         return change(inputs, *args)
 
     monkeypatch.setattr(triton, kernel, watched)
-    monkeypatch.setattr(network, "select_kernels", lambda *_, **__: triton)
+    monkeypatch.setattr(CPU, "kernels", lambda *_, **__: triton)
     monkeypatch.setattr(attention_groups, "select_backend", lambda spec, _: TritonBackend(spec))
     results = logprobs(path, name)
     assert {1, 6} <= set(steps)

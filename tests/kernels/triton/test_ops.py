@@ -11,7 +11,6 @@ from torch.nn.functional import layer_norm, silu
 
 from nanovllm.kernels.cpu.kernels import CKernels, CSamplingKernels, OneDnnKernels
 from nanovllm.kernels.cpu.library import library
-from nanovllm.kernels.selector import select_kernels, triton_available
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.torch_math import (
     ACTIVATIONS,
@@ -24,6 +23,8 @@ from nanovllm.kernels.triton import ops as triton_ops
 from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.layers.activation import ActAndMul
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.platform import cuda
+from nanovllm.platform.cpu import CPU
 from tests.kernels.triton.inputs import (
     CUDA,
     DEVICE,
@@ -174,19 +175,17 @@ def test_nan_stays():
 
 
 def test_kernels_for_a_cpu():
-    cpu = torch.device("cpu")
     in_c = library() is not None
-    assert type(select_kernels(cpu, torch.bfloat16)) is (CKernels if in_c else OneDnnKernels)
-    assert type(select_kernels(cpu, torch.float32)) is (CSamplingKernels if in_c else OneDnnKernels)
-    assert select_kernels(cpu, torch.bfloat16, native=False) is TORCH
-    assert select_kernels(torch.device("meta"), torch.bfloat16) is TORCH
+    assert type(CPU().kernels(torch.bfloat16)) is (CKernels if in_c else OneDnnKernels)
+    assert type(CPU().kernels(torch.float32)) is (CSamplingKernels if in_c else OneDnnKernels)
+    assert CPU().kernels(torch.bfloat16, native=False) is TORCH
 
 
 @pytest.mark.skipif(CUDA, reason="needs a machine without a GPU")
 def test_without_a_gpu_the_log_says_why(caplog):
-    triton_available.cache_clear()
-    with caplog.at_level(logging.INFO, logger="nanovllm.kernels.selector"):
-        assert select_kernels(torch.device("cuda"), torch.bfloat16) is TORCH
-        assert select_kernels(torch.device("cuda"), torch.bfloat16) is TORCH
+    cuda.triton_available.cache_clear()
+    with caplog.at_level(logging.INFO, logger="nanovllm.platform.cuda"):
+        assert cuda.CUDA(torch.device("cuda")).kernels(torch.bfloat16) is TORCH
+        assert cuda.CUDA(torch.device("cuda")).kernels(torch.bfloat16) is TORCH
     (record,) = caplog.records
     assert "which is slower: there is no CUDA device" in record.getMessage()

@@ -20,7 +20,7 @@ from tests.kernels.state_cases import (
     naive_mamba2,
     part_of,
 )
-from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants, shapes
+from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants
 from tests.kernels.triton.inputs import (
     DEVICE,
     EPS,
@@ -346,14 +346,14 @@ def test_other_families_compile():
     assert_fits(compiled, "_causal_conv")
 
 
-@pytest.mark.parametrize("bound", shapes([-5.0], [None]))
+@pytest.mark.parametrize("bound", [-5.0])
 def test_kimi_delta_attention_compiles(bound):
     """At the shape of Kimi-Linear, on two ranks; and bounded."""
     compiled = compile_launches((launch_kimi_delta, 16, bound, torch.bfloat16))
     assert_fits(compiled, "_gated_delta", "_gated_rms_norm")
 
 
-@pytest.mark.parametrize("sizes", shapes([(8, 96, 128)], [(1, 24, 256), (1, 128, 128)]))
+@pytest.mark.parametrize("sizes", [(8, 96, 128)])
 def test_mamba2_compiles(sizes):
     """At the shapes of Nemotron Nano 4B; of Falcon-H1; and of Granite 4 H-Small."""
     compiled = compile_launches((launch_mamba2, *sizes, torch.bfloat16))

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.scripted import Scripted
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.core.sequence import Sequence
 from nanovllm.features.speculation.draft_controller import DraftController
+from nanovllm.features.speculation.proposers import proposer_methods
 from nanovllm.features.speculation.proposers.draft_network import DraftNetwork
+from nanovllm.scheduler.scheduler import Scheduler
 from tests.helpers import Request, assert_idle, generate_all, random_prompt
 
 MAX_MODEL_LEN = 96
@@ -41,6 +45,22 @@ def allow_all(monkeypatch: pytest.MonkeyPatch, seed: int | None = None) -> None:
 
     monkeypatch.setattr(DraftController, "choose", choose)
     monkeypatch.setattr(DraftController, "skips_step", lambda self: False)
+
+
+def use_scripted(monkeypatch: pytest.MonkeyPatch, acceptance: float) -> Scripted:
+    """Let all engines have one scripted proposer, and ask it for drafts in every step."""
+    proposer = Scripted(acceptance)
+    monkeypatch.setattr(proposer_methods, "make_proposer", lambda *_: proposer)
+    allow_all(monkeypatch)
+    return proposer
+
+
+def watch_sequences(monkeypatch: pytest.MonkeyPatch) -> list[Sequence]:
+    """Return the sequences that all engines have from now on."""
+    found: list[Sequence] = []
+    add = Scheduler.add
+    monkeypatch.setattr(Scheduler, "add", lambda self, seq: (found.append(seq), add(self, seq))[1])
+    return found
 
 
 def watch_drafts(monkeypatch: pytest.MonkeyPatch, known: Drafted | None = None) -> Drafted:

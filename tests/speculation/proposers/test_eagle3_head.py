@@ -17,12 +17,12 @@ from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.features.graphs.cpu_graph import CPUGraph
 from nanovllm.features.speculation.proposers.eagle3_config import check_eagle3
 from nanovllm.features.speculation.proposers.head import capture_features
-from nanovllm.kernels.selector import select_kernels
 from nanovllm.layers.attention import Attention
 from nanovllm.loading.hub import open_checkpoint, weight_files
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.options.config import Config
+from nanovllm.platform.cpu import CPU as CPUPlatform
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import TensorParallel
 from nanovllm.worker.model_loader import NetworkSpec, build_model, load_model
@@ -34,6 +34,7 @@ from tests.kernels.cpu.helpers import native
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
 CPU = torch.device("cpu")
+PLATFORM = CPUPlatform()
 MAX_LENGTH = 128
 LINEAR_ROPE = {"rope_type": "linear", "factor": 3.0}
 CASES = {
@@ -67,7 +68,7 @@ def load_target(path, dtype="float32", **options):
         ModelConfig.from_hf(checkpoint.config, dtype),
     )
     spec = NetworkSpec(config, model_config, weight_files(checkpoint, str(path)))
-    kernels = select_kernels(CPU, model_config.dtype)
+    kernels = PLATFORM.kernels(model_config.dtype)
     model = build_model(spec, MAX_LENGTH, CPU, kernels)
     load_model(model, spec, kernels)
     return model, model_config
@@ -81,7 +82,7 @@ def load_head(path, target, target_config, dtype="float32", **options):
 
 
 def make_head(config, head_config, files, target):
-    kernels = select_kernels(CPU, head_config.dtype)
+    kernels = PLATFORM.kernels(head_config.dtype)
     spec = NetworkSpec(config, head_config, files)
     head = build_model(spec, MAX_LENGTH, CPU, kernels)
     load_model(head, spec, kernels)
@@ -100,7 +101,7 @@ def bind(model, config):
     spec = AttentionSpec(
         config.num_heads, config.num_kv_heads, config.head_dim, dtype, CPU, block_size=32
     )
-    backend = select_backend(spec, select_kernels(CPU, dtype))
+    backend = select_backend(spec, PLATFORM.attention_backends(PLATFORM.kernels(dtype)))
     for module in model.modules():
         if isinstance(module, Attention):
             module.bind(backend, torch.zeros(backend.kv_cache_shape(40), dtype=dtype))

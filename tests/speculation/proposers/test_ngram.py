@@ -10,8 +10,8 @@ from nanovllm.core.messages import Admission, Row, Schedule
 from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.features.speculation.proposers import ngram
 from nanovllm.features.speculation.proposers.ngram import Ngram
-from nanovllm.kernels.selector import select_kernels
 from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.platform.cpu import CPU
 from nanovllm.worker.device_tables import DeviceTables
 from tests.kernels.cpu.helpers import native as needs_compiler
 
@@ -45,9 +45,8 @@ class Tables:
 
     def __init__(self, sizes, native, max_model_len=60, max_num_seqs=3):
         info = WorkerInfo(8, 16, max_model_len, 1000, 16384)
-        cpu = torch.device("cpu")
-        kernels = select_kernels(cpu, torch.float32, native=native)
-        self.tables = DeviceTables(info, max_num_seqs, cpu, kernels)
+        kernels = CPU().kernels(torch.float32, native=native)
+        self.tables = DeviceTables(info, max_num_seqs, CPU(), kernels)
         self.tables.token_ids.fill_(GARBAGE)
         self.tables.block_tables.fill_(GARBAGE)
         self.num_columns = max_model_len + 1

@@ -18,9 +18,7 @@ from nanovllm.features.speculation.proposers.draft_network import DraftNetwork, 
 from nanovllm.features.speculation.proposers.head import Head
 from nanovllm.layers.sampler import Sampling
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.kv_cache import zeros
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.network import Network
 from nanovllm.worker.step_sampler import StepSampler
@@ -93,7 +91,7 @@ class DraftHead(DraftNetwork):
 
         head = self._head
         tables = self._following
-        fed_back = zeros((MAX_TOKENS, self._hidden_size), self._dtype, tables.device)
+        fed_back = tables.platform.zeros((MAX_TOKENS, self._hidden_size), self._dtype)
         self._hidden = fed_back
 
         def go_on(batch: Batch) -> torch.Tensor:
@@ -115,7 +113,7 @@ class DraftHead(DraftNetwork):
         super()._make_pools(num_blocks)
         tables = self._tables
         shape = ((num_blocks + 1) * tables.block_size, self._head.features_size)
-        self._features = zeros(shape, self._dtype, tables.device)
+        self._features = tables.platform.zeros(shape, self._dtype)
         self._following = copy.copy(tables)  # each position holds the token of the next one
         self._following.token_ids = tables.token_ids[:, 1:]
 
@@ -168,7 +166,7 @@ class DraftHead(DraftNetwork):
         super()._replay(graphs, rows, hidden)
         ends = list(itertools.accumulate(row.num_scheduled_tokens for row in rows))
         if ends[-1] > len(rows):  # keep the hidden state of each row's last token
-            last_tokens = upload([end - 1 for end in ends], self._tables.device)
+            last_tokens = self._tables.platform.upload([end - 1 for end in ends])
             self._hidden[: len(rows)] = self._hidden[last_tokens]
         return self._hidden
 

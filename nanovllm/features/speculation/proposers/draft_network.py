@@ -13,7 +13,6 @@ from nanovllm.core.messages import Row, Schedule
 from nanovllm.features.speculation.proposers.draft_kv import FEW_TOKENS, DraftKV
 from nanovllm.features.speculation.proposers.proposer import Proposer
 from nanovllm.utils.distributed import broadcast_from_first
-from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_loader import NetworkSpec
 from nanovllm.worker.network import Network
@@ -70,7 +69,7 @@ class DraftNetwork(Proposer):
         """See `Proposer`. The most samples at once are the target's."""
         self._tables = tables
         self._make_pools(num_blocks)
-        self._forward(rows, upload([], tables.device), None)
+        self._forward(rows, tables.platform.upload([]), None)
         num_bytes = 0
         if self._steps is not None and self._uses_graphs:
             num_bytes = self._steps.measure_drafts(self._make_graphs(self._steps))
@@ -110,7 +109,7 @@ class DraftNetwork(Proposer):
             self._network.pool.zero(begun)
         num_allowed = max(1, min(FEW_TOKENS, self._max_num_batched_tokens // len(drafting)))
         for chunk in kv.chunks(list(drafting), num_allowed, self._max_num_batched_tokens):
-            self._forward(chunk, upload([], self._tables.device), None)
+            self._forward(chunk, self._tables.platform.upload([]), None)
         hidden: torch.Tensor | None = None
         for index in range(max(counts)):
             step = []
@@ -213,6 +212,6 @@ def load_draft(target: Network, draft: NetworkSpec, max_model_len: int) -> Netwo
     """Return the network of `draft` beside `target`: on its device, with blocks of its size."""
     block_size = target.backend.block_size
     config = dataclasses.replace(draft.config, kvcache_block_size=block_size)
-    network = Network(draft._replace(config=config, one_table=True), max_model_len, target.device)
+    network = Network(draft._replace(config=config, one_table=True), max_model_len, target.platform)
     assert network.backend.block_size == block_size
     return network

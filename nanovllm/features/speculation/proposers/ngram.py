@@ -9,7 +9,6 @@ from nanovllm.core.messages import Row, Schedule
 from nanovllm.features.speculation.proposers.proposer import Proposer
 from nanovllm.kernels.cpu import table_ops
 from nanovllm.utils.memory import lazy_zeros
-from nanovllm.utils.transfer import upload
 from nanovllm.worker.device_tables import DeviceTables
 
 _MIN_CAPACITY = 64
@@ -60,7 +59,7 @@ class Ngram(Proposer):
             # Behind the last position; one token is known there, before the drafts.
             known = (1 if row.num_unverified_tokens else row.sample_position for row in rows)
             numbers = [*(row.table_idx for row in rows), *known, *limits, *follows]
-            columns = upload(numbers, tables.device).view(4, len(rows))
+            columns = tables.platform.upload(numbers).view(4, len(rows))
             table_indices, num_known, num_drafts, offsets = columns.unbind()
             if any(follows):
                 num_known.addcmul_(tables.last_positions[table_indices], offsets)
@@ -72,7 +71,7 @@ class Ngram(Proposer):
             lookup(tables.token_ids[row.table_idx], row.sample_position, limit, self._sizes)
             for row, limit in zip(rows, limits, strict=True)
         ]
-        if tables.device.type != "cpu":  # the host does not wait for what was found
+        if tables.platform.runs_ahead:  # the host does not wait for what was found
             return limits
         return [limit if hit else 0 for limit, hit in zip(limits, found, strict=True)]
 

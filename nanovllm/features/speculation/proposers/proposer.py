@@ -99,7 +99,7 @@ class Proposer(ABC):
         def draft(num_rows: int, num_drafts: int = 1) -> None:
             self.propose([Row(i, i, 1, 1 + num_drafts, True, num_drafts) for i in range(num_rows)])
 
-        measure = partial(measure_seconds, device=tables.device)
+        measure = partial(measure_seconds, platform=tables.platform)
         most = min(info.max_num_batched_tokens, info.max_model_len)
         step_sizes = [size for size in _STEP_SIZES if size <= most]
         draft_sizes = [size for size in _DRAFT_SIZES if size <= len(tables.params)]
@@ -112,4 +112,5 @@ class Proposer(ABC):
                 for (size, first), (_, total) in zip(once, often, strict=True)
             )
         step_seconds = measure(step, step_sizes)
-        return dataclasses.replace(info, step_seconds=step_seconds, draft_seconds=draft_seconds)
+        drafts = info.drafts._replace(step_seconds=step_seconds, draft_seconds=draft_seconds)
+        return dataclasses.replace(info, drafts=drafts)

@@ -1,9 +1,10 @@
 """A driver for Triton that runs the compiled kernels of an absent GPU on the CPU: it executes their
 PTX with numpy. `install` it in a process without TRITON_INTERPRET.
 
-It finds wrong results, accesses outside of the arguments' memory, unaligned ones, missing barriers,
-copies that are read too early, and stores of a chained kernel before its wait. It does not show
-what ptxas does, in which order programs see the stores of one another, and how long anything takes.
+It finds wrong results, accesses outside of the arguments' memory, unaligned ones, threads that wait
+at different barriers, and stores of a chained kernel before its wait. It does not show what ptxas
+does, which barriers and waits are missing, in which order programs see the stores of one another,
+and how long anything takes.
 """
 
 import functools

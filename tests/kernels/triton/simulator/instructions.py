@@ -14,10 +14,11 @@ _CONTROL_FLOW = ("bra", "bra.uni", "ret", "bar.sync")
 """The machine does these itself."""
 _NOTHING = (
     "bar.warp.sync", "fence", "membar", "prefetch", "griddepcontrol.launch_dependents",
-    "wgmma.fence", "wgmma.commit_group", "wgmma.wait_group",
+    "wgmma.fence", "wgmma.commit_group", "wgmma.wait_group", "cp.async.commit_group",
+    "cp.async.wait_group",
 )  # fmt: skip
 """What has no effect here, because the threads of a warp run in step, memory has no caches, and
-products are computed at once."""
+products and copies are made at once."""
 
 
 def translate(kernel: Kernel) -> list[Step]:
@@ -118,15 +119,7 @@ def _atomic(instruction: Instruction, machine: Machine, mask: Array) -> None:
 
 
 def _copy(instruction: Instruction, machine: Machine, mask: Array) -> None:
-    """cp.async, cp.async.commit_group, cp.async.wait_group. A copy is made at once, but nobody may
-    read it before its thread has waited for it.
-    """
-    if instruction.op == "cp.async.commit_group":
-        machine.shared.commit_copies(mask)
-        return
-    if instruction.op == "cp.async.wait_group":
-        machine.shared.finish_copies(mask, instruction.operands[0])
-        return
+    """cp.async. A copy is made at once."""
     target, source, size, *bytes_read = instruction.operands
     threads = np.flatnonzero(mask)
     count = machine.read_all(bytes_read[0] if bytes_read else size, "u32")
@@ -137,7 +130,6 @@ def _copy(instruction: Instruction, machine: Machine, mask: Array) -> None:
     places = machine.addresses(source, read)
     numbers[read] = machine.load("global", places, read, word, numbers.shape[1])
     machine.store("shared", machine.addresses(target, threads), threads, numbers[threads])
-    machine.shared.begin_copies(machine.addresses(target, np.arange(len(mask))), size, mask)
 
 
 _STEPS = {

@@ -126,7 +126,6 @@ class Machine:
         same = (by_program == by_program.max(1, keepdims=True)) | (by_program == -1)
         if not same.all():
             raise KernelError(f"threads wait at different barriers: {self.kernel.name}")
-        self.shared.pass_barrier(by_program.max(1) >= 0)
         self.pc[waiting] += 1
         self.state[waiting] = _RUNNING
 
@@ -142,7 +141,7 @@ class Machine:
         }
         self.pc, self.state = self.pc[threads], self.state[threads]
         self.has_waited = self.has_waited[threads]
-        self.shared.keep(live, threads)
+        self.shared.keep(live)
 
     # Registers.
 
@@ -215,18 +214,13 @@ class Machine:
 
     def load(self, space: str, address: Array, threads: Array, dtype: Any, count: int) -> Array:
         """Return [T, count] numbers in memory from the `address` of each thread on."""
-        dtype = np.dtype(dtype)
-        cells, index = self.cells(space, address, threads, dtype, count)
-        if space == "shared":
-            self.shared.note_reads(index, dtype.itemsize, threads)
+        cells, index = self.cells(space, address, threads, np.dtype(dtype), count)
         return cells[index]
 
     def store(self, space: str, address: Array, threads: Array, numbers: Array) -> None:
         """Write [T, count] numbers to memory."""
         cells, index = self.cells(space, address, threads, numbers.dtype, numbers.shape[1])
-        if space == "shared":
-            self.shared.note_writes(index, numbers.itemsize, threads)
-        else:
+        if space == "global":
             self.check_wait(threads)
         cells[index] = numbers
 
