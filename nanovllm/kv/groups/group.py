@@ -12,7 +12,7 @@ from nanovllm.kv.trie import Hit, Node, PrefixTrie
 
 @dataclasses.dataclass(slots=True)
 class StepPages:
-    """What a step's message says of pages. Each group adds its part."""
+    """The pages in a step's message. Each group adds its own."""
 
     new_blocks: list[NewBlocks] = dataclasses.field(default_factory=list)
     blocks_to_zero: list[int] = dataclasses.field(default_factory=list)
@@ -23,8 +23,7 @@ class KVCacheGroup(ABC):
     """What layers with equal caches keep of each sequence, in pages of the pool.
 
     A group knows the pool and the trie, and no other group. An admission first asks every group
-    what it lacks, then lets every group `begin` and `extend`. What a method here does by default is
-    right for a group that has nothing to do then.
+    what it lacks, then lets every group `begin` and `extend`. Default methods are no-ops.
     """
 
     suffix: bytes
@@ -43,7 +42,7 @@ class KVCacheGroup(ABC):
     """The group's first block table, which begins at first_table * width in a table row."""
 
     def attach(self, pool: BlockPool, trie: PrefixTrie, first_table: int) -> None:
-        """Get the pool and the trie. The block manager calls it once, before all else."""
+        """Receive the pool and the trie. The block manager calls this once, first of all."""
         self.pool = pool
         self.trie = trie
         self.block_size = trie.block_size
@@ -151,7 +150,7 @@ class KVCacheGroup(ABC):
     # A step:
 
     def begin_step(self) -> None:  # noqa: B027
-        """Do what is to be done between two steps, before pages are taken."""
+        """Prepare for a step, before it takes pages."""
 
     def row_length(self, seq: Sequence, most: int) -> int:
         """Return how many of a prompt's next `most` tokens a row computes, at least 1."""
@@ -174,7 +173,7 @@ class KVCacheGroup(ABC):
         """
 
     def end_copies(self, copies: Seq[PageCopy]) -> None:  # noqa: B027
-        """Learn that a step with these copies has succeeded."""
+        """Handle the success of a step with these copies."""
 
     def undo_copies(self, copies: Seq[PageCopy]) -> None:  # noqa: B027
-        """Learn that a step with these copies has failed, and may not have made them."""
+        """Handle the failure of a step with these copies, which it may not have made."""
