@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import TierInfo, WorkerInfo
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.output_processor import OutputProcessor
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from nanovllm.features.pooling.requests import PoolingRequests
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
     from nanovllm.features.structured.grammar import GrammarCompiler
-    from nanovllm.features.tiers.cache import TierCache
 
 
 def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
@@ -140,26 +139,22 @@ def _scheduler(
     policy: Policy,
     order: Callable[[int], EvictionOrder],
 ) -> Scheduler:
-    tiers = _tiers(config, info)
     block_manager = BlockManager(
         info.num_blocks,
         info.block_size,
         enable_prefix_caching=config.enable_prefix_caching
         and not config.enable_return_routed_experts
-        and info.causal,
+        and info.kv.causal,
         groups=_groups(info),
         order=order(info.num_blocks),
-        tiers=tiers,
     )
     hooks: list[AdmissionHook] = []
     if config.enable_lora:
         from nanovllm.features.lora.scheduling import AdapterHook
 
         hooks.append(AdapterHook(config.max_loras))
-    if tiers is not None:
-        from nanovllm.features.tiers.loads import LoadHook
-
-        hooks.append(LoadHook(tiers))
+    if info.tiers is not None:
+        hooks.append(_load_hook(config, info.tiers))
     return Scheduler(
         block_manager,
         max_num_seqs=config.max_num_seqs,
@@ -175,27 +170,26 @@ def _scheduler(
 def _groups(info: WorkerInfo) -> list[KVCacheGroup]:
     """Return the groups of layers that keep something else than a page for each block."""
     groups: list[KVCacheGroup] = []
-    if info.windows:
+    if info.kv.windows:
         from nanovllm.kv.groups.window import WindowGroup
 
         budget = info.max_num_batched_tokens
-        groups += [WindowGroup(w, number, budget) for number, w in enumerate(info.windows)]
-    if info.state_pages:
+        groups += [WindowGroup(w, number, budget) for number, w in enumerate(info.kv.windows)]
+    if info.kv.state_pages:
         from nanovllm.kv.groups.state import StateGroup
 
-        groups.append(StateGroup(info.state_pages))
-    if not info.causal:
+        groups.append(StateGroup(info.kv.state_pages))
+    if not info.kv.causal:
         from nanovllm.kv.groups.bidirectional import BidirectionalGroup
 
         groups.append(BidirectionalGroup(info.max_model_len))
     return groups
 
 
-def _tiers(config: Config, info: WorkerInfo) -> "TierCache | None":
-    """Return what keeps KV below the pool; None without."""
-    if not config.has_tiers:
-        return None
+def _load_hook(config: Config, info: TierInfo) -> AdmissionHook:
+    """Return what keeps KV below the pool, and brings it back."""
     from nanovllm.features.tiers.cache import TierCache
+    from nanovllm.features.tiers.loads import LoadHook
     from nanovllm.features.tiers.store import make_store
     from nanovllm.features.tiers.tier import HostSlots, StoreTier
     from nanovllm.features.tiers.traffic import TierTraffic
@@ -203,7 +197,7 @@ def _tiers(config: Config, info: WorkerInfo) -> "TierCache | None":
     host = HostSlots(info.num_host_slots, info.page_seconds) if info.num_host_slots else None
     store = make_store(config, info.kv_namespace)
     tier = None if store is None else StoreTier(store.has)
-    return TierCache(TierTraffic(host, tier, token_seconds=info.token_seconds))
+    return LoadHook(TierCache(TierTraffic(host, tier, token_seconds=info.token_seconds)))
 
 
 def make_drafting(
@@ -216,13 +210,13 @@ def make_drafting(
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
 
     controller = DraftController(
-        config.speculation.max_draft_tokens, info.step_seconds, info.draft_seconds
+        config.speculation.max_draft_tokens, info.drafts.step_seconds, info.drafts.draft_seconds
     )
     return AdaptiveDrafting(
         controller,
         block_manager,
         info.max_num_batched_tokens,
-        follows_drafts=info.follows_drafts,
+        follows_drafts=info.drafts.follows_drafts,
     )
 
 
@@ -249,7 +243,7 @@ def _input_processor(
         def render(messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
             return processor.templates.as_they_are(messages, options)
 
-        return pooling_requests(config, checkpoint, tokenizer, limit, render, info.causal)
+        return pooling_requests(config, checkpoint, tokenizer, limit, render, info.kv.causal)
 
     more: dict[str, Any] = {}
     if config.enable_lora:
@@ -264,7 +258,7 @@ def _input_processor(
         tokenizer,
         vocab_size=info.vocab_size,
         max_model_len=info.max_model_len,
-        generates=info.causal and not has_labels(checkpoint.config),
+        generates=info.kv.causal and not has_labels(checkpoint.config),
         seed=config.seed,
         max_logprobs=config.max_logprobs,
         in_process=config.runs_in_process,

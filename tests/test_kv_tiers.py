@@ -351,9 +351,9 @@ def test_threads_and_memory_end_with_the_engine(tmp_path: Path) -> None:
     llm = LLM(demo_model.MODEL, max_model_len=64, kv_cache_dir=tmp_path, **GIB)
     assert len(transfers()) == before + 3
     info = llm.engine.worker_info
-    assert info.num_host_slots > 0
-    assert 0 < info.token_seconds < 1
-    assert 0 < info.page_seconds < 1
+    assert info.tiers.num_host_slots > 0
+    assert 0 < info.tiers.token_seconds < 1
+    assert 0 < info.tiers.page_seconds < 1
     runner = llm.engine.executor._runner  # type: ignore[attr-defined]
     assert not runner.network.pool.pages.any(), "measuring leaves nothing in the pool"
     del runner

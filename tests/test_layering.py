@@ -71,7 +71,7 @@ FOLDERS = {
         "loading.hub options prove ray.row_pool router server utils worker.model_report",
         torch=False,
     ),
-    "prove": Folder("llm demo_model kv.groups.state loading options", torch=True),
+    "prove": Folder("llm demo_model kv.groups.state loading options tiers", torch=True),
     "explain": Folder(
         "attention engine kernels layers llm loading options scheduler utils worker", torch=True
     ),

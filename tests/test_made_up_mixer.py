@@ -215,7 +215,7 @@ def test_memory_of_states(model: str, make_llm: Any) -> None:
     """Three parts take 64 * 4 and 8 bytes in each of two layers."""
     llm = make_llm(model, **OPTIONS, num_kvcache_blocks=40)
     info, network = llm.engine.worker_info, llm.engine.executor._runner.network
-    assert info.state_pages == network.attention.states.num_pages == 1
+    assert info.kv.state_pages == network.attention.states.num_pages == 1
     assert network.attention.states.num_bytes == 2 * (64 * 4 + 8)
     assert network.block_bytes == 4 * 2 * 2 * 24 * 4  # one layer's KV of 4 tokens
     with pytest.raises(OutOfMemoryError, match=r"needs 13, 1 of them for its state; lower max_mod"):

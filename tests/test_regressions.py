@@ -54,7 +54,7 @@ def test_max_num_seqs_counts_half_prefilled_sequences(random_model: str) -> None
         engine.add_request([i + 1] * 20, GREEDY)
     while not engine.is_finished():
         engine.step()
-        holders = [seq for seq in engine.scheduler._sequences.values() if seq.block_table]
+        holders = [seq for seq in engine.scheduler._sequences.values() if seq.kv.block_table]
         assert len(holders) <= 2
 
 

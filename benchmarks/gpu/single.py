@@ -23,8 +23,8 @@ def single(record: Record) -> None:
         for length in (100, 3700):
             with decoding(engine, 1, length):
                 seconds = step_seconds(engine, 1, 256)
-            where = {"length": length, "queue_depth": queue_depth, "observer": observer}
-            record.add("latency", {**where, "seconds": seconds})
+            row = {"length": length, "queue_depth": queue_depth, "observer": observer}
+            record.add("latency", {**row, "seconds": seconds})
         engine.shutdown()
         del engine
         release()

@@ -19,6 +19,15 @@ class HostLengths(NamedTuple):
     """Tokens in the KV cache, those of this step included."""
 
 
+class Replaced(NamedTuple):
+    """Values of N tokens of a batch, in place of those that follow from their ids or positions."""
+
+    indices: torch.Tensor
+    """[N] int64, of the tokens in the batch."""
+    values: torch.Tensor
+    """[N, ...]."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """The T tokens of R rows, row after row, in the schedule's order.
@@ -29,7 +38,7 @@ class Batch:
     input_ids: torch.Tensor
     """[T] int64."""
     positions: torch.Tensor
-    """[T] int64, the token's position in its sequence."""
+    """[T] int64, the token's position in its sequence: where its KV lies, and what it sees."""
     slot_mapping: torch.Tensor
     """[T] int64, block id * block_size + offset: the slot that takes the token's KV."""
     cu_seqlens_q: torch.Tensor
@@ -57,3 +66,12 @@ class Batch:
     """For layers with state; None: the model has none."""
     others: tuple["Batch", ...] = ()
     """The same tokens for layers with another block table or plan than this one's."""
+    rope_positions: torch.Tensor | None = None
+    """[T] int64, the row of the table of angles that each token uses; None: its position."""
+    embeds: tuple[Replaced, ...] = ()
+    """[N, hidden_size] each: what the first layer reads of tokens that stand for other inputs."""
+
+    @property
+    def angle_rows(self) -> torch.Tensor:
+        """[T] int64, the row of the table of angles that each token uses."""
+        return self.positions if self.rope_positions is None else self.rope_positions

@@ -56,7 +56,7 @@ class CPUBackend(Backend):
     def store(
         self, qkv: torch.Tensor, norm: QKNormRope, kv_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        places = batch.positions, batch.slot_mapping, kv_cache
+        places = batch.angle_rows, batch.slot_mapping, kv_cache
         sizes = self.spec.num_heads, self.spec.head_dim
         return ops.store(qkv, *places, *sizes, **norm._asdict())
 

@@ -90,6 +90,7 @@ class QKNormRope(NamedTuple):
 
         Args:
             qkv: as `Backend.store` takes it.
+            positions: [T], rows of `cos_sin` and `q_scale`.
 
         Returns:
             Queries [T, num_heads, head_dim], keys and values [T, num_kv_heads, head_dim]; None for

@@ -91,7 +91,7 @@ class TorchBackend(Backend):
     def store(
         self, qkv: torch.Tensor, norm: QKNormRope, kv_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
-        q, k, v = norm.apply(qkv, batch.positions, self.spec)
+        q, k, v = norm.apply(qkv, batch.angle_rows, self.spec)
         if k is None or v is None:  # the cache is another layer's
             return q
         blocks = batch.slot_mapping // self.block_size  # they may lie apart

@@ -41,7 +41,7 @@ class PagedBackend(Backend):
     ) -> torch.Tensor:
         return self._store(
             qkv,
-            positions=batch.positions,
+            positions=batch.angle_rows,
             slot_mapping=batch.slot_mapping,
             kv_cache=kv_cache,
             num_heads=self.spec.num_heads,

@@ -8,9 +8,10 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from nanovllm.core.transfers import Loaded, Transfers
-from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import SamplingParams
 
+Extras = dict[str, Any]
+"""What features have to say, by name: plain values. None where none has anything to say."""
 MAX_SAMPLES = 256
 """Drafts are added to a step up to so many positions that sample: logits take memory."""
 
@@ -22,6 +23,18 @@ class AdapterSlot(NamedTuple):
     path: str
     digest: str
     """Of the adapter's files, in hexadecimal. A worker loads `path` if its slot holds another."""
+
+
+class InputSpan(NamedTuple):
+    """Tokens of a prompt that stand for something else than their ids say, such as a picture."""
+
+    start: int
+    """Position of the first."""
+    length: int
+    digest: bytes
+    """Of what they stand for, 32 bytes: other digests, other prefixes."""
+    offset: int = 0
+    """Of the first in what they stand for, if that has several spans."""
 
 
 class Admission(NamedTuple):
@@ -43,8 +56,10 @@ class Admission(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...]
     """params.bad_words as token ids."""
     adapter: AdapterSlot | None = None
-    pooling: PoolingParams | None = None
-    """What becomes of the hidden states; None: they become tokens."""
+    extras: Extras | None = None
+    """What features know of the sequence: see `Sequence.extras`."""
+    rope_offset: int = 0
+    """Added to the position of each token, to find its angles."""
 
 
 class NewBlocks(NamedTuple):
@@ -163,10 +178,8 @@ class RowDetails(NamedTuple):
     samples after a rejected draft."""
     prompt_logprobs: list[tuple[int, TokenLogprobs]] | None = None
     """With params.prompt_logprobs: (position, log-probabilities) of prompt tokens."""
-    pooled: list[float] | None = None
-    """What the hidden states of a sequence with `Admission.pooling` became. It ends with them."""
-    routed_experts: Any = None
-    """With enable_return_routed_experts: an array [tokens of the row, layers with experts, k]."""
+    extras: Extras | None = None
+    """What features found out about the row's tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

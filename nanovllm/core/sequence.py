@@ -10,14 +10,39 @@ from typing import Any
 from nanovllm.core.messages import (
     AdapterSlot,
     Admission,
+    Extras,
+    InputSpan,
     NewTokens,
     Row,
     RowDetails,
     TokenLogprobs,
 )
-from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class KVState:
+    """What a sequence has of the KV pool. Only the block manager changes it."""
+
+    parent_uid: int | str | None
+    """`Block.uid` of the last published block, or the root; None after a hash collision."""
+    block_table: list[int] = field(default_factory=list)
+    block_keys: list[tuple[bytes, bytes]] = field(default_factory=list)  # of each full block
+    num_published_blocks: int = 0
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class OutputState:
+    """What an output says of a sequence besides its tokens."""
+
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None  # stop token or string, or an error's reason
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of output tokens, if requested
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
+    draft_counts: DraftCounts | None = None  # set by `AdaptiveDrafting`
+    extras: dict[str, list[tuple[int, Any]]] | None = None
+    """By name, what each row's `RowDetails.extras` had, with the row's first position."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -41,7 +66,11 @@ class Sequence:
     user: str = ""  # users take turns, see FairPolicy
     cache_salt: str | None = None  # only sequences of the same salt and adapter share blocks
     adapter: AdapterSlot | None = None
-    pooling: PoolingParams | None = None  # it ends with `pooled`, and samples no token
+    generates: bool = True  # False: it ends with its prompt, and samples no token
+    skips_prefix_cache: bool = False  # each token of its prompt is computed
+    extras: Extras | None = None  # what features ask of the workers
+    inputs: tuple[InputSpan, ...] = ()  # what is no token: sequences share blocks with equal ones
+    rope_offset: int = 0  # see `Admission`
 
     # Set by `Scheduler.add`:
     eos_token_ids: frozenset[int] = frozenset()
@@ -60,28 +89,15 @@ class Sequence:
     num_in_flight_steps: int = 0  # launched steps with a row of this sequence
     num_draft_tokens: int = 0  # that launched steps verify
     num_unsent_tokens: int = 0  # last known tokens, which the workers' table row lacks
-    draft_counts: DraftCounts | None = None  # set by `AdaptiveDrafting`
     num_cached_tokens: int | None = None  # prefix hit at the first admission; None before
     table_idx: int | None = None  # row in the workers' tables; None while waiting
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None  # stop token or string, or an error's reason
-    kv_invalid: bool = False  # see `FinishInfo`
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of output tokens, if requested
-    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
-    pooled: list[float] | None = None  # see `RowDetails`
-    routed_experts: list[tuple[int, Any]] = field(default_factory=list)  # with first positions
-
-    # Changed by the block manager only:
-    block_table: list[int] = field(default_factory=list)
-    block_keys: list[tuple[bytes, bytes]] = field(default_factory=list)  # of each full block
-    num_published_blocks: int = 0
-    parent_uid: int | str | None = None
-    """`Block.uid` of the last published block, or the root; None after a hash collision."""
+    kv: KVState = field(init=False)
+    output: OutputState = field(default_factory=OutputState, init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.parent_uid = self.root_uid
+        self.kv = KVState(self.root_uid)
 
     @property
     def num_tokens(self) -> int:
@@ -95,7 +111,7 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        return self.finish_reason is not None
+        return self.output.finish_reason is not None
 
     @property
     def was_admitted(self) -> bool:
@@ -107,7 +123,7 @@ class Sequence:
         """Most tokens that a prefix hit may cover: the next one's hidden state is needed, for its
         log-probability, for a vector or to sample.
         """
-        if self.pooling is not None and self.pooling.reads_all:
+        if self.skips_prefix_cache:
             return 0
         last = len(self.token_ids) - 1
         if self.params.prompt_logprobs is None:
@@ -135,7 +151,8 @@ class Sequence:
             self.stop_token_ids,
             self.bad_words,
             self.adapter,
-            self.pooling,
+            self.extras,
+            self.rope_offset,
         )
 
     def next_row(self, num_scheduled: int, *, is_last: bool) -> Row:
@@ -145,7 +162,7 @@ class Sequence:
             is_last: whether none is missing then, so that a token may be sampled.
         """
         assert self.table_idx is not None
-        samples = is_last and self.pooling is None
+        samples = is_last and self.generates
         start = self.num_computed_tokens
         self.num_computed_tokens = start + num_scheduled
         self.num_in_flight_steps += 1
@@ -165,20 +182,28 @@ class Sequence:
         if details.jump_forward:
             self.jump_forward(details.jump_forward)
         if details.logprobs:
-            num_missing = self.num_output_tokens - len(self.logprobs)
-            self.logprobs += details.logprobs[:num_missing]
+            num_missing = self.num_output_tokens - len(self.output.logprobs)
+            self.output.logprobs += details.logprobs[:num_missing]
+
+    def take_extras(self, row: Row, extras: Extras) -> None:
+        """Keep what features found out about a row's tokens."""
+        if self.output.extras is None:
+            self.output.extras = {}
+        for name, value in extras.items():
+            self.output.extras.setdefault(name, []).append((row.num_computed_tokens, value))
 
     def append(self, tokens: list[int]) -> None:
         """Append tokens up to the first that finishes the sequence."""
+        output = self.output
         for token in tokens:
-            if self.finish_reason is not None:
+            if output.finish_reason is not None:
                 return
             self.token_ids.append(token)
             if token in self.stop_token_ids and self.num_output_tokens >= self.params.min_tokens:
-                self.finish_reason = "stop"
-                self.stop_reason = None if token in self.eos_token_ids else token
+                output.finish_reason = "stop"
+                output.stop_reason = None if token in self.eos_token_ids else token
             elif len(self.token_ids) >= self.max_num_tokens:
-                self.finish_reason = "length"
+                output.finish_reason = "length"
 
     def jump_forward(self, tokens: list[int]) -> None:
         """Append tokens that no step has sampled.

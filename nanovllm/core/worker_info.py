@@ -21,6 +21,46 @@ class Arithmetic(NamedTuple):
     num_ranks: int
 
 
+class KVInfo(NamedTuple):
+    """What the layers keep of each sequence, besides a page for each block."""
+
+    windows: tuple[WindowSpec, ...] = ()
+    """The groups of layers with separate block tables."""
+    state_pages: int = 0
+    """Pages of the pool that hold the state of one sequence; 0: the model has no state."""
+    causal: bool = True
+    """Whether a token sees only those before it. If not, a prompt is computed in one step, nothing
+    of it is cached, and nothing is generated."""
+
+
+class DraftInfo(NamedTuple):
+    """What speculation can do, and what it costs."""
+
+    max_draft_tokens: int = 0
+    """Most drafts of a row; 0 without speculation."""
+    follows_drafts: bool = False
+    """Whether rows with `num_unverified_tokens` can run: in steps of rows with one known token
+    each, whose parameters are plain."""
+    step_seconds: tuple[tuple[int, float], ...] = ()
+    """(tokens, seconds) of decode steps, ascending."""
+    draft_seconds: tuple[tuple[int, float, float], ...] = ()
+    """(rows, seconds of proposing the first token for each row, seconds of each further one),
+    ascending; empty if it costs nothing."""
+
+
+class TierInfo(NamedTuple):
+    """The tiers below the KV pool."""
+
+    num_host_slots: int = 0
+    """Pages of host memory for entries of the prefix cache; 0: there is no such memory."""
+    kv_namespace: str = ""
+    """What the KV of this engine depends on besides the tokens, as a digest; "" without a store."""
+    token_seconds: float = 0.0
+    """How long computing a token of a prompt takes."""
+    page_seconds: float = 0.0
+    """How long copying a page from host memory takes."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """Sizes that the workers found at start-up."""
@@ -36,30 +76,9 @@ class WorkerInfo:
     runs_ahead: bool = False
     """Whether steps run asynchronously to the host. If so, the engine launches a step before it
     knows the tokens of the previous one."""
-    follows_drafts: bool = False
-    """Whether rows with `num_unverified_tokens` can run: in steps of rows with one known token
-    each, whose parameters are plain."""
-    step_seconds: tuple[tuple[int, float], ...] = ()
-    """(tokens, seconds) of decode steps, ascending; measured only for speculation."""
-    draft_seconds: tuple[tuple[int, float, float], ...] = ()
-    """(rows, seconds of proposing the first token for each row, seconds of each further one),
-    ascending; empty if it costs nothing."""
-    windows: tuple[WindowSpec, ...] = ()
-    """The groups of layers with separate block tables."""
-    state_pages: int = 0
-    """Pages of the pool that hold the state of one sequence; 0: the model has no state."""
-    causal: bool = True
-    """Whether a token sees only those before it. If not, a prompt is computed in one step, nothing
-    of it is cached, and nothing is generated."""
-    max_draft_tokens: int = 0
-    """Most drafts of a row; 0 without speculation."""
-    num_host_slots: int = 0
-    """Pages of host memory for entries of the prefix cache; 0: there is no such memory."""
-    kv_namespace: str = ""
-    """What the KV of this engine depends on besides the tokens, as a digest; "" without a store."""
-    token_seconds: float = 0.0
-    """How long computing a token of a prompt takes; 0.0 without tiers."""
-    page_seconds: float = 0.0
-    """How long copying a page from host memory takes; 0.0 without tiers."""
+    kv: KVInfo = dataclasses.field(default_factory=KVInfo)
+    drafts: DraftInfo = dataclasses.field(default_factory=DraftInfo)
+    tiers: TierInfo | None = None
+    """None: there are none."""
     arithmetic: Arithmetic | None = None
     """None before the model has been recorded."""

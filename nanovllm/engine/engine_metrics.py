@@ -15,9 +15,11 @@ def kv_cache_tokens(info: WorkerInfo) -> int:
     """Return how many tokens the KV pool holds: with window groups or states, in sequences of
     max_model_len that generate.
     """
-    if not info.windows and not info.state_pages:
+    if not info.kv.windows and not info.kv.state_pages:
         return info.num_blocks * info.block_size
-    of_one = pages_for(info.max_model_len, info.block_size, info.windows, 1) + info.state_pages
+    of_one = (
+        pages_for(info.max_model_len, info.block_size, info.kv.windows, 1) + info.kv.state_pages
+    )
     return info.num_blocks * info.max_model_len // of_one
 
 

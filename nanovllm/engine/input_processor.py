@@ -129,7 +129,9 @@ class InputProcessor:
                 user=user or "",
                 cache_salt=prompt.salt,
                 adapter=adapter,
-                pooling=pooling,
+                generates=pooling is None,
+                skips_prefix_cache=pooling is not None and pooling.reads_all,
+                extras=None if pooling is None else {"pooling": pooling},
             )
             for index in range(params.n)
         ]

@@ -362,8 +362,9 @@ class LLMEngine:
             if seq.is_finished:
                 for observer in self.observers:
                     observer.end(seq)
-                if seq.finish_reason == "error":
-                    logger.warning("request %s ended: %s", request.request_id, seq.stop_reason)
+                if seq.output.finish_reason == "error":
+                    reason = seq.output.stop_reason
+                    logger.warning("request %s ended: %s", request.request_id, reason)
             self._queue_remaining(request)
             if request.stream or seq.is_finished:
                 updated[request.request_id] = request

@@ -65,7 +65,7 @@ class OutputProcessor:
             versions = completion.weight_versions
             if not versions or versions[-1][0] != self.weight_version:
                 versions.append((self.weight_version, completion.num_tokens))
-        if detokenizer is None or not (request.decodes_each_step or seq.finish_reason):
+        if detokenizer is None or not (request.decodes_each_step or seq.output.finish_reason):
             completion.num_tokens = num_output_tokens
             return request, None
         try:
@@ -92,6 +92,7 @@ class OutputProcessor:
         to_send = [each for each in completions if (each.has_delta if request.stream else finished)]
         if not (to_send or finished):
             return None
+        counts = (seq.output.draft_counts for seq in request.sequences)
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -105,12 +106,12 @@ class OutputProcessor:
                 request.first_token_time,
                 request.last_token_time,
                 sum(completion.num_tokens for completion in completions),
-                sum(filter(None, (seq.draft_counts for seq in request.sequences)), DraftCounts()),
+                sum(filter(None, counts), DraftCounts()),
             ),
             prompt_logprobs=self._take_prompt_logprobs(request),
             weight_version=self.weight_version,
             lora_request=request.lora_request,
-            pooled=request.sequences[0].pooled,
+            pooled=_last_extra(request.sequences[0], "pooled"),
         )
 
     def _make_completion_output(self, completion: Completion) -> CompletionOutput:
@@ -130,10 +131,10 @@ class OutputProcessor:
         logprobs = None
         cumulative = None
         if request.params.logprobs is not None:
-            for found in seq.logprobs[completion.num_sent_tokens : completion.num_tokens]:
+            for found in seq.output.logprobs[completion.num_sent_tokens : completion.num_tokens]:
                 completion.cumulative_logprob += found.logprobs[0]
             cumulative = completion.cumulative_logprob
-            known = seq.logprobs[num_sent : completion.num_tokens]
+            known = seq.output.logprobs[num_sent : completion.num_tokens]
             with_text = request.params.detokenize
             logprobs = [self._logprobs(found, with_text=with_text) for found in known]
         completion.num_sent_tokens = completion.num_tokens
@@ -142,12 +143,12 @@ class OutputProcessor:
             index=completion.index,
             text=text,
             token_ids=tokens,
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
+            finish_reason=seq.output.finish_reason,
+            stop_reason=seq.output.stop_reason,
             cumulative_logprob=cumulative,
             logprobs=logprobs,
             weight_versions=_version_spans(completion) if seq.is_finished else None,
-            routed_experts=_routed_experts(seq) if seq.is_finished else None,
+            routed_experts=_joined_extra(seq, "routed_experts") if seq.is_finished else None,
         )
 
     def make_detokenizer(self, params: SamplingParams) -> Detokenizer | None:
@@ -180,7 +181,7 @@ class OutputProcessor:
         request.sent_prompt_logprobs = True
         first = request.sequences[0]
         with_text = request.params.detokenize
-        found = map(first.prompt_logprobs.get, range(first.num_prompt_tokens))
+        found = map(first.output.prompt_logprobs.get, range(first.num_prompt_tokens))
         return [
             None if logprobs is None else self._logprobs(logprobs, with_text=with_text)
             for logprobs in found
@@ -204,9 +205,17 @@ class OutputProcessor:
         return self._token_texts[token_id]
 
 
-def _routed_experts(seq: Sequence) -> Any:
-    """Return the experts of all tokens that are computed; later ones replace earlier ones."""
-    parts = seq.routed_experts
+def _last_extra(seq: Sequence, name: str) -> Any:
+    """Return the value of the last row that has one; None without any."""
+    parts = (seq.output.extras or {}).get(name)
+    return parts[-1][1] if parts else None
+
+
+def _joined_extra(seq: Sequence, name: str) -> Any:
+    """Return the arrays of all rows, one value for each token that is computed: later ones replace
+    earlier ones. None without any.
+    """
+    parts = (seq.output.extras or {}).get(name)
     if not parts:
         return None
     num_tokens = min(len(seq.token_ids) - 1, max(start + len(ids) for start, ids in parts))
@@ -239,6 +248,6 @@ def _decode(completion: Completion, detokenizer: Detokenizer, num_output_tokens:
         search = completion.num_tokens >= params.min_tokens
         if not completion.ends_with_hidden_stop and detokenizer.add(token, search=search):
             return detokenizer.stop_string
-    if seq.finish_reason is not None:
+    if seq.output.finish_reason is not None:
         detokenizer.finish(search=completion.num_tokens >= params.min_tokens)
     return detokenizer.stop_string

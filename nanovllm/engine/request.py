@@ -81,8 +81,8 @@ class Completion:
         """Whether the last token read is a stop token that the text leaves out."""
         seq = self.seq
         return (
-            seq.finish_reason == "stop"
-            and not isinstance(seq.stop_reason, str)
+            seq.output.finish_reason == "stop"
+            and not isinstance(seq.output.stop_reason, str)
             and self.num_tokens == seq.num_output_tokens
             and seq.token_ids[-1] in seq.stop_token_ids
             and not self.request.params.include_stop_str_in_output

@@ -12,6 +12,7 @@ def gather(
     block_size: int,
     table_indices: torch.Tensor,
     positions: torch.Tensor,
+    rope_offsets: torch.Tensor,
     columns: tuple[torch.Tensor, ...],
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Gather the inputs of a decode step from the device tables.
@@ -20,19 +21,21 @@ def gather(
         token_ids, block_tables: [table rows, n] int32; a row is contiguous.
         table_indices: [R] int64.
         positions: [R] int64, of the rows' input tokens.
+        rope_offsets: [table rows] int32, in any stride.
         columns: any number of contiguous [table rows], of any dtype.
 
     Returns:
         First input_ids [R] int64, slot_mapping [R] int64, seq_lens [R] int32, block_tables
-        [R, n] int32 and the next positions [R] int64. Second, the R table rows of each of
-        `columns`.
+        [R, n] int32, the next positions [R] int64, and positions plus offsets [R] int64. Second,
+        the R table rows of each of `columns`.
     """
     tables = block_tables[table_indices]
     following = positions + 1
     blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0].long()
     slot_mapping = blocks * block_size + positions % block_size
     input_ids = token_ids[table_indices, positions].long()
-    inputs = input_ids, slot_mapping, following.int(), tables, following
+    rope_positions = positions + rope_offsets[table_indices]
+    inputs = input_ids, slot_mapping, following.int(), tables, following, rope_positions
     return inputs, tuple(column[table_indices] for column in columns)
 
 

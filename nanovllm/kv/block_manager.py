@@ -6,7 +6,6 @@ kind keep. `BlockManager` asks them all.
 
 from collections.abc import Callable, Mapping, Sequence as Seq
 from functools import partial
-from typing import TYPE_CHECKING
 
 from nanovllm.core.messages import Admission, PageCopy, Row
 from nanovllm.core.sequence import Sequence
@@ -15,9 +14,6 @@ from nanovllm.kv.groups.full import FullGroup
 from nanovllm.kv.groups.group import KVCacheGroup, StepPages
 from nanovllm.kv.pool import BlockPool
 from nanovllm.kv.trie import Hit, Node, PrefixTrie
-
-if TYPE_CHECKING:
-    from nanovllm.features.tiers.cache import TierCache
 
 
 class BlockManager:
@@ -34,7 +30,6 @@ class BlockManager:
         block_size: tokens of a block.
         groups: further ones. Their block tables lie after table 0, in this order.
         order: of the free pages, for `num_blocks` pages; None: least recently used first.
-        tiers: None: there is no tier below the pool.
     """
 
     def __init__(
@@ -45,11 +40,10 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         groups: Seq[KVCacheGroup] = (),
         order: EvictionOrder | None = None,
-        tiers: "TierCache | None" = None,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks, order=order, tiers=tiers)
+        self.pool = BlockPool(num_blocks, order=order)
         self.blocks = self.pool.blocks
         self.trie = PrefixTrie(block_size, is_enabled=enable_prefix_caching)
         self.full = FullGroup()
@@ -114,14 +108,14 @@ class BlockManager:
             hit: of an admission, as `match_prefix` returned it. The sequence then begins after it.
 
         Returns:
-            The ids of the blocks appended to `Sequence.block_table`; None, with nothing taken, if
+            The ids of the blocks appended to `KVState.block_table`; None, with nothing taken, if
             too few pages are free.
         """
         if hit is not None:
             return self._admit(seq, num_tokens, hit)
-        if num_tokens <= len(seq.block_table) * self.block_size and not self._growing:
+        if num_tokens <= len(seq.kv.block_table) * self.block_size and not self._growing:
             return []
-        if not seq.block_table:
+        if not seq.kv.block_table:
             return self._admit(seq, num_tokens, Hit([]))
         num_missing = self.full.num_missing(seq, num_tokens)
         for group in self._growing:
@@ -130,26 +124,27 @@ class BlockManager:
             return []
         if num_missing > self.pool.num_free and not self._make_room(seq, num_missing):
             return None
-        num_owned = len(seq.block_table)
+        num_owned = len(seq.kv.block_table)
         self.full.extend(seq, num_tokens)
         for group in self._growing:
             group.extend(seq, num_tokens)
-        return seq.block_table[num_owned:]
+        return seq.kv.block_table[num_owned:]
 
     def publish(self, seq: Sequence, num_written: int) -> None:
         """Cache the full blocks of a sequence's first `num_written` tokens, whose KV is written.
 
         What no later token reads is freed.
         """
-        first = seq.num_published_blocks
+        first = seq.kv.num_published_blocks
         num_full = min(num_written, len(seq.token_ids)) // self.block_size
         nodes: Seq[Node] = ()
         if num_full > first and self.enable_prefix_caching:
             nodes = self.full.publish_blocks(seq, num_full)
         for group in self._others:
             group.publish(seq, first, nodes, num_written)
-        if nodes and self.pool.tiers is not None:
-            self.pool.tiers.publish(seq, first, nodes)
+        if nodes:
+            for listener in self.pool.listeners:
+                listener.published(seq, first, nodes)
 
     def publish_loaded(
         self, seq: Sequence, num_blocks: int, places: Seq[tuple[int, bytes]]
@@ -169,7 +164,7 @@ class BlockManager:
     def trim(self, seq: Sequence, num_tokens: int) -> None:
         """Free the blocks after a sequence's first `num_tokens` tokens. None of them is cached."""
         num_blocks = self.blocks_for(num_tokens)
-        if num_blocks < len(seq.block_table):
+        if num_blocks < len(seq.kv.block_table):
             self.full.trim(seq, num_blocks)
         for group in self._growing:
             group.trim(seq, num_blocks)
@@ -184,9 +179,10 @@ class BlockManager:
         nodes = None if keep_cached else list(self.trie.chain(seq))
         for group in self.groups:
             group.free(seq, nodes)
-        if nodes and self.pool.tiers is not None:
+        if nodes:
             gone = [node for node in nodes if self.trie.nodes.get(node.key) is not node]
-            self.pool.tiers.distrust(gone)
+            for listener in self.pool.listeners:
+                listener.distrusted(gone)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all that is cached; return False, and forget none, while a sequence owns pages."""
@@ -194,8 +190,8 @@ class BlockManager:
             return False
         for node in list(self.trie.nodes.values()):
             self.trie.remove(node, evicted=False)
-        if self.pool.tiers is not None:
-            self.pool.tiers.clear()
+        for listener in self.pool.listeners:
+            listener.cleared()
         return True
 
     def begin_step(self) -> None:
@@ -241,7 +237,7 @@ class BlockManager:
 
     def _admit(self, seq: Sequence, num_tokens: int, hit: Hit) -> list[int] | None:
         """Give a sequence without pages all that it needs to begin after a hit."""
-        assert not seq.block_table
+        assert not seq.kv.block_table
         seq.num_computed_tokens = hit.num_blocks * self.block_size
         num_missing = sum(group.num_missing(seq, num_tokens, hit) for group in self.groups)
         if num_missing > self.num_free_blocks:
@@ -253,9 +249,10 @@ class BlockManager:
             self._make_room(seq, num_missing)
         for group in self.groups:
             group.extend(seq, num_tokens)
-        if hit.nodes and self.pool.tiers is not None:
-            self.pool.tiers.publish(seq, 0, hit.nodes)
-        return list(seq.block_table)
+        if hit.num_blocks:
+            for listener in self.pool.listeners:
+                listener.published(seq, 0, hit.nodes)
+        return list(seq.kv.block_table)
 
     def _make_room(self, seq: Sequence, num_pages: int) -> bool:
         """Let groups give up pages for a sequence; return whether `num_pages` are free then."""

@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from nanovllm.errors import PluginError
 from nanovllm.kv.eviction import EvictionOrder, LeastRecentlyUsed
-
-if TYPE_CHECKING:
-    from nanovllm.features.tiers.cache import TierCache
+from nanovllm.kv.listener import CacheListener
 
 
 class Entry(Protocol):
@@ -43,19 +41,15 @@ class BlockPool:
 
     Args:
         order: of the free pages, for `num_blocks` pages; None: least recently used first.
-        tiers: None: there is no tier below the pool.
+
+    Attributes:
+        listeners: are told of pages and of what they hold, also by groups and the block manager.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        *,
-        order: EvictionOrder | None = None,
-        tiers: "TierCache | None" = None,
-    ) -> None:
+    def __init__(self, num_blocks: int, *, order: EvictionOrder | None = None) -> None:
         self.blocks = [Block() for _ in range(num_blocks)]
         self.free: EvictionOrder = LeastRecentlyUsed(num_blocks) if order is None else order
-        self.tiers = tiers
+        self.listeners: list[CacheListener] = []
 
     @property
     def num_free(self) -> int:
@@ -74,8 +68,8 @@ class BlockPool:
         block.ref_count = 1
         if block.entry is not None:
             block.entry.evict()
-        if self.tiers is not None:
-            self.tiers.reuse(page)
+        for listener in self.listeners:
+            listener.reused(page)
         return page
 
     def hold(self, pages: Seq[int]) -> None:
@@ -109,5 +103,5 @@ class BlockPool:
         """Give pages in use other contents in the next step; their entry has left the cache."""
         for page in pages:
             self.clear(page)
-            if self.tiers is not None:
-                self.tiers.reuse(page)
+            for listener in self.listeners:
+                listener.reused(page)

@@ -2,17 +2,19 @@
 
 The key of a block is (unique id of its parent, hash of its tokens and of all before them). A hit
 also compares the tokens, so a hash collision costs a miss and never gives a wrong prefix. Each
-adapter and salt has a root and a trie of its own.
+adapter and salt has a root and a trie of its own. Where tokens stand for other inputs, the digests
+of these count as tokens do.
 """
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
 from xxhash import xxh3_128_digest
 
+from nanovllm.core.messages import InputSpan
 from nanovllm.core.sequence import Sequence
 
 Key = tuple[int | str, bytes]
@@ -30,6 +32,7 @@ class Node:
     uid: int
     key: Key
     tokens: bytes
+    """Of the block, and what `_inputs_of` adds."""
     page: int
     """Of the layers with full attention."""
 
@@ -84,11 +87,15 @@ class PrefixTrie:
 
     def keys(self, seq: Sequence, num_blocks: int) -> list[tuple[bytes, bytes]]:
         """Return (hash, tokens) of each of the first `num_blocks` blocks; hash each only once."""
-        for i in range(len(seq.block_keys), num_blocks):
-            data = array("I", seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
-            parent = seq.block_keys[-1][0] if i else self.digest(seq.root_uid.encode())
-            seq.block_keys.append((self.digest(parent + data.tobytes()), data.tobytes()))
-        return seq.block_keys[:num_blocks]
+        keys = seq.kv.block_keys
+        for i in range(len(keys), num_blocks):
+            first = i * self.block_size
+            data = array("I", seq.token_ids[first : first + self.block_size]).tobytes()
+            if seq.inputs:
+                data += _inputs_of(seq.inputs, first, first + self.block_size)
+            parent = keys[-1][0] if i else self.digest(seq.root_uid.encode())
+            keys.append((self.digest(parent + data), data))
+        return keys[:num_blocks]
 
     def match(self, seq: Sequence) -> list[Node]:
         """Return the longest chain of nodes that `seq` begins with.
@@ -114,7 +121,7 @@ class PrefixTrie:
         block first.
         """
         parent_uid: int | str = seq.root_uid
-        for key_hash, _ in seq.block_keys[: seq.num_published_blocks]:
+        for key_hash, _ in seq.kv.block_keys[: seq.kv.num_published_blocks]:
             node = self.nodes.get((parent_uid, key_hash))
             if node is None:
                 return
@@ -131,3 +138,19 @@ class PrefixTrie:
         del self.nodes[node.key]
         for follower in self.followers:
             follower.forget(node, evicted=evicted)
+
+
+def _inputs_of(spans: Iterable[InputSpan], first: int, end: int) -> bytes:
+    """Return what tells the inputs of a block apart: 56 bytes for each span that it has a part of.
+
+    They are the digest, where the part begins in what the digest is of, and its positions.
+    """
+    found = b""
+    for span in spans:
+        start = max(span.start, first)
+        stop = min(span.start + span.length, end)
+        if start < stop:
+            assert len(span.digest) == 32
+            place = array("Q", [span.offset + start - span.start, start, stop])
+            found += span.digest + place.tobytes()
+    return found

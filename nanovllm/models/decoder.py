@@ -191,6 +191,8 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         residual = self.embed(batch)
+        for indices, values in batch.embeds:
+            residual[indices] = values.to(residual.dtype)
         hidden: torch.Tensor | None = None
         for layer in self.layers:
             # The next layer's attention needs all tokens, so only the last layer drops some.

@@ -23,14 +23,13 @@ from nanovllm.options.plugins import at_start, guarded, in_worker, is_plugin, lo
 from nanovllm.platform import Platform
 from nanovllm.utils.cgroup import groups
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.hooks import StepRunner
+from nanovllm.worker.hooks import StepRunner, WorkerHook
 from nanovllm.worker.model_loader import NetworkSpec, check_weights, user_parts
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import Network
 
 if TYPE_CHECKING:
     from nanovllm.features.graphs.step_runners import StepRunners
-    from nanovllm.features.pooling.rank_pooling import RankPooling
     from nanovllm.features.speculation.proposers.proposer import Proposer
 
 
@@ -192,7 +191,7 @@ def make_runner(
         platform,
         make_steps=make_steps,
         make_drafter=make_drafter,
-        make_pooling=partial(_make_pooling, target.files),
+        make_parts={"pooling": partial(_make_pooling, target.files)},
         make_step_runner=_step_runner_maker(config.step_runner),
     )
     if config.enable_lora:
@@ -260,7 +259,7 @@ def _check_plugins(config: Config) -> None:
         proposer_class(method)
 
 
-def _make_pooling(files: list[Path], network: Network) -> "RankPooling":
+def _make_pooling(files: list[Path], network: Network) -> WorkerHook:
     from nanovllm.features.pooling.rank_pooling import RankPooling
 
     return RankPooling(network, files)

@@ -97,8 +97,8 @@ class Scheduler:
         return len(self._sequences) - len(self.running)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence, whose prompt must leave room for a token, unless it is pooled."""
-        assert 0 < seq.num_prompt_tokens < self.max_model_len + (seq.pooling is not None)
+        """Queue a new sequence, whose prompt must leave room for a token if it generates."""
+        assert 0 < seq.num_prompt_tokens <= self.max_model_len - seq.generates
         seq.eos_token_ids = frozenset() if seq.params.ignore_eos else self.eos_token_ids
         seq.stop_token_ids = seq.eos_token_ids.union(seq.params.stop_token_ids)
         longest = seq.num_prompt_tokens + seq.params.max_tokens
@@ -155,18 +155,14 @@ class Scheduler:
             seq.num_in_flight_steps -= 1
             details = result.details.get(row.seq_id, _NO_DETAILS)
             if details.finish_info is not None:
-                seq.kv_invalid = details.finish_info.kv_invalid
-                self.finish(seq, *details.finish_info[:2])
+                reason, detail, kv_invalid = details.finish_info
+                self.finish(seq, reason, detail, keep_cached=not kv_invalid)
                 advanced.append(seq)
                 continue
             if details.prompt_logprobs:
-                seq.prompt_logprobs.update(details.prompt_logprobs)
-            if details.routed_experts is not None:
-                seq.routed_experts.append((row.num_computed_tokens, details.routed_experts))
-            if details.pooled is not None:
-                seq.pooled = details.pooled
-                seq.finish_reason = "stop"
-                advanced.append(seq)
+                seq.output.prompt_logprobs.update(details.prompt_logprobs)
+            if details.extras is not None:
+                seq.take_extras(row, details.extras)
             num_written = row.end
             if row.samples:
                 num_known = len(seq.token_ids)
@@ -176,6 +172,9 @@ class Scheduler:
                 self.stats.num_decode_tokens += num_appended
                 if row.num_draft_tokens and self.drafting is not None:
                     self.drafting.record(seq, row, details, len(tokens) - 1, num_appended)
+                advanced.append(seq)
+            elif not seq.generates and row.end == seq.num_prompt_tokens:
+                seq.output.finish_reason = "stop"
                 advanced.append(seq)
             if seq.table_idx is not None:
                 self.block_manager.publish(seq, num_written)
@@ -204,12 +203,23 @@ class Scheduler:
                 self.preempt(seq)
         self.block_manager.undo_copies(schedule.copies)
 
-    def finish(self, seq: Sequence, finish_reason: str, stop_reason: str | None = None) -> None:
-        """End a sequence and free what it owns. If it has ended, only its reasons change."""
-        seq.finish_reason = finish_reason
-        seq.stop_reason = stop_reason
+    def finish(
+        self,
+        seq: Sequence,
+        finish_reason: str,
+        stop_reason: str | None = None,
+        *,
+        keep_cached: bool = True,
+    ) -> None:
+        """End a sequence and free what it owns. If it has ended, only its reasons change.
+
+        Args:
+            keep_cached: see `BlockManager.free`.
+        """
+        seq.output.finish_reason = finish_reason
+        seq.output.stop_reason = stop_reason
         if seq.seq_id in self._sequences:
-            self._remove(seq)
+            self._remove(seq, keep_cached=keep_cached)
 
     # For hooks:
 
@@ -278,7 +288,7 @@ class Scheduler:
             num_scheduled = num_missing
             if num_missing > 1:
                 num_scheduled = self._row_length(seq, num_missing, budget)
-            start = len(seq.block_table)
+            start = len(seq.kv.block_table)
             end = seq.num_computed_tokens + num_scheduled
             appended = self.block_manager.allocate_blocks(seq, end)
             if appended is None:
@@ -412,21 +422,21 @@ class Scheduler:
         if seq.table_idx is not None:
             insort(self.running, seq, key=self.policy.order)
 
-    def _release(self, seq: Sequence) -> None:
+    def _release(self, seq: Sequence, *, keep_cached: bool = True) -> None:
         for hook in self.hooks:
             hook.release(seq)
         # Launched steps may still write to its blocks and table row. Their next owner's steps are
         # launched after them, and steps run in that order.
         self.running.remove(seq)
-        self.block_manager.free(seq, keep_cached=not seq.kv_invalid)
+        self.block_manager.free(seq, keep_cached=keep_cached)
         assert seq.table_idx is not None
         self._free_table_indices.append(seq.table_idx)
         seq.table_idx = None
 
-    def _remove(self, seq: Sequence) -> None:
+    def _remove(self, seq: Sequence, *, keep_cached: bool = True) -> None:
         del self._sequences[seq.seq_id]
         if seq.table_idx is not None:
-            self._release(seq)
+            self._release(seq, keep_cached=keep_cached)
         if seq.is_queued:
             self._dequeue(seq)
         for hook in self.hooks:

@@ -42,7 +42,6 @@ from nanovllm.testing.invariants import check_blocks, check_scheduler
 if TYPE_CHECKING:
     from nanovllm.features.speculation.draft_controller import DraftController
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
-    from nanovllm.features.tiers.cache import TierCache
 
 VOCAB_SIZE = 5
 
@@ -321,7 +320,6 @@ class FakeEngine:
     Args:
         windows: of the model's window groups.
         state_pages: 0: a model without states.
-        tiers: see fake_tiers.py.
         make_policy, make_order: None is the default.
     """
 
@@ -347,7 +345,6 @@ class FakeEngine:
         windows: tuple[WindowSpec, ...] = (),
         state_pages: int = 0,
         snapshot_interval: int = 8,
-        tiers: "TierCache | None" = None,
         hooks: Seq[AdmissionHook] = (),
         make_policy: Callable[[], Policy] | None = None,
         make_order: Callable[[int], EvictionOrder] | None = None,
@@ -363,7 +360,6 @@ class FakeEngine:
             enable_prefix_caching=prefix_caching,
             groups=self._groups(snapshot_interval),
             order=None if make_order is None else make_order(num_blocks),
-            tiers=tiers,
         )
         self.drafting: AdaptiveDrafting | None = None
         if propose is not None or controller is not None:
@@ -588,14 +584,14 @@ class FakeEngine:
             self.start_of(seq.root_uid),
         )
         got = output_of(seq)
-        if seq.finish_reason in ("stop", "length"):
-            assert (got, seq.finish_reason) == expected
+        if seq.output.finish_reason in ("stop", "length"):
+            assert (got, seq.output.finish_reason) == expected
             assert self._is_right_cache_count(seq.num_cached_tokens, seq.num_prompt_tokens)
         else:
-            assert seq.finish_reason in (None, "abort", "error")
+            assert seq.output.finish_reason in (None, "abort", "error")
             assert len(got) < len(expected[0])
             assert got == expected[0][: len(got)]
-        if seq.finish_reason == "error":  # not before all tokens that come before it
+        if seq.output.finish_reason == "error":  # not before all tokens that come before it
             assert len(seq.token_ids) >= self.worker.fails_from[seq.seq_id]
 
     def _check_stats(self) -> None:
@@ -681,7 +677,7 @@ class FakeEngine:
         """Return how many pages no running sequence needs."""
         if self.states is None:
             return self.manager.num_free_blocks
-        tables = [seq.block_table for seq in self.scheduler.running]
+        tables = [seq.kv.block_table for seq in self.scheduler.running]
         needed = {page for table in tables for page in table}
         num_states = len(tables) * self.state_pages
         return len(self.manager.blocks) - len(needed) - num_states
@@ -743,7 +739,7 @@ class FakeEngine:
         assert known == expected, "the table row holds other tokens"
         for position in range(row.num_computed_tokens, row.end):
             block_id, _ = self.worker.location(row, position)
-            assert block_id == seq.block_table[position // self.manager.block_size]
+            assert block_id == seq.kv.block_table[position // self.manager.block_size]
             block = self.manager.blocks[block_id]
             assert block.ref_count == 1, "a shared block is written"
             assert block.entry is None, "a published block is written"
@@ -777,7 +773,7 @@ class FakeEngine:
 
 def draft_counts(seq: Sequence) -> DraftCounts:
     """Return how the drafts of a sequence fared; all 0 if it had none."""
-    return DraftCounts() + (seq.draft_counts or DraftCounts())
+    return DraftCounts() + (seq.output.draft_counts or DraftCounts())
 
 
 def prompt_that_ends_with(eos: int, eos_token_ids: frozenset[int]) -> list[int]:

@@ -37,10 +37,12 @@ def check_scheduler(scheduler: Scheduler) -> None:
     waiting = [seq for seq in queued if seq.table_idx is None]
     ids = [seq.seq_id for seq in scheduler.running + waiting]
     assert sorted(ids) == sorted(scheduler._sequences), "a sequence is lost or queued twice"
-    assert all(not seq.block_table for seq in waiting)
+    assert all(not seq.kv.block_table for seq in waiting)
     for seq in scheduler.running:
         assert 0 <= seq.num_computed_tokens <= seq.num_tokens <= scheduler.max_model_len
-        assert len(seq.block_table) >= scheduler.block_manager.blocks_for(seq.num_computed_tokens)
+        assert len(seq.kv.block_table) >= scheduler.block_manager.blocks_for(
+            seq.num_computed_tokens
+        )
         assert 0 <= seq.num_pending_tokens <= seq.num_in_flight_steps
         assert not seq.is_held or any(seq in getattr(g, "_loading", ()) for g in scheduler.hooks)
         for group in scheduler.block_manager.groups:
@@ -66,7 +68,7 @@ def check_window_table(group: WindowGroup, seq: Sequence) -> None:
     first = max(0, position + 1 - group.window.window) // group.block_size
     assert table.start <= first
     assert table.start == first or seq.num_in_flight_steps, "a block left the window, and stays"
-    assert table.num_sent <= table.end <= len(seq.block_table), "blocks are held for no token"
+    assert table.num_sent <= table.end <= len(seq.kv.block_table), "blocks are held for no token"
 
 
 def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
@@ -106,15 +108,17 @@ def check_full_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> C
     """
     owners: Counter[int] = Counter()
     for seq in sequences:
-        assert len(set(seq.block_table)) == len(seq.block_table), "a table holds a block twice"
-        assert seq.num_published_blocks <= len(seq.block_table)
+        assert len(set(seq.kv.block_table)) == len(seq.kv.block_table), (
+            "a table holds a block twice"
+        )
+        assert seq.kv.num_published_blocks <= len(seq.kv.block_table)
         parent_uid: int | str | None = seq.root_uid
-        for block in map(manager.blocks.__getitem__, seq.block_table):
+        for block in map(manager.blocks.__getitem__, seq.kv.block_table):
             assert block.entry is None or isinstance(block.entry, Node), "a page has two uses"
             if block.entry is not None and parent_uid is not None:
                 assert block.entry.key[0] == parent_uid, "a table holds a block of another prefix"
             parent_uid = None if block.entry is None else block.entry.uid
-        owners.update(seq.block_table)
+        owners.update(seq.kv.block_table)
     cached = {block.entry for block in manager.blocks if isinstance(block.entry, Node)}
     assert cached == {*manager.trie.nodes.values()}
     assert len(cached) == len({node.uid for node in cached})

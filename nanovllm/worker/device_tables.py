@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.attention.batch import Batch, HostLengths
+from nanovllm.attention.batch import Batch, HostLengths, Replaced
 from nanovllm.core.messages import Admission, Row, Schedule
 from nanovllm.core.windows import num_tables
 from nanovllm.core.worker_info import WorkerInfo
@@ -54,11 +54,13 @@ class DeviceTables:
         # A table row's tokens and page ids are adjacent, so one upload writes all. The extra
         # token column takes what follows position max_model_len - 1: only warm-up samples there.
         num_columns = info.max_model_len + 1
-        sizes = [num_columns, *[width] * num_tables(info.windows), info.state_pages]
+        sizes = [num_columns, *[width] * num_tables(info.kv.windows), info.kv.state_pages, 1]
         self._table = platform.zeros((num_rows, sum(sizes)), torch.int32)
-        self._table[self.scratch_idx, num_columns:] = info.num_blocks
-        self.token_ids, self.block_tables, *others, pages = self._table.split_with_sizes(sizes, 1)
+        self._table[self.scratch_idx, num_columns:-1] = info.num_blocks
+        columns = self._table.split_with_sizes(sizes, 1)
+        self.token_ids, self.block_tables, *others, pages, offsets = columns
         self.other_tables = tuple(others)
+        self.rope_offsets = offsets[:, 0]
         self.state_table = _state_table(pages, info, platform)
         self.sampling_tensors = SamplingTensors.greedy(num_rows, self.device)
         # Of each row's last token, after accepted drafts: what `kernels.accept` found.
@@ -67,6 +69,7 @@ class DeviceTables:
         self.params = [SamplingParams()] * max_num_seqs
         self.num_prompt_tokens = [0] * max_num_seqs
         self.rules: list[LogitsRules | None] = [None] * max_num_seqs
+        self._moved: set[int] = set()  # those with a rope offset
         self.plain = [True] * max_num_seqs  # no logits rules, no logprobs: a token is enough
 
     def apply(self, schedule: Schedule) -> None:
@@ -92,6 +95,7 @@ class DeviceTables:
         for new in schedule.admissions:
             write(0, new.table_idx, new.token_ids)
             write(num_columns, new.table_idx, new.block_ids)
+            write(stride - 1, new.table_idx, [new.rope_offset])
         for tokens in schedule.new_tokens:
             write(tokens.start, tokens.table_idx, tokens.token_ids)
         for blocks in schedule.new_blocks:
@@ -107,10 +111,13 @@ class DeviceTables:
             self.sampling_tensors.write(uploaded[2], uploaded[3])
             self._admit(admissions)
 
-    def batch(self, rows: list[Row]) -> Batch:
+    def batch(self, rows: list[Row], rope: Seq[Replaced] = ()) -> Batch:
         """Return the tokens of `rows` as a batch, in the order of the rows.
 
         `Batch.others` has the same tokens with each of `other_tables`.
+
+        Args:
+            rope: [N] each, for `Batch.rope_positions`, in place of position and offset.
         """
         query_lens = tuple(row.num_scheduled_tokens for row in rows)
         seq_lens = tuple(row.num_computed_tokens + row.num_scheduled_tokens for row in rows)
@@ -127,6 +134,11 @@ class DeviceTables:
         positions = tokens + (ends - cu_seqlens[1:])[token_rows]
         token_table_indices = table_indices[token_rows]
         input_ids = self.token_ids[token_table_indices, positions].long()
+        rope_positions = None
+        if rope or (self._moved and any(row.table_idx in self._moved for row in rows)):
+            rope_positions = positions + self.rope_offsets[token_table_indices]
+            for indices, values in rope:
+                rope_positions[indices] = values
         width = -(-max(seq_lens) // self.block_size)
         step = rows, table_indices, lens, cu_seqlens
         state = None if self.state_table is None else self.state_table.rows(*step)
@@ -143,6 +155,7 @@ class DeviceTables:
                 lengths=HostLengths(query_lens, seq_lens),
                 state=state,
                 others=others,
+                rope_positions=rope_positions,
             )
 
         return batch(self.block_tables, tuple(map(batch, self.other_tables)))
@@ -158,6 +171,9 @@ class DeviceTables:
             self.num_prompt_tokens[new.table_idx] = new.num_prompt_tokens
             self.rules[new.table_idx] = None
             self.plain[new.table_idx] = new.params.is_plain
+            self._moved.discard(new.table_idx)
+            if new.rope_offset:
+                self._moved.add(new.table_idx)
             if new.params.has_rules:
                 from nanovllm.layers.logits_rules import LogitsRules
 
@@ -169,7 +185,7 @@ class DeviceTables:
 
 def _state_table(pages: torch.Tensor, info: WorkerInfo, platform: Platform) -> "StateTable | None":
     """Return what the tables have for layers with a state; None without such layers."""
-    if not info.state_pages:
+    if not info.kv.state_pages:
         return None
     from nanovllm.worker.state_table import StateTable
 

@@ -1,11 +1,12 @@
 """What features add to a worker: faster ways to run steps, and parts of a runner."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Seq
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from nanovllm.attention.batch import Replaced
 from nanovllm.core.messages import Row, Schedule
 from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.worker.step_output import PendingResult
@@ -49,6 +50,21 @@ class StepRunner(ABC):
         """Write the KV of the tokens of `rows`; return what was computed."""
 
 
+class RowNeeds(NamedTuple):
+    """What a part needs of the forward pass of some rows."""
+
+    indices: Seq[int] | None = ()
+    """In the batch, of the tokens whose hidden states are needed; None: of all tokens."""
+    read: Callable[[torch.Tensor], None] | None = None
+    """Takes these hidden states, in this order."""
+    by_layer: bool = False
+    """Whether no step runner may compute the rows. None can if one of the next two is given."""
+    embeds: Replaced | None = None
+    """For `Batch.embeds`."""
+    rope: Replaced | None = None
+    """For `Batch.rope_positions`: [N]."""
+
+
 class WorkerHook:
     """What a feature adds to a `ModelRunner`, which calls it as below. By default it does nothing.
 
@@ -69,8 +85,13 @@ class WorkerHook:
     def begin(self, schedule: Schedule) -> None:
         """Prepare for a step. Called first of all, before the tables change."""
 
-    def begin_rows(self, rows: list[Row]) -> None:
-        """Prepare for the forward pass of `rows`, which belong to a step or to a measurement."""
+    def begin_rows(self, rows: list[Row]) -> RowNeeds | None:
+        """Prepare for the forward pass of `rows`, which belong to a step or to a measurement.
+
+        Returns:
+            What the part needs of it; None: nothing.
+        """
+        return None
 
     def end(self, schedule: Schedule, pending: PendingResult) -> None:
         """Add to the result of the step, which was just launched."""

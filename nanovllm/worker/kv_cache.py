@@ -78,11 +78,11 @@ def require_one_sequence(info: WorkerInfo) -> None:
 
     def needed(num_tokens: int) -> int:
         chunk = info.max_num_batched_tokens
-        return pages_for(num_tokens, info.block_size, info.windows, chunk) + info.state_pages
+        return pages_for(num_tokens, info.block_size, info.kv.windows, chunk) + info.kv.state_pages
 
     length = info.max_model_len
     if info.num_blocks < needed(length):
-        with_state = f", {info.state_pages} of them for its state" if info.state_pages else ""
+        with_state = f", {info.kv.state_pages} of them for its state" if info.kv.state_pages else ""
         room = bisect_right(range(1, length + 1), info.num_blocks, key=needed)
         lower = f"lower max_model_len to {room} or less, or " if room else ""
         raise OutOfMemoryError(

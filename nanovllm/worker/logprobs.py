@@ -6,7 +6,7 @@ The device gathers them, with each token's rank and the most likely tokens.
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence as Seq
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -15,7 +15,9 @@ from nanovllm.layers.sampler import Sampling, thresholds_of, weights_of
 from nanovllm.options.sampling_params import GREEDY_BELOW
 from nanovllm.platform import Platform
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.step_sampler import StepSampler
+
+if TYPE_CHECKING:
+    from nanovllm.worker.step_sampler import StepSampler
 
 _PIECE = 2**23
 """Logits whose log-probabilities are in memory at the same time: 32 MiB in float32."""
@@ -59,7 +61,7 @@ class Logprobs(NamedTuple):
 
 def sampled_logprobs(
     tables: DeviceTables,
-    sampling: StepSampler,
+    sampling: "StepSampler",
     logits: torch.Tensor,
     tokens: torch.Tensor,
     mode: str = "raw_logprobs",

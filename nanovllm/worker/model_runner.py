@@ -4,34 +4,39 @@ Ranks meet only in the layers' collectives.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence as Seq
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.core.messages import Row, Schedule
+from nanovllm.core.messages import Extras, Row, Schedule
 from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.errors import ConfigError, OutOfMemoryError, refuses_memory
 from nanovllm.options.plugins import in_worker
 from nanovllm.platform import Platform
-from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.hooks import LAPS, SamplingWatch, StepRunner, StepTensors, WorkerHook
+from nanovllm.worker.hooks import (
+    LAPS,
+    RowNeeds,
+    SamplingWatch,
+    StepRunner,
+    StepTensors,
+    WorkerHook,
+)
 from nanovllm.worker.model_loader import NetworkSpec, num_positions
 from nanovllm.worker.network import Network
-from nanovllm.worker.step_output import PendingResult, Pooled, StepOutput
+from nanovllm.worker.step_output import PendingResult, StepOutput
 from nanovllm.worker.step_sampler import StepSampler
 from nanovllm.worker.timing import StepTimer
 
 if TYPE_CHECKING:
     from nanovllm.features.graphs.step_runners import StepRunners
-    from nanovllm.features.pooling.rank_pooling import RankPooling
     from nanovllm.features.speculation.proposers.proposer import Proposer
     from nanovllm.features.structured.grammar_masks import GrammarMasks
     from nanovllm.features.training.rank_weights import RankWeights
     from nanovllm.layers.logits_rules import LogitsRule
-    from nanovllm.worker.logprobs import Logprobs
 
 
 class ModelRunner:
@@ -40,17 +45,16 @@ class ModelRunner:
     Args:
         make_steps, make_drafter: called with the network and the most tokens of a step. Without
             them, all steps run layer by layer, and none has drafts.
-        make_pooling: called with the network when a sequence is first pooled.
+        make_parts: called with the network when an admission first has extras of that name. What
+            they return joins `parts`.
         make_step_runner: called with the network and the tables: makes the user's step runner,
             which is asked first.
 
     Attributes:
-        parts: what adapters and tiers add, if the options ask for them.
+        parts: what features add, such as adapters and tiers.
         masks: of the requests' grammars; None before the first one.
-        pooling: makes vectors of hidden states; None before it is first asked for.
         weights: what sleeps, wakes up and changes; None before it is first asked for.
         watch: is told what sampling does to logits; None: nobody is.
-        computes_all: whether the last layer computes all tokens, not only those that it must.
 
     Raises:
         ConfigError: the options name a GPU, and its kernels do not run.
@@ -66,7 +70,7 @@ class ModelRunner:
         *,
         make_steps: "Callable[[Network, int], StepRunners] | None" = None,
         make_drafter: "Callable[[Network, int], Proposer] | None" = None,
-        make_pooling: "Callable[[Network], RankPooling] | None" = None,
+        make_parts: Mapping[str, Callable[[Network], WorkerHook]] = MappingProxyType({}),
         make_step_runner: Callable[[Network, DeviceTables], StepRunner] | None = None,
     ) -> None:
         config = self.config = target.config
@@ -93,12 +97,10 @@ class ModelRunner:
             from nanovllm.layers.logits_rules import load_rules
 
             self._user_rules = load_rules(config.logits_rules)
-        self._make_pooling = make_pooling
+        self._make_parts = dict(make_parts)
         self.make_step_runner = make_step_runner
-        self.pooling: RankPooling | None = None
         self.weights: RankWeights | None = None
         self.watch: SamplingWatch | None = None
-        self.computes_all = False
         self.step_runners: list[StepRunner] = []
         self._launched: deque[PendingResult] = deque()  # the last LAPS steps at most
 
@@ -134,6 +136,9 @@ class ModelRunner:
             # A step runner may write this step's tokens over those of the step LAPS steps ago.
             self._launched.popleft().keep()
         try:
+            for new in schedule.admissions:
+                if new.extras is not None:
+                    self._make_missing_parts(new.extras)
             for part in self.parts:
                 part.begin(schedule)
             if self.network.user_parts is None:
@@ -156,11 +161,6 @@ class ModelRunner:
         self.tables.apply(schedule)
         if self.masks is not None:
             self.masks.admit(schedule.admissions)
-        if self.pooling is None and any(new.pooling for new in schedule.admissions):
-            assert self._make_pooling is not None
-            self.pooling = self._make_pooling(self.network)
-        if self.pooling is not None:
-            self.pooling.admit(schedule.admissions)
         pool = self.network.pool
         for copy in schedule.copies:
             pool.copy(*copy)
@@ -187,59 +187,89 @@ class ModelRunner:
         """Compute `rows` and choose a token for each row that samples.
 
         Without step runners, masks and drafts this is all: `network.forward` gives hidden states,
-        `network.logits` the logits, `sampling.sample` the tokens. Rank 0 sends them to the others,
-        and `sampling.store` writes them to the tables, where the next step finds its input.
+        `network.logits` the logits, `StepSampler.finish` the tokens, which rank 0 sends to the
+        others and each writes to its tables, where the next step finds its input.
         """
         if not rows:  # such a step only moves pages
             return StepOutput(torch.empty(0, dtype=torch.int64))
-        for part in self.parts:
-            part.begin_rows(rows)
-        tables = self.tables
-        mode = self.config.logprobs_mode
-        masks = None if self.masks is None else self.masks.begin(tables, rows)
-        pooling = None if self.pooling is None else self.pooling.begin(rows)
-        is_recordable = pooling is None or pooling.is_recordable
-        hidden, tokens, logits, draft_ids = self._run_fast(rows) if is_recordable else StepTensors()
-        is_plain = self.watch is None and all(tables.plain[row.table_idx] for row in rows)
-        if tokens is not None and is_plain:
+        needs = [need for part in self.parts if (need := part.begin_rows(rows)) is not None]
+        masks = None if self.masks is None else self.masks.begin(self.tables, rows)
+        by_layer = any(need.by_layer or need.embeds or need.rope for need in needs)
+        tensors = StepTensors() if by_layer else self._run_fast(rows)
+        tokens, draft_ids = tensors.tokens, tensors.draft_ids
+        plain = self.tables.plain
+        if tokens is not None and self.watch is None and all(plain[row.table_idx] for row in rows):
             on_host = tokens.device != self.device
             return StepOutput(tokens, draft_ids=draft_ids, on_host=on_host)
-        sampling = StepSampler(tables, rows, masks=masks, draft_ids=draft_ids, watch=self.watch)
-        logprobs: list[Logprobs] = []
-        pooled: list[Pooled] = []
-        if tokens is None:
-            assert not (self.follows_drafts and any(row.num_unverified_tokens for row in rows))
-            of_prompts = tables.want_prompt_logprobs(rows)
-            if hidden is None:
-                sampled = sampling.output_indices
-                indices = sampled if pooling is None else pooling.join(sampled)
-                needs_all = of_prompts or self.computes_all
-                hidden = self.network.forward(tables, rows, None if needs_all else indices)
-            if pooling is not None:
-                pooled, hidden = pooling.take(hidden, sampling.output_indices)
-            if of_prompts:
-                from nanovllm.worker.logprobs import prompt_logprobs
-
-                logprobs += prompt_logprobs(tables, rows, hidden, self.network.model, mode)
-            if len(sampling):
-                logits = self.network.logits(hidden, sampling.output_indices)
-        if logits is None:  # no row samples, or this is not rank 0
-            tokens = torch.empty_like(sampling.output_indices)
-        else:
-            tokens = sampling.sample(logits)
-            if sampling.want_logprobs:
-                from nanovllm.worker.logprobs import sampled_logprobs
-
-                logprobs += sampled_logprobs(tables, sampling, logits, tokens, mode)
-        if len(sampling):
-            broadcast_from_first(tokens)
-            sampling.store(tokens)
-            if self.follows_drafts:
-                sampling.accept(tokens)
-        forcing = {} if masks is None else masks.forcing
-        return StepOutput(
-            tokens, logprobs, sampling.finish_infos, sampling.draft_ids, forcing, pooled
+        sampling = StepSampler(
+            self.tables, rows, masks=masks, draft_ids=draft_ids, watch=self.watch
         )
+        if tokens is None:
+            tensors = self.compute(rows, sampling, needs, tensors.hidden)
+        return sampling.finish(
+            tensors,
+            rows,
+            self.network.model,
+            mode=self.config.logprobs_mode,
+            accepts=self.follows_drafts,
+        )
+
+    def compute(
+        self,
+        rows: list[Row],
+        sampling: StepSampler,
+        needs: Seq[RowNeeds] = (),
+        hidden: torch.Tensor | None = None,
+    ) -> StepTensors:
+        """Compute the T tokens of `rows`, and let the parts read what they need of it.
+
+        Args:
+            hidden: [T, hidden_size], if a step runner has computed them; None: they are computed
+                layer by layer.
+
+        Returns:
+            Logits of the samples, and the hidden states of all T tokens or only theirs.
+        """
+        assert not (self.follows_drafts and any(row.num_unverified_tokens for row in rows))
+        lists = [need.indices for need in needs]
+        wanted: Seq[int] = sampling.indices
+        if hidden is not None or None in lists or self.tables.want_prompt_logprobs(rows):
+            wanted = range(sum(row.num_scheduled_tokens for row in rows))
+        elif needs:
+            wanted = sorted({*wanted, *chain.from_iterable(filter(None, lists))})
+        if hidden is None:
+            indices = None
+            if not isinstance(wanted, range):
+                indices = self.platform.upload(wanted) if needs else sampling.output_indices
+            embeds = tuple(need.embeds for need in needs if need.embeds is not None)
+            rope = tuple(need.rope for need in needs if need.rope is not None)
+            hidden = self.network.forward(self.tables, rows, indices, embeds, rope)
+        place = {index: i for i, index in enumerate(wanted)} if needs else {}
+        for need in needs:
+            if need.read is not None:
+                need.read(self._states_of(need.indices, hidden, place))
+        if needs and not isinstance(wanted, range):
+            hidden = self._states_of(sampling.indices, hidden, place)
+        logits = self.network.logits(hidden, sampling.output_indices) if len(sampling) else None
+        return StepTensors(hidden, logits=logits)
+
+    def _states_of(
+        self, indices: Seq[int] | None, hidden: torch.Tensor, place: Mapping[int, int]
+    ) -> torch.Tensor:
+        """Return the hidden states of some tokens of the batch.
+
+        Args:
+            indices: of these tokens; None: all of `hidden`.
+            place: in `hidden`, by index of the token.
+        """
+        if indices is None or len(indices) == len(place):
+            return hidden
+        return hidden[self.platform.upload([place[index] for index in indices])]
+
+    def _make_missing_parts(self, extras: Extras) -> None:
+        """Make the parts that an admission with `extras` is the first to need."""
+        for name in self._make_parts.keys() & extras.keys():
+            self.parts.append(self._make_parts.pop(name)(self.network))
 
     def _run_fast(self, rows: list[Row]) -> StepTensors:
         """Return what the first step runner that fits computes: nothing without one."""

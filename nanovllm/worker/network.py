@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.attention.backend import Backend
-from nanovllm.attention.batch import Batch
+from nanovllm.attention.batch import Batch, Replaced
 from nanovllm.core.messages import Row
 from nanovllm.options.plugins import at_start
 from nanovllm.platform import Platform
@@ -70,15 +70,21 @@ class Network:
         self.attention.unbind()
 
     def forward(
-        self, tables: DeviceTables, rows: list[Row], output_indices: torch.Tensor | None
+        self,
+        tables: DeviceTables,
+        rows: list[Row],
+        output_indices: torch.Tensor | None,
+        embeds: tuple[Replaced, ...] = (),
+        rope: tuple[Replaced, ...] = (),
     ) -> torch.Tensor:
         """Write the KV of all T tokens of `rows`; return hidden states [O, hidden_size].
 
         Args:
             output_indices: [O], the tokens in the batch whose hidden states are returned, in this
                 order. None: all T. Empty: one, of any token.
+            embeds, rope: for `Batch.embeds` and `Batch.rope_positions`.
         """
-        return self.run(self.batch(tables, rows, output_indices))
+        return self.run(self.batch(tables, rows, output_indices, embeds, rope))
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Write the KV of the tokens of a planned batch; return what the model returns."""
@@ -88,16 +94,22 @@ class Network:
         return hidden
 
     def batch(
-        self, tables: DeviceTables, rows: list[Row], output_indices: torch.Tensor | None
+        self,
+        tables: DeviceTables,
+        rows: list[Row],
+        output_indices: torch.Tensor | None,
+        embeds: tuple[Replaced, ...] = (),
+        rope: tuple[Replaced, ...] = (),
     ) -> Batch:
         """Return the batch of `rows` for a call of the model. See `forward`."""
-        batch = tables.batch(rows)
+        batch = tables.batch(rows, rope)
         if output_indices is not None and len(output_indices) == 0:
             # Chunks in mid-prompt alone. Kernels must not see an empty batch: keep the first token.
             output_indices = batch.cu_seqlens_q[:1]
         if output_indices is not None and len(output_indices) == len(batch.input_ids):
             output_indices = None
-        return self.attention.planned(dataclasses.replace(batch, output_indices=output_indices))
+        batch = dataclasses.replace(batch, output_indices=output_indices, embeds=embeds)
+        return self.attention.planned(batch)
 
     def logits(self, hidden: torch.Tensor, output_indices: torch.Tensor) -> torch.Tensor | None:
         """Return the logits [S, vocab_size] of S tokens of the batch; None except on rank 0.

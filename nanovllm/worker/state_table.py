@@ -113,9 +113,9 @@ class StateTable:
 
     def __init__(self, pages: torch.Tensor, info: WorkerInfo, platform: Platform) -> None:
         self.pages = pages
-        self.replays = Replays(len(pages), info.max_draft_tokens, platform)
+        self.replays = Replays(len(pages), info.drafts.max_draft_tokens, platform)
         end = info.num_blocks
-        last = torch.arange(end - info.state_pages, end, device=pages.device)
+        last = torch.arange(end - info.kv.state_pages, end, device=pages.device)
         pages.copy_(last.clamp(min=0).int().expand_as(pages))
 
     def begin(self, schedule: Schedule) -> None:

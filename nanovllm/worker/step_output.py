@@ -2,13 +2,12 @@
 
 import dataclasses
 import threading
-from collections.abc import Iterator, Mapping
-from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.core.messages import FinishInfo, Row, RowDetails, StepResult
+from nanovllm.core.messages import Extras, FinishInfo, Row, RowDetails, StepResult
 from nanovllm.core.transfers import Loaded
 from nanovllm.layers.sampler import NO_TOKEN, RULED_OUT
 from nanovllm.options.sampling_params import REQUESTS_FAULT
@@ -32,29 +31,7 @@ NO_CHOICE = FinishInfo(
     "forbid every token, or make logits NaN or inf; change them",
 )
 """Of a row whose token is RULED_OUT."""
-NO_VECTOR = NO_DISTRIBUTION._replace(
-    stop_reason="the hidden states have NaN or inf; check the model's weights and dtype"
-)
-"""Of a row that is pooled, and what it became is not finite."""
 _FINISH_INFOS = {NO_TOKEN: NO_DISTRIBUTION, RULED_OUT: NO_CHOICE}
-
-
-class Pooled(NamedTuple):
-    """What the hidden states of P sequences became."""
-
-    seq_ids: list[int]
-    """[P]."""
-    values: torch.Tensor
-    """[P, D] float32, on the device or on the host."""
-
-    def details(self) -> Iterator[tuple[int, RowDetails]]:
-        """Yield the id and the details of each sequence, once the values are on the host."""
-        rows = self.seq_ids, self.values.tolist(), self.values.isfinite().all(-1).tolist()
-        for seq_id, values, is_finite in zip(*rows, strict=True):
-            yield (
-                seq_id,
-                RowDetails(pooled=values) if is_finite else RowDetails(finish_info=NO_VECTOR),
-            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,8 +48,6 @@ class StepOutput:
     """[S] int64, the draft that the sample may confirm; None if no row has any."""
     forcing: "Mapping[int, GrammarRow]" = dataclasses.field(default_factory=dict)
     """By sequence id: what may force tokens after the sampled ones."""
-    pooled: list[Pooled] = dataclasses.field(default_factory=list)
-    """Of the rows that end prompts to pool."""
     on_host: bool = False
     """Whether `token_ids` is memory of the host, to which this step writes and later ones too."""
 
@@ -85,7 +60,6 @@ class StepOutput:
             self.finish_infos,
             None if self.draft_ids is None else to_host(self.draft_ids),
             self.forcing,
-            [part._replace(values=to_host(part.values)) for part in self.pooled],
             self.on_host,
         )
 
@@ -98,15 +72,13 @@ class StepOutput:
         has_details = (
             self.logprobs or self.finish_infos or self.forcing or min(sampled, default=0) < 0
         )
-        pooled = dict(chain.from_iterable(part.details() for part in self.pooled))
         if self.draft_ids is None and not has_details:  # most steps: one token a row
             tokens_left = iter(sampled)
-            return [[next(tokens_left)] if row.samples else [] for row in rows], pooled
+            return [[next(tokens_left)] if row.samples else [] for row in rows], {}
         drafts = sampled if self.draft_ids is None else self.draft_ids.tolist()
-        token_ids, details = _detailed_results(
+        return _detailed_results(
             rows, sampled, drafts, self.finish_infos, self.forcing, self.logprobs
         )
-        return token_ids, details | pooled
 
 
 class PendingResult:
@@ -120,7 +92,7 @@ class PendingResult:
     Attributes:
         loaded, finish_infos: set before the result is asked for. The loads from tiers that have
             ended, and by sequence id why sequences of the step's rows end although the step ran.
-        routed_experts: set likewise, by sequence id; see `RowDetails`.
+        on_host: called, before these are read, when what was copied to the host is there.
     """
 
     def __init__(
@@ -137,23 +109,29 @@ class PendingResult:
         self._output = output.to_host(platform)
         self.loaded: list[Loaded] = []
         self.finish_infos: dict[int, FinishInfo] = {}
-        self.routed_experts: dict[int, Any] = {}
+        self.on_host: list[Callable[[PendingResult], None]] = []
+        self._extras: dict[int, Extras] = {}  # by sequence id
         self._result: StepResult | None = None
         self._lock = threading.Lock()  # one thread of a rank launches steps, another reads results
         self._copied = platform.record()
+
+    def add_extra(self, seq_id: int, name: str, value: Any) -> None:
+        """Add to the `RowDetails.extras` of a sequence's row."""
+        self._extras.setdefault(seq_id, {})[name] = value
 
     def result(self) -> StepResult:
         """Wait for the step and return its result."""
         with self._lock:
             if self._result is None:
                 self._copied.synchronize()
+                for read in self.on_host:
+                    read(self)
                 token_ids, details = self._output.row_results(self._rows)
                 drafting, seconds = (0.0, 0.0) if self._timer is None else self._timer.seconds()
                 if self.finish_infos:
                     self._end_rows(token_ids, details)
-                for seq_id, experts in self.routed_experts.items():
-                    found = details.get(seq_id, RowDetails())
-                    details[seq_id] = found._replace(routed_experts=experts)
+                for seq_id, extras in self._extras.items():
+                    details[seq_id] = details.get(seq_id, RowDetails())._replace(extras=extras)
                 self._result = StepResult(
                     self._step_id, token_ids, details, seconds, drafting, self.loaded
                 )

@@ -1,17 +1,21 @@
-"""Samples a step's tokens, each row with its own parameters."""
+"""Chooses a step's tokens, each row's with its own parameters: what follows the logits."""
 
 import itertools
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from nanovllm.core.messages import FinishInfo, Row
 from nanovllm.layers.sampler import Sampling, draw_by_group, mark_ruled_out
+from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.step_output import StepOutput
 
 if TYPE_CHECKING:
     from nanovllm.features.structured.grammar_masks import GrammarStep
-    from nanovllm.worker.hooks import SamplingWatch
+    from nanovllm.worker.hooks import SamplingWatch, StepTensors
+    from nanovllm.worker.logprobs import Logprobs
 
 
 class StepSampler:
@@ -31,6 +35,7 @@ class StepSampler:
         params: the parameters of each sample.
         output_indices: [S] int64, the index in the batch of the token that the sample follows: its
             hidden state gives the sample's logits.
+        indices: the same on the host.
         finish_infos: by sample, set by `sample`: why a request ends here. Its logits processor
             failed, or its grammar did, or its output is complete and the model has no token that
             says so.
@@ -54,17 +59,17 @@ class StepSampler:
         self.finish_infos: dict[int, FinishInfo] = {}
         self._tables = tables
         self._host_positions: list[int] = []
-        output_indices: list[int] = []
+        self.indices: list[int] = []
         ends = itertools.accumulate(row.num_scheduled_tokens for row in rows)
         for row, end in zip(rows, ends, strict=True):
             if row.samples:
                 num_samples = 1 + row.num_draft_tokens
                 self.rows += [row] * num_samples
-                output_indices += range(end - num_samples, end)
+                self.indices += range(end - num_samples, end)
                 self._host_positions += range(row.sample_position, row.end + 1)
         self.params = [tables.params[row.table_idx] for row in self.rows]
         table_indices = [row.table_idx for row in self.rows]
-        numbers = output_indices + table_indices + self._host_positions
+        numbers = self.indices + table_indices + self._host_positions
         on_device = tables.platform.upload(numbers).view(3, len(self.rows))
         self.output_indices, self._table_indices, self._positions = on_device.unbind()
         self.draft_ids = draft_ids
@@ -80,6 +85,47 @@ class StepSampler:
     def want_logprobs(self) -> bool:
         """Whether the request of some sample wants log-probabilities."""
         return any(params.logprobs is not None for params in self.params)
+
+    def finish(
+        self,
+        tensors: "StepTensors",
+        rows: list[Row],
+        model: nn.Module,
+        *,
+        mode: str,
+        accepts: bool,
+    ) -> StepOutput:
+        """Choose the tokens of a step's samples, and write them to the tables on all ranks.
+
+        Args:
+            tensors: of the step. Without its logits, this rank takes the first one's tokens.
+            rows: of the step, also those that do not sample.
+            model: makes the logits of prompts.
+            mode: `Config.logprobs_mode`.
+            accepts: whether the device counts accepted drafts.
+        """
+        tables = self._tables
+        logits = tensors.logits
+        logprobs: list[Logprobs] = []
+        if tensors.hidden is not None and tables.want_prompt_logprobs(rows):
+            from nanovllm.worker.logprobs import prompt_logprobs
+
+            logprobs += prompt_logprobs(tables, rows, tensors.hidden, model, mode)
+        if logits is None:  # no row samples, or this is not rank 0
+            tokens = torch.empty_like(self.output_indices)
+        else:
+            tokens = self.sample(logits)
+            if self.want_logprobs:
+                from nanovllm.worker.logprobs import sampled_logprobs
+
+                logprobs += sampled_logprobs(tables, self, logits, tokens, mode)
+        if self.rows:
+            broadcast_from_first(tokens)
+            self.store(tokens)
+            if accepts:
+                self.accept(tokens)
+        forcing = {} if self._masks is None else self._masks.forcing
+        return StepOutput(tokens, logprobs, self.finish_infos, self.draft_ids, forcing)
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Return [S] int64: a token, NO_TOKEN or RULED_OUT; `logits` are [S, vocab_size]."""

@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.core.messages import MAX_SAMPLES, Admission, Row, Schedule
 from nanovllm.core.windows import num_tables
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import DraftInfo, KVInfo, WorkerInfo
 from nanovllm.options.plugins import at_start
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.worker.arithmetic import with_arithmetic
@@ -64,18 +64,20 @@ def measure(runner: ModelRunner) -> WorkerInfo:
         network.model_config.vocab_size,
         runner.max_num_batched_tokens,
         runs_ahead=runner.platform.runs_ahead,
-        windows=network.attention.layout.windows,
-        state_pages=states.num_pages,
-        causal=network.attention.causal,
-        max_draft_tokens=0 if config.speculation is None else config.speculation.max_draft_tokens,
+        kv=KVInfo(
+            network.attention.layout.windows,
+            states.num_pages,
+            network.attention.causal,
+        ),
+        drafts=DraftInfo(config.speculation.max_draft_tokens if config.speculation else 0),
     )
-    blocks_of_one = num_tables(info.windows) * -(-runner.max_model_len // block_size)
-    if info.state_pages:
+    blocks_of_one = num_tables(info.kv.windows) * -(-runner.max_model_len // block_size)
+    if info.kv.state_pages:
         from nanovllm.kv.groups.state import SNAPSHOT_INTERVAL
 
         # Its own, and snapshots: on the way, of the last full block, and behind the last token.
         num_states = 3 + runner.max_model_len // SNAPSHOT_INTERVAL
-        blocks_of_one += info.state_pages * num_states
+        blocks_of_one += info.kv.state_pages * num_states
     num_blocks = num_blocks_that_fit(
         config,
         runner.platform,
@@ -93,7 +95,7 @@ def reach_peak(runner: ModelRunner, info: WorkerInfo) -> int:
     Returns the bytes that CUDA graphs will take in addition.
     """
     num_blocks = -(-min(info.max_model_len, info.max_num_batched_tokens) // info.block_size)
-    info = dataclasses.replace(info, num_blocks=num_blocks + info.state_pages)
+    info = dataclasses.replace(info, num_blocks=num_blocks + info.kv.state_pages)
     tables = runner.allocate(info)
     drafter = runner.drafter
     prompts, samples = _largest_steps(info, tables, drafts=drafter is not None)
@@ -123,7 +125,7 @@ def allocate(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
         token = [Row(-1, 0, 0, 1, samples=False)]
         at_start(network.user_parts, "forward()", network.forward, tables, token, None)
         network.pool.zero([0])
-    if runner.platform.runs_ahead and info.causal:
+    if runner.platform.runs_ahead and info.kv.causal:
         compile_kernels(runner, info)
     if runner.steps is not None:
         runner.step_runners = runner.steps.make(tables, accepts=runner.follows_drafts)
@@ -131,7 +133,8 @@ def allocate(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
         runner.step_runners.insert(0, runner.make_step_runner(network, tables))
     info = with_arithmetic(runner, info)
     if drafter is not None:
-        info = dataclasses.replace(info, follows_drafts=runner.follows_drafts)
+        drafts = info.drafts._replace(follows_drafts=runner.follows_drafts)
+        info = dataclasses.replace(info, drafts=drafts)
         info = drafter.add_costs(info, tables, runner.run_rows)
     for part in runner.parts:
         info = part.open(info, runner.run_rows)
@@ -159,7 +162,7 @@ def _largest_steps(
     max_tokens = info.max_num_batched_tokens
     num_seqs = len(tables.params)
     length = min(info.max_model_len, max_tokens)
-    blocks = torch.arange(info.num_blocks - info.state_pages, device=tables.device)
+    blocks = torch.arange(info.num_blocks - info.kv.state_pages, device=tables.device)
     tables.block_tables[:num_seqs, : len(blocks)] = blocks
     ruled = SamplingParams(temperature=1.0, logit_bias={0: 1.0})
     tables.params = [ruled] * num_seqs
@@ -168,11 +171,11 @@ def _largest_steps(
 
     tables.rules[0] = LogitsRules(ruled, 0, (), frozenset(), tables.device)
     count = max(1, min(max_tokens // length, num_seqs))
-    prompts = [Row(i, i, 0, length, samples=info.causal) for i in range(count)]
+    prompts = [Row(i, i, 0, length, samples=info.kv.causal) for i in range(count)]
     num_drafts = 0
     if drafts:
         num_drafts = max(0, min(MAX_SAMPLES, max_tokens, length * num_seqs) // num_seqs - 1)
-    samples = [Row(i, i, 0, 1 + num_drafts, info.causal, num_drafts) for i in range(num_seqs)]
+    samples = [Row(i, i, 0, 1 + num_drafts, info.kv.causal, num_drafts) for i in range(num_seqs)]
     return prompts, samples
 
 

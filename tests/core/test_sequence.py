@@ -16,5 +16,5 @@ def test_stop_token_may_be_token_min_tokens(token: int, min_tokens: int) -> None
     seq.max_num_tokens = 11
     seq.append([token] * 4)
     assert seq.num_output_tokens == max(1, min_tokens)
-    assert seq.finish_reason == "stop"
-    assert seq.stop_reason == (None if token == 7 else 8)
+    assert seq.output.finish_reason == "stop"
+    assert seq.output.stop_reason == (None if token == 7 else 8)

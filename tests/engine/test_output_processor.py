@@ -33,7 +33,7 @@ class Streamed:
         """Generate tokens; return the stop string that they complete."""
         self.seq.token_ids += token_ids
         if self.seq.params.logprobs is not None:
-            self.seq.logprobs += [TokenLogprobs([token], [-0.5], 1) for token in token_ids]
+            self.seq.output.logprobs += [TokenLogprobs([token], [-0.5], 1) for token in token_ids]
         _, ending = self.processor.process_tokens(self.seq, time.monotonic())
         return None if ending is None else ending.stop_reason
 
@@ -85,7 +85,7 @@ def test_stop_string_at_the_end_of_min_tokens(min_tokens: int, stop_string: str 
     """Half a character becomes U+FFFD only when the output ends."""
     streamed = Streamed(stop="\ufffd", min_tokens=min_tokens)
     half, _ = streamed.tokenizer.encode("é")
-    streamed.seq.finish_reason = "length"
+    streamed.seq.output.finish_reason = "length"
     assert streamed.generate([half, half]) == stop_string
 
 
@@ -94,7 +94,7 @@ def test_stop_string_at_the_end_of_min_tokens(min_tokens: int, stop_string: str 
 def test_prompt_logprobs_are_sent_once(count: int | None, kind: RequestOutputKind) -> None:
     """Or with each output that has all so far."""
     streamed = Streamed(prompt_logprobs=count, output_kind=kind)
-    streamed.seq.prompt_logprobs = {place: TokenLogprobs([7], [-1.0], 1) for place in (1, 2)}
+    streamed.seq.output.prompt_logprobs = {place: TokenLogprobs([7], [-1.0], 1) for place in (1, 2)}
     streamed.generate([10])
     first = streamed.send().prompt_logprobs
     streamed.generate([11])
@@ -110,7 +110,7 @@ def test_prompt_logprobs_are_sent_once(count: int | None, kind: RequestOutputKin
 @pytest.mark.parametrize("detokenize", [True, False])
 def test_logprobs_have_text_only_with_detokenize(detokenize: bool) -> None:
     streamed = Streamed(logprobs=0, prompt_logprobs=0, detokenize=detokenize)
-    streamed.seq.prompt_logprobs = {1: TokenLogprobs([64], [-1.0], 1)}
+    streamed.seq.output.prompt_logprobs = {1: TokenLogprobs([64], [-1.0], 1)}
     streamed.generate([64])
     output = streamed.send()
     assert output.outputs[0].logprobs is not None

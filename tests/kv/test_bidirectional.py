@@ -2,11 +2,10 @@
 
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.core.messages import RowDetails, StepResult
+from nanovllm.core.messages import StepResult
 from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.groups.bidirectional import BidirectionalGroup
-from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.testing.invariants import check_scheduler
@@ -41,7 +40,7 @@ def test_prompts_are_whole(
         manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=12
     )
     sequences = [
-        Sequence(number, [1] * length, SamplingParams(max_tokens=1), pooling=PoolingParams())
+        Sequence(number, [1] * length, SamplingParams(max_tokens=1), generates=False)
         for number, length in enumerate(lengths)
     ]
     for seq in sequences:
@@ -62,9 +61,8 @@ def test_prompts_are_whole(
                     scheduler.abandon(launched)
                 in_flight.clear()
                 continue
-            details = {row.seq_id: RowDetails(pooled=[0.0]) for row in oldest.rows}
             tokens: list[list[int]] = [[] for _ in oldest.rows]
-            scheduler.update(oldest, StepResult(oldest.step_id, tokens, details))
+            scheduler.update(oldest, StepResult(oldest.step_id, tokens))
         check_scheduler(scheduler)
-    assert [seq.finish_reason for seq in sequences] == ["stop"] * len(lengths)
+    assert [seq.output.finish_reason for seq in sequences] == ["stop"] * len(lengths)
     assert manager.num_free_blocks == num_blocks

@@ -241,7 +241,7 @@ def test_an_allocation_is_all_or_nothing_over_all_groups(num_short: int) -> None
     free = list(manager.pool.free)
     assert manager.allocate_blocks(seq, 61, hit) is None
     assert list(manager.pool.free) == free
-    assert seq.block_table == []
+    assert seq.kv.block_table == []
     for page in taken[:num_short]:
         manager.pool.release(page)
     assert manager.allocate_blocks(seq, 61, manager.match_prefix(seq)) is not None

@@ -304,7 +304,11 @@ def test_no_sequence_waits_for_a_rolling_snapshot(num_blocks_of_prompt: int) -> 
     first = engine.add(random_prompt(0, 21), max_tokens=24, ignore_eos=True)
     engine.step_until(lambda: len(first.token_ids) == 42)
     states = states_of(engine)
-    assert (len(first.block_table), len(states._held), len(engine.manager.pool.free)) == (11, 1, 43)
+    assert (len(first.kv.block_table), len(states._held), len(engine.manager.pool.free)) == (
+        11,
+        1,
+        43,
+    )
     second = engine.add(random_prompt(1, num_blocks_of_prompt * 4 - 1), max_tokens=4)
     engine.step()
     assert second.table_idx is not None
@@ -353,7 +357,7 @@ def test_what_an_error_ends_leaves_the_cache(queue_depth: int) -> None:
     prompt = random_prompt(5, 38)
     holder = engine.add(prompt, max_tokens=100, ignore_eos=True)
     engine.step_until(lambda: holder.num_output_tokens > 4)
-    uids = uids_of(engine, holder.block_table[:9])
+    uids = uids_of(engine, holder.kv.block_table[:9])
     for uid in uids:
         if uid in states._snapshots:
             states.drop(states._snapshots[uid], evicted=False)
@@ -362,9 +366,9 @@ def test_what_an_error_ends_leaves_the_cache(queue_depth: int) -> None:
     engine.step_until(lambda: uids[8] in states._snapshots)
     assert seq.num_cached_tokens == 0
     engine.step_until(lambda: seq.is_finished)
-    assert seq.finish_reason == "error"
+    assert seq.output.finish_reason == "error"
     assert not any(uid in states._snapshots for uid in uids)
-    assert uids_of(engine, holder.block_table[:9]) == uids
+    assert uids_of(engine, holder.kv.block_table[:9]) == uids
     engine.run()
 
 
@@ -384,7 +388,7 @@ def test_no_snapshot_is_dropped_for_a_row_that_does_not_fit_anyway() -> None:
     seq = engine.add(random_prompt(0, 21), max_tokens=100, ignore_eos=True)
     engine.step_until(lambda: states_of(engine)._held and len(seq.token_ids) > 30)
     held = list(states_of(engine)._held)
-    most = len(seq.block_table) + engine.manager.num_free_blocks
+    most = len(seq.kv.block_table) + engine.manager.num_free_blocks
     assert engine.manager.allocate_blocks(seq, 4 * (most + 1)) is None
     assert list(states_of(engine)._held) == held
     assert engine.manager.allocate_blocks(seq, 4 * most) is not None

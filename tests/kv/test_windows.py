@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize
 
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.windows import WindowSpec, num_tables, pages_for
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import KVInfo, WorkerInfo
 from nanovllm.engine.engine_metrics import kv_cache_tokens
 from nanovllm.kv.groups.window import WindowTable
 from nanovllm.kv.trie import Node
@@ -117,7 +117,7 @@ def test_a_long_generation_holds_its_window(queue_depth: int) -> None:
             assert len(table.blocks) <= -(-(group.window + chunks) // 4) + 1
             most[i] = max(most[i], len(table.blocks))
         pages = sum(g.pages * len(t.blocks) for t, g in zip(tables, groups, strict=True))
-        assert num_held(engine) == len(seq.block_table) + pages
+        assert num_held(engine) == len(seq.kv.block_table) + pages
     assert min(most) >= 2
     engine.run()
 
@@ -201,7 +201,7 @@ def test_what_an_error_ends_leaves_the_cache() -> None:
     holder = engine.add(prompt, max_tokens=100, ignore_eos=True)
     engine.step_until(lambda: holder.num_output_tokens > 10)
     (group,) = engine.window_groups
-    nodes = [manager.blocks[page].entry for page in holder.block_table[3:7]]
+    nodes = [manager.blocks[page].entry for page in holder.kv.block_table[3:7]]
     for node in nodes:
         assert isinstance(node, Node)
         group.forget(node, evicted=False)
@@ -210,9 +210,9 @@ def test_what_an_error_ends_leaves_the_cache() -> None:
     engine.step_until(lambda: group.has(nodes[-1]))
     assert seq.num_cached_tokens == 12
     engine.step_until(lambda: seq.is_finished)
-    assert seq.finish_reason == "error"
+    assert seq.output.finish_reason == "error"
     assert not any(group.has(node) for node in nodes)
-    assert [manager.blocks[page].entry for page in holder.block_table[3:7]] == nodes
+    assert [manager.blocks[page].entry for page in holder.kv.block_table[3:7]] == nodes
     engine.run()
 
 
@@ -275,7 +275,7 @@ def test_the_tokens_that_a_pool_holds() -> None:
     """Group 0 has 16 blocks of 64 tokens; a window of 100 tokens and the next are in 3 of them."""
     info = WorkerInfo(1000, 64, 1024, 50, 64)
     assert kv_cache_tokens(info) == 64_000
-    info = dataclasses.replace(info, windows=(WindowSpec(100, 5),))
+    info = dataclasses.replace(info, kv=KVInfo((WindowSpec(100, 5),)))
     assert kv_cache_tokens(info) == 1000 * 1024 // (16 + 5 * 3)
-    info = dataclasses.replace(info, windows=(), state_pages=4)
+    info = dataclasses.replace(info, kv=KVInfo(state_pages=4))
     assert kv_cache_tokens(info) == 1000 * 1024 // (16 + 4)

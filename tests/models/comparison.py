@@ -12,7 +12,7 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.core.messages import Admission, NewBlocks, Row, Schedule
 from nanovllm.core.windows import num_tables, pages_for
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import KVInfo, WorkerInfo
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
@@ -43,7 +43,7 @@ class Steps:
         self.windows = self.network.attention.layout.windows
         self.state_pages = self.network.attention.states.num_pages
         sizes = (NUM_PAGES, block_size, MAX_LENGTH, spec.model_config.vocab_size, 512)
-        info = WorkerInfo(*sizes, windows=self.windows, state_pages=self.state_pages)
+        info = WorkerInfo(*sizes, kv=KVInfo(self.windows, self.state_pages))
         self.tables = DeviceTables(info, 8, CPU(), TORCH)
 
     @torch.inference_mode()
@@ -192,7 +192,7 @@ def check_answers(saved, chunk, make_llm):
 
     if chunk == 1:  # a step has one row: nothing is preempted
         return
-    smallest = pages_for(MAX_LENGTH, 16, llm.engine.worker_info.windows, chunk)
+    smallest = pages_for(MAX_LENGTH, 16, llm.engine.worker_info.kv.windows, chunk)
     llm = make_llm(path, num_kvcache_blocks=smallest + 1, **options)
     again = llm.generate(prompts, params, use_tqdm=False)
     assert [output.token_ids for output in again] == [output.token_ids for output in outputs]

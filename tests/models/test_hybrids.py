@@ -378,7 +378,7 @@ def test_greedy_tokens(saved, chunk, make_llm, preempted):
     assert answer(prompts[2], n=3) == (0, [expected] * 3)
 
     info = llm.engine.worker_info
-    fewest = pages_for(MAX_LENGTH, 16, info.windows, chunk) + 3 * info.state_pages
+    fewest = pages_for(MAX_LENGTH, 16, info.kv.windows, chunk) + 3 * info.kv.state_pages
     llm = make_llm(path, num_kvcache_blocks=fewest + 4, **options)
     again = llm.generate(prompts, params, use_tqdm=False)
     assert [output.token_ids for output in again] == [output.token_ids for output in outputs]

@@ -54,7 +54,7 @@ class LongestVictim(FairPolicy):
     """Preempts the sequence that holds the most KV."""
 
     def victim(self, candidates: Seq[Sequence]) -> Sequence:
-        return max(candidates, key=lambda seq: len(seq.block_table))
+        return max(candidates, key=lambda seq: len(seq.kv.block_table))
 
 
 def test_the_policy_chooses_the_victim() -> None:

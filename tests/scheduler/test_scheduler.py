@@ -50,7 +50,7 @@ def test_identical_prompts_in_one_step_share_no_block(queue_depth: int) -> None:
     schedule = engine.launch()
     assert schedule is not None
     assert len(schedule.rows) == 2
-    assert not set(twins[0].block_table) & set(twins[1].block_table)
+    assert not set(twins[0].kv.block_table) & set(twins[1].kv.block_table)
     engine.run()
     third = engine.add(prompt)
     engine.run()
@@ -164,7 +164,7 @@ def test_max_model_len_is_enforced(num_prompt_tokens: int, queue_depth: int) -> 
     engine = FakeEngine(max_model_len=8, block_size=3, queue_depth=queue_depth)
     seq = engine.add([1] * num_prompt_tokens, max_tokens=100)
     engine.run()
-    assert seq.finish_reason == "length"
+    assert seq.output.finish_reason == "length"
     assert len(seq.token_ids) == 8
 
 
@@ -176,7 +176,7 @@ def test_each_of_several_eos_ids_stops(eos: int, queue_depth: int) -> None:
     engine = FakeEngine(eos_token_ids=eos_token_ids, queue_depth=queue_depth)
     seq = engine.add(prompt_that_ends_with(eos, eos_token_ids), max_tokens=8)
     engine.run()
-    assert seq.finish_reason == "stop"
+    assert seq.output.finish_reason == "stop"
     assert seq.token_ids[-1] == eos
 
 
@@ -186,7 +186,7 @@ def test_stop_token_ends_the_output_from_min_tokens_on(min_tokens: int) -> None:
     seq.max_num_tokens, seq.stop_token_ids = 10, frozenset({3})
     seq.append([3, 3, 3])
     assert seq.num_output_tokens == min_tokens
-    assert (seq.finish_reason, seq.stop_reason) == ("stop", 3)
+    assert (seq.output.finish_reason, seq.output.stop_reason) == ("stop", 3)
 
 
 def test_ignore_eos_goes_on_to_max_tokens() -> None:
@@ -195,7 +195,7 @@ def test_ignore_eos_goes_on_to_max_tokens() -> None:
     engine = FakeEngine(eos_token_ids=eos_token_ids)
     seq = engine.add(prompt_that_ends_with(3, eos_token_ids), max_tokens=8, ignore_eos=True)
     engine.run()
-    assert (seq.num_output_tokens, seq.finish_reason) == (8, "length")
+    assert (seq.num_output_tokens, seq.output.finish_reason) == (8, "length")
     assert 3 in output_of(seq)[:-1]
 
 
@@ -207,7 +207,7 @@ def test_eos_as_the_last_allowed_token_is_a_stop() -> None:
     engine = FakeEngine(eos_token_ids=eos_token_ids)
     seq = engine.add(prompt, max_tokens=len(output))
     engine.run()
-    assert seq.finish_reason == "stop"
+    assert seq.output.finish_reason == "stop"
 
 
 def test_max_num_seqs_counts_residents_in_chunked_prefill() -> None:
@@ -218,7 +218,7 @@ def test_max_num_seqs_counts_residents_in_chunked_prefill() -> None:
     holders = []
     for _ in range(6):
         engine.step()
-        holders.append([seq.seq_id for seq in engine.sequences if seq.block_table])
+        holders.append([seq.seq_id for seq in engine.sequences if seq.kv.block_table])
     # Step 1: 3 tokens of sequence 0. Step 2: its last 2, and 1 of sequence 1. Sequence 2 waits
     # until one of them ends.
     assert holders == [[0], [0, 1], [0, 1], [1], [1, 2], [2]]
@@ -333,7 +333,7 @@ def test_aborted_running_request_frees_its_blocks() -> None:
     engine.step()
     engine.abort(running)
     assert running.table_idx is None
-    assert running.block_table == []
+    assert running.kv.block_table == []
     check_scheduler(engine.scheduler)
     engine.run()
     assert running.num_output_tokens == 1
@@ -362,9 +362,9 @@ def test_a_finished_sequence_may_get_another_reason() -> None:
     engine = FakeEngine()
     seq = engine.add([1, 2])
     engine.run()
-    assert seq.finish_reason == "length"
+    assert seq.output.finish_reason == "length"
     engine.scheduler.finish(seq, "stop", "a stop string")
-    assert (seq.finish_reason, seq.stop_reason) == ("stop", "a stop string")
+    assert (seq.output.finish_reason, seq.output.stop_reason) == ("stop", "a stop string")
     check_scheduler(engine.scheduler)
 
 
@@ -491,11 +491,11 @@ def test_row_without_a_token_ends_its_sequence_only(queue_depth: int) -> None:
     engine.step_until(lambda: broken.num_output_tokens >= 3)
     engine.worker.fails_from[broken.seq_id] = 0
     engine.run()
-    assert (late.finish_reason, late.stop_reason) == ("error", "no token")
+    assert (late.output.finish_reason, late.output.stop_reason) == ("error", "no token")
     assert output_of(late) == []
-    assert (broken.finish_reason, broken.stop_reason) == ("error", "no token")
+    assert (broken.output.finish_reason, broken.output.stop_reason) == ("error", "no token")
     assert broken.num_output_tokens >= 3
-    assert (sound.finish_reason, sound.num_output_tokens) == ("length", 8)
+    assert (sound.output.finish_reason, sound.num_output_tokens) == ("length", 8)
     assert engine.scheduler.stats.num_decode_tokens == 8 + broken.num_output_tokens
 
 
@@ -512,7 +512,7 @@ def test_blocks_of_a_failed_sequence_leave_the_prefix_cache(queue_depth: int) ->
     assert broken.num_cached_tokens == 4
     again = engine.add(prompt)
     engine.run()
-    assert (broken.finish_reason, again.num_cached_tokens) == ("error", 4)  # not 8
+    assert (broken.output.finish_reason, again.num_cached_tokens) == ("error", 4)  # not 8
     broken = engine.add(prompt)
     engine.worker.fails_from[broken.seq_id] = 0
     engine.run()
@@ -527,7 +527,7 @@ def test_blocks_that_a_row_begins_and_does_not_fill_are_zeroed() -> None:
     long = engine.add([1] * 13, max_tokens=8, ignore_eos=True)
     zeroed = []
     while (schedule := engine.launch()) is not None:
-        zeroed.append([long.block_table.index(block) for block in schedule.blocks_to_zero])
+        zeroed.append([long.kv.block_table.index(block) for block in schedule.blocks_to_zero])
         engine.retire()
     # 10 tokens; 3 more, to the 13th; then one a step, in blocks of 4
     assert zeroed == [[2], [3], [], [], [], [4], [], [], []]

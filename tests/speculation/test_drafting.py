@@ -144,7 +144,7 @@ def test_rejected_drafts_give_their_blocks_back() -> None:
     engine.launch()
     assert engine.manager.num_free_blocks == 0
     engine.retire()
-    assert len(guessing.block_table) == 2  # of 3 computed tokens
+    assert len(guessing.kv.block_table) == 2  # of 3 computed tokens
     check_scheduler(engine.scheduler)
     engine.add([2, 3, 4], max_tokens=1)
     schedule = engine.launch()
@@ -165,7 +165,7 @@ def test_blocks_that_drafts_may_not_reach_are_zeroed() -> None:
     (row,) = schedule.rows
     assert (row.num_computed_tokens, row.sample_position, row.end) == (3, 4, 14)
     # The known token fills block 1, which an earlier step began.
-    assert schedule.blocks_to_zero == seq.block_table[2:7]
+    assert schedule.blocks_to_zero == seq.kv.block_table[2:7]
     engine.retire()
     engine.run()
 
@@ -178,7 +178,7 @@ def test_stop_token_among_accepted_drafts_ends_the_output() -> None:
     seqs = [engine.add(prompt, max_tokens=9) for prompt in prompts]
     engine.run()
     # The first token comes of the prompt; then EOS is the 1st to 4th token of a step.
-    ends = {(seq.num_output_tokens - 2) % 4 for seq in seqs if seq.finish_reason == "stop"}
+    ends = {(seq.num_output_tokens - 2) % 4 for seq in seqs if seq.output.finish_reason == "stop"}
     assert ends == {0, 1, 2, 3}
     accepted = sum(draft_counts(seq).num_accepted_tokens for seq in seqs)
     assert engine.num_drafts_accepted > accepted
@@ -191,11 +191,11 @@ def test_error_behind_accepted_drafts_keeps_them(queue_depth: int) -> None:
     seq = engine.add([1, 2], max_tokens=9)
     engine.worker.fails_from[seq.seq_id] = 7
     engine.run()
-    assert (seq.num_output_tokens, seq.finish_reason) == (5, "error")
+    assert (seq.num_output_tokens, seq.output.finish_reason) == (5, "error")
     seq = engine.add([1, 2], max_tokens=9)
     engine.worker.fails_from[seq.seq_id] = 6
     engine.run()
-    assert (seq.num_output_tokens, seq.finish_reason) == (4, "error")
+    assert (seq.num_output_tokens, seq.output.finish_reason) == (4, "error")
 
 
 def test_drafts_in_flight_survive_the_result_before_them() -> None:
@@ -263,12 +263,12 @@ def test_rows_that_follow_drafts_wait_beside_a_prompt() -> None:
     seq = engine.add([1, 2, 3], max_tokens=20)
     engine.step()
     engine.step()
-    blocks = list(seq.block_table)
+    blocks = list(seq.kv.block_table)
     engine.add([2, 3, 4], max_tokens=20)
     schedule = engine.launch()
     assert schedule is not None
     assert [row.seq_id for row in schedule.rows] == [1]
-    assert seq.block_table == blocks
+    assert seq.kv.block_table == blocks
     check_scheduler(engine.scheduler)
     engine.run()
     assert engine.num_followers > 0

@@ -192,7 +192,7 @@ class TieredEngine(FakeEngine):
         tiers = TierCache(self.traffic)
         self.loads = LoadHook(tiers)
         hooks = [*options.pop("hooks", ()), self.loads]
-        super().__init__(tiers=tiers, hooks=hooks, **options)
+        super().__init__(hooks=hooks, **options)
         self.worker.store = store or FakeStore()
         self.worker.rng = random.Random(seed)
 

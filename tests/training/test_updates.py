@@ -13,7 +13,7 @@ import torch
 
 from nanovllm import LLM, LoRARequest, SamplingParams
 from nanovllm.errors import ConfigError, InvalidRequestError, UnsupportedModelError
-from nanovllm.features.training import rank as rank_module, writing
+from nanovllm.features.training import rank_weights as rank_module, writing
 from nanovllm.features.training.packets import in_messages
 from nanovllm.features.training.targets import Weight
 from nanovllm.features.training.updates import Update

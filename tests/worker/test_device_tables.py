@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.core.messages import Admission, NewBlocks, NewTokens, Row, Schedule
 from nanovllm.core.windows import WindowSpec
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import KVInfo, WorkerInfo
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.platform.cpu import CPU
@@ -19,7 +19,7 @@ PLAIN = SamplingParams()
 
 
 def make_tables(block_size=4, max_model_len=40, max_num_seqs=6, windows=()):
-    info = WorkerInfo(10_000, block_size, max_model_len, VOCAB, 16384, windows=windows)
+    info = WorkerInfo(10_000, block_size, max_model_len, VOCAB, 16384, kv=KVInfo(windows))
     return DeviceTables(info, max_num_seqs, CPU(), TORCH)
 
 

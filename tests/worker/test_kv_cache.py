@@ -12,7 +12,7 @@ import torch
 
 from nanovllm import SamplingParams, demo_model
 from nanovllm.core.windows import WindowSpec
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import KVInfo, WorkerInfo
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.options.config import Config
 from nanovllm.platform import cpu
@@ -162,7 +162,7 @@ def test_enough_blocks_for_one_sequence(num_blocks, block_size, max_model_len):
 
 def test_blocks_of_window_groups_count():
     """Of 4096 tokens, a window of 32 holds at most 7 blocks in a step of 64 tokens."""
-    info = WorkerInfo(256 + 3 * 7, 16, 4096, 1000, 64, windows=(WindowSpec(32, 3),))
+    info = WorkerInfo(256 + 3 * 7, 16, 4096, 1000, 64, kv=KVInfo((WindowSpec(32, 3),)))
     require_one_sequence(info)
     with pytest.raises(OutOfMemoryError, match=r"lower max_model_len to 4080 or less"):
         require_one_sequence(dataclasses.replace(info, num_blocks=info.num_blocks - 1))
@@ -171,7 +171,7 @@ def test_blocks_of_window_groups_count():
 
 
 def test_the_pages_of_a_state_count():
-    info = WorkerInfo(4 + 9, 16, 64, 1000, 64, state_pages=9)
+    info = WorkerInfo(4 + 9, 16, 64, 1000, 64, kv=KVInfo(state_pages=9))
     require_one_sequence(info)
     ways_out = r"needs 13, 9 of them for its state; lower max_model_len to 48 or less, or give"
     with pytest.raises(OutOfMemoryError, match=ways_out):

@@ -73,8 +73,8 @@ def make_model_runner(model: str, **options: Any) -> ModelRunner:
     runner = make_runner(target, CPU())
     info = measure(runner)
     require_one_sequence(info)
-    assert [group.window for group in info.windows] == [8, 40]
-    assert info.state_pages > 0
+    assert [group.window for group in info.kv.windows] == [8, 40]
+    assert info.kv.state_pages > 0
     allocate(runner, info)
     return runner
 

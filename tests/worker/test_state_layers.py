@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nanovllm.core.messages import NewBlocks, Row, Schedule
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import KVInfo, WorkerInfo
 from nanovllm.kernels.states import StatePart
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.state_layer import StateLayer
@@ -97,7 +97,7 @@ def test_copies_of_pages() -> None:
 
 
 def test_the_rows_of_a_step_know_their_pages() -> None:
-    info = WorkerInfo(100, 4, 24, 50, 64, state_pages=3)
+    info = WorkerInfo(100, 4, 24, 50, 64, kv=KVInfo(state_pages=3))
     tables = DeviceTables(info, 4, CPUPlatform(), TORCH)
     unused = tables.batch([Row(0, 2, 0, 1, True)]).state
     assert unused is not None

@@ -46,7 +46,7 @@ def check(allocate: Callable[..., list[int] | None]) -> None:
     for _ in range(300):
         number, num_tokens = chance.randrange(3), chance.randrange(1, 30)
         seq, free = sequences[number], list(pool.pool.free)
-        if seq.block_table and chance.random() < 0.3:
+        if seq.kv.block_table and chance.random() < 0.3:
             pool.free(seq)
             tables[number] = []
             continue
@@ -54,10 +54,10 @@ def check(allocate: Callable[..., list[int] | None]) -> None:
         found = allocate(free, tables[number], num_tokens, 4)
         refused = pool.allocate_blocks(seq, num_tokens) is None
         assert (found is None) == refused, f"{case}: {found}, the engine refuses: {refused}"
-        after, wanted = (tables[number], free), (seq.block_table, list(pool.pool.free))
+        after, wanted = (tables[number], free), (seq.kv.block_table, list(pool.pool.free))
         assert after == wanted, f"{case}: table and free are then {after}, the engine's {wanted}"
         if found is not None:
-            slots = [seq.block_table[p // 4] * 4 + p % 4 for p in range(num_tokens)]
+            slots = [seq.kv.block_table[p // 4] * 4 + p % 4 for p in range(num_tokens)]
             assert found == slots, f"{case}: {found}, not {slots}"
 
 

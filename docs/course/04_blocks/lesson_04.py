@@ -23,7 +23,7 @@ def picture(pool: BlockManager, sequences: dict[str, Sequence]) -> list[str]:
     """Return for each block of the pool the names of who has it; "." for nobody."""
     owners = ["."] * NUM_BLOCKS
     for name, seq in sequences.items():
-        for block in seq.block_table:
+        for block in seq.kv.block_table:
             owners[block] = name
     return owners
 
@@ -35,7 +35,7 @@ def run() -> list[tuple[str, list[str], dict[str, list[int]]]]:
     story: list[tuple[str, list[str], dict[str, list[int]]]] = []
 
     def tell(event: str) -> None:
-        tables = {name: list(seq.block_table) for name, seq in sequences.items()}
+        tables = {name: list(seq.kv.block_table) for name, seq in sequences.items()}
         story.append((event, picture(pool, sequences), tables))
 
     for name, seq_id, num_tokens in (("A", 1, 6), ("B", 2, 9)):

@@ -54,7 +54,7 @@ def check(match_prefix: Callable[..., list[int]]) -> None:
         before = None
         for start in range(0, len(token_ids) - 3, 4):  # what the engine has published now
             key = (before, tuple(token_ids[start : start + 4]))
-            before = mine.setdefault(key, seq.block_table[start // 4])
+            before = mine.setdefault(key, seq.kv.block_table[start // 4])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def run() -> list[tuple[str, list[int], int]]:
         hit = pool.match_prefix(seq)
         pool.allocate_blocks(seq, seq.num_tokens, hit)
         pool.publish(seq, seq.num_tokens)  # the step that computes the prompt is done
-        story.append((name, list(seq.block_table), hit.num_blocks))
+        story.append((name, list(seq.kv.block_table), hit.num_blocks))
     return story
 
 

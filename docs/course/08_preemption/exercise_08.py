@@ -61,7 +61,7 @@ def check(make_step: Callable[..., tuple[list[str], list[str]]]) -> None:
             scheduler.add(sequences[-1])
         for _ in range(12):
             running = [
-                Running(str(seq.seq_id), seq.num_tokens, len(seq.block_table))
+                Running(str(seq.seq_id), seq.num_tokens, len(seq.kv.block_table))
                 for seq in scheduler.running
             ]
             decoding = [seq for seq in scheduler.running if seq.num_computed_tokens]

@@ -36,7 +36,7 @@ def run() -> list[tuple[dict[str, str], list[str]]]:
             does[names[row.seq_id]] = f"computes {row.num_computed_tokens}-{last}"
         owners = ["."] * NUM_BLOCKS
         for name, seq in sequences.items():
-            for block in seq.block_table:
+            for block in seq.kv.block_table:
                 owners[block] = name
         steps.append((does, owners))
         tokens = [[99] for _ in schedule.rows]

@@ -68,7 +68,7 @@ def pages(llm: LLM, num_tokens: int) -> list[tuple[int, int]]:
         if seq.is_finished:
             return found
         used = len(manager.blocks) - manager.num_free_blocks
-        found.append((len(seq.block_table), used - len(seq.block_table)))
+        found.append((len(seq.kv.block_table), used - len(seq.kv.block_table)))
 
 
 def run() -> dict[str, list[tuple[int, int]]]:

@@ -58,9 +58,9 @@ class Recorder(Observer):
         number = found[0]
         story = self.sequences[number]
         story.token_ids = list(seq.token_ids)
-        story.finish_reason = seq.finish_reason
+        story.finish_reason = seq.output.finish_reason
         if self._processed is not None:
-            self._processed.ended.append(Note(number, f"{seq.finish_reason}"))
+            self._processed.ended.append(Note(number, f"{seq.output.finish_reason}"))
             self._fill(number, seq)
 
     def begin_step(self) -> None:
@@ -158,12 +158,12 @@ class Recorder(Observer):
         is_fresh = row.seq_id in self._fresh
         self._fresh.discard(row.seq_id)
         if is_fresh:
-            new_blocks = seq.block_table[start // size :]
+            new_blocks = seq.kv.block_table[start // size :]
         else:
             new_blocks = [
                 block
                 for new in schedule.new_blocks
-                if new.table_idx == row.table_idx and new.start < len(seq.block_table)
+                if new.table_idx == row.table_idx and new.start < len(seq.kv.block_table)
                 for block in new.block_ids  # behind that the tables of windows and states begin
             ]
         return RowStory(
@@ -176,9 +176,9 @@ class Recorder(Observer):
             num_missing,
             row.num_draft_tokens,
             start if is_fresh else None,
-            list(seq.block_table),
+            list(seq.kv.block_table),
             new_blocks,
-            [seq.block_table[at // size] * size + at % size for at in range(start, row.end)],
+            [seq.kv.block_table[at // size] * size + at % size for at in range(start, row.end)],
         )
 
     def _preempted(self, scheduler: Scheduler) -> list[Note]:

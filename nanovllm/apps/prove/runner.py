@@ -98,9 +98,12 @@ def do_what_does_not_pay(llm: LLM) -> None:
     scheduler = llm.engine.scheduler
     if scheduler.drafting is not None:
         scheduler.drafting.controller.takes_all = True
-    tiers = scheduler.block_manager.pool.tiers
-    if tiers is not None:
-        tiers.traffic.token_seconds = 0.0  # unknown
+    if scheduler.stats.tiers is not None:
+        from nanovllm.features.tiers.loads import LoadHook
+
+        for hook in scheduler.hooks:
+            if isinstance(hook, LoadHook):
+                hook.traffic.token_seconds = 0.0  # unknown
 
 
 def _counts(llm: LLM) -> Counter[str]:

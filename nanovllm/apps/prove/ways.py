@@ -65,10 +65,10 @@ class Shape(NamedTuple):
         one room to grow.
         """
         info = self.info
-        pages = pages_for(info.max_model_len, info.block_size, info.windows, _CHUNK)
-        if info.state_pages:
+        pages = pages_for(info.max_model_len, info.block_size, info.kv.windows, _CHUNK)
+        if info.kv.state_pages:
             num_blocks = -(-info.max_model_len // info.block_size)
-            pages = max(pages, 2 + min(ROOM_TO_GROW, num_blocks - 1)) + 2 * info.state_pages
+            pages = max(pages, 2 + min(ROOM_TO_GROW, num_blocks - 1)) + 2 * info.kv.state_pages
         return {
             "num_kvcache_blocks": pages,
             "max_num_seqs": 8,

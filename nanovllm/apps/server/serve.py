@@ -274,8 +274,8 @@ def _show_banner(log: Log, server: ServerState, listener: socket.socket, seconds
         f"  KV cache of {tokens:,} tokens: {tokens / server.max_model_len:.1f} requests of "
         "max_model_len at once"
     )
-    if info.state_pages:
-        state_tokens = info.state_pages * info.block_size
+    if info.kv.state_pages:
+        state_tokens = info.kv.state_pages * info.block_size
         log.tell(f"  the state of a request takes as much of it as {state_tokens:,} tokens")
     if log.is_plain:
         key = " -H 'Authorization: Bearer KEY'" if options.api_keys else ""

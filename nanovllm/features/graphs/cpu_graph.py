@@ -143,10 +143,14 @@ class CPUGraphRunner(StepRunner):
             zeros(MAX_TOKENS + 1),
             zeros(MAX_TOKENS),
             zeros(num_tables, MAX_TOKENS, width),
+            zeros(MAX_TOKENS, dtype=torch.int64),
         )
-        input_ids, positions, slots, cu_seqlens_q, seq_lens, blocks = self._inputs
+        input_ids, positions, slots, cu_seqlens_q, seq_lens, blocks, rope = self._inputs
         batch, *others = (
-            Batch(input_ids, positions, slots[i], cu_seqlens_q, seq_lens, blocks[i])
+            Batch(
+                *(input_ids, positions, slots[i], cu_seqlens_q, seq_lens, blocks[i]),
+                rope_positions=rope,
+            )
             for i in range(num_tables)
         )
         batch = dataclasses.replace(batch, others=tuple(others))
@@ -196,6 +200,7 @@ class CPUGraphRunner(StepRunner):
             table_indices,
             query_lens,
             seq_lens,
+            tables.rope_offsets,
             self._inputs,
             self._state,
         )

@@ -207,9 +207,10 @@ def _decode_inputs(
         tables.block_size,
         table_indices,
         positions,
+        tables.rope_offsets,
         tables.sampling_tensors.columns,
     )
-    input_ids, slot_mapping, seq_lens, block_tables, following = inputs
+    input_ids, slot_mapping, seq_lens, block_tables, following, rope_positions = inputs
     batch = Batch(
         input_ids=input_ids,
         positions=positions,
@@ -217,6 +218,7 @@ def _decode_inputs(
         cu_seqlens_q=cu_seqlens_q,
         seq_lens=seq_lens,
         block_tables=block_tables,
+        rope_positions=rope_positions,
     )
     kernels = tables.kernels
     return batch, Sampling(*parameters, positions=following, any_greedy=True, kernels=kernels)

@@ -164,6 +164,7 @@ class FusedStep:
             qkv,
             *attention.qk_norm_rope()[:4],  # the weights, eps and angles
             batch.positions,
+            batch.angle_rows,
             batch.slot_mapping,
             batch.block_tables,
             attention.attn.kv_cache,

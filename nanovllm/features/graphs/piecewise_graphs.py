@@ -73,6 +73,7 @@ class PiecewiseGraphs(StepRunner):
         self._graphs: dict[int, tuple[Graph, torch.Tensor | None]] = {}
         self._input_ids = torch.zeros(MAX_TOKENS, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._input_ids)
+        self._rope_positions = torch.zeros_like(self._input_ids)
         self._slot_mapping = torch.full_like(self._input_ids, padding_slot)
         self._step = _Step()
 
@@ -128,6 +129,7 @@ class PiecewiseGraphs(StepRunner):
         size = self.sizes[bisect_left(self.sizes, num_tokens)]
         self._input_ids[:num_tokens].copy_(batch.input_ids)
         self._positions[:num_tokens].copy_(batch.positions)
+        self._rope_positions[:num_tokens].copy_(batch.angle_rows)
         self._slot_mapping[:num_tokens].copy_(batch.slot_mapping)
         self._slot_mapping[num_tokens:size].fill_(self._padding_slot)
         graph, hidden = self._graphs[size]
@@ -148,6 +150,7 @@ class PiecewiseGraphs(StepRunner):
                 cu_seqlens_q=rows,
                 seq_lens=rows,
                 block_tables=rows,
+                rope_positions=self._rope_positions[:size],
                 attend=self._leave_out,
             )
         )

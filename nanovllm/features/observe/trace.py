@@ -262,7 +262,7 @@ class Trace(Observer):
         self._free_lanes.append((lane.place, now))
         self._end_state(lane, now)
         args = {
-            "finish_reason": lane.seq.finish_reason,
+            "finish_reason": lane.seq.output.finish_reason,
             "output_tokens": lane.seq.num_output_tokens,
             "cached_tokens": lane.seq.num_cached_tokens or 0,
             "preemptions": lane.num_preemptions,

@@ -14,19 +14,26 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from nanovllm.core.messages import Admission, Row
+from nanovllm.core.messages import Admission, Row, Schedule
 from nanovllm.errors import CheckpointError
 from nanovllm.features.pooling.checkpoint_files import PoolingSettings, read_settings
 from nanovllm.features.pooling.module_files import DenseFile, File, LayerNormFile
 from nanovllm.loading.files import check_file
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.options.pooling_params import PoolingParams
+from nanovllm.worker.hooks import RowNeeds, WorkerHook
 from nanovllm.worker.network import Network
-from nanovllm.worker.step_output import Pooled
+from nanovllm.worker.step_output import NO_DISTRIBUTION, PendingResult
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 _TINY = 1e-12
 """The least length to divide by, as in sentence-transformers."""
+
+
+NO_VECTOR = NO_DISTRIBUTION._replace(
+    stop_reason="the hidden states have NaN or inf; check the model's weights and dtype"
+)
+"""Of a row whose vector is not finite."""
 
 
 class PooledRow(NamedTuple):
@@ -38,8 +45,6 @@ class PooledRow(NamedTuple):
     params: PoolingParams
     num_tokens: int
     """Of the whole prompt."""
-    is_recordable: bool
-    """Whether its tokens have the positions that a recorded step counts."""
 
     @property
     def is_last(self) -> bool:
@@ -47,15 +52,35 @@ class PooledRow(NamedTuple):
         return self.row.end == self.num_tokens
 
 
-class RankPooling:
-    """What becomes of the hidden states of sequences that generate nothing.
+class Pooled(NamedTuple):
+    """What the hidden states of P sequences became."""
+
+    seq_ids: list[int]
+    """[P]."""
+    values: torch.Tensor
+    """[P, D] float32, on the host when its copy is done."""
+
+    def add_to(self, pending: PendingResult) -> None:
+        """Add the values to the result of their step."""
+        rows = self.seq_ids, self.values.tolist(), self.values.isfinite().all(-1).tolist()
+        for seq_id, values, is_finite in zip(*rows, strict=True):
+            if is_finite:
+                pending.add_extra(seq_id, "pooled", values)
+            else:
+                pending.finish_infos[seq_id] = NO_VECTOR
+
+
+class RankPooling(WorkerHook):
+    """What becomes of the hidden states of sequences whose extras have PoolingParams as "pooling".
 
     Args:
         files: the network's weights, beside which the checkpoint's other files are.
     """
 
     def __init__(self, network: Network, files: Seq[Path]) -> None:
-        self._network = network
+        self._model = network.model
+        self._to_host = network.platform.to_host
+        # The id without a position of its own, which a recorded step would count.
         self._no_position: int | None = network.model.no_position  # type: ignore[assignment]
         settings = PoolingSettings()
         if files:
@@ -63,98 +88,56 @@ class RankPooling:
         self._head = VectorHead(settings, network.device)
         self._admitted: dict[int, Admission] = {}  # those to pool, by table row
         self._states: dict[int, torch.Tensor] = {}  # by table row, of prompts computed in part
+        self._pooled: list[Pooled] = []  # of the running step
 
-    def admit(self, admissions: list[Admission]) -> None:
+    def begin(self, schedule: Schedule) -> None:
         """Note which table rows are pooled from now on."""
-        for new in admissions:
+        self._pooled = []
+        for new in schedule.admissions:
             self._states.pop(new.table_idx, None)
-            if new.pooling is None:
+            if new.extras is None or "pooling" not in new.extras:
                 self._admitted.pop(new.table_idx, None)
             else:
                 self._admitted[new.table_idx] = new
 
-    def begin(self, rows: list[Row]) -> "PooledRows | None":
-        """Return the part of a step of `rows` that is pooled; None if no row is."""
-        found = []
+    def begin_rows(self, rows: list[Row]) -> RowNeeds | None:
+        """Ask for the last hidden state of each prompt, or for all of them."""
+        found: list[PooledRow] = []
+        last: list[int] = []
         start = 0
+        by_layer = False
         for row in rows:
             new = self._admitted.get(row.table_idx)
-            if new is not None and new.pooling is not None and new.seq_id == row.seq_id:
-                odd = self._no_position is not None and self._no_position in new.token_ids
-                found.append(PooledRow(row, start, new.pooling, new.num_prompt_tokens, not odd))
+            if new is not None and new.extras is not None and new.seq_id == row.seq_id:
+                found.append(PooledRow(row, start, new.extras["pooling"], new.num_prompt_tokens))
+                by_layer = by_layer or self._no_position in new.token_ids
+                if found[-1].is_last:
+                    last.append(start + row.num_scheduled_tokens - 1)
             start += row.num_scheduled_tokens
-        return PooledRows(self._network, self._head, found, start, self._states) if found else None
-
-
-class PooledRows:
-    """The rows of a step that are pooled.
-
-    Args:
-        num_tokens: T, of all rows of the step.
-        states: by table row, what earlier steps left. Changed by `take`.
-    """
-
-    def __init__(
-        self,
-        network: Network,
-        head: "VectorHead",
-        rows: Seq[PooledRow],
-        num_tokens: int,
-        states: dict[int, torch.Tensor],
-    ) -> None:
-        self._network = network
-        self._head = head
-        self._rows = rows
-        self._num_tokens = num_tokens
-        self._states = states
-        last = [each.start + each.row.num_scheduled_tokens - 1 for each in rows if each.is_last]
-        self._last = network.platform.upload(last)
-        self.is_recordable = all(each.is_recordable for each in rows)
-
-    def join(self, sampled: torch.Tensor) -> torch.Tensor | None:
-        """Return the tokens of the batch whose hidden states a step needs, in ascending order.
-
-        Args:
-            sampled: [S] int64, those of rows that sample.
-
-        Returns:
-            [O] int64; None: all T.
-        """
-        if any(each.params.reads_all for each in self._rows):
+        if not found:
             return None
-        return torch.cat([sampled, self._last]).sort().values
+        reads_all = any(each.params.reads_all for each in found)
+        read = partial(self._read, found)
+        return RowNeeds(None if reads_all else last, read, by_layer)
 
-    def take(
-        self, hidden: torch.Tensor, sampled: torch.Tensor
-    ) -> tuple[list[Pooled], torch.Tensor]:
-        """Pool the hidden states of a step.
+    def end(self, schedule: Schedule, pending: PendingResult) -> None:
+        """Add what the rows became that end their prompts."""
+        pending.on_host += [pooled.add_to for pooled in self._pooled]
 
-        Args:
-            hidden: [T, hidden_size], or [O, hidden_size] of the tokens of `join`.
-            sampled: the argument of `join`.
-
-        Returns:
-            What the rows became that end their prompts; and the hidden states of `sampled`, or of
-            all T.
-        """
-        last = self._last
-        others = hidden
-        if len(hidden) != self._num_tokens:
-            joined = self.join(sampled)
-            assert joined is not None
-            last = torch.searchsorted(joined, last)
-            others = hidden[torch.searchsorted(joined, sampled)]
-        of_last = hidden[last]
-        vectors: dict[PoolingParams, list[tuple[int, torch.Tensor]]] = {}
+    def _read(self, rows: Seq[PooledRow], hidden: torch.Tensor) -> None:
+        """Pool the hidden states of a step: those that `begin_rows` asked for."""
+        has_all = any(each.params.reads_all for each in rows)
         places = itertools.count()
-        for each in self._rows:
+        vectors: dict[PoolingParams, list[tuple[int, torch.Tensor]]] = {}
+        for each in rows:
             state = self._accumulated(each, hidden) if each.params.reads_all else None
             if each.is_last:
-                own = of_last[next(places)]
+                end = each.start + each.row.num_scheduled_tokens
+                own = hidden[end - 1 if has_all else next(places)]
                 found = own if state is None else state
                 vectors.setdefault(each.params, []).append((each.row.seq_id, found))
         pooled = [self._finished(params, found) for params, found in vectors.items()]
-        return [each for each in pooled if each is not None], others
+        self._pooled = [each for each in pooled if each is not None]
 
     def _accumulated(self, each: PooledRow, hidden: torch.Tensor) -> torch.Tensor:
         """Return the vector of the prompt so far, [hidden_size], and keep it for the next step.
@@ -180,12 +163,13 @@ class PooledRows:
         seq_ids = [seq_id for seq_id, _ in found]
         vectors = torch.stack([vector for _, vector in found])
         if params.token_ids:
-            model = self._network.model
-            logits: torch.Tensor | None = model.compute_logits(vectors)  # type: ignore[operator]
+            logits: torch.Tensor | None = self._model.compute_logits(vectors)  # type: ignore[operator]
             if logits is None:
                 return None
-            return Pooled(seq_ids, logits[:, list(params.token_ids)].float())
-        return Pooled(seq_ids, self._head.finished(vectors, params))
+            values = logits[:, list(params.token_ids)].float()
+        else:
+            values = self._head.finished(vectors, params)
+        return Pooled(seq_ids, self._to_host(values))
 
 
 class VectorHead:

@@ -9,7 +9,7 @@ from nanovllm.core.messages import Row, Schedule
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.torch_experts import Routing
 from nanovllm.layers.experts import Router
-from nanovllm.worker.hooks import WorkerHook
+from nanovllm.worker.hooks import RowNeeds, WorkerHook
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.step_output import PendingResult
 
@@ -38,15 +38,18 @@ class RankRouting(WorkerHook):
         self._rows: list[Row] = []
         for router in routers:
             router.register_forward_hook(self._note)
-        runner.computes_all = True  # otherwise the last layer has only the tokens that sample
 
     def _note(self, router: nn.Module, inputs: Any, routing: Routing) -> None:
         self._ids.append(routing.ids)
 
-    def begin_rows(self, rows: list[Row]) -> None:
-        """Forget the experts of the step before, or of a measurement."""
+    def begin_rows(self, rows: list[Row]) -> RowNeeds:
+        """Forget the experts of the step before, or of a measurement; ask for all tokens.
+
+        Otherwise the last layer has only those that sample.
+        """
         self._ids = []
         self._rows = rows
+        return RowNeeds(indices=None)
 
     def end(self, schedule: Schedule, pending: PendingResult) -> None:
         """Add the experts of each row: [tokens of the row, layers with experts, k]."""
@@ -56,5 +59,5 @@ class RankRouting(WorkerHook):
         start = 0
         for row in self._rows:
             end = start + row.num_scheduled_tokens
-            pending.routed_experts[row.seq_id] = ids[start:end]
+            pending.add_extra(row.seq_id, "routed_experts", ids[start:end])
             start = end

@@ -35,7 +35,7 @@ class AdaptiveDrafting:
 
     Args:
         block_manager: the scheduler's.
-        follows_drafts: `WorkerInfo.follows_drafts`.
+        follows_drafts: `DraftInfo.follows_drafts`.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class AdaptiveDrafting:
         new_blocks = []
         for index, seq, count in zip(indices, seqs, counts, strict=True):
             row = rows[index]
-            start = len(seq.block_table)
+            start = len(seq.kv.block_table)
             count = min(count, budget)
             appended = self._block_manager.allocate_blocks(seq, row.end + count)
             if appended is None:  # as many drafts as the sequence's blocks hold
@@ -151,7 +151,7 @@ class AdaptiveDrafting:
         self, rows: list[Row], new_blocks: list[NewBlocks], sequences: Mapping[int, Sequence]
     ) -> tuple[list[Row], list[NewBlocks]]:
         """Return `rows` and `new_blocks` without those of rows whose positions only the device
-        knows, unless such rows can run in this step: see `WorkerInfo.follows_drafts`.
+        knows, unless such rows can run in this step: see `DraftInfo.follows_drafts`.
         """
         if not any(row.num_unverified_tokens for row in rows) or all(
             row.samples and row.num_scheduled_tokens == 1 and sequences[row.seq_id].params.is_plain
@@ -174,6 +174,7 @@ class AdaptiveDrafting:
 
 def _drafts_of(seq: Sequence) -> SequenceDrafts:
     """Return what is known of the drafts of `seq`; it begins with nothing."""
-    if not isinstance(seq.draft_counts, SequenceDrafts):
-        seq.draft_counts = SequenceDrafts()
-    return seq.draft_counts
+    output = seq.output
+    if not isinstance(output.draft_counts, SequenceDrafts):
+        output.draft_counts = SequenceDrafts()
+    return output.draft_counts

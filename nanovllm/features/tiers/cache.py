@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import struct
 from collections import Counter
 from collections.abc import Collection, Sequence as Seq
 from hashlib import sha256
@@ -13,9 +12,11 @@ from nanovllm.core.transfers import TierEntry
 from nanovllm.features.tiers.traffic import TierTraffic
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.groups.group import KVCacheGroup
+from nanovllm.kv.listener import CacheListener
 from nanovllm.kv.trie import Hit, Node
 
-_FILTER_BYTES = 2**20
+_MAX_DISTRUSTED = 10_000
+"""Blocks of failed sequences that are remembered: a megabyte."""
 
 
 class TierHit(NamedTuple):
@@ -56,43 +57,15 @@ def digest(data: bytes) -> bytes:
     return sha256(data).digest()
 
 
-class BloomFilter:
-    """A set of SHA-256 hashes in a megabyte at most, however many are added.
-
-    It contains all of them and a few others: one in 200,000 after 100,000 additions, one in 50
-    after a million.
-    """
-
-    def __init__(self) -> None:
-        self._bits = bytearray()  # empty until something is added
-
-    def __contains__(self, digest: bytes) -> bool:
-        bits = self._bits
-        return bool(bits) and all(bits[i >> 3] >> (i & 7) & 1 for i in _bit_indices(digest))
-
-    def add(self, digest: bytes) -> None:
-        self._bits = self._bits or bytearray(_FILTER_BYTES)
-        for i in _bit_indices(digest):
-            self._bits[i >> 3] |= 1 << (i & 7)
-
-
-def _bit_indices(digest: bytes) -> list[int]:
-    """Return the bits of a hash in a filter: the hash is as good as four random numbers."""
-    return [number % (_FILTER_BYTES * 8) for number in struct.unpack_from("<4I", digest)]
-
-
-class TierCache:
-    """The tiers below a block manager, which tells it what happens to entries.
-
-    An entry is what a group has cached at a node: a KV block, a window block or a snapshot.
+class TierCache(CacheListener):
+    """The tiers below a block manager, and what they have of the prefix cache.
 
     **Keys.** An entry's key is the chained hash of the block at whose end it stands, and a suffix
-    for its kind. So it is the same in each process. After `clear` a random number goes into all
+    for its kind. So it is the same in each process. After `cleared` a random number goes into all
     keys: what was kept before is not found again.
 
-    **Failures.** A block of a failed sequence is never found or kept again until `clear`. A set of
-    all of them would grow with each failure. A `BloomFilter` does not: a block that it contains by
-    mistake is computed again.
+    **Failures.** A block of a failed sequence is never found or kept again until `cleared`. If
+    there are more of them than `_MAX_DISTRUSTED`, all is cleared: so the set of them is small.
 
     **Out.** An entry that is evicted is offered to host memory while its pages still hold it: the
     workers copy it before anything else of the step. An entry within a prompt is offered to the
@@ -105,30 +78,25 @@ class TierCache:
     def __init__(self, traffic: TierTraffic) -> None:
         self.traffic = traffic
         self._kept: set[int] = set()  # uids of the nodes whose entries the store was offered
-        self._distrusted = BloomFilter()  # hashes of blocks of failed sequences
+        self._distrusted: set[bytes] = set()  # hashes of blocks of failed sequences
         self._nonce = b""
 
     def attach(self, manager: BlockManager) -> None:
-        """Get the block manager that was made with these tiers."""
+        """Listen to a block manager."""
         assert manager.enable_prefix_caching
         self._manager = manager
         manager.trie.digest = digest
         manager.trie.followers.append(self)
+        manager.pool.listeners.append(self)
 
-    # What the block manager tells:
-
-    def evict(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
-        """Learn that an entry leaves the cache to make room. Its pages hold it until the next step
-        runs.
-        """
+    def evicted(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
         if node.key[1] not in self._distrusted:
             self.traffic.evict(self._key(node.key[1], suffix), pages)
 
-    def reuse(self, page: int) -> None:
-        """Learn that a page gets other contents in the next step."""
+    def reused(self, page: int) -> None:
         self.traffic.reuse(page)
 
-    def publish(self, seq: Sequence, first: int, nodes: Seq[Node]) -> None:
+    def published(self, seq: Sequence, first: int, nodes: Seq[Node]) -> None:
         """Offer the store what is within the prompt.
 
         Another sequence's answer may be this one's prompt. So blocks that are hit are offered, too.
@@ -142,24 +110,26 @@ class TierCache:
                 for group in self._manager.groups:
                     pages = group.kept_pages(node)
                     if pages:
-                        self.keep(node, group.suffix, pages)
+                        self.written(node, group.suffix, pages)
 
-    def keep(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
-        """Learn that an entry of a prompt is cached, whose pages hold it now."""
+    def written(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
+        """Offer the store an entry of a prompt."""
         if node.key[1] not in self._distrusted:
             self.traffic.keep(self._key(node.key[1], suffix), pages)
 
-    def distrust(self, nodes: Seq[Node]) -> None:
-        """Forget nodes whose KV may be wrong, and never keep what is in them."""
+    def distrusted(self, nodes: Seq[Node]) -> None:
+        """Forget the nodes, and never keep what is in them."""
         for node in nodes:
             self._distrusted.add(node.key[1])
             for group in self._manager.groups:
                 self.traffic.forget(self._key(node.key[1], group.suffix))
+        if len(self._distrusted) > _MAX_DISTRUSTED:
+            self.cleared()
 
-    def clear(self) -> None:
+    def cleared(self) -> None:
         """Find nothing again that was kept so far."""
         self._nonce = os.urandom(16)
-        self._distrusted = BloomFilter()
+        self._distrusted.clear()
         self.traffic.clear()
 
     def forget(self, node: Node, *, evicted: bool) -> None:
@@ -183,7 +153,7 @@ class TierCache:
                 return True
             place = group.suffix, index
             if place not in known:
-                known[place] = self._find(seq.block_keys[index][0], index, group)
+                known[place] = self._find(seq.kv.block_keys[index][0], index, group)
             return known[place] is not None
 
         num_blocks = min(len(matched) + len(found), seq.longest_hit // manager.block_size)
@@ -212,7 +182,7 @@ class TierCache:
         index = len(self._manager.trie.match(seq))
         num_blocks = seq.longest_hit // self._manager.block_size
         suffix = self._manager.full.suffix
-        return index < num_blocks and self._key(seq.block_keys[index][0], suffix) in loading
+        return index < num_blocks and self._key(seq.kv.block_keys[index][0], suffix) in loading
 
     def _find_blocks(self, seq: Sequence, first: int) -> list[TierHit]:
         """Return the KV blocks from index `first` on that the tiers have, up to a missing one.

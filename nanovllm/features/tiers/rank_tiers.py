@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from nanovllm.core.messages import Row, Schedule
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import TierInfo, WorkerInfo
 from nanovllm.errors import ConfigError, OutOfMemoryError
 from nanovllm.features.tiers.host_pages import HostPages, PageCopies
 from nanovllm.features.tiers.kv_namespace import kv_namespace
@@ -78,13 +78,8 @@ class RankTiers(WorkerHook):
         self._transfers = PageTransfers(self._copies, store)
         # The threads hold the pool, so they end with the runner. Python's exit does the same.
         self._close = weakref.finalize(self, self._transfers.close)
-        return dataclasses.replace(
-            info,
-            num_host_slots=self._num_slots,
-            kv_namespace=namespace,
-            token_seconds=self._token_seconds(info, run),
-            page_seconds=self._page_seconds(self._copies),
-        )
+        seconds = self._token_seconds(info, run), self._page_seconds(self._copies)
+        return dataclasses.replace(info, tiers=TierInfo(self._num_slots, namespace, *seconds))
 
     def free(self) -> None:
         """Write what is queued, and end the threads."""

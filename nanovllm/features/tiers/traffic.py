@@ -1,7 +1,7 @@
 """The tiers below a pool, and what moves between them and the pool.
 
-The block manager tells it which pages lose or get their contents. The scheduler takes from it what
-the next step has to move.
+`TierCache` tells it which pages lose or get their contents. The scheduler takes from it what the
+next step has to move.
 """
 
 from collections import Counter

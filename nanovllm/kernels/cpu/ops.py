@@ -186,7 +186,8 @@ def store(
     Args:
         qkv: [t, (heads + 2 kv_heads) * dim], contiguous: q, k and v. With kv_heads once, the values
             are the keys before their norm and rotation; without, nothing is stored.
-        positions, slot_mapping: [t] int64.
+        positions: [t] int64, rows of `cos_sin` and `q_scale`.
+        slot_mapping: [t] int64.
         kv_cache: [kv_heads, blocks, 2, block_size, width] bfloat16, in the layout of cache.h; its
             heads and its blocks may lie apart. An 8-bit KV cache is int8 and has two more bytes per
             token: the token's scale. [kv_heads, blocks, 1, block_size, width]: only keys are

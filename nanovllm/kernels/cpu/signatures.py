@@ -2,7 +2,7 @@
 
 KERNELS = {
     "nv_attention": "PPPNNPNPPPRNNNNNNNFF",
-    "nv_batch": "PNNPNNPPPPPPNNNNNNPP",
+    "nv_batch": "PNNPNNPPPPPPNNNNNPNNPP",
     "nv_add_rms_norm": "PPPPTNFNF",
     "nv_add_layer_norm": "PPPPPTNF",
     "nv_rms_norm": "PNPPNTNFN",

@@ -27,6 +27,7 @@ def batch(
     table_indices: Sequence[int],
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
+    rope_offsets: torch.Tensor,
     out: tuple[torch.Tensor, ...],
     state: StateColumns | None = None,
 ) -> None:
@@ -38,9 +39,11 @@ def batch(
     Args:
         token_ids, block_tables: adjacent columns of one int32 table, a line per table row. Further
             block tables of equal width follow.
-        out: input_ids, positions, slot_mapping, cu_seqlens_q, seq_lens and block_tables of
-            `attention.batch.Batch`; they may be longer than the batch. slot_mapping and
-            block_tables have one dimension more, of the block tables that are read.
+        rope_offsets: [table rows] int32, another column of it.
+        out: input_ids, positions, slot_mapping, cu_seqlens_q, seq_lens, block_tables and
+            rope_positions of `attention.batch.Batch`; they may be longer than the batch.
+            slot_mapping and block_tables have one dimension more, of the block tables that are
+            read.
     """
     rows = array("q", (*table_indices, *query_lens, *seq_lens))
     columns = token_ids.shape[1]
@@ -48,15 +51,16 @@ def batch(
     assert block_tables.data_ptr() == token_ids.data_ptr() + columns * token_ids.element_size()
     address, _ = rows.buffer_info()
     slots = out[2]
-    tables = out[5]
+    tables, rope_positions = out[5:]
     num_tables, _, width = tables.shape
     assert block_tables.shape[1] == width
     assert columns + num_tables * width <= stride
     sizes = width, num_tables, slots.stride(0), tables.stride(0)
+    offset = _column(rope_offsets, token_ids)
+    assert columns + num_tables * width <= offset < stride
     states: tuple[library.Argument, ...] = 0, 0, None, None
     if state is not None:
-        bytes_before = state.source.data_ptr() - token_ids.data_ptr()
-        first_page = bytes_before // token_ids.element_size()
+        first_page = _column(state.source, token_ids)
         num_pages = state.pages.shape[1]
         assert state.source.shape[1] == num_pages
         assert columns + num_tables * width <= first_page <= stride - num_pages
@@ -64,10 +68,16 @@ def batch(
     library.call(
         "nv_batch",
         *(token_ids, stride, columns, address, len(table_indices), block_size),
-        *out,
+        *out[:6],
         *sizes,
+        *(offset, rope_positions),
         *states,
     )
+
+
+def _column(x: torch.Tensor, token_ids: torch.Tensor) -> int:
+    """Return in which column of the table `x` begins, counted from the first of `token_ids`."""
+    return (x.data_ptr() - token_ids.data_ptr()) // token_ids.element_size()
 
 
 def ngram(

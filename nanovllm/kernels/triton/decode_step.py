@@ -22,6 +22,7 @@ _jit = triton.jit(
     do_not_specialize_on_alignment=[
         *("token_ids", "block_tables", "table_indices", "positions", "moves", "places", "tokens"),
         *("out", "input_ids", "slot_mapping", "following", "last_positions", "inputs"),
+        *("rope_offsets", "rope_positions"),
     ],
 )
 
@@ -32,11 +33,13 @@ def gather(
     block_size: int,
     table_indices: torch.Tensor,
     positions: torch.Tensor,
+    rope_offsets: torch.Tensor,
     columns: tuple[torch.Tensor, ...],
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     rows = len(table_indices)
     width = block_tables.shape[1]
-    input_ids, slot_mapping, following = table_indices.new_empty(3, rows).unbind()
+    numbers = table_indices.new_empty(4, rows)
+    input_ids, slot_mapping, following, rope_positions = numbers.unbind()
     seq_lens = table_indices.new_empty(rows, dtype=torch.int32)
     tables = table_indices.new_empty(rows, width, dtype=torch.int32)
     gathered = tuple(column.new_empty(rows) for column in columns)
@@ -47,10 +50,13 @@ def gather(
         block_tables.stride(0),
         table_indices,
         positions,
+        rope_offsets,
+        rope_offsets.stride(0),
         columns,
         input_ids,
         slot_mapping,
         following,
+        rope_positions,
         seq_lens,
         tables,
         gathered,
@@ -58,7 +64,7 @@ def gather(
         BLOCK_SIZE=block_size,
         BLOCK=min(triton.next_power_of_2(width), 1024),
     )
-    return (input_ids, slot_mapping, seq_lens, tables, following), gathered
+    return (input_ids, slot_mapping, seq_lens, tables, following, rope_positions), gathered
 
 
 def advance(
@@ -108,10 +114,13 @@ def _gather(
     block_stride,
     table_indices,
     positions,
+    rope_offsets,
+    offset_stride,
     columns,
     input_ids,
     slot_mapping,
     following,
+    rope_positions,
     seq_lens,
     tables,
     gathered,
@@ -125,6 +134,8 @@ def _gather(
     position = tl.load(positions + row)
     tl.store(input_ids + row, tl.load(token_ids + table_idx * token_stride + position).to(tl.int64))
     tl.store(following + row, position + 1)
+    offset = tl.load(rope_offsets + table_idx * offset_stride).to(tl.int64)
+    tl.store(rope_positions + row, position + offset)
     tl.store(seq_lens + row, (position + 1).to(tl.int32))
     source = block_tables + table_idx * block_stride
     block = tl.load(source + position // BLOCK_SIZE).to(tl.int64)

@@ -31,6 +31,7 @@ def attend_rows(
     eps: float,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
+    angle_rows: torch.Tensor,
     slot_mapping: torch.Tensor,
     block_tables: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -47,7 +48,9 @@ def attend_rows(
 
     Args:
         qkv: [R, (heads + 2 kv_heads) * dim], R at most `fused_layer.MAX_ROWS`.
-        q_weight, k_weight, eps, cos_sin, positions, slot_mapping: see `store.store`.
+        q_weight, k_weight, eps, cos_sin, slot_mapping: see `store.store`.
+        positions: [R] int64.
+        angle_rows: [R] int64, rows of `cos_sin`.
         block_tables: [R, width] int32. Columns past a row's last block are not read.
         kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim] of `qkv`'s dtype.
         splits_done: [R or more, num_kv_heads] int32, 0 between two launches, which must run one
@@ -69,7 +72,7 @@ def attend_rows(
     partial_stats = qkv.new_empty(*per_head, 2, dtype=torch.float32)
     programs = min(max(_PROGRAMS // (rows * num_kv_heads), 1), MAX_SPLITS)
     _attend_rows[(rows * num_kv_heads, programs)](
-        qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping,
+        qkv, q_weight, k_weight, eps, cos_sin, positions, angle_rows, slot_mapping,
         block_tables, block_tables.stride(0), k_cache, v_cache, out,
         splits_done, partial_out, partial_stats, rows, head_dim**-0.5 * LOG2_E,
         KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
@@ -82,10 +85,11 @@ def attend_rows(
 
 @triton.jit(
     do_not_specialize=["rows", "table_stride"],
-    do_not_specialize_on_alignment=["positions", "slot_mapping", "block_tables"],
+    do_not_specialize_on_alignment=["positions", "angle_rows", "slot_mapping", "block_tables"],
 )
 def _attend_rows(
-    qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, block_tables, table_stride,
+    qkv, q_weight, k_weight, eps, cos_sin, positions, angle_rows, slot_mapping, block_tables,
+    table_stride,
     k_cache, v_cache, out, splits_done, partial_out, partial_stats, rows, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     MANY_SPLITS: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
@@ -105,12 +109,14 @@ def _attend_rows(
     if split > tl.cdiv(position, N):  # most programs without a split end here
         return
     table = block_tables + row * table_stride
-    new = _new_keys(row, position, positions, slot_mapping, table, rows, BLOCK_SIZE, ROWS)
+    new = _new_keys(
+        row, position, positions, angle_rows, slot_mapping, table, rows, BLOCK_SIZE, ROWS
+    )
     tiles = tl.cdiv(new[4], N)
     count = tl.minimum(tiles, _MAX_SPLITS - 1)
     if split > count:
         return
-    angles = cos_sin + position * HEAD_DIM
+    angles = cos_sin + tl.load(angle_rows + row, cache_modifier=".cg") * HEAD_DIM
     k, v, seen = _load_first_tile(
         split, count, tiles, k_cache, v_cache, table, new[4], head, KV_HEADS, HEAD_DIM, BLOCK_SIZE,
         D, W, N,
@@ -190,7 +196,7 @@ def _process_split(
 
 @triton.jit
 def _new_keys(
-    row, position, positions, slot_mapping, table, rows,
+    row, position, positions, angle_rows, slot_mapping, table, rows,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return which rows of the batch have keys that `row` sees.
@@ -199,8 +205,8 @@ def _new_keys(
     tells: a block that takes a new token is of one sequence only.
 
     Returns:
-        The rows [ROWS], their positions [ROWS], slots [ROWS], whether they are seen [ROWS], and the
-        number of keys in the cache, those before the first of them.
+        The rows [ROWS], their angle rows [ROWS], slots [ROWS], whether they are seen [ROWS], and
+        the number of keys in the cache, those before the first of them.
     """
     other = tl.arange(0, ROWS)
     # ".cg" reads from the L2: before the wait, the L1 may hold what the last step read.
@@ -211,7 +217,8 @@ def _new_keys(
     seen = earlier & (block * BLOCK_SIZE + theirs % BLOCK_SIZE == slot)
     seen = seen | (other == row)
     stored = tl.min(tl.where(seen, theirs, position)).to(tl.int32)
-    return other, theirs, slot, seen, stored
+    angle_row = tl.load(angle_rows + other, other < rows, 0, cache_modifier=".cg")
+    return other, angle_row, slot, seen, stored
 
 
 @triton.jit
@@ -313,14 +320,14 @@ def _load_new_keys(
     D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Return the keys of `_new_keys` as `_attend_tile` takes them. Store the row's own."""
-    other, positions, slots, seen, _ = new
+    other, angle_rows, slots, seen, _ = new
     ROWS: tl.constexpr = other.shape[0]
     dims = tl.arange(0, D)[None, :]
     inside = seen[:, None] & (dims < HEAD_DIM)
     tokens = qkv + other[:, None] * (GROUP + 2) * KV_HEADS * HEAD_DIM
     keys = tokens + (GROUP * KV_HEADS + head) * HEAD_DIM
     v = tl.load(keys + KV_HEADS * HEAD_DIM + dims, inside, 0.0)
-    angles = cos_sin + positions[:, None] * HEAD_DIM
+    angles = cos_sin + angle_rows[:, None] * HEAD_DIM
     k = _norm_and_rotate(keys, k_weight, eps, angles, seen[:, None], HEAD_DIM, D)
     place = (slots[:, None] * KV_HEADS + head) * HEAD_DIM + dims
     is_own = inside & ((other == row) & (slots >= 0))[:, None]

@@ -47,7 +47,7 @@ def store(
             are the values; with heads * dim there are only queries, and nothing is stored.
         q_weight, k_weight: [dim], of the RMSNorms; None for both: no norm, only the rotation.
         cos_sin: [positions, rotary_dim] float32, rotary_dim at most dim.
-        positions: [t] int64.
+        positions: [t] int64, rows of `cos_sin` and `q_scale`.
         slot_mapping: [t] int64. A token with a negative slot is not stored.
         kv_cache: [2, blocks, block_size, kv_heads, dim], in qkv's dtype or float8_e4m3fn. The
             latter has scale 1 and clamps to its largest magnitude, 448. Blocks may lie apart. With

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence as Seq
 
 from nanovllm.core.messages import Admission, Row
-from nanovllm.core.sequence import Sequence
+from nanovllm.core.sequence import KVState, Sequence
 from nanovllm.kv.groups.group import KVCacheGroup, StepPages
 from nanovllm.kv.trie import Hit, Node
 
 
 class FullGroup(KVCacheGroup):
-    """Holds `Sequence.block_table`: a page for each block of a sequence, from its first on.
+    """Holds `KVState.block_table`: a page for each block of a sequence, from its first on.
 
     Each model has this group. A node of the trie is its entry: the block is cached as long as the
     node's page is not reused. Other groups cache theirs at its nodes.
@@ -30,7 +30,7 @@ class FullGroup(KVCacheGroup):
         return True
 
     def num_missing(self, seq: Sequence, num_tokens: int, hit: Hit | None = None) -> int:
-        num_blocks = -(-num_tokens // self.block_size) - len(seq.block_table)
+        num_blocks = -(-num_tokens // self.block_size) - len(seq.kv.block_table)
         if hit is None:
             return max(0, num_blocks)
         blocks = self.pool.blocks
@@ -44,14 +44,16 @@ class FullGroup(KVCacheGroup):
             return 0
         num_free = self.pool.num_free
         self.pool.hold(pages)
-        seq.block_table += pages
-        seq.num_published_blocks = len(pages)
-        seq.parent_uid = hit.nodes[-1].uid
+        kv = seq.kv
+        kv.block_table += pages
+        kv.num_published_blocks = len(pages)
+        kv.parent_uid = hit.nodes[-1].uid
         return num_free - self.pool.num_free
 
     def extend(self, seq: Sequence, num_tokens: int) -> None:
-        num_new = -(-num_tokens // self.block_size) - len(seq.block_table)
-        seq.block_table += [self.pool.take() for _ in range(num_new)]
+        table = seq.kv.block_table
+        num_new = -(-num_tokens // self.block_size) - len(table)
+        table += [self.pool.take() for _ in range(num_new)]
 
     def publish_blocks(self, seq: Sequence, num_full: int) -> list[Node]:
         """Cache a sequence's first `num_full` blocks, which are full and written.
@@ -63,50 +65,48 @@ class FullGroup(KVCacheGroup):
             The nodes of those that were not published before.
         """
         keys = self.trie.keys(seq, num_full)
+        kv = seq.kv
         found: list[Node] = []
-        while seq.parent_uid is not None and seq.num_published_blocks < num_full:
-            key_hash, tokens = keys[seq.num_published_blocks]
-            key = (seq.parent_uid, key_hash)
+        while kv.parent_uid is not None and kv.num_published_blocks < num_full:
+            key_hash, tokens = keys[kv.num_published_blocks]
+            key = (kv.parent_uid, key_hash)
             node = self.trie.nodes.get(key)
             if node is None:
-                page = seq.block_table[seq.num_published_blocks]
+                page = kv.block_table[kv.num_published_blocks]
                 node = self.trie.add(key, tokens, page)
                 self.pool.blocks[page].entry = node
             elif node.tokens != tokens:  # a hash collision: later blocks have no cached parent
-                seq.parent_uid = None
+                kv.parent_uid = None
                 break
             found.append(node)
-            seq.parent_uid = node.uid
-            seq.num_published_blocks += 1
+            kv.parent_uid = node.uid
+            kv.num_published_blocks += 1
         return found
-
-    def publish(self, seq: Sequence, first: int, nodes: Seq[Node], num_written: int) -> None:
-        """Do nothing more: `publish_blocks` has made the nodes."""
 
     def trim(self, seq: Sequence, num_blocks: int) -> None:
         """Free the pages after the first `num_blocks`. None of them is cached."""
-        for page in reversed(seq.block_table[num_blocks:]):
+        table = seq.kv.block_table
+        for page in reversed(table[num_blocks:]):
             self.pool.release(page)
-        del seq.block_table[num_blocks:]
+        del table[num_blocks:]
 
     def free(self, seq: Sequence, distrusted: Seq[Node] | None) -> None:
         """Free a sequence's pages. Its tail is evicted before its prefix."""
-        for page in reversed(seq.block_table):
+        for page in reversed(seq.kv.block_table):
             block = self.pool.blocks[page]
             if distrusted is not None and block.ref_count == 1 and isinstance(block.entry, Node):
                 self.trie.remove(block.entry, evicted=False)
             self.pool.release(page)
-        seq.block_table = []
-        seq.num_published_blocks = 0
-        seq.parent_uid = seq.root_uid
+        seq.kv = KVState(seq.root_uid, block_keys=seq.kv.block_keys)
 
     def forget(self, node: Node, *, evicted: bool) -> None:
-        if evicted and self.pool.tiers is not None:
-            self.pool.tiers.evict(node, self.suffix, [node.page])
+        if evicted:
+            for listener in self.pool.listeners:
+                listener.evicted(node, self.suffix, [node.page])
         self.pool.clear(node.page)
 
     def pages_of(self, seq: Sequence, index: int) -> list[int]:
-        return [seq.block_table[index]]
+        return [seq.kv.block_table[index]]
 
     def kept_pages(self, node: Node) -> Seq[int]:
         return [node.page]
@@ -124,5 +124,5 @@ class FullGroup(KVCacheGroup):
         for row in rows:
             if -row.num_computed_tokens % size < row.num_scheduled_tokens:  # it begins a block
                 begun = row.begun_blocks(size)
-                table = sequences[row.seq_id].block_table
+                table = sequences[row.seq_id].kv.block_table
                 step.blocks_to_zero += table[begun.start : begun.stop]

@@ -1,7 +1,6 @@
 """`KVCacheGroup`: layers with equal caches, and what the block manager asks each group."""
 
 import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence as Seq
 
 from nanovllm.core.messages import Admission, NewBlocks, PageCopy, Row
@@ -19,7 +18,7 @@ class StepPages:
     copies: list[PageCopy] = dataclasses.field(default_factory=list)
 
 
-class KVCacheGroup(ABC):
+class KVCacheGroup:
     """What layers with equal caches keep of each sequence, in pages of the pool.
 
     A group knows the pool and the trie, and no other group. An admission first asks every group
@@ -51,16 +50,16 @@ class KVCacheGroup(ABC):
 
     # What the prefix cache has:
 
-    @abstractmethod
     def needed(self, num_blocks: int) -> range:
         """Return the indices of the blocks of a prefix at which a hit needs entries of the group.
 
         A block that is needed for a prefix is needed for each shorter one that has it.
         """
+        return range(0)
 
-    @abstractmethod
     def has(self, node: Node) -> bool:
         """Return whether an entry at `node` can be hit."""
+        return False
 
     def longest_hit(self, num_blocks: int, has: Callable[[int], bool]) -> int:
         """Return the longest prefix of up to `num_blocks` blocks that the group can serve.
@@ -78,15 +77,14 @@ class KVCacheGroup(ABC):
 
     # An admission, and each longer row:
 
-    @abstractmethod
     def num_missing(self, seq: Sequence, num_tokens: int, hit: Hit | None = None) -> int:
         """Return how many free pages the first `num_tokens` tokens of a sequence take.
 
         Args:
             hit: of an admission, whose free pages count, too; None: the sequence runs.
         """
+        return 0
 
-    @abstractmethod
     def begin(self, seq: Sequence, hit: Hit, num_missing: int) -> int:
         """Admit a sequence: hold the pages that it hits.
 
@@ -96,12 +94,12 @@ class KVCacheGroup(ABC):
         Returns:
             How many of these it has taken, or does not need after all.
         """
+        return 0
 
-    @abstractmethod
     def extend(self, seq: Sequence, num_tokens: int) -> None:
         """Take the pages that `num_missing` counted and `begin` left. They are free."""
 
-    def make_room(self, seq: Sequence, num_pages: int) -> None:  # noqa: B027
+    def make_room(self, seq: Sequence, num_pages: int) -> None:
         """Free pages that nobody needs, until `num_pages` are free for `seq`."""
 
     @property
@@ -111,7 +109,6 @@ class KVCacheGroup(ABC):
 
     # A sequence's life:
 
-    @abstractmethod
     def publish(self, seq: Sequence, first: int, nodes: Seq[Node], num_written: int) -> None:
         """Cache what the first `num_written` tokens have filled, and free what is read no more.
 
@@ -120,13 +117,12 @@ class KVCacheGroup(ABC):
             nodes: of the blocks that have just been published.
         """
 
-    def publish_loaded(self, seq: Sequence, index: int, node: Node) -> None:  # noqa: B027
+    def publish_loaded(self, seq: Sequence, index: int, node: Node) -> None:
         """Cache an entry that a load has filled, at a node that was cached before."""
 
-    def trim(self, seq: Sequence, num_blocks: int) -> None:  # noqa: B027
+    def trim(self, seq: Sequence, num_blocks: int) -> None:
         """Free the pages of the blocks after a sequence's first `num_blocks`."""
 
-    @abstractmethod
     def free(self, seq: Sequence, distrusted: Seq[Node] | None) -> None:
         """Free all pages of a sequence. What is cached stays in the cache until it is evicted.
 
@@ -135,13 +131,12 @@ class KVCacheGroup(ABC):
                 sequence uses there leaves the cache, too.
         """
 
-    @abstractmethod
     def forget(self, node: Node, *, evicted: bool) -> None:
         """Forget the group's entry at a node that leaves the trie. See `trie.Follower`."""
 
-    @abstractmethod
     def pages_of(self, seq: Sequence, index: int) -> list[int]:
         """Return the pages that hold a sequence's entry at a block index."""
+        return []
 
     def kept_pages(self, node: Node) -> Seq[int]:
         """Return the pages of the entry that comes with a cached block; none: there is none."""
@@ -149,14 +144,13 @@ class KVCacheGroup(ABC):
 
     # A step:
 
-    def begin_step(self) -> None:  # noqa: B027
+    def begin_step(self) -> None:
         """Prepare for a step, before it takes pages."""
 
     def row_length(self, seq: Sequence, most: int) -> int:
         """Return how many of a prompt's next `most` tokens a row computes, at least 1."""
         return most
 
-    @abstractmethod
     def fill_step(
         self,
         step: StepPages,
@@ -172,8 +166,8 @@ class KVCacheGroup(ABC):
             width: of a block table in a table row.
         """
 
-    def end_copies(self, copies: Seq[PageCopy]) -> None:  # noqa: B027
+    def end_copies(self, copies: Seq[PageCopy]) -> None:
         """Handle the success of a step with these copies."""
 
-    def undo_copies(self, copies: Seq[PageCopy]) -> None:  # noqa: B027
+    def undo_copies(self, copies: Seq[PageCopy]) -> None:
         """Handle the failure of a step with these copies, which it may not have made."""

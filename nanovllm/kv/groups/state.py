@@ -307,7 +307,7 @@ class StateGroup(KVCacheGroup):
         room = 0
         for seq in self._states:
             num_blocks = -(-seq.max_num_tokens // self.block_size)
-            room += max(0, min(ROOM_TO_GROW, num_blocks - len(seq.block_table)))
+            room += max(0, min(ROOM_TO_GROW, num_blocks - len(seq.kv.block_table)))
         return room
 
     def _new_state(self, seq: Sequence, hit: Hit) -> State:
@@ -364,19 +364,19 @@ class StateGroup(KVCacheGroup):
     def _forget(self, snapshot: Snapshot, *, evicted: bool) -> None:
         """Remove a snapshot from the cache. The caller clears its pages."""
         node = snapshot.node
-        tiers = self.pool.tiers
-        if evicted and node is not None and snapshot.pages and tiers is not None:
+        if evicted and node is not None and snapshot.pages:
             is_copied = all(copy.targets != snapshot.pages for copy in self._copies)
-            if is_copied:
-                tiers.evict(node, self.suffix, snapshot.pages)
+            for listener in self.pool.listeners if is_copied else ():
+                listener.evicted(node, self.suffix, snapshot.pages)
         snapshot.is_dropped = True
         self._held.pop(snapshot, None)
         if node is not None:
             del self._snapshots[node.uid]
 
     def _offer(self, snapshot: Snapshot) -> None:
-        """Let lower tiers keep a prompt's snapshot: it is cached, and its pages hold it."""
+        """Tell listeners of a prompt's snapshot: it is cached, and its pages hold it."""
         if snapshot.is_dropped or not snapshot.is_of_prompt:
             return
-        if snapshot.node is not None and self.pool.tiers is not None:
-            self.pool.tiers.keep(snapshot.node, self.suffix, snapshot.pages)
+        if snapshot.node is not None:
+            for listener in self.pool.listeners:
+                listener.written(snapshot.node, self.suffix, snapshot.pages)

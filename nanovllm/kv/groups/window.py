@@ -154,8 +154,9 @@ class WindowGroup(KVCacheGroup):
     def drop(self, block: WindowBlock, *, evicted: bool) -> None:
         """Remove a window block from the prefix cache. Its free pages are reused first."""
         assert block.node is not None
-        if evicted and self.pool.tiers is not None:
-            self.pool.tiers.evict(block.node, self.suffix, block.pages)
+        if evicted:
+            for listener in self.pool.listeners:
+                listener.evicted(block.node, self.suffix, block.pages)
         del self._cached[block.node.uid]
         block.node = None
         for page in block.pages:

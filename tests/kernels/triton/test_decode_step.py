@@ -33,7 +33,8 @@ def make_tables(width, num_table_rows=9, max_model_len=70, seed=0):
         torch.randint(2**62, (num_table_rows,), generator=generator).to(DEVICE) for _ in range(2)
     ]
     columns = (floats[0], ints[0], ints[1], floats[1], floats[2])
-    return table[:, : max_model_len + 1], table[:, max_model_len + 1 :], columns
+    offsets = table[:, -1] % 7 - 3
+    return table[:, : max_model_len + 1], table[:, max_model_len + 1 :], offsets, columns
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 256])
@@ -43,11 +44,12 @@ def test_gather(rows, block_size, shift):
     """Block ids have up to 31 bits, so block id times block size needs int64. A draft head reads
     the tokens shifted by one position.
     """
-    token_ids, block_tables, columns = make_tables(width=-(-70 // block_size))
+    token_ids, block_tables, offsets, columns = make_tables(width=-(-70 // block_size))
     token_ids = token_ids[:, shift:]
     table_indices = torch.randperm(9)[:rows].to(DEVICE)
     positions = torch.randint(70, (rows,)).to(DEVICE)
-    args = (token_ids, block_tables, block_size, table_indices, positions, columns)
+    offsets = offsets.repeat(2, 1).T[:, 0]  # a column
+    args = (token_ids, block_tables, block_size, table_indices, positions, offsets, columns)
     found, expected = decode_step.gather(*args), TORCH.gather(*args)
     for ours, reference in zip(found, expected, strict=True):
         for x, y in zip(ours, reference, strict=True):
@@ -61,7 +63,7 @@ def test_advance(rows):
     reads token 0 in the next step, which may be launched before the host knows. The tokens' places
     go round in the buffer.
     """
-    token_ids, _, _ = make_tables(width=4, num_table_rows=201)
+    token_ids, _, _, _ = make_tables(width=4, num_table_rows=201)
     table_indices = torch.randperm(200)[:rows].to(DEVICE)
     positions = torch.randint(70, (rows,)).to(DEVICE)
     moves = torch.randint(2, (rows,)).to(DEVICE)
@@ -86,7 +88,7 @@ def test_advance(rows):
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a CUDA GPU")
 def test_advance_writes_to_pinned_memory_of_the_host():
-    token_ids, _, _ = make_tables(width=4)
+    token_ids, _, _, _ = make_tables(width=4)
     indices = torch.arange(5, device=DEVICE)
     out = torch.zeros(10, dtype=torch.int64, pin_memory=True)
     zeros = torch.zeros(3, 5, dtype=torch.int64, device=DEVICE)
@@ -146,7 +148,7 @@ def test_compiles_without_spills(rows):
     token_ids, block_tables = table[:, :4097], table[:, 4097:]
     floats, ints = meta(513, dtype=torch.float32), meta(513)
     columns = (floats, ints, ints, floats, floats)
-    args = (token_ids, block_tables, 16, meta(rows), meta(rows), columns)
+    args = (token_ids, block_tables, 16, meta(rows), meta(rows), table[:, -1], columns)
     compiled = compile_launches(
         (decode_step.gather, *args),
         (decode_step.advance, token_ids, *[meta(rows)] * 5, meta(3 * rows), rows),
@@ -188,10 +190,10 @@ def test_all_graphs_share_the_compiled_kernels(max_tokens):
 
 
 def gather_both():
-    token_ids, block_tables, columns = make_tables(width=8)
+    token_ids, block_tables, offsets, columns = make_tables(width=8)
     index = torch.arange(9)
     for tokens in (token_ids, token_ids[:, 1:]):
-        decode_step.gather(tokens, block_tables, 16, index, index, columns)
+        decode_step.gather(tokens, block_tables, 16, index, index, offsets, columns)
 
 
 def test_a_shifted_table_shares_the_compiled_kernel():

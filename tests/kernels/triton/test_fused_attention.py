@@ -40,9 +40,10 @@ class Case:
         self.cos_sin = RotaryEmbedding(8192, inverse_frequencies(head_dim, 1e6)).to(DEVICE).cos_sin
         lens = torch.tensor(batch.lengths.query_lens, device=DEVICE)
         tables = batch.block_tables.repeat_interleave(lens, 0)
-        self.tokens = batch.positions, batch.slot_mapping, tables
+        angle_rows = (batch.positions * 37 + 5) % 8192
+        self.tokens = batch.positions, angle_rows, batch.slot_mapping, tables
         self.stored = case.cache.clone()
-        norm = (*self.weights, EPS, self.cos_sin, *self.tokens[:2])
+        norm = (*self.weights, EPS, self.cos_sin, *self.tokens[1:3])
         q = store(self.qkv, *norm, self.stored, self.heads)
         keys, values = self.stored.flatten(1, 2)
         new = zip(
@@ -57,10 +58,10 @@ class Case:
         order = torch.arange(len(self.qkv)) if order is None else order
         order = order.to(DEVICE)
         done = torch.zeros(len(order), self.cache.shape[3], dtype=torch.int32, device=DEVICE)
-        positions, slots, tables = (x[order] for x in self.tokens)
+        places = (x[order] for x in self.tokens)
         cache = self.cache.clone()
         out = fused_attention.attend_rows(
-            self.qkv[order], *self.weights, EPS, self.cos_sin, positions, slots, tables, cache,
+            self.qkv[order], *self.weights, EPS, self.cos_sin, *places, cache,
             self.heads, done, chained=CHAINED,
         )  # fmt: skip
         assert not done.any(), "the next layer must find no split done"
@@ -151,7 +152,7 @@ def test_padding_rows_share_a_slot():
 
 def test_a_negative_slot_is_not_stored():
     case = Case([(1, 20), (1, 33)], 1, 2, 16, 16, torch.float16)
-    case.tokens[1][0] = -1
+    case.tokens[2][0] = -1
     out, cache = case.attend()
     assert_accurate(case.case, out)
     changed = (cache.nan_to_num() != case.cache.nan_to_num()).any(-1).sum()

@@ -50,7 +50,7 @@ def layer(model, rows, dtype, chained):
     done = meta(fused_layer.MAX_ROWS, KV_HEADS, dtype=torch.int32)
     attended = fused_attention.attend_rows(
         qkv, *[qk_norm_rope if qk_norm else None] * 2, 1e-6, meta(40960, HEAD_DIM, dtype=F32),
-        index, index, meta(rows, 640, dtype=torch.int32),
+        index, index, index, meta(rows, 640, dtype=torch.int32),
         meta(2, 1000, 64, KV_HEADS, HEAD_DIM, dtype=dtype), heads, done, chained=chained,
     )  # fmt: skip
     product = norm_linear(partials(attended.flatten(1)), intermediate * 2, gated=True)

@@ -112,4 +112,5 @@ class Proposer(ABC):
                 for (size, first), (_, total) in zip(once, often, strict=True)
             )
         step_seconds = measure(step, step_sizes)
-        return dataclasses.replace(info, step_seconds=step_seconds, draft_seconds=draft_seconds)
+        drafts = info.drafts._replace(step_seconds=step_seconds, draft_seconds=draft_seconds)
+        return dataclasses.replace(info, drafts=drafts)

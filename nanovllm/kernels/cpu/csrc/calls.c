@@ -9,7 +9,7 @@ CALL(nv_attention) {
 }
 CALL(nv_batch) {
     nv_batch(t, a[0].p, a[1].n, a[2].n, a[3].p, a[4].n, a[5].n, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p, a[11].p, a[12].n,
-             a[13].n, a[14].n, a[15].n, a[16].n, a[17].n, a[18].p, a[19].p);
+             a[13].n, a[14].n, a[15].n, a[16].n, a[17].p, a[18].n, a[19].n, a[20].p, a[21].p);
 }
 CALL(nv_add_rms_norm) {
     nv_add_rms_norm(t, a[0].p, a[1].p, a[2].p, a[3].p, tokens < 0 ? a[4].n : tokens, a[5].n, (float)a[6].f, a[7].n,

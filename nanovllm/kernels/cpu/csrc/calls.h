@@ -7,7 +7,8 @@ void nv_attention(team *t, const bf16 *q, bf16 *out, const uint8_t *cache, ptrdi
 void nv_batch(team *t, const int32_t *table, ptrdiff_t stride, ptrdiff_t columns, const int64_t *rows, ptrdiff_t num_rows,
               ptrdiff_t block, int64_t *input_ids, int64_t *positions, int64_t *slot_mapping, int32_t *cu_seqlens,
               int32_t *seq_lens, int32_t *block_tables, ptrdiff_t width, ptrdiff_t num_tables, ptrdiff_t slots_apart,
-              ptrdiff_t blocks_apart, ptrdiff_t first_page, ptrdiff_t num_pages, int32_t *pages, int32_t *write_lens);
+              ptrdiff_t blocks_apart, ptrdiff_t offset, int64_t *rope_positions, ptrdiff_t first_page, ptrdiff_t num_pages,
+              int32_t *pages, int32_t *write_lens);
 void nv_add_rms_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight, bf16 *out, token_count rows, ptrdiff_t n,
                      float eps, ptrdiff_t kind, float multiplier);
 void nv_add_layer_norm(team *t, const bf16 *x, bf16 *residual, const bf16 *weight, const bf16 *bias, bf16 *out, token_count rows,
