@@ -215,7 +215,9 @@ def test_no_import_cycle() -> None:
 
 
 def test_no_two_folders_import_each_other() -> None:
-    """What only type checkers import counts, too."""
+    """What only type checkers import counts, too, but for the types of features and applications,
+    which the engine may name.
+    """
     graph: dict[str, set[str]] = {}
     for name, path in MODULES.items():
         for module in imports(path, types=True):
