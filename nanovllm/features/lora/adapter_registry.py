@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from nanovllm.core.messages import AdapterSlot
 from nanovllm.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
-from nanovllm.features.lora.layer_parts import Slice
+from nanovllm.features.lora.layer_parts import Slice, adapter_linears
 from nanovllm.features.lora.peft_files import fitting, read_adapter
-from nanovllm.features.lora.targets import adapter_linears
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
