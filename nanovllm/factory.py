@@ -104,11 +104,11 @@ def _generation_config(config: Config, checkpoint: "Checkpoint") -> dict[str, An
 
 def _observers(config: Config) -> "list[Observer]":
     """Return the observers that the options ask for."""
-    if config.trace is None:
+    if config.trace_file is None:
         return []
     from nanovllm.features.observe.trace import Trace
 
-    return [Trace(config.trace)]
+    return [Trace(config.trace_file)]
 
 
 def _policy(config: Config) -> Policy:

@@ -44,7 +44,7 @@ def works_after(llm: LLM) -> Any:
     [
         ([[]], r"prompt 0: the prompt is empty"),
         ([[1], []], r"prompt 1: the prompt is empty"),
-        ([[1] * 64], r"64 tokens; max_model_len 64 leaves room for 63"),
+        ([[1] * 64], r"64 tokens; max_model_len 64 allows 63 prompt tokens"),
         ([[1] * 5000], r"5000 tokens"),
         ([[1, 1003]], r"prompt token 1 must be an integer from 0 to 1002, got 1003"),
         ([[-1]], r"from 0 to 1002, got -1"),
@@ -206,7 +206,9 @@ def test_truncated_prompt_keeps_its_last_tokens(llm: LLM) -> None:
         params = SamplingParams(temperature=0, max_tokens=1, truncate_prompt_tokens=kept)
         (output,) = llm.generate(prompt, params, use_tqdm=False)
         assert output.prompt_token_ids == prompt[-expected:]
-    with pytest.raises(InvalidRequestError, match="64 tokens; max_model_len 64 leaves room for 63"):
+    with pytest.raises(
+        InvalidRequestError, match="64 tokens; max_model_len 64 allows 63 prompt tokens"
+    ):
         llm.generate([1] * 70, SamplingParams(truncate_prompt_tokens=64), use_tqdm=False)
 
 

@@ -79,7 +79,7 @@ from nanovllm import LLM, SamplingParams, demo_model
 OPTIONS = {
     "quantization": {"quantization": "int8"},
     "lora": {"enable_lora": True},
-    "observe": {"trace": f"{trace} {absent}"},
+    "observe": {"trace_file": f"{trace} {absent}"},
     "speculation": {"speculative_config": {"method": "ngram"}},
     "tiers": {"kv_offload_gib": 0.02},
 }

@@ -23,5 +23,5 @@ def test_a_failed_start_ends_its_parts(
     monkeypatch.setattr(InProcessExecutor, "shutdown", lambda _: ended.append("executor"))
     monkeypatch.setattr(Trace, "close", lambda _: ended.append("trace"))
     with pytest.raises(OSError, match="for the test"):
-        factory.make_engine(Config(random_model, trace=str(tmp_path / "trace.json")))
+        factory.make_engine(Config(random_model, trace_file=str(tmp_path / "trace.json")))
     assert ended == ["executor", "trace"]

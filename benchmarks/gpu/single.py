@@ -16,7 +16,7 @@ def single(record: Record) -> None:
     for queue_depth, observer in ((1, ""), (2, ""), (1, "trace")):
         if not record.has_time(15, f"queue depth {queue_depth} {observer}".strip()):
             continue
-        observing = {"trace": trace} if observer else {}
+        observing = {"trace_file": trace} if observer else {}
         engine = make_engine(
             record, SMALL, queue_depth, max_num_seqs=1, kv_cache_memory_bytes=2**30, **observing
         )

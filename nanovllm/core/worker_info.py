@@ -11,7 +11,7 @@ class Arithmetic(NamedTuple):
 
     batch_invariant: bool
     """Whether an answer has the same bits whatever else runs and however it is computed: all of the
-    model is computed by C kernels, none of which mixes rows. False promises nothing."""
+    model is computed by C kernels, none of which mixes rows. False gives no guarantee."""
     dtype: str
     weights: str
     """How linear layers are stored: a dtype, an option of `quantization`, or a format."""

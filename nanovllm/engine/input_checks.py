@@ -175,7 +175,7 @@ class PromptLimit:
     def check_length(self, text: str, encode: Callable[[str], list[int]]) -> None:
         """Raise InvalidRequestError if a prompt's text is surely too long, or its first part is.
 
-        So a prompt that is too long costs about what the longest that fits costs.
+        Rejecting an over-long prompt costs no more than tokenizing the longest valid one.
         """
         self.check_text("the prompt", text)
         size = _SLICE_CHARS * self.max_model_len
@@ -190,7 +190,7 @@ class PromptLimit:
 
         Clients shorten a conversation where an error says "prompt is too long".
         """
-        room = f"leaves room for {self.most} at most, and one of output" * self.generates
+        room = f"allows {self.most} prompt tokens plus one output token" * self.generates
         return PromptTooLongError(
             f"the prompt is too long: {num_tokens} tokens; max_model_len {self.max_model_len} "
             f"{room or 'is the most'}: shorten it, cut it by truncate_prompt_tokens=-1, or raise "

@@ -218,8 +218,9 @@ class LLMEngine:
             run_logged(partial(self.abort, request_id))
 
     def run_last_steps(self) -> None:
-        """Run the steps that are left when no sequence is, unless the engine is paused. An error is
-        logged: the callers have their outputs.
+        """Run remaining steps after the last sequence finishes, unless the engine is paused.
+
+        An error is logged: the callers have their outputs.
 
         With a byte store below the pool, one of them begins to write what the last request left.
         """

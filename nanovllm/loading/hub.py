@@ -370,7 +370,7 @@ def _only_gguf(path: Path, model: str, revision: str | None, download_dir: str |
     if not (names := _models(names) or names):
         has = ""
         if (path / "adapter_config.json").is_file():
-            has = f". It has an adapter: name its model, with lora={str(path)!r}"
+            has = f". It has an adapter: name its model, with merge_lora={str(path)!r}"
         raise CheckpointError(
             f"{path} is not a model directory: it has no config.json and no GGUF file{has}"
         )

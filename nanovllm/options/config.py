@@ -156,22 +156,22 @@ class Config:
     checkpoint's, but is bfloat16 for a GGUF file and, on a CPU, for a quantised checkpoint in
     float16."""
     device: Annotated[str, _device] = "auto"
-    """Device to run on: "cpu", "cuda", "cuda:N" or a class of yours, "module:Class";
+    """Device to run on: "cpu", "cuda", "cuda:N" or your own class, "module:Class";
     "auto" uses CUDA if there is a GPU."""
     load_format: Annotated[str, check_choice, LOAD_FORMATS] = "auto"
     """"auto" loads the weights from safetensors or GGUF files; "dummy" makes random weights and
     needs only config.json."""
     model_family: Annotated[str | None, check_plugin, "family"] = None
-    """Model family of yours, as "module:Class". None is that of the checkpoint's architecture."""
+    """User-defined model family, as "module:Class". None is the checkpoint's."""
     quantization: Annotated[str | None, _quantization] = None
     """Weight quantization: "int8" and "int4" store linear layers, embedding and language-model head
     in 8 or 4 bits, except those that the checkpoint has in few bits; "w8a8" is "int8" whose inputs
     the C kernels of a CPU round to 8 bits, too; "fp8" stores linear layers in FP8 (E4M3); "none"
-    converts the blocks of a GGUF file to the model's dtype; "module:Class" names a `WeightFormat`
-    of yours. None is the form that each weight has in the checkpoint."""
+    converts the blocks of a GGUF file to the model's dtype; "module:Class" names your own
+    `WeightFormat`. None is the form that each weight has in the checkpoint."""
     attention_backend: Annotated[str, _attention_backend] = "auto"
     """Attention backend: "auto" is the first for the device that supports the model; "module:Class"
-    names a `Backend` of yours."""
+    names your own `Backend`."""
     kv_cache_dtype: Annotated[str, check_choice, KV_CACHE_DTYPES] = "auto"
     """Data type of the KV cache: "fp8" (E4M3, scale 1; GPU only), "int8" (one scale per token and
     head; CPU only), or "auto" for the model's dtype."""
@@ -182,7 +182,7 @@ class Config:
     """Maximum number of sequences that run at once; each owns a table row and KV blocks."""
     scheduling_policy: Annotated[str, check_plugin, "policy", SCHEDULING_POLICIES] = "priority"
     """Which requests go first: "priority" goes by their priority, then lets users take turns, then
-    by arrival; "fcfs" is another name for it; "module:Class" names a `Policy` of yours."""
+    by arrival; "fcfs" is another name for it; "module:Class" names your own `Policy`."""
     max_model_len: Annotated[int, check_int, 1, _INT32] = 4096
     """Maximum length of a sequence, prompt and output together. A value above the model's number of
     positions is reduced to it."""
@@ -196,8 +196,7 @@ class Config:
     place them, on other machines too, even if it is one; "uni" is this process alone. None is this
     process for one, and mp for several."""
     step_runner: Annotated[str | None, check_plugin, "runner"] = None
-    """`StepRunner` of yours, as "module:Class", that runs the steps that fit it.
-    None disables it."""
+    """Your own `StepRunner`, as "module:Class", for the steps that fit it; None disables it."""
     enforce_eager: bool = False
     """Run every step kernel by kernel, without CUDA graphs or recorded steps on the CPU. This takes
     less memory and starts faster, but decodes slower."""
@@ -216,21 +215,21 @@ class Config:
     a CPU it is 4 GiB or the rank's share of half the memory that is free after loading the weights,
     whichever is smaller."""
     enable_prefix_caching: bool = True
-    """Reuse the KV blocks of a prefix that prompts have in common."""
+    """Reuse the KV blocks of prefixes that prompts share."""
     eviction_policy: Annotated[str, check_plugin, "eviction", EVICTION_POLICIES] = "lru"
     """Which cached KV makes room when the pool is full: "lru" is the least recently used, or
-    "module:Class" names an `EvictionOrder` of yours."""
+    "module:Class" names your own `EvictionOrder`."""
     kv_offload_gib: Annotated[float | None, check_float, _LEAST_GIB, _MAX_GIB] = None
     """GiB of host memory, of all ranks together, for cached KV that leaves the pool: a prefix hit
     or a preempted sequence gets it back from there. None is off."""
     kv_cache_dir: Annotated[str | None, check_path, "a directory or None"] = None
     """Directory that keeps the KV of prompts between processes; made if it is not there. A later
-    engine with the same model and options finds the prefixes there. None is no such directory."""
+    engine with the same model and options finds the prefixes there. None disables it."""
     kv_cache_dir_gib: Annotated[float, check_float, _LEAST_GIB, _MAX_GIB] = 16.0
-    """Most GiB of files in kv_cache_dir: the least recently used go first."""
+    """Limit in GiB for the files in kv_cache_dir; the least recently used go first."""
     kv_store: Annotated[str | None, check_plugin, "tier"] = None
-    """`ByteStore` of yours, as "module:Class", that keeps the KV of prompts in place of
-    kv_cache_dir. None disables it."""
+    """Your own `ByteStore`, as "module:Class", for the KV of prompts in place of kv_cache_dir;
+    None disables it."""
     max_logprobs: Annotated[int, check_int, -1, _INT32] = 1000
     """Maximum number of log-probabilities that a request may ask for at each token; -1 is the size
     of the vocabulary."""
@@ -246,19 +245,19 @@ class Config:
     """Maximum number of adapters whose requests run at once; each has a slot in memory, of
     max_lora_rank. Requests with further adapters wait, and any number may be known."""
     max_lora_rank: Annotated[int, check_int, 1, 512] = 16
-    """Largest rank of an adapter that a request names."""
-    lora: Annotated[str | None, check_path, "a directory or None"] = None
+    """Maximum rank of an adapter that a request names."""
+    merge_lora: Annotated[str | None, check_path, "a directory or None"] = None
     """Directory of a LoRA adapter that is merged into the weights when they are loaded: all
-    requests have it, and a step costs what it costs without. None is no adapter."""
-    trace: Annotated[str | None, check_path, "a file or None"] = None
+    requests use it, at no cost per step. None disables it."""
+    trace_file: Annotated[str | None, check_path, "a file or None"] = None
     """File for a timeline of the engine's steps and of each sequence, which ui.perfetto.dev shows;
     an existing file is overwritten. None is off."""
     profile_dir: Annotated[str | None, check_path, "a directory or None"] = None
     """Directory for the files of profiles, which begin and end while the engine runs; made if it is
-    not there. None is that there are no profiles."""
+    not there. None disables profiling."""
     logits_rules: Annotated[Sequence[str], check_plugins, "rule"] = ()
-    """`LogitsRule` of yours as "module:Class", or several: requests ask for one by its name in
-    extra_args."""
+    """One or more of your own `LogitsRule` classes, as "module:Class". A request asks for one by
+    name in extra_args."""
     logprobs_mode: Annotated[str, check_choice, LOGPROBS_MODES] = "raw_logprobs"
     """What requests for log-probabilities get: raw is what the model says. Processed, of sampled
     tokens, comes after rules, temperature and filters: -inf for tokens that these leave out. Logits
@@ -294,10 +293,10 @@ class Config:
                 "enable_return_routed_experts has each token computed, layer by layer: leave it "
                 "out, or step_runner and the tiers of the prefix cache"
             )
-        if self.lora is not None and self.enable_lora:
+        if self.merge_lora is not None and self.enable_lora:
             raise ConfigError(
-                "lora merges one adapter into the weights, and with enable_lora=True each request "
-                "may name its own: leave one of both out"
+                "merge_lora merges one adapter into the weights, and with enable_lora=True each "
+                "request may name its own: leave one of both out"
             )
         if self.tensor_parallel_size > 1 and self.names_one_gpu:
             raise ConfigError(

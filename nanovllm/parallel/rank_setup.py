@@ -90,7 +90,7 @@ def _check_draft(target: NetworkSpec, checkpoint: Checkpoint) -> NetworkSpec:
         hf_overrides=None,
         dtype=str(target.model_config.dtype).removeprefix("torch."),
         speculative_config=None,
-        lora=None,
+        merge_lora=None,
         model_family=None,
     )
     if spec.method == "eagle3":
@@ -267,11 +267,11 @@ def _make_pooling(files: list[Path], network: Network) -> WorkerHook:
 
 def _files_of(target: NetworkSpec) -> list[Path]:
     """Return the files that the weights of a network are made of."""
-    if target.config.lora is None:
+    if target.config.merge_lora is None:
         return target.files
     from nanovllm.features.lora.peft_files import adapter_files
 
-    return [*target.files, *adapter_files(target.config.lora)]
+    return [*target.files, *adapter_files(target.config.merge_lora)]
 
 
 def num_threads(config: Config) -> int:

@@ -1,4 +1,4 @@
-"""What may hold a sequence back: the seam of adapters and of loads from lower tiers."""
+"""The hook by which adapters and loads from lower tiers hold sequences back."""
 
 from typing import TYPE_CHECKING
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 class AdmissionHook:
     """Sees each sequence on its way through the scheduler, and may hold it back.
 
-    A scheduler asks its hooks in order. By default a hook holds nothing and does nothing.
+    The scheduler asks its hooks in order. Default methods are no-ops.
     """
 
     scheduler: "Scheduler"
 
     def attach(self, scheduler: "Scheduler") -> None:
-        """Get the scheduler. It calls this once, before all else."""
+        """Receive the scheduler, which calls this once, first of all."""
         self.scheduler = scheduler
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has something to do that belongs to no unfinished sequence."""
+        """Whether work is left that belongs to no unfinished sequence."""
         return False
 
     def begin_step(self) -> None:
-        """Do what comes before a step is scheduled."""
+        """Prepare for a step that is about to be scheduled."""
 
     def holds(self, seq: Sequence) -> bool:
-        """Return whether a waiting sequence, whose turn has come, must wait on.
+        """Return whether a waiting sequence whose turn has come must go on waiting.
 
         Others may then go first. The hook has called `Scheduler.suspend` for it, and calls
         `Scheduler.resume` when it may go.
@@ -49,24 +49,24 @@ class AdmissionHook:
         """Undo `prepare`."""
 
     def admitted(self, seq: Sequence, hit: Hit) -> None:
-        """Learn that a sequence has a table row and its pages."""
+        """Handle a sequence that was given a table row and its pages."""
 
     def needs_step(self) -> bool:
         """Return whether a step without rows and admissions must run."""
         return False
 
     def fill_step(self, schedule: Schedule) -> Schedule:
-        """Return a step with what it carries for the hook."""
+        """Return the step with what the hook adds to it."""
         return schedule
 
     def update(self, schedule: Schedule, result: StepResult) -> None:
-        """Learn what a step gave, after its tokens were taken."""
+        """Handle the result of a step, after its tokens were taken."""
 
     def abandon(self, schedule: Schedule) -> None:
-        """Learn that a step failed, before its sequences lose their KV."""
+        """Handle a failed step, before its sequences lose their KV."""
 
     def release(self, seq: Sequence) -> None:
-        """Learn that a sequence is about to lose its table row and its pages."""
+        """Handle a sequence that is about to lose its table row and its pages."""
 
     def remove(self, seq: Sequence) -> None:
-        """Learn that a sequence has ended."""
+        """Handle a sequence that has ended."""

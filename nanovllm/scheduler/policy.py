@@ -1,4 +1,4 @@
-"""Which sequences go first: the seam of scheduling policies."""
+"""The base class of scheduling policies: which sequences go first."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
@@ -10,12 +10,12 @@ from nanovllm.core.sequence import Sequence
 class Policy(ABC):
     """Orders sequences: who waits before whom, who loses its KV, who gets how much of a step.
 
-    The scheduler calls it; nothing else does. It holds the prompts to compute: the sequences that
-    wait, and the running ones whose prompt is not computed. Each operation should cost O(log n).
+    Only the scheduler calls it. Its queue holds the prompts to compute: waiting sequences, and
+    running ones whose prompt is not computed. Each operation should cost O(log n).
     It reads sequences and changes none of them, except fields that it owns.
 
-    A step goes through the running sequences and those that wait in one order, that of `order`.
-    Of those that wait it looks at the first only: admissions end at the first that does not fit.
+    A step goes through running and waiting sequences by `order`. It looks only at the first
+    waiting one: admission stops at the first that does not fit.
     """
 
     @abstractmethod
@@ -29,26 +29,26 @@ class Policy(ABC):
 
     @abstractmethod
     def push(self, seq: Sequence) -> None:
-        """Hold a sequence: a new one, one that was preempted, or one that was removed before."""
+        """Queue a sequence: new, preempted, or removed before."""
 
     @abstractmethod
     def remove(self, seq: Sequence) -> None:
-        """Hold a sequence no more: its prompt is computed, it has ended, or it must wait elsewhere
-        until it is pushed again. Any sequence that is held may be removed.
+        """Remove a sequence from the queue: its prompt is computed, it has ended, or it must wait
+        elsewhere until it is pushed again. Any queued sequence may be removed.
         """
 
     @abstractmethod
     def first(self) -> Sequence | None:
-        """Return the first sequence that is held, None if there is none."""
+        """Return the first queued sequence, or None."""
 
     def advance(self, seq: Sequence, num_left: int) -> None:  # noqa: B027
-        """Note that all but `num_left` tokens of a held sequence's prompt are computed.
+        """Note that all but `num_left` tokens of a queued sequence's prompt are computed.
 
         At 0 it is removed next. A sequence that must wait elsewhere advances as if all were.
         """
 
     def end(self, seq: Sequence) -> None:  # noqa: B027
-        """Note that a sequence has ended, after it was removed if it was held. Called once."""
+        """Note that a sequence has ended; if it was queued, it was removed first. Called once."""
 
     def victim(self, candidates: Seq[Sequence]) -> Sequence:
         """Return the sequence that loses its KV, because the first candidate needs a page.

@@ -42,19 +42,19 @@ class Scheduler:
     - A running sequence owns a table row, and KV blocks for its computed tokens at least. A waiting
       sequence owns neither.
     - Running sequences are sorted by `Policy.order`.
-    - The policy has the waiting ones that no hook holds back, and the running ones whose prompt is
-      not computed.
+    - The policy's queue has the waiting sequences that no hook holds back, and the running ones
+      whose prompt is not computed.
     - `0 <= num_computed_tokens <= num_tokens <= max_model_len`.
 
-    A step takes running and waiting sequences in one order. The first that waits and does not fit
-    ends the admissions. If the pool is full, a running sequence is preempted, by default the last:
-    it loses its KV and waits again. Steps may overlap: tokens that a launched step will sample are
-    pending. The cost of a step does not depend on how many are waiting.
+    A step takes running and waiting sequences in one order. Admission stops at the first waiting
+    sequence that does not fit. If the pool is full, a running sequence is preempted, by default the
+    last: it loses its KV and waits again. Steps may overlap: tokens that a launched step will
+    sample are pending. The cost of a step does not depend on how many are waiting.
 
     Args:
-        drafting: None: no row gets drafts.
-        policy: None: by priority, fair over users, first come first served.
-        hooks: what may hold sequences back, in the order in which they are asked.
+        drafting: adds drafts to rows; None disables speculation.
+        policy: the order of sequences; None: `FairPolicy`.
+        hooks: may hold sequences back; asked in this order.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
-        """How many sequences are unfinished; 1 if only a hook has work left."""
+        """Number of unfinished sequences; 1 if only a hook has work left."""
         return len(self._sequences) or int(any(hook.has_work for hook in self.hooks))
 
     @property
@@ -224,20 +224,19 @@ class Scheduler:
     # For hooks:
 
     def suspend(self, seq: Sequence) -> None:
-        """Let the policy hold a sequence no more, as if its prompt were computed.
+        """Remove a sequence from the policy's queue, as if its prompt were computed.
 
-        It waits, or runs without rows, until it is brought back. Its user pays, and gets no earlier
-        turn meanwhile.
+        It waits, or runs without rows, until it is resumed. Its user's turn counts as used.
         """
         self.policy.advance(seq, 0)
         self._move(seq, is_queued=False)
 
     def resume(self, seq: Sequence) -> None:
-        """Let the policy hold a sequence again that was set aside. It has the turn that it had."""
+        """Return a suspended sequence to the policy's queue, with the turn it had."""
         self._move(seq, is_queued=True)
 
     def preempt(self, seq: Sequence) -> None:
-        """Take a running sequence's table row and KV away. It waits again."""
+        """Take a running sequence's table row and KV, and let it wait again."""
         self._release(seq)
         seq.num_computed_tokens = 0
         seq.num_draft_tokens = 0
@@ -413,7 +412,7 @@ class Scheduler:
         seq.is_queued = False
 
     def _move(self, seq: Sequence, *, is_queued: bool) -> None:
-        """Let the policy hold a sequence, or no more. A running one changes its place in order."""
+        """Add a sequence to the policy's queue, or remove it. A running one is sorted in again."""
         if seq.table_idx is not None:
             self.running.remove(seq)
         if is_queued:

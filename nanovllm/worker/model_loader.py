@@ -237,8 +237,8 @@ def load_model(model: nn.Module, spec: NetworkSpec, kernels: Kernels) -> None:
 
 
 def _with_lora(store: Store, model: nn.Module, config: Config) -> Store:
-    """Return `store`, which merges the adapter of the option `lora`, if there is one."""
-    if config.lora is None:
+    """Return `store`, which merges the adapter of the option `merge_lora`, if there is one."""
+    if config.merge_lora is None:
         return store
     from nanovllm.features.lora.merge import merging
 

@@ -715,7 +715,7 @@ def test_chat_continues_after_a_prompt_that_is_too_long(run: Run, rendered: list
     lines = [QUESTIONS[0], "very " * 600 + "long", QUESTIONS[1]]
     answers, err = chat(run, lines=lines)
     assert answers == ANSWERS[:2]
-    assert "--max-model-len 512 leaves room" in err
+    assert "--max-model-len 512 allows" in err
     assert "/reset" in err
     assert rendered[-1] == [*turn(0), *turn(1)[:1]]
 

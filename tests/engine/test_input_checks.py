@@ -37,7 +37,9 @@ def test_a_prompt_far_too_long_costs_a_slice(
     monkeypatch.setattr(processor, "_encode", count)
     text = "The quick brown fox jumps over the lazy dog. " * 230
     processor.limit.check_text("the prompt", text)  # by its characters it might fit
-    with pytest.raises(InvalidRequestError, match="too long: more than .* leaves room for 511"):
+    with pytest.raises(
+        InvalidRequestError, match="too long: more than .* allows 511 prompt tokens"
+    ):
         processor.make_request(Prompt(text, rendered=rendered))
     assert lengths == [8 * LIMIT]
     assert len(text) > 2 * 8 * LIMIT
@@ -54,5 +56,5 @@ def test_slices_refuse_nothing_that_fits(processor: InputProcessor, piece: str) 
         else:
             too_long = middle
     processor.make_request(piece * fits)
-    with pytest.raises(InvalidRequestError, match="leaves room for 511"):
+    with pytest.raises(InvalidRequestError, match="allows 511 prompt tokens"):
         processor.make_request(piece * too_long)

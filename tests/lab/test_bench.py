@@ -113,14 +113,22 @@ def test_a_turn_follows_the_answer_before_it() -> None:
     assert turns.counts["prompt tokens cached"] > turns.counts["prompt tokens computed"]
 
 
+@pytest.fixture
+def few_pairs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return flags for two pairs, which can show a difference if errors are frequent."""
+    monkeypatch.setattr("nanovllm.apps.lab.bench._ERROR", 1.0)
+    return ["--num-pairs", "2", "--num-rounds", "1", "--workloads", "prefixes"]
+
+
 @pytest.mark.long
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tmp_path: Path, few_pairs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Prefixes: the counts of two processes are exact, and the policy computes fewer tokens."""
     plugin = "examples.lab.longest_prefix_first:LongestPrefixFirst"
     output = tmp_path / "found.json"
-    few = ["--num-pairs", "7", "--num-rounds", "1", "--workloads", "prefixes"]
-    few += ["--output", str(output)]
-    assert cli.main(["lab", "bench", plugin, demo_model.MODEL, *few]) == 0
+    arguments = [plugin, demo_model.MODEL, *few_pairs, "--output", str(output)]
+    assert cli.main(["lab", "bench", *arguments]) == 0
     found = json.loads(output.read_text())
     (counted,) = [each for each in found["counts"] if each[1] == "prompt tokens computed"]
     assert counted[3] < counted[2]
@@ -144,7 +152,8 @@ def test_bad_arguments(
 
 
 @pytest.mark.long
-def test_a_plugin_that_fails_ends_the_bench(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--num-pairs", "7", "--workloads", "prefixes"]
-    assert cli.main(["lab", "bench", "tests.lab.twins:LosesPages", *arguments]) == 2
-    assert "--eviction-policy tests.lab.twins:LosesPages: after put_last" in capsys.readouterr().err
+def test_a_plugin_that_fails_ends_the_bench(
+    few_pairs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["lab", "bench", "tests.lab.twins:CannotRevive", *few_pairs]) == 2
+    assert "remove() raised KeyError: 7" in capsys.readouterr().err

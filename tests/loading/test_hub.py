@@ -712,7 +712,7 @@ def test_directories_without_a_config(tmp_path):
         open_checkpoint(str(tmp_path))
     for file in tmp_path.glob("*.gguf"):
         file.unlink()
-    with pytest.raises(CheckpointError, match=f"has an adapter: .* lora='{tmp_path}'"):
+    with pytest.raises(CheckpointError, match=f"has an adapter: .* merge_lora='{tmp_path}'"):
         open_checkpoint(str(tmp_path))
 
 

@@ -41,7 +41,7 @@ def test_draft_networks_have_no_adapter(make_llm: Any, tmp_path: Path, method: s
     expected = ask(make_llm(demo_model.MODEL, **OPTIONS), asked, SHORT)
     found = ask(make_llm(demo_model.MODEL, **OPTIONS, **speculation), asked, SHORT)
     assert [o.token_ids for o in found] == [o.token_ids for o in expected]
-    options = {"max_model_len": 128, "lora": path}
+    options = {"max_model_len": 128, "merge_lora": path}
     plain = make_llm(demo_model.MODEL, **options).generate(entries, SHORT, use_tqdm=False)
     drafting = make_llm(demo_model.MODEL, **options, **speculation)
     drafted = drafting.generate(entries, SHORT, use_tqdm=False)
@@ -64,15 +64,15 @@ def test_a_checkpoint_in_few_bits(
     with_adapter, without = ask(llm, [(prompt, request(path)), (prompt, None)], SHORT)
     assert with_adapter.token_ids != without.token_ids
     with pytest.raises(UnsupportedModelError, match="in few bits, to which an adapter cannot"):
-        make_llm(model, lora=path)
+        make_llm(model, merge_lora=path)
 
 
 def test_merging_is_refused(make_llm: Any, random_model: str, tmp_path: Path) -> None:
     """Without weights, without files, and into another model."""
     path = write_adapter(tmp_path / "adapter", linears_of(random_model))
     with pytest.raises(ConfigError, match="'dummy' loads no weights"):
-        make_llm(random_model, lora=path, load_format="dummy")
+        make_llm(random_model, merge_lora=path, load_format="dummy")
     with pytest.raises(CheckpointError, match="has no adapter_config.json"):
-        make_llm(random_model, lora=str(tmp_path))
+        make_llm(random_model, merge_lora=str(tmp_path))
     with pytest.raises(CheckpointError, match="does not fit the model"):
-        make_llm(demo_model.MODEL, lora=path)
+        make_llm(demo_model.MODEL, merge_lora=path)

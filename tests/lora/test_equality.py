@@ -111,7 +111,7 @@ def test_tokens_are_those_of_merged_models(
         assert_tokens_are_greedy(theirs, prompts, [outputs[i].outputs[0] for i in own])
     for path, model in zip(adapters[:1], merged, strict=False):
         theirs = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
-        one = make_llm(random_model, dtype="float32", max_model_len=128, lora=path)
+        one = make_llm(random_model, dtype="float32", max_model_len=128, merge_lora=path)
         prompts = [prompt for prompt, _ in asked[:3]]
         found = [output.outputs[0] for output in one.generate(prompts, GREEDY, use_tqdm=False)]
         assert_tokens_are_greedy(theirs, prompts, found)
@@ -202,7 +202,7 @@ def test_merged_at_load(
     prompts = [random_prompt(random.Random(seed), 30) for seed in range(3)]
     found, expected = (
         llm.generate(prompts, GREEDY, use_tqdm=False)
-        for llm in (make_llm(model, lora=path, **options), make_llm(other, **options))
+        for llm in (make_llm(model, merge_lora=path, **options), make_llm(other, **options))
     )
     assert bits(found) == bits(expected)
 
@@ -284,7 +284,7 @@ def test_latent_attention_is_merged(make_llm: Any, tmp_path: Path, case: str) ->
     theirs = family_cases.make_model(case)
     theirs.save_pretrained(tmp_path / "model")
     path = adapt(theirs, tmp_path / "adapter", merged=True, r=4)
-    llm = make_llm(tmp_path / "model", dtype="float32", max_model_len=128, lora=path)
+    llm = make_llm(tmp_path / "model", dtype="float32", max_model_len=128, merge_lora=path)
     prompts = [[3 + i * 7 % 400 for i in range(length)] for length in (9, 40)]
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert_tokens_are_greedy(theirs, prompts, [output.outputs[0] for output in outputs])

@@ -72,7 +72,7 @@ def test_float32_tokens(
         path = tmp_path / str(number)
         theirs = peft_adapter(random_model, path, number, r=rank, **targets, **scale)
         if merged:
-            one = make_llm(random_model, dtype="float32", max_model_len=128, lora=str(path))
+            one = make_llm(random_model, dtype="float32", max_model_len=128, merge_lora=str(path))
             outputs = one.generate(prompts, GREEDY, use_tqdm=False)
             one.shutdown()
         else:
@@ -98,7 +98,7 @@ def test_two_ranks(
         expected, found = (ask(llm, asked) for llm in (one, two))
         assert [o.token_ids for o in found] == [o.token_ids for o in expected]
         merged = make_llm(
-            model, dtype="float32", tensor_parallel_size=2, max_model_len=128, lora=paths[0]
+            model, dtype="float32", tensor_parallel_size=2, max_model_len=128, merge_lora=paths[0]
         )
         for index, (prompt, adapter) in enumerate(asked):
             if adapter is not None and adapter.lora_path == paths[0]:

@@ -111,7 +111,7 @@ def test_random_load(
         num_kvcache_blocks=24,
         max_num_batched_tokens=24,
         max_num_seqs=6,
-        trace=str(path),
+        trace_file=str(path),
         speculative_config={"method": "ngram"} if drafts else None,
         **SMALL,
     )
@@ -166,7 +166,7 @@ def test_random_load(
 
 
 def test_counters_begin_and_end_idle(make_llm: Any, random_model: str, path: Path) -> None:
-    llm = make_llm(random_model, trace=path, max_num_seqs=1, **SMALL)
+    llm = make_llm(random_model, trace_file=path, max_num_seqs=1, **SMALL)
     llm.generate([[1, 2, 3]] * 3, SamplingParams(0, 8, ignore_eos=True), use_tqdm=False)
     events = read(path)  # the file is whole while the engine lives
     counters: dict[str, list[Any]] = defaultdict(list)
@@ -188,7 +188,7 @@ def test_counters_begin_and_end_idle(make_llm: Any, random_model: str, path: Pat
 
 def test_spans_are_those_of_the_metrics(make_llm: Any, random_model: str, path: Path) -> None:
     """A lane is used again, never before it is free."""
-    llm = make_llm(random_model, trace=path, **SMALL)
+    llm = make_llm(random_model, trace_file=path, **SMALL)
     params = SamplingParams(0, 4, ignore_eos=True)
     outputs = [generate(llm, [1, 2, 3], params) for _ in range(3)]
     found = sequences(read(path))
@@ -207,7 +207,7 @@ def test_spans_are_those_of_the_metrics(make_llm: Any, random_model: str, path: 
 
 def test_ends_are_those_of_the_outputs(make_llm: Any, path: Path) -> None:
     """Symptom: a stop string in the last allowed token is traced as "length"."""
-    llm = make_llm(demo_model.MODEL, trace=path, **SMALL)
+    llm = make_llm(demo_model.MODEL, trace_file=path, **SMALL)
     question = demo_model.entries()[0][0]
     free = SamplingParams(0, 4, n=2)
     (whole,) = llm.generate(question, free, use_tqdm=False)
@@ -221,7 +221,7 @@ def test_ends_are_those_of_the_outputs(make_llm: Any, path: Path) -> None:
 
 
 def test_names_are_escaped(make_llm: Any, random_model: str, path: Path) -> None:
-    llm = make_llm(random_model, trace=path, **SMALL)
+    llm = make_llm(random_model, trace_file=path, **SMALL)
     name = 'a "name"\n\\ \x00 é \ud800'
     llm.engine.add_request([1, 2], SamplingParams(max_tokens=1), request_id=name)
     run(llm.engine)
@@ -232,7 +232,7 @@ def test_a_failed_step(
     make_llm: Any, random_model: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sequences of the step lost their KV; they go on or are aborted."""
-    llm = make_llm(random_model, trace=path, **SMALL)
+    llm = make_llm(random_model, trace_file=path, **SMALL)
     engine, execute, num_steps = llm.engine, llm.engine.executor.execute, 0
 
     def failing(schedule: Any) -> Any:
@@ -262,7 +262,7 @@ def test_a_failed_step(
 def test_an_abort_while_nothing_runs_is_written(
     make_llm: Any, random_model: str, path: Path
 ) -> None:
-    llm = make_llm(random_model, trace=path, **SMALL)
+    llm = make_llm(random_model, trace_file=path, **SMALL)
     llm.engine.abort(llm.engine.add_request([1, 2, 3]))
     (seq,) = sequences(read(path))
     assert seq["finish_reason"] == "abort"
@@ -274,7 +274,7 @@ def test_the_file_is_whole_after_each_write(
 ) -> None:
     """So the trace of a process that was killed can be read; and memory is bounded."""
     monkeypatch.setattr(trace_module, "_MAX_PENDING", 20)
-    llm = make_llm(random_model, trace=path, **SMALL)
+    llm = make_llm(random_model, trace_file=path, **SMALL)
     [trace] = llm.engine.observers
     llm.engine.add_request([1, 2, 3], SamplingParams(0, 40, ignore_eos=True))
     sizes = []
@@ -288,7 +288,7 @@ def test_the_file_is_whole_after_each_write(
 
 
 def test_shutdown_ends_what_runs(make_llm: Any, random_model: str, path: Path) -> None:
-    llm = make_llm(random_model, trace=path, **SMALL)
+    llm = make_llm(random_model, trace_file=path, **SMALL)
     llm.engine.add_request([1, 2, 3])
     llm.engine.step()
     llm.shutdown()
@@ -298,7 +298,7 @@ def test_shutdown_ends_what_runs(make_llm: Any, random_model: str, path: Path) -
 def test_a_full_disk_ends_the_trace_and_not_the_engine(
     make_llm: Any, random_model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    llm = make_llm(random_model, trace="/dev/full", **SMALL)
+    llm = make_llm(random_model, trace_file="/dev/full", **SMALL)
     for _ in range(2):
         assert len(generate(llm, [1, 2, 3], SamplingParams(max_tokens=5)).token_ids) == 5
     assert caplog.text.count("the trace ends here") == 1
@@ -316,4 +316,4 @@ def test_a_new_file_is_for_its_owner_only(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written(random_model: str, tmp_path: Path) -> None:
     missing = tmp_path / "missing" / "trace.json"
     with pytest.raises(ConfigError, match=r"trace must be a file that can be written, got .*: No"):
-        LLM(random_model, trace=missing)
+        LLM(random_model, trace_file=missing)

@@ -86,8 +86,8 @@ def test_every_field_can_be_given():
         "enable_lora": True,
         "max_loras": 4,
         "max_lora_rank": 64,
-        "lora": None,
-        "trace": "/trace.json",
+        "merge_lora": None,
+        "trace_file": "/trace.json",
         "profile_dir": None,  # not beside a trace
         "seed": 5,
     }

@@ -12,8 +12,7 @@ from nanovllm import SamplingParams, demo_model
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.platform import HostEvent, Platform
-from tests.helpers import Request, generate_all
-from tests.test_generation import REQUESTS as ALL, assert_same
+from tests.helpers import Request, assert_same_outputs, generate_all, parameter_requests
 
 NAME = "tests.platform.test_made_up_platform:Abacus"
 LATE = -(2**40)
@@ -83,11 +82,11 @@ def test_outputs_are_those_of_a_cpu(
     options: dict[str, Any], random_model: str, make_llm: Any
 ) -> None:
     common = {"dtype": "float32", "max_model_len": 48, "kvcache_block_size": 4}
-    requests: list[Request] = ALL[:20]
+    requests: list[Request] = parameter_requests()[:20]
     plain = make_llm(random_model, device="cpu", native_kernels=False, **common)
     llm = make_llm(random_model, device=NAME, **common, **options)
     assert llm.engine.queue_depth == 1
-    assert_same(generate_all(llm, requests), generate_all(plain, requests))
+    assert_same_outputs(generate_all(llm, requests), generate_all(plain, requests))
     (abacus,) = Abacus.made
     assert abacus.num_uploads > 10
 

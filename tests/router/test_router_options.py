@@ -139,8 +139,8 @@ def test_options_of_one_model_alone() -> None:
         specs("x/y", "x/z", served_model_name="a")
     with pytest.raises(ConfigError, match="dev_mode is of a server of one model"):
         specs("a=x/y", dev_mode=True)
-    with pytest.raises(ConfigError, match="trace is the file of one engine"):
-        specs("x/y", "x/z", trace="steps.json")
+    with pytest.raises(ConfigError, match="trace_file is the file of one engine"):
+        specs("x/y", "x/z", trace_file="steps.json")
 
 
 def test_names_are_models_own() -> None:

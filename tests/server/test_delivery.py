@@ -279,7 +279,7 @@ def test_a_step_wakes_the_event_loop_once_for_all_streams(
         body["messages"] = [{"role": "user", "content": "a"}]
         del body["prompt"]
     thread, num_steps, num_deltas = async_llm._thread, 0, 0
-    send = thread.deliver_all
+    send = thread._deliver_all
 
     def counting_send() -> None:
         nonlocal num_steps, num_deltas
@@ -287,7 +287,7 @@ def test_a_step_wakes_the_event_loop_once_for_all_streams(
         num_deltas += len(thread._deliveries)
         send()
 
-    monkeypatch.setattr(thread, "deliver_all", counting_send)
+    monkeypatch.setattr(thread, "_deliver_all", counting_send)
 
     async def main() -> None:
         app, _ = make(async_llm)

@@ -38,6 +38,7 @@ class FakeAllReduce(SymmetricAllReduce):
 
     def __init__(self) -> None:
         self.given: list[torch.Tensor] = []
+        self._buffer = torch.empty(0, device="meta")
 
     def all_reduce(self, x: torch.Tensor) -> None:
         self.given.append(x)

@@ -39,7 +39,7 @@ def add_show(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Tell where a model of this machine lies, what it is, and the memory that it takes."""
+    """Show a cached model's path, type and memory."""
     from nanovllm.worker import model_report
 
     name = plain_name(args.model, args.download_dir)

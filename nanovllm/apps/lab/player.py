@@ -33,7 +33,8 @@ class Player:
     """
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
-        self.engine = LLM(model, **options).engine
+        self._llm = LLM(model, **options)  # without it the engine ends
+        self.engine = self._llm.engine
 
     def play(self, name: str) -> Round:
         """Play a workload with an empty prefix cache."""

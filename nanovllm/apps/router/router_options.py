@@ -168,8 +168,10 @@ def read_models(
         found = [(tuple(given_names.split(",")), found[0][1])]
     if server.get("dev_mode"):
         raise ConfigError("dev_mode is of a server of one model: give no name, and one MODEL")
-    if len(found) > 1 and "trace" in engine:
-        raise ConfigError("trace is the file of one engine: give each model its own in its table")
+    if len(found) > 1 and "trace_file" in engine:
+        raise ConfigError(
+            "trace_file is the file of one engine: give each model its own in its table"
+        )
     specs = [_spec(names, {**shared, **own}, len(found)) for names, own in found]
     owners: dict[str, str] = {}
     for spec in specs:

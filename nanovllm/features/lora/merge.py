@@ -1,4 +1,4 @@
-"""Merges one adapter into the weights while they are loaded: `LLM(model, lora=path)`.
+"""Merges one adapter into the weights while they are loaded: `LLM(model, merge_lora=path)`.
 
 Each part of a weight is changed in float32 as it is read, before it is rounded or packed.
 """
@@ -21,17 +21,17 @@ _KINDS = (LinearBase, HeadLinear)
 
 
 def merging(store: Store, model: nn.Module, config: Config) -> Store:
-    """Return `store`, which then gets the weights of `model` with adapter `config.lora` added.
+    """Return `store`, which then gets the weights of `model` with `config.merge_lora` added.
 
     Raises:
         CheckpointError: as for `read_adapter` and `fitting`.
         UnsupportedModelError: a weight is in few bits in the checkpoint already.
         ConfigError: there are no weights.
     """
-    assert config.lora is not None
+    assert config.merge_lora is not None
     if config.load_format == "dummy":
         raise ConfigError("lora: load_format 'dummy' loads no weights to merge it into")
-    adapter = read_adapter(config.lora, MAX_RANK)
+    adapter = read_adapter(config.merge_lora, MAX_RANK)
     _check_plain(model)
     targets = layer_targets(model, _KINDS)
     factors = fitting(adapter, named_slices(model, targets.values()))

@@ -80,7 +80,7 @@ class RankAdapters(WorkerHook):
         self.slots.give_back()
 
     def _load(self, adapter: AdapterSlot) -> FinishInfo | None:
-        """Have the adapter in its slot; return why its sequence ends, if a rank cannot load it."""
+        """Load the adapter into its slot; return why its sequence ends, or None if it is there."""
         if self.slots.holds(adapter):
             return None
         reason = "another rank cannot load the adapter; its log says why"

@@ -5,12 +5,12 @@ from nanovllm.kv.groups.group import KVCacheGroup
 
 
 class BidirectionalGroup(KVCacheGroup):
-    """Asks for whole prompts, and keeps nothing: their pages are those of `FullGroup`.
+    """Requires each prompt in one step; owns no pages: those are `FullGroup`'s.
 
-    The prefix cache must be off, because what a token's keys are depends on the tokens after it.
+    The prefix cache must be off, because a token's keys depend on the tokens after it.
 
     Args:
-        max_model_len: the last row of a step may have as many tokens.
+        max_model_len: most tokens of a step's last row.
     """
 
     suffix = b"whole"  # of no entry

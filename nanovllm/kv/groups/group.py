@@ -11,7 +11,7 @@ from nanovllm.kv.trie import Hit, Node, PrefixTrie
 
 @dataclasses.dataclass(slots=True)
 class StepPages:
-    """What a step's message says of pages. Each group adds its part."""
+    """The pages in a step's message. Each group adds its own."""
 
     new_blocks: list[NewBlocks] = dataclasses.field(default_factory=list)
     blocks_to_zero: list[int] = dataclasses.field(default_factory=list)
@@ -22,8 +22,7 @@ class KVCacheGroup:
     """What layers with equal caches keep of each sequence, in pages of the pool.
 
     A group knows the pool and the trie, and no other group. An admission first asks every group
-    what it lacks, then lets every group `begin` and `extend`. By default a group keeps
-    nothing.
+    what it lacks, then lets every group `begin` and `extend`. Default methods are no-ops.
     """
 
     suffix: bytes
@@ -42,7 +41,7 @@ class KVCacheGroup:
     """The group's first block table, which begins at first_table * width in a table row."""
 
     def attach(self, pool: BlockPool, trie: PrefixTrie, first_table: int) -> None:
-        """Get the pool and the trie. The block manager calls it once, before all else."""
+        """Receive the pool and the trie. The block manager calls this once, first of all."""
         self.pool = pool
         self.trie = trie
         self.block_size = trie.block_size
@@ -146,7 +145,7 @@ class KVCacheGroup:
     # A step:
 
     def begin_step(self) -> None:
-        """Do what is to be done between two steps, before pages are taken."""
+        """Prepare for a step, before it takes pages."""
 
     def row_length(self, seq: Sequence, most: int) -> int:
         """Return how many of a prompt's next `most` tokens a row computes, at least 1."""
@@ -168,7 +167,7 @@ class KVCacheGroup:
         """
 
     def end_copies(self, copies: Seq[PageCopy]) -> None:
-        """Learn that a step with these copies has succeeded."""
+        """Handle the success of a step with these copies."""
 
     def undo_copies(self, copies: Seq[PageCopy]) -> None:
-        """Learn that a step with these copies has failed, and may not have made them."""
+        """Handle the failure of a step with these copies, which it may not have made."""

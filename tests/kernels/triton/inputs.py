@@ -9,10 +9,13 @@ import torch
 
 from nanovllm.kernels.triton import sampling as triton_sampling
 from nanovllm.layers.sampler import Sampling
+from nanovllm.platform.cpu import CPU as CPUPlatform
+from nanovllm.platform.cuda import CUDA as CUDAPlatform
 from tests.closeness import assert_close
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
+PLATFORM = CUDAPlatform(DEVICE) if CUDA else CPUPlatform()
 SIMULATED = int(os.environ.get("SIMULATED_GPU", 0))
 """The compute capability of a simulated GPU, such as 90; else 0."""
 CAPABILITY = torch.cuda.get_device_capability() if CUDA else divmod(SIMULATED, 10)

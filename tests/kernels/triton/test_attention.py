@@ -17,7 +17,6 @@ from nanovllm.kernels.triton.decode_attention import (
     most_splits,
 )
 from nanovllm.kernels.triton.online_softmax import MAX_SPLITS
-from nanovllm.worker.kv_cache import zeros
 from tests.attention.cases import contiguous_sdpa, make_case, random_rows, reference
 from tests.closeness import assert_close
 from tests.kernels.triton.inputs import (
@@ -25,6 +24,7 @@ from tests.kernels.triton.inputs import (
     CUDA,
     DEVICE,
     DTYPES,
+    PLATFORM,
     each_dtype,
     few_dtypes,
     has_fp8,
@@ -310,7 +310,7 @@ def test_slots_past_32_bits():
     """The blocks are the last of a cache, where the offset of a key does not fit into 32 bits."""
     case = case_of([(1, 20), (2, 30)], 8, 1, 256, 64, torch.float16)
     num_blocks = 2**31 // (64 * 8 * 256) + 16
-    cache = zeros((2, num_blocks, 64, 8, 256), torch.float16, DEVICE)
+    cache = PLATFORM.zeros((2, num_blocks, 64, 8, 256), torch.float16)
     moved = num_blocks - case.cache.shape[1]
     cache[:, moved:] = case.stored()
     case.batch.block_tables[:, :1] += moved

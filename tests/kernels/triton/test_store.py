@@ -10,10 +10,10 @@ from nanovllm.kernels.torch_math import NORM_CENTRED, NORM_ROUNDED, NORM_WIDE, r
 from nanovllm.kernels.triton.store import store
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
-from nanovllm.worker.kv_cache import zeros
 from tests.kernels.triton.inputs import (
     DEVICE,
     EPS,
+    PLATFORM,
     assert_as_good,
     each_dtype,
     exact_norm,
@@ -131,7 +131,7 @@ def test_slots_past_32_bits():
     """
     case = StoreCase(2, 2, 2, 128, torch.float32)
     last = 2**31 // 256
-    kv_cache = zeros((2, last // 16 + 1, 16, 2, 128), torch.float8_e4m3fn, DEVICE)
+    kv_cache = PLATFORM.zeros((2, last // 16 + 1, 16, 2, 128), torch.float8_e4m3fn)
     case.store(torch.tensor([last, last - 1], device=DEVICE), kv_cache)
     keys, values = kv_cache.flatten(1, 2)[:, [last, last - 1]]
     assert_in_eight_bits(keys, case.k)

@@ -17,8 +17,8 @@ from nanovllm.kv.eviction import EvictionOrder
 class MyEviction(EvictionOrder):
     """Reuses empty pages first, then pages that were never hit, then the others; each by age.
 
-    It holds the free pages of the pool: each of them once, and no other. The engine counts along,
-    and ends with an error that names the call if a page is lost or given out twice.
+    It holds the free pages of the pool: each of them once, and no other. `nanovllm lab check` finds
+    the call that loses a page or gives it out twice.
     """
 
     def __init__(self, num_pages: int) -> None:

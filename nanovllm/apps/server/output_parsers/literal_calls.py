@@ -3,6 +3,7 @@
 <|tool_call>call:f{city:<|"|>Rome<|"|>,days:[1,2]}<tool_call|>
 """
 
+import dataclasses
 import json
 import re
 from abc import abstractmethod
@@ -22,6 +23,19 @@ from nanovllm.apps.server.output_parsers.tool_calls import ToolCallParser
 
 NAME = re.compile(r"[-.:\w]")
 """A character of a function's name."""
+_JSON_BEGINS = {"}": "{", "]": "[", "": ""}
+
+
+@dataclasses.dataclass(slots=True)
+class _Bracket:
+    """A bracket that is open."""
+
+    opening: str
+    closing: str
+    json_end: str | None
+    """What closes its JSON; None if that is not decided yet, nor what opens it."""
+    place: int = 0
+    """Where that stands in the text that is held back."""
 
 
 class LiteralParser(ToolCallParser):
@@ -31,8 +45,12 @@ class LiteralParser(ToolCallParser):
     forgot to close is closed; what stands between two values is left out.
     """
 
-    brackets: ClassVar[Mapping[str, str]] = {"{": "}", "[": "]"}
-    """By the bracket that opens a value: the one that closes it. Round ones hold a list."""
+    brackets: ClassVar[Mapping[str, tuple[str, str]]] = {"{": ("}", "}"), "[": ("]", "]")}
+    """By the bracket that opens a value: the one that closes it, and the one that closes its
+    JSON."""
+    undecided: ClassVar[str] = ""
+    """Brackets whose JSON depends on what follows: they hold an object if their first value is a
+    key, otherwise a list; round ones may enclose a single value."""
     quotes: tuple[str, ...]
     """What a string may begin with, and then ends with."""
     breaks: tuple[str, ...]
@@ -43,7 +61,9 @@ class LiteralParser(ToolCallParser):
         self._types = {each.name: each.types for each in self._functions}
         self._parameters: ParameterTypes | None = None  # of the function that is called
         self._parameter = ""  # of the value that is read; "" where it has quotes
-        self._open: list[str] = []  # what closes the brackets that are open
+        self._open: list[_Bracket] = []
+        self._num_undecided = 0
+        self._held: list[str] = []  # JSON, from the first bracket on that is not decided
 
     def _tags_after(self) -> tuple[str, ...]:
         return ()  # its strings look for them
@@ -63,40 +83,95 @@ class LiteralParser(ToolCallParser):
         self._start(name)
         self._drop_read()
         self._write("{")
-        self._open = [closing]
+        self._open = [_Bracket("", closing, "}")]
         try:
             yield from self._arguments(separator)
         except NotACall:  # they are cut off: what there is was passed on
             self._pos = len(self._text)
+            self._num_undecided = 0
+            self._held.clear()
         self._drop_read()
+
+    def _write(self, json_text: str) -> None:
+        if self._num_undecided:
+            self._held.append(json_text)
+            json_text = ""
+        super()._write(json_text)
 
     def _arguments(self, separator: str) -> Steps[None]:
         """Read what is between the brackets."""
         yield from self._skip_space()
-        nothing = (self._open[0], "")
+        nothing = (self._open[0].closing, "")
         if (yield from self._peek()) in nothing or (yield from self._is_next(self._end)):
             yield from self._is_closed()
             return
+        has_key = False
         while True:
-            if len(self._open) == 1 or self._open[-1] == "}":
+            if self._open[-1].json_end == "}" and not has_key:
                 yield from self._member(separator if len(self._open) == 1 else ":")
+            has_key = False
             opening = yield from self._peek()
             if opening in self.brackets:
                 self._pos += 1
-                self._open.append(self.brackets[opening])
-                self._write("{" if opening == "{" else "[")
                 yield from self._skip_space()
-                if (yield from self._peek()) != self._open[-1]:
+                if not (yield from self._opens_nothing(opening)):
                     continue
             else:
                 yield from self._scalar()
+                has_key = yield from self._was_key()
+                if has_key:
+                    continue
             if (yield from self._is_closed()):
                 return
+
+    def _opens_nothing(self, opening: str) -> Steps[bool]:
+        """Open a bracket that was read; return whether nothing stands in it."""
+        closing, json_end = self.brackets[opening]
+        is_empty = (yield from self._peek()) == closing
+        bracket = _Bracket(opening, closing, json_end)
+        self._open.append(bracket)
+        if opening in self.undecided and not is_empty:
+            bracket.json_end = None
+            bracket.place = len(self._held)
+            self._num_undecided += 1
+            self._held.append("")
+        else:
+            self._write(_JSON_BEGINS[json_end])
+        return is_empty
+
+    def _decide(self, json_end: str) -> None:
+        """Decide what the innermost bracket is, if that is not known; it ends so."""
+        bracket = self._open[-1]
+        if bracket.json_end is not None:
+            return
+        bracket.json_end = json_end
+        self._held[bracket.place] = _JSON_BEGINS[json_end]
+        self._num_undecided -= 1
+        if not self._num_undecided:
+            self._write("".join(self._held))
+            self._held.clear()
+
+    def _was_key(self) -> Steps[bool]:
+        """Whether the value that was read is the first key of an object; then read the colon."""
+        bracket = self._open[-1]
+        if bracket.json_end is not None or bracket.opening != "{":
+            return False
+        yield from self._skip_space()
+        if not (yield from self._accept(":")):
+            return False
+        key = "".join(self._held[bracket.place + 1 :])
+        self._held[bracket.place + 1 :] = [key if key.startswith('"') else json.dumps(key)]
+        self._decide("}")
+        yield from self._skip_space()
+        self._write(": ")
+        return True
 
     @property
     def _ends(self) -> str:
         """What may follow a value."""
-        return f",{''.join(self.brackets.values())}"
+        closings = "".join(closing for closing, _ in self.brackets.values())
+        may_be_key = self._open[-1].json_end is None and self._open[-1].opening == "{"
+        return f",{closings}{':' if may_be_key else ''}"
 
     def _is_closed(self) -> Steps[bool]:
         """Read brackets that close something, up to a comma; return whether the call is closed."""
@@ -111,20 +186,23 @@ class LiteralParser(ToolCallParser):
                 return True
             self._pos += 1
             if character == ",":
+                self._decide("]")
                 yield from self._skip_space()
                 if (yield from self._peek()) not in (*self._ends[1:], ""):
                     self._write(", ")
                     return False
-            elif character in self._open:
+            elif any(character == bracket.closing for bracket in self._open):
                 while self._close() != character:
                     pass
         return True
 
     def _close(self) -> str:
         """Close the innermost bracket, and return what closes it."""
-        closing = self._open.pop()
-        self._write("}" if closing == "}" or not self._open else "]")
-        return closing
+        bracket = self._open[-1]
+        self._decide("" if bracket.opening == "(" else "]")
+        self._write(bracket.json_end or "")
+        self._open.pop()
+        return bracket.closing
 
     def _member(self, separator: str) -> Steps[None]:
         """Read a key and the character after it, and pass them on."""

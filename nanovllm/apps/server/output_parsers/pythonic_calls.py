@@ -38,7 +38,11 @@ class PythonicParser(LiteralParser):
 
     tag = "<|tool_call_start|>"
     closing = "<|tool_call_end|>"
-    brackets: ClassVar[Mapping[str, str]] = {**LiteralParser.brackets, "(": ")"}
+    brackets: ClassVar[Mapping[str, tuple[str, str]]] = {
+        **LiteralParser.brackets,
+        "(": (")", "]"),
+    }
+    undecided = "{("
     in_lines: ClassVar[bool] = False
     """Whether each call is on a separate line; otherwise there are commas between calls."""
     quotes = ("'''", '"""', "'", '"')
@@ -141,7 +145,7 @@ class PythonicParser(LiteralParser):
                 return True
             if character == ":":
                 return ":" in ends
-            while depth > 0 and self._open[depth - 1] != character:
+            while depth > 0 and self._open[depth - 1].closing != character:
                 depth -= 1
             if depth == 0:
                 return False

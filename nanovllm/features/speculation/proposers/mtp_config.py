@@ -79,7 +79,7 @@ def check_mtp(target: NetworkSpec) -> NetworkSpec:
             )
         check_weights(config, target.files)
     options = dataclasses.replace(
-        target.config, quantization="none", speculative_config=None, lora=None
+        target.config, quantization="none", speculative_config=None, merge_lora=None
     )
     return NetworkSpec(options, config, target.files)
 
