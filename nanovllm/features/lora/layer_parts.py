@@ -1,6 +1,5 @@
 """Which checkpoint linears a model's layers compute, and where their outputs are in the layers."""
 
-import dataclasses
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -10,8 +9,6 @@ from torch import nn
 from nanovllm.layers.linear import LinearBase, WeightModule
 from nanovllm.loading.shards import Renamed, Shard
 from nanovllm.models.family import Family
-from nanovllm.models.model_config import ModelConfig
-from nanovllm.worker.model_loader import make_modules
 
 WEIGHT = ".weight"
 
@@ -102,22 +99,3 @@ def _target(shards: list[Shard], names: list[str]) -> LoRATarget:
         else:
             slices.append(Slice(name, (shard.part_shape[0], shard.part_shape[1]), [piece]))
     return LoRATarget(inputs, input_start, slices)
-
-
-def adapter_targets(model_config: ModelConfig) -> dict[str, LoRATarget]:
-    """Return this rank's layers that adapters may change, by their module's path in the model.
-
-    Whatever form the checkpoint's weights have.
-    """
-    return layer_targets(_plain_twin(model_config))
-
-
-def adapter_linears(model_config: ModelConfig) -> dict[str, Slice]:
-    """Return what `named_slices` does, of a model with `model_config`."""
-    model = _plain_twin(model_config)
-    return named_slices(model, layer_targets(model).values())
-
-
-def _plain_twin(model_config: ModelConfig) -> nn.Module:
-    plain = dataclasses.replace(model_config, quantization_config=None)
-    return make_modules(plain, 1, torch.device("meta"))
