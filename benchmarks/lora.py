@@ -18,7 +18,7 @@ from bench import workload
 from benchmarks.harness import Table, in_turns, loadable, make_parser, ratio
 from benchmarks.shapes import CONFIGS, SMALL
 from nanovllm import LLM, LoRARequest, SamplingParams
-from nanovllm.features.lora.targets import adapter_linears
+from nanovllm.features.lora.adapter_registry import adapter_linears
 from nanovllm.models.registry import read_config
 
 PROMPT_TOKENS, TOKENS = 32, 48

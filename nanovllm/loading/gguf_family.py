@@ -154,15 +154,21 @@ EXPERTS = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-SHARED_EXPERTS = {
-    f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")
-}
+SHARED_EXPERT, SHARED_EXPERTS = (
+    {f"ffn_{name}_shexp": f"mlp.{parent}.{name}_proj" for name in ("gate", "up", "down")}
+    for parent in ("shared_expert", "shared_experts")
+)
 EXPERT_SIZES = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 SOFTCAP = {"final_logit_softcapping": "final_logit_softcapping"}
+
+
+def has_tensor(metadata: GGUFMetadata, end: str) -> bool:
+    """Return whether a tensor's name has this end."""
+    return any(name.endswith(end) for name in metadata.tensors)
 
 
 def windows(metadata: GGUFMetadata, config: Fields, interval: int, default: int = 0) -> Fields:

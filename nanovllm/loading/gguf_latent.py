@@ -11,6 +11,7 @@ from nanovllm.loading.gguf_family import (
     Fields,
     GgufFamily,
     dense_layers,
+    has_tensor,
     without_drafts,
 )
 from nanovllm.loading.gguf_header import GGUFMetadata
@@ -39,7 +40,7 @@ def latent_fields(metadata: GGUFMetadata, config: Fields) -> Fields:
 
 
 def _deepseek(metadata: GGUFMetadata, config: Fields) -> Fields:
-    has_bias = any(name.endswith(".exp_probs_b.bias") for name in metadata.tensors)
+    has_bias = has_tensor(metadata, ".exp_probs_b.bias")
     gating = metadata.size("expert_gating_func", _SIGMOID if has_bias else 1)
     if gating not in (1, _SIGMOID):
         raise metadata.unsupported("expert_gating_func", gating, "1 (softmax) or 2 (sigmoid)")

@@ -23,6 +23,7 @@ from nanovllm.errors import CheckpointError
 from nanovllm.loading.gguf_family import (
     EXPERT_SIZES,
     EXPERTS,
+    SHARED_EXPERT,
     Fields,
     GgufFamily,
     Order,
@@ -132,11 +133,9 @@ QWEN35_MOE = QWEN35._replace(
     modules={
         **QWEN35.modules,
         **EXPERTS,
+        **SHARED_EXPERT,
         "ffn_gate_inp": "mlp.gate",
         "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-        "ffn_up_shexp": "mlp.shared_expert.up_proj",
-        "ffn_down_shexp": "mlp.shared_expert.down_proj",
     },
     sizes={
         **QWEN35.sizes,

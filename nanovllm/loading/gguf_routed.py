@@ -8,6 +8,7 @@ Imports no torch.
 from nanovllm.loading.gguf_family import (
     EXPERT_SIZES,
     EXPERTS,
+    SHARED_EXPERT,
     SHARED_EXPERTS,
     Fields,
     GgufFamily,
@@ -71,9 +72,8 @@ def _laguna(metadata: GGUFMetadata, config: Fields) -> Fields:
     num_layers = config["num_hidden_layers"]
     head_dim = config["head_dim"]
     metadata.own("expert_shared_count")
-    key = "attention.sliding_window"
-    window = metadata.size(key, 0)
-    slides = metadata.listed(f"{key}_pattern", num_layers, bool)
+    window = metadata.size("attention.sliding_window", 0)
+    slides = metadata.listed("attention.sliding_window_pattern", num_layers, bool)
     slides = slides or [index % 4 > 0 for index in range(num_layers)]
     types = ["sliding_attention" if window and each else "full_attention" for each in slides]
     heads = metadata.listed("attention.head_count", num_layers, int)
@@ -172,9 +172,7 @@ LAGUNA = GgufFamily(
     "LagunaForCausalLM",
     modules={
         **EXPERTS,
-        **{
-            f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")
-        },
+        **SHARED_EXPERT,
         "attn_gate": "self_attn.g_proj",
         "ffn_gate_inp": "mlp.gate",
     },

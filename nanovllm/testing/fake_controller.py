@@ -3,8 +3,7 @@
 import random
 from collections.abc import Callable, Sequence as Seq
 
-from nanovllm.features.speculation.acceptance import Acceptance
-from nanovllm.features.speculation.draft_controller import DraftController
+from nanovllm.features.speculation.draft_controller import Acceptance, DraftController
 from nanovllm.outputs import DraftCounts
 
 

@@ -15,8 +15,7 @@ from hypothesis import (
     strategies as st,
 )
 
-from nanovllm.features.speculation.acceptance import Acceptance
-from nanovllm.features.speculation.draft_controller import DraftController
+from nanovllm.features.speculation.draft_controller import Acceptance, DraftController
 
 Curve = Callable[[int], float]
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanovllm.features.speculation.draft_costs import DraftCosts
+from nanovllm.features.speculation.cost_curve import DraftCosts
 
 MEASURED = ((1, 0.3, 0.1), (4, 0.6, 0.2))
 

@@ -4,21 +4,26 @@ Keeps paths and digests, not weights: thousands may be known. The workers read a
 a slot takes it.
 """
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
+from torch import nn
+
 from nanovllm.core.messages import AdapterSlot
 from nanovllm.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
-from nanovllm.features.lora.layer_parts import Slice
+from nanovllm.features.lora.layer_parts import LoRATarget, Slice, layer_targets, named_slices
 from nanovllm.features.lora.peft_files import fitting, read_adapter
-from nanovllm.features.lora.targets import adapter_linears
 from nanovllm.loading.hub import Checkpoint
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.validation import shown
+from nanovllm.worker.model_loader import make_modules
 
 logger = logging.getLogger(__name__)
 
@@ -104,3 +109,22 @@ def _check_same(known: LoRARequest, given: LoRARequest) -> None:
             f"{shown(given.lora_path)}: give each adapter an id of its own, or load_inplace=True "
             "to replace it"
         )
+
+
+def adapter_targets(model_config: ModelConfig) -> dict[str, LoRATarget]:
+    """Return this rank's layers that adapters may change, by their module's path in the model.
+
+    Whatever form the checkpoint's weights have.
+    """
+    return layer_targets(_plain_twin(model_config))
+
+
+def adapter_linears(model_config: ModelConfig) -> dict[str, Slice]:
+    """Return what `named_slices` does, of a model with `model_config`."""
+    model = _plain_twin(model_config)
+    return named_slices(model, layer_targets(model).values())
+
+
+def _plain_twin(model_config: ModelConfig) -> nn.Module:
+    plain = dataclasses.replace(model_config, quantization_config=None)
+    return make_modules(plain, 1, torch.device("meta"))

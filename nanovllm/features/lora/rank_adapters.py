@@ -7,8 +7,8 @@ import logging
 
 from nanovllm.core.messages import AdapterSlot, FinishInfo, Row, Schedule
 from nanovllm.errors import NanoVLLMError
+from nanovllm.features.lora.adapter_registry import adapter_targets
 from nanovllm.features.lora.slots import AdapterSlots
-from nanovllm.features.lora.targets import adapter_targets
 from nanovllm.utils.distributed import smallest
 from nanovllm.worker.hooks import WorkerHook
 from nanovllm.worker.model_runner import ModelRunner

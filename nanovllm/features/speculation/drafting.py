@@ -17,8 +17,7 @@ from nanovllm.core.messages import (
     StepResult,
 )
 from nanovllm.core.sequence import Sequence
-from nanovllm.features.speculation.acceptance import Acceptance
-from nanovllm.features.speculation.draft_controller import DraftController
+from nanovllm.features.speculation.draft_controller import Acceptance, DraftController
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.outputs import DraftCounts
 

@@ -1,5 +1,7 @@
 """`WeightControl`: puts an engine to sleep, wakes it up, and changes its weights.
 
+`Interruption` takes it away from its requests meanwhile.
+
 All methods are called between two steps, by the thread that runs the engine. What happens on each
 rank is in features/training/rank_weights.py.
 """
@@ -7,16 +9,70 @@ rank is in features/training/rank_weights.py.
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from nanovllm.engine.commands import fulfil
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
-from nanovllm.features.training.interruption import Interruption
 from nanovllm.features.training.packets import NamedTensor, Packet
 from nanovllm.features.training.rank_weights import MAX_LISTED, NewTensor, RankWeights, on_weights
 from nanovllm.options.validation import listed, shown
+
+Command = Callable[[], Any]
+
+
+class Interruption:
+    """One call. With mode "wait", other commands run between its own: aborts, metrics, a resume.
+
+    Args:
+        check: raises if the engine cannot be interrupted.
+        act: interrupts it, and aborts requests if `mode` says so.
+        refusal: why requests that come while this call waits are refused; None: this is a pause,
+            and they wait for its end.
+
+    Attributes:
+        outcome: what `act` returned or raised, after it has waited.
+    """
+
+    def __init__(
+        self,
+        control: "WeightControl",
+        mode: str,
+        check: Callable[[], None],
+        act: Command,
+        refusal: str | None,
+    ) -> None:
+        self._control = control
+        self._mode = mode
+        self.check = check
+        self.act = act
+        self.refusal = refusal
+        self.outcome: Future[None] = Future()
+
+    @property
+    def is_pause(self) -> bool:
+        return self.refusal is None
+
+    def commands(self) -> Iterator[Command]:
+        """Yield commands for an engine; each must have returned before the next is asked for.
+
+        If one fails, or the caller leaves before the last, `fail` must be called.
+        """
+        if self._mode != "wait":
+            yield self.act
+            return
+        yield partial(self._control.begin_wait, self)
+        while not self.outcome.done():
+            yield self._control.wait_step
+        yield self.outcome.result
+
+    def fail(self) -> None:
+        """Wait no more: the engine goes on as before."""
+        self._control.leave_wait(self)
+
 
 TAGS = ("weights", "kv_cache")
 """What sleeps, in vLLM's names."""
