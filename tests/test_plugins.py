@@ -256,7 +256,7 @@ def test_a_broken_tier_is_logged_once(
         ("model_family", "FailsInAStep", PluginError, "a step raised KeyError: 7"),
         ("model_family", "MyRule", ConfigError, "derived from nanovllm.models.decoder.Decoder"),
         ("quantization", "BadConfig", ConfigError, "__init__() raised KeyError: 7"),
-        ("quantization", "FailsToStore", ConfigError, "stored() raised KeyError: 7"),
+        ("quantization", "FailsToStore", ConfigError, "quantized() raised KeyError: 7"),
         ("quantization", "NoShards", ConfigError, "loading raised IndexError: list index"),
         ("quantization", "NoProducts", ConfigError, "forward() raised KeyError: 7"),
         ("quantization", "StoresNothing", ConfigError, "stored() returned None for all"),

@@ -175,7 +175,8 @@ def test_a_policy_that_fails_ends_the_engine(
             llm.generate("Hi", use_tqdm=False)
     with pytest.raises(EngineDeadError, match=message):
         llm.engine.step()
-    assert not caplog.records
+    (record,) = caplog.records
+    assert record.getMessage() == "the engine's thread failed"
 
 
 @pytest.mark.timeout(100)

@@ -42,6 +42,7 @@ from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
+from nanovllm.platform import Platform, cuda
 from nanovllm.worker import attention_groups
 from nanovllm.worker.device_tables import DeviceTables
 from tests.closeness import assert_close
@@ -236,6 +237,8 @@ class LaunchCount(TorchDispatchMode):
 def launches(config: ModelConfig, rows: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of the kernels of a whole step in a graph."""
     meta = torch.device("meta")
+    monkeypatch.setattr(cuda.CUDA, "staging", Platform.staging)  # pinned memory needs a GPU
+    monkeypatch.setattr(cuda.CUDA, "runs_ahead", False)  # no copies: there is nothing to copy
     with meta:
         model = model_class(config)(config, 512).to(config.dtype)
     assert isinstance(model, DecoderForCausalLM)
@@ -245,7 +248,10 @@ def launches(config: ModelConfig, rows: int, monkeypatch: pytest.MonkeyPatch) ->
             shape = backend.kv_cache_shape(NUM_BLOCKS)
             module.bind(backend, torch.empty(shape, dtype=config.dtype, device=meta))
     tables = DeviceTables(
-        WorkerInfo(NUM_BLOCKS, BLOCK_SIZE, 512, config.vocab_size, 64), 16, meta, StepKernels()
+        WorkerInfo(NUM_BLOCKS, BLOCK_SIZE, 512, config.vocab_size, 64),
+        16,
+        cuda.CUDA(meta),
+        StepKernels(),
     )
     count = LaunchCount()
     monkeypatch.setattr(

@@ -63,7 +63,7 @@ def test_every_way_of_choosing_a_token_is_used(
     watch(sampler, "draw", lambda logits, _, count=0: [logits.dtype, bool(count)])
     bench.tables.kernels = TORCH
     watch(logprobs, "gather_logprobs", lambda *_: [])
-    watch(Network, "forward", lambda _, tables, rows, output_indices: [rows[0].samples])
+    watch(Network, "forward", lambda _, tables, rows, *rest: [rows[0].samples])
     watch(Ngram, "propose", lambda _, rows: [rows[0].num_draft_tokens > 0])
     with torch.inference_mode():
         warm_up(bench)

@@ -101,11 +101,11 @@ def script(
     name = f"{difference.setting.name}, {way.name}".removeprefix(", ")
     return f'''"""In the way {name!r} {difference.words()}."""
 from nanovllm import LoRARequest
-from nanovllm.apps.prove.requests import Request
+from nanovllm.apps.prove.requests import ProofRequest
 from nanovllm.apps.prove.runner import run
 from nanovllm.apps.prove.ways import Way
 
-REQUESTS = [Request(*each) for each in [  # prompt, sampling parameters, index of the adapter
+REQUESTS = [ProofRequest(*each) for each in [  # prompt, sampling parameters, index of the adapter
 {rows}]]
 GIVEN = {{"model": {model!r}, "options": {difference.setting.options!r}}}
 GIVEN |= {{"requests": REQUESTS, "adapters": {list(adapters)!r}}}

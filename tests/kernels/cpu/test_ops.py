@@ -311,8 +311,8 @@ def test_one_logit_that_is_no_number_shows_in_the_largest(n, value):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("num_tables", "has_state"), [(1, False), (3, False), (1, True)])
 def test_batch_is_what_the_tables_hold(num_tables, has_state):
-    table = torch.randint(0, 1000, (4, 100 + 3 * 7 + 5), dtype=torch.int32)
-    token_ids, *block_tables, pages = table.split([100, 7, 7, 7, 5], dim=1)
+    table = torch.randint(0, 1000, (4, 100 + 3 * 7 + 5 + 1), dtype=torch.int32)
+    token_ids, *block_tables, pages, offsets = table.split([100, 7, 7, 7, 5, 1], dim=1)
     rows = [(3, 5, 5), (0, 1, 97), (2, 17, 33)]  # table_idx, query_len, seq_len
     places = [(table_idx, i) for table_idx, count, end in rows for i in range(end - count, end)]
     empty = functools.partial(torch.full, fill_value=-1)
@@ -321,14 +321,19 @@ def test_batch_is_what_the_tables_hold(num_tables, has_state):
         empty((num_tables, 30), dtype=torch.int64),
         *(empty((5,), dtype=torch.int32) for _ in range(2)),
         empty((num_tables, 5, 7), dtype=torch.int32),
+        empty((30,), dtype=torch.int64),
     )
     columns = zip(*rows, strict=True)
     state = table_ops.StateColumns(pages, torch.full((5, 5), -1).int(), torch.full((5,), -1).int())
-    table_ops.batch(token_ids, block_tables[0], 16, *columns, out, state if has_state else None)
-    input_ids, positions, slot_mapping, cu_seqlens_q, seq_lens, blocks = (t.tolist() for t in out)
+    given_state = state if has_state else None
+    table_ops.batch(token_ids, block_tables[0], 16, *columns, offsets[:, 0], out, given_state)
+    input_ids, positions, slot_mapping, cu_seqlens_q, seq_lens, blocks, rope_positions = (
+        t.tolist() for t in out
+    )
     padding = [-1] * (30 - len(places))
     assert input_ids == [int(token_ids[place]) for place in places] + padding
     assert positions == [i for _, i in places] + padding
+    assert rope_positions == [i + int(offsets[idx]) for idx, i in places] + padding
     assert cu_seqlens_q == [0, 5, 6, 23, -1]
     assert seq_lens == [5, 97, 33, -1, -1]
     num_states = 3 if has_state else 0

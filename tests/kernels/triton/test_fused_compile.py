@@ -25,7 +25,14 @@ NAMES = [
 READ_EARLY = {
     "_norm_linear": {"weight", "norm_weight"},
     "_linear_partials": {"weight"},
-    "_attend_rows": {"positions", "slot_mapping", "block_tables", "k_cache", "v_cache"},
+    "_attend_rows": {
+        "positions",
+        "angle_rows",
+        "slot_mapping",
+        "block_tables",
+        "k_cache",
+        "v_cache",
+    },
 }
 
 

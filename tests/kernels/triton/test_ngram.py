@@ -71,19 +71,17 @@ def test_an_occurrence_in_any_place():
     assert torch.equal(table[:, WIDTH - 1].long(), following)
 
 
-def test_the_proposer_counts_all_drafts_of_a_gpu(monkeypatch):
+def test_the_proposer_counts_all_drafts_of_a_gpu():
     """The host does not learn what was found: a row without an n-gram keeps what its cells hold."""
     table = make_table(3, 10**9, seed=0)
     table[1, :6] = upload([1, 2, 3, 9, 1, 2])
     expected = table.clone()
     expected[1, 6:9] = upload([3, 9, 1])
     tables = SimpleNamespace(
-        device=torch.device("cuda"),
+        platform=SimpleNamespace(upload=upload, runs_ahead=True),
         kernels=TritonKernels(),
         token_ids=table[:, :WIDTH],
     )
-    name = "nanovllm.features.speculation.proposers.ngram.upload"
-    monkeypatch.setattr(name, lambda x, _: upload(x))
     rows = [Row(5, 1, 5, 4, True, 3), Row(6, 2, 9, 3, True, 2)]
     proposer = Ngram(2, 4)
     proposer.allocate(tables, 0)
