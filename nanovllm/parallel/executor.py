@@ -6,9 +6,11 @@ torch is imported only when an executor is made.
 
 import contextlib
 import gc
+import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -107,8 +109,10 @@ def make_executor(
     if config.load_format != "dummy":
         read_ahead(_files(checkpoint))  # before torch is imported, which takes a second
     reserve = _reserve(config, checkpoint) if config.runs_in_process else None  # before it, too
-    with _first_import_of("torch"):
-        from nanovllm.parallel.rank_setup import check_networks
+    if "torch" not in sys.modules:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(_import_torch).result()
+    from nanovllm.parallel.rank_setup import check_networks
 
     target, drafting = check_networks(config, checkpoint, draft)
     if config.runs_in_process:
@@ -126,20 +130,22 @@ def make_executor(
     return RankExecutor(PipeRanks(target, drafting))
 
 
-@contextlib.contextmanager
-def _first_import_of(library: str) -> Iterator[None]:
-    """Keep Python's garbage collector, now and later, from looking through what `library` makes
-    while it is imported: hundreds of thousands of objects that stay.
+def _import_torch() -> None:
+    """Import torch and what needs it, and keep Python's garbage collector from looking through what
+    they make, now and later: hundreds of thousands of objects that stay.
+
+    Called in a thread of its own, because torch.fx leaves a frame in a cycle, which nobody collects
+    then: through it the callers' frames would keep the first LLM of a process.
     """
-    if library in sys.modules or not gc.isenabled():
-        yield
-        return
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
-        gc.freeze()
+        importlib.import_module("nanovllm.parallel.rank_setup")
+        if was_enabled:
+            gc.freeze()
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def _files(checkpoint: Checkpoint) -> list[Path]:

@@ -1,12 +1,12 @@
 """What the executors set up. What they do with ranks is in tests/test_tensor_parallel.py."""
 
-import gc
 import socket
+import subprocess
+import sys
 
 import pytest
 from torch.distributed import TCPStore
 
-from nanovllm.parallel.executor import _first_import_of
 from nanovllm.utils.distributed import make_store
 
 
@@ -19,12 +19,20 @@ def test_the_ranks_meeting_point_is_closed_to_other_machines():
         socket.create_connection(("127.0.0.2", store.port), timeout=5)
 
 
-def test_the_collector_runs_again_after_an_import():
-    with _first_import_of("torch"):  # which is imported: the user's objects are not frozen
-        assert gc.isenabled()
-    before = gc.get_freeze_count()
-    with _first_import_of("no_such_library"):
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    assert gc.get_freeze_count() > before
-    gc.unfreeze()
+FIRST = """
+import gc, sys, weakref
+from nanovllm import LLM, demo_model
+assert "torch" not in sys.modules
+llm = LLM(demo_model.MODEL, device="cpu", max_model_len=64)
+assert gc.isenabled() and gc.get_freeze_count()
+llm.generate("A KV cache is", use_tqdm=False)
+found = weakref.ref(llm.engine)
+del llm
+gc.collect()
+assert found() is None
+"""
+
+
+def test_the_first_engine_of_a_process_is_freed():
+    """Symptom: frames that torch keeps in a cycle were frozen, and with them who imported it."""
+    subprocess.run([sys.executable, "-c", FIRST], check=True)
