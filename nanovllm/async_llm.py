@@ -262,6 +262,7 @@ class AsyncLLM(AsyncWeightMethods):
         Args:
             after_input_of: a user; the command waits for this user's requests being made.
         """
+        self.engine.owner.check()  # a forked process has no thread that takes inputs
         submit = partial(self._thread.submit, command)
         if after_input_of is None:
             return await asyncio.wrap_future(submit())
