@@ -374,6 +374,19 @@ def test_the_billing_line_stays_out_wherever_the_system_speaks() -> None:
             "must be of type text or content, got 'base64': the models here read text only",
         ),
         (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "document", "source": {"type": "content", "content": [IMAGE]}}
+                        ],
+                    }
+                ]
+            },
+            "must be of type text, got 'image': the models here read text only",
+        ),
+        (
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
             "runs no tools itself",
         ),

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from nanovllm.apps.server.output_parsers.answer_format import ToolChoice
 from nanovllm.apps.server.protocol.chat import ConversationRequest, FunctionName, SentBack, Tool
@@ -48,6 +49,21 @@ class TextBlock(ContentBlock):
     text: str
 
 
+def _of_type(kind: str) -> BeforeValidator:
+    """Return a check that an object has this type; its error is that of a union of types."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, dict) and given.get("type", kind) != kind:
+            context = {"tag": given["type"], "expected_tags": f"'{kind}'"}
+            raise PydanticCustomError(
+                "union_tag_invalid", "must be of type {expected_tags}", context
+            )
+        return given
+
+    return BeforeValidator(check)
+
+
+_OnlyText = Annotated[TextBlock, _of_type("text")]
 BlockType = TypeVar("BlockType")
 _Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[BlockType], _MANY, Tag("list")], TEXT_OR_LIST
@@ -66,7 +82,7 @@ class ContentSource(RequestModel):
     """The text of a document, in blocks."""
 
     type: Literal["content"]
-    content: _Content[TextBlock]
+    content: _Content[_OnlyText]
 
 
 class DocumentBlock(ContentBlock):
@@ -84,7 +100,7 @@ class SearchResultBlock(ContentBlock):
     type: Literal["search_result"]
     source: str
     title: str
-    content: Annotated[list[TextBlock], _MANY]
+    content: Annotated[list[_OnlyText], _MANY]
 
 
 class ThinkingBlock(SentBack):
@@ -139,7 +155,7 @@ class ToolChange(ContentBlock):
     """A tool that there is, or is no more, from this message on."""
 
     type: Literal["tool_addition", "tool_removal"]
-    tool: ToolReference
+    tool: Annotated[ToolReference, _of_type("tool_reference")]
 
 
 AnyBlock = Annotated[
