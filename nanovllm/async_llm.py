@@ -262,16 +262,20 @@ class AsyncLLM(AsyncWeightMethods):
         Args:
             after_input_of: a user; the command waits for this user's requests being made.
         """
-        self.engine.owner.check()  # a forked process has no thread that takes inputs
         submit = partial(self._thread.submit, command)
         if after_input_of is None:
             return await asyncio.wrap_future(submit())
-        submitted = self._submit_input(after_input_of, lambda: (submit(),))
-        (done,) = await asyncio.wrap_future(submitted)
+        done = await asyncio.wrap_future(self._submit_input(after_input_of, submit))
         return await asyncio.wrap_future(done)
 
     def _submit_input(self, user: str, command: Callable[[], Result]) -> Future[Result]:
-        """Run a command on the thread that makes requests, or here if that thread has ended."""
+        """Run a command on the thread that makes requests, or here if that thread has ended.
+
+        Raises:
+            EngineDeadError: the engine was made before this process was forked: the thread is not
+                here.
+        """
+        self.engine.owner.check()
         try:
             return self._input.submit(user, command)
         except RuntimeError:
