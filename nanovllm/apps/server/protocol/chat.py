@@ -6,15 +6,15 @@ Types only: `nanovllm.chat.openai_messages` prepares messages for templates.
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from nanovllm.apps.server.output_parsers.answer_format import ToolChoice
 from nanovllm.apps.server.protocol.common import (
     GenerationRequest,
     Objects,
     RequestModel,
+    few_in_all,
     refused,
-    too_many,
 )
 from nanovllm.chat.openai_messages import counts_as_absent, is_empty
 from nanovllm.options.other_names import OtherName, other_names
@@ -148,19 +148,10 @@ class Message(RequestModel):
         return {name: v for name, v in given.items() if not counts_as_absent(name, v)}
 
 
-def _few_calls(messages: Any) -> Any:
-    """Refuse messages with very many calls in all: checking each of them takes time."""
-    if isinstance(messages, list):
-        calls = [m.get("tool_calls") for m in messages if isinstance(m, dict)]
-        if sum(len(given) for given in calls if isinstance(given, list)) > MAX_ITEMS:
-            raise too_many("tool_calls", MAX_ITEMS)
-    return messages
-
-
 Messages = Annotated[
     list[Message],
     Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True),
-    BeforeValidator(_few_calls),
+    few_in_all("tool_calls", "tool_calls", MAX_ITEMS),
 ]
 """A conversation."""
 

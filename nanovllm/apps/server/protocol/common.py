@@ -6,7 +6,14 @@ Types only: ranges are checked by `SamplingParams`, which has the better message
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from nanovllm.chat.openai_messages import is_empty
@@ -92,6 +99,24 @@ def refused(field: str, message: str, code: str | None = None) -> PydanticCustom
 def too_many(what: str, limit: int) -> PydanticCustomError:
     """Return the error for a field that has more of something than can be checked in time."""
     return PydanticCustomError("too_many", "must have at most {limit} " + what, {"limit": limit})
+
+
+def few_in_all(field: str, what: str, limit: int) -> BeforeValidator:
+    """Return a check that the objects of a list have few items in their lists `field`, in all:
+    checking each item takes time.
+
+    Args:
+        what: what the items are, for the error.
+    """
+
+    def check(given: Any) -> Any:
+        if isinstance(given, list):
+            lists = [each.get(field) for each in given if isinstance(each, dict)]
+            if sum(len(items) for items in lists if isinstance(items, list)) > limit:
+                raise too_many(what, limit)
+        return given
+
+    return BeforeValidator(check)
 
 
 class StreamOptions(RequestModel):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, model_validator
 
 from nanovllm.apps.server.protocol.chat import FunctionName, Tool, ToolName
-from nanovllm.apps.server.protocol.common import RequestModel, refused, too_many
+from nanovllm.apps.server.protocol.common import RequestModel, few_in_all, refused
 from nanovllm.options.validation import shown
 
 ONLY_CLIENTS = (
@@ -109,13 +109,7 @@ class Namespace(RequestModel):
 AnyTool = Annotated[FunctionTool | CustomTool | Namespace, _BY_TYPE, BeforeValidator(_check_kind)]
 
 
-def few_tools(tools: Any) -> Any:
-    """Refuse very many tools in namespaces: checking each of them takes time."""
-    if isinstance(tools, list):
-        inner = [tool.get("tools") for tool in tools if isinstance(tool, dict)]
-        if sum(len(each) for each in inner if isinstance(each, list)) > _MAX_TOOLS:
-            raise too_many("tools in namespaces", _MAX_TOOLS)
-    return tools
+FEW_TOOLS = few_in_all("tools", "tools in namespaces", _MAX_TOOLS)
 
 
 class NamedFunction(FunctionName):

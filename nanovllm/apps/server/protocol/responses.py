@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from nanovllm.apps.server.output_parsers.answer_format import ToolChoice
 from nanovllm.apps.server.protocol.chat import MAX_ITEMS, ConversationRequest, SentBack, Tool
@@ -16,11 +16,11 @@ from nanovllm.apps.server.protocol.common import (
     refused,
 )
 from nanovllm.apps.server.protocol.response_tools import (
+    FEW_TOOLS,
     AnyTool,
     CalledTool,
     CustomTool,
     NamedFunction,
-    few_tools,
     functions,
 )
 from nanovllm.options.other_names import OtherName, other_names
@@ -195,7 +195,7 @@ class ResponsesRequest(ConversationRequest):
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[AnyTool], _FEW, BeforeValidator(few_tools)] | None = None
+    tools: Annotated[list[AnyTool], _FEW, FEW_TOOLS] | None = None
     tool_choice: Annotated[
         Annotated[Literal["none", "auto", "required"] | None, Tag("word")]
         | Annotated[NamedFunction, Tag("function")],
