@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from nanovllm.errors import ConfigError, NanoVLLMError, ServerError
-from nanovllm.options.config_file import with_file
 from nanovllm.options.other_names import OTHER_NAMES, REMEDIES, OtherName
 from nanovllm.options.validation import did_you_mean, shown
 
@@ -102,8 +101,6 @@ class Parser(DashingParser):
         found: list[str] = []
         repeated = ""
         words = super()._spelled(words)
-        if "--config" in self._option_string_actions:
-            words = with_file(words, self)
         names_model = not words[0].startswith("-") if words else False
         for word in words:
             flag = word.partition("=")[0]
@@ -146,8 +143,8 @@ class Parser(DashingParser):
         """Raise ConfigError for a flag that is not known, and suggest the one that was meant."""
         name = word.partition("=")[0]
         field = name.lstrip("-").replace("-", "_")
-        if field in REMEDIES:
-            self.error(f"there is no flag {name:.80}: {_with_flags(REMEDIES[field], self)}")
+        if remedy := REMEDIES.get(name) or REMEDIES.get(field):
+            self.error(f"there is no flag {name:.80}: {_with_flags(remedy, self)}")
         known = {
             flag[2:].replace("-", "_"): flag
             for flag, action in self._option_string_actions.items()

@@ -37,6 +37,7 @@ REMEDIES: Mapping[str, str] = {
         "pipeline_parallel_size data_parallel_size": _ONE_COPY,
         "enable_expert_parallel": "each rank has a part of every expert; leave it out",
         "nnodes node_rank master_addr": 'use distributed_executor_backend="ray"',
+        "--config": "put the command with its flags into a shell script",
         "hf_token token use_auth_token": "use the environment variable HF_TOKEN",
         "tokenizer_revision": "use tokenizer with a local directory of that revision",
         "rope_scaling rope_theta hf_config": "use hf_overrides to change fields of config.json",

@@ -31,7 +31,7 @@ COMMON = {
     "num_threads",
     "run": "system temperature top_p max_tokens seed max_model_len quantization device "
     "num_threads narrate",
-    "serve": "host port api_keys served_model_name config max_model_len quantization device "
+    "serve": "host port api_keys served_model_name max_model_len quantization device "
     "gpu_memory_utilization tensor_parallel_size",
     "explain": "html chat xray max_tokens temperature top_p seed max_model_len max_num_seqs "
     "max_num_batched_tokens",
@@ -202,12 +202,6 @@ def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Comman
 def _add_serve_flags(parser: Parser) -> None:
     parser.set_defaults(max_logprobs=MAX_LOGPROBS)
     parser.takes_lists = True
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="A YAML file with flags as keys, such as max-model-len: 8192; model is the MODEL. "
-        "What the command line has too, the file does not change. (default: no such file)",
-    )
     add_server_flags(parser)
     add_router_flags(parser)
 
