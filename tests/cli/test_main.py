@@ -179,7 +179,7 @@ def test_bad_value_is_one_line_and_status_2(run: Run, arguments: list[str], mess
         (["server"], "no command 'nanovllm server'; did you mean 'serve'?"),
         (
             ["complete" * 50],
-            "; known: batch, chat, explain, generate, lab, learn, models, prove, run, serve, show",
+            "; known: batch, chat, explain, generate, lab, learn, models, prove, run, serve",
         ),
         (["bench", "serve"], "no command 'nanovllm bench'"),
         (["generate", "--prefix-caching", "m", "p"], "did you mean '--enable-prefix-caching'?"),

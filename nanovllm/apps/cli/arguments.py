@@ -8,7 +8,6 @@ from pathlib import Path
 from nanovllm import __version__, demo_model
 from nanovllm.apps.cli.batch import add_batch
 from nanovllm.apps.cli.flag_groups import add_engine_flags, add_sampling_flags
-from nanovllm.apps.cli.hub import add_show
 from nanovllm.apps.cli.lab import add_lab
 from nanovllm.apps.cli.learn import add_learn
 from nanovllm.apps.cli.models import add_models
@@ -46,6 +45,7 @@ EXAMPLES = {
 }
 """By command, what stands behind it in two examples."""
 ELSEWHERE = {
+    "show": "use models MODEL; `hf cache ls` lists the models on this machine",
     "pull": "`hf download OWNER/NAME` gets a model",
     "list": "`hf cache ls` lists the models on this machine",
     "ls": "`hf cache ls` lists the models on this machine",
@@ -80,7 +80,6 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
         _add_command(added, command)
     add_batch(added)
     add_models(added)
-    add_show(added)
     add_prove(added)
     add_learn(added)
     add_lab(added)
