@@ -85,7 +85,7 @@ class EngineArgs(Config):
     def add_cli_args(parser: Parser, **_: Any) -> Parser:
         """Add a flag for each option to a parser, or to a group of its arguments."""
         parser.add_argument("--model", default=demo_model.default_model(), help="The model.")
-        add_flags(parser, Config, but={"model"}, defaults={})
+        add_flags(parser, Config, but={"model"})
         parser.set_defaults(
             **{name: field.default for name, field in fields_of(Config).items() if name != "model"}
         )

@@ -254,8 +254,8 @@ def add_flags(
     group: "argparse._ActionsContainer",
     owner: type,
     *,
-    but: Collection[str],
-    defaults: Mapping[str, str],
+    but: Collection[str] = (),
+    defaults: Mapping[str, str] | None = None,
 ) -> None:
     """Add a flag for each field of `owner` except those in `but`.
 
@@ -283,7 +283,7 @@ def add_flags(
             options |= {"type": _number(field.kind), "metavar": field.kind.__name__.upper()}
         else:
             options |= {"type": json_value, "metavar": "JSON"}
-        help_text = _help(docs.get(name, ""), field, defaults.get(name), options)
+        help_text = _help(docs.get(name, ""), field, (defaults or {}).get(name), options)
         group.add_argument("--" + name.replace("_", "-"), help=help_text, **options)
 
 

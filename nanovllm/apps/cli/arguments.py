@@ -2,12 +2,17 @@
 
 import argparse
 import contextlib
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from nanovllm import __version__, demo_model
 from nanovllm.apps.cli.batch import add_batch
-from nanovllm.apps.cli.flag_groups import add_engine_flags, add_sampling_flags
+from nanovllm.apps.cli.flag_groups import (
+    Command,
+    Commands,
+    add_engine_flags,
+    add_sampling_flags,
+)
 from nanovllm.apps.cli.lab import add_lab
 from nanovllm.apps.cli.learn import add_learn
 from nanovllm.apps.cli.models import add_models
@@ -57,8 +62,6 @@ ELSEWHERE = {
     "bench": "use lab bench, or python bench.py",
 }
 """What to use for commands of ollama, vLLM and earlier versions."""
-Command = Callable[[argparse.Namespace], int]
-"""Runs with the parsed arguments, and returns the exit status. Its docstring is the help."""
 
 
 def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
@@ -141,7 +144,7 @@ def _is_model(word: str, command: Command) -> bool:
     return False
 
 
-def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Command) -> None:
+def _add_command(commands: Commands, command: Command) -> None:
     name = command.__name__
     takes_prompts = name in ("generate", "explain")
     words = "[MODEL] [PROMPT ...]" if takes_prompts or name == "run" else "[MODEL]"
@@ -173,7 +176,7 @@ def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Comman
     elif takes_prompts:
         _add_prompt_flags(parser)
     if name == "explain":
-        add_flags(parser.add_argument_group("explain"), ExplainOptions, but=(), defaults={})
+        add_flags(parser.add_argument_group("explain"), ExplainOptions)
     elif name == "generate":
         parser.add_argument(
             "--json", action="store_true", help="Print each output as a line of JSON."

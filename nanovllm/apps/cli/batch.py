@@ -15,10 +15,15 @@ from nanovllm.apps.batch.job import Finished, Pool, Progress, run_job
 from nanovllm.apps.batch.row_engine import RowEngine, check_form
 from nanovllm.apps.batch.rows import OPENAI, ROWS
 from nanovllm.apps.batch.sources import open_source
-from nanovllm.apps.cli.flag_groups import add_engine_flags, add_sampling_flags
+from nanovllm.apps.cli.flag_groups import (
+    Commands,
+    add_command,
+    add_own_and_engine_flags,
+    add_sampling_flags,
+)
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
-from nanovllm.options.flags import Parser, add_flags, add_other_flags, fields_of, given_fields
+from nanovllm.options.flags import fields_of, given_fields
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
 from nanovllm.utils.terminal import complain
@@ -27,28 +32,20 @@ _QUIET_SECONDS = 30
 """Between two lines of progress, where standard error is not a terminal."""
 _SOME_FAILED = 1
 """The exit status where rows have errors."""
-_ABOUT = "Generate for each row of a file; a job that was killed goes on where it was."
-_AGAIN = "the same command goes on where this one was"
+_AGAIN = "the same command continues where this one stopped"
 _MORE = (
     'INPUT is JSON lines or Parquet: rows with a column "prompt" (text or token ids) or '
     '"messages", and perhaps "id" and "sampling_params"; or OpenAI\'s batch format. OUTPUT has the '
     "same rows with generated_text, generated_tokens, finish_reason, num_input_tokens, "
     "num_generated_tokens and error. The exit status is 0, or 1 if rows have errors. After a "
-    "crash, the same command goes on."
+    "crash, the same command continues."
 )
 
 
-def add_batch(commands: "argparse._SubParsersAction[Parser]") -> None:
+def add_batch(commands: Commands) -> None:
     """Add `batch` to the commands."""
-    parser = commands.add_parser(
-        "batch",
-        help=_ABOUT,
-        description=_ABOUT,
-        epilog=_MORE,
-        usage="nanovllm batch INPUT OUTPUT [--model MODEL] [--workers N] [flags]",
-    )
-    takes = "batch takes an INPUT and an OUTPUT"
-    parser.set_defaults(command=batch, parser=parser, takes=takes)
+    words = "INPUT OUTPUT [--model MODEL] [--workers N] [flags]"
+    parser = add_command(commands, batch, words, "batch takes an INPUT and an OUTPUT", _MORE)
     parser.add_argument("input", metavar="INPUT", help="A .jsonl or .parquet file.")
     parser.add_argument(
         "output", metavar="OUTPUT", help="A .jsonl or .parquet file, made when all rows are done."
@@ -58,15 +55,12 @@ def add_batch(commands: "argparse._SubParsersAction[Parser]") -> None:
         metavar="MODEL",
         help="A checkpoint directory, a GGUF file or a hub id. (default: as for generate)",
     )
-    add_flags(parser.add_argument_group("batch"), BatchOptions, but=(), defaults={})
-    add_engine_flags(parser)
-    add_other_flags(parser, default=argparse.SUPPRESS)  # after the flags that they may name
-    parser.shorten_help((*fields_of(BatchOptions), "model"))
+    add_own_and_engine_flags(parser, {"batch": (BatchOptions, ())}, "model")
     add_sampling_flags(parser)
 
 
 def batch(args: argparse.Namespace) -> int:
-    """Generate for each row of a file."""
+    """Generate for each row of a file; a job that was killed continues where it stopped."""
     batch_options = BatchOptions(**given_fields(BatchOptions, args))
     engine_options = given_fields(Config, args)
     form = ROWS if batch_options.served_model_name is None else OPENAI

@@ -1,12 +1,11 @@
 """`nanovllm lab`: commands for those who write plugins."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import demo_model
-from nanovllm.apps.cli.flag_groups import add_engine_flags
+from nanovllm.apps.cli.flag_groups import Commands, add_command, add_own_and_engine_flags
 from nanovllm.apps.cli.prove import save_results
 from nanovllm.apps.lab.lab_options import BenchOptions, CheckOptions
 from nanovllm.apps.lab.new import KINDS, summary, write_plugin
@@ -14,7 +13,7 @@ from nanovllm.apps.lab.plugin import Plugin, find_plugin
 from nanovllm.apps.prove.prove_options import ProveOptions
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
-from nanovllm.options.flags import Parser, add_flags, add_other_flags, fields_of, given_fields
+from nanovllm.options.flags import Parser, given_fields
 from nanovllm.options.validation import check_place, listed
 from nanovllm.utils.progress import progress_bar
 from nanovllm.utils.terminal import write
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from nanovllm.apps.lab.check import Finding
 
 
-def add_lab(commands: "argparse._SubParsersAction[Parser]") -> None:
+def add_lab(commands: Commands) -> None:
     """Add `lab` to the commands, with its own commands."""
     about = "Write plugins: policies, eviction orders and so on."
     parser = commands.add_parser("lab", help=about, description=about)
@@ -33,12 +32,9 @@ def add_lab(commands: "argparse._SubParsersAction[Parser]") -> None:
     _add_bench(added)
 
 
-def _add_new(commands: "argparse._SubParsersAction[Parser]") -> None:
-    about = "Write a file with a minimal plugin, which works as it is and explains itself."
-    parser = commands.add_parser(
-        "new", help=about, description=about, usage="nanovllm lab new KIND [NAME]"
-    )
-    parser.set_defaults(command=new, parser=parser, takes="lab new takes one KIND and one NAME")
+def _add_new(commands: Commands) -> None:
+    takes = "lab new takes one KIND and one NAME"
+    parser = add_command(commands, new, "KIND [NAME]", takes)
     parser.add_argument("kind", metavar="KIND", help=f"One of {listed(KINDS, len(KINDS))}.")
     parser.add_argument(
         "name",
@@ -48,55 +44,35 @@ def _add_new(commands: "argparse._SubParsersAction[Parser]") -> None:
     )
 
 
-def _add_check(commands: "argparse._SubParsersAction[Parser]") -> None:
-    _add_trial(
+def _add_check(commands: Commands) -> None:
+    parser = add_command(
         commands,
         check,
-        "Check that an engine keeps every rule with a policy or an eviction order in place.",
+        "PLUGIN [MODEL] [flags]",
+        "lab check takes a PLUGIN and a MODEL",
         "The exit status is 0 if all rules are kept, or 1.",
-        {
-            "check": (CheckOptions, set()),
-            "the ways of nanovllm prove": (ProveOptions, {"output", "lora_modules"}),
-        },
     )
+    _add_plugin_and_model(parser, needs_plugin=True)
+    groups = {
+        "check": (CheckOptions, set[str]()),
+        "the ways of nanovllm prove": (ProveOptions, {"output", "lora_modules"}),
+    }
+    add_own_and_engine_flags(parser, groups)
 
 
-def _add_bench(commands: "argparse._SubParsersAction[Parser]") -> None:
-    _add_trial(
+def _add_bench(commands: Commands) -> None:
+    parser = add_command(
         commands,
         bench,
-        "Measure an engine with a policy or an eviction order beside the default.",
+        "[PLUGIN] [MODEL] [flags]",
+        "lab bench takes a PLUGIN and a MODEL",
         "Without PLUGIN the default is measured beside itself.",
-        {"bench": (BenchOptions, set())},
-        needs_plugin=False,
     )
+    _add_plugin_and_model(parser, needs_plugin=False)
+    add_own_and_engine_flags(parser, {"bench": (BenchOptions, ())})
 
 
-def _add_trial(
-    commands: "argparse._SubParsersAction[Parser]",
-    run: Callable[[argparse.Namespace], int],
-    about: str,
-    more: str,
-    groups: dict[str, tuple[type, set[str]]],
-    *,
-    needs_plugin: bool = True,
-) -> None:
-    """Add a command that runs engines with a plugin.
-
-    Args:
-        groups: of flags, by title: the class of their fields, and those that are left out.
-    """
-    name = run.__name__
-    plugin = "PLUGIN" if needs_plugin else "[PLUGIN]"
-    parser = commands.add_parser(
-        name,
-        help=about,
-        description=about,
-        epilog=more,
-        usage=f"nanovllm lab {name} {plugin} [MODEL] [flags]",
-    )
-    takes = f"lab {name} takes a PLUGIN and a MODEL"
-    parser.set_defaults(command=run, parser=parser, takes=takes)
+def _add_plugin_and_model(parser: Parser, *, needs_plugin: bool) -> None:
     parser.add_argument(
         "plugin",
         metavar="PLUGIN",
@@ -110,12 +86,6 @@ def _add_trial(
         default=demo_model.MODEL,
         help="A checkpoint directory, a GGUF file or a hub id. (default: the shipped model)",
     )
-    for title, (fields, left_out) in groups.items():
-        add_flags(parser.add_argument_group(title), fields, but=left_out, defaults={})
-    own = [name for owner, but in groups.values() for name in fields_of(owner) if name not in but]
-    add_engine_flags(parser)
-    add_other_flags(parser, default=argparse.SUPPRESS)
-    parser.shorten_help(own)
 
 
 def _engine_options(args: argparse.Namespace, plugin: Plugin | None) -> dict[str, Any]:
@@ -128,7 +98,7 @@ def _engine_options(args: argparse.Namespace, plugin: Plugin | None) -> dict[str
 
 
 def check(args: argparse.Namespace) -> int:
-    """Check that an engine keeps every rule with a plugin in place."""
+    """Check that an engine keeps every rule with a policy or an eviction order in place."""
     from nanovllm.apps.lab.check import check as run_checks
 
     plugin = find_plugin(args.plugin)
@@ -147,7 +117,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Measure an engine with a plugin beside the default."""
+    """Measure an engine with a policy or an eviction order beside the default."""
     from nanovllm.apps.lab import bench as lab
 
     plugin = None if args.plugin is None else find_plugin(args.plugin)
@@ -173,7 +143,7 @@ def _show(finding: "Finding") -> None:
 
 
 def new(args: argparse.Namespace) -> int:
-    """Write a file with a minimal plugin."""
+    """Write a file with a minimal plugin, which works as it is and explains itself."""
     path = write_plugin(args.kind, args.name, Path())
     write(f"{path}: {summary(path)}\n")
     return 0

@@ -4,18 +4,17 @@ import argparse
 from collections.abc import Set
 from pathlib import Path
 
+from nanovllm.apps.cli.flag_groups import Commands, add_command
 from nanovllm.apps.learn import progress
 from nanovllm.apps.learn.course import LESSONS, MINI, Lesson
 from nanovllm.apps.learn.grade import grade
 from nanovllm.apps.learn.show import show
 from nanovllm.errors import ConfigError
-from nanovllm.options.flags import Parser
 from nanovllm.options.validation import shown
 from nanovllm.utils.terminal import write
 
 NOT_SOLVED = 1
 """The exit status where an exercise is not solved yet."""
-_ABOUT = "Learn how an inference engine works, in twelve lessons."
 _TAKES = "learn takes a LESSON, check LESSON [FILE], or solution LESSON"
 _MORE = (
     "Without arguments it lists the lessons and what you have done. With a LESSON, a number, it "
@@ -24,21 +23,15 @@ _MORE = (
 )
 
 
-def add_learn(commands: "argparse._SubParsersAction[Parser]") -> None:
+def add_learn(commands: Commands) -> None:
     """Add `learn` to the commands."""
-    parser = commands.add_parser(
-        "learn",
-        help=_ABOUT,
-        description=_ABOUT,
-        epilog=_MORE,
-        usage="nanovllm learn [LESSON | check LESSON [FILE] | solution LESSON]",
-    )
-    parser.set_defaults(command=learn, parser=parser, takes=_TAKES)
+    words = "[LESSON | check LESSON [FILE] | solution LESSON]"
+    parser = add_command(commands, learn, words, _TAKES, _MORE)
     parser.add_argument("words", metavar="LESSON", nargs="*", help=argparse.SUPPRESS)
 
 
 def learn(args: argparse.Namespace) -> int:
-    """List the lessons, show one, test an exercise or print a solution."""
+    """Learn how an inference engine works, in twelve lessons."""
     match args.words:
         case []:
             _write_list()

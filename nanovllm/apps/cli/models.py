@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
-from nanovllm.options.flags import Parser
+from nanovllm.apps.cli.flag_groups import Commands, add_command
 from nanovllm.utils.terminal import write
 
 _MIN_WIDTH = 80
@@ -16,16 +16,12 @@ _REFUSED = 1
 """The exit status where the model is not supported."""
 
 
-def add_models(commands: "argparse._SubParsersAction[Parser]") -> None:
+def add_models(commands: Commands) -> None:
     """Add `models` to the commands."""
-    about = "List the supported architectures, or tell what a checkpoint's config.json asks for."
-    parser = commands.add_parser(
-        "models", help=about, description=about, usage="nanovllm models [MODEL] [--json]"
-    )
-    parser.set_defaults(command=models, parser=parser, takes="models takes one MODEL")
+    parser = add_command(commands, models, "[MODEL] [--json]", "models takes one MODEL")
     about = (
-        "A checkpoint directory, a GGUF file or a hub id. Reads its config.json and the headers of "
-        "its weights alone. (default: list the supported architectures)"
+        "A checkpoint directory, a GGUF file or a hub id. Reads only its config.json and the "
+        "headers of its weights. (default: list the supported architectures)"
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help=about)
     parser.add_argument("--json", action="store_true", help="Print JSON.")

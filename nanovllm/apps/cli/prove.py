@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import demo_model
-from nanovllm.apps.cli.flag_groups import add_engine_flags
+from nanovllm.apps.cli.flag_groups import Commands, add_command, add_own_and_engine_flags
 from nanovllm.apps.prove.prove_options import ProveOptions
 from nanovllm.options.config import Config
-from nanovllm.options.flags import Parser, add_flags, add_other_flags, fields_of, given_fields
+from nanovllm.options.flags import given_fields
 from nanovllm.options.validation import writing
 from nanovllm.utils.terminal import write
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 DIFFERS = 1
 """The exit status where an answer depends on how it was computed."""
-_ABOUT = "Check that a model's answers have the same bits however they are computed."
 _MORE = (
     "Tokens and log-probabilities of some requests, each alone, are compared with those in "
     "batches, in chunks, from a warm cache, after preemption, with drafts, and so on. The exit "
@@ -28,26 +27,17 @@ _MORE = (
 )
 
 
-def add_prove(commands: "argparse._SubParsersAction[Parser]") -> None:
+def add_prove(commands: Commands) -> None:
     """Add `prove` to the commands."""
-    parser = commands.add_parser(
-        "prove",
-        help=_ABOUT,
-        description=_ABOUT,
-        epilog=_MORE,
-        usage="nanovllm prove [MODEL] [--full] [flags]",
-    )
-    parser.set_defaults(command=prove, parser=parser, takes="prove takes one MODEL")
+    words = "[MODEL] [--full] [flags]"
+    parser = add_command(commands, prove, words, "prove takes one MODEL", _MORE)
     parser.add_argument(
         "model",
         metavar="MODEL",
         nargs="?",
         help="A checkpoint directory, a GGUF file or a hub id. (default: as for generate)",
     )
-    add_flags(parser.add_argument_group("prove"), ProveOptions, but=(), defaults={})
-    add_engine_flags(parser)
-    add_other_flags(parser, default=argparse.SUPPRESS)  # after the flags that they may name
-    parser.shorten_help(tuple(fields_of(ProveOptions)))
+    add_own_and_engine_flags(parser, {"prove": (ProveOptions, ())})
 
 
 def prove(args: argparse.Namespace) -> int:
