@@ -21,7 +21,7 @@ from nanovllm.models.registry import read_config
 from nanovllm.options.config import PLATFORMS, Config
 from nanovllm.options.plugins import at_start, guarded, in_worker, is_plugin, load_class
 from nanovllm.platform import Platform
-from nanovllm.utils.cgroup import groups
+from nanovllm.utils.process import control_groups
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.hooks import StepRunner, WorkerHook
 from nanovllm.worker.model_loader import NetworkSpec, check_weights, user_parts
@@ -292,7 +292,7 @@ def num_cores() -> int:
 
 def _cpu_limits() -> Iterator[float]:
     """Yield the CPU quotas of this process's cgroups (version 1 or 2), in cores."""
-    for group in groups("cpu"):
+    for group in control_groups("cpu"):
         with contextlib.suppress(OSError, ValueError):
             quota, period = (group / "cpu.max").read_text().split()
             yield int(quota) / int(period)  # the quota "max" means no limit; int() refuses it

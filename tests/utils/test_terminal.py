@@ -23,7 +23,7 @@ import pyte
 import pytest
 
 from nanovllm import demo_model
-from nanovllm.utils.line_input import joined_lines
+from nanovllm.utils.terminal import joined_lines
 from tests.glossary import ANSWER_TO, QUESTION
 from tests.helpers import environment
 
@@ -63,7 +63,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 LINES = """
 import sys
-from nanovllm.utils.line_input import path_completions, typed_lines
+from nanovllm.utils.terminal import path_completions, typed_lines
 
 def completions(line):
     return [w for w in ("/save", "/set", "/system") if w.startswith(line)] or path_completions(

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 from nanovllm import demo_model
 from nanovllm.apps.cli.arguments import EXPLAINED_TOKENS, parse
 from nanovllm.apps.cli.flag_groups import MAX_TOKENS, RECOMMENDED
-from nanovllm.apps.cli.repl import Chat, Settings
-from nanovllm.apps.cli.sources import (
+from nanovllm.apps.cli.repl import (
     AnswerPiece,
+    Chat,
     Message,
+    Settings,
     Source,
     awaited,
     model_source,
     narrated_source,
     pieces,
-    server_source,
 )
 from nanovllm.apps.explain.explain_options import ExplainOptions
 from nanovllm.apps.router.router_options import RouterOptions, names_several
@@ -36,16 +36,17 @@ from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, fields_of, given_fields
 from nanovllm.options.sampling_params import CHAT_SAMPLING, SamplingParams, chat_sampling
 from nanovllm.options.validation import check_place
-from nanovllm.utils.line_input import joined_lines, typed_lines
 from nanovllm.utils.terminal import (
     OutputError,
     abandon,
     check_text,
     complain,
     is_interactive,
+    joined_lines,
     note,
     piped_lines,
     prepare_streams,
+    typed_lines,
     write,
     write_stream,
 )
@@ -238,13 +239,13 @@ def _connect(
         card = server_client.model_card(server, args.model)
     model = card["id"]
     if is_interactive():
-        write(f"Talking to {model} at {server.name}\n")
+        write(f"Talking to {model} at {server.base_url}\n")
     match card:
         case {"chat_sampling": {**sampling}}:
             flags = {**{key: sampling[key] for key in CHAT_SAMPLING if key in sampling}, **flags}
     if args.chat_template_kwargs:
         flags = {**flags, "chat_template_kwargs": args.chat_template_kwargs}
-    return server_source(server, model, flags), f"{model} at {server.name}"
+    return server_client.server_source(server, model, flags), f"{model} at {server.base_url}"
 
 
 def _naming_flags(source: Source, parser: Parser) -> Source:

@@ -3,25 +3,47 @@
 The answers are a model's or a server's.
 """
 
+import dataclasses
 import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanovllm.apps.cli.sources import AnswerPiece, Message, Source, awaited
 from nanovllm.errors import InvalidRequestError, ServerError
 from nanovllm.options.flags import fields_of
 from nanovllm.options.sampling_params import MAX_TOKENS, SamplingParams
 from nanovllm.options.validation import did_you_mean, shown
-from nanovllm.utils.line_input import path_completions
+from nanovllm.outputs import RequestOutput
 from nanovllm.utils.terminal import (
     complain,
     is_interactive,
+    noted_interrupts,
+    path_completions,
+    spinner,
     write,
     write_stream,
 )
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+
+class AnswerPiece(NamedTuple):
+    """A part of an answer."""
+
+    text: str
+    """It may be empty."""
+    num_tokens: int = 0
+    """How many tokens are new."""
+
+
+Message = dict[str, str]
+Source = Callable[[list[Message], Mapping[str, Any]], Iterator[AnswerPiece]]
+"""Answers a conversation, piece by piece, with some sampling parameters changed. It raises
+InvalidRequestError or ServerError, or KeyboardInterrupt at the first Ctrl-C, and ends the answer
+when the iterator is closed."""
 
 _FIXED = (
     *("n", "output_kind", "detokenize", "kept_token_ids", "marks_kept_tokens"),
@@ -266,3 +288,59 @@ def _tell(message: str) -> None:
     """Say at a terminal what happened; a script reads only answers."""
     if is_interactive():
         write(f"{message}\n")
+
+
+def model_source(llm: "LLM", params: SamplingParams, template: Mapping[str, Any]) -> Source:
+    """Return the answers of a model; `template` are arguments of the chat template."""
+
+    def answer(messages: list[Message], changed: Mapping[str, Any]) -> Iterator[AnswerPiece]:
+        prompt = llm.render(messages, add_generation_prompt=True, **template)
+        with noted_interrupts() as interrupted:
+            for piece in pieces(llm.stream(prompt, dataclasses.replace(params, **changed))):
+                if interrupted():
+                    raise KeyboardInterrupt
+                yield piece
+
+    return answer
+
+
+def narrated_source(llm: "LLM", source: Source) -> Source:
+    """Return the answers of a model, each as one piece of text behind the lines of its steps."""
+    from nanovllm.apps.explain.narrate import narrated
+
+    def answer(messages: list[Message], changed: Mapping[str, Any]) -> Iterator[AnswerPiece]:
+        text = ""
+        with narrated(llm.engine, complain):
+            for piece in source(messages, changed):
+                text += piece.text
+                yield AnswerPiece("", piece.num_tokens)  # so that Ctrl-C stops it
+        yield AnswerPiece(text)
+
+    return answer
+
+
+def pieces(outputs: Iterator[RequestOutput]) -> Iterator[AnswerPiece]:
+    """Yield the pieces of a stream.
+
+    Raises:
+        InvalidRequestError: the model failed, such as with logits that are not numbers.
+    """
+    for output in outputs:
+        yield AnswerPiece(output.text, len(output.token_ids))
+        if output.finish_reason == "error":
+            reason = output.outputs[0].stop_reason
+            raise InvalidRequestError(f"the answer ended with an error: {reason}")
+
+
+def awaited(found: Iterator[AnswerPiece]) -> Iterator[AnswerPiece]:
+    """Yield pieces of an answer, with a spinner before the first text."""
+    waited = 0
+    first = AnswerPiece("")
+    with spinner():
+        for piece in found:
+            if piece.text:
+                first = piece
+                break
+            waited += piece.num_tokens
+    yield AnswerPiece(first.text, first.num_tokens + waited)
+    yield from found
