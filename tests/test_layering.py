@@ -67,8 +67,8 @@ FOLDERS = {
     "router": Folder("options server utils", torch=False),
     "batch": Folder("async_llm loading.files options server utils.strict_json", torch=False),
     "cli": Folder(
-        "batch demo_model explain lab learn llm loading.download loading.files "
-        "loading.hub options prove ray.row_pool router server utils worker.model_report",
+        "batch demo_model explain lab learn llm options prove ray.row_pool router server utils "
+        "worker.model_report",
         torch=False,
     ),
     "prove": Folder("llm demo_model kv.groups.state loading options tiers", torch=True),

@@ -45,8 +45,8 @@ def end_openmp_threads() -> None:
 def control_groups(controller: str) -> list[Path]:
     """Return the directories of the control groups, of version 1 or 2, that this process is in.
 
-    They go from the innermost to the root. A limit of any of them holds. Some may be missing: in a container the root is the container's
-    group, and the names of those below it may be the host's.
+    They go from the innermost to the root. A limit of any of them holds. Some may be missing: in a
+    container the root is the container's group, and the names of those below it may be the host's.
 
     Args:
         controller: "memory" or "cpu".

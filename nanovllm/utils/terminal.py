@@ -1,4 +1,4 @@
-"""The standard streams of the command line: text out, lines and messages in, from a terminal or not.
+"""The standard streams of the command line: text out, lines and messages in.
 
 It writes no colours, so NO_COLOR needs no rule: rich, which `explain` uses, has its own. At a
 terminal prompt_toolkit edits and completes messages, and keeps a history.
@@ -24,8 +24,6 @@ _VISIBLE = {
     code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"
 }
 """Control characters, written as escapes: a model's text must not control the terminal."""
-
-
 _QUOTES = '"""'
 Completions = Callable[[str], list[str]]
 """Returns what the last word of a line may become."""
