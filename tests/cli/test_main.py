@@ -799,7 +799,7 @@ def test_chat_commands(run: Run, rendered: list[Any], tmp_path: Path) -> None:
     shown, err = chat(run, lines=lines)
     assert shown[-2:] == ANSWERS[:2]
     assert [line.split()[0] for line in shown[:-2]] == [
-        *("/help", "/system", "/set", "/show", "/regen", "/save", "/reset", "/clear", "/exit"),
+        *("/help", "/system", "/regen", "/save", "/reset", "/clear", "/exit"),
         *('"""', "Ctrl-C"),
     ]
     system = {"role": "system", "content": "Be brief."}
@@ -822,70 +822,31 @@ def test_chat_commands(run: Run, rendered: list[Any], tmp_path: Path) -> None:
         assert len(message) < 300
 
 
-def test_chat_sets_parameters_and_answers_again(
-    run: Run, rendered: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[SamplingParams] = []
+def test_chat_answers_again(run: Run, rendered: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old answer is not in the prompt of the new one, and stays if that fails."""
     stream = LLM.stream
 
-    def noted(self: LLM, prompt: Any, params: SamplingParams) -> Iterator[Any]:
-        asked.append(params)
+    def third_fails(self: LLM, prompt: Any, params: SamplingParams) -> Iterator[Any]:
+        if len(rendered) == 3:
+            raise InvalidRequestError("no")
         return stream(self, prompt, params)
 
-    monkeypatch.setattr(LLM, "stream", noted)
-    lines = [
-        "/regen",
-        "/set temperature 0.5",
-        "/set max-tokens 4",
-        '/set stop ["a", "b"]',
-        "/show",
-        QUESTIONS[0],
-        "/set temperature",
-        "/set stop",
-        "/set max-tokens",
-        QUESTIONS[1],
-        "/regen",
-        "/set",
-        "/set temperatur 1",
-        "/set n 2",
-        "/set top_p 7",
-        "/regen now",
-    ]
-    shown, err = chat(run, "--system", "Be brief.", "--top-k", "3", lines=lines)
-    rows = dict(line.split(None, 1) for line in shown[:10])
-    assert rows["model"] == "the glossary model that ships with nanovllm"
-    assert rows["system"] == "message      Be brief."
-    assert rows["messages"] == "0"
-    assert (rows["temperature"], rows["top_k"], rows["stop"]) == ("0.5", "3", '["a", "b"]')
-    assert shown[-2:] == [ANSWERS[1]] * 2
-    assert [(p.temperature, p.top_k, p.max_tokens, p.stop) for p in asked] == [
-        (0.5, 3, 4, ("a", "b")),
-        *[(0.0, 3, 512, ())] * 2,
-    ]
-    assert rendered[1] == rendered[2], "the answer that is made again is not in its own prompt"
+    monkeypatch.setattr(LLM, "stream", third_fails)
+    lines = ["/regen", QUESTIONS[0], "/regen", "/regen", "/regen now", "/set top_p 1", QUESTIONS[1]]
+    shown, err = chat(run, lines=lines)
+    assert shown == [ANSWERS[0], ANSWERS[0], ANSWERS[1]]
+    assert rendered == [turn(0)[:1]] * 3 + [[*turn(0), *turn(1)[:1]]]
     for line, message in zip(
         err.splitlines(),
         (
             "there is no message yet to answer again",
-            "/set needs a name and a value, such as /set temperature 0.5",
-            "there is no parameter 'temperatur'; did you mean 'temperature'?",
-            "there is no parameter 'n' to set in a chat",
-            "top_p must be from 0 to 1, got 7",
+            "no (/reset starts a new conversation)",
             "/regen takes no argument, got 'now'",
+            "there is no command /set: flags at the start set parameters, such as --temperature",
         ),
         strict=True,
     ):
         assert message in line
-
-
-def test_a_second_answer_that_fails_leaves_the_first(
-    run: Run, rendered: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = [QUESTIONS[0], "/set max_tokens 3", "/set min_tokens 5", "/regen"]
-    shown, err = chat(run, lines=[*lines, "/set max_tokens", "/set min_tokens", QUESTIONS[1]])
-    assert shown == ANSWERS[:2]
-    assert "--min-tokens must be an integer from 0 to 3, got 5" in err
-    assert rendered[-1] == [*turn(0), *turn(1)[:1]]
 
 
 def test_piped_messages_may_have_several_lines(run: Run, rendered: list[Any]) -> None:

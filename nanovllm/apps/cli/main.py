@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm import demo_model
 from nanovllm.apps.cli.arguments import EXPLAINED_TOKENS, parse
-from nanovllm.apps.cli.flag_groups import MAX_TOKENS, RECOMMENDED
+from nanovllm.apps.cli.flag_groups import MAX_TOKENS
 from nanovllm.apps.cli.repl import (
     AnswerPiece,
     Chat,
     Message,
-    Settings,
     Source,
     awaited,
     model_source,
@@ -135,17 +134,14 @@ def chat(args: argparse.Namespace) -> int:
     if sys.stdin is None and not question:
         raise InvalidRequestError("standard input is closed, so there is nothing to answer")
     if args.url is not None:
-        source, name = _connect(args, options, flags)
-        first = flags
+        source = _connect(args, options, flags)
     else:
         llm, params = load(options, flags, is_named=args.names_model, is_chat=True)
         source = model_source(llm, params, args.chat_template_kwargs)
         if args.narrate:
             source = narrated_source(llm, source)
         source = _naming_flags(source, args.parser)
-        name = shown_model(options["model"])
-        first = {name: getattr(params, name) for name in dict.fromkeys((*RECOMMENDED, *flags))}
-    conversation = Chat(source, args.system, name, Settings(first))
+    conversation = Chat(source, args.system)
     if question:
         conversation.answer(check_text("the question", question))
     elif is_interactive():
@@ -221,10 +217,8 @@ def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     return options, flags
 
 
-def _connect(
-    args: argparse.Namespace, options: dict[str, Any], flags: dict[str, Any]
-) -> tuple[Source, str]:
-    """Return the answers of the server in --url and its model, after asking which it has."""
+def _connect(args: argparse.Namespace, options: dict[str, Any], flags: dict[str, Any]) -> Source:
+    """Return the answers of the server in --url, after asking which models it has."""
     engine = sorted(options.keys() - {"model", *fields_of(SamplingParams)})
     engine += ["narrate"] * args.narrate
     if engine:
@@ -245,15 +239,15 @@ def _connect(
             flags = {**{key: sampling[key] for key in CHAT_SAMPLING if key in sampling}, **flags}
     if args.chat_template_kwargs:
         flags = {**flags, "chat_template_kwargs": args.chat_template_kwargs}
-    return server_client.server_source(server, model, flags), f"{model} at {server.base_url}"
+    return server_client.server_source(server, model, flags)
 
 
 def _naming_flags(source: Source, parser: Parser) -> Source:
     """Return the same answers, with errors that name flags."""
 
-    def answer(messages: list[Message], changed: Mapping[str, Any]) -> Iterator[AnswerPiece]:
+    def answer(messages: list[Message]) -> Iterator[AnswerPiece]:
         with parser.errors_in_flags():
-            yield from source(messages, changed)
+            yield from source(messages)
 
     return answer
 

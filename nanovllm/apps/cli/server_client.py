@@ -90,9 +90,9 @@ def server_source(server: httpx.Client, model: str, fields: Mapping[str, Any]) -
     if is_interactive():  # where tokens a second are shown
         fields = {**fields, "stream_options": {"include_usage": True}}
 
-    def answer(messages: list[Message], changed: Mapping[str, Any]) -> Iterator[AnswerPiece]:
+    def answer(messages: list[Message]) -> Iterator[AnswerPiece]:
         sent = [{**message, "content": _without_reasoning(message)} for message in messages]
-        body = {**fields, **changed, "model": model, "messages": sent, "stream": True}
+        body = {**fields, "model": model, "messages": sent, "stream": True}
         if "extra_args" in body:
             body["vllm_xargs"] = body.pop("extra_args")
         reasons = False
