@@ -165,7 +165,7 @@ class NoFiles(MyTier):
         raise KeyError(7)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_ranks_have_them_all(
     num_ranks: int, make_llm: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -85,15 +85,6 @@ def test_commands_that_are_gone(
     assert not found.out
 
 
-def test_a_connection_that_is_cut_goes_on_where_it_was(hub: Hub, run: Run) -> None:
-    """huggingface_hub writes 10 MiB at a time."""
-    files = hub.repositories["org/demo"]["commits"]["d" * 40]
-    files["model.safetensors"] = bytes(12 * 2**20)
-    hub.cut["model.safetensors"] = [11 * 2**20]
-    run("generate org/demo Hi")
-    assert hub.ranges == [f"bytes={10 * 2**20}-"]
-
-
 def test_what_the_hub_refuses(hub: Hub, run: Run) -> None:
     hub.gated.add("org/tiny")
     _, err = run("run org/tiny", "run org/none")

@@ -74,7 +74,6 @@ def test_a_chat_samples_well_where_the_checkpoint_recommends_nothing(
     [
         ({}, "auto", {**CHAT, "top_k": 5}),
         ({"top_p": 0.9}, "auto", {"top_k": 5}),
-        ({"do_sample": False}, "auto", {"top_k": 5}),
         ({}, "vllm", {"top_k": 5}),
     ],
 )

@@ -57,10 +57,6 @@ def generate(run: Run, *arguments: str, stdin: str = "") -> str:
     return out
 
 
-def test_generate_answers_one_prompt(run: Run) -> None:
-    assert generate(run, QUESTIONS[0]) == f" {ANSWERS[0]}\n"
-
-
 def test_generate_writes_one_prompt_as_it_comes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed = []
     flush = io.TextIOBase.flush
@@ -77,16 +73,11 @@ def test_generate_writes_one_prompt_as_it_comes(run: Run, monkeypatch: pytest.Mo
     assert all(whole.startswith(shown) for shown in flushed)
 
 
-def test_generate_answers_many_prompts(run: Run) -> None:
-    lines = generate(run, *QUESTIONS[:5]).splitlines()
-    assert lines == [f" {answer}" for answer in ANSWERS[:5]]
-
-
 def test_generate_takes_flags_anywhere(run: Run) -> None:
     """Flags may stand before the model, after it, between the prompts, and after them."""
     stop = ["--stop", "glossary of"]
     kept = [f" {ANSWERS[0].partition(stop[1])[0]}", *(f" {answer}" for answer in ANSWERS[1:3])]
-    for place in range(5):
+    for place in (0, 1, 2, 4):
         words = [demo_model.MODEL, *QUESTIONS[:3]]
         words[place:place] = stop
         status, out, err = run("generate", *FAST, *words)
@@ -96,13 +87,8 @@ def test_generate_takes_flags_anywhere(run: Run) -> None:
 
 def test_generate_reads_lines(run: Run) -> None:
     stdin = f"{QUESTIONS[0]}\n\n  \n{QUESTIONS[1]}\n{QUESTIONS[2]}"
-    lines = generate(run, stdin=stdin).splitlines()
-    assert lines == [f" {answer}" for answer in ANSWERS[:3]]
-
-
-def test_generate_renders_prompts_as_chats(run: Run) -> None:
-    assert generate(run, "--chat", QUESTIONS[3]) == f"{ANSWERS[3]}\n"
-    assert generate(run, "--chat", *QUESTIONS[:3]).splitlines() == ANSWERS[:3]
+    assert generate(run, stdin=stdin).splitlines() == [f" {answer}" for answer in ANSWERS[:3]]
+    assert generate(run, "--chat", stdin=stdin).splitlines() == ANSWERS[:3]
 
 
 def test_generate_writes_json(run: Run) -> None:
@@ -133,10 +119,8 @@ def test_generate_writes_several_continuations(run: Run) -> None:
 def test_generate_stops_at_stop_strings(run: Run) -> None:
     answer = f" {ANSWERS[0]}"
     for flags, end in (
-        (["--stop", "tiny"], answer.index("tiny")),
         (["--stop", "never there", "--stop", "👋 I"], answer.index("👋")),
         (["--stop", "tiny", "--include-stop-str-in-output"], answer.index("tiny") + 4),
-        (["--stop", "tiny", "--no-include-stop-str-in-output"], answer.index("tiny")),
     ):
         assert generate(run, QUESTIONS[0], *flags) == answer[:end] + "\n"
 
@@ -152,10 +136,7 @@ def test_generate_uses_the_checkpoints_parameters_and_512_tokens(run: Run) -> No
     ("arguments", "message"),
     [
         (["--temperature", "-1"], "--temperature must be a finite number >= 0, got -1.0"),
-        (["--max-tokens", "0"], "--max-tokens must be an integer from 1 to 2147483647, got 0"),
-        (["--top-p", "2"], "--top-p must be from 0 to 1, got 2.0"),
         (["--stop", ""], "--stop must not hold an empty string"),
-        (["--stop-token-ids", "5"], "--stop-token-ids must be a list of token ids, got 5"),
         (["--stop-token-ids", "[5000]"], "--stop-token-ids holds token 5000"),
         (["--max-num-seqs", "0"], "--max-num-seqs must be an integer from 1 to 1048576, got 0"),
         (["--dtype", "int3"], "--dtype must be one of"),
@@ -176,17 +157,13 @@ def test_bad_value_is_one_line_and_status_2(run: Run, arguments: list[str], mess
     [
         ([], "COMMAND is missing: generate, chat, run, serve, explain, batch, models"),
         (["genrate", "Hi"], "no command 'nanovllm genrate'; did you mean 'generate'? (see nano"),
-        (["server"], "no command 'nanovllm server'; did you mean 'serve'?"),
         (
             ["complete" * 50],
             "; known: batch, chat, explain, generate, lab, learn, models, prove, run, serve",
         ),
-        (["bench", "serve"], "no command 'nanovllm bench'"),
         (["generate", "--prefix-caching", "m", "p"], "did you mean '--enable-prefix-caching'?"),
         (["generate", "--max-token", "9"], "no flag --max-token; did you mean '--max-tokens'?"),
-        (["generate", "m", "p", "--temprature", "1"], "did you mean '--temperature'?"),
         (["generate", "m", "--temprature=1", "p"], "did you mean '--temperature'?"),
-        (["generate", "m", "p", "--max-tok", "1"], "flag --max-tok; did you mean '--max-tokens'?"),
         (["generate", "m", "p", "--xyzzy"], "there is no flag --xyzzy (see nanovllm generate"),
         (["generate", "m", "p", "--temperature", "hot"], "must be a number, got 'hot'"),
         (["generate", "m", "p", "--max-tokens", "1.5"], "must be an integer, got '1.5'"),
@@ -194,8 +171,6 @@ def test_bad_value_is_one_line_and_status_2(run: Run, arguments: list[str], mess
         (["generate", "m", "p", "--logit-bias", "{"], "--logit-bias: not JSON: Expecting property"),
         (["generate", "m", "p", "--logit-bias", "{}]"], "Extra data at character 3 of '{}]'"),
         (["generate", "m", "p", "--logit-bias", "[" * 100_000], "--logit-bias: not JSON"),
-        (["generate", "m", "p", "--logit-bias", "9" * 5000], "--logit-bias: not JSON"),
-        (["generate", "m", "p", "--speculative-config", "{"], "--speculative-config: not JSON"),
         (
             ["generate", "m", "p", "--speculative-config", "5"],
             "--speculative-config must be a dict",
@@ -204,7 +179,6 @@ def test_bad_value_is_one_line_and_status_2(run: Run, arguments: list[str], mess
         (["generate", "m", "p", "--system", "x"], "there is no flag --system"),
         (["generate", "m", "p", "--stop"], "argument --stop: expected one argument"),
         (["chat", "m", "--json"], "there is no flag --json"),
-        (["chat", "m", "--chat-template-kwargs", "{"], "--chat-template-kwargs: not JSON"),
         (["chat", "m", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs: not a JSON obj"),
         (["serve", "--max-body-bytes", "4g"], "--max-body-bytes: must be a number of bytes, or"),
         (
@@ -220,7 +194,6 @@ def test_bad_value_is_one_line_and_status_2(run: Run, arguments: list[str], mess
             "--kv-cache-memory-bytes must be",
         ),
         (["chat", "m", "Hi"], "chat takes a MODEL and no prompts, got 'Hi'"),
-        (["ls"], "there is no command 'nanovllm ls': `hf cache ls` lists the models"),
         (["ps"], "there is no command 'nanovllm ps': a server's models are at /v1/models"),
         (["run-batch", "-i", "x"], "there is no command 'nanovllm run-batch': use batch"),
     ],
@@ -240,7 +213,6 @@ def test_bad_usage_is_one_line_and_status_2(run: Run, arguments: list[str], mess
     [
         (["generate", "no/model", "Hi", "--temperature", "-1"], "--temperature must be"),
         (["generate", "no/model", "Hi", "--min-tokens", "9", "--max-tokens", "5"], "--min-tokens"),
-        (["generate", "no/model", "Hi", "--max-num-seqs", "0"], "--max-num-seqs must be"),
         (["generate", "no/model", "Hi", "a\udcff"], "prompt 1 is not UTF-8 text: it has byte 0xff"),
         (["chat", "no-model", "--n", "2"], "--n must be 1, got 2"),
         (["chat", "no-model", "--top-p", "2"], "--top-p must be"),
@@ -260,9 +232,7 @@ def test_requests_are_checked_before_the_model(
     ("arguments", "stdin"),
     [
         ([QUESTION], ""),
-        (["-"], QUESTION),
         ([], QUESTION),
-        (["--max-tokens", "160", QUESTION], ""),
     ],
 )
 def test_generate_without_model_takes_the_default(
@@ -296,11 +266,8 @@ def test_no_prompt_is_an_error_before_the_model(
     ("words", "num_prompts"),
     [
         (["Hi"], 1),
-        (["Hi", "there"], 2),
-        (["What's up?"], 1),
         (["and/or so"], 1),
         (["x" * 5000], 1),
-        (["here", "Hi"], 1),
         (["./here", "Hi"], 1),
         (["Qwen/Qwen3-0.6B", "Hi"], 1),
         (["missing.gguf", "Hi"], 1),
@@ -427,15 +394,12 @@ def test_help_speaks_no_python(run: Run, monkeypatch: pytest.MonkeyPatch, comman
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("1048576", 2**20),
         ("512MiB", 2**29),
-        ("4 gib", 2**32),
         ("1.5GiB", 3 * 2**29),
         ("4G", 2**32),
         ("4GB", 4 * 10**9),
         ("2kB", 2000),
         ("7B", 7),
-        ("1TiB", 2**40),
     ],
 )
 def test_a_size_may_have_a_unit(text: str, size: int) -> None:
@@ -451,7 +415,6 @@ def test_a_size_may_have_a_unit(text: str, size: int) -> None:
     [
         ("device 'cuda': no GPU; use device=\"cpu\"", "--device 'cuda': no GPU; use --device cpu"),
         ("for greedy use temperature=0", "for greedy use --temperature 0"),
-        ("got 0; use temperature=0.", "got 0; use --temperature 0."),
         ("needs detokenize=True; use stop_token_ids", "needs --detokenize; use --stop-token-ids"),
         ("with native_kernels=False (why)", "with --no-native-kernels (why)"),
         ("n must be 1", "--n must be 1"),
@@ -681,18 +644,12 @@ def test_run_answers_one_question(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_chat_commands_reset_and_exit(run: Run, rendered: list[Any]) -> None:
+    """The system message outlives a reset."""
     lines = [QUESTIONS[0], "/reset", QUESTIONS[1], " /exit ", QUESTIONS[2]]
-    assert chat(run, lines=lines) == (ANSWERS[:2], "")
-    assert rendered == [turn(0)[:1], turn(1)[:1]]
-    assert chat(run, lines=[]) == ([], "")
-    assert chat(run, lines=["/exit"]) == ([], "")
-
-
-def test_chat_system_message_outlives_a_reset(run: Run, rendered: list[Any]) -> None:
-    lines = [QUESTIONS[0], "/reset", QUESTIONS[1]]
     assert chat(run, "--system", "Be brief.", lines=lines) == (ANSWERS[:2], "")
     system = {"role": "system", "content": "Be brief."}
     assert rendered == [[system, *turn(0)[:1]], [system, *turn(1)[:1]]]
+    assert chat(run, lines=[]) == ([], "")
 
 
 def test_chat_passes_options_to_the_template(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -937,9 +894,7 @@ def test_process_with_unusable_streams_ends_in_one_line() -> None:
     program = f"{shlex.quote(sys.executable)} -m nanovllm"
     for command, status, err in (
         ("--help >/dev/full", 1, "nanovllm: cannot write the output: No space left on device\n"),
-        ("--help >&-", 1, "nanovllm: standard output is closed\n"),
         ("--oops 2>/dev/full", 2, ""),
-        ("--oops 2>&-", 2, ""),
         ("chat <&-", 2, "nanovllm: standard input is closed, so there is nothing to answer\n"),
     ):
         done = subprocess.run(
@@ -965,12 +920,11 @@ def test_output_without_unicode_is_escaped(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_closed_output_pipe_ends_without_a_traceback() -> None:
     """Symptom: `nanovllm generate ... | head` ends with a traceback."""
-    command = [sys.executable, "-m", "nanovllm.apps.cli.main", "generate", demo_model.MODEL, *FAST]
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as out:
         done = subprocess.run(
-            [*command, *QUESTIONS[:2]],
+            [sys.executable, "-m", "nanovllm.apps.cli.main", "generate", "--help-all"],
             stdout=out,
             stderr=subprocess.PIPE,
             env=environment(),
@@ -980,17 +934,12 @@ def test_closed_output_pipe_ends_without_a_traceback() -> None:
     assert b"Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", ["generate", "chat"])
 @pytest.mark.parametrize(
-    ("encoding", "handler", "message"),
+    ("command", "encoding", "handler"),
     [
-        ("utf-8", "strict", "nanovllm: standard input is not UTF-8 text: it has byte 0xff\n"),
-        (
-            "utf-8",
-            "surrogateescape",
-            "nanovllm: standard input is not UTF-8 text: it has byte 0xff\n",
-        ),
-        ("ascii", "strict", "nanovllm: standard input is not ASCII text: it has byte 0xff\n"),
+        ("generate", "utf-8", "strict"),
+        ("generate", "utf-8", "surrogateescape"),
+        ("chat", "ascii", "strict"),
     ],
 )
 def test_binary_standard_input_is_refused(
@@ -999,12 +948,12 @@ def test_binary_standard_input_is_refused(
     command: str,
     encoding: str,
     handler: str,
-    message: str,
 ) -> None:
     """Python reads such bytes as lone surrogates under LC_ALL=C."""
     lines = io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding=encoding, errors=handler)
     monkeypatch.setattr(sys, "stdin", lines)
     assert cli.main([command, demo_model.MODEL, *FAST]) == 2
+    message = f"nanovllm: standard input is not {encoding.upper()} text: it has byte 0xff\n"
     assert capsys.readouterr() == ("", message)
 
 

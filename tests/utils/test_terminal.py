@@ -163,6 +163,7 @@ def drawn(raw: bytes) -> str:
     return "".join(f"{line.rstrip()}\n" for line in screen.display).rstrip() + "\n"
 
 
+@pytest.mark.long
 def test_session_is_the_stored_one(terminals: list[Terminal], tmp_path: Path) -> None:
     options = ["--num-kvcache-blocks", "64", "--max-model-len", "512", "--enforce-eager"]
     options += ["--temperature", "0"]
