@@ -85,7 +85,7 @@ def ngram(
     rows: Sequence[tuple[int, int, int, torch.Tensor]],
     sizes: tuple[int, int],
 ) -> list[int]:
-    """Draft tokens by prompt lookup, as csrc/ngram.c says; return how many each row got.
+    """Draft tokens by prompt lookup, as csrc/tables.c says; return how many each row got.
 
     Args:
         token_ids: [table rows, n] int32; a row is contiguous.
