@@ -31,7 +31,6 @@ PARTS = {
     "nv_store": "glue",
     "nv_add_rms_norm": "glue",
     "nv_add_layer_norm": "glue",
-    "nv_rms_norm": "glue",
     "nv_mul_act": "glue",
     "nv_scale": "glue",
     "nv_copy_rows": "glue",

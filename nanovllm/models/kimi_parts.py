@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.errors import CheckpointError
-from nanovllm.layers.gated_delta import DeltaSizes
-from nanovllm.layers.kimi_delta import KimiDeltaAttention
+from nanovllm.layers.gated_delta import DeltaSizes, KimiDeltaAttention
 from nanovllm.models.config_fields import config_size
 from nanovllm.models.expert_parts import DEEPSEEK_NAMES
 from nanovllm.models.hybrid_parts import MAX_TAPS, check_mixed

@@ -33,7 +33,7 @@ from nanovllm.worker.network import Network
 
 _FORMAT = 1
 """Raise it when keys or the bytes of an entry change their meaning."""
-_PACKAGES = ("torch", "nanovllm", "triton", "flash-attn")
+_PACKAGES = ("torch", "nanovllm", "triton")
 _PACKAGE = Path(nanovllm.__file__).parent
 _COMPUTING = (
     "attention",

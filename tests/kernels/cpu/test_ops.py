@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.features.quantization.integer import IntTensor, quantize
-from nanovllm.kernels.cpu import ops, table_ops
+from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.torch_kernels import HeadWeight
 from nanovllm.layers.sampler import Sampling, draw
@@ -324,9 +324,9 @@ def test_batch_is_what_the_tables_hold(num_tables, has_state):
         empty((30,), dtype=torch.int64),
     )
     columns = zip(*rows, strict=True)
-    state = table_ops.StateColumns(pages, torch.full((5, 5), -1).int(), torch.full((5,), -1).int())
+    state = ops.StateColumns(pages, torch.full((5, 5), -1).int(), torch.full((5,), -1).int())
     given_state = state if has_state else None
-    table_ops.batch(token_ids, block_tables[0], 16, *columns, offsets[:, 0], out, given_state)
+    ops.batch(token_ids, block_tables[0], 16, *columns, offsets[:, 0], out, given_state)
     input_ids, positions, slot_mapping, cu_seqlens_q, seq_lens, blocks, rope_positions = (
         t.tolist() for t in out
     )

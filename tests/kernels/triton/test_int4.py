@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.features.quantization.integer import IntTensor
 from nanovllm.kernels.triton import int4
-from nanovllm.kernels.triton.packed_ints import (
+from nanovllm.kernels.triton.int4 import (
     FP4,
     INT4,
     INT8,
