@@ -22,7 +22,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.features.tiers.directory import DirectoryStore
 from nanovllm.features.tiers.traffic import TierTraffic
 from nanovllm.kernels.cpu.library import library
-from nanovllm.scheduler.stats import TierStats
+from nanovllm.scheduler.scheduler import TierStats
 from tests.glossary import QUESTIONS
 from tests.helpers import (
     Request,

@@ -1,21 +1,27 @@
-"""`EngineThread`: the one thread that calls an engine, for `LLM` and for `AsyncLLM`."""
+"""`EngineThread`: the one thread that calls an engine, for `LLM` and for `AsyncLLM`.
+
+`FairExecutor` has the threads that make requests.
+"""
 
 import contextlib
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any, TypeVar
 
-from nanovllm.engine.commands import Result, fulfil, run_logged
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.llm_engine import LLMEngine, run_logged
 from nanovllm.engine.reader import AnyReader, Item, send
 from nanovllm.engine.request import Request
 from nanovllm.errors import EngineDeadError, NanoVLLMError, log_failure
 from nanovllm.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class EngineThread(threading.Thread):
@@ -213,3 +219,51 @@ class EngineThread(threading.Thread):
         self._deliveries += [(reader, error) for reader in readers]
         self._deliver_all()
         self.engine.abort_all(readers.values())
+
+
+class FairExecutor:
+    """Runs functions in threads; a user with many jobs does not hold up another with one.
+
+    A job waits for its user's earlier jobs, and for one job of each other user
+    between any two of those. Within a user, jobs begin in the order in which they came.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, name)
+        self._lock = threading.Lock()
+        # By user; the users in the order of their turns. None has no job.
+        self._jobs: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
+
+    def submit(self, user: str, function: Callable[..., Result], *args: Any) -> Future[Result]:
+        """Run a function when it is its user's turn.
+
+        Raises:
+            RuntimeError: the executor was shut down.
+        """
+        future: Future[Result] = Future()
+        with self._lock:
+            self._pool.submit(self._run_next)
+            self._jobs.setdefault(user, deque()).append((future, partial(function, *args)))
+        return future
+
+    def shutdown(self) -> None:
+        """Take no more jobs. Those that were submitted still run; this does not wait for them."""
+        self._pool.shutdown(wait=False)
+
+    def _run_next(self) -> None:
+        with self._lock:
+            user = next(iter(self._jobs))
+            jobs = self._jobs.pop(user)
+            future, function = jobs.popleft()
+            if jobs:
+                self._jobs[user] = jobs  # after the others
+        fulfil(future, function)
+
+
+def fulfil(future: Future[Result], function: Callable[[], Result]) -> None:
+    """Give a future what a function returns or raises. If it was cancelled, do nothing."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function())
+        except BaseException as error:  # a panic of a Rust library is no Exception
+            future.set_exception(error)

@@ -15,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.core.messages import Schedule, StepResult
+from nanovllm.core.sequence import Sequence
 from nanovllm.core.worker_info import WorkerInfo
-from nanovllm.engine.commands import run_logged
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.prompt import PromptInput
@@ -30,7 +30,6 @@ from nanovllm.parallel.executor import Executor, Future
 from nanovllm.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from nanovllm.engine.observer import Observer
     from nanovllm.features.observe.profile import Profile
     from nanovllm.features.training.control import WeightControl
 
@@ -60,6 +59,39 @@ class OwnerProcess:
             )
 
 
+class Observer:
+    """Is told what an engine does, in its thread. By default it does nothing.
+
+    `LLMEngine.observers` holds those that listen; one may be added or removed between two steps. An
+    observer changes nothing that it is given. A loop of the engine may launch one step and take the
+    result of an earlier one; in this process on a CPU both are the same step.
+    """
+
+    def add_request(self, request: Request) -> None:
+        """Note a request that was queued."""
+
+    def end(self, seq: Sequence) -> None:
+        """Note that a sequence has finished; called once for each."""
+
+    def begin_step(self) -> None:
+        """Note that the engine's loop begins."""
+
+    def scheduled(self, schedule: Schedule, scheduler: Scheduler) -> None:
+        """Note a step that was scheduled, and is launched next. Its blocks are allocated."""
+
+    def launched(self, schedule: Schedule) -> None:
+        """Note that the step was launched; in this process on a CPU it is computed by then."""
+
+    def waited(self, result: StepResult) -> None:
+        """Note that a step's tokens have come. The sequences do not have them yet."""
+
+    def end_step(self, scheduler: Scheduler) -> None:
+        """Note that the engine's loop has ended, without an error. Sequences have their tokens."""
+
+    def close(self) -> None:
+        """Note that the engine ends. May be called again."""
+
+
 @dataclass(eq=False, repr=False)
 class LLMEngine:
     """Continuous batching over one model, for one thread: `EngineThread` sees to that.
@@ -79,7 +111,7 @@ class LLMEngine:
     load_tokenizer: Callable[[], Any]
     """Returns the checkpoint's transformers tokenizer, None if it has none. The engine itself does
     not need it."""
-    observers: "list[Observer]"
+    observers: list[Observer]
     """Those that are told of each request and step."""
     queue_depth: int
     """How many more steps to launch before the oldest step's tokens are known; 0 waits for each."""
@@ -392,9 +424,17 @@ class LLMEngine:
             self.scheduler.add(request.unqueued.pop(0))
 
 
-def _shut_down(executor: Executor, observers: "list[Observer]", owner: OwnerProcess) -> None:
+def _shut_down(executor: Executor, observers: list[Observer], owner: OwnerProcess) -> None:
     """End the workers and the observers, unless this process was forked: they are its parent's."""
     if owner.is_this:
         executor.shutdown()
         for observer in observers:
             observer.close()
+
+
+def run_logged(command: Callable[[], object]) -> None:
+    """Run a command; log what it raises, so that neither the thread nor the next command fails."""
+    try:
+        command()
+    except BaseException as error:
+        log_failure(logger, error, "a command to the engine failed")

@@ -98,6 +98,8 @@ class Mailbox:
         put: called with each item, in the engine's thread.
     """
 
+    loop = None
+
     def __init__(self, put: Callable[[Item], object]) -> None:
         self.put = put
 
@@ -107,18 +109,18 @@ AnyReader = Reader | Mailbox
 
 def send(deliveries: Iterable[tuple[AnyReader, Item]]) -> None:
     """Give items to their readers, from any thread; wake each event loop once."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Reader, Item]]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[AnyReader, Item]]] = {}
     for reader, item in deliveries:
-        if isinstance(reader, Mailbox):
-            reader.put(item)
-        else:
-            by_loop.setdefault(reader.loop, []).append((reader, item))
+        by_loop.setdefault(reader.loop, []).append((reader, item))
 
-    def put(items: list[tuple[Reader, Item]]) -> None:
+    def put(items: list[tuple[AnyReader, Item]]) -> None:
         for reader, item in items:
             reader.put(item)
 
     for loop, items in by_loop.items():
+        if loop is None:
+            put(items)
+            continue
         with contextlib.suppress(RuntimeError):  # the loop is closed, so its readers are gone
             loop.call_soon_threadsafe(put, items)
 

@@ -143,8 +143,7 @@ class BlockManager:
         for group in self._others:
             group.publish(seq, first, nodes, num_written)
         if nodes:
-            for listener in self.pool.listeners:
-                listener.published(seq, first, nodes)
+            self.pool.listener.published(seq, first, nodes)
 
     def publish_loaded(
         self, seq: Sequence, num_blocks: int, places: Seq[tuple[int, bytes]]
@@ -181,8 +180,7 @@ class BlockManager:
             group.free(seq, nodes)
         if nodes:
             gone = [node for node in nodes if self.trie.nodes.get(node.key) is not node]
-            for listener in self.pool.listeners:
-                listener.distrusted(gone)
+            self.pool.listener.distrusted(gone)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all that is cached; return False, and forget none, while a sequence owns pages."""
@@ -190,8 +188,7 @@ class BlockManager:
             return False
         for node in list(self.trie.nodes.values()):
             self.trie.remove(node, evicted=False)
-        for listener in self.pool.listeners:
-            listener.cleared()
+        self.pool.listener.cleared()
         return True
 
     def begin_step(self) -> None:
@@ -250,8 +247,7 @@ class BlockManager:
         for group in self.groups:
             group.extend(seq, num_tokens)
         if hit.num_blocks:
-            for listener in self.pool.listeners:
-                listener.published(seq, 0, hit.nodes)
+            self.pool.listener.published(seq, 0, hit.nodes)
         return list(seq.kv.block_table)
 
     def _make_room(self, seq: Sequence, num_pages: int) -> bool:

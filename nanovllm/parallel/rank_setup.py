@@ -19,7 +19,7 @@ from nanovllm.loading.hub import Checkpoint, weight_files
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import PLATFORMS, Config
-from nanovllm.options.plugins import at_start, guarded, in_worker, is_plugin, load_class
+from nanovllm.options.plugins import at_start, in_worker, is_plugin, load_class, make_guarded
 from nanovllm.platform import Platform
 from nanovllm.utils.cgroup import groups
 from nanovllm.worker.device_tables import DeviceTables
@@ -199,7 +199,7 @@ def make_runner(
 
         runner.parts.append(RankAdapters(runner))
     if config.enable_return_routed_experts:
-        from nanovllm.features.routing.rank_routing import RankRouting
+        from nanovllm.features.training.rank_routing import RankRouting
 
         runner.parts.append(RankRouting(runner))
     if files is not None:
@@ -224,14 +224,8 @@ def _step_runner_maker(
     """Return what makes the step runner of the option step_runner; None without one."""
     if value is None:
         return None
-    name = f'step_runner="{value}"'
     found = step_runner_class(value)
-
-    def make(network: Network, tables: DeviceTables) -> StepRunner:
-        runner = at_start(name, "__init__()", found, network, tables)
-        return guarded(runner, StepRunner, name, in_worker)
-
-    return make
+    return partial(make_guarded, f'step_runner="{value}"', StepRunner, found, call=in_worker)
 
 
 def _check_plugins(config: Config) -> None:
@@ -249,7 +243,7 @@ def _check_plugins(config: Config) -> None:
 
         load_rules(config.logits_rules)
     if config.kv_store is not None:
-        from nanovllm.features.tiers.store import store_class
+        from nanovllm.features.tiers.directory import store_class
 
         store_class(config.kv_store)
     method = None if config.speculation is None else config.speculation.method

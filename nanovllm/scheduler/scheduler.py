@@ -4,7 +4,9 @@ A sequence has `num_tokens` and `num_computed_tokens`; a step computes some of t
 are no phases: prefill, decode, resumption and draft verification are the same arithmetic.
 """
 
+import dataclasses
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence as Seq
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +18,6 @@ from nanovllm.kv.block_manager import BlockManager
 from nanovllm.scheduler.admission_hook import AdmissionHook
 from nanovllm.scheduler.fair_policy import FairPolicy
 from nanovllm.scheduler.policy import Policy
-from nanovllm.scheduler.stats import SchedulerStats
 
 if TYPE_CHECKING:
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
@@ -32,6 +33,56 @@ class StallEvent(NamedTuple):
     """"preempted"; or it waits for "blocks", for a "table row", or for its "steps in flight"."""
     preempted_by: int | None = None
     """The sequence that needed blocks; itself, if nobody else could be preempted for it."""
+
+
+@dataclasses.dataclass(slots=True)
+class TierStats:
+    """Counts since the engine started."""
+
+    num_host_tokens: int = 0
+    """Tokens whose KV came from host memory."""
+    num_store_tokens: int = 0
+    """Tokens whose KV came from a byte store."""
+    num_swapped_tokens: int = 0
+    """Those of both whose sequence had been preempted."""
+    num_loads: int = 0
+    """Loads that have ended."""
+    num_failed_loads: int = 0
+    """Those of them of which a part was missing or wrong."""
+    num_offloaded_pages: int = 0
+    """Pages that were copied to host memory."""
+
+
+@dataclasses.dataclass(slots=True)
+class SchedulerStats:
+    """Counts since the engine started."""
+
+    num_prefill_tokens: int = 0
+    """Computed tokens from which no output token was sampled, without drafts."""
+    num_decode_tokens: int = 0
+    """Output tokens."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens of the sequences that were admitted, each counted once."""
+    num_queried_tokens: int = 0
+    """Those of them that were looked up in the prefix cache."""
+    num_cached_tokens: int = 0
+    """Those of them whose KV came from the prefix cache."""
+    num_preemptions: int = 0
+    """Sequences that lost their KV because the pool was full."""
+    step_sizes: Counter[int] = dataclasses.field(default_factory=Counter)
+    """Launched steps, by the number of tokens that they compute."""
+    tiers: TierStats | None = None
+    """None: there is no tier below the pool."""
+
+    def count_prompt(self, num_tokens: int, num_cached: int, *, queries: bool) -> None:
+        """Count the prompt of a sequence that was admitted for the first time.
+
+        Args:
+            queries: whether it was looked up in the prefix cache.
+        """
+        self.num_prompt_tokens += num_tokens
+        self.num_cached_tokens += num_cached
+        self.num_queried_tokens += num_tokens * queries
 
 
 class Scheduler:

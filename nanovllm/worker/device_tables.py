@@ -13,8 +13,7 @@ import torch
 
 from nanovllm.attention.batch import Batch, HostLengths, Replaced
 from nanovllm.core.messages import Admission, Row, Schedule
-from nanovllm.core.windows import num_tables
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import WorkerInfo, num_tables
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.sampling_tensors import SamplingTensors, pack
 from nanovllm.options.sampling_params import SamplingParams

@@ -9,8 +9,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence as Seq
 
-from nanovllm.core.windows import pages_for
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import WorkerInfo, pages_for
 from nanovllm.errors import OutOfMemoryError, refuses_memory
 from nanovllm.options.config import Config
 from nanovllm.platform import Platform

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.core.windows import WindowSpec
+from nanovllm.core.worker_info import WindowSpec
 from nanovllm.kernels.cpu.library import library, torch_on_one_thread
 from nanovllm.kernels.cpu.ops import copy_pages
 from nanovllm.kernels.states import aligned
@@ -31,7 +31,7 @@ class KVPlace(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PageLayout:
-    """How layers share the pages of a pool. See core/windows.py."""
+    """How layers share the pages of a pool. See core/worker_info.py."""
 
     page_bytes: int
     places: tuple[KVPlace, ...]

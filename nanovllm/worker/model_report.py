@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.core.windows import pages_for
+from nanovllm.core.worker_info import pages_for
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.layers.activation import Act, ActAndMul
 from nanovllm.layers.attention import Attention

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.core.messages import Extras, FinishInfo, Row, RowDetails, StepResult
-from nanovllm.core.transfers import Loaded
+from nanovllm.core.messages import Extras, FinishInfo, Loaded, Row, RowDetails, StepResult
 from nanovllm.layers.sampler import NO_TOKEN, RULED_OUT
 from nanovllm.options.sampling_params import REQUESTS_FAULT
 from nanovllm.platform import Platform

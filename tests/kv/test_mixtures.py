@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize, invariant
 
 from examples.lab.lfu_eviction import LeastFrequentlyUsed
 from examples.lab.shortest_job_first import ShortestFirst
-from nanovllm.core.windows import WindowSpec, pages_for
+from nanovllm.core.worker_info import WindowSpec, pages_for
 from nanovllm.testing.fake_engine import VOCAB_SIZE, FakeEngine, random_guesses
 from nanovllm.testing.invariants import check_scheduler
 from nanovllm.testing.random_runs import make_controller

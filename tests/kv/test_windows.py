@@ -12,8 +12,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize
 
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.windows import WindowSpec, num_tables, pages_for
-from nanovllm.core.worker_info import KVInfo, WorkerInfo
+from nanovllm.core.worker_info import KVInfo, WindowSpec, WorkerInfo, num_tables, pages_for
 from nanovllm.engine.engine_metrics import kv_cache_tokens
 from nanovllm.kv.groups.window import WindowTable
 from nanovllm.kv.trie import Node

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from nanovllm.features.tiers.directory import DirectoryStore
-from nanovllm.features.tiers.entry_file import file_bytes
+from nanovllm.features.tiers.directory import DirectoryStore, file_bytes
 from nanovllm.features.tiers.evictor import _Entry, bytes_on_disk, new_temporary
 from tests.every_case import examples
 from tests.tiers.helpers import NAMESPACE, OTHER_NAMESPACE, files, holds, key, place, write

@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.core.transfers import TierEntry
+from nanovllm.core.messages import TierEntry
 from nanovllm.features.tiers.tier import HostSlots
 from tests.every_case import examples
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from nanovllm.core.messages import Schedule, StepResult
+from nanovllm.core.messages import Loaded, Schedule, StepResult, Transfers
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.transfers import Loaded, Transfers
-from nanovllm.core.windows import WindowSpec
+from nanovllm.core.worker_info import WindowSpec
 from nanovllm.kv.trie import Node
 from nanovllm.testing.fake_engine import VOCAB_SIZE
 from tests.tiers.fake_tiers import FakeStore, TieredEngine

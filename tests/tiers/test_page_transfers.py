@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.core.transfers import HOST, STORE, Load, TierEntry
+from nanovllm.core.messages import HOST, STORE, Load, TierEntry
 from nanovllm.features.tiers.host_pages import Buffers, HostPages
 from nanovllm.features.tiers.page_transfers import PageTransfers
 from nanovllm.platform.cpu import CPU

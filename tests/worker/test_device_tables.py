@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from nanovllm.core.messages import Admission, NewBlocks, NewTokens, Row, Schedule
-from nanovllm.core.windows import WindowSpec
-from nanovllm.core.worker_info import KVInfo, WorkerInfo
+from nanovllm.core.worker_info import KVInfo, WindowSpec, WorkerInfo
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.platform.cpu import CPU

@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence as Seq
 from hashlib import sha256
 from typing import NamedTuple
 
+from nanovllm.core.messages import TierEntry
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.transfers import TierEntry
 from nanovllm.features.tiers.traffic import TierTraffic
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.groups.group import KVCacheGroup
-from nanovllm.kv.listener import CacheListener
+from nanovllm.kv.pool import CacheListener
 from nanovllm.kv.trie import Hit, Node
 
 _MAX_DISTRUSTED = 10_000
@@ -87,7 +87,7 @@ class TierCache(CacheListener):
         self._manager = manager
         manager.trie.digest = digest
         manager.trie.followers.append(self)
-        manager.pool.listeners.append(self)
+        manager.pool.listener = self
 
     def evicted(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
         if node.key[1] not in self._distrusted:

@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from nanovllm.core.messages import Schedule, StepResult
+from nanovllm.core.messages import HOST, Load, Loaded, Schedule, StepResult
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.transfers import HOST, Load, Loaded
 from nanovllm.features.tiers.cache import Plan, TierCache
 from nanovllm.kv.trie import Hit
 from nanovllm.scheduler.admission_hook import AdmissionHook

@@ -1,6 +1,6 @@
 """Moves entries of the prefix cache between the pool and its tiers, in threads parallel to steps.
 
-core/transfers.py has the messages.
+core/messages.py has the messages.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.core.transfers import HOST, Load, Loaded, TierEntry
+from nanovllm.core.messages import HOST, Load, Loaded, TierEntry
 from nanovllm.features.tiers.host_pages import PageCopies
 from nanovllm.features.tiers.tier import ByteStore
 

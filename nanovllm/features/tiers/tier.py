@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence as Seq
 from typing import Protocol
 
-from nanovllm.core.transfers import HOST, STORE, TierEntry
+from nanovllm.core.messages import HOST, STORE, TierEntry
 
 _MAX_FORGOTTEN = 4096
 """Keys of failed loads that a `StoreTier` knows: half a megabyte."""

@@ -7,9 +7,9 @@ next step has to move.
 from collections import Counter
 from collections.abc import Sequence as Seq
 
-from nanovllm.core.transfers import HOST, Load, Loaded, TierEntry, Transfers
+from nanovllm.core.messages import HOST, Load, Loaded, TierEntry, Transfers
 from nanovllm.features.tiers.tier import HostSlots, StoreTier, Tier
-from nanovllm.scheduler.stats import TierStats
+from nanovllm.scheduler.scheduler import TierStats
 
 SMOOTHING = 0.25
 """Weight of the newest measurement of a tier's seconds per page."""

@@ -171,3 +171,23 @@ class KVCacheGroup:
 
     def undo_copies(self, copies: Seq[PageCopy]) -> None:
         """Handle the failure of a step with these copies, which it may not have made."""
+
+
+class BidirectionalGroup(KVCacheGroup):
+    """Requires each prompt in one step; owns no pages: those are `FullGroup`'s.
+
+    The prefix cache must be off, because a token's keys depend on the tokens after it.
+
+    Args:
+        max_model_len: most tokens of a step's last row.
+    """
+
+    suffix = b"whole"  # of no entry
+    num_tables = 0
+    grows = False
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_extra_tokens = max_model_len - 1
+
+    def row_length(self, seq: Sequence, most: int) -> int:
+        return seq.num_tokens - seq.num_computed_tokens
