@@ -88,7 +88,6 @@ class RankExecutor:
         self._received: list[deque[Any]] = [deque() for _ in self._all]
         self._dead: str | None = None
         self._grammars: GrammarCompiler | None = None  # not sent yet
-        self._num_commands = 0
 
     def start(self) -> WorkerInfo:
         try:
@@ -118,8 +117,7 @@ class RankExecutor:
 
     def call_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         self.check_health()
-        self._num_commands += 1
-        self._send(Command(self._num_commands, function, arguments), self._all)
+        self._send(Command(function, arguments), self._all)
         results = [self._command_result(rank) for rank in self._all]
         for result in results:
             if result.error is not None:
@@ -127,17 +125,14 @@ class RankExecutor:
         return [result.value for result in results]
 
     def _command_result(self, rank: int) -> CommandResult:
-        """Return what `rank` says of the last command; keep the results of steps before it."""
+        """Return what `rank` says of the command; keep the results of steps before it."""
         steps: list[StepResult] = []
-        try:
-            while True:
-                message: StepResult | CommandResult = self._receive(rank)
-                if not isinstance(message, CommandResult):
-                    steps.append(message)
-                elif message.command_id == self._num_commands:  # else Ctrl-C ended the wait for it
-                    return message
-        finally:
-            self._received[rank].extendleft(reversed(steps))
+        message: StepResult | CommandResult = self._receive(rank)
+        while not isinstance(message, CommandResult):
+            steps.append(message)
+            message = self._receive(rank)
+        self._received[rank].extendleft(reversed(steps))
+        return message
 
     def check_health(self) -> None:
         if self._dead is None and not self.ranks.alive():
@@ -152,8 +147,8 @@ class RankExecutor:
     def wait_for(self, step_id: int) -> StepResult:
         """Return rank 0's result of step `step_id`; drop earlier results, which are not read."""
         while True:
-            result: StepResult | CommandResult = self._receive(0)
-            if isinstance(result, StepResult) and result.step_id == step_id:
+            result: StepResult = self._receive(0)
+            if result.step_id == step_id:
                 return result
 
     def _send(
@@ -165,8 +160,8 @@ class RankExecutor:
                 self.ranks.send(rank, content)
         except OSError:
             self._die("a worker process died")
-        except BaseException:  # Ctrl-C: some ranks have the message and some do not
-            self._kill("interrupted while the ranks were being told what to do; make a new LLM")
+        except BaseException:  # some ranks have the message and some do not
+            self._kill("the ranks were not all told what to do; make a new LLM")
             raise
 
     def _receive(self, rank: int) -> Any:
@@ -180,9 +175,6 @@ class RankExecutor:
                     status, value = self.ranks.receive(other)
                 except (EOFError, OSError):
                     continue
-                except BaseException:  # Ctrl-C: half of the message may still be on its way
-                    self._kill("interrupted while a rank answered; make a new LLM")
-                    raise
                 heard = True
                 if status == "error":
                     self._die(str(value), value)

@@ -52,7 +52,6 @@ Prepare = Callable[[], tuple[Platform, NetworkSpec, NetworkSpec | None]]
 class Command(NamedTuple):
     """A call of `function(runner, *arguments)`, in the order of the steps around it."""
 
-    command_id: int
     function: Callable[..., Any]
     """A function of a module, because its name is what is sent to other processes."""
     arguments: tuple[Any, ...]
@@ -61,7 +60,6 @@ class Command(NamedTuple):
 class CommandResult(NamedTuple):
     """What one rank's call returned, or the mistake of the user that it found."""
 
-    command_id: int
     value: Any = None
     error: NanoVLLMError | None = None
 
@@ -136,11 +134,11 @@ def _called(runner: ModelRunner, command: Command) -> CommandResult:
     """
     try:
         with torch.inference_mode():
-            return CommandResult(command.command_id, command.function(runner, *command.arguments))
+            return CommandResult(command.function(runner, *command.arguments))
     except NanoVLLMError as error:
         if type(error) is NanoVLLMError:  # it wraps a crash
             raise
-        return CommandResult(command.command_id, error=error)
+        return CommandResult(error=error)
 
 
 class _Outbox:

@@ -45,6 +45,9 @@ class SlowStore:
         assert self.gate.wait(SECONDS)
         self.entries[key] = [bytes(buffer) for buffer in buffers]
 
+    def tidy(self) -> None:
+        assert self.gate.wait(SECONDS)
+
     def close(self) -> None:
         self.closed = True
 
