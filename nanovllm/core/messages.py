@@ -30,13 +30,10 @@ class AdapterSlot(NamedTuple):
 class InputSpan(NamedTuple):
     """Tokens of a prompt that stand for something else than their ids say, such as a picture."""
 
-    start: int
-    """Position of the first."""
+    start: int  # position of the first
     length: int
-    digest: bytes
-    """Of what they stand for, 32 bytes: other digests, other prefixes."""
-    offset: int = 0
-    """Of the first in what they stand for, if that has several spans."""
+    digest: bytes  # of what they stand for, 32 bytes: other digests, other prefixes
+    offset: int = 0  # of the first in what they stand for, if that has several spans
 
 
 class Admission(NamedTuple):
@@ -103,8 +100,7 @@ class Load(NamedTuple):
     """Entries that a sequence waits for. They are copied from their tiers to the pool's pages."""
 
     load_id: int
-    parts: list[TierEntry]
-    """In the order in which they are needed."""
+    parts: list[TierEntry]  # in the order in which they are needed
 
 
 class Transfers(NamedTuple):
@@ -124,10 +120,8 @@ class Loaded(NamedTuple):
     """How a load ended."""
 
     load_id: int
-    num_parts: int
-    """How many of its first parts are right: on all ranks, in a result."""
-    seconds: float
-    """From the begin of its first part to the end of its last."""
+    num_parts: int  # how many of its first parts are right: on all ranks, in a result
+    seconds: float  # from the begin of its first part to the end of its last
 
 
 class Row(NamedTuple):
@@ -197,8 +191,7 @@ class TokenLogprobs(NamedTuple):
 
     token_ids: list[int]
     logprobs: list[float]
-    rank: int
-    """Rank of the actual token in the whole vocabulary; 1 is the most likely."""
+    rank: int  # rank of the actual token in the whole vocabulary; 1 is the most likely
 
 
 class FinishInfo(NamedTuple):

@@ -13,10 +13,8 @@ from typing import NamedTuple
 class WindowSpec(NamedTuple):
     """Layers that attend to a window of equally many tokens."""
 
-    window: int
-    """A token sees itself and the window - 1 tokens before it."""
-    pages: int
-    """Pages of the pool that a block takes: as many block tables."""
+    window: int  # a token sees itself and the window - 1 tokens before it
+    pages: int  # pages of the pool that a block takes: as many block tables
 
     def first_block(self, position: int, block_size: int) -> int:
         """Return the index of the first block that a token at `position`, or after it, reads."""

@@ -7,8 +7,7 @@ from typing import Any
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.validation import plain_text, shown
 
-_MAX_SALT_LENGTH = 128
-"""Characters, as in vLLM: the prefix cache keeps the salts of its blocks."""
+_MAX_SALT_LENGTH = 128  # characters, as in vLLM: the prefix cache keeps the salts of its blocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

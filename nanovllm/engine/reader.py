@@ -13,8 +13,7 @@ from nanovllm.outputs import CompletionOutput, RequestOutput
 Item = RequestOutput | BaseException
 """What a request's reader receives: an output, or the error that ended the request."""
 
-_MAX_OUTPUTS = 32
-"""Outputs that wait for their reader before they are merged into one."""
+_MAX_OUTPUTS = 32  # outputs that wait for their reader before they are merged into one
 
 
 class Reader:

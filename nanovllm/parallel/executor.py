@@ -27,8 +27,7 @@ from nanovllm.utils.pages import PageReserve, read_ahead
 if TYPE_CHECKING:
     from nanovllm.features.structured.grammar import GrammarCompiler
 
-_MIN_RESERVE = 64 * 2**20
-"""Bytes of weights below which a separate thread gains nothing."""
+_MIN_RESERVE = 64 * 2**20  # bytes of weights below which a separate thread gains nothing
 _PACKED_BITS = {None: 16, "none": 16, "int8": 8.125, "w8a8": 8.125, "int4": 4.5}
 """Of a packed number and its share of a scale, by the option `quantization`."""
 

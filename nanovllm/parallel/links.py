@@ -10,8 +10,7 @@ import struct
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
-_PROOF_SECONDS = 5
-"""How long a stranger may keep the other end waiting."""
+_PROOF_SECONDS = 5  # how long a stranger may keep the other end waiting
 _IDLE_SECONDS = 2
 _PROBE_SECONDS = 1
 _NUM_PROBES = 4

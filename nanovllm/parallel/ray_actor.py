@@ -33,10 +33,8 @@ from nanovllm.worker.model_loader import NetworkSpec
 logger = logging.getLogger(__name__)
 
 _NUM_SLICES = 16
-_SLICE_BYTES = 2**16
-"""What is compared of each weight file: small ones as a whole."""
-_END_SECONDS = 2.0
-"""How long a rank whose engine is gone may take to end by itself."""
+_SLICE_BYTES = 2**16  # what is compared of each weight file: small ones as a whole
+_END_SECONDS = 2.0  # how long a rank whose engine is gone may take to end by itself
 
 
 class ActorPlace(NamedTuple):
@@ -45,12 +43,9 @@ class ActorPlace(NamedTuple):
     node_id: str
     pid: int
     address: str
-    port: int
-    """Where it waits for the engine."""
-    store_port: int
-    """Where ranks find each other; 0 for all but rank 0."""
-    versions: str
-    """Of nanovllm, torch and Python, which must be the same everywhere."""
+    port: int  # where it waits for the engine
+    store_port: int  # where ranks find each other; 0 for all but rank 0
+    versions: str  # of nanovllm, torch and Python, which must be the same everywhere
 
     def __str__(self) -> str:
         return f"node {self.address} ({self.node_id[:8]})"
@@ -65,8 +60,7 @@ class FoundFiles(NamedTuple):
     """What the engine read of a model. A rank must find the same on its node."""
 
     network: NetworkSpec
-    digests: dict[str, str]
-    """Of the weight files, by name."""
+    digests: dict[str, str]  # of the weight files, by name
 
 
 def found_files(network: NetworkSpec) -> FoundFiles:

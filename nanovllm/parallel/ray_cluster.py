@@ -15,11 +15,9 @@ from nanovllm.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_ROOM_SECONDS = 300.0
-"""How long to wait for room; an autoscaler takes minutes to add a machine."""
+_ROOM_SECONDS = 300.0  # how long to wait for room; an autoscaler takes minutes to add a machine
 _KNOCK_SECONDS = 5.0
-_SILENT_SECONDS = 3.0
-"""How much of this to wait before the log tells of it."""
+_SILENT_SECONDS = 3.0  # how much of this to wait before the log tells of it
 
 
 def join_cluster(num_cpus: int = 0, address: str | None = None, **options: Any) -> None:

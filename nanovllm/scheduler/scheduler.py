@@ -39,18 +39,12 @@ class StallEvent(NamedTuple):
 class TierStats:
     """Counts since the engine started."""
 
-    num_host_tokens: int = 0
-    """Tokens whose KV came from host memory."""
-    num_store_tokens: int = 0
-    """Tokens whose KV came from a byte store."""
-    num_swapped_tokens: int = 0
-    """Those of both whose sequence had been preempted."""
-    num_loads: int = 0
-    """Loads that have ended."""
-    num_failed_loads: int = 0
-    """Those of them of which a part was missing or wrong."""
-    num_offloaded_pages: int = 0
-    """Pages that were copied to host memory."""
+    num_host_tokens: int = 0  # tokens whose KV came from host memory
+    num_store_tokens: int = 0  # tokens whose KV came from a byte store
+    num_swapped_tokens: int = 0  # those of both whose sequence had been preempted
+    num_loads: int = 0  # loads that have ended
+    num_failed_loads: int = 0  # those of them of which a part was missing or wrong
+    num_offloaded_pages: int = 0  # pages that were copied to host memory
 
 
 @dataclasses.dataclass(slots=True)

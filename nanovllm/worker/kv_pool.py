@@ -16,17 +16,14 @@ from nanovllm.kernels.states import aligned
 from nanovllm.platform import Platform
 from nanovllm.utils.memory import populate, return_pages
 
-_BYTES_AHEAD = 32 * 2**20
-"""Bytes of memory kept ready after the last page in use."""
+_BYTES_AHEAD = 32 * 2**20  # bytes of memory kept ready after the last page in use
 
 
 class KVPlace(NamedTuple):
     """Where a layer's keys and values are."""
 
-    table: int
-    """The block table that has the ids of its pages."""
-    offset: int
-    """Bytes from the start of a page."""
+    table: int  # the block table that has the ids of its pages
+    offset: int  # bytes from the start of a page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +31,7 @@ class PageLayout:
     """How layers share the pages of a pool. See core/worker_info.py."""
 
     page_bytes: int
-    places: tuple[KVPlace, ...]
-    """Of each layer."""
+    places: tuple[KVPlace, ...]  # of each layer
     windows: tuple[WindowSpec, ...]
 
 

@@ -259,8 +259,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
             torch.set_default_dtype(before)
 
 
-_TRIM_EVERY = 2**24
-"""Numbers of stored weights."""
+_TRIM_EVERY = 2**24  # numbers of stored weights
 
 
 class WeightForms:

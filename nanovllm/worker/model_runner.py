@@ -60,8 +60,7 @@ class ModelRunner:
         ConfigError: the options name a GPU, and its kernels do not run.
     """
 
-    tables: DeviceTables
-    """Between `allocate` and `free`."""
+    tables: DeviceTables  # between `allocate` and `free`
 
     def __init__(
         self,

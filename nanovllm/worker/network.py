@@ -33,8 +33,7 @@ class Network:
         own: names the user's family and weight format, for errors; None: all is ours.
     """
 
-    pool: KVPool
-    """Between `make_pool` and `free_pool`."""
+    pool: KVPool  # between `make_pool` and `free_pool`
 
     def __init__(self, spec: NetworkSpec, max_model_len: int, platform: Platform) -> None:
         self.config = spec.config

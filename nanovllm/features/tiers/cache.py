@@ -15,16 +15,14 @@ from nanovllm.kv.groups.group import KVCacheGroup
 from nanovllm.kv.pool import CacheListener
 from nanovllm.kv.trie import Hit, Node
 
-_MAX_DISTRUSTED = 10_000
-"""Blocks of failed sequences that are remembered: a megabyte."""
+_MAX_DISTRUSTED = 10_000  # blocks of failed sequences that are remembered: a megabyte
 
 
 class TierHit(NamedTuple):
     """An entry in a tier."""
 
     tier: str
-    block_index: int
-    """Of the block to which it belongs, in the sequence."""
+    block_index: int  # of the block to which it belongs, in the sequence
     suffix: bytes
     key: bytes
     num_pages: int

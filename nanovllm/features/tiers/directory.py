@@ -32,22 +32,18 @@ from nanovllm.utils.disk_cache import check_directory, check_ours, open_ours
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_SECONDS = 60.0
-"""For how long nothing is written after a failure."""
+_PAUSE_SECONDS = 60.0  # for how long nothing is written after a failure
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 """What the system may answer although the path is right."""
 _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What the system answers when this process has too much of something: the file may be right."""
-MAX_KEY_BYTES = 96
-"""A key's hexadecimal digits are a file's name, which may have 255 bytes."""
+MAX_KEY_BYTES = 96  # a key's hexadecimal digits are a file's name, which may have 255 bytes
 _MAGIC = b"nanovkv\n"
-_VERSION = 1
-"""Raise it when the format of the file changes."""
+_VERSION = 1  # raise it when the format of the file changes
 _HEADER = struct.Struct(f"<8sII32sQ{MAX_KEY_BYTES}s")
 """Magic, version, length of the key, digest of the owner, bytes of data, key."""
 _CHECKSUM_BYTES = 16
-_IOV_MAX = 1024
-"""Most buffers of one call, in Linux and macOS."""
+_IOV_MAX = 1024  # most buffers of one call, in Linux and macOS
 
 
 class DirectoryStore(ByteStore):

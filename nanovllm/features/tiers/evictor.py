@@ -23,14 +23,12 @@ _GROUP = re.compile(r"[0-9a-f]{2}")
 _ENTRY = re.compile(r"([0-9a-f]{2})+")
 _TEMPORARY = re.compile(r"tmp-[0-9a-f]{32}")
 """All other names in the directory are not ours: such files are neither counted nor removed."""
-_DISK_BLOCK = 4096
-"""What a file system gives a file is a multiple of it."""
+_DISK_BLOCK = 4096  # what a file system gives a file is a multiple of it
 _EMPTY_SECONDS = 3600.0
 
 
 class _Entry(NamedTuple):
-    mtime_ns: int
-    """When it was last used."""
+    mtime_ns: int  # when it was last used
     path: str
     num_bytes: int
 

@@ -23,10 +23,8 @@ from nanovllm.features.tiers.tier import ByteStore
 logger = logging.getLogger(__name__)
 
 _NUM_LOADERS = 2
-_LOW_PRIORITY = 10
-"""Of the thread that writes: it gives way to the steps."""
-_CLOSE_SECONDS = 4.0
-"""How long `close` waits for what is still to be written."""
+_LOW_PRIORITY = 10  # of the thread that writes: it gives way to the steps
+_CLOSE_SECONDS = 4.0  # how long `close` waits for what is still to be written
 
 
 @dataclasses.dataclass(eq=False)

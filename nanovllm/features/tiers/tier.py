@@ -12,17 +12,14 @@ from typing import Protocol
 
 from nanovllm.core.messages import HOST, STORE, TierEntry
 
-_MAX_FORGOTTEN = 4096
-"""Keys of failed loads that a `StoreTier` knows: half a megabyte."""
+_MAX_FORGOTTEN = 4096  # keys of failed loads that a `StoreTier` knows: half a megabyte
 
 
 class Tier(Protocol):
     """Copies of entries, by key. The workers move their contents."""
 
-    name: str
-    """`TierEntry.tier`."""
-    page_seconds: float
-    """Expected seconds to load a page; 0.0 while nothing is known."""
+    name: str  # `TierEntry.tier`
+    page_seconds: float  # expected seconds to load a page; 0.0 while nothing is known
 
     def find(self, key: bytes) -> bool:
         """Return whether the tier has an entry."""

@@ -11,8 +11,7 @@ from nanovllm.core.messages import HOST, Load, Loaded, TierEntry, Transfers
 from nanovllm.features.tiers.tier import HostSlots, StoreTier, Tier
 from nanovllm.scheduler.scheduler import TierStats
 
-SMOOTHING = 0.25
-"""Weight of the newest measurement of a tier's seconds per page."""
+SMOOTHING = 0.25  # weight of the newest measurement of a tier's seconds per page
 DECAY = 0.9
 """Each time that a tier is too slow, it is believed to be so much faster. So it is tried again."""
 
