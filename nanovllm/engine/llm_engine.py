@@ -37,10 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class OwnerProcess:
-    """The process that makes this object.
-
-    An engine's threads, worker processes and GPU stay with it.
-    """
+    """The process that makes this object: an engine's threads, ranks and GPU stay with it."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -62,8 +59,8 @@ class OwnerProcess:
 class Observer:
     """Is told what an engine does, in its thread. By default it does nothing.
 
-    `LLMEngine.observers` holds those that listen; one may be added or removed between two steps. An
-    observer changes nothing that it is given. A loop of the engine may launch one step and take the
+    `LLMEngine.observers` holds those that listen; one may be added or removed between two steps.
+    They change nothing that they are given. A loop of the engine may launch one step and take the
     result of an earlier one; in this process on a CPU both are the same step.
     """
 
@@ -106,13 +103,9 @@ class LLMEngine:
     input_processor: InputProcessor
     output_processor: OutputProcessor
     _: KW_ONLY
-    generation_config: Mapping[str, Any]
-    """The sampling parameters that are recommended for the model."""
-    load_tokenizer: Callable[[], Any]
-    """Returns the checkpoint's transformers tokenizer, None if it has none. The engine itself does
-    not need it."""
+    generation_config: Mapping[str, Any]  # the sampling parameters recommended for the model
+    load_tokenizer: Callable[[], Any]  # returns the checkpoint's transformers tokenizer, or None
     observers: list[Observer]
-    """Those that are told of each request and step."""
     queue_depth: int
     """How many more steps to launch before the oldest step's tokens are known; 0 waits for each."""
 
@@ -133,10 +126,7 @@ class LLMEngine:
     def add_request(
         self, prompt: PromptInput, params: SamplingParams | None = None, **options: Any
     ) -> int | str:
-        """Queue a request and return its id; arguments and errors are those of `make_request`.
-
-        `step` returns its outputs: each step's delta with stream=True, otherwise one at the end.
-        """
+        """Queue a request whose outputs `step` returns; return its id. See `make_request`."""
         request = self.input_processor.make_request(prompt, params, **options)
         self.queue(request)
         return request.request_id
@@ -188,14 +178,12 @@ class LLMEngine:
         self._held = None
 
     def step(self) -> list[RequestOutput]:
-        """Do `run_step` and return the outputs of requests without `deliver`."""
+        """Run a step and return the outputs of requests without `deliver`."""
         self.run_step()
         return self.take_outputs()
 
     def take_outputs(self) -> list[RequestOutput]:
-        """Return the outputs of requests without `deliver` that were not returned yet. The one
-        method that any thread may call.
-        """
+        """Return the outputs of requests without `deliver` not returned yet, to any thread."""
         return [self._outputs.popleft() for _ in range(len(self._outputs))]
 
     def run_step(self) -> None:
@@ -205,9 +193,9 @@ class LLMEngine:
         than `queue_depth` steps are in flight, or nothing was launched.
 
         Raises:
-            EngineDeadError: the engine is down, or ends in this step. After another error of a
-                worker, the requests of the failed step and of later ones in flight are queued
-                again. After an error in making one request's output, the others have got theirs.
+            EngineDeadError: the engine is down, or ends in this step. After another error the
+                requests of the failed step and of later ones in flight are queued again. After an
+                error in making one request's output, the others have got theirs.
         """
         self.owner.check()
         if self.is_shut_down:
@@ -223,11 +211,7 @@ class LLMEngine:
                 observer.end_step(self.scheduler)
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
-        """End a request and return its output that was not sent yet; None if it is not running.
-
-        The output is also delivered, if the request has a `deliver`. After a PluginError no
-        request runs.
-        """
+        """End a request; deliver and return its output not sent yet, None if it is not running."""
         request = self.output_processor.requests.get(request_id)
         if request is None or self._has_failed:
             return None
@@ -245,16 +229,15 @@ class LLMEngine:
         return output
 
     def abort_all(self, request_ids: Iterable[int | str]) -> None:
-        """Abort requests; an error in one is logged, and the others are aborted too."""
+        """Abort requests; log an error in one and go on with the others."""
         for request_id in request_ids:
             run_logged(partial(self.abort, request_id))
 
     def run_last_steps(self) -> None:
-        """Run remaining steps after the last sequence finishes, unless the engine is paused.
+        """Run remaining steps after the last sequence finishes, unless the engine is paused. With a
+        byte store below the pool, one of them begins to write what the last request left.
 
         An error is logged: the callers have their outputs.
-
-        With a byte store below the pool, one of them begins to write what the last request left.
         """
         try:
             # If steps are in flight, the first calls end them.
@@ -298,20 +281,15 @@ class LLMEngine:
             return self.scheduler.block_manager.reset_prefix_cache()
 
     def get_metrics(self) -> list[Metric | Vector | Histogram]:
-        """Return the engine's counts since its start, and its load now, by vLLM's names.
-
-        A request is here one continuation, as in vLLM. Counts of drafts are there only with
-        speculation.
-        """
+        """Return the engine's counts and its load by vLLM's names, which count continuations."""
         from nanovllm.engine.engine_metrics import read_metrics
 
         num_held = sum(bool(request.unqueued) for request in self._held or ())
         return read_metrics(self.scheduler, num_held)
 
     def shutdown(self) -> None:
-        """End the workers and free the model. May be called again.
-
-        Garbage collection of the engine and the exit of Python do the same.
+        """End the workers and free the model, as garbage collection and Python's exit do. May be
+        called again.
         """
         self.input_processor.shutdown()
         self._finalizer()
@@ -340,7 +318,10 @@ class LLMEngine:
             return False
         try:
             # Before execute(), which computes the whole step if it runs in this process.
-            self._set_first_scheduled_times(schedule)
+            for admission in schedule.admissions:
+                request = self.output_processor.request_of(admission.seq_id)
+                if request is not None and request.first_scheduled_time is None:
+                    request.first_scheduled_time = time.monotonic()
             for observer in self.observers:
                 observer.scheduled(schedule, self.scheduler)
             future = self.executor.execute(schedule)
@@ -352,12 +333,6 @@ class LLMEngine:
         for observer in self.observers:
             observer.launched(schedule)
         return True
-
-    def _set_first_scheduled_times(self, schedule: Schedule) -> None:
-        for admission in schedule.admissions:
-            request = self.output_processor.request_of(admission.seq_id)
-            if request is not None and request.first_scheduled_time is None:
-                request.first_scheduled_time = time.monotonic()
 
     def _process_oldest_step(self, start: float) -> None:
         """Wait for the oldest step in flight, process its tokens and deliver the outputs.

@@ -44,10 +44,8 @@ class Reader:
         self._has_item = asyncio.Event()
 
     async def get(self) -> RequestOutput:
-        """Wait until there is something to read, and return all of it as one output.
-
-        Raises:
-            Exception: the error that ended the request, once all outputs before it are read.
+        """Wait until there is something to read, and return all of it as one output. Once that is
+        done, raise the error that ended the request.
         """
         self._is_waiting = not self._has_item.is_set()
         try:
@@ -91,10 +89,8 @@ class Reader:
 
 
 class Mailbox:
-    """Receives one request's items, for a thread that may wait for those of several.
-
-    Args:
-        put: called with each item, in the engine's thread.
+    """Receives one request's items, for a thread that may wait for those of several. `put` is
+    called with each item, in the engine's thread.
     """
 
     loop = None

@@ -68,13 +68,11 @@ class BlockPool:
     - A page has one use: it is in the block table of one group, or holds one entry.
     - Free pages without an entry are reused before those with one.
 
-    Every operation costs O(1), or what the eviction order takes.
+    Every operation costs O(1), or what the eviction order takes. Groups and the block manager tell
+    the `listener`, too.
 
     Args:
         order: of the free pages, for `num_blocks` pages; None: least recently used first.
-
-    Attributes:
-        listener: is told of pages and of what they hold, also by groups and the block manager.
     """
 
     def __init__(self, num_blocks: int, *, order: EvictionOrder | None = None) -> None:
@@ -87,11 +85,7 @@ class BlockPool:
         return len(self.free)
 
     def take(self) -> int:
-        """Return a free page for new contents; there must be one. Its entry leaves the cache.
-
-        Raises:
-            PluginError: the eviction order gives a page that is in use.
-        """
+        """Return a free page for new contents; there must be one. Its entry leaves the cache."""
         page = self.free.take()
         block = self.blocks[page]
         if block.ref_count:  # two sequences would read each other's KV

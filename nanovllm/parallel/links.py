@@ -42,10 +42,7 @@ def accept(server: socket.socket, key: bytes) -> Connection:
 
 
 def connect(address: str, port: int, key: bytes, seconds: float) -> Connection:
-    """Return a connection to a socket of `listen`.
-
-    Args:
-        seconds: how long to wait for it, and for its proof.
+    """Return a connection to a socket of `listen`, within `seconds` each for it and its proof.
 
     Raises:
         AuthenticationError: the other end has another key.

@@ -31,7 +31,7 @@ class Ranks(Protocol):
     size: int
 
     def start(self) -> None:
-        """Start all ranks. `end` has to be called even if this raises.
+        """Start all ranks; call `end` even if this raises.
 
         Raises:
             NanoVLLMError: the ranks cannot be started with these options.
@@ -39,11 +39,7 @@ class Ranks(Protocol):
         ...
 
     def send(self, rank: int, message: memoryview) -> None:
-        """Send a pickled `message` to `rank`.
-
-        Raises:
-            OSError: the rank has ended.
-        """
+        """Send a pickled `message` to `rank`. OSError: the rank has ended."""
         ...
 
     def wait(self) -> list[int]:
@@ -51,11 +47,7 @@ class Ranks(Protocol):
         ...
 
     def receive(self, rank: int) -> Any:
-        """Return the next message of `rank`.
-
-        Raises:
-            EOFError, OSError: the rank has ended.
-        """
+        """Return the next message of `rank`. EOFError, OSError: the rank has ended."""
         ...
 
     def alive(self) -> bool:
@@ -63,17 +55,14 @@ class Ranks(Protocol):
         ...
 
     def endings(self) -> list[str]:
-        """Say of each rank that has ended which it was and how, for an error's message.
-
-        Waits for two seconds at most: messages stop shortly before a process is gone.
+        """Say of each rank that has ended which it was and how, for an error's message. Wait up to
+        two seconds: messages stop shortly before a process is gone.
         """
         ...
 
     def end(self, *, at_once: bool = False) -> None:
-        """End all ranks and give back what they hold. Repeated calls do nothing.
-
-        Args:
-            at_once: kill the ranks; otherwise they have five seconds to end by themselves.
+        """End all ranks, within five seconds or at once; give back what they hold. Repeated calls
+        do nothing.
         """
         ...
 
@@ -187,11 +176,8 @@ class RankExecutor:
         return self._received[rank].popleft()
 
     def _die(self, reason: str, error: NanoVLLMError | None = None) -> NoReturn:
-        """Kill all ranks and raise. When one rank is dead, the others would wait for it for ever.
-
-        Raises:
-            NanoVLLMError: `error`, if a rank reported a mistake of the user.
-            EngineDeadError: otherwise.
+        """Kill all ranks, which would wait for a dead one for ever. Raise `error` if it is a
+        mistake of the user, else EngineDeadError.
         """
         self._kill("; ".join([reason, *self.ranks.endings()]))
         logger.error("workers ended: %s", self._dead)

@@ -67,10 +67,8 @@ class CommandResult(NamedTuple):
 def run_spawned(
     job: RankJob, pipe: Connection, target: NetworkSpec, draft: NetworkSpec | None
 ) -> None:
-    """Run a spawned rank until the pipe closes or the parent dies.
-
-    The process then exits at once, because Python takes half a second to take torch apart, and a
-    GPU's driver frees what it has.
+    """Run a spawned rank until the pipe closes or the parent dies. Then exit at once: Python takes
+    half a second to take torch apart, and a GPU's driver frees what it has.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_die_with_parent, daemon=True).start()
@@ -127,11 +125,7 @@ def run_rank(job: RankJob, pipe: Connection, prepare: Prepare) -> None:
 
 
 def _called(runner: ModelRunner, command: Command) -> CommandResult:
-    """Call the function of `command`.
-
-    Raises:
-        Exception: no mistake of the user. The rank then ends, as after a step that failed.
-    """
+    """Call the function of `command`. What it raises ends the rank, except a user's mistake."""
     try:
         with torch.inference_mode():
             return CommandResult(command.function(runner, *command.arguments))
@@ -142,10 +136,8 @@ def _called(runner: ModelRunner, command: Command) -> CommandResult:
 
 
 class _Outbox:
-    """Sends a rank's messages in order.
-
-    It has its own thread, so that the rank launches the next step while the last step's tokens are
-    still being computed.
+    """Sends a rank's messages in order, in its own thread: so the rank launches the next step while
+    the last step's tokens are still being computed.
     """
 
     def __init__(self, pipe: Connection, rank: int) -> None:

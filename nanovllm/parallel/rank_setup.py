@@ -34,13 +34,10 @@ if TYPE_CHECKING:
 
 
 def check_network(config: Config, checkpoint: Checkpoint) -> NetworkSpec:
-    """Return what the ranks load of `checkpoint`. First check that it can run with `config`.
+    """Return what the ranks load of `checkpoint`.
 
     Raises:
-        CheckpointError: the architecture or a setting is not supported, there are no weights, or
-            their names, shapes and dtypes are not what the model needs.
-        ConfigError: `quantization` asks for what a quantised checkpoint cannot be; or there are
-            more ranks than attention heads.
+        CheckpointError, ConfigError: it cannot run with `config`.
     """
     model_config = _model_config(config, checkpoint)
     if model_config.quantization_config is not None:
@@ -66,8 +63,8 @@ def check_networks(
     """Return what the ranks load: the target, and the draft network if there is one.
 
     Raises:
-        CheckpointError, ConfigError: as for `check_network`, for each of both.
-        ConfigError: they have different vocabularies, or a class of the user's cannot be loaded.
+        CheckpointError, ConfigError: one of them cannot run with `config`, or not with the other,
+            or a class of the user's cannot be loaded.
     """
     _check_plugins(config)
     target = check_network(config, checkpoint)
@@ -136,12 +133,7 @@ def _model_config(config: Config, checkpoint: Checkpoint) -> ModelConfig:
 
 
 def platform_class(config: Config) -> type[Platform]:
-    """Return the class of the device that the option device names: "auto" is the first one of ours
-    that is there.
-
-    Raises:
-        ConfigError: it is the user's, and cannot be loaded.
-    """
+    """Return the class of the option device; "auto" is the first one of ours that is there."""
 
     def load(value: str) -> type[Platform]:
         return load_class("device", value, Platform, ("device", "asked"))  # type: ignore[type-abstract]
@@ -152,11 +144,7 @@ def platform_class(config: Config) -> type[Platform]:
 
 
 def rank_platform(config: Config, rank: int = 0) -> Platform:
-    """Return the device of rank `rank`.
-
-    Raises:
-        ConfigError: there is no such device, or there are fewer than ranks.
-    """
+    """Return the device of a rank. ConfigError: there is none."""
     found = platform_class(config)
     device = found.find(config.device, rank, config.tensor_parallel_size)
     return found(device, config.device)
@@ -165,11 +153,7 @@ def rank_platform(config: Config, rank: int = 0) -> Platform:
 def make_runner(
     target: NetworkSpec, platform: Platform, draft: NetworkSpec | None = None
 ) -> ModelRunner:
-    """Return the runner of one rank, with the parts that the options ask for.
-
-    Args:
-        draft: the draft network, if speculation has one.
-    """
+    """Return the runner of one rank, with the parts that the options ask for."""
     config = target.config
     make_steps: Callable[[Network, int], StepRunners] | None = None
     make_drafter: Callable[[Network, int], Proposer] | None = None
@@ -210,11 +194,7 @@ def make_runner(
 
 
 def step_runner_class(value: str) -> type[StepRunner]:
-    """Return the class that the option step_runner names, "module:Class".
-
-    Raises:
-        ConfigError: there is no such class.
-    """
+    """Return the class that the option step_runner names."""
     return load_class("step_runner", value, StepRunner, ("network", "tables"))  # type: ignore[type-abstract]
 
 

@@ -69,9 +69,8 @@ def found_files(network: NetworkSpec) -> FoundFiles:
 
 
 def _digest(path: Path) -> str:
-    """Return a digest of a file's size and of slices all over it, from its beginning to its end.
-
-    Another version of a model often has files of the same sizes, but hardly the same slices.
+    """Return a digest of a file's size and of slices all over it: another version of a model often
+    has files of the same sizes.
     """
     size = path.stat().st_size
     digest = xxhash.xxh3_128(size.to_bytes(8, "little"))
@@ -135,11 +134,7 @@ class RankActor:
 def _find_networks(
     config: Config, found: list[FoundFiles], place: str
 ) -> tuple[NetworkSpec, NetworkSpec | None]:
-    """Return the networks from this node's files.
-
-    Raises:
-        CheckpointError: they are missing here, or differ from those that the engine read.
-    """
+    """Return the networks from this node's files. CheckpointError: they are missing or differ."""
     try:
         networks = check_networks(config, configured_checkpoint(config), draft_checkpoint(config))
     except CheckpointError as error:
@@ -166,9 +161,8 @@ def _find_networks(
 
 
 def _end_with(lifeline: Connection) -> None:
-    """End this process soon after the engine's end of `lifeline` is gone, whatever it does.
-
-    A rank may be in a collective, whose other ranks are gone too; that would wait for minutes.
+    """End this process soon after the engine's end of `lifeline` is gone: a rank may wait in a
+    collective for minutes.
     """
     try:
         lifeline.recv_bytes()

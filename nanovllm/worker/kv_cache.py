@@ -69,11 +69,7 @@ def graph_bytes(sizes: Seq[int], capture: Callable[[int], None], platform: Platf
 
 
 def require_one_sequence(info: WorkerInfo) -> None:
-    """Check that the pool can hold one sequence of `max_model_len` tokens.
-
-    Raises:
-        OutOfMemoryError: it cannot.
-    """
+    """Raise OutOfMemoryError if the pool cannot hold one sequence of `max_model_len` tokens."""
 
     def needed(num_tokens: int) -> int:
         chunk = info.max_num_batched_tokens

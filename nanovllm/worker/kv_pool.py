@@ -172,9 +172,8 @@ class KVPool:
         self.populate_beyond(max(targets))
 
     def populate_beyond(self, block: int) -> None:
-        """On a CPU, have memory ready for the pages after `block`, which is in use or the first.
-
-        A pool on a CPU takes memory as pages are used, in their order.
+        """On a CPU, which gives memory to pages as they are used, have it ready for those after
+        `block`.
         """
         start = self._num_populated
         by_page = self._by_page and self._platform.in_host_memory

@@ -76,8 +76,6 @@ def check_weights(model_config: ModelConfig, files: list[Path]) -> ModelConfig:
     they are those of a network without one. First check that they hold what the model needs, by
     their headers alone.
 
-    Allocates nothing: the model that names the tensors is on torch's meta device.
-
     Raises:
         CheckpointError: a file is unsound, or a tensor's name, shape or dtype is wrong.
     """
@@ -176,10 +174,7 @@ def make_modules(
     known: Collection[str] = (),
 ) -> nn.Module:
     """Return the modules of a model, which expect the weights in the form that config.json says.
-
-    Args:
-        device: torch's meta device: nothing is allocated.
-        known: the names of the checkpoint's tensors; empty: unknown.
+    `known` has the names of the checkpoint's tensors, if they are known.
     """
     model = _build(model_config, max_model_len, device)
     if model_config.quantization_config is not None:
@@ -197,9 +192,7 @@ def _build(model_config: ModelConfig, max_model_len: int, device: torch.device) 
 
 
 def user_parts(model_config: ModelConfig) -> str | None:
-    """Return the names of a family and a weight format of the user's, for errors; None: all is
-    ours.
-    """
+    """Return the names of the user's family and weight format, for errors; None: all is ours."""
     names = [user_family(model_config)]
     if model_config.quantization_config is not None:
         from nanovllm.features.quantization.weight_formats import user_format

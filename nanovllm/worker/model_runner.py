@@ -125,7 +125,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:
-        """Launch a step. Steps run in the order in which they are launched.
+        """Launch a step, behind those launched before.
 
         Raises:
             OutOfMemoryError: the system refuses memory that the step needs. Later steps work.
@@ -185,7 +185,7 @@ class ModelRunner:
     def run_rows(self, rows: list[Row]) -> StepOutput:
         """Compute `rows` and choose a token for each row that samples.
 
-        Without step runners, masks and drafts this is all: `network.forward` gives hidden states,
+        Without step runners, masks and drafts: `network.forward` gives hidden states,
         `network.logits` the logits, `StepSampler.finish` the tokens, which rank 0 sends to the
         others and each writes to its tables, where the next step finds its input.
         """
@@ -255,18 +255,15 @@ class ModelRunner:
     def _states_of(
         self, indices: Seq[int] | None, hidden: torch.Tensor, place: Mapping[int, int]
     ) -> torch.Tensor:
-        """Return the hidden states of some tokens of the batch.
-
-        Args:
-            indices: of these tokens; None: all of `hidden`.
-            place: in `hidden`, by index of the token.
+        """Return the hidden states of the tokens at `indices`, None: all. `place` is their place in
+        `hidden`, by index.
         """
         if indices is None or len(indices) == len(place):
             return hidden
         return hidden[self.platform.upload([place[index] for index in indices])]
 
     def _make_missing_parts(self, extras: Extras) -> None:
-        """Make the parts that an admission with `extras` is the first to need."""
+        """Make the parts that these `extras` are the first to need."""
         for name in self._make_parts.keys() & extras.keys():
             self.parts.append(self._make_parts.pop(name)(self.network))
 

@@ -91,9 +91,8 @@ def measure(runner: ModelRunner) -> WorkerInfo:
 
 
 def reach_peak(runner: ModelRunner, info: WorkerInfo) -> int:
-    """Run the largest steps on a small pool, so that torch records its peak memory.
-
-    Returns the bytes that CUDA graphs will take in addition.
+    """Run the largest steps on a small pool, so that torch records its peak memory; return the
+    bytes that CUDA graphs will take in addition.
     """
     num_blocks = -(-min(info.max_model_len, info.max_num_batched_tokens) // info.block_size)
     info = dataclasses.replace(info, num_blocks=num_blocks + info.kv.state_pages)
@@ -113,9 +112,8 @@ def reach_peak(runner: ModelRunner, info: WorkerInfo) -> int:
 
 @torch.inference_mode()
 def allocate(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
-    """Allocate the KV pool and the tables, then capture or record the model.
-
-    Returns `info`, with what the drafter and the parts measure.
+    """Allocate the KV pool and the tables, then capture or record the model; return `info` with
+    what the drafter and the parts measure.
     """
     tables = runner.allocate(info)
     network = runner.network
@@ -181,11 +179,8 @@ def _largest_steps(
 
 
 def warm_up_steps(info: WorkerInfo, num_drafts: int) -> Iterator[Schedule]:
-    """Yield the steps: prompts, chunks behind a short and a long prefix, single tokens and drafts,
-    sampled in each of `KINDS`.
-
-    Args:
-        num_drafts: how many draft tokens a row may have; 0 without speculation.
+    """Yield the steps: prompts, chunks behind a short and a long prefix, single tokens and up to
+    `num_drafts` drafts, sampled in each of `KINDS`.
     """
     room = min(info.max_model_len, info.max_num_batched_tokens)
     for params in KINDS:
@@ -225,9 +220,7 @@ def _step(
 
 
 def _admission(info: WorkerInfo, params: SamplingParams, num_tokens: int) -> Admission:
-    """Return a sequence with block 0 in all places of its block table. Its tokens are those that
-    table row 0 holds.
-    """
+    """Return a sequence of block 0 alone, with the tokens that table row 0 holds."""
     num_blocks = -(-info.max_model_len // info.block_size)
     return Admission(
         seq_id=-1,

@@ -89,17 +89,7 @@ class DirectoryStore(ByteStore):
             return False
 
     def read(self, key: bytes, buffers: Seq[memoryview]) -> bool:
-        """Fill `buffers` with the entry's bytes, in the order in which they were written.
-
-        A damaged file is removed.
-
-        Args:
-            buffers: writable and contiguous, of uint8; one a page.
-
-        Returns:
-            False if the entry is missing, damaged, another's or of another size. What is in
-            `buffers` then has no meaning.
-        """
+        """See `ByteStore`. A damaged file is removed."""
         group, path = self._place(key)
         try:
             if not key or key in self._bad or not self._is_safe(group):
@@ -127,7 +117,6 @@ class DirectoryStore(ByteStore):
 
     def write(self, key: bytes, buffers: Seq[memoryview]) -> None:
         """Keep an entry, if there is room and it is not there. Others see all of it or nothing.
-
         After a failure nothing is written for a minute.
         """
         fits = 0 < len(key) <= MAX_KEY_BYTES and key not in self._bad
@@ -161,9 +150,7 @@ class DirectoryStore(ByteStore):
 
     def _is_safe(self, group: str) -> bool:
         """Return whether this user alone can write to `group` and the directories above it.
-
-        Raises:
-            OSError: it is missing.
+        FileNotFoundError: it is missing.
         """
         if group in self._checked:
             return True
@@ -183,9 +170,7 @@ class DirectoryStore(ByteStore):
 
     def _make(self, group: str) -> None:
         """Make `group` and the two directories above it, if they are missing.
-
-        Raises:
-            OSError: this cannot be, or others could write to one of them.
+        OSError: this cannot be, or others could write to one of them.
         """
         for path in (os.path.dirname(self._base), self._base, group):
             with contextlib.suppress(FileExistsError):
@@ -275,11 +260,7 @@ def file_bytes(num_bytes: int) -> int:
 
 
 def read_file(fd: int, owner: bytes, key: bytes, buffers: Seq[memoryview]) -> bool:
-    """Fill `buffers` from a file of `owner` (32 bytes) and `key`; return whether it is whole.
-
-    Raises:
-        OSError: the disk fails.
-    """
+    """Fill `buffers` from a file of `owner` (32 bytes) and `key`; return whether it is whole."""
     num_bytes = sum(buffer.nbytes for buffer in buffers)
     if os.fstat(fd).st_size != file_bytes(num_bytes):
         return False
@@ -290,11 +271,7 @@ def read_file(fd: int, owner: bytes, key: bytes, buffers: Seq[memoryview]) -> bo
 
 
 def write_file(fd: int, owner: bytes, key: bytes, buffers: Seq[memoryview]) -> None:
-    """Write a new file, as `read_file` reads it.
-
-    Raises:
-        OSError: the disk is full or fails.
-    """
+    """Write a new file, as `read_file` reads it."""
     num_bytes = sum(buffer.nbytes for buffer in buffers)
     header = _header(owner, key, num_bytes) + _checksum(buffers)
     if not _transfer(os.pwritev, fd, [memoryview(header), *buffers]):
@@ -331,12 +308,7 @@ def _transfer(
 
 
 class CheckedStore(ByteStore):
-    """A store from outside of the package: what it raises is logged, once, and counts as a miss.
-
-    Args:
-        store: the one that keeps entries.
-        name: for the log, `kv_store="module:Class"`.
-    """
+    """A store of the user's: what it raises is logged, once, and counts as a miss."""
 
     def __init__(self, store: ByteStore, name: str) -> None:
         self._store = store
@@ -370,23 +342,12 @@ class CheckedStore(ByteStore):
 
 
 def store_class(value: str) -> type[ByteStore]:
-    """Return the class that the option kv_store names, "module:Class".
-
-    Raises:
-        ConfigError: there is no such class.
-    """
+    """Return the class that the option kv_store names."""
     return load_class("kv_store", value, ByteStore, ("namespace", "rank"))  # type: ignore[type-abstract]
 
 
 def make_store(config: Config, namespace: str, rank: int = 0) -> ByteStore | None:
-    """Return the store that the options ask for; None for none.
-
-    Args:
-        namespace: see `kv_namespace`.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    """Return the store that the options ask for; None for none. ConfigError: it cannot be made."""
     if config.kv_store is not None:
         name = f'kv_store="{config.kv_store}"'
         found = store_class(config.kv_store)

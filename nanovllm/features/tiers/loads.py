@@ -55,9 +55,8 @@ class LoadHook(AdmissionHook):
         return self.traffic.has_unsent
 
     def holds(self, seq: Sequence) -> bool:
-        """Park a sequence if it needs blocks that are being loaded.
-
-        Otherwise many prompts with a common prefix would each load it, and hold its blocks.
+        """Park a sequence if it needs blocks that are being loaded: many prompts with a common
+        prefix load it once.
         """
         if not self._loads or not self.cache.waits_for(seq, self._loading_keys):
             return False

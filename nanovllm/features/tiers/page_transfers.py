@@ -100,8 +100,7 @@ class PageTransfers:
             for page in given & self._writes.keys():
                 write = self._writes.get(page)
                 if write is not None and write is not self._writing:
-                    with contextlib.suppress(ValueError):  # Ctrl-C kept it out of the queue
-                        self._queue.remove(write)
+                    self._queue.remove(write)
                     self._forget(write)
             loads = self._give_up(lambda part: not given.isdisjoint(part.pages))
             self._changed.wait_for(
@@ -109,10 +108,8 @@ class PageTransfers:
             )
 
     def save(self, parts: Seq[TierEntry]) -> None:
-        """Copy entries to host memory, before the steps that are launched next.
-
-        Where two entries have a slot, the later one stays. A load that still reads one of the slots
-        is given up: nothing waits for it any more.
+        """Copy entries to host memory, before the steps that are launched next. Of two in one slot
+        the later one stays. A load that still reads a slot is given up: nothing waits for it.
         """
         pairs = (zip(part.slots, part.pages, strict=True) for part in parts)
         page_of = dict(itertools.chain.from_iterable(pairs))
@@ -146,7 +143,6 @@ class PageTransfers:
             for part in parts:
                 if self._writes.keys().isdisjoint(part.pages):  # otherwise it is already queued
                     write = _Write(part, mark)
-                    # In this order: even after Ctrl-C, `release` knows what is in the queue.
                     self._writes.update(dict.fromkeys(part.pages, write))
                     self._queue.append(write)
             self._changed.notify_all()
@@ -160,10 +156,7 @@ class PageTransfers:
 
     def take_ended(self, smallest: Callable[[list[int]], list[int]]) -> list[Loaded]:
         """Return the loads that have ended on all ranks, with the parts that are right on all, and
-        forget them.
-
-        Args:
-            smallest: returns the smallest of the ranks' numbers, for each; all ranks call it.
+        forget them. `smallest` returns the smallest of the ranks' numbers, each.
         """
         if not self._loads:
             return []
@@ -182,9 +175,8 @@ class PageTransfers:
         return taken
 
     def close(self) -> None:
-        """Give up the loads, write what is queued, and end the threads.
-
-        In a forked process this does nothing: the threads and the files are its parent's.
+        """Give up the loads, write what is queued, and end the threads; in a forked process these
+        are its parent's.
         """
         if os.getpid() != self._pid:
             return

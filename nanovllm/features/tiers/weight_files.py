@@ -105,11 +105,7 @@ def _identity(file: Path) -> _Identity:
 
 
 def _hash(files: Seq[Path]) -> list[str]:
-    """Return the digest of each of `files`: read in parallel, in hexadecimal.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Return the digest of each of `files`: read in parallel, in hexadecimal."""
     if not files:
         return []
     start = time.monotonic()

@@ -41,7 +41,7 @@ class KVCacheGroup:
     """The group's first block table, which begins at first_table * width in a table row."""
 
     def attach(self, pool: BlockPool, trie: PrefixTrie, first_table: int) -> None:
-        """Receive the pool and the trie. The block manager calls this once, first of all."""
+        """Receive the pool and the trie: the block manager calls this once, first of all."""
         self.pool = pool
         self.trie = trie
         self.block_size = trie.block_size
