@@ -212,7 +212,8 @@ class EngineThread(threading.Thread):
         readers, self.readers = self.readers, {}
         self._deliveries += [(reader, error) for reader in readers]
         self._deliver_all()
-        self.engine.abort_all(readers.values())
+        for request_id in readers.values():
+            run_logged(partial(self.engine.abort, request_id))
 
 
 class FairExecutor:

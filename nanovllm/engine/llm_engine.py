@@ -9,9 +9,8 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.core.messages import Schedule, StepResult
@@ -30,7 +29,6 @@ from nanovllm.parallel.executor import Executor, Future
 from nanovllm.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from nanovllm.features.observe.profile import Profile
     from nanovllm.features.training.control import WeightControl
 
 logger = logging.getLogger(__name__)
@@ -121,7 +119,7 @@ class LLMEngine:
         self.is_paused = False  # requests are queued, and no step is launched
         self._held: list[Request] | None = None  # not queued yet; None: new requests are
         self.weights: WeightControl | None = None  # made when weights first change, or sleep
-        self.profile: Profile | None = None  # made when one is first asked for
+        self.profile: tuple[str, Observer] | None = None  # the begin of its files' names, its trace
 
     def add_request(
         self, prompt: PromptInput, params: SamplingParams | None = None, **options: Any
@@ -228,11 +226,6 @@ class LLMEngine:
             request.deliver(output)
         return output
 
-    def abort_all(self, request_ids: Iterable[int | str]) -> None:
-        """Abort requests; log an error in one and go on with the others."""
-        for request_id in request_ids:
-            run_logged(partial(self.abort, request_id))
-
     def run_last_steps(self) -> None:
         """Run remaining steps after the last sequence finishes, unless the engine is paused. With a
         byte store below the pool, one of them begins to write what the last request left.
@@ -241,17 +234,15 @@ class LLMEngine:
         """
         try:
             # If steps are in flight, the first calls end them.
-            while self.scheduler.num_unfinished and not (self.has_sequences or self.is_paused):
+            scheduler = self.scheduler
+            while scheduler.num_unfinished and not (
+                scheduler.running or scheduler.num_waiting or self.is_paused
+            ):
                 self.run_step()
         except EngineDeadError:  # those who need the engine are told
             logger.debug("the engine ended before the step after the last request")
         except Exception as error:
             log_failure(logger, error, "the step after the last request failed")
-
-    @property
-    def has_sequences(self) -> bool:
-        """Whether a sequence is unfinished."""
-        return bool(self.scheduler.running or self.scheduler.num_waiting)
 
     def finish_steps(self) -> None:
         """Process the steps in flight of a paused engine."""

@@ -169,7 +169,12 @@ def make_runner(
     if config.has_tiers:
         from nanovllm.features.tiers.weight_files import WeightSnapshot
 
-        files = WeightSnapshot(_files_of(target))  # before they are loaded
+        paths = target.files
+        if config.merge_lora is not None:
+            from nanovllm.features.lora.peft_files import adapter_files
+
+            paths = [*paths, *adapter_files(config.merge_lora)]
+        files = WeightSnapshot(paths)  # before they are loaded
     runner = ModelRunner(
         target,
         platform,
@@ -237,15 +242,6 @@ def _make_pooling(files: list[Path], network: Network) -> WorkerHook:
     from nanovllm.features.pooling.rank_pooling import RankPooling
 
     return RankPooling(network, files)
-
-
-def _files_of(target: NetworkSpec) -> list[Path]:
-    """Return the files that the weights of a network are made of."""
-    if target.config.merge_lora is None:
-        return target.files
-    from nanovllm.features.lora.peft_files import adapter_files
-
-    return [*target.files, *adapter_files(target.config.merge_lora)]
 
 
 def num_threads(config: Config) -> int:

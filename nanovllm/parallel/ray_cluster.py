@@ -61,7 +61,9 @@ def _join_or_start(num_cpus: int, options: dict[str, Any]) -> None:
 def _join(address: str | None, options: dict[str, Any]) -> None:
     try:
         if address is not None and address.rpartition(":")[2].isdigit():
-            _knock(address)
+            host, _, port = address.rpartition(":")  # else Ray tries for a minute, then exits
+            at = (host.strip("[]"), int(port))
+            socket.create_connection(at, timeout=_KNOCK_SECONDS).close()
         ray.init(**{**options, "address": address})
     except (OSError, RuntimeError, ValueError) as error:
         where = f"the address {address}" if address else "what `ray start` began here"
@@ -69,13 +71,6 @@ def _join(address: str | None, options: dict[str, Any]) -> None:
             f"{where}: no Ray cluster can be joined there: {error}; correct the address or "
             "RAY_ADDRESS, or leave both out, or use `ray stop`"
         ) from error
-
-
-def _knock(address: str) -> None:
-    """Raise OSError if nothing listens at `address`: Ray would try for a minute, then exit."""
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS):
-        pass
 
 
 def _in_lasting_thread(**options: Any) -> None:

@@ -286,9 +286,8 @@ class Scheduler:
             self.stats.num_queried_tokens += seq.num_prompt_tokens
 
     def _schedule_rows(self) -> tuple[list[Row], list[NewBlocks], list[Admission]]:
-        """Return rows for sequences in order, the blocks added to block tables, and the admissions.
-
-        Merges two lists, both sorted by `Policy.order`: `self.running` and what the policy holds.
+        """Return the rows, the blocks added to block tables, and the admissions: merge the running
+        and the queued sequences by `Policy.order`.
         """
         rows: list[Row] = []
         new_blocks: list[NewBlocks] = []

@@ -93,7 +93,11 @@ def check_weights(model_config: ModelConfig, files: list[Path]) -> ModelConfig:
     if model_config.tie_word_embeddings and _has_own_head(model, header_of):
         model_config = dataclasses.replace(model_config, tie_word_embeddings=False)
         model = make_modules(model_config, 1, meta, known)
-    elif not model_config.tie_word_embeddings and _lacks_head(known):
+    elif (
+        not model_config.tie_word_embeddings
+        and "embed_tokens.weight" in known
+        and "lm_head.weight" not in known
+    ):  # as embedding models are saved
         logger.warning(
             "%s: there is no language-model head: the model makes vectors, and what it generates "
             "means nothing",
@@ -104,11 +108,6 @@ def check_weights(model_config: ModelConfig, files: list[Path]) -> ModelConfig:
     ignored: frozenset[str] = model.ignored_weights  # type: ignore[assignment]
     check_tensors(model, header_of, ignored)
     return model_config
-
-
-def _lacks_head(known: Collection[str]) -> bool:
-    """Return whether the files hold a network without a head, as embedding models are saved."""
-    return "embed_tokens.weight" in known and "lm_head.weight" not in known
 
 
 def _has_own_head(model: nn.Module, headers: dict[Path, dict[str, TensorInfo]]) -> bool:
@@ -212,7 +211,11 @@ def load_model(model: nn.Module, spec: NetworkSpec, kernels: Kernels) -> None:
     config = spec.config
     reserve = spec.reserve
     forms = WeightForms(model, spec.model_config.dtype, kernels, reserve)
-    store = _with_lora(forms.store, model, config)
+    store: Store = forms.store
+    if config.merge_lora is not None:
+        from nanovllm.features.lora.merge import merging
+
+        store = merging(store, model, config)
     if config.load_format == "dummy":
         init_dummy_weights(model, config.seed)
         for prefix, module in model.named_modules():
@@ -229,15 +232,6 @@ def load_model(model: nn.Module, spec: NetworkSpec, kernels: Kernels) -> None:
     return_freed()
     if tensor_parallel().rank == 0:
         forms.log()
-
-
-def _with_lora(store: Store, model: nn.Module, config: Config) -> Store:
-    """Return `store`, which merges the adapter of the option `merge_lora`, if there is one."""
-    if config.merge_lora is None:
-        return store
-    from nanovllm.features.lora.merge import merging
-
-    return merging(store, model, config)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.core.messages import Extras, Row, Schedule
+from nanovllm.core.messages import Row, Schedule
 from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.errors import ConfigError, OutOfMemoryError, refuses_memory
 from nanovllm.options.plugins import in_worker
@@ -136,8 +136,8 @@ class ModelRunner:
             self._launched.popleft().keep()
         try:
             for new in schedule.admissions:
-                if new.extras is not None:
-                    self._make_missing_parts(new.extras)
+                for name in self._make_parts.keys() & (new.extras or {}).keys():
+                    self.parts.append(self._make_parts.pop(name)(self.network))
             for part in self.parts:
                 part.begin(schedule)
             if self.network.user_parts is None:
@@ -261,11 +261,6 @@ class ModelRunner:
         if indices is None or len(indices) == len(place):
             return hidden
         return hidden[self.platform.upload([place[index] for index in indices])]
-
-    def _make_missing_parts(self, extras: Extras) -> None:
-        """Make the parts that these `extras` are the first to need."""
-        for name in self._make_parts.keys() & extras.keys():
-            self.parts.append(self._make_parts.pop(name)(self.network))
 
     def _run_fast(self, rows: list[Row]) -> StepTensors:
         """Return what the first step runner that fits computes: nothing without one."""
