@@ -258,17 +258,6 @@ def test_stream_joins_to_what_generate_returns(llm: AsyncLLM) -> None:
     run(main())
 
 
-def test_slow_reader_gets_every_piece(llm: AsyncLLM) -> None:
-    async def main() -> str:
-        text = ""
-        async for piece in llm.stream(QUESTIONS[0], GREEDY):
-            text += piece.text
-            await asyncio.sleep(0.02)
-        return text
-
-    assert run(main()) == " " + ANSWER_TO[QUESTIONS[0]]
-
-
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
 def test_pieces_that_nobody_reads_are_one(llm: AsyncLLM, kind: RequestOutputKind) -> None:
     params = SamplingParams(
@@ -506,36 +495,6 @@ def test_bad_messages_are_refused(llm: AsyncLLM, messages: Any) -> None:
         run(llm.chat(messages, GREEDY))
 
 
-def test_failed_step_fails_only_the_requests_that_run(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    execute = llm.engine.executor.execute
-    num_calls = 0
-
-    def fails_once(schedule: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == 8:
-            raise MemoryError("no memory just now")
-        return execute(schedule)
-
-    monkeypatch.setattr(llm.engine.executor, "execute", fails_once)
-
-    async def main() -> None:
-        results = await asyncio.gather(
-            *(read(llm, question, ENDLESS) for question in QUESTIONS[:10]),
-            *(llm.generate(question, ENDLESS) for question in QUESTIONS[:10]),
-            return_exceptions=True,
-        )
-        for error in results:
-            assert isinstance(error, MemoryError)
-            assert str(error) == "no memory just now"
-        texts = await asyncio.gather(*(read(llm, question) for question in QUESTIONS[:10]))
-        assert texts == [" " + ANSWER_TO[question] for question in QUESTIONS[:10]]
-
-    run(main())
-
-
 class Panic(BaseException):
     """As Rust's panics reach Python: no `Exception`."""
 
@@ -578,28 +537,6 @@ def test_a_panic_ends_the_requests_and_no_thread_unnoticed(
     run(main(), 20)
     thread.join(5)
     assert not thread.is_alive()
-
-
-def test_thread_survives_a_failure_that_repeats(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Symptom: ending the requests after a failed step fails, too, and ends the engine's thread."""
-    processor = llm.engine.output_processor
-
-    def fails(*_: Any) -> Any:
-        raise MemoryError("no text just now")
-
-    async def main() -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(processor, "_make_completion_output", fails)
-            tasks = [llm.generate("Hi", GREEDY), *(llm.generate("Hi", ENDLESS) for _ in range(3))]
-            for error in await asyncio.gather(*tasks, return_exceptions=True):
-                assert isinstance(error, MemoryError)
-        await llm.check_health()
-        output = await llm.generate(QUESTIONS[0], GREEDY)
-        assert output.text == " " + ANSWER_TO[QUESTIONS[0]]
-
-    run(main())
 
 
 async def start(llm: AsyncLLM, num: int) -> list[AsyncIterator[Any]]:

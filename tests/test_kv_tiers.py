@@ -22,7 +22,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.features.tiers.directory import DirectoryStore
 from nanovllm.features.tiers.traffic import TierTraffic
 from nanovllm.kernels.cpu.library import library
-from nanovllm.scheduler.stats import TierStats
+from nanovllm.scheduler.scheduler import TierStats
 from tests.glossary import QUESTIONS
 from tests.helpers import (
     Request,
@@ -221,21 +221,6 @@ def test_drafts_behind_loaded_blocks(
     assert_idle(llm)
 
 
-def test_preemption_by_swap(engine: Any, preempted: list[Any]) -> None:
-    """A victim's blocks go to host memory, and its resumption takes them from there."""
-    params = SamplingParams(temperature=0.7, max_tokens=90, ignore_eos=True)
-    requests = [
-        (prompt, params.clone(seed=index)) for index, (prompt, _) in enumerate(make_requests(6))
-    ]
-    alone = engine(demo_model.MODEL, enable_prefix_caching=False)
-    expected = token_ids(generate_all(alone, requests))
-    llm = engine(demo_model.MODEL, num_kvcache_blocks=16, **GIB)
-    assert token_ids(generate_all(llm, requests)) == expected
-    assert preempted
-    assert stats_of(llm).num_swapped_tokens > 100
-    assert_idle(llm)
-
-
 def test_tensor_parallel_ranks_move_their_own_pages(
     random_model: str, make_llm: Callable[..., LLM], tmp_path: Path
 ) -> None:
@@ -332,15 +317,6 @@ def test_a_load_that_fails_is_computed(engine: Any, tmp_path: Path) -> None:
         assert stats_of(llm).num_failed_loads == 1
         assert_idle(llm)
         llm.shutdown()
-
-
-def test_a_reset_forgets_what_tiers_have(engine: Any, tmp_path: Path) -> None:
-    (prompt, params), *_ = make_requests(1)
-    fill(engine, tmp_path, prompt)
-    llm = engine(demo_model.MODEL, kv_cache_dir=tmp_path, **GIB)
-    assert llm.reset_prefix_cache()
-    (output,) = llm.generate([prompt], params, use_tqdm=False)
-    assert output.num_cached_tokens == 0
 
 
 def test_threads_and_memory_end_with_the_engine(tmp_path: Path) -> None:

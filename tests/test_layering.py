@@ -83,7 +83,7 @@ FOLDERS = {
     "__main__": Folder("cli", torch=False),
     "parallel": Folder(
         "attention loading quantization layers lora models options platform pooling "
-        "routing speculation graphs structured tiers utils worker",
+        "speculation graphs structured tiers training utils worker",
         torch=True,
     ),
     "ray": Folder("batch async_llm parallel.ray_cluster options server", torch=False),
@@ -92,7 +92,6 @@ FOLDERS = {
     "speculation": Folder(
         "attention loading kernels kv layers models options graphs utils worker", torch=True
     ),
-    "routing": Folder("kernels layers worker", torch=True),
     "training": Folder(
         "loading engine quantization kernels layers models options utils worker", torch=True
     ),

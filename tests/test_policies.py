@@ -82,17 +82,6 @@ def test_an_engine_has_another_policy_and_eviction(make_llm: Any) -> None:
     assert_idle(llm)
 
 
-def test_the_shortest_request_is_answered_first(make_llm: Any) -> None:
-    llm = make_llm(demo_model.MODEL, **OPTIONS, max_num_seqs=1, scheduling_policy=POLICY)
-    engine, ended = llm.engine, []
-    for max_tokens in (100, 90, 4):
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        engine.add_request("A KV cache is", params, request_id=str(max_tokens))
-    while not engine.is_finished():
-        ended += [output.request_id for output in engine.step()]
-    assert ended == ["4", "100", "90"]
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -199,8 +188,3 @@ def test_an_eviction_that_fails_ends_every_request() -> None:
         asyncio.run(main())
     finally:
         llm.shutdown()
-
-
-def test_a_policy_is_not_an_eviction(make_llm: Any) -> None:
-    with pytest.raises(ConfigError, match=r"derived from nanovllm\.scheduler\.policy\.Policy, but"):
-        make_llm(demo_model.MODEL, **OPTIONS, scheduling_policy=EVICTION)

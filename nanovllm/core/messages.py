@@ -7,11 +7,13 @@ its `table_idx` and carries, besides its rows, only what changed since the previ
 import dataclasses
 from typing import Any, NamedTuple
 
-from nanovllm.core.transfers import Loaded, Transfers
 from nanovllm.options.sampling_params import SamplingParams
 
 Extras = dict[str, Any]
 """What features have to say, by name: plain values. None where none has anything to say."""
+HOST = "host"
+STORE = "store"
+"""The tiers that keep copies of entries: host memory, in slots of one page each; a byte store."""
 MAX_SAMPLES = 256
 """Drafts are added to a step up to so many positions that sample: logits take memory."""
 
@@ -28,13 +30,10 @@ class AdapterSlot(NamedTuple):
 class InputSpan(NamedTuple):
     """Tokens of a prompt that stand for something else than their ids say, such as a picture."""
 
-    start: int
-    """Position of the first."""
+    start: int  # position of the first
     length: int
-    digest: bytes
-    """Of what they stand for, 32 bytes: other digests, other prefixes."""
-    offset: int = 0
-    """Of the first in what they stand for, if that has several spans."""
+    digest: bytes  # of what they stand for, 32 bytes: other digests, other prefixes
+    offset: int = 0  # of the first in what they stand for, if that has several spans
 
 
 class Admission(NamedTuple):
@@ -83,6 +82,46 @@ class PageCopy(NamedTuple):
 
     sources: list[int]
     targets: list[int]
+
+
+class TierEntry(NamedTuple):
+    """An entry of the prefix cache (a KV block, a window block or a state snapshot) in a tier."""
+
+    tier: str
+    """`HOST` or `STORE`."""
+    key: bytes
+    pages: list[int]
+    """Of the pool, in the entry's order."""
+    slots: list[int]
+    """Of host memory: slots[i] is the copy of pages[i]. Empty for a store."""
+
+
+class Load(NamedTuple):
+    """Entries that a sequence waits for. They are copied from their tiers to the pool's pages."""
+
+    load_id: int
+    parts: list[TierEntry]  # in the order in which they are needed
+
+
+class Transfers(NamedTuple):
+    """What a step moves, in the order of the fields, before its copies, zeroing and rows."""
+
+    released: list[int]
+    """Pages about to be reused: their writes and loads end, or are given up, first."""
+    stores: list[TierEntry]
+    """To host: copied before all else of the step. To a store: queued for writing."""
+    loads: list[Load]
+    """Begin in this step. A later step's result says that they have ended."""
+    awaited: bool = False
+    """Whether the step has no rows, and ends only when the oldest load in flight has ended."""
+
+
+class Loaded(NamedTuple):
+    """How a load ended."""
+
+    load_id: int
+    num_parts: int  # how many of its first parts are right: on all ranks, in a result
+    seconds: float  # from the begin of its first part to the end of its last
 
 
 class Row(NamedTuple):
@@ -152,8 +191,7 @@ class TokenLogprobs(NamedTuple):
 
     token_ids: list[int]
     logprobs: list[float]
-    rank: int
-    """Rank of the actual token in the whole vocabulary; 1 is the most likely."""
+    rank: int  # rank of the actual token in the whole vocabulary; 1 is the most likely
 
 
 class FinishInfo(NamedTuple):

@@ -31,10 +31,8 @@ class Node:
     trie: "PrefixTrie"
     uid: int
     key: Key
-    tokens: bytes
-    """Of the block, and what `_inputs_of` adds."""
-    page: int
-    """Of the layers with full attention."""
+    tokens: bytes  # of the block, and what `_inputs_of` adds
+    page: int  # of the layers with full attention
 
     def evict(self) -> None:
         """Leave the trie, because the page is reused."""

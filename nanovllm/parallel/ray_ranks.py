@@ -36,8 +36,7 @@ _START_SECONDS = 300.0
 _CONNECT_SECONDS = 30.0
 _EXIT_SECONDS = 5.0
 """How long `end` waits for the ranks to end before it kills them, and then for their processes."""
-_ALIVE_SECONDS = 1.0
-"""How often a long wait asks Ray for the actors."""
+_ALIVE_SECONDS = 1.0  # how often a long wait asks Ray for the actors
 
 
 class RayRanks:

@@ -33,8 +33,8 @@ class Policy(ABC):
 
     @abstractmethod
     def remove(self, seq: Sequence) -> None:
-        """Remove a sequence from the queue: its prompt is computed, it has ended, or it must wait
-        elsewhere until it is pushed again. Any queued sequence may be removed.
+        """Remove any queued sequence: its prompt is computed, it has ended, or it must wait
+        elsewhere until it is pushed again.
         """
 
     @abstractmethod

@@ -14,8 +14,7 @@ from nanovllm.worker.step_output import PendingResult
 if TYPE_CHECKING:
     from nanovllm.worker.step_sampler import StepSampler
 
-LAPS = 3
-"""A step runner may overwrite the tokens of the run that is so many runs back."""
+LAPS = 3  # a step runner may overwrite the tokens of the run that is so many runs back
 
 
 class StepTensors(NamedTuple):

@@ -155,20 +155,6 @@ def test_reader_that_keeps_up_gets_each_output() -> None:
     run(main())
 
 
-def test_reader_waits_until_there_is_something() -> None:
-    (output,) = make_stream(0, 1, 1, sends_all=False)
-
-    async def main() -> None:
-        reader = Reader()
-        task = asyncio.create_task(reader.get())
-        await asyncio.sleep(0.01)
-        assert not task.done()
-        reader.put(output)
-        assert await task is output
-
-    run(main())
-
-
 def test_outputs_are_taken_only_while_the_task_waits_for_them() -> None:
     outputs = make_stream(2, 1, 9, sends_all=False)
     taken: list[RequestOutput] = []

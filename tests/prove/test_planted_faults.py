@@ -13,7 +13,7 @@ import torch
 from nanovllm.apps.cli import main as cli
 from nanovllm.features.lora.adapter_registry import AdapterRegistry
 from nanovllm.features.lora.slots import AdapterSlots
-from nanovllm.features.tiers import directory, entry_file
+from nanovllm.features.tiers import directory
 from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.packed import PanelWeight
 from nanovllm.kv.groups.state import StateGroup
@@ -134,14 +134,16 @@ def accepts_drafts_unchecked(patch: Patch) -> None:
 
 
 def believes_torn_files(patch: Patch) -> None:
+    write_file, read_file = directory.write_file, directory.read_file
+
     def torn(fd: int, owner: bytes, key: bytes, buffers: Any) -> None:
-        entry_file.write_file(fd, owner, key, buffers)
+        write_file(fd, owner, key, buffers)
         size = os.fstat(fd).st_size
         os.truncate(fd, size // 2)
         os.truncate(fd, size)  # zeros
 
     def believed(fd: int, owner: bytes, key: bytes, buffers: Any) -> bool:
-        entry_file.read_file(fd, owner, key, buffers)
+        read_file(fd, owner, key, buffers)
         return True
 
     patch.setattr(directory, "write_file", torn)

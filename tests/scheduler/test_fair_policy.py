@@ -199,58 +199,11 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.first() is None
 
 
-class OneUserMachine(QueueMachine):
-    """With one user the order is (priority, arrival), whatever the costs."""
-
-    users = ("ann",)
-
-    @invariant()
-    def goes_by_priority_and_arrival(self) -> None:
-        expected = min(self.queued, key=lambda seq: (seq.priority, seq.seq_id), default=None)
-        assert self.queue.first() is expected
-
-
 QueueMachine.TestCase.settings = settings(
     max_examples=examples(150), stateful_step_count=40, deadline=None, derandomize=True
 )
-OneUserMachine.TestCase.settings = settings(
-    max_examples=examples(50), stateful_step_count=40, deadline=None, derandomize=True
-)
 
 TestQueue = QueueMachine.TestCase
-
-TestOneUser = OneUserMachine.TestCase
-
-
-@settings(deadline=None, derandomize=True)
-@given(cost=COST, others=st.lists(COST, min_size=1, max_size=4), num_before=st.integers(0, 30))
-def test_new_user_waits_for_its_cost_and_one_sequence_of_each_other(
-    cost: int, others: list[int], num_before: int
-) -> None:
-    queue = FairPolicy()
-    for seq_id in range(40 * len(others)):
-        user = seq_id % len(others)
-        queue.push(make_seq(seq_id, others[user], f"other {user}"))
-    for _ in range(num_before):
-        pop(queue)
-    new = make_seq(100_000, cost, "new")
-    queue.push(new)
-    paid: Counter[str] = Counter()
-    while (seq := pop(queue)) is not new:
-        paid[seq.user] += seq.max_num_tokens
-    assert all(paid[f"other {i}"] <= cost + largest for i, largest in enumerate(others))
-
-
-def test_users_share_tokens_and_not_requests() -> None:
-    queue = FairPolicy()
-    for seq_id in range(400):
-        queue.push(make_seq(seq_id, *((10, "small") if seq_id % 2 else (50, "large"))))
-    paid = Counter[str]()
-    for _ in range(120):
-        seq = pop(queue)
-        paid[seq.user] += seq.max_num_tokens
-        assert abs(paid["small"] - paid["large"]) <= 50
-    assert paid["small"] == paid["large"] == 1000
 
 
 def test_one_request_is_not_behind_a_thousand_of_another_user() -> None:

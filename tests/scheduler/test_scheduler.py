@@ -4,7 +4,6 @@ Imports no torch.
 """
 
 import gc
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,9 +23,7 @@ from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.testing.fake_engine import (
     FakeEngine,
     draft_counts,
-    oracle,
     output_of,
-    prompt_that_ends_with,
 )
 from nanovllm.testing.invariants import check_scheduler
 
@@ -122,20 +119,6 @@ def test_first_sequence_is_never_preempted() -> None:
     assert 0 not in engine.preempted
 
 
-def test_preempted_sequence_keeps_its_tokens() -> None:
-    """Symptom: after a preemption, the output starts again from the prompt."""
-    engine = FakeEngine(num_blocks=4, block_size=2, max_model_len=8)
-    engine.add([1, 2, 3], max_tokens=5)
-    last = engine.add([2, 3, 4], max_tokens=5)
-    engine.step_until(lambda: engine.preempted)
-    before = output_of(last)
-    assert before
-    engine.step_until(lambda: last.table_idx is not None)
-    schedule, _ = engine.launched[-1]
-    assert [new.token_ids for new in schedule.admissions] == [[2, 3, 4, *before]]
-    engine.run()
-
-
 def test_preempted_sequence_waits_for_its_token_in_flight() -> None:
     """Symptom: a sequence resumes before its last token is known, and loses that token."""
     engine = FakeEngine(num_blocks=4, block_size=2, max_model_len=8, queue_depth=1)
@@ -166,48 +149,6 @@ def test_max_model_len_is_enforced(num_prompt_tokens: int, queue_depth: int) -> 
     engine.run()
     assert seq.output.finish_reason == "length"
     assert len(seq.token_ids) == 8
-
-
-@DEPTHS
-@pytest.mark.parametrize("eos", [3, 4])
-def test_each_of_several_eos_ids_stops(eos: int, queue_depth: int) -> None:
-    """Symptom: only the first EOS id of generation_config ends a sequence."""
-    eos_token_ids = frozenset({3, 4})
-    engine = FakeEngine(eos_token_ids=eos_token_ids, queue_depth=queue_depth)
-    seq = engine.add(prompt_that_ends_with(eos, eos_token_ids), max_tokens=8)
-    engine.run()
-    assert seq.output.finish_reason == "stop"
-    assert seq.token_ids[-1] == eos
-
-
-@pytest.mark.parametrize("min_tokens", [1, 2, 3])
-def test_stop_token_ends_the_output_from_min_tokens_on(min_tokens: int) -> None:
-    seq = Sequence(0, [1], SamplingParams(max_tokens=9, min_tokens=min_tokens))
-    seq.max_num_tokens, seq.stop_token_ids = 10, frozenset({3})
-    seq.append([3, 3, 3])
-    assert seq.num_output_tokens == min_tokens
-    assert (seq.output.finish_reason, seq.output.stop_reason) == ("stop", 3)
-
-
-def test_ignore_eos_goes_on_to_max_tokens() -> None:
-    """Symptom: outputs of a benchmark end early."""
-    eos_token_ids = frozenset({3})
-    engine = FakeEngine(eos_token_ids=eos_token_ids)
-    seq = engine.add(prompt_that_ends_with(3, eos_token_ids), max_tokens=8, ignore_eos=True)
-    engine.run()
-    assert (seq.num_output_tokens, seq.output.finish_reason) == (8, "length")
-    assert 3 in output_of(seq)[:-1]
-
-
-def test_eos_as_the_last_allowed_token_is_a_stop() -> None:
-    """Symptom: the finish reason is "length" although the sequence ended with EOS."""
-    eos_token_ids = frozenset({3})
-    prompt = prompt_that_ends_with(3, eos_token_ids)
-    output, _ = oracle(prompt, SamplingParams(max_tokens=8), 16, eos_token_ids)
-    engine = FakeEngine(eos_token_ids=eos_token_ids)
-    seq = engine.add(prompt, max_tokens=len(output))
-    engine.run()
-    assert seq.output.finish_reason == "stop"
 
 
 def test_max_num_seqs_counts_residents_in_chunked_prefill() -> None:
@@ -269,94 +210,6 @@ def test_small_requests_do_not_pass_the_head_of_the_queue() -> None:
     assert engine.admitted == [0, 1, 2]
 
 
-def test_lower_priority_value_is_admitted_first() -> None:
-    """Symptom: the scheduler ignores priorities."""
-    engine = FakeEngine(max_num_seqs=1)
-    for priority in (1, 0, 0, -1):
-        engine.add([1, 2], priority=priority)
-    engine.run()
-    assert engine.admitted == [3, 1, 2, 0]
-
-
-def test_preemption_takes_the_lowest_priority_not_the_latest() -> None:
-    """Symptom: the latest request is preempted, although an earlier one has a lower priority."""
-    engine = FakeEngine(num_blocks=4, block_size=2, max_model_len=8)
-    patient = engine.add([1, 2, 3], max_tokens=5, priority=1)
-    engine.step()
-    urgent = engine.add([2, 3, 4], max_tokens=5, priority=0)
-    engine.run()
-    assert engine.preempted == [patient.seq_id]
-    assert urgent.num_output_tokens == patient.num_output_tokens == 5
-
-
-def test_step_that_preempts_admits_nobody() -> None:
-    """Symptom: blocks that a victim gives up go to a new sequence, which is the next victim."""
-    engine = FakeEngine(num_blocks=11, max_num_batched_tokens=4)
-    victim = engine.add([1] * 12, max_tokens=1, priority=5)
-    engine.step()
-    engine.add([2] * 3, max_tokens=8)
-    prompt = engine.add([3] * 5, max_tokens=1)
-    engine.step()
-    engine.step()
-    waiting = engine.add([4] * 2, max_tokens=1, priority=5, user="other")
-    schedule = engine.launch()
-    assert schedule is not None
-    assert engine.preempted == [victim.seq_id]
-    assert not prompt.is_queued  # its last token is in this step, which has room for two more
-    assert schedule.num_tokens == 2
-    assert schedule.admissions == []
-    engine.retire()
-    engine.step()
-    assert waiting.was_admitted
-    engine.run()
-
-
-def test_aborted_waiting_request_is_never_admitted() -> None:
-    """Symptom: an aborted request is still admitted, or blocks the requests behind it."""
-    engine = FakeEngine(max_num_seqs=1)
-    engine.add([1, 2])
-    waiting = engine.add([2, 3])
-    engine.add([3, 4])
-    engine.step()
-    engine.abort(waiting)
-    assert engine.scheduler.num_unfinished == 2
-    engine.run()
-    assert engine.admitted == [0, 2]
-    assert output_of(waiting) == []
-
-
-def test_aborted_running_request_frees_its_blocks() -> None:
-    """Symptom: an aborted request keeps its blocks, or its table row."""
-    engine = FakeEngine(max_num_seqs=2)
-    running = engine.add([1, 2, 3])
-    engine.add([2, 3])
-    engine.step()
-    engine.abort(running)
-    assert running.table_idx is None
-    assert running.kv.block_table == []
-    check_scheduler(engine.scheduler)
-    engine.run()
-    assert running.num_output_tokens == 1
-
-
-def test_result_of_an_aborted_request_is_dropped() -> None:
-    """Symptom: the token of an aborted request raises an error, or goes to another request."""
-    engine = FakeEngine(queue_depth=1, block_size=1)
-    aborted = engine.add([1, 2, 3])
-    other = engine.add([2, 3])
-    engine.launch()
-    engine.launch()
-    engine.abort(aborted)
-    engine.add([4, 4, 4])
-    engine.launch()  # reuses the aborted one's blocks, after the steps in flight
-    for _ in range(3):
-        engine.retire()
-        check_scheduler(engine.scheduler)
-    assert other.num_output_tokens == 3
-    assert output_of(aborted) == []
-    engine.run()
-
-
 def test_a_finished_sequence_may_get_another_reason() -> None:
     """Symptom: a stop string in the last allowed token is told as "length", or frees twice."""
     engine = FakeEngine()
@@ -389,23 +242,6 @@ def test_aborted_waiting_requests_free_their_memory() -> None:
     assert scheduler.num_waiting == 1
     assert num_sequences() - before < 100
     check_scheduler(scheduler)
-
-
-def test_order_survives_many_aborts() -> None:
-    """Symptom: dropping aborted requests from the queue changes its order."""
-    engine = FakeEngine(max_num_seqs=1, num_blocks=8)
-    engine.add([0], max_tokens=2)
-    engine.step()
-    priorities = list(range(80))
-    random.Random(0).shuffle(priorities)
-    waiting = [engine.add([1, 2], max_tokens=1, priority=priority) for priority in priorities]
-    for seq in random.Random(1).sample(waiting, 60):
-        engine.abort(seq)
-        check_scheduler(engine.scheduler)
-    engine.run()
-    admitted = [engine.sequences[seq_id].priority for seq_id in engine.admitted[1:]]
-    assert len(admitted) == 20
-    assert admitted == sorted(admitted)
 
 
 @DEPTHS
@@ -448,55 +284,6 @@ def test_decode_step_carries_no_tables() -> None:
         engine.retire()
     assert deltas == [(1, []), (0, []), (0, [1]), (0, [])]
     engine.run()
-
-
-def test_failed_step_costs_no_tokens() -> None:
-    """Symptom: requests of a failed step are lost, or continue from KV that was never written."""
-    engine = FakeEngine(queue_depth=1)
-    seq = engine.add([1, 2, 3], max_tokens=6)
-    other = engine.add([1, 2, 3], max_tokens=6)
-    engine.step()
-    engine.step()
-    known = output_of(seq)
-    assert known
-    engine.worker.is_broken = True
-    engine.launch()
-    engine.retire()  # launched before the failure, so its tokens count
-    engine.retire()
-    assert output_of(seq)[: len(known)] == known
-    assert (seq.table_idx, other.table_idx) == (None, None)
-    assert engine.manager.num_free_blocks == len(engine.manager.blocks)
-    engine.run()
-
-
-def test_failed_launch_leaves_the_step_before_it_alone() -> None:
-    """Symptom: tokens of the step in flight are dropped or counted twice."""
-    engine = FakeEngine(queue_depth=1)
-    seq = engine.add([1, 2, 3], max_tokens=6)
-    engine.launch()
-    engine.launch(fails_to_launch=True)
-    assert seq.table_idx is None
-    assert engine.launch() is None  # its token is still in flight
-    engine.retire()
-    assert seq.num_output_tokens == 1
-    engine.run()
-
-
-@DEPTHS
-def test_row_without_a_token_ends_its_sequence_only(queue_depth: int) -> None:
-    """Symptom: logits that are NaN give tokens without end, or fail the whole step."""
-    engine = FakeEngine(queue_depth=queue_depth)
-    sound, broken, late = (engine.add([first, 2, 3], max_tokens=8) for first in (1, 2, 3))
-    engine.worker.fails_from[late.seq_id] = 0
-    engine.step_until(lambda: broken.num_output_tokens >= 3)
-    engine.worker.fails_from[broken.seq_id] = 0
-    engine.run()
-    assert (late.output.finish_reason, late.output.stop_reason) == ("error", "no token")
-    assert output_of(late) == []
-    assert (broken.output.finish_reason, broken.output.stop_reason) == ("error", "no token")
-    assert broken.num_output_tokens >= 3
-    assert (sound.output.finish_reason, sound.num_output_tokens) == ("length", 8)
-    assert engine.scheduler.stats.num_decode_tokens == 8 + broken.num_output_tokens
 
 
 @DEPTHS

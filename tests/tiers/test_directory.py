@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from nanovllm.errors import ConfigError
 from nanovllm.features.tiers import directory
-from nanovllm.features.tiers.directory import DirectoryStore
-from nanovllm.features.tiers.entry_file import MAX_KEY_BYTES, file_bytes
+from nanovllm.features.tiers.directory import MAX_KEY_BYTES, DirectoryStore, file_bytes
 from tests.every_case import examples
 from tests.tiers.helpers import (
     NAMESPACE,

@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.core.transfers import TierEntry
+from nanovllm.core.messages import TierEntry
 from nanovllm.features.tiers.tier import HostSlots
 from tests.every_case import examples
 
@@ -33,19 +33,6 @@ def test_low_slots_are_used_first() -> None:
     assert first is not None
     assert second is not None
     assert first.slots + second.slots == [0, 1, 2]
-
-
-def test_a_large_entry_takes_the_place_of_small_ones() -> None:
-    host = HostSlots(4)
-    for name in "abcd":
-        put(host, name)
-    part = put(host, "e", 3)
-    assert part is not None
-    assert len({*part.slots}) == 3
-    assert names(host, "abcde") == "de"
-    assert put(host, "f", 5) is None  # it never fits
-    assert names(host, "abcde") == "de"
-    assert put(host, "g", 4) is not None
 
 
 def test_what_is_loaded_stays() -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from nanovllm.core.messages import Schedule, StepResult
+from nanovllm.core.messages import Loaded, Schedule, StepResult, Transfers
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.transfers import Loaded, Transfers
-from nanovllm.core.windows import WindowSpec
+from nanovllm.core.worker_info import WindowSpec
 from nanovllm.kv.trie import Node
 from nanovllm.testing.fake_engine import VOCAB_SIZE
 from tests.tiers.fake_tiers import FakeStore, TieredEngine
@@ -226,19 +225,6 @@ def test_prompts_that_begin_alike_load_once() -> None:
     assert [seq.num_cached_tokens for seq in seqs] == [40] * 6
 
 
-def test_salts_and_prompt_logprobs_hit_nothing() -> None:
-    store = store_with(text(0, 40))
-    engine = make_engine(store=store)
-    salted = engine.add(text(0, 40), max_tokens=1, cache_salt="a")
-    complete = engine.add(text(0, 40), max_tokens=1, prompt_logprobs=1)
-    finish(engine)
-    assert [salted.num_cached_tokens, complete.num_cached_tokens] == [0, 0]
-    other = make_engine(store=store)
-    seqs = [other.add(text(0, 40), max_tokens=1, cache_salt=salt) for salt in ("a", "b")]
-    other.run()
-    assert [seq.num_cached_tokens for seq in seqs] == [36, 0]
-
-
 @each_kind
 def test_a_reset_hides_what_the_tiers_have(kind: str) -> None:
     engine = make_engine(kind, store=store_with(text(0, 40), kind), num_host_slots=100)
@@ -250,15 +236,6 @@ def test_a_reset_hides_what_the_tiers_have(kind: str) -> None:
         seqs.append(engine.add(text(0, 40), max_tokens=1))
         engine.run()
     assert [seq.num_cached_tokens for seq in seqs] == [0, 36]
-
-
-def test_no_reset_while_a_sequence_loads() -> None:
-    engine = make_engine(store=store_with(text(0, 40)))
-    slow_loads(engine)
-    engine.add(text(0, 40), max_tokens=1)
-    engine.launch()
-    assert not engine.manager.reset_prefix_cache()
-    engine.run()
 
 
 @each_kind
@@ -361,19 +338,6 @@ def test_answers_are_kept_once_they_are_prompts() -> None:
     finish(engine)
     assert second.num_cached_tokens == 36
     assert len(store.entries) == 11
-
-
-@each_kind
-def test_a_failed_sequence_leaves_nothing_to_hit(kind: str) -> None:
-    store = FakeStore()
-    engine = make_engine(kind, store=store, num_host_slots=100, max_num_batched_tokens=16)
-    seq = engine.add(text(0, 40), max_tokens=4)
-    engine.worker.fails_from[seq.seq_id] = 41
-    finish(engine)
-    assert seq.output.finish_reason == "error"
-    again = engine.add(text(0, 40), max_tokens=1)
-    engine.run()
-    assert again.num_cached_tokens == 0
 
 
 @each_kind

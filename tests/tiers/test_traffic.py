@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from nanovllm.core.transfers import HOST, STORE, Loaded, TierEntry, Transfers
+from nanovllm.core.messages import HOST, STORE, Loaded, TierEntry, Transfers
 from nanovllm.features.tiers.tier import HostSlots, StoreTier
 from nanovllm.features.tiers.traffic import TierTraffic
 from tests.tiers.fake_tiers import FakeStore

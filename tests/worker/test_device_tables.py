@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from nanovllm.core.messages import Admission, NewBlocks, NewTokens, Row, Schedule
-from nanovllm.core.windows import WindowSpec
-from nanovllm.core.worker_info import KVInfo, WorkerInfo
+from nanovllm.core.worker_info import KVInfo, WindowSpec, WorkerInfo
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.platform.cpu import CPU
@@ -256,26 +255,6 @@ def test_slots_past_32_bits():
     assert batch.slot_mapping.tolist() == [first, first + 1]
 
 
-def test_a_sampled_token_is_the_next_steps_input():
-    tables = make_tables()
-    apply(tables, [admit(3, [5, 6], [1]), admit(1, [8], [2])])
-    rows = [Row(1, 3, 0, 2, samples=True), Row(2, 1, 0, 1, samples=True)]
-    StepSampler(tables, rows).store(torch.tensor([70, 80]))
-    following = tables.batch([Row(2, 1, 1, 1, samples=True), Row(1, 3, 2, 1, samples=True)])
-    assert following.input_ids.tolist() == [80, 70]
-    assert following.positions.tolist() == [1, 2]
-
-
-def test_rows_that_do_not_sample_keep_their_tokens():
-    tables = make_tables()
-    apply(tables, [admit(0, [1, 2, 3, 4], [1]), admit(1, [9], [2])])
-    rows = [Row(1, 0, 0, 2, samples=False), Row(2, 1, 0, 1, samples=True)]
-    sampling = StepSampler(tables, rows)
-    assert sampling.output_indices.tolist() == [2]
-    sampling.store(torch.tensor([50]))
-    assert tables.batch([Row(1, 0, 2, 2, samples=True)]).input_ids.tolist() == [3, 4]
-
-
 def test_a_step_may_sample_nothing():
     tables = make_tables()
     apply(tables, [admit(0, [1, 2, 3], [1])])
@@ -315,25 +294,6 @@ def test_a_table_row_taken_again_shows_nothing_of_the_sequence_before():
     assert sampling.min_ps.tolist() == [0.0]
     assert tables.rules == [None] * len(tables.rules)
     assert [params.logprobs for params in sampling_rows.params] == [None]
-
-
-def test_readmission_after_preemption_brings_back_the_generated_tokens():
-    tables = make_tables()
-    apply(tables, [admit(0, [1, 2], [3])])
-    StepSampler(tables, [Row(1, 0, 0, 2, samples=True)]).store(torch.tensor([40]))
-    apply(tables, [admit(4, [1, 2, 40], [7])])
-    batch = tables.batch([Row(1, 4, 0, 3, samples=True)])
-    assert batch.input_ids.tolist() == [1, 2, 40]
-    assert batch.slot_mapping.tolist() == [28, 29, 30]
-
-
-def test_new_blocks_continue_the_table_at_their_index():
-    tables = make_tables()
-    apply(tables, [admit(0, list(range(12)), [3])])
-    apply(tables, new_blocks=[NewBlocks(0, 1, [8, 2])])
-    batch = tables.batch([Row(1, 0, 0, 12, samples=True)])
-    assert batch.block_tables.tolist() == [[3, 8, 2]]
-    assert batch.slot_mapping[[0, 4, 8]].tolist() == [12, 32, 8]
 
 
 def test_a_batch_is_a_snapshot():

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams, demo_model
-from nanovllm.core.windows import WindowSpec
-from nanovllm.core.worker_info import KVInfo, WorkerInfo
+from nanovllm.core.worker_info import KVInfo, WindowSpec, WorkerInfo
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.options.config import Config
 from nanovllm.platform import cpu

@@ -145,12 +145,6 @@ def test_logprobs_of_512_rows_take_little_memory():
     assert 8 * _PIECE < peak < 12 * _PIECE  # float32 twice, and less than bfloat16 and a mask
 
 
-def test_nobody_asks_for_logprobs():
-    tables, rows = make_rows([SamplingParams(), SamplingParams(temperature=0)])
-    sampling = StepSampler(tables, rows)
-    assert not sampling.want_logprobs
-
-
 def gathered(tokens: list[int]) -> GatheredLogprobs:
     """Return log-probabilities: minus the token, and token 1 as the most likely one."""
     ids = torch.tensor([[token, 1] for token in tokens])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanovllm.core.messages import Admission, NewBlocks, Row, Schedule
-from nanovllm.core.windows import num_tables
+from nanovllm.core.worker_info import num_tables
 from nanovllm.kernels.cpu.library import library
 from nanovllm.loading.hub import configured_checkpoint
 from nanovllm.options.config import Config

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from nanovllm import demo_model
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.torch_sdpa import TorchExplicitBackend
-from nanovllm.core.windows import pages_for
+from nanovllm.core.worker_info import pages_for
 from nanovllm.errors import CheckpointError
 from nanovllm.features.quantization.integer import choose_group_size, quantize
 from nanovllm.models.registry import MODULES

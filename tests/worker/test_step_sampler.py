@@ -152,38 +152,10 @@ def test_a_top_k_from_the_vocabularys_size_up_is_none(top_k, top_p):
     assert torch.equal(sample([beyond] * 100, logits, seeds=seeds), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("temperature", [0.0, 1e-6])
-def test_greedy_rows_are_the_argmax(dtype, temperature):
-    logits = random_logits(50, dtype)
-    chosen = sample([SamplingParams(temperature=temperature)] * 50, logits)
-    assert chosen.dtype == torch.int64
-    assert torch.equal(chosen, logits.argmax(-1))
-
-
 @pytest.mark.parametrize("other", [[], [SamplingParams()]])
 def test_greedy_takes_the_first_of_equals(other):
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [0.0] * 4])[: 1 + len(other)]
     assert sample([SamplingParams(temperature=0), *other], logits)[0] == 1
-
-
-def test_greedy_rows_choose_no_masked_token():
-    logits = random_logits(500)
-    masked = torch.rand(logits.shape, generator=torch.Generator().manual_seed(1)) < 0.99
-    masked[:, 17] = False
-    logits[masked] = -torch.inf
-    chosen = sample([SamplingParams(temperature=0)] * 500, logits)
-    assert not masked[torch.arange(500), chosen].any()
-
-
-def test_greedy_and_sampled_rows_share_a_batch():
-    logits, seeds = random_logits(64), list(range(64))
-    params = [SamplingParams(temperature=0 if i % 4 == 0 else 1.0) for i in range(64)]
-    chosen = sample(params, logits, seeds=seeds)
-    greedy = torch.arange(64) % 4 == 0
-    best = logits.argmax(-1)
-    assert torch.equal(chosen[greedy], best[greedy])
-    assert (chosen[~greedy] != best[~greedy]).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

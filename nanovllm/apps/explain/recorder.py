@@ -8,7 +8,7 @@ from nanovllm.apps.explain.sampling import SamplingRecorder
 from nanovllm.apps.explain.story import Note, RowStory, Sample, SequenceStory, Step
 from nanovllm.core.messages import Row, Schedule, StepResult
 from nanovllm.core.sequence import Sequence
-from nanovllm.engine.observer import Observer
+from nanovllm.engine.llm_engine import Observer
 from nanovllm.engine.request import Request
 from nanovllm.scheduler.scheduler import Scheduler
 

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.errors import ConfigError
 from nanovllm.kv.eviction import EvictionOrder
-from nanovllm.options.plugins import check_plugin, load_class
-from nanovllm.scheduler.plugins import user_order, user_policy
+from nanovllm.options.plugins import check_plugin, load_class, make_guarded
 from nanovllm.scheduler.policy import Policy
 
 POLICY, EVICTION = "scheduling_policy", "eviction_policy"
@@ -37,9 +36,8 @@ class Plugin(NamedTuple):
     def for_scheduler(self) -> dict[str, Any]:
         """`make_policy` or `make_order` of `nanovllm.testing.fake_engine.Engine`."""
         name = f'{self.kind}="{self.value}"'
-        if self.kind == POLICY:
-            return {"make_policy": partial(user_policy, name, self.made_by)}
-        return {"make_order": partial(user_order, name, self.made_by)}
+        made = partial(make_guarded, name, _BASES[self.kind][0], self.made_by)
+        return {"make_policy" if self.kind == POLICY else "make_order": made}
 
 
 def find_plugin(value: str) -> Plugin:

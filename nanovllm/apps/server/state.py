@@ -19,7 +19,7 @@ from nanovllm.apps.server.response_store import ResponseStore
 from nanovllm.apps.server.server_options import ServerOptions, check_options, model_name
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.core.worker_info import WorkerInfo
-from nanovllm.engine.fair_executor import FairExecutor
+from nanovllm.engine.engine_thread import FairExecutor
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.tokenizer import token_bytes
 from nanovllm.options.config import Config

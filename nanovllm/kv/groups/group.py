@@ -41,7 +41,7 @@ class KVCacheGroup:
     """The group's first block table, which begins at first_table * width in a table row."""
 
     def attach(self, pool: BlockPool, trie: PrefixTrie, first_table: int) -> None:
-        """Receive the pool and the trie. The block manager calls this once, first of all."""
+        """Receive the pool and the trie: the block manager calls this once, first of all."""
         self.pool = pool
         self.trie = trie
         self.block_size = trie.block_size
@@ -171,3 +171,23 @@ class KVCacheGroup:
 
     def undo_copies(self, copies: Seq[PageCopy]) -> None:
         """Handle the failure of a step with these copies, which it may not have made."""
+
+
+class BidirectionalGroup(KVCacheGroup):
+    """Requires each prompt in one step; owns no pages: those are `FullGroup`'s.
+
+    The prefix cache must be off, because a token's keys depend on the tokens after it.
+
+    Args:
+        max_model_len: most tokens of a step's last row.
+    """
+
+    suffix = b"whole"  # of no entry
+    num_tables = 0
+    grows = False
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_extra_tokens = max_model_len - 1
+
+    def row_length(self, seq: Sequence, most: int) -> int:
+        return seq.num_tokens - seq.num_computed_tokens
