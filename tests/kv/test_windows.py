@@ -17,8 +17,7 @@ from nanovllm.core.worker_info import KVInfo, WorkerInfo
 from nanovllm.engine.engine_metrics import kv_cache_tokens
 from nanovllm.kv.groups.window import WindowTable
 from nanovllm.kv.trie import Node
-from nanovllm.testing.fake_controller import random_limits
-from nanovllm.testing.fake_engine import VOCAB_SIZE, FakeEngine, random_guesses
+from nanovllm.testing.fake_engine import VOCAB_SIZE, FakeEngine, random_guesses, random_limits
 from nanovllm.testing.invariants import check_scheduler
 from nanovllm.testing.random_runs import SchedulerMachine, make_controller
 from tests.every_case import examples
