@@ -107,7 +107,7 @@ SEAMS = {
     "factory",
     *("parallel.in_process", "parallel.rank_process", "parallel.rank_setup"),
     "control_api",
-    *("testing.fake_controller", "testing.fake_engine", "testing.random_runs"),
+    *("testing.fake_engine", "testing.random_runs"),
     *("worker.model_loader", "worker.model_report"),
 }
 """The modules of the engine that import features, each where an option or a method asks for one."""

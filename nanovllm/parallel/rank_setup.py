@@ -69,7 +69,7 @@ def check_networks(
     _check_plugins(config)
     target = check_network(config, checkpoint)
     if config.speculation is not None and config.speculation.method == "mtp":
-        from nanovllm.features.speculation.proposers.mtp_config import check_mtp
+        from nanovllm.features.speculation.proposers.mtp_head import check_mtp
 
         return target, check_mtp(target)
     return target, None if draft is None else _check_draft(target, draft)

@@ -18,7 +18,7 @@ from nanovllm.apps.explain.recording import recorded
 from nanovllm.apps.explain.story import Sample, Stage, Story
 from nanovllm.apps.explain.terminal import spans
 from nanovllm.apps.explain.xray import Xray, xrayed
-from nanovllm.testing.fake_controller import FakeController
+from nanovllm.testing.fake_engine import fake_controller
 from tests.glossary import QUESTIONS
 
 SMALL: dict[str, Any] = {
@@ -169,7 +169,7 @@ def test_chunks_hits_waiting_and_preemption_are_told(llm: LLM) -> None:
 def test_drafts_are_told() -> None:
     spec = {"method": "draft_model", "model": demo_model.DRAFT_MODEL}
     model = LLM(demo_model.MODEL, max_model_len=128, speculative_config=spec)
-    model.engine.scheduler.drafting.controller = FakeController(lambda most: min(most, 3))
+    model.engine.scheduler.drafting.controller = fake_controller(lambda most: min(most, 3))
     params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
     story, [output] = told(model, [QUESTIONS[0]], params)
     drafts = [sample for sample in samples(story) if sample.draft_id is not None]

@@ -16,7 +16,7 @@ from nanovllm.attention.spec import AttentionSpec
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.features.graphs.cpu_graph import CPUGraph
 from nanovllm.features.speculation.proposers.eagle3_config import check_eagle3
-from nanovllm.features.speculation.proposers.head import capture_features
+from nanovllm.features.speculation.proposers.eagle3_head import capture_features
 from nanovllm.layers.attention import Attention
 from nanovllm.loading.hub import open_checkpoint, weight_files
 from nanovllm.models.model_config import ModelConfig
