@@ -57,7 +57,7 @@ class Backend(abc.ABC):
         return cls.unsupported(spec) if spec.causal or cls.sees_both_ways else _ONLY_CAUSAL
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Return the shape of a layer's KV cache. Dimension 1 counts the blocks.
+        """Return the shape of a layer's KV cache: flash-attn's. Dimension 1 counts the blocks.
 
         If values are a part of the keys, dimension 0 has the keys alone.
         """
