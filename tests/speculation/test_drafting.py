@@ -34,7 +34,8 @@ def three_wrong_guesses(token_ids: list[int]) -> list[int]:
 
 def test_right_drafts_save_steps() -> None:
     """Symptom: drafts are verified one per step, or accepted drafts are computed again."""
-    engine = FakeEngine(propose=three_right_guesses)
+    controller = fake_controller(lambda most: min(most, 3))
+    engine = FakeEngine(propose=three_right_guesses, controller=controller)
     seq = engine.add([1, 2, 3], max_tokens=9)
     engine.run()
     num_tokens = [schedule.num_tokens for schedule, _ in engine.launched]
@@ -74,8 +75,10 @@ def test_request_with_a_logits_processor_gets_no_drafts() -> None:
     assert draft_counts(other).num_drafts > 0
 
 
-def test_drafts_are_cut_to_the_budget() -> None:
-    """Symptom: a row of drafts takes more than the step's budget, or is split over two steps."""
+def test_drafts_are_cut_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: a row of drafts takes more than the step's budget, or is split over two steps; or
+    logits of hundreds of drafts take more memory than was measured at start.
+    """
     engine = FakeEngine(propose=three_right_guesses, max_num_batched_tokens=2)
     engine.add([1, 2], max_tokens=9)
     engine.step()
@@ -83,6 +86,16 @@ def test_drafts_are_cut_to_the_budget() -> None:
     assert schedule is not None
     (row,) = schedule.rows
     assert (row.num_scheduled_tokens, row.num_draft_tokens, row.samples) == (2, 1, True)
+    engine.retire()
+    engine.run()
+    monkeypatch.setattr(drafting, "MAX_SAMPLES", 5)
+    engine = FakeEngine(propose=three_right_guesses)
+    for first in (1, 2, 3):
+        engine.add([first], max_tokens=9)
+    engine.step()
+    schedule = engine.launch()
+    assert schedule is not None
+    assert sum(1 + row.num_draft_tokens for row in schedule.rows) == 5
     engine.retire()
     engine.run()
 
@@ -100,20 +113,6 @@ def test_prompts_come_before_drafts() -> None:
         found.append([(row.num_scheduled_tokens, row.num_draft_tokens) for row in schedule.rows])
         engine.retire()
     assert found == [[(1, 0), (4, 0)], [(3, 2), (2, 0)]]  # a prompt's chunk gets no drafts
-    engine.run()
-
-
-def test_samples_of_a_step_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: logits of hundreds of drafts take more memory than was measured at start."""
-    monkeypatch.setattr(drafting, "MAX_SAMPLES", 5)
-    engine = FakeEngine(propose=three_right_guesses)
-    for first in (1, 2, 3):
-        engine.add([first], max_tokens=9)
-    engine.step()
-    schedule = engine.launch()
-    assert schedule is not None
-    assert sum(1 + row.num_draft_tokens for row in schedule.rows) == 5
-    engine.retire()
     engine.run()
 
 
