@@ -52,6 +52,7 @@ REMEDIES: Mapping[str, str] = {
         "n_gpu_layers device_map": _DEVICE,
         "mem_fraction_static": "use gpu_memory_utilization",
         "tp_size": "use tensor_parallel_size",
+        "merge_lora": "use enable_lora=True and lora_request, or PEFT's merge_and_unload",
         "ssl_keyfile ssl_certfile": "put a proxy with TLS in front of the server",
         "allowed_origins": "use cors_origins",
         # Values of options

@@ -90,7 +90,6 @@ def _check_draft(target: NetworkSpec, checkpoint: Checkpoint) -> NetworkSpec:
         hf_overrides=None,
         dtype=str(target.model_config.dtype).removeprefix("torch."),
         speculative_config=None,
-        merge_lora=None,
         model_family=None,
     )
     if spec.method == "eagle3":
@@ -185,7 +184,7 @@ def make_runner(
     if config.has_tiers:
         from nanovllm.features.tiers.weight_files import WeightSnapshot
 
-        files = WeightSnapshot(_files_of(target))  # before they are loaded
+        files = WeightSnapshot(target.files)  # before they are loaded
     runner = ModelRunner(
         target,
         platform,
@@ -263,15 +262,6 @@ def _make_pooling(files: list[Path], network: Network) -> WorkerHook:
     from nanovllm.features.pooling.rank_pooling import RankPooling
 
     return RankPooling(network, files)
-
-
-def _files_of(target: NetworkSpec) -> list[Path]:
-    """Return the files that the weights of a network are made of."""
-    if target.config.merge_lora is None:
-        return target.files
-    from nanovllm.features.lora.peft_files import adapter_files
-
-    return [*target.files, *adapter_files(target.config.merge_lora)]
 
 
 def num_threads(config: Config) -> int:

@@ -18,7 +18,6 @@ from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.linear import WeightModule
 from nanovllm.loading.files import is_gguf
 from nanovllm.loading.loader import (
-    Store,
     check_tensors,
     init_dummy_shards,
     init_dummy_weights,
@@ -217,7 +216,6 @@ def load_model(model: nn.Module, spec: NetworkSpec, kernels: Kernels) -> None:
     config = spec.config
     reserve = spec.reserve
     forms = WeightForms(model, spec.model_config.dtype, kernels, reserve)
-    store = _with_lora(forms.store, model, config)
     if config.load_format == "dummy":
         init_dummy_weights(model, config.seed)
         for prefix, module in model.named_modules():
@@ -228,21 +226,12 @@ def load_model(model: nn.Module, spec: NetworkSpec, kernels: Kernels) -> None:
         ignored: frozenset[str] = model.ignored_weights  # type: ignore[assignment]
         progress = tensor_parallel().rank == 0
         options: dict[str, Any] = {"ignored": ignored, "progress": progress}
-        load_weights(model, spec.files, on_loaded=forms.finish, store=store, **options)
+        load_weights(model, spec.files, on_loaded=forms.finish, store=forms.store, **options)
     if reserve is not None:
         reserve.close()
     return_freed()
     if tensor_parallel().rank == 0:
         forms.log()
-
-
-def _with_lora(store: Store, model: nn.Module, config: Config) -> Store:
-    """Return `store`, which merges the adapter of the option `merge_lora`, if there is one."""
-    if config.merge_lora is None:
-        return store
-    from nanovllm.features.lora.merge import merging
-
-    return merging(store, model, config)
 
 
 @contextlib.contextmanager

@@ -78,9 +78,7 @@ def check_mtp(target: NetworkSpec) -> NetworkSpec:
                 f"{config.prefix}"
             )
         check_weights(config, target.files)
-    options = dataclasses.replace(
-        target.config, quantization="none", speculative_config=None, merge_lora=None
-    )
+    options = dataclasses.replace(target.config, quantization="none", speculative_config=None)
     return NetworkSpec(options, config, target.files)
 
 
