@@ -8,7 +8,7 @@ from torch import nn
 
 from nanovllm.layers.linear import LinearBase
 from nanovllm.loading.shards import Renamed, Shard
-from nanovllm.models.family import Family
+from nanovllm.models.decoder import Family
 
 WEIGHT = ".weight"
 

@@ -14,9 +14,8 @@ from nanovllm.features.speculation.proposers.head import Head, capture_output
 from nanovllm.features.speculation.proposers.mtp_config import PREFIX, MTPConfig
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase
-from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, Family
 from nanovllm.models.expert_parts import expect_stored
-from nanovllm.models.family import Family
 from nanovllm.models.parts import OTHER_MODALITIES
 from nanovllm.models.registry import family_class
 
