@@ -140,10 +140,6 @@ def remove_damaged(files: Iterable[Path], but: Collection[str] = ()) -> list[str
 
     The cache names each file's content by the hub's checksum of it: SHA-256 of a large file, Git's
     SHA-1 of another one. A mirror may give the plain SHA-1. What lies elsewhere is left alone.
-
-    Args:
-        files: of a snapshot in the cache, or any others.
-        but: names of contents that are not checked.
     """
     blobs = {}
     for file in files:

@@ -47,6 +47,7 @@ REMEDIES: Mapping[str, str] = {
         "load_in_8bit load_in_4bit": 'use quantization="int8" or quantization="int4"',
         "cache_dir": "use download_dir",
         "n_gpu_layers device_map": _DEVICE,
+        "merge_lora": "use enable_lora=True and lora_request, or PEFT's merge_and_unload",
         "ssl_keyfile ssl_certfile": "put a proxy with TLS in front of the server",
         "allowed_origins": "use cors_origins",
         # Values of options

@@ -87,7 +87,6 @@ def _check_draft(target: NetworkSpec, checkpoint: Checkpoint) -> NetworkSpec:
         hf_overrides=None,
         dtype=str(target.model_config.dtype).removeprefix("torch."),
         speculative_config=None,
-        merge_lora=None,
         model_family=None,
     )
     if spec.method == "eagle3":
@@ -169,12 +168,7 @@ def make_runner(
     if config.has_tiers:
         from nanovllm.features.tiers.weight_files import WeightSnapshot
 
-        paths = target.files
-        if config.merge_lora is not None:
-            from nanovllm.features.lora.peft_files import adapter_files
-
-            paths = [*paths, *adapter_files(config.merge_lora)]
-        files = WeightSnapshot(paths)  # before they are loaded
+        files = WeightSnapshot(target.files)  # before they are loaded
     runner = ModelRunner(
         target,
         platform,

@@ -81,7 +81,6 @@ def test_every_field_can_be_given():
         "enable_lora": True,
         "max_loras": 4,
         "max_lora_rank": 64,
-        "merge_lora": None,
         "trace_file": "/trace.json",
         "profile_dir": None,  # not beside a trace
         "seed": 5,

@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.apps.cli import main as cli
 from nanovllm.features.lora.adapter_registry import AdapterRegistry
-from nanovllm.features.lora.slots import AdapterSlots
+from nanovllm.features.lora.rank_adapters import AdapterSlots
 from nanovllm.features.tiers import directory
 from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.packed import PanelWeight

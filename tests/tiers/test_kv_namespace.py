@@ -213,7 +213,7 @@ def test_versions_source_and_processor_count(usual, monkeypatch, where, name, va
         ("core/messages.py", True),
         ("features/graphs/cpu_graph.py", True),
         ("features/quantization/integer.py", True),
-        ("features/lora/slots.py", True),
+        ("features/lora/rank_adapters.py", True),
         ("worker/kv_pool.py", True),
         ("apps/server/serve.py", False),
         ("chat/openai_messages.py", False),

@@ -199,9 +199,6 @@ def job_identity(options: RowOptions, **more: Any) -> dict[str, Any]:
     """
     named = named_adapters(options.batch.lora_modules, ())
     adapters = {name: adapter.lora_path for name, adapter in named.items()}
-    merged = options.engine_options.get("merge_lora")
-    if merged is not None:
-        adapters[""] = str(merged)
     return {
         "nanovllm": __version__,
         **more,

@@ -183,7 +183,7 @@ def _fingerprint(config: Config, info: WorkerInfo) -> str:
     arithmetic = info.arithmetic
     is_invariant = arithmetic is not None and arithmetic.batch_invariant
     if is_invariant:  # then the other options change no bit
-        model = config.model, config.revision, config.hf_overrides, config.merge_lora, config.seed
+        model = config.model, config.revision, config.hf_overrides, config.seed
         decisive = (*model, info.block_size, config.logprobs_mode, arithmetic)
     digest = hashlib.sha256(repr(decisive).encode()).hexdigest()
     return f"nanovllm-{__version__}-{'invariant-' * is_invariant}{digest[:8]}"

@@ -1,4 +1,4 @@
-"""The Gemma 2 family: norms on both sides, caps on scores and logits, and windows."""
+"""The Gemma 2 and Gemma 3 families, text only: norms on both sides, and windows."""
 
 from typing import Any, ClassVar
 
@@ -8,6 +8,7 @@ from nanovllm.models.decoder import Decoder, DecoderLayer, GatedMLP, SelfAttenti
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import (
     GELU_TANH,
+    OTHER_MODALITIES,
     SandwichForCausalLM,
     SandwichLayer,
     ScaledDecoder,
@@ -52,3 +53,24 @@ class Gemma2ForCausalLM(SandwichForCausalLM):
 
     def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
         return ScaledDecoder(config, layers, **self.norm)
+
+
+class Gemma3ForCausalLM(Gemma2ForCausalLM):
+    """Gemma 3 270M and 1B: norms on both sides, and of queries and keys; five of six layers have a
+    window and separate rotary angles.
+    """
+
+    qk_norm = True
+    left_out = OTHER_MODALITIES
+    ignores = frozenset({"attn_logit_softcapping"})
+    reads = (Gemma2ForCausalLM.reads | {"rope_parameters", "rope_local_base_freq"}) - ignores
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        self.interval = config.size("sliding_window_pattern", 6)
+        super().__init__(config, max_model_len)
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """Gemma 3 4B, 12B and 27B, without images."""
+
+    ignores = Gemma3ForCausalLM.ignores | {"final_logit_softcapping"}
