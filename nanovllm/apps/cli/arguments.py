@@ -17,7 +17,7 @@ from nanovllm.apps.cli.lab import add_lab
 from nanovllm.apps.cli.learn import add_learn
 from nanovllm.apps.cli.models import add_models
 from nanovllm.apps.cli.prove import add_prove
-from nanovllm.apps.explain.explain_options import ExplainOptions
+from nanovllm.apps.explain import ExplainOptions
 from nanovllm.apps.router.router_options import add_router_flags
 from nanovllm.apps.server.server_options import add_server_flags
 from nanovllm.errors import ConfigError
@@ -37,7 +37,7 @@ COMMON = {
     "num_threads narrate",
     "serve": "host port api_keys served_model_name max_model_len quantization device "
     "gpu_memory_utilization tensor_parallel_size",
-    "explain": "html chat xray max_tokens temperature top_p seed max_model_len max_num_seqs "
+    "explain": "html chat max_tokens temperature top_p seed max_model_len max_num_seqs "
     "max_num_batched_tokens",
 }
 """By command, the flags that --help shows."""
@@ -59,7 +59,7 @@ ELSEWHERE = {
     "stop": "Ctrl-C ends a server, and --keep-alive says when a model of several leaves memory",
     "complete": "use generate, or chat --url",
     "run-batch": "use batch",
-    "bench": "use lab bench, or python bench.py",
+    "bench": "use python bench.py",
 }
 """What to use for commands of ollama, vLLM and earlier versions."""
 

@@ -2,24 +2,24 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanovllm import demo_model
 from nanovllm.apps.cli.flag_groups import Commands, add_command, add_own_and_engine_flags
-from nanovllm.apps.cli.prove import save_results
-from nanovllm.apps.lab.lab_options import BenchOptions, CheckOptions
 from nanovllm.apps.lab.new import KINDS, summary, write_plugin
-from nanovllm.apps.lab.plugin import Plugin, find_plugin
-from nanovllm.apps.prove.prove_options import ProveOptions
+from nanovllm.apps.lab.plugin import CheckOptions, find_plugin
+from nanovllm.apps.prove import ProveOptions
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
-from nanovllm.options.flags import Parser, given_fields
-from nanovllm.options.validation import check_place, listed
-from nanovllm.utils.progress import progress_bar
+from nanovllm.options.flags import given_fields
+from nanovllm.options.validation import listed
 from nanovllm.utils.terminal import write
 
 if TYPE_CHECKING:
     from nanovllm.apps.lab.check import Finding
+
+_NOT_OF_PROVE = {"output", "lora_modules"}
+"""Options of `nanovllm prove` that a check does not take."""
 
 
 def add_lab(commands: Commands) -> None:
@@ -29,7 +29,6 @@ def add_lab(commands: Commands) -> None:
     added = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_new(added)
     _add_check(added)
-    _add_bench(added)
 
 
 def _add_new(commands: Commands) -> None:
@@ -52,32 +51,8 @@ def _add_check(commands: Commands) -> None:
         "lab check takes a PLUGIN and a MODEL",
         "The exit status is 0 if all rules are kept, or 1.",
     )
-    _add_plugin_and_model(parser, needs_plugin=True)
-    groups = {
-        "check": (CheckOptions, set[str]()),
-        "the ways of nanovllm prove": (ProveOptions, {"output", "lora_modules"}),
-    }
-    add_own_and_engine_flags(parser, groups)
-
-
-def _add_bench(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        bench,
-        "[PLUGIN] [MODEL] [flags]",
-        "lab bench takes a PLUGIN and a MODEL",
-        "Without PLUGIN the default is measured beside itself.",
-    )
-    _add_plugin_and_model(parser, needs_plugin=False)
-    add_own_and_engine_flags(parser, {"bench": (BenchOptions, ())})
-
-
-def _add_plugin_and_model(parser: Parser, *, needs_plugin: bool) -> None:
     parser.add_argument(
-        "plugin",
-        metavar="PLUGIN",
-        nargs=None if needs_plugin else "?",
-        help="A policy or an eviction order, as module:Class.",
+        "plugin", metavar="PLUGIN", help="A policy or an eviction order, as module:Class."
     )
     parser.add_argument(
         "model",
@@ -86,15 +61,11 @@ def _add_plugin_and_model(parser: Parser, *, needs_plugin: bool) -> None:
         default=demo_model.MODEL,
         help="A checkpoint directory, a GGUF file or a hub id. (default: the shipped model)",
     )
-
-
-def _engine_options(args: argparse.Namespace, plugin: Plugin | None) -> dict[str, Any]:
-    options = {k: v for k, v in given_fields(Config, args).items() if k != "model"}
-    if plugin is not None and plugin.kind in options:
-        flag = plugin.kind.replace("_", "-")
-        raise ConfigError(f"--{flag} is PLUGIN: leave it out")
-    Config(model=args.model, **options)
-    return options
+    groups = {
+        "check": (CheckOptions, set[str]()),
+        "the ways of nanovllm prove": (ProveOptions, _NOT_OF_PROVE),
+    }
+    add_own_and_engine_flags(parser, groups)
 
 
 def check(args: argparse.Namespace) -> int:
@@ -102,10 +73,13 @@ def check(args: argparse.Namespace) -> int:
     from nanovllm.apps.lab.check import check as run_checks
 
     plugin = find_plugin(args.plugin)
-    options = _engine_options(args, plugin)
+    options = {k: v for k, v in given_fields(Config, args).items() if k != "model"}
+    if plugin.kind in options:
+        flag = plugin.kind.replace("_", "-")
+        raise ConfigError(f"--{flag} is PLUGIN: leave it out")
+    Config(model=args.model, **options)
     how = CheckOptions(**given_fields(CheckOptions, args))
     prove = ProveOptions(**given_fields(ProveOptions, args))
-    prove.check_places()
     found = run_checks(plugin, args.model, options, how, prove, _show)
     num_broken = sum(not finding.holds for finding in found)
     name = f"{plugin.kind} {plugin.value}"
@@ -113,24 +87,6 @@ def check(args: argparse.Namespace) -> int:
         write(f"{name} breaks rules: {num_broken} of {len(found)} tried.\n")
         return 1
     write(f"{name} keeps all {len(found)} rules.\n")
-    return 0
-
-
-def bench(args: argparse.Namespace) -> int:
-    """Measure an engine with a policy or an eviction order beside the default."""
-    from nanovllm.apps.lab import bench as lab
-
-    plugin = None if args.plugin is None else find_plugin(args.plugin)
-    options = _engine_options(args, plugin)
-    how = BenchOptions(**given_fields(BenchOptions, args))
-    if how.output is not None:
-        check_place("output", how.output)
-    with progress_bar(total=lab.num_steps(how), shown=True) as bar:
-        found = lab.bench(plugin, args.model, options, how, bar.update)
-    for line in lab.show(found):
-        write(f"{line}\n")
-    if how.output is not None:
-        save_results(how.output, found.as_json())
     return 0
 
 

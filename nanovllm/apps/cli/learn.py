@@ -5,8 +5,7 @@ from collections.abc import Set
 from pathlib import Path
 
 from nanovllm.apps.cli.flag_groups import Commands, add_command
-from nanovllm.apps.learn import progress
-from nanovllm.apps.learn.course import LESSONS, MINI, Lesson
+from nanovllm.apps.learn.course import LESSONS, MINI, Lesson, load_progress, remember
 from nanovllm.apps.learn.grade import grade
 from nanovllm.apps.learn.show import show
 from nanovllm.errors import ConfigError
@@ -55,7 +54,7 @@ def _lesson(number: str) -> Lesson:
 
 
 def _write_list() -> None:
-    done = progress.load()
+    done = load_progress()
     write("How an inference engine works. A lesson takes about twenty minutes.\n\n")
     for lesson in LESSONS:
         solved, answered = (lesson.number in done[kind] for kind in ("solved", "answered"))
@@ -87,7 +86,7 @@ def _check(lesson: Lesson, name: str | None) -> int:
         )
     if not grade(lesson, file):
         return NOT_SOLVED
-    progress.remember("solved", lesson.number)
+    remember("solved", lesson.number)
     write(f"{file.name}: solved.\n")
-    _write_next(progress.load()["solved"])
+    _write_next(load_progress()["solved"])
     return 0

@@ -27,7 +27,7 @@ from nanovllm.apps.cli.repl import (
     narrated_source,
     pieces,
 )
-from nanovllm.apps.explain.explain_options import ExplainOptions
+from nanovllm.apps.explain import ExplainOptions
 from nanovllm.apps.router.router_options import RouterOptions, names_several
 from nanovllm.apps.server.server_options import model_name
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError, ServerError
@@ -175,8 +175,6 @@ def explain(args: argparse.Namespace) -> int:
     options, flags = _checked(args)
     if not Config(**options).runs_in_process:
         raise ConfigError("explain runs the model in this process: leave tensor_parallel_size at 1")
-    if chosen.xray:
-        options["enforce_eager"] = True
     if chosen.html is not None:
         check_place("html", chosen.html)
     given = _prompts(args)
