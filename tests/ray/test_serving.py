@@ -75,7 +75,6 @@ def test_an_engine_on_gpus_gets_them() -> None:
         ({"api_key": "x"}, "did you mean 'api_keys'"),
         ({"lora_directory": "/a"}, "lora_directory='/a' cannot be set here: a client reaches one"),
         ({"lora_modules": ["a=/a"]}, "lora_modules=.* but enable_lora is False"),
-        ({"max_stored_responses": 9}, "max_stored_responses=9 cannot be set here: a client"),
         ({"port": 80}, "port=80 cannot be set here: the port is Ray Serve's"),
         ({"route_prefix": "/a"}, "route_prefix of serve.run"),
         ({"name": "a"}, "name of serve.run"),
