@@ -20,7 +20,8 @@ _DEVICE = 'use device="cuda" or device="cpu", and tensor_parallel_size for sever
 _GRAPHS = "CUDA graphs are captured for all sizes; leave it out, or use enforce_eager=True for none"
 _ONE_COPY = "use tensor_parallel_size, or one LLM or server for each GPU"
 _NO_CODE = "the workers run no code of the caller: update_weights() gives them weights"
-_STATUS = "use GET /v1/models, /metrics or /status.json"
+_NOT_STORED = "responses are not stored: send the earlier items as input"
+_STATUS = "use GET /v1/models or /metrics"
 _STREAM = "use LLM.stream(prompt), or AsyncLLM.stream: they yield the tokens of each step"
 _STRUCTURED = 'use structured_outputs, such as {"json": ...}, {"regex": ...} or {"grammar": ...}'
 _TEXT_ONLY = "the models here read and write text only"
@@ -75,7 +76,7 @@ REMEDIES: Mapping[str, str] = {
         "use_activation": "use PoolingParams(normalize=...); scores have the model's activation",
         "functions function_call": "use tools and tool_choice",
         "chat_template": "templates are not taken from requests; use chat_template_kwargs",
-        "conversation": "use previous_response_id, or send the whole conversation",
+        "conversation previous_response_id": _NOT_STORED,
         # Methods, imports and routes
         "encode": "use embed(), whose outputs have outputs.embedding",
         "classify /classify /v1/classify": _CLASSIFIERS,

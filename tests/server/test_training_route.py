@@ -106,21 +106,6 @@ def test_a_pause_ends_or_awaits_requests(server: Running, mode: str, reason: str
     assert server.send("/v1/completions", SHORT).status == 200
 
 
-def test_a_pause_that_keeps_can_end_otherwise(server: Running) -> None:
-    first = Sent(server, LONG)
-    assert server.send("/pause?mode=keep", b"").status == 200
-    assert server.send("/pause?mode=wait", b"").status == 200
-    assert first.answer().body["choices"][0]["finish_reason"] == "length"
-    assert server.send("/pause?mode=keep", b"").status == 200
-    second = Sent(server, SHORT)
-    time.sleep(0.1)
-    assert second.is_waiting
-    assert server.send("/pause?mode=abort", b"").status == 200
-    assert second.answer().body["choices"][0]["finish_reason"] == "abort"
-    assert server.send("/resume", b"").status == 200
-    assert server.send("/resume", b"").status == 200
-
-
 def test_a_paused_engine_sleeps_with_its_requests(server: Running) -> None:
     expected = text_of(server.send("/v1/completions", LONG))
     first = Sent(server, LONG)

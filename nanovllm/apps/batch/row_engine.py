@@ -122,7 +122,6 @@ class RowApp:
             chat_template=options.batch.chat_template,
             tool_call_parser=options.batch.tool_call_parser,
             reasoning_parser=options.batch.reasoning_parser,
-            max_stored_responses=0,
             max_waiting=2**20,
             max_body_bytes=2**30,
             read_timeout=1e6,

@@ -55,7 +55,7 @@ ELSEWHERE = {
     "list": "`hf cache ls` lists the models on this machine",
     "ls": "`hf cache ls` lists the models on this machine",
     "rm": "`hf cache rm model/OWNER/NAME` removes a model",
-    "ps": "a server's models are at /v1/models, and its load at /status",
+    "ps": "a server's models are at /v1/models, and its load at /metrics",
     "stop": "Ctrl-C ends a server, and --keep-alive says when a model of several leaves memory",
     "complete": "use generate, or chat --url",
     "run-batch": "use batch",

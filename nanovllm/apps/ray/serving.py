@@ -23,8 +23,6 @@ from nanovllm.options.validation import check_int, check_names, did_you_mean, sh
 
 _NOT_HERE = {
     "lora_directory": "a client reaches one replica, and all must have its adapter: lora_modules",
-    "max_stored_responses": "a client reaches one replica, which does not have the responses of "
-    "the others: send the whole conversation in input",
     "name": "the name is the application's: name of serve.run, or in its YAML",
     "route_prefix": "the path is the application's: route_prefix of serve.run, or in its YAML",
     "port": "the port is Ray Serve's: http_options, or serve.start",
@@ -132,7 +130,7 @@ def _split(options: dict[str, Any]) -> _Given:
     def part(names: Collection[str]) -> dict[str, Any]:
         return {name: value for name, value in options.items() if name in names}
 
-    given = {**part(of_server), "max_stored_responses": 0}
+    given = part(of_server)
     given["api_keys"] = (*given.get("api_keys", ()), *keys_of_environment())
     return _Given(
         ServerOptions(**given), part(options.keys() - of_server - _OF_SERVE), part(_OF_SERVE)
