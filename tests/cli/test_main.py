@@ -924,7 +924,7 @@ def test_closed_output_pipe_ends_without_a_traceback() -> None:
     os.close(reading)
     with os.fdopen(writing, "wb") as out:
         done = subprocess.run(
-            [sys.executable, "-m", "nanovllm.apps.cli.main", "generate", "--help-all"],
+            [sys.executable, "-m", "nanovllm.apps.cli.main", "learn"],
             stdout=out,
             stderr=subprocess.PIPE,
             env=environment(),
