@@ -25,7 +25,10 @@ def mini() -> ModuleType:
     return module
 
 
-def test_it_prints_what_the_walk_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_what_the_walk_shows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [str(PATH)])
     runpy.run_path(str(PATH), run_name="__main__")
     shown = f"```text\n{capsys.readouterr().out}```"
     assert shown in (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")

@@ -85,6 +85,7 @@ REMEDIES: Mapping[str, str] = {
         "model_config vllm_config get_model_config get_vllm_config": _CONFIG,
         "EngineArgs AsyncEngineArgs LLMEngine llm_engine from_engine_args": "nanovllm.vllm has it",
         "/api/chat /api/generate /completion /generate": "use POST /v1/chat/completions",
+        "/v1": "routes begin with it: it belongs to the address that a client is given",
         "/embed /embedding /api/embed /api/embeddings": "use POST /v1/embeddings",
         "/api/tags /api/show /props /slots /info /load /get_server_info": _STATUS,
         "/v1/audio/speech /v1/audio/transcriptions /v1/images/generations": _TEXT_ONLY,

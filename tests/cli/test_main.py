@@ -24,7 +24,7 @@ from nanovllm.apps.cli.arguments import EXAMPLES
 from nanovllm.errors import InvalidRequestError
 from nanovllm.llm import LLM
 from nanovllm.options.config import Config
-from nanovllm.options.flags import Parser, add_flags, fields_of, given_fields, in_flags
+from nanovllm.options.flags import fields_of, given_fields, in_flags
 from nanovllm.options.sampling_params import default_sampling_params
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.utils import terminal
@@ -242,12 +242,6 @@ def test_generate_without_model_takes_the_default(
     assert done == (0, f" {ANSWER_TO[QUESTION]}\n", UNNAMED)
 
 
-def test_a_directory_with_a_space_is_a_model(run: Run, recorder: Any, tmp_path: Path) -> None:
-    (tmp_path / "a model").mkdir()
-    run("generate", str(tmp_path / "a model"), "Hi")
-    assert [made["model"] for made in recorder.made] == [str(tmp_path / "a model")]
-
-
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [(["no/model"], "no/model"), (["-"], "the glossary model that"), ([], "the glossary model")],
@@ -271,6 +265,7 @@ def test_no_prompt_is_an_error_before_the_model(
         (["./here", "Hi"], 1),
         (["Qwen/Qwen3-0.6B", "Hi"], 1),
         (["missing.gguf", "Hi"], 1),
+        (["a model", "Hi"], 1),
         (["/no/where", "Hi", "there"], 2),
     ],
 )
@@ -284,6 +279,7 @@ def test_a_model_is_a_path_or_has_a_slash(
 ) -> None:
     """All other first words of `generate` are prompts."""
     (tmp_path / "here").mkdir()
+    (tmp_path / "a model").mkdir()
     monkeypatch.chdir(tmp_path)
     given: list[list[str]] = []
     monkeypatch.setattr(cli, "_prompts", lambda args: given.append(args.prompt) or args.prompt)
@@ -438,16 +434,6 @@ def test_errors_name_flags(text: str, spelled: str) -> None:
     assert in_flags(text, cli._parse(["generate", "Hi"]).parser) == spelled
 
 
-def test_every_field_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
-    for owner in (Config, SamplingParams):
-        parser = Parser(prog="test", usage="test")
-        add_flags(parser.add_argument_group(), owner, but={"model"}, defaults={})  # type: ignore[arg-type]
-        parser.print_help()
-        for flag in re.split(r"\n  (?=--)", capsys.readouterr().out)[1:]:
-            text = " ".join(flag.split()).partition(" (default:")[0]
-            assert len(text.split()) > 4, f"no help: {flag}"
-
-
 def test_a_server_has_its_own_default_of_max_logprobs() -> None:
     """A flag wins over it."""
     found = [
@@ -501,71 +487,41 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     return Recorder
 
 
-def example_of(hint: Any) -> tuple[str, Any]:
-    """Return an argument for a field of this type, and the value it stands for."""
-    if isinstance(hint, types.UnionType):
-        plain = (arg for arg in typing.get_args(hint) if not dataclasses.is_dataclass(arg))
-        (hint,) = (arg for arg in plain if arg is not type(None))
-    return {
-        int: ("3", 3),
-        float: ("0.5", 0.5),
-        str: ("some text", "some text"),
-        dict[str, Any]: ('{"vocab_size": 3}', {"vocab_size": 3}),
-        Sequence[str]: ("some text", ("some text",)),
-        Sequence[int]: ("[3, 4]", (3, 4)),
-        tuple[tuple[int, float], ...]: ('{"3": 0.5}', ((3, 0.5),)),
-        tuple[tuple[str, Any], ...]: ('{"a": [1]}', (("a", [1]),)),
-    }[hint]
+FLAG_VALUES: dict[Any, tuple[str, Any]] = {
+    int: ("3", 3),
+    float: ("0.5", 0.5),
+    str: ("some text", "some text"),
+    Sequence[str]: ("some text", ["some text"]),
+    Sequence[int]: ("[3, 4]", [3, 4]),
+}
+"""By type of a field: a flag's argument, and the value that it stands for; else it is JSON."""
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (owner, name)
-        for owner in (Config, SamplingParams)
-        for name in fields_of(owner)
-        if name != "model"
-    ],
-)
-def test_every_field_has_a_flag(
-    run: Run, recorder: Any, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str
-) -> None:
-    monkeypatch.setattr(Config, "__post_init__", lambda config: None)  # takes any text
-    hint = typing.get_type_hints(owner)[name]
-    flag = "--" + name.replace("_", "-")
-    if hint is bool:
-        cases = [([flag], True), (["--no-" + flag.removeprefix("--")], False)]
-    else:
-        argument, value = example_of(hint)
-        if name == "structured_outputs":
-            argument, value = '{"regex": "a+"}', StructuredOutputsParams(regex="a+")
-        cases = [([flag, argument], value)]
-        if name == "prompt_logprob_start":
-            cases = [([flag, argument, "--prompt-logprobs", "0"], value)]
-    for arguments, value in cases:
-        assert run("generate", "some/model", "Hi", *arguments)[0] == 0
-        options, params = recorder.made.pop(), recorder.asked.pop()
-        if owner is SamplingParams:
-            assert getattr(params, name) == value
-            untouched = dataclasses.replace(params, **{name: getattr(SamplingParams(), name)})
-        else:
-            given = options.pop(name)
-            assert (tuple(given) if isinstance(given, list) else given) == value
-            untouched = dataclasses.replace(params, seed=None)
-        expected = {"temperature": 0.25, "max_tokens": 512}
-        expected.pop(name, None)
-        if name == "prompt_logprob_start":
-            expected["prompt_logprobs"] = 0
-        assert untouched == SamplingParams(**expected)
-        options.pop("seed", None)
-        assert options == {"model": "some/model"}
+@pytest.mark.parametrize("owner", [Config, SamplingParams])
+def test_every_field_has_a_flag(owner: type[Any]) -> None:
+    words: list[str] = []
+    expected: dict[str, Any] = {}
+    switches = [name for name, field in fields_of(owner).items() if field.kind is bool]
+    for name, field in fields_of(owner).items():
+        if name not in ("model", *switches):
+            argument, value = FLAG_VALUES.get(field.kind, ('{"a": [3]}', {"a": [3]}))
+            words += [f"--{name.replace('_', '-')}", argument]
+            expected[name] = value
+    for prefix, is_on in (("--", True), ("--no-", False)):
+        flags = [prefix + name.replace("_", "-") for name in switches]
+        args = cli._parse(["generate", "some/model", "Hi", *words, *flags])
+        given = {**given_fields(owner, args), "model": None}
+        assert given == {**expected, **dict.fromkeys(switches, is_on), "model": None}
 
 
-def test_seed_sets_the_engines_and_the_requests(run: Run, recorder: Any) -> None:
-    assert run("generate", "some/model", "Hi", "--seed", "5")[0] == 0
-    assert recorder.made == [{"model": "some/model", "seed": 5}]
-    assert recorder.asked[0].seed == 5
+def test_flags_reach_the_engine_and_the_request(run: Run, recorder: Any) -> None:
+    """A seed is for both. What no flag sets is as the checkpoint recommends."""
+    flags = ["--seed", "5", "--top-k", "7", "--structured-outputs", '{"regex": "a+"}']
+    assert run("generate", "some/model", "Hi", *flags, "--max-num-seqs", "3")[0] == 0
+    assert recorder.made == [{"model": "some/model", "seed": 5, "max_num_seqs": 3}]
+    form = StructuredOutputsParams(regex="a+")
+    expected = SamplingParams(0.25, 512, seed=5, top_k=7, structured_outputs=form)
+    assert recorder.asked == [expected]
 
 
 def test_new_field_gets_a_flag(run: Run, recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -650,6 +606,8 @@ def test_chat_commands_reset_and_exit(run: Run, rendered: list[Any]) -> None:
     system = {"role": "system", "content": "Be brief."}
     assert rendered == [[system, *turn(0)[:1]], [system, *turn(1)[:1]]]
     assert chat(run, lines=[]) == ([], "")
+    assert chat(run, "--max-tokens", "1", lines=["/etc/hosts is a file"])[1] == ""
+    assert rendered[-1][-1]["content"] == "/etc/hosts is a file"
 
 
 def test_chat_passes_options_to_the_template(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -806,14 +764,6 @@ def test_chat_answers_again(run: Run, rendered: list[Any], monkeypatch: pytest.M
         assert message in line
 
 
-def test_piped_messages_may_have_several_lines(run: Run, rendered: list[Any]) -> None:
-    lines = ['"""one', "  two", 'three"""', "four\\", "five", '"""six"""', '"""never closed']
-    chat(run, "--max-tokens", "1", lines=lines)
-    assert [messages[-1]["content"] for messages in rendered] == [
-        *("one\n  two\nthree", "four\nfive", "six", "never closed"),
-    ]
-
-
 def test_answer_that_ends_with_an_error_is_not_kept(
     run: Run, rendered: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -831,12 +781,6 @@ def test_answer_that_ends_with_an_error_is_not_kept(
         status, out, err = run("generate", demo_model.MODEL, *prompts, *FAST)
         assert (status, out) == (2, "Half\n" * len(prompts))
         assert "ended with an error" in err
-
-
-def test_chat_sends_a_path_as_a_message(run: Run, rendered: list[Any]) -> None:
-    _, err = chat(run, lines=["/etc/hosts is a file"])
-    assert err == ""
-    assert rendered[0][0]["content"] == "/etc/hosts is a file"
 
 
 def test_output_for_a_terminal_holds_no_control_characters(
@@ -924,7 +868,7 @@ def test_closed_output_pipe_ends_without_a_traceback() -> None:
     os.close(reading)
     with os.fdopen(writing, "wb") as out:
         done = subprocess.run(
-            [sys.executable, "-m", "nanovllm.apps.cli.main", "generate", "--help-all"],
+            [sys.executable, "-m", "nanovllm.apps.cli.main", "learn"],
             stdout=out,
             stderr=subprocess.PIPE,
             env=environment(),

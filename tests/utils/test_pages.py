@@ -96,4 +96,4 @@ def test_files_are_read_ahead_in_order(
         if thread.name == "read-ahead":
             thread.join()
     whole = [(name, start) for name in "ab" for start in range(3)]
-    assert asked == (whole if memory_pieces == 100 else whole[:3])
+    assert asked == (whole if memory_pieces == 100 else whole[:4])

@@ -96,34 +96,28 @@ def _summary(finished: Finished, output: str) -> str:
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[Progress], object]]:
     """Yield what shows progress: a bar at a terminal, else a line now and then."""
-    if sys.stderr.isatty():
-        from tqdm import tqdm
+    from tqdm import tqdm
 
-        bar: Any = None
+    bar: Any = None
+    said = time.monotonic()
 
-        def show(progress: Progress) -> None:
-            nonlocal bar
+    def show(progress: Progress) -> None:
+        nonlocal bar, said
+        if sys.stderr.isatty():
             if bar is None:
                 bar = tqdm(total=progress.num_rows, initial=progress.num_done, unit="row")
             bar.update(progress.num_done - bar.n)
             if progress.num_failed:
                 bar.set_postfix(errors=progress.num_failed, refresh=False)
-
-        try:
-            yield show
-        finally:
-            if bar is not None:
-                bar.close()
-        return
-    said = time.monotonic()
-
-    def say(progress: Progress) -> None:
-        nonlocal said
-        if time.monotonic() - said >= _QUIET_SECONDS:
+        elif time.monotonic() - said >= _QUIET_SECONDS:
             said = time.monotonic()
             complain(
                 f"nanovllm: {progress.num_done} of {progress.num_rows} rows, "
                 f"{progress.num_failed} with an error"
             )
 
-    yield say
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()
