@@ -12,7 +12,6 @@ from examples.lab.shortest_job_first import ShortestFirst
 from nanovllm import AsyncLLM, SamplingParams, demo_model
 from nanovllm.core.sequence import Sequence
 from nanovllm.errors import ConfigError, EngineDeadError, PluginError
-from nanovllm.options.config import Config
 from nanovllm.options.plugins import load_class
 from nanovllm.scheduler.fair_policy import FairPolicy
 from nanovllm.scheduler.policy import Policy
@@ -137,12 +136,6 @@ def test_a_broken_module_needs_no_path(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=message):
         load_class("scheduling_policy", "broken_plugin:Policy", FairPolicy)
-
-
-def test_a_class_itself_is_refused_with_its_name() -> None:
-    name = "examples.lab.shortest_job_first:ShortestFirst"
-    with pytest.raises(ConfigError, match=f'give its name, "{name}"'):
-        Config(demo_model.MODEL, scheduling_policy=ShortestFirst)  # type: ignore[arg-type]
 
 
 @pytest.mark.timeout(100)

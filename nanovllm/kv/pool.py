@@ -20,14 +20,10 @@ class Entry(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A page of the pool.
+    """A page of the pool."""
 
-    `ref_count` is the number of its users; at 0 the page is free. A free page may still hold an
-    `entry` of the prefix cache, which a hit can revive until the page is reused.
-    """
-
-    ref_count: int = 0
-    entry: Entry | None = None
+    ref_count: int = 0  # of its users; at 0 the page is free
+    entry: Entry | None = None  # of a free page, too: a hit can revive it until the page is reused
 
 
 class CacheListener:
@@ -44,11 +40,7 @@ class CacheListener:
         """An entry leaves the cache to make room. Its pages hold it until the next step runs."""
 
     def published(self, seq: Sequence, first: int, nodes: Seq[Node]) -> None:
-        """Blocks of a sequence are cached now, or were hit.
-
-        Args:
-            first: block index of the first of `nodes`.
-        """
+        """Blocks of a sequence, from index `first` on, are cached now, or were hit."""
 
     def written(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
         """A snapshot of a prompt's state is cached, and its pages hold it now."""

@@ -94,29 +94,6 @@ def test_without_the_prefix_cache_nothing_is_copied() -> None:
     assert num_copies(engine) == 0
 
 
-def test_the_workers_learn_each_page_once() -> None:
-    """A state's pages are behind the block table. They begin with zeros if the sequence does."""
-    engine = make_engine()
-    prompt = random_prompt(0, 30)
-    first = engine.add(prompt, max_tokens=20, ignore_eos=True)
-    engine.step()
-    pages = state_of(engine, first).pages
-    second = engine.add([*prompt[:29], 1, 2], max_tokens=20, ignore_eos=True)
-    engine.step_until(lambda: second.table_idx is not None)
-    assert second.num_cached_tokens == 28
-    others = state_of(engine, second).pages
-    engine.run()
-    width = 50
-    sent = [new for schedule in schedules(engine) for new in schedule.new_blocks]
-    assert [tuple(new) for new in sent if new.start >= width] == [
-        (0, width, pages),
-        (1, width, others),
-    ]
-    zeroed = [page for schedule in schedules(engine) for page in schedule.blocks_to_zero]
-    assert {*pages} <= {*zeroed}
-    assert not {*others} & {*zeroed}
-
-
 @pytest.mark.parametrize("queue_depth", [0, 1, 2])
 @pytest.mark.parametrize("length", [80, 81, 82])
 def test_the_next_turn_hits_the_end_of_the_last(queue_depth: int, length: int) -> None:
@@ -140,16 +117,6 @@ def test_a_shared_prefix_hits_where_the_prompts_part() -> None:
     assert hits == [0, 48, 60]
 
 
-def test_a_near_branch_gets_no_snapshot() -> None:
-    engine = make_engine(snapshot_interval=160)
-    prefix = random_prompt(3, 20)
-    for i in range(3):
-        seq = engine.add([*prefix, i, *random_prompt(10 + i, 21)], max_tokens=1)
-        engine.run()
-        assert seq.num_cached_tokens == 0
-    assert len(states_of(engine)._snapshots) == 3
-
-
 @pytest.mark.parametrize("queue_depth", [0, 1])
 def test_a_failed_step_costs_a_few_tokens(queue_depth: int) -> None:
     """Those behind the last rolling snapshot, and the one before if that was being made."""
@@ -165,19 +132,6 @@ def test_a_failed_step_costs_a_few_tokens(queue_depth: int) -> None:
         start = [row for s in schedules(engine) for row in s.rows][-1].num_computed_tokens
         assert length - start <= 4 + 4 * (queue_depth + 1)
     engine.run()
-
-
-def test_a_step_that_is_not_launched_has_written_no_snapshot() -> None:
-    engine = make_engine()
-    prompt = random_prompt(1, 22)
-    engine.add(prompt, max_tokens=1)
-    engine.step()
-    states = states_of(engine)
-    assert [s.position for s in states._snapshots.values()] == [20]
-    engine.step(fails_to_launch=True)
-    assert not states._snapshots
-    engine.run()
-    assert [s.position for s in states._snapshots.values()] == [20]
 
 
 def test_a_long_generation_holds_one_snapshot() -> None:
@@ -291,20 +245,6 @@ def test_speculation_takes_rolling_snapshots_of_certain_tokens() -> None:
     engine.run()
     assert second.num_cached_tokens is not None
     assert 60 < second.num_cached_tokens <= 160
-
-
-def test_no_snapshot_is_dropped_for_a_row_that_does_not_fit_anyway() -> None:
-    engine = make_engine()
-    seq = engine.add(random_prompt(0, 21), max_tokens=100, ignore_eos=True)
-    engine.step_until(lambda: states_of(engine)._held and len(seq.token_ids) > 30)
-    held = list(states_of(engine)._held)
-    most = len(seq.kv.block_table) + engine.manager.num_free_blocks
-    assert engine.manager.allocate_blocks(seq, 4 * (most + 1)) is None
-    assert list(states_of(engine)._held) == held
-    assert engine.manager.allocate_blocks(seq, 4 * most) is not None
-    assert not states_of(engine)._held
-    engine.manager.trim(seq, seq.num_tokens)
-    engine.run()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.worker_info import KVInfo, WindowSpec, WorkerInfo, num_tables, pages_for
+from nanovllm.core.worker_info import KVInfo, WindowSpec, WorkerInfo, pages_for
 from nanovllm.engine.engine_metrics import kv_cache_tokens
 from nanovllm.kv.groups.window import WindowTable
 from nanovllm.testing.fake_engine import VOCAB_SIZE, FakeEngine
@@ -59,25 +59,6 @@ def test_a_long_generation_holds_its_window(queue_depth: int) -> None:
     engine.run()
 
 
-def test_new_blocks_name_each_cell_once() -> None:
-    """Of table t they are behind t * width; table 0's come as in a model without windows."""
-    engine = make_engine(WindowSpec(6, 1), WindowSpec(9, 2), max_num_batched_tokens=7)
-    seq = engine.add(random_prompt(0, 30), max_tokens=40, ignore_eos=True)
-    while not seq.is_finished:
-        engine.step()
-    schedules = [schedule for schedule, _ in engine.launched]
-    assert [len(new.block_ids) for s in schedules for new in s.admissions] == [8]
-    cells = [
-        (new.table_idx, new.start + i)
-        for schedule in schedules
-        for new in schedule.new_blocks
-        for i in range(len(new.block_ids))
-    ]
-    width, table_0 = 50, range(8, 18)  # of the 69 tokens that are computed
-    others = [table * width + index for table in (1, 2, 3) for index in range(18)]
-    assert sorted(cells) == [(0, c) for c in [*table_0, *others]]
-
-
 def test_a_shared_prefix_hits_when_its_owner_is_far_beyond() -> None:
     """It hits while the owner runs, and when it is gone."""
     engine = make_engine(WindowSpec(7, 2), max_num_batched_tokens=8)
@@ -120,8 +101,8 @@ def test_a_hit_is_as_long_as_its_window_is_cached() -> None:
     assert forget(1, 2) == 0, "both shorter ones need block 0"
 
 
-@pytest.mark.parametrize("queue_depth", [0, 1, 3])
-@pytest.mark.parametrize(("window", "chunk"), [(1, 1), (6, 4), (3, 9), (30, 5), (90, 16)])
+@pytest.mark.parametrize("queue_depth", [0, 1])
+@pytest.mark.parametrize(("window", "chunk"), [(1, 1), (6, 4), (90, 16)])
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_the_smallest_pool_holds_one_sequence(
     block_size: int, window: int, chunk: int, queue_depth: int
@@ -141,15 +122,6 @@ def test_the_smallest_pool_holds_one_sequence(
     engine.run()
     assert len(seq.token_ids) == 60
     assert engine.preempted == []
-
-
-def test_pages_of_one_sequence() -> None:
-    windows = WindowSpec(512, 5), WindowSpec(10**6, 2)
-    assert num_tables(windows) == 8
-    assert pages_for(1000, 256, (), 64) == 4
-    assert pages_for(1000, 256, windows[:1], 64) == 4 + 5 * 4
-    assert pages_for(100_000, 256, windows, 64) == 391 + 5 * 4 + 2 * 391
-    assert pages_for(0, 256, windows, 64) == 0
 
 
 def test_the_tokens_that_a_pool_holds() -> None:

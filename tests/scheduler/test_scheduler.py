@@ -18,12 +18,9 @@ from nanovllm.core.messages import StepResult
 from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.testing.fake_engine import (
     FakeEngine,
-    draft_counts,
-    output_of,
 )
 from nanovllm.testing.invariants import check_scheduler
 
@@ -54,34 +51,6 @@ def test_identical_prompts_in_one_step_share_no_block(queue_depth: int) -> None:
     assert [seq.num_cached_tokens for seq in [*twins, third]] == [0, 0, 4]
 
 
-def test_no_hit_on_a_prefix_in_flight() -> None:
-    """Symptom: a prompt hits blocks of a step in flight, which may still fail."""
-    engine = FakeEngine(queue_depth=1)
-    prompt = [1, 2, 3, 4, 0]
-    engine.add(prompt)
-    engine.launch()
-    early = engine.add(prompt)
-    engine.launch()
-    engine.retire()
-    late = engine.add(prompt)
-    engine.run()
-    assert (early.num_cached_tokens, late.num_cached_tokens) == (0, 4)
-
-
-def test_result_publishes_its_own_step_only() -> None:
-    """Symptom: the result of one chunk publishes blocks of the next, which may still fail."""
-    engine = FakeEngine(queue_depth=1, max_num_batched_tokens=4)
-    prompt = [1, 2, 3, 4, 0, 1, 2, 3]
-    engine.add(prompt)
-    engine.launch()
-    engine.launch()
-    engine.retire()
-    twin = engine.add(prompt)
-    engine.launch()
-    assert twin.num_cached_tokens == 4
-    engine.run()
-
-
 def test_fully_cached_prompt_of_whole_blocks_computes_its_last_one() -> None:
     """Symptom: the row has no tokens to compute, so no hidden state to sample from."""
     engine = FakeEngine(block_size=4)
@@ -108,15 +77,6 @@ def test_outgrowing_the_pool_preempts_the_last(queue_depth: int) -> None:
     engine.run()
     assert engine.preempted == [last.seq_id]
     assert first.num_output_tokens == last.num_output_tokens == 5
-
-
-def test_first_sequence_is_never_preempted() -> None:
-    """Symptom: the only running sequence preempts itself again and again."""
-    engine = FakeEngine(num_blocks=4, block_size=2, max_model_len=8)
-    for first in range(3):
-        engine.add([first], max_tokens=100)
-    engine.run()
-    assert 0 not in engine.preempted
 
 
 def test_preempted_sequence_waits_for_its_token_in_flight() -> None:
@@ -244,34 +204,6 @@ def test_aborted_waiting_requests_free_their_memory() -> None:
     check_scheduler(scheduler)
 
 
-@DEPTHS
-def test_schedule_is_none_with_nothing_to_do(queue_depth: int) -> None:
-    """Symptom: an empty step is launched, or the engine loops without work."""
-    engine = FakeEngine(queue_depth=queue_depth)
-    assert engine.launch() is None
-    engine.add([1, 2], max_tokens=1)
-    assert engine.launch() is not None
-    assert engine.launch() is None  # its only token is in flight
-    engine.retire()
-    assert engine.launch() is None
-    engine.run()
-
-
-def test_depth_one_runs_ahead_of_the_tokens() -> None:
-    """Symptom: a step waits for the tokens of the one before, and the device idles."""
-    engine = FakeEngine(queue_depth=1)
-    seq = engine.add([1, 2], max_tokens=3)
-    schedules = [engine.launch(), engine.launch(), engine.launch(), engine.launch()]
-    assert output_of(seq) == []
-    assert [row[2:5] for schedule in schedules[:3] if schedule for row in schedule.rows] == [
-        (0, 2, True),
-        (2, 1, True),
-        (3, 1, True),
-    ]
-    assert schedules[3] is None
-    engine.run()
-
-
 def test_decode_step_carries_no_tables() -> None:
     """Symptom: each decode step sends token ids or block tables that the worker already has."""
     engine = FakeEngine(block_size=4)
@@ -319,16 +251,6 @@ def test_blocks_that_a_row_begins_and_does_not_fill_are_zeroed() -> None:
     # 10 tokens; 3 more, to the 13th; then one a step, in blocks of 4
     assert zeroed == [[2], [3], [], [], [], [4], [], [], []]
     engine.run()
-
-
-def test_without_a_controller_there_are_no_drafts() -> None:
-    """Symptom: speculation that is off still schedules drafts."""
-    engine = FakeEngine()
-    seq = engine.add([1, 2, 3], max_tokens=3)
-    engine.run()
-    assert all(row.num_draft_tokens == 0 for s, _ in engine.launched for row in s.rows)
-    assert draft_counts(seq) == DraftCounts()
-    assert draft_counts(seq).mean_acceptance_length == 1
 
 
 def num_lines_run(function: Callable[[], object]) -> int:

@@ -85,10 +85,6 @@ def test_a_wrong_eviction_order_is_an_error(method: str, wrong: Method, message:
         run(None, mistaken(LeastFrequentlyUsed, method, wrong))
 
 
-def test_right_ones_run_to_the_end() -> None:
-    run(FairPolicy, LeastFrequentlyUsed)
-
-
 def test_an_order_that_moves_a_running_sequence_is_an_error() -> None:
     """Symptom: a sequence that runs is admitted again."""
     moved: set[int] = set()

@@ -1,6 +1,5 @@
 """A directory stays within its limit: those entries go that were not used for longest."""
 
-import logging
 import os
 import shutil
 import tempfile
@@ -85,7 +84,7 @@ class StoresOfOneDirectory(RuleBasedStateMachine):
 
 
 StoresOfOneDirectory.TestCase.settings = settings(
-    max_examples=examples(25), stateful_step_count=50, deadline=None
+    max_examples=examples(12), stateful_step_count=50, deadline=None
 )
 TestStoresOfOneDirectory = StoresOfOneDirectory.TestCase
 
@@ -96,13 +95,13 @@ def test_a_full_directory_is_scanned_seldom(tmp_path, monkeypatch):
     scans: list[Path] = []
     listed = evictor._entries
     monkeypatch.setattr(evictor, "_entries", lambda root: (scans.append(root), listed(root))[1])
-    for number in range(1000):
+    for number in range(600):
         write(store, number, (4000,))
         if number % 100 == 0:
             assert num_bytes(tmp_path) <= 2**21
-    assert len(scans) <= 1 + 1000 // (2**21 // 16 // 8192)
+    assert len(scans) <= 1 + 600 // (2**21 // 16 // 8192)
     assert num_bytes(tmp_path) >= 2**21 * 13 // 16
-    assert holds(store, 999, (4000,))
+    assert holds(store, 599, (4000,))
     assert not store.has(key(0))
 
 
@@ -141,17 +140,6 @@ def test_large_entries_take_turns(tmp_path, size):
         assert holds(store, number, (size - 1000,)) or number == 39 or size > LIMIT // 2
 
 
-def test_a_smaller_limit_removes_what_an_earlier_process_left(tmp_path):
-    first = DirectoryStore(tmp_path, 2**20, NAMESPACE)
-    for number in range(50):
-        write(first, number, (8000,))
-    first.close()
-    second = DirectoryStore(tmp_path, LIMIT, OTHER_NAMESPACE)
-    write(second, 0)
-    assert num_bytes(tmp_path) <= LIMIT
-    assert holds(second, 0)
-
-
 def test_temporary_files_of_the_dead_are_removed(tmp_path):
     store = DirectoryStore(tmp_path, LIMIT, NAMESPACE)
     write(store, 0)
@@ -176,12 +164,3 @@ def test_empty_directories_of_old_models_are_removed(tmp_path):
     write(store, 0)
     assert not group.exists()
     assert holds(store, 0)
-
-
-def test_a_directory_that_cannot_be_scanned(tmp_path, caplog):
-    store = DirectoryStore(tmp_path / "kv", LIMIT, NAMESPACE)
-    write(store, 0)
-    shutil.rmtree(tmp_path / "kv")
-    store._evictor.added(LIMIT)
-    store.tidy()
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -35,33 +35,6 @@ def test_low_slots_are_used_first() -> None:
     assert first.slots + second.slots == [0, 1, 2]
 
 
-def test_what_is_loaded_stays() -> None:
-    host = HostSlots(2)
-    first, _ = put(host, "a"), put(host, "b")
-    assert first is not None
-    load = host.begin(b"a")
-    assert load.slots == first.slots
-    assert put(host, "c") is not None
-    assert put(host, "d") is not None
-    assert names(host, "abcd") == "ad"
-    assert put(host, "e", 2) is None
-    host.end(load)
-    assert put(host, "e", 2) is not None
-
-
-def test_a_forgotten_entry_keeps_its_slots_while_it_is_loaded() -> None:
-    """Symptom: after a reset a load that is not over reads another entry."""
-    host = HostSlots(1)
-    put(host, "a")
-    loads = [host.begin(b"a"), host.begin(b"a")]
-    host.clear()
-    assert not host.find(b"a")
-    for load in loads:
-        assert put(host, "a") is None
-        host.end(load)
-    assert put(host, "a") is not None
-
-
 @settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(
     st.lists(

@@ -32,13 +32,8 @@ class ByteStore(ABC):
 
     @abstractmethod
     def read(self, key: bytes, buffers: Seq[memoryview]) -> bool:
-        """Fill `buffers` with the entry's bytes, in the order in which they were written.
-
-        Args:
-            buffers: writable and contiguous, of uint8; one a page.
-
-        Returns:
-            False if the entry is missing, damaged or of another size: it is computed then.
+        """Fill `buffers`, one a page, of uint8, with the entry's bytes in their order. Return False
+        if the entry is missing, damaged or of another size: it is computed then.
         """
 
     @abstractmethod
@@ -61,16 +56,15 @@ class _Entry:
 class HostSlots:
     """The host memory tier: entries of one or more pages, the least recently used evicted first.
 
-    The workers have as many slots, each for one page, and copy what its parts say. `page_seconds`
-    is how long loading a page is expected to take; 0.0 while nothing is known.
+    The workers have as many slots, each for one page. `page_seconds` is how long loading a page is
+    expected to take; 0.0 while nothing is known.
 
     Invariants, verified by tests/tiers/invariants.py:
     - A slot is free, or belongs to one entry.
     - An entry that is being loaded is pinned: its slots are not reused.
 
-    An entry that was loaded stays here. So the next eviction of it from the pool copies nothing,
-    and a load that fails or is given up loses nothing. Every operation costs O(slots that it
-    touches).
+    An entry that was loaded stays here: the next eviction of it from the pool copies nothing. Every
+    operation costs O(slots that it touches).
     """
 
     name = HOST
@@ -78,8 +72,7 @@ class HostSlots:
     def __init__(self, num_slots: int, page_seconds: float = 0.0) -> None:
         self.num_slots = num_slots
         self.page_seconds = page_seconds
-        # Low ones first: untouched memory takes no memory.
-        self._free = list(reversed(range(num_slots)))
+        self._free = list(reversed(range(num_slots)))  # low ones first: touched memory is taken
         self._entries: dict[bytes, _Entry] = {}
         self._unpinned: OrderedDict[bytes, None] = OrderedDict()  # LRU order
         self._pinned: dict[int, _Entry] = {}  # by their first slot; forgotten ones, too
