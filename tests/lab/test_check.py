@@ -75,7 +75,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 )
 @pytest.mark.usefixtures("without_engine")
 def test_a_broken_twin_is_found(name: str, where: str, words: str) -> None:
-    found = checked(f"tests.lab.twins:{name}")
+    # Which run fails first depends on the modules that are imported: Hypothesis draws constants of
+    # their code, too. It ends the check.
+    num_runs = 400 if where.startswith("random") else 20
+    found = checked(f"tests.lab.twins:{name}", num_runs=num_runs)
     assert not found[where].holds
     assert re.search(words, found[where].words)
 
