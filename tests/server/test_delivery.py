@@ -301,7 +301,7 @@ def test_a_step_wakes_the_event_loop_once_for_all_streams(
             most_tasks = max(most_tasks, len(asyncio.all_tasks(loop)))
             return call_soon(callback, *args, **options)
 
-        loop.call_soon_threadsafe = counting_call  # type: ignore[method-assign]
+        loop.call_soon_threadsafe = counting_call
         clients = [Client(app, path, body) for _ in range(num_streams)]
         await asyncio.gather(*(client.task for client in clients))
         assert num_wakes <= num_steps < num_streams * num_tokens

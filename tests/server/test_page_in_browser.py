@@ -321,27 +321,6 @@ def test_rename_delete_export_and_import(page: Page, tmp_path: Path) -> None:
     expect(item).to_have_count(0)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "This file is not JSON"),
-        ("[]", "This file has no conversations"),
-        ('{"format": "nanovllm-conversations", "conversations": [3]}', "has no id or messages"),
-        (
-            '{"format": "nanovllm-conversations", "conversations": '
-            '[{"id": "a", "messages": [{"role": "user", "content": {}}]}]}',
-            "whose content is not text",
-        ),
-    ],
-)
-def test_files_that_are_refused(page: Page, tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "file.json"
-    path.write_text(text)
-    page.set_input_files("#file", path)
-    expect(page.locator("#toast")).to_contain_text(message)
-    expect(page.locator("#list li")).to_have_count(0)
-
-
 def test_errors_are_shown_and_can_be_tried_again(page: Page) -> None:
     page.route(CHAT, lambda route: route.abort())
     send(page)
@@ -423,32 +402,6 @@ def test_the_key_is_asked_for(context: BrowserContext, async_llm: AsyncLLM) -> N
             assert "the-key" not in page.evaluate("JSON.stringify(localStorage)")
 
 
-def test_dark_light_and_narrow(context: BrowserContext, page: Page) -> None:
-    def back() -> str:
-        return str(page.evaluate("getComputedStyle(document.documentElement).backgroundColor"))
-
-    light = back()
-    page.emulate_media(color_scheme="dark")
-    dark = back()
-    assert light != dark
-    page.click("#theme")
-    page.reload()
-    assert back() == light
-    page.set_viewport_size({"width": 360, "height": 640})
-    say(page, FEATURES + "\n\n" + "x" * 300)
-    page.evaluate("localStorage['nanovllm-settings'] = '{}'")
-    page.reload()
-    send(page)
-    answers(page, 1)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    assert page.locator("#scroll").evaluate("(e) => e.scrollWidth - e.clientWidth") <= 0
-    expect(page.locator("#sidebar")).to_be_hidden()
-    page.keyboard.press("Control+k")
-    expect(page.locator("#search")).to_be_focused()
-    page.keyboard.press("Escape")
-    expect(page.locator("#sidebar")).to_be_hidden()
-
-
 def test_a_reload_in_the_middle_loses_no_question(page: Page) -> None:
     held: list[Route] = []
     page.route("**/v1/models", lambda route: held.append(route))
@@ -463,41 +416,6 @@ def test_a_reload_in_the_middle_loses_no_question(page: Page) -> None:
     expect(page.locator(".bubble")).to_have_text(QUESTION)
     page.keyboard.press("Control+Shift+Enter")
     expect(page.locator(".markdown")).to_have_text(re.compile(".{20}"))
-
-
-def test_a_long_answer_costs_what_is_new_of_it(page: Page) -> None:
-    """Finished blocks stay: each piece adds as many elements, however long the text is by then."""
-    added, elements = page.evaluate(
-        """async () => {
-            const { MarkdownView } = await import("./page/markdown.js");
-            const box = document.createElement("div"), view = new MarkdownView(box);
-            const added = [];
-            const piece = "A **bold** `code`.\\n\\n```js\\nlet x = 1;\\n```\\n\\n- a\\n- b\\n\\n";
-            for (let count = 1; count <= 300; count++) {
-                const before = new Set(box.children);
-                view.update(piece.repeat(count));
-                added.push([...box.children].filter((child) => !before.has(child)).length);
-            }
-            return [added, box.children.length];
-        }"""
-    )
-    assert elements == 3 * 300
-    assert max(added) <= 4
-
-
-@pytest.mark.parametrize("piece", ["_a", "> ", "[", "- ", "`", "<a ", "||\n|-|\n", "![", "**a "])
-def test_answers_that_repeat_themselves_do_not_stop_the_page(page: Page, piece: str) -> None:
-    """Symptom: a parser whose time is quadratic, or that recurses too deep."""
-    shown = page.evaluate(
-        """async (text) => {
-            const { MarkdownView } = await import("./page/markdown.js");
-            const box = document.createElement("div");
-            new MarkdownView(box).finish(text);
-            return box.innerHTML.length;
-        }""",
-        piece * (30_000 // len(piece)),
-    )
-    assert shown
 
 
 def test_the_page_begins_with_a_model_that_chats(page: Page) -> None:

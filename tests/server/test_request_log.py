@@ -30,7 +30,6 @@ LOGGER = "nanovllm.apps.server.request_log"
 
 async def hello(request: Request) -> PlainTextResponse:
     record = record_of(request.scope)
-    assert record is not None
     return PlainTextResponse(record.request_id)
 
 
