@@ -511,16 +511,6 @@ def test_requests_that_come_in_a_pause_are_refused_or_kept(slow: Running, mode: 
     assert kept.reply().status == 200
 
 
-def test_a_pause_of_nothing(slow: Running) -> None:
-    for mode in ("abort", "wait", "keep", "wait"):
-        start = time.monotonic()
-        assert slow.send(f"/pause?mode={mode}", b"").body == {"status": "paused"}
-        assert time.monotonic() - start < 10
-    for _ in range(2):
-        assert slow.send("/resume", b"").body == {"status": "resumed"}
-    assert slow.send(COMPLETE, SHORT).status == 200
-
-
 # Sleep and profiles
 
 

@@ -263,33 +263,6 @@ def test_text_that_grows_ends_as_if_it_came_at_once(page: Page) -> None:
         assert slow == faster == at_once
 
 
-def test_stop_and_several_answers_at_once(page: Page, idle_afterwards: None) -> None:
-    ask_with(page, {"ignore_eos": True, "max_tokens": 900, "min_tokens": 900})
-    devtools = page.context.new_cdp_session(page)
-
-    def limit(bytes_a_second: int) -> None:
-        conditions = {"offline": False, "latency": 0, "uploadThroughput": -1}
-        conditions["downloadThroughput"] = bytes_a_second
-        devtools.send("Network.emulateNetworkConditions", conditions)
-
-    limit(30_000)  # so that an answer takes seconds on any machine
-    send(page)
-    expect(page.locator("article.running .markdown")).to_have_text(re.compile(".{20}"))
-    page.keyboard.press("Control+Shift+O")
-    send(page, "Hello")
-    expect(page.locator("#list li.running")).to_have_count(2)
-    page.keyboard.press("Escape")
-    answers(page, 1)
-    expect(page.locator("article.answer .note")).to_have_text(re.compile("stopped$"))
-    limit(-1)
-    page.locator("#list a:not([aria-current])").click()  # it still goes on
-    answers(page, 1)
-    expect(page.locator("article.answer .note")).to_contain_text("900 tokens")
-    send(page, "Hello")
-    page.click("#stop")
-    answers(page, 2)
-
-
 def test_rename_delete_export_and_import(page: Page, tmp_path: Path) -> None:
     send(page)
     answers(page, 1)
@@ -379,17 +352,6 @@ def test_tool_calls_and_their_results(page: Page) -> None:
     assert page.locator(".tool pre").text_content() == "31 °C, sunny"
 
 
-def test_reasoning_is_folded(page: Page) -> None:
-    grammar = 'start: <think> "\\nThe user asks.\\n" </think> "\\n\\nLet me look."'
-    ask_with(page, {"structured_outputs": {"grammar": grammar}})
-    send(page)
-    answers(page, 1)
-    expect(page.locator(".markdown")).to_have_text("Let me look.")
-    expect(page.locator(".thoughts")).to_be_hidden()
-    page.get_by_text("Reasoning").click()
-    expect(page.locator(".thoughts")).to_have_text("The user asks.")
-
-
 def test_the_key_is_asked_for(context: BrowserContext, async_llm: AsyncLLM) -> None:
     with running(async_llm, api_keys=("the-key",)) as server:
         for page in opened(context, server):
@@ -400,28 +362,3 @@ def test_the_key_is_asked_for(context: BrowserContext, async_llm: AsyncLLM) -> N
             send(page)
             answers(page, 1)
             assert "the-key" not in page.evaluate("JSON.stringify(localStorage)")
-
-
-def test_a_reload_in_the_middle_loses_no_question(page: Page) -> None:
-    held: list[Route] = []
-    page.route("**/v1/models", lambda route: held.append(route))
-    page.evaluate("localStorage['nanovllm-settings'] = '{}'")
-    page.reload()  # the answer waits for the list of models
-    send(page)
-    expect(page.locator("article.running")).to_have_count(1)
-    page.unroute("**/v1/models")
-    page.reload()
-    answers(page, 1)
-    expect(page.locator("article.answer .note")).to_contain_text("interrupted")
-    expect(page.locator(".bubble")).to_have_text(QUESTION)
-    page.keyboard.press("Control+Shift+Enter")
-    expect(page.locator(".markdown")).to_have_text(re.compile(".{20}"))
-
-
-def test_the_page_begins_with_a_model_that_chats(page: Page) -> None:
-    """Symptom: it began with an encoder, the first model of a server of several."""
-    cards = [{"id": "encoder", "chats": False}, {"id": "llm", "chats": None}, {"id": "last"}]
-    page.route("**/v1/models", lambda route: route.fulfill(json={"data": cards}))
-    page.reload()
-    expect(page.locator("#model option")).to_have_count(3)
-    expect(page.locator("#model")).to_have_value("llm")
