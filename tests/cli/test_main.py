@@ -348,7 +348,7 @@ def test_help_explains_every_flag(run: Run, command: str) -> None:
 
 @pytest.mark.parametrize(
     ("command", "flag"),
-    [("generate", "--top-p"), ("chat", "--url"), ("run", "--narrate"), ("serve", "--api-key"),
+    [("generate", "--top-p"), ("chat", "--url"), ("run", "--system"), ("serve", "--api-key"),
      ("explain", "--html"), ("batch", "--workers"), ("prove", "--full"), ("lab check", "--fair")],
 )  # fmt: skip
 def test_help_is_short(run: Run, monkeypatch: pytest.MonkeyPatch, command: str, flag: str) -> None:

@@ -33,8 +33,7 @@ COMMON = {
     "generate": "chat json max_tokens temperature top_p seed n stop max_model_len quantization",
     "chat": "url system temperature top_p max_tokens seed max_model_len quantization device "
     "num_threads",
-    "run": "system temperature top_p max_tokens seed max_model_len quantization device "
-    "num_threads narrate",
+    "run": "system temperature top_p max_tokens seed max_model_len quantization device num_threads",
     "serve": "host port api_keys served_model_name max_model_len quantization device "
     "gpu_memory_utilization tensor_parallel_size",
     "explain": "html chat max_tokens temperature top_p seed max_model_len max_num_seqs "
@@ -180,12 +179,6 @@ def _add_command(commands: Commands, command: Command) -> None:
     elif name == "generate":
         parser.add_argument(
             "--json", action="store_true", help="Print each output as a line of JSON."
-        )
-    if name in ("generate", "chat", "run"):
-        parser.add_argument(
-            "--narrate",
-            action="store_true",
-            help="Write a line to standard error for each step of the engine. (default: off)",
         )
     defaults = {"max_logprobs": str(MAX_LOGPROBS)} if name == "serve" else {}
     add_engine_flags(parser, defaults)
