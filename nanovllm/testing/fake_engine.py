@@ -790,7 +790,9 @@ def fake_controller(allow: Callable[[int], int]) -> "DraftController":
     from nanovllm.features.speculation.draft_controller import DraftController
 
     controller = DraftController(0, (), ())
-    controller.choose = lambda rows, _: [allow(most) for _, most in rows]  # type: ignore[method-assign]
+    controller.choose = lambda candidates, num_tokens: [  # type: ignore[method-assign]
+        allow(most) for _, most in candidates
+    ]
     controller.skips_step = lambda: False  # type: ignore[method-assign]
     return controller
 

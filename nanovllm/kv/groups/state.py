@@ -375,6 +375,7 @@ class StateGroup(KVCacheGroup):
 
     def _offer(self, snapshot: Snapshot) -> None:
         """Tell listeners of a prompt's snapshot: it is cached, and its pages hold it."""
-        is_cached = snapshot.node is not None and not snapshot.is_dropped
-        if is_cached and snapshot.is_of_prompt:
+        if snapshot.node is None or snapshot.is_dropped:
+            return
+        if snapshot.is_of_prompt:
             self.pool.listener.written(snapshot.node, self.suffix, snapshot.pages)
