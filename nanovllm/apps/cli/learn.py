@@ -4,11 +4,11 @@ import argparse
 from collections.abc import Set
 from pathlib import Path
 
-from nanovllm.apps.cli.flag_groups import Commands, add_command
 from nanovllm.apps.learn.course import LESSONS, MINI, Lesson, load_progress, remember
 from nanovllm.apps.learn.grade import grade
 from nanovllm.apps.learn.show import show
 from nanovllm.errors import ConfigError
+from nanovllm.options.flags import Subparsers, add_command
 from nanovllm.options.validation import shown
 from nanovllm.utils.terminal import write
 
@@ -22,7 +22,7 @@ _MORE = (
 )
 
 
-def add_learn(commands: Commands) -> None:
+def add_learn(commands: Subparsers) -> None:
     """Add `learn` to the commands."""
     words = "[LESSON | check LESSON [FILE] | solution LESSON]"
     parser = add_command(commands, learn, words, _TAKES, _MORE)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm import demo_model
 from nanovllm.apps.cli.arguments import EXPLAINED_TOKENS, parse
-from nanovllm.apps.cli.flag_groups import MAX_TOKENS
 from nanovllm.apps.cli.repl import (
     AnswerPiece,
     Chat,
@@ -31,7 +30,7 @@ from nanovllm.apps.router.router_options import RouterOptions, names_several
 from nanovllm.apps.server.server_options import model_name
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError, ServerError
 from nanovllm.options.config import Config
-from nanovllm.options.flags import Parser, fields_of, given_fields
+from nanovllm.options.flags import MAX_TOKENS, Parser, fields_of, given_fields
 from nanovllm.options.sampling_params import CHAT_SAMPLING, SamplingParams, chat_sampling
 from nanovllm.options.validation import check_place
 from nanovllm.utils.terminal import (
