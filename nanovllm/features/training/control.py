@@ -7,6 +7,7 @@ rank is in features/training/rank_weights.py.
 """
 
 import contextlib
+import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
@@ -24,33 +25,21 @@ from nanovllm.options.validation import listed, shown
 Command = Callable[[], Any]
 
 
+@dataclasses.dataclass(eq=False)
 class Interruption:
-    """One call. With mode "wait", other commands run between its own: aborts, metrics, a resume.
+    """One call. With mode "wait", other commands run between its own: aborts, metrics, a resume."""
 
-    Args:
-        check: raises if the engine cannot be interrupted.
-        act: interrupts it, and aborts requests if `mode` says so.
-        refusal: why requests that come while this call waits are refused; None: this is a pause,
-            and they wait for its end.
-
-    Attributes:
-        outcome: what `act` returned or raised, after it has waited.
-    """
-
-    def __init__(
-        self,
-        control: "WeightControl",
-        mode: str,
-        check: Callable[[], None],
-        act: Command,
-        refusal: str | None,
-    ) -> None:
-        self._control = control
-        self._mode = mode
-        self.check = check
-        self.act = act
-        self.refusal = refusal
-        self.outcome: Future[None] = Future()
+    control: "WeightControl"
+    mode: str
+    check: Callable[[], None]
+    """Raises if the engine cannot be interrupted."""
+    act: Command
+    """Interrupts it, and aborts requests if `mode` says so."""
+    refusal: str | None
+    """Why requests that come while this call waits are refused; None: this is a pause, and they
+    wait for its end."""
+    outcome: Future[None] = dataclasses.field(default_factory=Future)
+    """What `act` returned or raised, after it has waited."""
 
     @property
     def is_pause(self) -> bool:
@@ -61,17 +50,17 @@ class Interruption:
 
         If one fails, or the caller leaves before the last, `fail` must be called.
         """
-        if self._mode != "wait":
+        if self.mode != "wait":
             yield self.act
             return
-        yield partial(self._control.begin_wait, self)
+        yield partial(self.control.begin_wait, self)
         while not self.outcome.done():
-            yield self._control.wait_step
+            yield self.control.wait_step
         yield self.outcome.result
 
     def fail(self) -> None:
         """Wait no more: the engine goes on as before."""
-        self._control.leave_wait(self)
+        self.control.leave_wait(self)
 
 
 TAGS = ("weights", "kv_cache")
@@ -137,10 +126,7 @@ class WeightControl:
 
         def check() -> None:
             self.engine.check_health()
-            if mode not in PAUSE_MODES:
-                raise InvalidRequestError(
-                    f"mode {shown(mode)} must be one of {', '.join(PAUSE_MODES)}"
-                )
+            _check_mode(mode, PAUSE_MODES)
             if mode == "wait" and self.engine.is_paused and (reason := self._reason()):
                 raise InvalidRequestError(f'mode "wait" cannot await requests: {reason}')
 
@@ -237,7 +223,7 @@ class WeightControl:
                     f"sleep level {shown(level)} must be 1 (keep the weights in a file) or 2 "
                     "(forget them)"
                 )
-            _check_mode(mode)
+            _check_mode(mode, MODES)
             self._require_no_update("sleep()")
 
         def act() -> None:
@@ -294,7 +280,7 @@ class WeightControl:
                 raise InvalidRequestError(
                     'the weights sleep: call wake_up(["weights"]) before update_weights'
                 )
-            _check_mode(mode)
+            _check_mode(mode, MODES)
 
         def act() -> None:
             check()
@@ -310,14 +296,9 @@ class WeightControl:
         self, infos: Seq[NewTensor], whole: bool, every: bool, owner: object | None = None
     ) -> None:
         """Check tensors of an update before any is written. See `RankWeights.check`."""
-        if self.is_updating:
+        if self.is_updating or not whole:
             self._require_update(owner)
         self._call(RankWeights.check, infos, whole, every)
-
-    def check_part(self, infos: Seq[NewTensor]) -> None:
-        """Check tensors of an update of several calls before they are there."""
-        self._require_update(None)
-        self._call(RankWeights.check, infos, False)
 
     def load(self, tensors: Seq[NamedTensor | Packet], owner: object | None = None) -> None:
         """Write tensors, or let ranks keep them until the rest of their layer comes.
@@ -431,9 +412,9 @@ def _union(of_ranks: Iterable[list[str]]) -> list[str]:
     return list(dict.fromkeys(name for names in of_ranks for name in names))
 
 
-def _check_mode(mode: str) -> None:
-    if mode not in MODES:
-        raise InvalidRequestError(f"mode {shown(mode)} must be one of {', '.join(MODES)}")
+def _check_mode(mode: str, modes: Seq[str]) -> None:
+    if mode not in modes:
+        raise InvalidRequestError(f"mode {shown(mode)} must be one of {', '.join(modes)}")
 
 
 def check_version(version: int | str | None) -> None:
