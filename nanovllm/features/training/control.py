@@ -116,13 +116,7 @@ class WeightControl:
                 raise InvalidRequestError(reason)
 
     def pause(self, mode: str, clear_cache: bool) -> Interruption:
-        """Return a call that launches no step until `resume`; requests in flight end as `mode`
-        says, or are kept.
-
-        Its commands raise:
-            InvalidRequestError: mode is unknown; or requests are to be awaited that cannot run, or
-                a resume comes while they are.
-        """
+        """Return a call that launches no step until `resume`. See `pause_generation`."""
 
         def check() -> None:
             self.engine.check_health()
@@ -144,11 +138,7 @@ class WeightControl:
         return Interruption(self, mode, check, act, None)
 
     def resume(self) -> None:
-        """Go on after `pause`, also one that still waits; without one nothing changes.
-
-        Raises:
-            InvalidRequestError: the weights or the pool are away, or the weights are not whole.
-        """
+        """Go on after `pause`, also one that still waits; without one nothing changes."""
         self.engine.check_health()
         if self.engine.is_paused and (reason := self._reason()):
             raise InvalidRequestError(f"the engine stays paused: {reason}")
@@ -161,11 +151,7 @@ class WeightControl:
         self.engine.queue_held_requests()
 
     def begin_wait(self, call: Interruption) -> None:
-        """Let the requests in flight finish before `call` acts, with those that a pause has kept.
-
-        Raises:
-            NanoVLLMError: what `call.check` raises.
-        """
+        """Let requests in flight finish before `call` acts, also those that a pause has kept."""
         call.check()
         engine = self.engine
         if call.is_pause:
@@ -209,13 +195,7 @@ class WeightControl:
         self.engine.queue_held_requests()
 
     def sleep(self, level: int, mode: str) -> Interruption:
-        """Return a call that gives back the memory of weights and KV pool; requests in flight end
-        as `mode` says.
-
-        Its commands raise:
-            InvalidRequestError: level or mode is unknown, or an update of the weights runs.
-            ConfigError: the weights cannot be kept.
-        """
+        """Return a call that gives back the memory of weights and KV pool."""
 
         def check() -> None:
             if isinstance(level, bool) or level not in (1, 2):
@@ -247,11 +227,7 @@ class WeightControl:
         self._call(RankWeights.sleep)
 
     def wake_up(self, tags: Seq[str] | None) -> bool:
-        """Take the memory back; return whether nothing sleeps any more.
-
-        Raises:
-            InvalidRequestError: a tag is unknown.
-        """
+        """Take the memory back; return whether nothing sleeps any more."""
         self.engine.check_health()
         wanted = TAGS if tags is None else tags
         if isinstance(wanted, str) or any(tag not in TAGS for tag in wanted):
@@ -269,9 +245,6 @@ class WeightControl:
 
         Args:
             owner: what alone may load tensors, and finish; None: any call may.
-
-        Its commands raise:
-            InvalidRequestError: one has begun already, or the weights sleep, or mode is unknown.
         """
 
         def check() -> None:
@@ -301,21 +274,13 @@ class WeightControl:
         self._call(RankWeights.check, infos, whole, every)
 
     def load(self, tensors: Seq[NamedTensor | Packet], owner: object | None = None) -> None:
-        """Write tensors, or let ranks keep them until the rest of their layer comes.
-
-        Raises:
-            InvalidRequestError: no update of `owner` has begun, or a tensor is wrong.
-        """
+        """Write tensors, or let ranks keep them until the rest of their layer comes."""
         self._require_update(owner)
         self._call(RankWeights.load, tensors)
 
     def finish(self, version: int | str | None, owner: object | None = None) -> None:
         """End an update: requests run again, with the new version on their outputs. If that fails,
-        the update has failed.
-
-        Raises:
-            InvalidRequestError: as for `check_version`, which ends nothing; or no update of `owner`
-                has begun, or a part of a rounded layer is missing.
+        the update has failed; an invalid version ends nothing.
         """
         check_version(version)
         self._require_update(owner)
