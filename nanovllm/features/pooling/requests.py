@@ -14,7 +14,7 @@ from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import CheckpointError, InvalidRequestError, NanoVLLMError
 from nanovllm.features.pooling.checkpoint_files import DenseFile, PoolingSettings, read_settings
 from nanovllm.features.pooling.rank_pooling import check_layers
-from nanovllm.features.pooling.reranker import Render, Reranker, asked, messages, templated
+from nanovllm.features.pooling.reranker import Render, Reranker, Write, asked, messages, templated
 from nanovllm.features.pooling.texts import Texts
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.loading.text_tokenizer import TextTokenizer
@@ -76,7 +76,7 @@ class PoolingRequests:
                 "left" if settings.keeps_end else "right",
             )
             if settings.activation is not None:
-                write = asked if settings.asks else None
+                write: Write | None = asked if settings.asks else None
                 if settings.template is not None and render is not None:
                     write = templated(render, settings.template)
                 token_ids = [self._answer(self.texts, each) for each in settings.answers]
