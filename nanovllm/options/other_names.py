@@ -36,6 +36,7 @@ REMEDIES: Mapping[str, str] = {
         "cpu_offload_gb": "weights stay on one device; use quantization to make them smaller",
         "pipeline_parallel_size data_parallel_size": _ONE_COPY,
         "enable_expert_parallel": "each rank has a part of every expert; leave it out",
+        "--narrate": "use `nanovllm explain`, or trace_file",
         "--config": "put the command with its flags into a shell script",
         "hf_token token use_auth_token": "use the environment variable HF_TOKEN",
         "rope_scaling rope_theta hf_config": "use hf_overrides to change fields of config.json",

@@ -19,12 +19,12 @@ import pytest
 
 import nanovllm.__main__
 from nanovllm import SamplingParams, StructuredOutputsParams, demo_model
-from nanovllm.apps.cli import flag_groups, main as cli
+from nanovllm.apps.cli import main as cli
 from nanovllm.apps.cli.arguments import EXAMPLES
 from nanovllm.errors import InvalidRequestError
 from nanovllm.llm import LLM
 from nanovllm.options.config import Config
-from nanovllm.options.flags import fields_of, given_fields, in_flags
+from nanovllm.options.flags import RECOMMENDED, fields_of, given_fields, in_flags
 from nanovllm.options.sampling_params import default_sampling_params
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.utils import terminal
@@ -348,7 +348,7 @@ def test_help_explains_every_flag(run: Run, command: str) -> None:
 
 @pytest.mark.parametrize(
     ("command", "flag"),
-    [("generate", "--top-p"), ("chat", "--url"), ("run", "--narrate"), ("serve", "--api-key"),
+    [("generate", "--top-p"), ("chat", "--url"), ("run", "--system"), ("serve", "--api-key"),
      ("explain", "--html"), ("batch", "--workers"), ("prove", "--full"), ("lab check", "--fair")],
 )  # fmt: skip
 def test_help_is_short(run: Run, monkeypatch: pytest.MonkeyPatch, command: str, flag: str) -> None:
@@ -453,7 +453,7 @@ def test_help_tells_what_a_checkpoint_may_recommend() -> None:
         for field in dataclasses.fields(SamplingParams)
         if getattr(params, field.name) != field.default
     }
-    assert changed == set(flag_groups.RECOMMENDED)
+    assert changed == set(RECOMMENDED)
 
 
 class Recorder:
@@ -536,9 +536,9 @@ def test_new_field_gets_a_flag(run: Run, recorder: Any, monkeypatch: pytest.Monk
     class NewParams(SamplingParams):
         sweetness: float | None = None
 
-    for module in (cli, flag_groups):
-        monkeypatch.setattr(module, "Config", NewConfig)
-        monkeypatch.setattr(module, "SamplingParams", NewParams)
+    for module in ("nanovllm.apps.cli.main", "nanovllm.options.flags"):
+        monkeypatch.setattr(f"{module}.Config", NewConfig)
+        monkeypatch.setattr(f"{module}.SamplingParams", NewParams)
     shown = " ".join(run("chat", "--help-all")[1].split())
     assert "--num-spoons INT How many spoons there are; 50% are clean. (default: 1)" in shown
     assert "--hook" not in shown, "a command line cannot hold a function"

@@ -1,4 +1,4 @@
-"""What `nanovllm explain` and `--narrate` say is what the engine did, computed here another way."""
+"""What `nanovllm explain` says is what the engine did, computed here another way."""
 
 import json
 import math
@@ -12,7 +12,6 @@ import torch
 from nanovllm import LLM, RequestOutput, SamplingParams, demo_model
 from nanovllm.apps.cli import main as cli
 from nanovllm.apps.explain.explain import page_of, recorded
-from nanovllm.apps.explain.narrate import narrated
 from nanovllm.apps.explain.story import Sample, Stage, Story
 from nanovllm.apps.explain.terminal import spans
 from nanovllm.testing.fake_engine import fake_controller
@@ -191,17 +190,6 @@ def test_a_draw_falls_where_the_tokens_probability_is(llm: LLM) -> None:
         assert ends[token] - weights[token] - 1e-5 <= sample.uniform <= ends[token] + 1e-5
 
 
-def test_narration_is_a_line_a_step(llm: LLM) -> None:
-    lines: list[str] = []
-    with narrated(llm.engine, lines.append):
-        llm.generate(QUESTIONS[:2], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
-    assert not llm.engine.observers
-    assert len(lines) == 4
-    pattern = r"step \d+: #0 computes \d+ tokens.* -> '.+'; #1 .*; \d+ of 12 blocks; [\d.]+ ms"
-    assert re.fullmatch(pattern, lines[0])
-    assert "#0 ends (length); #1 ends (length)" in lines[3]
-
-
 def test_spans_join_numbers_that_follow_each_other() -> None:
     assert spans([3, 4, 5, 9, 11, 12]) == "3-5, 9, 11-12"
     assert spans([]) == ""
@@ -260,10 +248,3 @@ def test_wrong_flags_are_refused(
 ) -> None:
     assert cli.main(["explain", demo_model.MODEL, *FLAGS, *flags, "A"]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_generate_narrates(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", demo_model.MODEL, *FLAGS, "--narrate", "A cache"]) == 0
-    out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 1
-    assert [line.partition(":")[0] for line in err.splitlines()] == ["step 0", "step 1"]

@@ -7,12 +7,6 @@ from pathlib import Path
 
 from nanovllm import __version__, demo_model
 from nanovllm.apps.cli.batch import add_batch
-from nanovllm.apps.cli.flag_groups import (
-    Command,
-    Commands,
-    add_engine_flags,
-    add_sampling_flags,
-)
 from nanovllm.apps.cli.lab import add_lab
 from nanovllm.apps.cli.learn import add_learn
 from nanovllm.apps.cli.models import add_models
@@ -21,7 +15,16 @@ from nanovllm.apps.explain import ExplainOptions
 from nanovllm.apps.router.router_options import add_router_flags
 from nanovllm.apps.server.server_options import add_server_flags
 from nanovllm.errors import ConfigError
-from nanovllm.options.flags import Parser, add_flags, add_other_flags, json_object
+from nanovllm.options.flags import (
+    Command,
+    Parser,
+    Subparsers,
+    add_engine_flags,
+    add_flags,
+    add_other_flags,
+    add_sampling_flags,
+    json_object,
+)
 from nanovllm.options.model_names import looks_like_model, no_model
 from nanovllm.options.validation import listed, shown
 
@@ -33,8 +36,7 @@ COMMON = {
     "generate": "chat json max_tokens temperature top_p seed n stop max_model_len quantization",
     "chat": "url system temperature top_p max_tokens seed max_model_len quantization device "
     "num_threads",
-    "run": "system temperature top_p max_tokens seed max_model_len quantization device "
-    "num_threads narrate",
+    "run": "system temperature top_p max_tokens seed max_model_len quantization device num_threads",
     "serve": "host port api_keys served_model_name max_model_len quantization device "
     "gpu_memory_utilization tensor_parallel_size",
     "explain": "html chat max_tokens temperature top_p seed max_model_len max_num_seqs "
@@ -144,7 +146,7 @@ def _is_model(word: str, command: Command) -> bool:
     return False
 
 
-def _add_command(commands: Commands, command: Command) -> None:
+def _add_command(commands: Subparsers, command: Command) -> None:
     name = command.__name__
     takes_prompts = name in ("generate", "explain")
     words = "[MODEL] [PROMPT ...]" if takes_prompts or name == "run" else "[MODEL]"
@@ -180,12 +182,6 @@ def _add_command(commands: Commands, command: Command) -> None:
     elif name == "generate":
         parser.add_argument(
             "--json", action="store_true", help="Print each output as a line of JSON."
-        )
-    if name in ("generate", "chat", "run"):
-        parser.add_argument(
-            "--narrate",
-            action="store_true",
-            help="Write a line to standard error for each step of the engine. (default: off)",
         )
     defaults = {"max_logprobs": str(MAX_LOGPROBS)} if name == "serve" else {}
     add_engine_flags(parser, defaults)

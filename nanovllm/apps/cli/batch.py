@@ -13,10 +13,9 @@ from nanovllm import demo_model
 from nanovllm.apps.batch.batch_options import BatchOptions, RowOptions
 from nanovllm.apps.batch.job import Finished, Pool, Progress, run_job
 from nanovllm.apps.batch.rows import ROW, Source
-from nanovllm.apps.cli.flag_groups import Commands, add_command, add_own_and_engine_flags
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
-from nanovllm.options.flags import given_fields
+from nanovllm.options.flags import Subparsers, add_command, add_own_and_engine_flags, given_fields
 from nanovllm.options.validation import shown
 from nanovllm.utils.terminal import complain
 
@@ -32,7 +31,7 @@ _MORE = (
 )
 
 
-def add_batch(commands: Commands) -> None:
+def add_batch(commands: Subparsers) -> None:
     """Add `batch` to the commands."""
     words = "INPUT OUTPUT [--model MODEL] [--workers N] [flags]"
     parser = add_command(commands, batch, words, "batch takes an INPUT and an OUTPUT", _MORE)

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm import demo_model
-from nanovllm.apps.cli.flag_groups import Commands, add_command, add_own_and_engine_flags
 from nanovllm.apps.lab.new import KINDS, summary, write_plugin
 from nanovllm.apps.lab.plugin import CheckOptions, find_plugin
 from nanovllm.apps.prove import ProveOptions
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
-from nanovllm.options.flags import given_fields
+from nanovllm.options.flags import Subparsers, add_command, add_own_and_engine_flags, given_fields
 from nanovllm.options.validation import listed
 from nanovllm.utils.terminal import write
 
@@ -22,7 +21,7 @@ _NOT_OF_PROVE = {"output", "lora_modules"}
 """Options of `nanovllm prove` that a check does not take."""
 
 
-def add_lab(commands: Commands) -> None:
+def add_lab(commands: Subparsers) -> None:
     """Add `lab` to the commands, with its own commands."""
     about = "Write plugins: policies, eviction orders and so on."
     parser = commands.add_parser("lab", help=about, description=about)
@@ -31,7 +30,7 @@ def add_lab(commands: Commands) -> None:
     _add_check(added)
 
 
-def _add_new(commands: Commands) -> None:
+def _add_new(commands: Subparsers) -> None:
     takes = "lab new takes one KIND and one NAME"
     parser = add_command(commands, new, "KIND [NAME]", takes)
     parser.add_argument("kind", metavar="KIND", help=f"One of {listed(KINDS, len(KINDS))}.")
@@ -43,7 +42,7 @@ def _add_new(commands: Commands) -> None:
     )
 
 
-def _add_check(commands: Commands) -> None:
+def _add_check(commands: Subparsers) -> None:
     parser = add_command(
         commands,
         check,

@@ -2,10 +2,10 @@
 
 import argparse
 
-from nanovllm.apps.cli.flag_groups import Commands, add_command
 from nanovllm.apps.learn.course import LESSONS, MINI, Lesson, load_answered
 from nanovllm.apps.learn.show import show
 from nanovllm.errors import ConfigError
+from nanovllm.options.flags import Subparsers, add_command
 from nanovllm.options.validation import shown
 from nanovllm.utils.terminal import write
 
@@ -17,7 +17,7 @@ _MORE = (
 )
 
 
-def add_learn(commands: Commands) -> None:
+def add_learn(commands: Subparsers) -> None:
     """Add `learn` to the commands."""
     words = "[LESSON | solution LESSON]"
     parser = add_command(commands, learn, words, _TAKES, _MORE)

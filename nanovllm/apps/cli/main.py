@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm import demo_model
 from nanovllm.apps.cli.arguments import EXPLAINED_TOKENS, parse
-from nanovllm.apps.cli.flag_groups import MAX_TOKENS
 from nanovllm.apps.cli.repl import (
     AnswerPiece,
     Chat,
@@ -24,7 +23,6 @@ from nanovllm.apps.cli.repl import (
     Source,
     awaited,
     model_source,
-    narrated_source,
     pieces,
 )
 from nanovllm.apps.explain import ExplainOptions
@@ -32,7 +30,7 @@ from nanovllm.apps.router.router_options import RouterOptions, names_several
 from nanovllm.apps.server.server_options import model_name
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError, ServerError
 from nanovllm.options.config import Config
-from nanovllm.options.flags import Parser, fields_of, given_fields
+from nanovllm.options.flags import MAX_TOKENS, Parser, fields_of, given_fields
 from nanovllm.options.sampling_params import CHAT_SAMPLING, SamplingParams, chat_sampling
 from nanovllm.options.validation import check_place
 from nanovllm.utils.terminal import (
@@ -96,17 +94,10 @@ def generate(args: argparse.Namespace) -> int:
     if not args.chat and tokenizer is not None and tokenizer.chat_template:
         note("nanovllm: continuing the text as it is; with --chat the model answers it")
     prompts = _rendered(llm, given) if args.chat else given
-    if len(prompts) == 1 and params.n == 1 and not (args.json or args.narrate):
+    if len(prompts) == 1 and params.n == 1 and not args.json:
         write_stream(piece.text for piece in awaited(pieces(llm.stream(prompts[0], params))))
         return 0
-    narration: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if args.narrate:
-        from nanovllm.apps.explain.narrate import narrated
-
-        narration = narrated(llm.engine, complain)
-    with narration:
-        shows_progress = sys.stderr.isatty() and not args.narrate
-        outputs = llm.generate(prompts, params, use_tqdm=shows_progress)
+    outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     escaped = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
     for text, output in zip(given, outputs, strict=True):
         for completion in output.outputs:
@@ -138,8 +129,6 @@ def chat(args: argparse.Namespace) -> int:
     else:
         llm, params = load(options, flags, is_named=args.names_model, is_chat=True)
         source = model_source(llm, params, args.chat_template_kwargs)
-        if args.narrate:
-            source = narrated_source(llm, source)
         source = _naming_flags(source, args.parser)
     conversation = Chat(source, args.system)
     if question:
@@ -218,7 +207,6 @@ def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
 def _connect(args: argparse.Namespace, options: dict[str, Any], flags: dict[str, Any]) -> Source:
     """Return the answers of the server in --url, after asking which models it has."""
     engine = sorted(options.keys() - {"model", *fields_of(SamplingParams)})
-    engine += ["narrate"] * args.narrate
     if engine:
         flag = engine[0].replace("_", "-")
         raise InvalidRequestError(f"--{flag} is for a model here; the server has its own options")

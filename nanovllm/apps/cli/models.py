@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
-from nanovllm.apps.cli.flag_groups import Commands, add_command
+from nanovllm.options.flags import Subparsers, add_command
 from nanovllm.utils.terminal import write
 
 _MIN_WIDTH = 80
@@ -16,7 +16,7 @@ _REFUSED = 1
 """The exit status where the model is not supported."""
 
 
-def add_models(commands: Commands) -> None:
+def add_models(commands: Subparsers) -> None:
     """Add `models` to the commands."""
     parser = add_command(commands, models, "[MODEL] [--json]", "models takes one MODEL")
     about = (

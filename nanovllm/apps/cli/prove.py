@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm import demo_model
-from nanovllm.apps.cli.flag_groups import Commands, add_command, add_own_and_engine_flags
 from nanovllm.apps.prove import ProveOptions
 from nanovllm.options.config import Config
-from nanovllm.options.flags import given_fields
+from nanovllm.options.flags import Subparsers, add_command, add_own_and_engine_flags, given_fields
 from nanovllm.options.validation import check_place, writing
 from nanovllm.utils.terminal import write
 
@@ -27,7 +26,7 @@ _MORE = (
 )
 
 
-def add_prove(commands: Commands) -> None:
+def add_prove(commands: Subparsers) -> None:
     """Add `prove` to the commands."""
     words = "[MODEL] [--full] [flags]"
     parser = add_command(commands, prove, words, "prove takes one MODEL", _MORE)

@@ -219,21 +219,6 @@ def model_source(llm: "LLM", params: SamplingParams, template: Mapping[str, Any]
     return answer
 
 
-def narrated_source(llm: "LLM", source: Source) -> Source:
-    """Return the answers of a model, each as one piece of text behind the lines of its steps."""
-    from nanovllm.apps.explain.narrate import narrated
-
-    def answer(messages: list[Message]) -> Iterator[AnswerPiece]:
-        text = ""
-        with narrated(llm.engine, complain):
-            for piece in source(messages):
-                text += piece.text
-                yield AnswerPiece("", piece.num_tokens)  # so that Ctrl-C stops it
-        yield AnswerPiece(text)
-
-    return answer
-
-
 def pieces(outputs: Iterator[RequestOutput]) -> Iterator[AnswerPiece]:
     """Yield the pieces of a stream.
 

@@ -1,4 +1,4 @@
-"""`nanovllm explain` and `--narrate`: what the engine does, step by step. Stands on `LLM`."""
+"""`nanovllm explain`: what the engine does, step by step. Stands on `LLM`."""
 
 import dataclasses
 from typing import Annotated

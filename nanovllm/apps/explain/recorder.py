@@ -23,11 +23,7 @@ class Recorder(Observer):
         sequences: those that have come, in order.
     """
 
-    def __init__(
-        self,
-        tell: Callable[[Step], object],
-        sampling: SamplingRecorder | None = None,
-    ) -> None:
+    def __init__(self, tell: Callable[[Step], object], sampling: SamplingRecorder) -> None:
         self.sequences: list[SequenceStory] = []
         self._tell = tell
         self._sampling = sampling
@@ -89,11 +85,10 @@ class Recorder(Observer):
     def launched(self, schedule: Schedule) -> None:
         step, indices = self._launched[-1]
         step.seconds["launch"] = self._lap()
-        if self._sampling is not None:
-            samples, seconds = self._sampling.take()
-            for story, index in zip(step.rows, indices, strict=True):
-                story.samples = samples.get(schedule.rows[index].seq_id, [])
-            step.seconds["launch"] -= seconds
+        samples, seconds = self._sampling.take()
+        for story, index in zip(step.rows, indices, strict=True):
+            story.samples = samples.get(schedule.rows[index].seq_id, [])
+        step.seconds["launch"] -= seconds
         self._mark = time.perf_counter()
 
     def waited(self, result: StepResult) -> None:

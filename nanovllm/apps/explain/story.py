@@ -67,7 +67,6 @@ class RowStory:
     output: list[int] = field(default_factory=list)
     """The tokens that it gave: accepted drafts, then the sampled one."""
     samples: list[Sample] = field(default_factory=list)
-    """Of `explain`; `--narrate` records none."""
 
 
 @dataclass(slots=True)
