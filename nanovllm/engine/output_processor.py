@@ -20,10 +20,8 @@ from nanovllm.outputs import (
 
 
 class OutputProcessor:
-    """Follows requests from `add_request` until their last output.
-
-    Args:
-        tokenizer: None if the checkpoint has none; all texts are then empty.
+    """Follows requests from `add_request` until their last output. Without a tokenizer all texts
+    are empty.
     """
 
     def __init__(self, tokenizer: TextTokenizer | None) -> None:
@@ -46,14 +44,8 @@ class OutputProcessor:
         return None if completion is None else completion.request
 
     def process_tokens(self, seq: Sequence, now: float) -> tuple[Request, FinishInfo | None]:
-        """Read a sequence's new tokens, and the rest of its text if it has ended.
-
-        Args:
-            now: time.monotonic() when the tokens came.
-
-        Returns:
-            Its request, and why its text ends the output: a stop string, or a failure; None if it
-            does not.
+        """Read a sequence's new tokens, which came `now`, and the rest of its text if it has ended.
+        Return its request, and why its text ends the output: a stop string, or a failure.
         """
         completion = self._completions[seq.seq_id]
         request = completion.request
