@@ -278,9 +278,7 @@ class Scheduler:
             self.stats.num_queried_tokens += seq.num_prompt_tokens
 
     def _schedule_rows(self) -> tuple[list[Row], list[NewBlocks], list[Admission]]:
-        """Return the rows, the blocks added to block tables, and the admissions: merge the running
-        and the queued sequences by `Policy.order`.
-        """
+        """Merge running and queued sequences; return rows, blocks of tables, and admissions."""
         rows: list[Row] = []
         new_blocks: list[NewBlocks] = []
         admissions: list[Admission] = []

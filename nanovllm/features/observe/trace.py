@@ -212,8 +212,8 @@ class Trace(Observer):
         pool = scheduler.block_manager
         used = 100 * (1 - pool.num_free_blocks / len(pool.blocks))
         self._count("KV cache", {"percent used": used})
-        counts = {"running": len(scheduler.running), "waiting": scheduler.num_waiting}
-        self._count("sequences", counts)
+        running = len(scheduler.running)
+        self._count("sequences", {"running": running, "waiting": scheduler.num_waiting})
         if not self._lanes:
             self._count("tokens/s", {"prompt": 0, "output": 0})
             self._rate_start = None

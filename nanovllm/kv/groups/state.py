@@ -370,6 +370,6 @@ class StateGroup(KVCacheGroup):
 
     def _offer(self, snapshot: Snapshot) -> None:
         """Tell listeners of a prompt's snapshot: it is cached, and its pages hold it."""
-        is_cached = snapshot.node is not None and not snapshot.is_dropped
-        if is_cached and snapshot.is_of_prompt:
-            self.pool.listener.written(snapshot.node, self.suffix, snapshot.pages)
+        node = snapshot.node
+        if node is not None and snapshot.is_of_prompt and not snapshot.is_dropped:
+            self.pool.listener.written(node, self.suffix, snapshot.pages)
