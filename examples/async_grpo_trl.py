@@ -1,6 +1,6 @@
 """TRL's asynchronous GRPO against a server of nanovllm, on a CPU.
 
-`python examples/async_grpo_trl.py` starts `nanovllm serve --dev-mode` with the shipped model,
+`python -m examples.async_grpo_trl` starts `nanovllm serve --dev-mode` with the shipped model,
 trains it on a made-up task, for which the reward of an answer is its share of the letter e, and
 shows the mean reward of each step. With --lora the server gets adapters in place of all weights.
 Needs `pip install trl requests aiohttp peft`.
@@ -27,8 +27,8 @@ from trl.chat_template_utils import qwen3_template
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_rollout_worker
 from trl.experimental.async_grpo.packing import TREE_ATTENTION
 
+from examples.weight_sender import WeightSender
 from nanovllm import demo_model
-from nanovllm.features.training.sender import WeightSender
 
 
 def share_of_e(completions: list[Any], **_: Any) -> list[float]:

@@ -219,7 +219,7 @@ class WeightMethods(ModelMethods):
         Raises:
             InvalidRequestError: no update has begun, or a part of a rounded layer is missing.
         """
-        self._call(lambda: self._control.end(weight_version))
+        self._call(lambda: self._control.finish(weight_version))
 
     def _run(self, call: Commands) -> None:
         try:
@@ -325,7 +325,7 @@ class AsyncWeightMethods(ModelMethods):
 
     async def finish_weight_update(self, weight_version: int | str | None = None) -> None:
         """See `WeightMethods.finish_weight_update`."""
-        await self._between_steps(lambda: self._control.end(weight_version))
+        await self._between_steps(lambda: self._control.finish(weight_version))
 
     async def check_weights(self, infos: "Seq[NewTensor]") -> None:
         """Check names, shapes and dtypes of tensors that `update_weights` will get.

@@ -126,7 +126,7 @@ def _eviction_order(config: Config) -> Callable[[int], EvictionOrder]:
 
 def _users(name: str, value: str, base: type, *arguments: str) -> Callable[..., Any]:
     """Return what makes an object of the user's class that an option names."""
-    found = load_class(name, value, base, arguments)
+    found: type = load_class(name, value, base, arguments)
     return partial(make_guarded, f'{name}="{value}"', base, found)
 
 

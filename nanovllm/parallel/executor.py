@@ -21,8 +21,8 @@ from nanovllm.errors import ConfigError
 from nanovllm.loading.files import is_gguf
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.options.config import Config
-from nanovllm.utils.forked import end_openmp_threads
 from nanovllm.utils.pages import PageReserve, read_ahead
+from nanovllm.utils.process import end_openmp_threads
 
 if TYPE_CHECKING:
     from nanovllm.features.structured.grammar import GrammarCompiler

@@ -21,7 +21,7 @@ from nanovllm.models.registry import read_config
 from nanovllm.options.config import PLATFORMS, Config
 from nanovllm.options.plugins import at_start, in_worker, is_plugin, load_class, make_guarded
 from nanovllm.platform import Platform
-from nanovllm.utils.cgroup import groups
+from nanovllm.utils.process import control_groups
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.hooks import StepRunner, WorkerHook
 from nanovllm.worker.model_loader import NetworkSpec, check_weights, user_parts
@@ -69,7 +69,7 @@ def check_networks(
     _check_plugins(config)
     target = check_network(config, checkpoint)
     if config.speculation is not None and config.speculation.method == "mtp":
-        from nanovllm.features.speculation.proposers.mtp_config import check_mtp
+        from nanovllm.features.speculation.proposers.mtp_head import check_mtp
 
         return target, check_mtp(target)
     return target, None if draft is None else _check_draft(target, draft)
@@ -87,7 +87,6 @@ def _check_draft(target: NetworkSpec, checkpoint: Checkpoint) -> NetworkSpec:
         hf_overrides=None,
         dtype=str(target.model_config.dtype).removeprefix("torch."),
         speculative_config=None,
-        merge_lora=None,
         model_family=None,
     )
     if spec.method == "eagle3":
@@ -169,12 +168,7 @@ def make_runner(
     if config.has_tiers:
         from nanovllm.features.tiers.weight_files import WeightSnapshot
 
-        paths = target.files
-        if config.merge_lora is not None:
-            from nanovllm.features.lora.peft_files import adapter_files
-
-            paths = [*paths, *adapter_files(config.merge_lora)]
-        files = WeightSnapshot(paths)  # before they are loaded
+        files = WeightSnapshot(target.files)  # before they are loaded
     runner = ModelRunner(
         target,
         platform,
@@ -262,7 +256,7 @@ def num_cores() -> int:
 
 def _cpu_limits() -> Iterator[float]:
     """Yield the CPU quotas of this process's cgroups (version 1 or 2), in cores."""
-    for group in groups("cpu"):
+    for group in control_groups("cpu"):
         with contextlib.suppress(OSError, ValueError):
             quota, period = (group / "cpu.max").read_text().split()
             yield int(quota) / int(period)  # the quota "max" means no limit; int() refuses it

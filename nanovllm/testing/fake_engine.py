@@ -413,10 +413,9 @@ class FakeEngine:
         self, controller: "DraftController | None", follows_drafts: bool
     ) -> "AdaptiveDrafting":
         from nanovllm.features.speculation import drafting
-        from nanovllm.testing.fake_controller import FakeController
 
         return drafting.AdaptiveDrafting(
-            controller or FakeController(lambda most: most),
+            controller or fake_controller(lambda most: most),
             self.manager,
             self.max_num_batched_tokens,
             follows_drafts=follows_drafts,
@@ -784,3 +783,21 @@ def prompt_that_ends_with(eos: int, eos_token_ids: frozenset[int]) -> list[int]:
         if reason == "stop" and output[-1] == eos and len(output) > 2:
             return [first]
     raise AssertionError("unreachable")
+
+
+def fake_controller(allow: Callable[[int], int]) -> "DraftController":
+    """Return a controller that allows each row what `allow` returns for the most it could take."""
+    from nanovllm.features.speculation.draft_controller import DraftController
+
+    controller = DraftController(0, (), ())
+    controller.choose = lambda candidates, num_tokens: [  # type: ignore[method-assign]
+        allow(most) for _, most in candidates
+    ]
+    controller.skips_step = lambda: False  # type: ignore[method-assign]
+    return controller
+
+
+def random_limits(seed: int) -> "DraftController":
+    """Return a controller of random limits, often the highest and often 0."""
+    rng = random.Random(seed)
+    return fake_controller(lambda most: rng.choice([0, most, rng.randint(0, most)]))

@@ -21,7 +21,6 @@ from nanovllm.kernels.torch_kernels import Kernels, LinearMethod
 from nanovllm.layers.linear import QuantizedRows, WeightModule, shared_matrices
 from nanovllm.loading.files import is_gguf
 from nanovllm.loading.loader import (
-    Store,
     check_tensors,
     init_dummy_shards,
     init_dummy_weights,
@@ -207,11 +206,6 @@ def load_model(model: nn.Module, spec: NetworkSpec, kernels: Kernels) -> None:
     config = spec.config
     reserve = spec.reserve
     forms = WeightForms(model, spec.model_config.dtype, kernels, reserve)
-    store: Store = forms.store
-    if config.merge_lora is not None:
-        from nanovllm.features.lora.merge import merging
-
-        store = merging(store, model, config)
     if config.load_format == "dummy":
         init_dummy_weights(model, config.seed)
         for prefix, module in model.named_modules():
@@ -222,7 +216,7 @@ def load_model(model: nn.Module, spec: NetworkSpec, kernels: Kernels) -> None:
         ignored: frozenset[str] = model.ignored_weights  # type: ignore[assignment]
         progress = tensor_parallel().rank == 0
         options: dict[str, Any] = {"ignored": ignored, "progress": progress}
-        load_weights(model, spec.files, on_loaded=forms.finish, store=store, **options)
+        load_weights(model, spec.files, on_loaded=forms.finish, store=forms.store, **options)
     if reserve is not None:
         reserve.close()
     return_freed()

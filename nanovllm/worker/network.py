@@ -19,7 +19,7 @@ from nanovllm.worker.kv_pool import KVPool
 from nanovllm.worker.model_loader import NetworkSpec, build_model, load_model, user_parts
 
 if TYPE_CHECKING:
-    from nanovllm.features.lora.slots import StepAdapters
+    from nanovllm.features.lora.rank_adapters import StepAdapters
 
 
 class Network:

@@ -25,8 +25,6 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.options.config import Config
 from nanovllm.parallel.rank_setup import check_network
-from nanovllm.utils import distributed
-from nanovllm.utils.distributed import TensorParallel
 from nanovllm.worker.model_loader import NetworkSpec, build_model
 from tests.checkpoints import random_model
 from tests.gguf_files import make_gguf
@@ -87,16 +85,6 @@ def checkpoint(tmp_path):
         return tmp_path / name
 
     return save
-
-
-@pytest.fixture
-def as_rank(monkeypatch):
-    """Return a function that makes this process one rank among several."""
-
-    def become(rank, size):
-        monkeypatch.setattr(distributed, "_tensor_parallel", TensorParallel(rank, size))
-
-    return become
 
 
 # One rank.

@@ -16,7 +16,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.factory import make_engine
 from nanovllm.features.observe import trace as trace_module
 from nanovllm.options.config import Config
-from nanovllm.testing.fake_controller import FakeController
+from nanovllm.testing.fake_engine import fake_controller
 from tests.helpers import generate, generate_in_random_order, random_prompt
 
 Event = dict[str, Any]
@@ -117,7 +117,7 @@ def test_random_load(
     )
     engine = make_engine(config, queue_depth=queue_depth)
     if drafts:
-        engine.scheduler.drafting.controller = FakeController(lambda most: min(most, 3))
+        engine.scheduler.drafting.controller = fake_controller(lambda most: min(most, 3))
     rng = random.Random(1)
     requests: list[Any] = [
         (

@@ -31,7 +31,7 @@ from nanovllm.apps.router.engine import EngineProcess
 from nanovllm.apps.router.router_options import RouterOptions, read_models
 from nanovllm.apps.router.serve import RouterServer
 from nanovllm.apps.server.app import make_app
-from nanovllm.apps.server.log_setup import Log
+from nanovllm.apps.server.request_log import Log
 from nanovllm.apps.server.serve import EngineServer, bound_socket
 from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.apps.server.state import ServerState

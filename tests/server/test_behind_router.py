@@ -14,8 +14,8 @@ from nanovllm.apps.router.models import Models
 from nanovllm.apps.router.router_options import RouterOptions, read_models
 from nanovllm.apps.router.serve import RouterServer
 from nanovllm.apps.server.admission import AnswerBudget
-from nanovllm.apps.server.log_setup import Log
-from nanovllm.apps.server.models_route import may_chat
+from nanovllm.apps.server.info_route import may_chat
+from nanovllm.apps.server.request_log import Log
 from nanovllm.apps.server.serve import bound_socket
 from nanovllm.apps.server.server_options import ServerOptions
 from tests.helpers import wait_until

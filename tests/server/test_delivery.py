@@ -20,6 +20,7 @@ from nanovllm.apps.server.app import make_app
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.apps.server.state import ServerState
+from tests.every_case import EVERY_CASE
 from tests.server.test_load import Ended
 
 pytestmark = pytest.mark.usefixtures("idle_afterwards")
@@ -240,7 +241,7 @@ def test_a_body_of_exactly_the_limit_is_read() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("extra", [-1, 0, 1, PIECE, 3 * PIECE + 5])
+@pytest.mark.parametrize("extra", [0, 1, 3 * PIECE + 5])
 def test_a_large_answer_is_sent_in_pieces(async_llm: AsyncLLM, extra: int) -> None:
     """So that it waits in the app, which counts it, and not in the connection's buffer."""
 
@@ -311,7 +312,7 @@ def test_a_step_wakes_the_event_loop_once_for_all_streams(
     run(main())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(4 if EVERY_CASE else 1))
 def test_whoever_leaves_or_dawdles_the_others_get_theirs_and_nothing_stays(
     async_llm: AsyncLLM, seed: int
 ) -> None:

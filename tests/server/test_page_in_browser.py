@@ -8,8 +8,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,8 @@ pytest.importorskip("playwright")
 
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
-from nanovllm import AsyncLLM, demo_model
-from nanovllm.options.sampling_params import CHAT_SAMPLING
-from tests.checkpoints import copy_checkpoint
+from nanovllm import AsyncLLM
 from tests.glossary import QUESTION
-from tests.helpers import environment
 from tests.server.conftest import Running, running
 
 CHOSEN = os.environ.get("NANOVLLM_BROWSER", "")
@@ -426,17 +421,6 @@ def test_the_key_is_asked_for(context: BrowserContext, async_llm: AsyncLLM) -> N
             send(page)
             answers(page, 1)
             assert "the-key" not in page.evaluate("JSON.stringify(localStorage)")
-            page.click("#load")  # the same tab: the key is there
-            expect(page.locator("#tiles")).to_contain_text("KV cache used")
-            expect(page.locator("#about")).to_contain_text("context 1,024 tokens")
-
-
-def test_search_by_keyboard_leaves_a_wide_page_as_it_is(page: Page) -> None:
-    """Symptom: what covers the page on a phone takes a column of the layout."""
-    before = page.locator("main").bounding_box()
-    page.keyboard.press("Control+k")
-    expect(page.locator("#search")).to_be_focused()
-    assert page.locator("main").bounding_box() == before
 
 
 def test_dark_light_and_narrow(context: BrowserContext, page: Page) -> None:
@@ -465,22 +449,6 @@ def test_dark_light_and_narrow(context: BrowserContext, page: Page) -> None:
     expect(page.locator("#sidebar")).to_be_hidden()
 
 
-@pytest.mark.parametrize("width", [320, 375, 768, 1280])
-def test_a_long_name_of_a_model_moves_nothing_off_the_screen(page: Page, width: int) -> None:
-    """Symptom: the page is as wide as the model's name, and on a phone Send is outside."""
-    page.set_viewport_size({"width": width, "height": 640})
-    name = "Some-Organisation/" + "Qwen3-Coder-480B-A35B-" * 5
-    models = json.dumps({"object": "list", "data": [{"id": name, "object": "model"}]})
-    page.route("**/v1/models", lambda route: route.fulfill(body=models))
-    page.reload()
-    expect(page.locator("#model")).to_contain_text(name)
-    for name in ("send", "settings", "theme"):
-        box = page.locator(f"#{name}").bounding_box()
-        assert box is not None
-        assert box["x"] + box["width"] <= width
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
 def test_a_reload_in_the_middle_loses_no_question(page: Page) -> None:
     held: list[Route] = []
     page.route("**/v1/models", lambda route: held.append(route))
@@ -495,16 +463,6 @@ def test_a_reload_in_the_middle_loses_no_question(page: Page) -> None:
     expect(page.locator(".bubble")).to_have_text(QUESTION)
     page.keyboard.press("Control+Shift+Enter")
     expect(page.locator(".markdown")).to_have_text(re.compile(".{20}"))
-
-
-def test_another_tab_shows_what_this_one_keeps(context: BrowserContext, page: Page) -> None:
-    other = context.new_page()
-    other.goto(page.url)
-    send(page)
-    answers(page, 1)
-    other.locator("#list a").click()
-    answers(other, 1)
-    assert other.locator(".markdown").inner_text() == page.locator(".markdown").inner_text()
 
 
 def test_a_long_answer_costs_what_is_new_of_it(page: Page) -> None:
@@ -549,33 +507,3 @@ def test_the_page_begins_with_a_model_that_chats(page: Page) -> None:
     page.reload()
     expect(page.locator("#model option")).to_have_count(3)
     expect(page.locator("#model")).to_have_value("llm")
-
-
-def test_the_page_samples_as_a_chat_does(browser: Browser, tmp_path: Path) -> None:
-    """Where the checkpoint recommends nothing; what the user sets goes first."""
-    model = copy_checkpoint(demo_model.MODEL, tmp_path, generation_config={})
-    tables = tmp_path / "models.toml"
-    tables.write_text(f"[a]\nmodel = {json.dumps(model)}\nmax_model_len = 512\n")
-    llm = AsyncLLM(model, max_model_len=512, num_kvcache_blocks=64)
-    with running(llm) as server:
-        assert sampled(browser, server.url) == {**CHAT_SAMPLING, "top_p": 0.5}
-    llm.shutdown()
-    command = [sys.executable, "-m", "nanovllm", "serve", str(tables), "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as several:
-        assert several.stderr is not None
-        url = next(m[1] for line in several.stderr if (m := re.search(r" at (http:[^, ]+)", line)))
-        assert sampled(browser, url.rstrip()) == {**CHAT_SAMPLING, "top_p": 0.5}
-        several.terminate()
-        several.communicate()
-
-
-def sampled(browser: Browser, url: str) -> dict[str, Any]:
-    """Return the sampling that the page asks for in the first request of a new user."""
-    page = browser.new_page()
-    page.add_init_script("localStorage['nanovllm-settings'] = '{\"top_p\": 0.5}'")
-    page.goto(url)
-    with page.expect_request(CHAT, timeout=60_000) as caught:
-        send(page)
-    found = caught.value.post_data_json
-    page.close()
-    return {name: found[name] for name in CHAT_SAMPLING if name in found}

@@ -94,7 +94,7 @@ def test_the_server_goes_on_while_a_pause_waits(server: Running) -> None:
     second, third = Call(server, "/v1/completions", SHORT), long_request(server)
     wait_until(lambda: metric(server, "vllm:num_requests_waiting") == 2, 20)
     assert metric(server, "vllm:num_requests_running") == 1
-    for path in ("/health", "/status.json", "/v1/models"):
+    for path in ("/health", "/v1/models"):
         assert server.send(path).status == 200
     assert server.send("/is_paused").body == {"is_paused": False}
     third.hang_up()

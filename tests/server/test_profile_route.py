@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nanovllm import AsyncLLM, demo_model
-from tests.server.conftest import Running, running
+from tests.server.conftest import running
 
 BODY = {"prompt": "A KV cache", "max_tokens": 4, "temperature": 0}
 
@@ -24,9 +24,3 @@ def test_a_profile_of_a_server(tmp_path: Path) -> None:
         assert sorted(reply.body["files"]) == sorted(map(str, tmp_path.iterdir()))
         assert len(reply.body["files"]) == 2
     llm.shutdown()
-
-
-def test_without_a_directory_the_flag_is_named(server: Running) -> None:
-    reply = server.send("/start_profile", method="POST")
-    assert reply.status == 404
-    assert "--profile-dir" in reply.error["message"]

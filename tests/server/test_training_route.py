@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("fastapi")
 
+from examples.weight_sender import WeightSender
 from nanovllm import AsyncLLM, demo_model
 from nanovllm.apps.server.server_options import ServerOptions
-from nanovllm.errors import ConfigError, TransferError
-from nanovllm.features.training.sender import WeightSender
+from nanovllm.errors import ConfigError
 from tests.server.conftest import Reply, Running, running
 from tests.training.weights import Weights, changed, read_weights
 
@@ -104,21 +104,6 @@ def test_a_pause_ends_or_awaits_requests(server: Running, mode: str, reason: str
     assert server.send("/v1/completions", SHORT).status == 503
     assert server.send("/resume", b"").status == 200
     assert server.send("/v1/completions", SHORT).status == 200
-
-
-def test_a_pause_that_keeps_can_end_otherwise(server: Running) -> None:
-    first = Sent(server, LONG)
-    assert server.send("/pause?mode=keep", b"").status == 200
-    assert server.send("/pause?mode=wait", b"").status == 200
-    assert first.answer().body["choices"][0]["finish_reason"] == "length"
-    assert server.send("/pause?mode=keep", b"").status == 200
-    second = Sent(server, SHORT)
-    time.sleep(0.1)
-    assert second.is_waiting
-    assert server.send("/pause?mode=abort", b"").status == 200
-    assert second.answer().body["choices"][0]["finish_reason"] == "abort"
-    assert server.send("/resume", b"").status == 200
-    assert server.send("/resume", b"").status == 200
 
 
 def test_a_paused_engine_sleeps_with_its_requests(server: Running) -> None:
@@ -241,7 +226,7 @@ def test_weights_come_while_requests_are_kept(
     ]
 
 
-def test_wrong_orders(server: Running, old: Weights) -> None:
+def test_wrong_orders(server: Running) -> None:
     assert server.send("/shutdown_weight_transfer_engine", b"").status == 200
     info = {"names": ["x"], "dtype_names": ["float32"], "shapes": [[1]]}
     reply = server.send("/update_weights", {"update_info": info})
@@ -253,8 +238,6 @@ def test_wrong_orders(server: Running, old: Weights) -> None:
     reply = server.send("/v1/completions", SHORT)
     assert (reply.status, "an update of the weights runs" in str(reply.body)) == (503, True)
     sender = WeightSender(server.url, timeout=20)
-    with pytest.raises(TransferError, match="no server is connected"):
-        sender.send_weights(old.items())
     sender.init_weight_transfer()  # what nobody finishes is given up
     assert server.send("/v1/completions", SHORT).status == 200
     sender.destroy()
@@ -274,7 +257,7 @@ def test_wrong_tensors_change_nothing(
     before = text_of(server.send("/v1/completions", SHORT))
     sender = WeightSender(server.url, timeout=20)
     sender.init_weight_transfer()
-    with pytest.raises(TransferError) as found:
+    with pytest.raises(RuntimeError) as found:
         sender.send_weights([("model.norm.weight", old["model.norm.weight"]), (name, tensor)])
     assert message in str(found.value)
     assert "the engine has its weights of before" in str(found.value)

@@ -193,7 +193,8 @@ def test_the_source_that_computes_counts(monkeypatch, tmp_path):
     for file, counts in (
         ("kernels/cpu/csrc/attention.c", True),
         ("models/qwen3.py", True),
-        ("features/lora/slots.py", True),
+        ("core/messages.py", True),
+        ("features/lora/rank_adapters.py", True),
         ("worker/kv_pool.py", True),
         ("apps/server/serve.py", False),
         ("chat/openai_messages.py", False),

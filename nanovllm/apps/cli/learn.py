@@ -4,18 +4,16 @@ import argparse
 from collections.abc import Set
 from pathlib import Path
 
-from nanovllm.apps.learn import progress
-from nanovllm.apps.learn.course import LESSONS, MINI, Lesson
+from nanovllm.apps.cli.flag_groups import Commands, add_command
+from nanovllm.apps.learn.course import LESSONS, MINI, Lesson, load_progress, remember
 from nanovllm.apps.learn.grade import grade
 from nanovllm.apps.learn.show import show
 from nanovllm.errors import ConfigError
-from nanovllm.options.flags import Parser
 from nanovllm.options.validation import shown
 from nanovllm.utils.terminal import write
 
 NOT_SOLVED = 1
 """The exit status where an exercise is not solved yet."""
-_ABOUT = "Learn how an inference engine works, in twelve lessons."
 _TAKES = "learn takes a LESSON, check LESSON [FILE], or solution LESSON"
 _MORE = (
     "Without arguments it lists the lessons and what you have done. With a LESSON, a number, it "
@@ -24,21 +22,15 @@ _MORE = (
 )
 
 
-def add_learn(commands: "argparse._SubParsersAction[Parser]") -> None:
+def add_learn(commands: Commands) -> None:
     """Add `learn` to the commands."""
-    parser = commands.add_parser(
-        "learn",
-        help=_ABOUT,
-        description=_ABOUT,
-        epilog=_MORE,
-        usage="nanovllm learn [LESSON | check LESSON [FILE] | solution LESSON]",
-    )
-    parser.set_defaults(command=learn, parser=parser, takes=_TAKES)
+    words = "[LESSON | check LESSON [FILE] | solution LESSON]"
+    parser = add_command(commands, learn, words, _TAKES, _MORE)
     parser.add_argument("words", metavar="LESSON", nargs="*", help=argparse.SUPPRESS)
 
 
 def learn(args: argparse.Namespace) -> int:
-    """List the lessons, show one, test an exercise or print a solution."""
+    """Learn how an inference engine works, in twelve lessons."""
     match args.words:
         case []:
             _write_list()
@@ -62,7 +54,7 @@ def _lesson(number: str) -> Lesson:
 
 
 def _write_list() -> None:
-    done = progress.load()
+    done = load_progress()
     write("How an inference engine works. A lesson takes about twenty minutes.\n\n")
     for lesson in LESSONS:
         solved, answered = (lesson.number in done[kind] for kind in ("solved", "answered"))
@@ -94,7 +86,7 @@ def _check(lesson: Lesson, name: str | None) -> int:
         )
     if not grade(lesson, file):
         return NOT_SOLVED
-    progress.remember("solved", lesson.number)
+    remember("solved", lesson.number)
     write(f"{file.name}: solved.\n")
-    _write_next(progress.load()["solved"])
+    _write_next(load_progress()["solved"])
     return 0

@@ -5,8 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nanovllm.apps.learn import progress
-from nanovllm.apps.learn.course import Lesson
+from nanovllm.apps.learn.course import Lesson, remember
 from nanovllm.apps.learn.grade import environment
 from nanovllm.errors import ConfigError
 from nanovllm.utils.terminal import is_dumb, is_interactive, read_text, spinner, write
@@ -91,7 +90,7 @@ def _ask(lesson: Lesson) -> None:
         if lesson.is_right(answer):
             break
         write("No. Try again.\n")
-    progress.remember("answered", lesson.number)
+    remember("answered", lesson.number)
     _write_markdown(f"Right, {lesson.answer}: {lesson.reason}")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from nanovllm.apps.router.app import make_app
 from nanovllm.apps.router.models import Models
 from nanovllm.apps.router.router_options import RouterOptions, read_models
-from nanovllm.apps.server.log_setup import Log
+from nanovllm.apps.server.request_log import Log
 from nanovllm.apps.server.serve import (
     FLUSH_SECONDS,
     OTHER_FILES,

@@ -204,11 +204,7 @@ class BodyBudget:
 
     @contextmanager
     def reading(self, receive: Receive) -> Iterator[Receive]:
-        """Count a body that is read by the `receive` of this block, until the block ends: when
-        the answer has been sent.
-
-        The new `receive` raises APIError, status 503, when there is no room.
-        """
+        """Count what the block reads by this `receive` until it ends, its answer sent."""
         size = held = 0
 
         async def counted() -> Message:
@@ -235,11 +231,9 @@ class BodyBudget:
 
 
 class AnswerBudget:
-    """Bounds the bytes of answers that wait for their clients to read. An answer is known by what
-    cuts it off.
+    """Bounds the bytes of answers that wait for their clients; one that is alone may have more.
 
-    Args:
-        max_bytes: all answers together have as many at most, but for one that is alone.
+    An answer is known by what cuts it off.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -1,76 +1,96 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's form of a chat."""
 
-from collections.abc import AsyncGenerator
+import copy
+import hashlib
+import re
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
+from uuid import uuid4
 
 from fastapi import APIRouter, Request
+from pydantic_core import from_json
 from starlette.responses import Response
 
 from nanovllm.apps.server import generation
-from nanovllm.apps.server.conversation import AnswerReader, params_in_form, render, run
+from nanovllm.apps.server.conversation import (
+    AnswerReader,
+    Turns,
+    count_tokens,
+    prepare,
+    render,
+)
 from nanovllm.apps.server.error_bodies import APIError, naming_params
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.message_blocks import Event, MessageBuilder, messages_of
 from nanovllm.apps.server.output_parsers.parameter_types import typed
-from nanovllm.apps.server.params import chat_params, field_names
-from nanovllm.apps.server.protocol.messages import CountTokensRequest, MessagesRequest
-from nanovllm.apps.server.response_items import new_id
+from nanovllm.apps.server.output_parsers.parts import (
+    Part,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from nanovllm.apps.server.protocol.chat import MAX_CALLS, Message
+from nanovllm.apps.server.protocol.messages import (
+    AnyBlock,
+    ContentSource,
+    CountTokensRequest,
+    DocumentBlock,
+    FoundTool,
+    MessagesRequest,
+    PlainTextSource,
+    SearchResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
 from nanovllm.apps.server.sse import json_response, named_frames, sse
 from nanovllm.apps.server.state import ServerState, state_of
-from nanovllm.options.sampling_params import SamplingParams
+from nanovllm.engine.prompt import Prompt
+from nanovllm.errors import InvalidRequestError
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
 router = APIRouter(tags=["messages"], route_class=JSONRoute)
+
+Event = dict[str, Any]
 
 _STOP_REASONS: dict[str | None, str] = {
     "stop": "end_turn",
     "length": "max_tokens",
     "tool_calls": "tool_use",
 }
+_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
+"""A line of Claude Code's that differs in each request. In the prompt, it would leave nothing of a
+conversation to be found in the prefix cache."""
+_BETWEEN_PARTS = {"content": "\n\n", "reasoning_content": "\n"}
 
 
 @router.post("/v1/messages")
 async def answer(request: Request, body: MessagesRequest) -> Response:
     """Answer a conversation."""
     server = state_of(request)
-    renamed = {"stop": "stop_sequences", **field_names(body)}
-    fields = MessagesRequest.model_fields
-    with naming_params(fields, "messages", renamed):
+    renamed = {"stop": "stop_sequences", **generation.field_names(body)}
+    with naming_params(MessagesRequest.model_fields, "messages", renamed):
         place = generation.admit(request, 1, body)
-        prompt, params = await place.prepare(_prepare, server, body)
+        changes: dict[str, Any] = {}
+        if body.stop_sequences:
+            changes["stop"] = tuple(body.stop_sequences)
+        made = partial(prepare, server, body, _render, max_tokens=body.max_tokens, **changes)
+        prompt, params = await place.prepare(made)
         answer = _Answer(server, body, prompt)
-        outputs = await run(place, body, prompt, params)
+        outputs = await generation.run(place, prompt, params, stream=bool(body.stream))
         if body.stream:
             return sse(answer.frames(outputs), "/v1/messages")
-        return json_response(answer.whole(await anext(outputs)))
+        answer.events(await anext(outputs))
+        return json_response(answer.message)
 
 
 @router.post("/v1/messages/count_tokens")
-async def count_tokens(request: Request, body: CountTokensRequest) -> dict[str, int]:
+async def count(request: Request, body: CountTokensRequest) -> dict[str, int]:
     """Return how many tokens a conversation has."""
-    server = state_of(request)
-    server.check_model(body.model)
-    fields = CountTokensRequest.model_fields
-    with naming_params(fields, "messages"):
-        place = generation.admit(request, 1)
-        return {"input_tokens": await place.prepare(_count, server, body)}
-
-
-def _count(server: ServerState, body: CountTokensRequest) -> int:
-    prompt = _render(server, body)
-    return len(server.llm.engine.input_processor.encode(prompt, rendered=True))
-
-
-def _prepare(server: ServerState, body: MessagesRequest) -> tuple[str, SamplingParams]:
-    """Return the prompt and the parameters. Making them takes a while: call it in a thread."""
-    changes: dict[str, Any] = {}
-    if body.stop_sequences:
-        changes["stop"] = tuple(body.stop_sequences)
-    # First, for its checks cost little.
-    params = chat_params(server, body, max_tokens=body.max_tokens, **changes)
-    prompt = _render(server, body)
-    return prompt, params_in_form(server, body, prompt, params)
+    return {"input_tokens": await count_tokens(request, body, _render, "messages")}
 
 
 def _render(server: ServerState, body: CountTokensRequest) -> str:
@@ -78,7 +98,7 @@ def _render(server: ServerState, body: CountTokensRequest) -> str:
     variables: dict[str, Any] = {"enable_thinking": body.thinks, "thinking": body.thinks}
     if body.output_config is not None and body.output_config.effort is not None:
         variables["reasoning_effort"] = body.output_config.effort
-    messages = messages_of(body.system, body.messages)
+    messages = messages_of(body)
     last = messages[-1]
     continues = last.role == "assistant" and bool(last.content) and not last.tool_calls
     return render(
@@ -90,29 +110,87 @@ def _render(server: ServerState, body: CountTokensRequest) -> str:
     )
 
 
-class _Answer:
-    """Makes the message of one request."""
+def messages_of(body: CountTokensRequest) -> list[Message]:
+    """Return the conversation of a request.
 
-    def __init__(self, server: ServerState, body: MessagesRequest, prompt: str) -> None:
+    What one side says in several messages becomes one message, as templates want it. The result of
+    a tool is a message of its own.
+    """
+    turns = Turns(f"messages must have at most {MAX_CALLS} tool_use blocks in succession")
+    said: list[tuple[str, Any]] = [(message.role, message.content) for message in body.messages]
+    for role, content in [("system", body.system or []), *said]:
+        if isinstance(content, str):
+            _add_text(turns, role, content)
+        else:
+            for block in content:
+                _add_block(turns, role, block)
+    if not turns.all:
+        raise InvalidRequestError("messages must have some content, got empty lists of blocks")
+    return [Message(**{name: _joined(name, v) for name, v in t.items()}) for t in turns.all]
+
+
+def _add_text(turns: Turns, role: str, text: str) -> None:
+    """Add a text, which is a part of its turn's."""
+    if role == "system" and not (text := _BILLING.sub("", text, count=1)):
+        return
+    turns.turn(role).setdefault("content", []).append(text)
+
+
+def _add_block(turns: Turns, role: str, block: AnyBlock) -> None:
+    match block:
+        case TextBlock() | DocumentBlock() | SearchResultBlock():
+            _add_text(turns, role, _text_of(block))
+        case ThinkingBlock():
+            turn = turns.turn("assistant")
+            turn.setdefault("reasoning_content", []).append(block.thinking)
+        case ToolUseBlock():
+            turns.add_call(block.id, block.name, block.input)
+        case ToolResultBlock():
+            given = block.content or ""
+            parts = [given] if isinstance(given, str) else ["\n".join(map(_text_of, given))]
+            turns.add_result(block.tool_use_id, parts)
+
+
+def _joined(name: str, value: Any) -> Any:
+    """Return the value of a message's field: if it is a text, its parts joined."""
+    return _BETWEEN_PARTS[name].join(filter(None, value)) if name in _BETWEEN_PARTS else value
+
+
+def _text_of(block: TextBlock | DocumentBlock | SearchResultBlock | FoundTool) -> str:
+    match block:
+        case TextBlock(text=text) | FoundTool(tool_name=text):
+            return text
+        case SearchResultBlock():
+            parts: Any = [block.title, block.source, *(part.text for part in block.content)]
+        case (
+            DocumentBlock(source=PlainTextSource(data=text))
+            | DocumentBlock(source=ContentSource(content=str(text)))
+        ):
+            parts = [block.title, block.context, text]
+        case DocumentBlock(source=ContentSource(content=list(blocks))):
+            parts = [block.title, block.context, *(part.text for part in blocks)]
+    return "\n".join(filter(None, parts))
+
+
+class _Answer:
+    """Puts the parts of an answer into `message`, which grows; each change of it is an event."""
+
+    def __init__(self, server: ServerState, body: MessagesRequest, prompt: Prompt) -> None:
         self._reader = AnswerReader(server, body, prompt, typed(body.functions))
         self._stop_sequences = frozenset(body.stop_sequences or ())
         self._max_model_len = server.max_model_len
         self._num_output = 0
-        self._builder = MessageBuilder(
-            {
-                "id": new_id("msg") if body.request_id is None else f"msg_{body.request_id}",
-                "type": "message",
-                "role": "assistant",
-                "model": server.name_in_answer(body.model),
-                "content": [],
-                "stop_reason": None,
-                "stop_sequence": None,
-            }
-        )
-
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
-        self._events(output)
-        return self._builder.message
+        self._block: dict[str, Any] | None = None  # the last of the content, while it grows
+        self._arguments = ""  # of the block, if it is a call
+        self.message: dict[str, Any] = {
+            "id": f"msg_{body.request_id or uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": server.name_in_answer(body.model),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
 
     async def frames(
         self, outputs: AsyncGenerator[RequestOutput, None]
@@ -120,33 +198,33 @@ class _Answer:
         """Yield the events of a streamed message; those that come at once together."""
         async with aclosing(outputs):
             async for output in outputs:
-                yield named_frames(self._events(output))
+                yield named_frames(self.events(output))
 
-    def _events(self, output: RequestOutput) -> list[Event]:
-        """Return the events of what is new of the answer."""
+    def events(self, output: RequestOutput) -> list[Event]:
         (completion,) = output.outputs
-        is_first = "usage" not in self._builder.message
+        is_first = "usage" not in self.message
         self._num_output += len(completion.token_ids)
-        self._builder.message["usage"] = {
+        self.message["usage"] = {
             "input_tokens": len(output.prompt_token_ids) - output.num_cached_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": output.num_cached_tokens,
             "output_tokens": self._num_output,
             "output_tokens_details": {"thinking_tokens": 0},
         }
-        events = self._builder.start() if is_first else []
+        events = []
+        if is_first:
+            events += [_event("message_start", message=self.message), _event("ping")]
         for part in self._reader.parts(completion):
-            events += self._builder.add(part)
+            events += self._add(part)
         if completion.finish_reason is not None:
-            self._end(completion)
-            events += self._builder.finish()
+            events += self._end(completion)
         return events
 
-    def _end(self, completion: CompletionOutput) -> None:
-        """Set why the message ends."""
+    def _end(self, completion: CompletionOutput) -> Iterator[Event]:
+        """Close the message, and set why it ends."""
         if completion.finish_reason == "abort":
             raise APIError(500, "the request was aborted")
-        message = self._builder.message
+        message = self.message
         usage = message["usage"]
         usage["output_tokens_details"]["thinking_tokens"] = self._reader.num_reasoning_tokens
         num_tokens = sum(count for count in usage.values() if isinstance(count, int))
@@ -157,3 +235,67 @@ class _Answer:
             reason = "stop_sequence"
             message["stop_sequence"] = str(completion.stop_reason)
         message["stop_reason"] = reason
+        yield from self._close()
+        delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        yield _event("message_delta", delta=delta, usage=usage)
+        yield _event("message_stop")
+
+    def _add(self, part: Part) -> Iterator[Event]:
+        match part:
+            case TextDelta():
+                yield from self._grow("text", part.text)
+            case ReasoningDelta():
+                yield from self._grow("thinking", part.text, signature="")
+            case ToolCallStart():
+                block = {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
+                yield from self._open(block)
+            case ToolCallArguments():
+                self._arguments += part.text
+                yield self._delta("input_json_delta", partial_json=part.text)
+
+    def _grow(self, kind: str, text: str, **fields: Any) -> Iterator[Event]:
+        if self._block is None or self._block["type"] != kind:
+            yield from self._open({"type": kind, kind: "", **fields})
+        assert self._block is not None
+        self._block[kind] += text
+        yield self._delta(f"{kind}_delta", **{kind: text})
+
+    def _open(self, block: dict[str, Any]) -> Iterator[Event]:
+        """Close the block that grows and begin the next."""
+        yield from self._close()
+        self._block = block
+        self.message["content"].append(block)
+        yield _event("content_block_start", index=self._index, content_block=block)
+
+    def _close(self) -> Iterator[Event]:
+        block, self._block = self._block, None
+        if block is None:
+            return
+        if block["type"] == "thinking":  # clients send it back with the thoughts; it means nothing
+            block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()
+            yield self._delta("signature_delta", signature=block["signature"])
+        elif block["type"] == "tool_use":
+            block["input"] = _object(self._arguments)
+            self._arguments = ""
+        yield _event("content_block_stop", index=self._index)
+
+    @property
+    def _index(self) -> int:
+        return len(self.message["content"]) - 1
+
+    def _delta(self, kind: str, **fields: Any) -> Event:
+        return _event("content_block_delta", index=self._index, delta={"type": kind, **fields})
+
+
+def _event(kind: str, **fields: Any) -> Event:
+    """Return an event with what its fields are now: they may grow afterwards."""
+    return {"type": kind, **copy.deepcopy(fields)}
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call; of a call that was cut off, those that are there."""
+    try:
+        found = from_json(arguments, allow_partial=True)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

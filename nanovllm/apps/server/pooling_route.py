@@ -1,9 +1,8 @@
 """POST /v1/embeddings (OpenAI), /pooling and /v1/score (vLLM), /rerank (Jina, Cohere)."""
 
 import asyncio
-import base64
-import sys
-from array import array
+import struct
+from base64 import b64encode
 from collections.abc import Mapping, Sequence as Seq
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,8 +14,13 @@ from starlette.responses import Response
 from nanovllm.apps.server import generation
 from nanovllm.apps.server.error_bodies import naming_params
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.protocol.common import IGNORED, TEXT_OR_LIST, EngineRequest
-from nanovllm.apps.server.protocol.completions import MAX_PROMPTS, Prompts
+from nanovllm.apps.server.protocol.common import (
+    IGNORED,
+    MAX_PROMPTS,
+    TEXT_OR_LIST,
+    EngineRequest,
+    Prompts,
+)
 from nanovllm.apps.server.sse import json_response
 from nanovllm.apps.server.state import state_of
 from nanovllm.engine.prompt import make_prompt
@@ -56,11 +60,7 @@ class PoolingRequest(EngineRequest):
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
 
     def params(self, **changes: Any) -> PoolingParams:
-        """Return what the request wants of each text.
-
-        Raises:
-            InvalidRequestError: a value is invalid.
-        """
+        """Return what the request wants of each text; raise InvalidRequestError."""
         normalize = self.use_activation if self.normalize is None else self.normalize
         return PoolingParams(
             pooling=self.pooling,
@@ -71,8 +71,6 @@ class PoolingRequest(EngineRequest):
 
 
 class EmbeddingRequest(PoolingRequest):
-    """Texts to make vectors of."""
-
     input: Prompts
     """A text, a list of texts, token ids, or a list of such lists."""
     encoding_format: Literal["float", "base64"] | None = None
@@ -217,16 +215,19 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
 async def _embed(
     request: Request, body: EmbeddingRequest, prefix: str, kind: str, key: str
 ) -> Response:
-    """Answer with the vectors of texts; of many numbers in a thread.
-
-    Args:
-        prefix: what the answer's id begins with.
-        kind: what each vector is called, which is in the field `key`.
-    """
-    outputs = await _embedded(request, body)
+    """Answer with the vectors of texts, each a `kind` in the field `key`."""
+    given: Any = body.input
+    prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    with naming_params(type(body).model_fields, "input"):
+        params = body.params(dimensions=body.dimensions, prompt_name=body.prompt_name)
+        place = generation.admit(request, len(prompts), body)
+        made = [*map(make_prompt, prompts)]
+        outputs = await generation.pool(place, made, [params] * len(made), "input")
 
     def respond() -> Response:
-        vectors = _vectors(outputs, body)
+        vectors: list[Any] = [output.pooled for output in outputs]
+        if body.encoding_format == "base64":
+            vectors = [b64encode(struct.pack(f"<{len(v)}f", *v)).decode() for v in vectors]
         return _list_response(request, body, prefix, kind, key, vectors, outputs)
 
     numbers = sum(len(output.pooled or ()) for output in outputs)
@@ -247,56 +248,23 @@ def _list_response(
     return json_response({**head, "object": "list", "data": data, "usage": _usage(outputs)})
 
 
-async def _embedded(request: Request, body: EmbeddingRequest) -> list[RequestOutput]:
-    """Return the outputs for the texts of a request, in their order."""
-    given: Any = body.input
-    prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-    with naming_params(type(body).model_fields, "input"):
-        params = body.params(dimensions=body.dimensions, prompt_name=body.prompt_name)
-        place = generation.admit(request, len(prompts), body)
-        made = [*map(make_prompt, prompts)]
-        return await generation.pool(place, made, [params] * len(made), "input")
-
-
 async def _scored(
     request: Request,
     body: PoolingRequest,
     texts: dict[str, str | list[str]],
     instruction: str | None,
-    max_tokens_per_doc: int = 0,
+    most_tokens: int = 0,
 ) -> list[ScoringRequestOutput]:
-    """Return the scores of the pairs of a request.
-
-    Args:
-        texts: the queries and the documents, by the names of their fields.
-    """
+    """Return the scores of pairs of queries and documents, by the names of their fields."""
     processor = state_of(request).llm.engine.input_processor
     names = tuple(texts)
     first, second = ([each] if isinstance(each, str) else each for each in texts.values())
     with naming_params(type(body).model_fields, names[1]):
         params = body.params()
         place = generation.admit(request, len(first) + len(second), body)
-        make = partial(
-            processor.pooling.scoring, names=names, max_tokens_per_doc=max_tokens_per_doc
-        )
+        make = partial(processor.pooling.scoring, names=names, max_tokens_per_doc=most_tokens)
         scoring = await place.prepare(make, first, second, params, instruction)
         return scoring.results(await generation.pool(place, scoring.prompts, scoring.params))
-
-
-def _vectors(outputs: Seq[RequestOutput], body: EmbeddingRequest) -> list[list[float] | str]:
-    """Return the vectors in the form that a request asks for."""
-    found = []
-    for output in outputs:
-        assert output.pooled is not None
-        found.append(_base64(output.pooled) if body.encoding_format == "base64" else output.pooled)
-    return found
-
-
-def _base64(vector: list[float]) -> str:
-    numbers = array("f", vector)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return base64.b64encode(numbers.tobytes()).decode()
 
 
 def _head(request: Request, body: PoolingRequest, prefix: str) -> dict[str, Any]:
@@ -305,10 +273,6 @@ def _head(request: Request, body: PoolingRequest, prefix: str) -> dict[str, Any]
 
 def _usage(outputs: Seq[RequestOutput | ScoringRequestOutput]) -> dict[str, Any]:
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    num_cached = sum(output.num_cached_tokens for output in outputs)
-    details = {"cached_tokens": num_cached}
-    return {
-        "prompt_tokens": num_tokens,
-        "total_tokens": num_tokens,
-        "prompt_tokens_details": details,
-    }
+    details = {"cached_tokens": sum(output.num_cached_tokens for output in outputs)}
+    counts = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return {**counts, "prompt_tokens_details": details}

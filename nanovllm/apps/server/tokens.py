@@ -19,8 +19,6 @@ router = APIRouter(tags=["tokens"], route_class=JSONRoute)
 
 
 class TokenizeRequest(RequestModel):
-    """A text, or a conversation."""
-
     others: ClassVar[Mapping[str, OtherName]] = other_names(
         {"chat_template": (), "with_pieces": (False,)}
     )
@@ -45,8 +43,6 @@ class TokenizeRequest(RequestModel):
 
 
 class DetokenizeRequest(RequestModel):
-    """Token ids."""
-
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]
 

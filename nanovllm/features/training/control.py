@@ -329,34 +329,27 @@ class WeightControl:
         self._call(RankWeights.load, tensors)
 
     def finish(self, version: int | str | None, owner: object | None = None) -> None:
-        """End an update: requests run again, with the new version on their outputs.
+        """End an update: requests run again, with the new version on their outputs. If that fails,
+        the update has failed.
 
         Raises:
-            InvalidRequestError: no update of `owner` has begun, or a part of a rounded layer is
-                missing.
-        """
-        self._require_update(owner)
-        missing = _union(self._call(RankWeights.finish))
-        outputs = self.engine.output_processor
-        last = outputs.weight_version
-        following = last + 1 if isinstance(last, int) else f"{last}+1"
-        outputs.weight_version = following if version is None else version
-        self._missing = missing
-        self.is_updating = False
-        self._owner = None
-        self._call(RankWeights.settle)
-
-    def end(self, version: int | str | None) -> None:
-        """Do `finish`; if that fails, `fail`.
-
-        Raises:
-            InvalidRequestError: as for `check_version`, which ends nothing, and for `finish`.
+            InvalidRequestError: as for `check_version`, which ends nothing; or no update of `owner`
+                has begun, or a part of a rounded layer is missing.
         """
         check_version(version)
+        self._require_update(owner)
         try:
-            self.finish(version)
+            missing = _union(self._call(RankWeights.finish))
+            outputs = self.engine.output_processor
+            last = outputs.weight_version
+            following = last + 1 if isinstance(last, int) else f"{last}+1"
+            outputs.weight_version = following if version is None else version
+            self._missing = missing
+            self.is_updating = False
+            self._owner = None
+            self._call(RankWeights.settle)
         except BaseException:
-            self.fail()
+            self.fail(owner)
             raise
 
     def cancel(self) -> bool:

@@ -29,14 +29,7 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 
 
 def check_size(schemas: Iterable[Any], field: str) -> None:
-    """Refuse schemas that have too many values in all.
-
-    Args:
-        field: that of the model which has them.
-
-    Raises:
-        PydanticCustomError: it says how many values there may be.
-    """
+    """Refuse schemas, in this field of the model, that have too many values in all."""
     unread = list(schemas)
     num_values = len(unread)
     while unread:
@@ -71,8 +64,6 @@ class Tool(RequestModel):
 
 
 class ChatTool(RequestModel):
-    """A tool, as chats wrap it."""
-
     type: Literal["function"]
     function: Tool
 
@@ -81,14 +72,10 @@ ChatTools = Annotated[list[ChatTool], Field(max_length=128, fail_fast=True)]
 
 
 class FunctionName(RequestModel):
-    """Names a function."""
-
     name: str
 
 
 class NamedToolChoice(RequestModel):
-    """The function that the answer must call."""
-
     type: Literal["function"] = "function"
     function: FunctionName
 
@@ -108,16 +95,12 @@ class SentBack(RequestModel):
 
 
 class EarlierFunction(SentBack):
-    """The function that a message calls."""
-
     name: str
     arguments: str | dict[str, Any] | None = None
     """A JSON text; one that is not an object is passed on as it is."""
 
 
 class EarlierCall(SentBack):
-    """A call in a message."""
-
     id: str | None = None
     type: Literal["function"] = "function"
     function: EarlierFunction
@@ -203,8 +186,6 @@ class ConversationRequest(GenerationRequest):
 
 
 class ChatRequest(ConversationRequest):
-    """A conversation to answer, and how."""
-
     others: ClassVar[Mapping[str, OtherName]] = {
         **ConversationRequest.others,
         **other_names(

@@ -1,4 +1,4 @@
-"""What requests have in common: sampling parameters, formats, streaming.
+"""Requests of /v1/completions, and what all requests share: sampling parameters, forms, streaming.
 
 Types only: ranges are checked by `SamplingParams`, which has the better messages.
 """
@@ -12,6 +12,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    Tag,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -89,8 +90,7 @@ class RequestModel(BaseModel):
 def refused(field: str, message: str, code: str | None = None) -> PydanticCustomError:
     """Return the error to raise in a validator: `message`, about one field of the model.
 
-    Args:
-        code: the API's name of the error, which clients look for.
+    Clients look for `code`, the API's name of the error.
     """
     context = {"message": message, "field": field, "code": code}
     return PydanticCustomError("refused", "{message}", context)
@@ -103,10 +103,7 @@ def too_many(what: str, limit: int) -> PydanticCustomError:
 
 def few_in_all(field: str, what: str, limit: int) -> BeforeValidator:
     """Return a check that the objects of a list have few items in their lists `field`, in all:
-    checking each item takes time.
-
-    Args:
-        what: what the items are, for the error.
+    checking each item takes time. Errors call the items `what`.
     """
 
     def check(given: Any) -> Any:
@@ -120,8 +117,6 @@ def few_in_all(field: str, what: str, limit: int) -> BeforeValidator:
 
 
 class StreamOptions(RequestModel):
-    """How to stream."""
-
     include_usage: bool | None = None
     """Send one more chunk with the usage at the end."""
     continuous_usage_stats: bool | None = None
@@ -136,8 +131,6 @@ class StreamOptions(RequestModel):
 
 
 class JSONSchema(RequestModel):
-    """A schema that the answer must fit."""
-
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
@@ -158,8 +151,6 @@ def check_schema(kind: str, schema: JSONSchema | None, field: str) -> None:
 
 
 class ResponseFormat(RequestModel):
-    """What form the answer must have."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
 
@@ -226,7 +217,24 @@ class EngineRequest(RequestModel):
     """The key of fairness: users take turns in the queue."""
 
 
-class GenerationRequest(EngineRequest):
+class StreamableRequest(EngineRequest):
+    """The fields of every request for tokens."""
+
+    request_id: str | None = Field(default=None, min_length=1, max_length=128)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=128)
+    """Prompts share cached prefixes only with prompts of the same salt."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_streaming(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options", "stream_options needs stream=true")
+        return self
+
+
+class GenerationRequest(StreamableRequest):
     """The fields that completions and chats share; names and meanings are OpenAI's and vLLM's."""
 
     others: ClassVar[Mapping[str, OtherName]] = {
@@ -266,14 +274,8 @@ class GenerationRequest(EngineRequest):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], _MANY] | None = None
     guided_grammar: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    cache_salt: str | None = Field(default=None, min_length=1, max_length=128)
-    """Prompts share cached prefixes only with prompts of the same salt."""
-    request_id: str | None = Field(default=None, min_length=1, max_length=128)
     vllm_xargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     """`SamplingParams.extra_args`: values for the logits rules that the server was given."""
-    return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
     def without_large_fields(self) -> Self:
@@ -297,12 +299,57 @@ class GenerationRequest(EngineRequest):
         return found
 
     @model_validator(mode="after")
-    def _check_streaming_and_form(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise refused("stream_options", "stream_options needs stream=true")
+    def _check_form(self) -> Self:
         if len(self.forms()) > 1:
             first, second, *_ = self.forms()
             raise refused(second, f"{first} and {second} both say what to write: give one")
+        return self
+
+
+MAX_PROMPTS = 4096
+"""In one request."""
+
+TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
+
+
+def _prompt_kind(value: Any) -> str | None:
+    """Return which of the four forms a prompt has, by its first element; None if it has none."""
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, str):
+        return "texts"
+    if isinstance(first, list):
+        return "token_id_lists"
+    if isinstance(value, list):
+        return "token_ids"
+    return "text" if isinstance(value, str) else None
+
+
+_Many = Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)
+Prompts = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], _Many, Tag("texts")]
+    | Annotated[TokenIds, Tag("token_ids")]
+    | Annotated[list[TokenIds], _Many, Tag("token_id_lists")],
+    Discriminator(_prompt_kind, custom_error_type="kind", custom_error_message=STRING_OR_LIST),
+]
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Prompts
+    """A text, a list of texts, token ids, or a list of such lists."""
+    echo: bool | None = None
+    """Begin the answer with the prompt; with logprobs, its log-probabilities too."""
+    logprobs: int | None = None
+    """How many of the most likely tokens to return for each token."""
+    best_of: int | None = None
+    suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _check_unsupported(self) -> "CompletionRequest":
+        if self.best_of not in (None, self.n or 1):
+            raise refused("best_of", f"best_of={self.best_of} is not supported: use n")
+        if self.suffix:
+            raise refused("suffix", "suffix is not supported: the models continue a text only")
         return self
 
 

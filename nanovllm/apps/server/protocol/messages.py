@@ -43,8 +43,6 @@ class ContentBlock(RequestModel):
 
 
 class TextBlock(ContentBlock):
-    """A piece of text."""
-
     type: Literal["text"]
     text: str
 
@@ -71,23 +69,17 @@ _Content = Annotated[
 
 
 class PlainTextSource(RequestModel):
-    """The text of a document."""
-
     type: Literal["text"]
     media_type: Literal["text/plain"] = "text/plain"
     data: str
 
 
 class ContentSource(RequestModel):
-    """The text of a document, in blocks."""
-
     type: Literal["content"]
     content: _Content[_OnlyText]
 
 
 class DocumentBlock(ContentBlock):
-    """A document."""
-
     type: Literal["document"]
     source: Annotated[PlainTextSource | ContentSource, _BY_TYPE]
     title: str | None = None
@@ -95,8 +87,6 @@ class DocumentBlock(ContentBlock):
 
 
 class SearchResultBlock(ContentBlock):
-    """What a search found."""
-
     type: Literal["search_result"]
     source: str
     title: str
@@ -117,8 +107,6 @@ class RedactedThinkingBlock(SentBack):
 
 
 class ToolUseBlock(ContentBlock):
-    """A call of a tool."""
-
     type: Literal["tool_use"]
     id: str
     name: Annotated[str, Field(min_length=1)]
@@ -136,8 +124,6 @@ _TextOnly = Annotated[TextBlock | DocumentBlock | SearchResultBlock | FoundTool,
 
 
 class ToolResultBlock(ContentBlock):
-    """What a tool returned."""
-
     type: Literal["tool_result"]
     tool_use_id: str
     content: _Content[_TextOnly] | None = None
@@ -145,8 +131,6 @@ class ToolResultBlock(ContentBlock):
 
 
 class ToolReference(RequestModel):
-    """A tool that the request defines."""
-
     type: Literal["tool_reference"]
     name: str
 
@@ -172,8 +156,6 @@ AnyBlock = Annotated[
 
 
 class MessageParam(RequestModel):
-    """What one side said."""
-
     role: Literal["user", "assistant", "system"]
     content: _Content[AnyBlock]
 
@@ -190,8 +172,6 @@ def _few_blocks(messages: Any) -> Any:
 
 
 class ClientTool(Tool):
-    """A tool that the client runs."""
-
     schema_field: ClassVar[str] = "input_schema"
     ignored: ClassVar[frozenset[str]] = frozenset(
         (
@@ -214,8 +194,6 @@ class ClientTool(Tool):
 
 
 class ToolChoiceOption(RequestModel):
-    """Whether the answer may or must call tools."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -236,28 +214,20 @@ class Thinking(RequestModel):
 
 
 class OutputFormat(JSONSchema):
-    """What form the text must have."""
-
     type: Literal["json_schema"]
 
 
 class OutputConfig(RequestModel):
-    """What the answer should be like."""
-
     effort: str | None = None
     """Passed to the chat template as reasoning_effort."""
     format: OutputFormat | None = None
 
 
 class RequestMetadata(RequestModel):
-    """Whose request it is."""
-
     user_id: str | None = None
 
 
 class CountTokensRequest(ConversationRequest):
-    """A conversation whose tokens are to be counted."""
-
     others: ClassVar[Mapping[str, OtherName]] = {
         **ConversationRequest.others,
         **_OF_OTHER_ROUTES,
@@ -295,11 +265,7 @@ class CountTokensRequest(ConversationRequest):
         return sorted(self._tools(), key=lambda tool: tool.name)
 
     def _tools(self) -> list[ClientTool]:
-        """Return the tools after the last message's additions and removals.
-
-        Raises:
-            PydanticCustomError: one of them names a tool that is not defined.
-        """
+        """Return the tools after the last addition and removal, which name defined ones only."""
         tools = self.tools or []
         names = {tool.name for tool in tools}
         removed: set[str] = set()
@@ -361,7 +327,5 @@ class CountTokensRequest(ConversationRequest):
 
 
 class MessagesRequest(CountTokensRequest):
-    """A conversation to answer, and how."""
-
     max_tokens: int
     stop_sequences: Annotated[list[ShortText], Field(max_length=64, fail_fast=True)] | None = None

@@ -1,30 +1,181 @@
-"""Requests of /v1/responses: text, and tools that the client calls."""
+"""Requests of /v1/responses: text, and tools that the client calls.
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+The model sees functions. A custom tool, whose input is text, is a function with the text as its
+only argument. A tool of a namespace has the namespace before its name.
+"""
 
-from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from nanovllm.apps.server.output_parsers.answer_format import ToolChoice
-from nanovllm.apps.server.protocol.chat import MAX_ITEMS, ConversationRequest, SentBack, Tool
+from nanovllm.apps.server.protocol.chat import (
+    MAX_ITEMS,
+    ConversationRequest,
+    FunctionName,
+    SentBack,
+    Tool,
+    ToolName,
+)
 from nanovllm.apps.server.protocol.common import (
     TEXT_OR_LIST,
     JSONSchema,
     Objects,
     RequestModel,
     check_schema,
+    few_in_all,
     refused,
-)
-from nanovllm.apps.server.protocol.response_tools import (
-    FEW_TOOLS,
-    AnyTool,
-    CalledTool,
-    CustomTool,
-    NamedFunction,
-    functions,
 )
 from nanovllm.options.other_names import OtherName, other_names
 from nanovllm.options.validation import shown
+
+_ONLY_CLIENTS = (
+    "this server calls no tools itself; give functions, custom tools, or namespaces of them, "
+    "which the client calls"
+)
+_HINTS = {
+    "web_search": '; in Codex set web_search = "disabled"',
+    "image_generation": "; in Codex set features.image_generation = false",
+}
+_MAX_TOOLS = 1024
+_MANY = Field(min_length=1, max_length=128, fail_fast=True)
+_IGNORED = frozenset(["allowed_callers", "output_schema", "defer_loading"])
+
+
+class FunctionTool(Tool):
+    ignored: ClassVar[frozenset[str]] = _IGNORED
+
+    type: Literal["function"]
+
+
+class CustomFormat(RequestModel):
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+    @model_validator(mode="after")
+    def _check_grammar(self) -> "CustomFormat":
+        if self.type == "grammar" and (self.syntax is None or self.definition is None):
+            raise refused("definition", "a format of type grammar needs syntax and definition")
+        return self
+
+
+class CustomTool(RequestModel):
+    """A tool whose input is text, not JSON."""
+
+    ignored: ClassVar[frozenset[str]] = _IGNORED
+
+    type: Literal["custom"]
+    name: ToolName
+    description: str | None = None
+    format: CustomFormat | None = None
+
+    @property
+    def is_only_shown(self) -> bool:
+        """Whether there is a grammar that the model reads, but that no call is made to fit."""
+        return self.format is not None and self.format.syntax == "lark"
+
+    def parameters(self) -> dict[str, Any]:
+        """Return the schema of the function in its place."""
+        value = {"type": "string"}
+        if self.format is not None and self.format.syntax == "regex":
+            value["pattern"] = f"^(?:{self.format.definition})$"
+        return {
+            "type": "object",
+            "properties": {"input": value},
+            "required": ["input"],
+            "additionalProperties": False,
+        }
+
+    def whole_description(self) -> str:
+        """Return the description, with the grammar if there is one."""
+        parts = [self.description or ""]
+        if self.format is not None and self.is_only_shown:
+            parts.append(f"The input must fit this Lark grammar:\n{self.format.definition}")
+        return "\n\n".join(filter(None, parts))
+
+
+def _check_kind(tool: Any) -> Any:
+    """Refuse by name a tool that this server would have to call."""
+    kind = tool.get("type") if isinstance(tool, dict) else "function"
+    if kind not in ("function", "custom", "namespace"):
+        hint = _HINTS.get(str(kind), "")
+        raise refused("type", f"the tool {shown(kind)} is not supported: {_ONLY_CLIENTS}{hint}")
+    return tool
+
+
+_BY_TYPE = Field(discriminator="type")
+_CalledTool = Annotated[FunctionTool | CustomTool, _BY_TYPE, BeforeValidator(_check_kind)]
+
+
+class Namespace(RequestModel):
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    tools: Annotated[list[_CalledTool], _MANY]
+
+
+AnyTool = Annotated[FunctionTool | CustomTool | Namespace, _BY_TYPE, BeforeValidator(_check_kind)]
+
+
+FEW_TOOLS = few_in_all("tools", "tools in namespaces", _MAX_TOOLS)
+
+
+class NamedFunction(FunctionName):
+    type: Literal["function", "custom"]
+
+
+class CalledTool(NamedTuple):
+    """What the client calls a tool."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+    @property
+    def function_name(self) -> str:
+        return self.name if self.namespace is None else f"{self.namespace}__{self.name}"
+
+
+def functions(tools: Iterable[AnyTool]) -> Iterator[tuple[Tool, CalledTool]]:
+    """Return the functions that the model sees, and what the client calls each."""
+    for tool in tools:
+        if isinstance(tool, Namespace):
+            about = tool.description  # said once: it may be long
+            for inner, called in functions(tool.tools):
+                called = called._replace(namespace=tool.name)
+                text = "\n\n".join(filter(None, (about, inner.description)))
+                change = {"name": called.function_name, "description": text or None}
+                yield inner.model_copy(update=change), called
+                about = None
+        elif isinstance(tool, CustomTool):
+            function = Tool.model_construct(
+                name=tool.name,
+                description=tool.whole_description() or None,
+                parameters=tool.parameters(),
+                strict=tool.format is not None and tool.format.syntax == "regex",
+            )
+            yield function, CalledTool(tool.name, is_custom=True)
+        else:
+            yield tool, CalledTool(tool.name)
+
+
+def custom_arguments(text: str) -> str:
+    """Return the arguments of the function in place of a custom tool that gets `text`."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def custom_input(arguments: str) -> str:
+    """Return the text for a custom tool; arguments that are otherwise are passed on whole."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    text = found.get("input") if isinstance(found, dict) else None
+    return text if isinstance(text, str) else arguments
+
 
 _INCLUDED = frozenset(
     (
@@ -53,16 +204,12 @@ class InputItem(RequestModel):
 
 
 class InputMessage(InputItem):
-    """What somebody said."""
-
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Objects
 
 
 class InputReasoning(SentBack):
-    """What the model thought before it answered."""
-
     type: Literal["reasoning"]
     content: Objects | None = None
     summary: Objects | None = None
@@ -71,8 +218,6 @@ class InputReasoning(SentBack):
 
 
 class InputCall(SentBack):
-    """A function that the model called."""
-
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -81,8 +226,6 @@ class InputCall(SentBack):
 
 
 class InputCustomCall(SentBack):
-    """A custom tool that the model called."""
-
     type: Literal["custom_tool_call"]
     call_id: str
     name: str
@@ -91,20 +234,11 @@ class InputCustomCall(SentBack):
 
 
 class InputCallOutput(InputItem):
-    """What a tool returned."""
-
     ignored: ClassVar[frozenset[str]] = InputItem.ignored | {"name"}
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | Objects | None
-
-
-class InputReference(SentBack):
-    """Stands for an item of a stored response."""
-
-    type: Literal["item_reference"]
-    id: str
 
 
 def _kind_of(item: Any) -> Any:
@@ -119,13 +253,13 @@ AnyInputItem = Annotated[
     | Annotated[InputReasoning, Tag("reasoning")]
     | Annotated[InputCall, Tag("function_call")]
     | Annotated[InputCustomCall, Tag("custom_tool_call")]
-    | Annotated[InputCallOutput, Tag("function_call_output")]
-    | Annotated[InputReference, Tag("item_reference")],
+    | Annotated[InputCallOutput, Tag("function_call_output")],
     Discriminator(
         _kind_of,
         custom_error_type="item_type",
         custom_error_message="must be of type message, reasoning, function_call, "
-        "function_call_output, custom_tool_call, custom_tool_call_output or item_reference",
+        "function_call_output, custom_tool_call or custom_tool_call_output; responses are not "
+        "stored, so send the items themselves",
     ),
 ]
 InputItems = Annotated[
@@ -134,8 +268,6 @@ InputItems = Annotated[
 
 
 class TextFormat(JSONSchema):
-    """What form the text must have."""
-
     type: Literal["text", "json_object", "json_schema"]
 
     @model_validator(mode="after")
@@ -145,16 +277,12 @@ class TextFormat(JSONSchema):
 
 
 class TextOptions(RequestModel):
-    """What the text must be."""
-
     others: ClassVar[Mapping[str, OtherName]] = other_names({"verbosity": ("medium",)})
 
     format: TextFormat | None = None
 
 
 class ReasoningOptions(RequestModel):
-    """How the model should reason."""
-
     others: ClassVar[Mapping[str, OtherName]] = other_names({"mode": ("standard",)})
     # The reasoning is returned as it is, without a summary.
     ignored: ClassVar[frozenset[str]] = frozenset(["context", "summary", "generate_summary"])
@@ -167,8 +295,6 @@ _FEW = Field(max_length=128, fail_fast=True)
 
 
 class ResponsesRequest(ConversationRequest):
-    """What to answer, and how."""
-
     others: ClassVar[Mapping[str, OtherName]] = {
         **ConversationRequest.others,
         **_OF_OTHER_ROUTES,
@@ -176,16 +302,14 @@ class ResponsesRequest(ConversationRequest):
             {
                 "background enable_response_messages": (False,),
                 "top_logprobs": (0,),
-                "conversation": (),
+                "conversation previous_response_id": (),
             }
         ),
     }
 
     not_taken: ClassVar[frozenset[str]] = frozenset(_OF_OTHER_ROUTES)
     ignored: ClassVar[frozenset[str]] = ConversationRequest.ignored | {"client_metadata"}
-    empty_is_absent = ConversationRequest.empty_is_absent | {
-        *("text", "tool_choice", "reasoning", "previous_response_id")
-    }
+    empty_is_absent = ConversationRequest.empty_is_absent | {*("text", "tool_choice", "reasoning")}
     text_form = "text.format"
 
     input: Annotated[
@@ -203,10 +327,6 @@ class ResponsesRequest(ConversationRequest):
     ] = None
     reasoning: ReasoningOptions | None = None
     include: Annotated[list[str], _FEW] | None = None
-    store: bool | None = None
-    """Whether `previous_response_id` of later requests may name the response; true if not given."""
-    previous_response_id: Annotated[str, Field(max_length=256)] | None = None
-    """The response whose conversation goes on with `input`; its instructions do not hold on."""
     truncation: Literal["auto", "disabled"] | None = None
     """"auto" keeps the end of a conversation that leaves too little room for the answer."""
     metadata: Annotated[dict[str, str], Field(max_length=128)] | None = None

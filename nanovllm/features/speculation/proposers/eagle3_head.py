@@ -4,21 +4,22 @@ Position i takes the embedding of token i + 1 and the target's features of posit
 token i + 2. After the last features it continues with its own output in their place.
 """
 
-from collections.abc import Callable, Collection, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from nanovllm.attention.batch import Batch
 from nanovllm.errors import CheckpointError
+from nanovllm.features.speculation.proposers.draft_head import Head
 from nanovllm.features.speculation.proposers.eagle3_config import NUM_FEATURES, Eagle3Config
-from nanovllm.features.speculation.proposers.head import Head, capture_features
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.loading.shards import Shard
-from nanovllm.models.decoder import DecoderForCausalLM, GatedMLP, SelfAttention
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.utils.distributed import tensor_parallel
 
 
@@ -145,12 +146,7 @@ class LlamaForCausalLMEagle3(Head):
         return next((each for each in names if each in known), name)
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states [T, hidden_size] of `features`.
-
-        Args:
-            features: [T, 3 * target_hidden_size] contiguous: what enters three of the target's
-                layers, side by side.
-        """
+        """See `Head`. `features` are what enters three of the target's layers, side by side."""
         join = self.norm.kernels.join_columns
         if self.input_norm is not None:
             features, _ = self.input_norm.add_norm(None, features)
@@ -165,14 +161,8 @@ class LlamaForCausalLMEagle3(Head):
         return self.fc(features[:, rank * size : (rank + 1) * size])
 
     def forward(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
-        """Write the batch's KV; return the hidden states [O, hidden_size] that are fed back.
-
-        They are those before the last norm, unless the config says `norm_output`.
-
-        Args:
-            batch: each token stands at the position before its own in the sequence.
-            hidden: [T, hidden_size] contiguous, from `combine` or fed back. The kernels overwrite
-                it.
+        """See `Head`. What is fed back is before the last norm, unless the config says
+        `norm_output`.
         """
         assert self._embed is not None, "share() comes first"
         embeds = self._embed(batch.input_ids)
@@ -181,7 +171,24 @@ class LlamaForCausalLMEagle3(Head):
         return normed if self.config.norm_output else total
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Return logits [N, draft_vocab_size] of what `forward` returned; None except on rank 0."""
+        """See `Head`: V is `draft_vocab_size`."""
         if not self.config.norm_output:
             hidden, _ = self.norm.add_norm(None, hidden)
         return self.lm_head(hidden)
+
+
+def capture_features(
+    model: DecoderForCausalLM, layer_ids: Sequence[int], pool: torch.Tensor
+) -> None:
+    """Store what enters the layers `layer_ids` in `pool`, from the next forward pass on.
+
+    Args:
+        layer_ids: from 0 on, each one once.
+        pool: [slots, len(layer_ids) * hidden_size], a row for each slot of the KV cache. The
+            layers' hidden states lie side by side in the order of `layer_ids`.
+    """
+    parts = pool.chunk(len(layer_ids), dim=1)
+    for layer_id, part in zip(layer_ids, parts, strict=True):
+        layer = model.model.layers[layer_id]
+        assert isinstance(layer, DecoderLayer)
+        layer.store_input = functools.partial(layer.input_layernorm.kernels.store_rows, part)

@@ -39,9 +39,9 @@ def make_proposer(
         from nanovllm.features.speculation.proposers.draft_head import DraftHead
 
         return DraftHead(target, draft, max_num_batched_tokens, make_steps)
-    from nanovllm.features.speculation.proposers.draft_model import DraftModel
+    from nanovllm.features.speculation.proposers.draft_network import DraftNetwork
 
-    return DraftModel(target, draft, max_num_batched_tokens, make_steps)
+    return DraftNetwork(target, draft, max_num_batched_tokens, make_steps)
 
 
 def proposer_class(method: str) -> type[Proposer]:
