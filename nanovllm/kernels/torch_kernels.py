@@ -5,14 +5,17 @@ A `Platform` chooses the object once, and the layers and the worker call it.
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels import adapters, decode_step, torch_experts, torch_states
-from nanovllm.kernels.torch_experts import ExpertMLP, Routing
+from nanovllm.kernels import decode_step, torch_states
 from nanovllm.kernels.torch_math import NORM_ROUNDED, activate, layer_norm, rms_norm, swiglu_oai
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.adapters import AdapterRows, AdapterTable
+    from nanovllm.kernels.torch_experts import ExpertChoice, ExpertMLP, Routing
 
 
 class LinearMethod(Protocol):
@@ -249,13 +252,25 @@ class Kernels:
         """Return `x` [T, k] times the transpose of `weight` [n, k] float32, in float32: [T, n]."""
         return F.linear(x.float(), weight)
 
-    route = staticmethod(torch_experts.route)
+    def route(self, logits: torch.Tensor, choice: "ExpertChoice") -> "Routing":
+        """Choose each token's experts: see `torch_experts.route`."""
+        from nanovllm.kernels import torch_experts
 
-    def experts(self, x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
+        return torch_experts.route(logits, choice)
+
+    def experts(self, x: torch.Tensor, routing: "Routing", mlp: "ExpertMLP") -> torch.Tensor:
         """Return the weighted sums of the experts' outputs: see `torch_experts.experts`."""
+        from nanovllm.kernels import torch_experts
+
         return torch_experts.experts(x, routing, mlp)
 
-    add_lora = staticmethod(adapters.add_lora)
+    def add_lora(
+        self, y: torch.Tensor, x: torch.Tensor, rows: "AdapterRows", table: "AdapterTable"
+    ) -> None:
+        """Add what the tokens' adapters give: see `adapters.add_lora`."""
+        from nanovllm.kernels import adapters
+
+        adapters.add_lora(y, x, rows, table)
 
     extend = staticmethod(torch_states.extend)
     causal_conv = staticmethod(torch_states.causal_conv)

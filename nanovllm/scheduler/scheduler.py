@@ -15,12 +15,12 @@ from nanovllm.core.messages import Admission, NewBlocks, Row, RowDetails, Schedu
 from nanovllm.core.sequence import Sequence
 from nanovllm.errors import PluginError
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.scheduler.admission_hook import AdmissionHook
 from nanovllm.scheduler.fair_policy import FairPolicy
 from nanovllm.scheduler.policy import Policy
 
 if TYPE_CHECKING:
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
+    from nanovllm.scheduler.admission_hook import AdmissionHook
 
 _NO_DETAILS = RowDetails()
 
@@ -91,7 +91,7 @@ class Scheduler:
         eos_token_ids: frozenset[int] = frozenset(),
         drafting: "AdaptiveDrafting | None" = None,
         policy: Policy | None = None,
-        hooks: Seq[AdmissionHook] = (),
+        hooks: "Seq[AdmissionHook]" = (),
     ) -> None:
         self.block_manager = block_manager
         # A step's last row of a prompt may go on for a few tokens more.

@@ -29,7 +29,6 @@ from nanovllm.worker.model_loader import NetworkSpec, num_positions
 from nanovllm.worker.network import Network
 from nanovllm.worker.step_output import PendingResult, StepOutput
 from nanovllm.worker.step_sampler import StepSampler
-from nanovllm.worker.timing import StepTimer
 
 if TYPE_CHECKING:
     from nanovllm.features.graphs.step_runners import StepRunners
@@ -172,6 +171,8 @@ class ModelRunner:
         if self.drafter is None or not schedule.may_draft:
             output = self.run_rows(schedule.rows)
             return PendingResult(schedule.step_id, schedule.rows, output, self.platform)
+        from nanovllm.worker.timing import StepTimer
+
         timer = StepTimer(self.platform)
         rows = self.drafter.draft(schedule.rows)
         timer.mark()

@@ -11,11 +11,11 @@ from nanovllm.core.messages import Extras, FinishInfo, Loaded, Row, RowDetails, 
 from nanovllm.layers.sampler import NO_TOKEN, RULED_OUT
 from nanovllm.options.sampling_params import REQUESTS_FAULT
 from nanovllm.platform import Platform
-from nanovllm.worker.timing import StepTimer
 
 if TYPE_CHECKING:
     from nanovllm.features.structured.grammar_masks import GrammarRow
     from nanovllm.worker.logprobs import Logprobs
+    from nanovllm.worker.timing import StepTimer
 
 NO_DISTRIBUTION = FinishInfo(
     "error",
@@ -92,7 +92,7 @@ class PendingResult:
         rows: list[Row],
         output: StepOutput,
         platform: Platform,
-        timer: StepTimer | None = None,
+        timer: "StepTimer | None" = None,
     ) -> None:
         self._step_id = step_id
         self._rows = rows
