@@ -46,12 +46,10 @@ class PlainWeight:
 class HeadWeight(NamedTuple):
     """A weight for each of H heads, one after the other."""
 
-    rows: torch.Tensor | LinearMethod
-    """[H * rows_per_head, k]"""
+    rows: torch.Tensor | LinearMethod  # [H * rows_per_head, k]
     heads: int
     rows_per_head: int
-    turned: bool
-    """Whether a head's rows belong to its inputs, and the k columns are its outputs."""
+    turned: bool  # whether a head's rows belong to its inputs, and the k columns are its outputs
 
     def dense(self, device: torch.device) -> torch.Tensor:
         """Return the weights [H, outputs, inputs]."""
@@ -66,16 +64,14 @@ class Kernels:
     """Plain torch: for every device and dtype, and the reference of the subclasses."""
 
     name: ClassVar[str] = "torch"
+    # Draws tokens [R] as `layers.sampler.draw` does, -1 as `greedy` has it; gets the temperatures,
+    # seeds, positions, top_ks, top_ps and min_ps, each [R] float32 or int64, contiguous. It gives
+    # each row its own work, and sorts nothing. None: draw in torch.
     sample: Callable[..., torch.Tensor] | None = None
-    """Draws tokens [R] as `layers.sampler.draw` does, -1 as `greedy` has it; gets the temperatures,
-    seeds, positions, top_ks, top_ps and min_ps, each [R] float32 or int64, contiguous. It gives
-    each row its own work, and sorts nothing. None: draw in torch."""
-    fp8: ModuleType | None = None
-    """Kernels that multiply in FP8: `kernels.triton.fp8`."""
+    fp8: ModuleType | None = None  # kernels that multiply in FP8: `kernels.triton.fp8`
+    # Products with weights of 4 and 8 bits, which stay packed: `kernels.triton.int4`.
     ints: ModuleType | None = None
-    """Products with weights of 4 and 8 bits, which stay packed: `kernels.triton.int4`."""
-    ngram: ModuleType | None = None
-    """Kernels for prompt lookup on a GPU: `kernels.triton.ngram`."""
+    ngram: ModuleType | None = None  # kernels for prompt lookup on a GPU: `kernels.triton.ngram`
 
     def add_rms_norm(
         self,
