@@ -51,7 +51,7 @@ class Detokenizer:
         if not (skip_special_tokens or spaces_between_special_tokens):
             added = tokenizer.get_added_tokens_decoder()
             self._added_tokens = {token_id: token.content for token_id, token in added.items()}
-        self._stops = StopStrings(stop, include=include_stop)
+        self._stops = StopStrings(stop, include=include_stop) if stop else _NO_STOPS
         self._marked = {i: tokenizer.decode([i], skip_special_tokens=False) for i in marked}
         self._token_ids: list[int] = []
         self._num_read = 0  # tokens whose text is in self.text; the rest is part of a character
@@ -216,3 +216,6 @@ class StopStrings:
                 stop = min(found, key=self._places.__getitem__)
                 return stop, first + (end if self._include else end - len(stop))
         return None
+
+
+_NO_STOPS = StopStrings((), include=False)

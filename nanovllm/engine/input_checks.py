@@ -101,6 +101,8 @@ class ParamsCheck:
                 raise InvalidRequestError(
                     f"{name} holds token {max(token_ids)}; this model's last is {last}"
                 )
+        if params.logprobs is None and params.prompt_logprobs is None:
+            return params
         return self._bound_logprobs(params)
 
     def _extra_arg(self, name: str, value: Any) -> Any:

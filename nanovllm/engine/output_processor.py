@@ -103,7 +103,7 @@ class OutputProcessor:
             prompt_logprobs=self._take_prompt_logprobs(request),
             weight_version=self.weight_version,
             lora_request=request.lora_request,
-            pooled=_last_extra(request.sequences[0], "pooled"),
+            pooled=_last_extra(request.sequences[0].output.extras, "pooled"),
         )
 
     def _make_completion_output(self, completion: Completion) -> CompletionOutput:
@@ -197,19 +197,18 @@ class OutputProcessor:
         return self._token_texts[token_id]
 
 
-def _last_extra(seq: Sequence, name: str) -> Any:
+def _last_extra(extras: dict[str, list[tuple[int, Any]]] | None, name: str) -> Any:
     """Return the value of the last row that has one; None without any."""
-    parts = (seq.output.extras or {}).get(name)
-    return parts[-1][1] if parts else None
+    return extras[name][-1][1] if extras and name in extras else None
 
 
 def _joined_extra(seq: Sequence, name: str) -> Any:
     """Return the arrays of all rows, one value for each token that is computed: later ones replace
     earlier ones. None without any.
     """
-    parts = (seq.output.extras or {}).get(name)
-    if not parts:
+    if seq.output.extras is None or name not in seq.output.extras:
         return None
+    parts = seq.output.extras[name]
     num_tokens = min(len(seq.token_ids) - 1, max(start + len(ids) for start, ids in parts))
     found = parts[0][1].repeat(-(-num_tokens // len(parts[0][1])), axis=0)[:num_tokens]
     for start, ids in parts:

@@ -24,8 +24,8 @@ class RotaryEmbedding(nn.Module):
     """
 
     cos_sin: torch.Tensor  # [max_position, rotary_dim] float32: cosines, then sines
-    interleaved = False
-    q_scale: torch.Tensor | None = None  # these two are for some families: see `QKNormRope`
+    interleaved = False  # for some families, as the next: see `QKNormRope`
+    q_scale: torch.Tensor | None = None
 
     def __init__(self, max_position: int, inv_freq: torch.Tensor, scale: float = 1.0) -> None:
         super().__init__()
@@ -59,9 +59,9 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True  # whether the bounds of yarn's ramp are rounded to whole dimensions
-    low_freq_factor: float = 1.0
     # Only llama3 uses them. A dimension that makes more rotations than the high factor over the
     # original positions keeps its angle; one that makes fewer than the low factor has it divided.
+    low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     # [rotary_dim / 2]: what each dimension's angle is divided by. Only factors and longrope use it;
     # with longrope, in texts up to `original_max_position`.
