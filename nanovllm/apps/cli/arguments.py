@@ -159,7 +159,7 @@ def _add_command(commands: Subparsers, command: Command) -> None:
     )
     parser.set_defaults(command=command, parser=parser, url=None)
     several = (
-        " Several are served each by a process of its own: give them as MODEL, NAME=MODEL or "
+        " Several models run in a process each: give them as MODEL, NAME=MODEL or "
         "NAME,OTHER=MODEL, or a TOML file with a table for each."
     )
     parser.add_argument(
@@ -212,7 +212,7 @@ def _add_chat_flags(parser: Parser, *, is_run: bool) -> None:
         parser.add_argument(
             "--url",
             "--base-url",
-            help="Talk to the server at this URL; MODEL is then one of its models, or its first.",
+            help="Talk to the server at this URL, with its model MODEL, or its first one.",
         )
         parser.add_argument(
             "--api-key",
@@ -235,8 +235,8 @@ def _add_prompt_flags(parser: Parser) -> None:
         metavar="PROMPT",
         nargs="*",
         help=(
-            "Text to continue (default, and for -: the lines of standard input). The first word is "
-            "a PROMPT too, unless it is a path, has a slash as every hub id has, or ends in .gguf."
+            "Text to continue; without one, or with -, each line of standard input. The first word "
+            "is a MODEL only if it is a path, has a slash as hub ids do, or ends in .gguf."
         ),
     )
     parser.add_argument(
