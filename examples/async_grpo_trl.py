@@ -1,6 +1,6 @@
 """TRL's asynchronous GRPO against a server of nanovllm, on a CPU.
 
-`python -m examples.async_grpo_trl` starts `nanovllm serve --dev-mode` with the shipped model,
+`python examples/async_grpo_trl.py` starts `nanovllm serve --dev-mode` with the shipped model,
 trains it on a made-up task, for which the reward of an answer is its share of the letter e, and
 shows the mean reward of each step. With --lora the server gets adapters in place of all weights.
 Needs `pip install trl requests aiohttp peft`.
@@ -26,8 +26,8 @@ from transformers import AttentionInterface, AutoTokenizer
 from trl.chat_template_utils import qwen3_template
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_rollout_worker
 from trl.experimental.async_grpo.packing import TREE_ATTENTION
+from weight_sender import WeightSender
 
-from examples.weight_sender import WeightSender
 from nanovllm import demo_model
 
 

@@ -333,7 +333,7 @@ class AsyncWeightMethods(ModelMethods):
         Raises:
             InvalidRequestError: one is wrong, or no update has begun.
         """
-        await self._between_steps(lambda: self._control.check_part(infos))
+        await self._between_steps(lambda: self._control.check(infos, False, False))
 
     async def cancel_weight_update(self) -> bool:
         """Give up the update that `start_weight_update` began, if it runs.

@@ -90,7 +90,7 @@ def _check_draft(target: NetworkSpec, checkpoint: Checkpoint) -> NetworkSpec:
         model_family=None,
     )
     if spec.method == "eagle3":
-        from nanovllm.features.speculation.proposers.eagle3_config import check_eagle3
+        from nanovllm.features.speculation.proposers.eagle3_head import check_eagle3
 
         files = []
         if config.load_format != "dummy":

@@ -40,7 +40,7 @@ from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.testing.invariants import check_blocks, check_scheduler
 
 if TYPE_CHECKING:
-    from nanovllm.features.speculation.draft_controller import DraftController
+    from nanovllm.features.speculation.draft_controller import Acceptance, DraftController
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
 
 VOCAB_SIZE = 5
@@ -789,10 +789,11 @@ def fake_controller(allow: Callable[[int], int]) -> "DraftController":
     """Return a controller that allows each row what `allow` returns for the most it could take."""
     from nanovllm.features.speculation.draft_controller import DraftController
 
+    def choose(candidates: "Seq[tuple[Acceptance, int]]", num_tokens: int) -> list[int]:
+        return [allow(most) for _, most in candidates]
+
     controller = DraftController(0, (), ())
-    controller.choose = lambda candidates, num_tokens: [  # type: ignore[method-assign]
-        allow(most) for _, most in candidates
-    ]
+    controller.choose = choose  # type: ignore[method-assign]
     controller.skips_step = lambda: False  # type: ignore[method-assign]
     return controller
 

@@ -13,7 +13,7 @@ from tests.glossary import QUESTION
 pytest.importorskip("fastapi")
 
 from nanovllm.apps.batch.row_engine import problem_of
-from nanovllm.apps.server.protocol.chat import ChatRequest
+from nanovllm.apps.server.protocol import ChatRequest
 
 CHAT = "/v1/chat/completions"
 

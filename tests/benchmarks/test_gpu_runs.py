@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import logging
 import os
 import re
 import time
@@ -12,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 
-from benchmarks.gpu import __main__ as gpu, attention, engines, report, tests
+from benchmarks.gpu import __main__ as gpu, attention, report, tests
 from benchmarks.gpu.part import Record
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.triton import TritonBackend
@@ -128,28 +126,6 @@ def test_a_part_notes_what_failed_and_what_it_has_no_time_for(tmp_path: Path) ->
     }
 
 
-def test_a_part_keeps_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logger = logging.getLogger("nanovllm")
-    for name, value in (("handlers", []), ("level", logger.level)):  # restored afterwards
-        monkeypatch.setattr(logger, name, value)
-    part = record(tmp_path)
-    part.listen()
-    for _ in range(2):
-        logging.getLogger("nanovllm.here").info("chosen: %s", "triton")
-    assert part.figures == {"log": ["here: chosen: triton"]}
-
-
-def test_a_model_is_written_once(tmp_path: Path) -> None:
-    part = record(tmp_path)
-    path = Path(engines.model_path(part, "Qwen3-0.6B"))
-    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    assert tokenizer.decode([7, 151935]) == " w7 w151935"
-    assert json.loads((path / "config.json").read_text())["num_hidden_layers"] == 28
-    written = (path / "tokenizer.json").stat().st_mtime_ns
-    assert engines.model_path(part, "Qwen3-0.6B") == str(path)
-    assert (path / "tokenizer.json").stat().st_mtime_ns == written
-
-
 def test_files_that_run_and_files_that_cannot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,20 +152,6 @@ def test_files_that_run_and_files_that_cannot(
     assert [found[count] for count in tests.COUNTS] == [1, 1, 1, 1]
     assert found["failures"][0].startswith("test_b: AssertionError: why")
     assert "no_such_fixture" in found["failures"][1]
-
-
-def test_results_before_a_death_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    test = tmp_path / "test_it.py"
-    test.write_text(
-        "import os\ndef test_a(): pass\ndef test_b(): os.kill(os.getpid(), 9)\ndef test_c(): pass\n"
-    )
-    monkeypatch.setattr(tests.importlib.util, "find_spec", lambda name: None)  # no pytest-xdist
-    part = record(tmp_path, 120)
-    tests.run_files(part, [str(test)])
-    rest = part.figures["files"].pop("the rest")
-    (found,) = part.figures["files"].values()
-    assert (found["passed"], found["failed"]) == (1, 0)
-    assert rest["ended"] == "exit status -9"
 
 
 def test_every_test_file_has_a_part() -> None:

@@ -16,13 +16,14 @@ from nanovllm.kernels.cpu.library import library
 
 SHORTEST = "examples.lab.shortest_job_first:ShortestFirst"
 LFU = "examples.lab.lfu_eviction:LeastFrequentlyUsed"
+SHORT = {"max_model_len": 128}
 PROVE = ProveOptions(num_requests=4, ways=("preempted",))
 
 
 def checked(plugin: str, **options: Any) -> dict[str, Finding]:
     how = CheckOptions(**{"num_runs": 20, **options})
     return {
-        each.name: each for each in check(find_plugin(plugin), demo_model.MODEL, {}, how, PROVE)
+        each.name: each for each in check(find_plugin(plugin), demo_model.MODEL, SHORT, how, PROVE)
     }
 
 

@@ -57,7 +57,7 @@ def test_a_page_has_a_question_and_links_to_the_next(lesson: Lesson) -> None:
         assert lesson.is_right(right.format(lesson.answer))
     for wrong in ("", "I do not know", "-", "1{}", "{} or 3", "{}5"):
         assert not lesson.is_right(wrong.format(lesson.answer))
-    assert f"learn check {lesson.number}`" in lesson.page
+    assert f"`python {lesson.exercise.name}`" in lesson.page
     following = LESSONS[lesson.number : lesson.number + 1]
     target = f"../{following[0].folder.name}/README.md" if following else "../../mini.py"
     assert "\nNext: [" in lesson.page

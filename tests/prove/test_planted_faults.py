@@ -45,18 +45,6 @@ STATES: dict[str, Any] = {
 Patch = pytest.MonkeyPatch
 
 
-def reads_its_neighbour(patch: Patch) -> None:
-    apply = PanelWeight.apply
-
-    def wrong(self: PanelWeight, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
-        y = apply(self, x, bias)
-        if len(x) > 1:
-            y[-1, 0] = y[-2, 0].clone()
-        return y
-
-    patch.setattr(PanelWeight, "apply", wrong)
-
-
 def sums_in_the_order_of_the_rows(patch: Patch) -> None:
     apply = PanelWeight.apply
 
@@ -151,7 +139,6 @@ def believes_torn_files(patch: Patch) -> None:
 
 
 FAULTS: dict[Callable[[Patch], None], tuple[str, dict[str, Any]]] = {
-    reads_its_neighbour: ("batches of 5", {}),
     sums_in_the_order_of_the_rows: ("batches of 5", {}),
     forgets_the_mask_of_a_chunk: ("chunks of 17", {}),
     seeds_by_row: ("batches of 5", {}),

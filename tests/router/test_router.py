@@ -47,7 +47,6 @@ class Router:
         self.openai = OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
         self.log.extend(iter(self.process.stderr.readline, ""))
 
     def ask(self, model: str, **options: Any) -> httpx.Response:
@@ -55,7 +54,7 @@ class Router:
         return self.http.post("/v1/chat/completions", json=body)
 
     def states(self) -> dict[str, str]:
-        return {card.id: card.state for card in self.openai.models.list()}  # type: ignore[attr-defined]
+        return {card.id: card.state for card in self.openai.models.list()}
 
     def engines(self) -> dict[str, int]:
         """Return the process of each model's engine."""
@@ -109,7 +108,7 @@ def test_models_come_when_they_are_asked_for_and_make_room(router: Router) -> No
         messages=QUESTION,
         max_tokens=8,
         temperature=0,
-        stream=True,  # type: ignore[arg-type]
+        stream=True,
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
     assert router.states()["b"] == "sleeping"
@@ -154,7 +153,7 @@ def test_errors_before_an_engine_is_asked(router: Router) -> None:
     json_type = {"Content-Type": "application/json"}
     assert router.http.post("/v1/completions", content=body, headers=json_type).status_code == 400
     assert router.http.post("/v1/completions", content=body).status_code == 415
-    assert router.ask(3).status_code == 400  # type: ignore[arg-type]
+    assert router.ask(3).status_code == 400
     answers = (router.ask("a"), router.ask("none"))
     for name in ("date", "x-request-id"):
         assert [len(answer.headers.get_list(name)) for answer in answers] == [1, 1]

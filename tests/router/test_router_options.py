@@ -68,7 +68,6 @@ def test_a_table_has_options_of_its_own(tmp_path: Path) -> None:
     config = Config(**given_fields(Config, args))
     assert config.max_model_len == 1024
     assert config.enable_lora
-    assert config.speculation is not None
     assert config.speculation.num_speculative_tokens == 3
     options = ServerOptions(**given_fields(ServerOptions, args))
     assert options.served_model_name == "small,gpt-3.5-turbo,s"

@@ -26,7 +26,7 @@ from openai import OpenAI
 from nanovllm import AsyncLLM, demo_model
 from nanovllm.apps.cli.arguments import parse
 from nanovllm.apps.cli.main import chat, generate, run, serve
-from nanovllm.apps.router import app as router_app, models as router_models
+from nanovllm.apps.router import models as router_models, serve as router_serve
 from nanovllm.apps.router.engine import EngineProcess
 from nanovllm.apps.router.router_options import RouterOptions, read_models
 from nanovllm.apps.router.serve import RouterServer
@@ -188,7 +188,7 @@ def routed(llm: AsyncLLM, given: dict[str, Any]) -> Iterator[Running]:
         models = router_models.Models(
             specs, options, RouterOptions(keep_alive="-1"), directory, log
         )
-        server = RouterServer(router_app.make_app(models, options), models, options, listener)
+        server = RouterServer(router_serve.make_app(models, options), models, options, listener)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         while not server.started:
@@ -246,7 +246,6 @@ class ServingThread(threading.Thread):
         return 0
 
     def terminate(self) -> None:
-        assert self._server is not None
         self._server.handle_exit(signal.SIGTERM, None)
 
 

@@ -75,7 +75,7 @@ def test_options_are_checked(adapted: Running, async_llm: AsyncLLM, home: Path) 
         (adapted.state.llm, {"lora_modules": ('{"name": "a"}',)}, '"base_model_name": ...}, got'),
     ):
         with pytest.raises(ConfigError, match=message):
-            make_app(llm, ServerOptions(**options))  # type: ignore[arg-type]
+            make_app(llm, ServerOptions(**options))
 
 
 def test_the_model_of_a_request_selects_an_adapter(adapted: Running, home: Path) -> None:
@@ -84,7 +84,6 @@ def test_the_model_of_a_request_selects_an_adapter(adapted: Running, home: Path)
     cards = {card.id: card for card in client.models.list()}
     assert cards.keys() == {"model", "first"}
     extra = cards["first"].model_extra
-    assert extra is not None
     assert (extra["parent"], extra["root"]) == ("model", str(home / "a"))
     assert adapted.send("/v1/models/first").body["id"] == "first"
     texts: dict[str, set[str]] = {}
@@ -202,7 +201,7 @@ def test_many_clients_at_once(adapted: Running) -> None:
     assert {*answers} | {*unloads} <= {200, 404}
     assert loads.count(200) == unloads.count(200)
     assert adapted.state.adapters.by_name.keys() == {"first"}
-    registry: AdapterRegistry = adapted.state.llm.engine.input_processor.find_adapter.__self__  # type: ignore[attr-defined]
+    registry: AdapterRegistry = adapted.state.llm.engine.input_processor.find_adapter.__self__
     assert len(registry) <= 16
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from nanovllm import AsyncLLM, demo_model
-from nanovllm.apps.server.protocol.responses import custom_arguments, custom_input
+from nanovllm.apps.server.responses_route import custom_arguments, custom_input
 from tests.server.conftest import Running, running
 
 AGENTS = Path(__file__).parent / "agents"

@@ -9,10 +9,9 @@ import httpx
 import pytest
 
 from nanovllm import AsyncLLM
-from nanovllm.apps.router.app import make_app
 from nanovllm.apps.router.models import Models
 from nanovllm.apps.router.router_options import RouterOptions, read_models
-from nanovllm.apps.router.serve import RouterServer
+from nanovllm.apps.router.serve import RouterServer, make_app
 from nanovllm.apps.server.admission import AnswerBudget
 from nanovllm.apps.server.info_route import may_chat
 from nanovllm.apps.server.request_log import Log

@@ -21,14 +21,12 @@ def test_answers_are_those_of_the_library(client: OpenAI) -> None:
     assert choice.finish_reason == "stop"
     assert found.object == "text_completion"
     assert found.id.startswith("cmpl-")
-    assert found.usage is not None
     assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
     assert found.usage.prompt_tokens_details is not None
 
 
 def test_default_max_tokens_is_that_of_openai(client: OpenAI) -> None:
     found = client.completions.create(model=MODEL, prompt=QUESTIONS[0])
-    assert found.usage is not None
     assert found.usage.completion_tokens == 16
     assert found.choices[0].finish_reason == "length"
 
@@ -38,15 +36,12 @@ def test_cached_prompt_tokens_are_counted(client: OpenAI, server: Running) -> No
     prompt = [index % 1000 for index in range(2 * block_size + 1)]
     for expected in (0, 2 * block_size):
         found = client.completions.create(model=MODEL, prompt=prompt, max_tokens=1)
-        assert found.usage is not None
-        assert found.usage.prompt_tokens_details is not None
         assert found.usage.prompt_tokens_details.cached_tokens == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_many_prompts_come_back_by_index(client: OpenAI, server: Running, stream: bool) -> None:
     tokenizer = server.state.llm.get_tokenizer()
-    assert tokenizer is not None
     ids = [tokenizer.encode(question) for question in QUESTIONS[:4]]
     for prompt in (QUESTIONS[:4], ids):
         found: Any = client.completions.create(
@@ -67,22 +62,14 @@ def test_echo_with_logprobs(client: OpenAI, demo_llm: LLM) -> None:
     )
     (choice,) = found.choices
     assert choice.text == prompt
-    assert found.usage is not None
     assert found.usage.completion_tokens == 0
     logprobs = choice.logprobs
-    assert logprobs is not None
-    assert logprobs.tokens is not None
-    assert logprobs.token_logprobs is not None
-    assert logprobs.top_logprobs is not None
-    assert logprobs.text_offset is not None
     assert "".join(logprobs.tokens) == prompt
     for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
         assert prompt[offset:].startswith(token)
     expected = generate(demo_llm, prompt, GREEDY.clone(max_tokens=1, prompt_logprobs=1))
-    assert expected.prompt_logprobs is not None
     assert logprobs.token_logprobs[0] is None
     for index, entries in enumerate(expected.prompt_logprobs[1:], 1):
-        assert entries is not None
         entry = entries[expected.prompt_token_ids[index]]
         assert math.isclose(logprobs.token_logprobs[index], entry.logprob, abs_tol=1e-3)
         best = max(logprobs.top_logprobs[index], key=lambda t: logprobs.top_logprobs[index][t])

@@ -10,8 +10,12 @@ from anthropic import Anthropic
 from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from nanovllm.apps.server.messages_route import _object, messages_of
-from nanovllm.apps.server.protocol.messages import CountTokensRequest, MessagesRequest
+from nanovllm.apps.server.messages_route import (
+    CountTokensRequest,
+    MessagesRequest,
+    _object,
+    messages_of,
+)
 from tests.glossary import ANSWERS, QUESTIONS
 from tests.server.conftest import CITY, Running
 
@@ -96,7 +100,7 @@ def test_a_round_of_tool_calls(anthropic_client: Anthropic, choice: Any) -> None
     with anthropic_client.messages.stream(**fields, tool_choice=choice) as stream:
         streamed = stream.get_final_message()
     assert streamed.stop_reason == "tool_use"
-    assert streamed.content[0].input.keys() == {"city"}  # type: ignore[union-attr]
+    assert streamed.content[0].input.keys() == {"city"}
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "25 C"}
     turn: Any = [
         {"role": "assistant", "content": found.content},
@@ -218,7 +222,6 @@ def test_every_kind_of_block_is_streamed(server: Running) -> None:
             snapshot = stream.accumulate_event(
                 event=adapter.validate_python(event), current_snapshot=snapshot, json_bufs=buffers
             )
-    assert snapshot is not None
     blocks: Any = snapshot.content
     assert blocks[0].thinking.strip() == "Hm."
     assert blocks[0].signature == message["content"][0]["signature"]

@@ -142,8 +142,6 @@ def test_time_between_tokens_of_a_stream(llm: AsyncLLM, metrics: ServerMetrics) 
         deltas = await stream(metrics, llm, QUESTION, REPEATED)
         samples = await scrape(metrics)
         times = deltas[-1].metrics
-        assert times.first_token_time is not None
-        assert times.last_token_time is not None
         assert samples["vllm:inter_token_latency_seconds_sum"] == pytest.approx(
             times.last_token_time - times.first_token_time
         )
@@ -177,33 +175,18 @@ def test_a_request_that_is_left_was_aborted(llm: AsyncLLM, metrics: ServerMetric
 
 
 VLLM_HISTOGRAMS = [
-    "time_to_first_token_seconds",
-    "inter_token_latency_seconds",
-    "request_time_per_output_token_seconds",
-    "e2e_request_latency_seconds",
-    "request_queue_time_seconds",
-    "request_inference_time_seconds",
-    "request_prefill_time_seconds",
-    "request_decode_time_seconds",
-    "request_prompt_tokens",
-    "request_prefill_kv_computed_tokens",
-    "request_generation_tokens",
-    "request_max_num_generation_tokens",
-    "request_params_n",
-    "request_params_max_tokens",
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+    *("request_time_per_output_token_seconds", "request_queue_time_seconds"),
+    *("request_inference_time_seconds", "request_prefill_time_seconds"),
+    *("request_decode_time_seconds", "request_prompt_tokens", "request_prefill_kv_computed_tokens"),
+    *("request_generation_tokens", "request_params_max_tokens"),
+    *("request_max_num_generation_tokens", "request_params_n"),
 ]
 VLLM_VALUES = [
-    "num_requests_running",
-    "num_requests_waiting",
-    "kv_cache_usage_perc",
-    "prefix_cache_queries_total",
-    "prefix_cache_hits_total",
-    "num_preemptions_total",
-    "prompt_tokens_total",
-    "generation_tokens_total",
-    "spec_decode_num_drafts_total",
-    "spec_decode_num_draft_tokens_total",
-    "spec_decode_num_accepted_tokens_total",
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"),
+    *("prompt_tokens_total", "generation_tokens_total", "spec_decode_num_drafts_total"),
+    *("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"),
 ]
 
 

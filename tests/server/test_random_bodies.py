@@ -16,8 +16,7 @@ import pytest
 from pydantic import ValidationError
 
 from nanovllm import AsyncLLM
-from nanovllm.apps.server.protocol.chat import ConversationRequest
-from nanovllm.apps.server.protocol.common import RequestModel
+from nanovllm.apps.server.protocol import ConversationRequest, RequestModel
 from tests.server.conftest import Reply, Running, running
 
 NUM = int(os.environ.get("FUZZ_EXAMPLES", 90))

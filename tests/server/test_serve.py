@@ -46,7 +46,6 @@ class Process:
             cwd=ROOT,
         )
         self.lines: list[str] = []
-        assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
             if "try: " in line or '"KV cache of' in line:
@@ -56,7 +55,6 @@ class Process:
         self.url = f"http://127.0.0.1{found[1]}" if found else ""
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
         self.lines += self.process.stderr
 
     @property

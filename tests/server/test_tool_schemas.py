@@ -7,7 +7,7 @@ import pytest
 from pydantic_core import PydanticCustomError
 
 from nanovllm import AsyncLLM
-from nanovllm.apps.server.protocol.chat import MAX_VALUES, check_size
+from nanovllm.apps.server.protocol import MAX_VALUES, check_size
 from tests.server.conftest import Running, running
 
 CHAT = "/v1/chat/completions"

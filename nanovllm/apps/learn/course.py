@@ -20,7 +20,6 @@ DOCS = Path(__file__).parent / "docs"
 MINI = DOCS / "mini.py"
 """The engine in one file, which is what the course leads to."""
 _PROGRESS = "learn.json"
-_KINDS = ("answered", "solved")
 _OUTPUT = re.compile(r"^```text\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _QUESTION = re.compile(
@@ -117,8 +116,8 @@ class Lesson:
 LESSONS = tuple(Lesson(folder) for folder in sorted((DOCS / "course").glob("[0-9][0-9]_*")))
 
 
-def load_progress() -> dict[str, set[int]]:
-    """Return the numbers of the lessons whose question was answered, and whose exercise solved.
+def load_answered() -> set[int]:
+    """Return the numbers of the lessons whose question was answered.
 
     A file that cannot be read, or is damaged, counts as empty.
     """
@@ -126,21 +125,20 @@ def load_progress() -> dict[str, set[int]]:
     if directory is not None:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
             found = json.loads((directory / _PROGRESS).read_text(encoding="utf-8"))
-            return {kind: {int(number) for number in found.get(kind, ())} for kind in _KINDS}
-    return {kind: set() for kind in _KINDS}
+            return {int(number) for number in found.get("answered", ())}
+    return set()
 
 
-def remember(kind: str, number: int) -> None:
-    """Note that the question of a lesson is "answered", or its exercise "solved"."""
-    progress = load_progress()
-    if number in progress[kind]:
+def remember_answered(number: int) -> None:
+    """Note that the question of a lesson was answered."""
+    answered = load_answered()
+    if number in answered:
         return
-    progress[kind].add(number)
     directory = state_directory()
     if directory is None:
         complain("nanovllm: progress is not kept: this user has no home directory")
         return
-    text = json.dumps({kind: sorted(numbers) for kind, numbers in progress.items()}) + "\n"
+    text = json.dumps({"answered": sorted({*answered, number})}) + "\n"
     new = directory / f"{_PROGRESS}.{os.getpid()}"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -62,7 +62,6 @@ class EngineProcess:
         if api_keys:
             self.client.headers["Authorization"] = f"Bearer {api_keys[0]}"
         self.is_stopping = False
-        """Whether we end the process, if it ends."""
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
 

@@ -43,11 +43,9 @@ class Model:
         self.cards: list[dict[str, Any]] = []
         """What its engine lists at /v1/models; kept while it is not loaded."""
         self.has_room = False
-        """Whether its share of memory is taken."""
         self.is_leaving = False
         """Whether it goes when its requests have ended; new ones wait until it is back."""
         self.num_requests = 0
-        """Requests that use the engine."""
         self.waiters: dict[asyncio.Future[EngineProcess], None] = {}
         """Requests that wait for the engine, the oldest first."""
         self.idle = asyncio.Event()

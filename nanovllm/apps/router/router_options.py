@@ -84,9 +84,7 @@ class ModelSpec:
     names: tuple[str, ...]
     """Its name, then its other names."""
     model: str
-    """What the engine loads."""
     engine: Mapping[str, Any]
-    """The fields of Config that were given."""
     server: Mapping[str, Any]
     """Those of ServerOptions that were given, as far as they are an engine's."""
     share: float

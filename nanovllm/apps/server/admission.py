@@ -62,7 +62,6 @@ class AdmissionControl:
         self._requests: set[Admitted] = set()
         self._unread: dict[Admitted, float] = {}  # since when answers are unread, the oldest first
         self.num_active = 0
-        """How many sequences wait or run."""
         self._num_unread = 0
         self._ended: deque[tuple[float, int]] = deque()  # time and sequences of recent ends
         self.is_draining = False

@@ -20,11 +20,9 @@ from nanovllm.apps.server.output_parsers.parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.apps.server.protocol.chat import ChatRequest
-from nanovllm.apps.server.protocol.common import StreamOptions, usage
+from nanovllm.apps.server.protocol import ChatRequest, StreamOptions, usage
 from nanovllm.apps.server.sse import DONE, TextFrames, frame, json_response, sse
 from nanovllm.apps.server.state import ServerState, state_of
-from nanovllm.engine.prompt import Prompt
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
 router = APIRouter(tags=["chat"], route_class=JSONRoute)
@@ -43,7 +41,7 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         made = partial(prepare, server, body, _render, max_tokens=limit, logprobs=logprobs)
         prompt, params = await place.prepare(made)
-        answer = _Answer(server, body, prompt)
+        answer = _Answer(server, body, prompt.text or "")
         if params.prompt_logprobs is None:
             place.frames = answer.frames
         outputs = await generation.run(place, prompt, params, stream=bool(body.stream))
@@ -78,7 +76,7 @@ class _Choice:
         self,
         server: ServerState,
         body: ChatRequest,
-        prompt: Prompt,
+        prompt: str,
         functions: Seq[TypedFunction],
     ) -> None:
         self.reader = AnswerReader(server, body, prompt, functions)
@@ -104,7 +102,7 @@ class _Choice:
 
 
 class _Answer:
-    def __init__(self, server: ServerState, body: ChatRequest, prompt: Prompt) -> None:
+    def __init__(self, server: ServerState, body: ChatRequest, prompt: str) -> None:
         self._body = body.without_large_fields()
         self._token_bytes = server.token_bytes
         functions = typed(body.functions)

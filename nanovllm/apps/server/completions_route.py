@@ -11,7 +11,7 @@ from starlette.responses import Response
 from nanovllm.apps.server import generation
 from nanovllm.apps.server.error_bodies import naming_params
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.protocol.common import CompletionRequest, StreamOptions, usage
+from nanovllm.apps.server.protocol import CompletionRequest, StreamOptions, usage
 from nanovllm.apps.server.sse import DONE, TextFrames, frame, json_response, sse
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.engine.detokenizer import Detokenizer

@@ -15,7 +15,7 @@ from pydantic import Field
 from nanovllm.apps.server.error_bodies import APIError, naming_params
 from nanovllm.apps.server.generation import admit, while_connected
 from nanovllm.apps.server.json_route import JSONRoute, parse
-from nanovllm.apps.server.protocol.common import RequestModel
+from nanovllm.apps.server.protocol import RequestModel
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.options.other_names import OtherName, other_names
 from nanovllm.options.validation import shown
@@ -137,9 +137,7 @@ class UpdateInfo(RequestModel):
     others: ClassVar[Mapping[str, OtherName]] = _PACKED
 
     names: list[str]
-    """Those of the checkpoint."""
     dtype_names: list[str]
-    """Such as "bfloat16"."""
     shapes: list[list[int]]
 
 

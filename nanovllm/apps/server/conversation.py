@@ -20,7 +20,7 @@ from nanovllm.apps.server.output_parsers.parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.apps.server.protocol.chat import MAX_CALLS, ConversationRequest, Message, Tool
+from nanovllm.apps.server.protocol import MAX_CALLS, ConversationRequest, Message, Tool
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.chat.templates import template_options
 from nanovllm.engine.prompt import Prompt
@@ -175,14 +175,13 @@ class AnswerReader:
         self,
         server: ServerState,
         body: ConversationRequest,
-        prompt: Prompt,
+        prompt: str,
         functions: Seq[TypedFunction],
     ) -> None:
-        text = prompt.text or ""
         self._parser = server.answer_format.parser(
             has_tools=bool(functions),
-            starts_in_reasoning=server.answer_format.starts_in_reasoning(text),
-            starts_in_answer=server.answer_format.starts_in_answer(text),
+            starts_in_reasoning=server.answer_format.starts_in_reasoning(prompt),
+            starts_in_answer=server.answer_format.starts_in_answer(prompt),
             parallel_tool_calls=body.may_repeat,
             tools=functions,
         )

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from nanovllm.apps.server import generation
 from nanovllm.apps.server.error_bodies import naming_params
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.protocol.common import (
+from nanovllm.apps.server.protocol import (
     GenerationRequest,
     StreamableRequest,
     StreamOptions,

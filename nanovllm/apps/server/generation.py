@@ -12,7 +12,7 @@ from fastapi import Request
 from nanovllm.apps.server.admission import Admitted
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.prometheus import RequestMeter
-from nanovllm.apps.server.protocol.common import EngineRequest, GenerationRequest
+from nanovllm.apps.server.protocol import EngineRequest, GenerationRequest
 from nanovllm.apps.server.request_log import record_of
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.engine.engine_thread import FairExecutor
@@ -105,9 +105,7 @@ class AdmittedRequest:
     request: Request
     guard: Guard
     user: str | None
-    """The key of fairness."""
     priority: int
-    """Lower values go first."""
     lora_request: LoRARequest | None
     frames: Callable[[RequestOutput], str] | None = None
     """Makes what is sent for a delta of a stream of one prompt. While the stream waits, deltas go

@@ -23,7 +23,6 @@ OPEN_PATHS = frozenset({"/health", "/ready"}) | pages.PATHS
 """What needs no API key; the pages have no data, and ask for the key."""
 MAX_HEADERS = 100
 MAX_HEAD_BYTES = 32 * 2**10
-"""Of a request's line and headers."""
 _MAX_DROPPED_BYTES = 64 * 2**20
 
 

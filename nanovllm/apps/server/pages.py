@@ -29,7 +29,6 @@ _FILES = {
     if path.suffix in _MEDIA_TYPES
 } | {"/": _FOLDER / "index.html"}
 PATHS = frozenset(_FILES)
-"""What the page consists of."""
 FILE_ROUTE = "/page/{name:path}"
 _POLICY = {
     "default-src": "'none'",

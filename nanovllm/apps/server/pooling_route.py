@@ -14,7 +14,7 @@ from starlette.responses import Response
 from nanovllm.apps.server import generation
 from nanovllm.apps.server.error_bodies import naming_params
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.protocol.common import (
+from nanovllm.apps.server.protocol import (
     IGNORED,
     MAX_PROMPTS,
     TEXT_OR_LIST,
@@ -75,7 +75,6 @@ class EmbeddingRequest(PoolingRequest):
     """A text, a list of texts, token ids, or a list of such lists."""
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    """How many numbers of each vector to return."""
     prompt_name: str | None = None
     """Which of the checkpoint's prompts to write before each text, such as "query"."""
 

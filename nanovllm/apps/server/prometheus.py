@@ -112,7 +112,6 @@ def bucket_bounds(name: str, most_tokens: int) -> tuple[float, ...]:
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _LAG_SECONDS = 0.1
-"""How often the event loop's lag is measured."""
 
 
 class PrometheusHistogram:
@@ -156,11 +155,8 @@ class ServerMetrics:
             name: PrometheusHistogram(bucket_bounds(name, most)) for name in HISTOGRAM_HELP
         }
         self.finished = Counter(dict.fromkeys(FINISH_REASONS, 0))
-        """Continuations that ended, by finish reason."""
         self.refusals: Counter[str] = Counter()
-        """Requests that were refused, by reason."""
         self.answers: Counter[tuple[str, int]] = Counter()
-        """HTTP requests that were answered, by path and status."""
         self._engine_values: list[Metric | Vector | EngineHistogram] = []
         self._registry = CollectorRegistry()
         self._registry.register(self)

@@ -44,7 +44,6 @@ class RequestRecord:
     time_to_first_token: float | None = None
     """Seconds from arrival in the engine."""
     finish_reasons: dict[str, None] = dataclasses.field(default_factory=dict)
-    """Each that occurred, in order."""
     is_passed_on: bool = False
     """Whether an engine of its own process answers, and logs it."""
 

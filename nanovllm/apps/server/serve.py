@@ -49,7 +49,6 @@ _KEEP_ALIVE_SECONDS = 75
 FLUSH_SECONDS = 2
 """For the answers of requests that were ended."""
 _EXIT_SECONDS = 10
-"""For the engine to end."""
 _WATCH_SECONDS = 0.5
 OTHER_FILES = 256
 """Files that the process opens besides its connections."""

@@ -35,7 +35,6 @@ class _EventStream(StreamingResponse):
 
 
 DONE = "data: [DONE]\n\n"
-"""The frame at the end of a stream."""
 
 
 def error_frames(error: APIError, path: str) -> bytes:

@@ -64,7 +64,6 @@ class ServerState:
         self.answers = AnswerBudget(MANY_BODIES * options.max_body_bytes)
         self.max_model_len = engine.worker_info.max_model_len
         self.token_bytes = (lambda token: b"") if tokenizer is None else token_bytes(tokenizer)
-        """The bytes of a token; none without a tokenizer."""
         self.refuses_in_pause = False
         """Whether requests that come in a pause are refused; else they wait for its end."""
         self.failure: str | None = None
@@ -74,9 +73,7 @@ class ServerState:
         self.compiling = FairExecutor(2, "nanovllm-grammar")
         """Compiles grammars, so that nothing but other grammars waits for a heavy one."""
         self.loading = FairExecutor(1, "nanovllm-adapters")
-        """Reads adapters, one at a time."""
         self.start_time = int(time.time())
-        """Unix time in seconds."""
 
     @property
     def has_chat_template(self) -> bool:

@@ -10,8 +10,7 @@ from nanovllm.apps.server import generation
 from nanovllm.apps.server.conversation import render
 from nanovllm.apps.server.error_bodies import APIError, naming_params
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.protocol.chat import ChatTools, Messages
-from nanovllm.apps.server.protocol.common import RequestModel, refused
+from nanovllm.apps.server.protocol import ChatTools, Messages, RequestModel, refused
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.options.other_names import OtherName, other_names
 

@@ -14,8 +14,7 @@ from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.selector import select_backend
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.features.speculation.proposers.eagle3_config import check_eagle3
-from nanovllm.features.speculation.proposers.eagle3_head import capture_features
+from nanovllm.features.speculation.proposers.eagle3_head import capture_features, check_eagle3
 from nanovllm.layers.attention import Attention
 from nanovllm.loading.hub import open_checkpoint, weight_files
 from nanovllm.models.model_config import ModelConfig

@@ -1,6 +1,8 @@
-"""What a trainer asks of a server: pauses, new weights, and log-probabilities that are equal."""
+"""Routes that control the engine: pauses, sleep, new weights, profiles."""
 
 import base64
+import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,9 +19,11 @@ from examples.weight_sender import WeightSender
 from nanovllm import AsyncLLM, demo_model
 from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.errors import ConfigError
+from tests.helpers import SlowSteps, wait_until
 from tests.server.conftest import Reply, Running, running
 from tests.training.weights import Weights, changed, read_weights
 
+COMPLETE = "/v1/completions"
 PROMPT = {"prompt": "A KV cache is", "temperature": 0, "ignore_eos": True}
 LONG = {**PROMPT, "max_tokens": 200}
 SHORT = {**PROMPT, "max_tokens": 4}
@@ -39,38 +43,55 @@ def server(llm: AsyncLLM) -> Iterator[Running]:
         yield found
 
 
-class Sent:
-    """A request that another thread has sent: the engine has it, and runs it unless paused."""
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Running]:
+    """Of an engine whose steps are slow."""
+    llm = AsyncLLM(demo_model.MODEL, max_model_len=512, num_kvcache_blocks=64, device="cpu")
+    llm.engine.observers.append(SlowSteps(0.02))
+    with running(llm, dev_mode=True) as found:
+        yield found
+    llm.shutdown()
 
-    def __init__(
-        self, server: Running, body: dict[str, Any], path: str = "/v1/completions"
-    ) -> None:
-        engine = server.state.llm.engine
-        num_before = len(engine.output_processor.requests)
+
+class Call:
+    """A request that another thread sends."""
+
+    def __init__(self, server: Running, path: str, body: Any = b"") -> None:
         self._thread = threading.Thread(target=self._send, args=(server, path, body))
         self._thread.start()
 
-        def has_arrived() -> bool:
-            if engine.is_paused:
-                return len(engine.output_processor.requests) > num_before
-            return any(seq.num_output_tokens for seq in list(engine.scheduler.running))
-
-        deadline = time.monotonic() + 20
-        while not has_arrived() and time.monotonic() < deadline and self._thread.is_alive():
-            time.sleep(0.001)
-
-    def _send(self, server: Running, path: str, body: dict[str, Any]) -> None:
+    def _send(self, server: Running, path: str, body: Any) -> None:
         self._reply = server.send(path, body)
 
     @property
     def is_waiting(self) -> bool:
         return self._thread.is_alive()
 
-    def answer(self) -> Reply:
+    def reply(self) -> Reply:
         self._thread.join(30)
-        assert not self._thread.is_alive()
-        assert self._reply.status == 200, self._reply.body
+        assert not self.is_waiting
         return self._reply
+
+
+class Sent(Call):
+    """One that the engine has, and runs unless it is paused."""
+
+    def __init__(self, server: Running, body: dict[str, Any], path: str = COMPLETE) -> None:
+        engine = server.state.llm.engine
+        num_before = len(engine.output_processor.requests)
+        super().__init__(server, path, body)
+
+        def has_arrived() -> bool:
+            if engine.is_paused:
+                return len(engine.output_processor.requests) > num_before
+            return any(seq.num_output_tokens for seq in list(engine.scheduler.running))
+
+        wait_until(lambda: has_arrived() or not self.is_waiting, 20)
+
+    def answer(self) -> Reply:
+        reply = self.reply()
+        assert reply.status == 200, reply.body
+        return reply
 
 
 def text_of(reply: Reply) -> str:
@@ -80,7 +101,7 @@ def text_of(reply: Reply) -> str:
 @pytest.mark.parametrize("clear_cache", ["true", "false"])
 def test_a_pause_keeps_requests(server: Running, clear_cache: str) -> None:
     """What was kept, and what came in the pause, goes on as if nothing had been."""
-    expected = [text_of(server.send("/v1/completions", body)) for body in (LONG, SHORT)]
+    expected = [text_of(server.send(COMPLETE, body)) for body in (LONG, SHORT)]
     first = Sent(server, LONG)
     reply = server.send(f"/pause?mode=keep&clear_cache={clear_cache}", b"")
     assert (reply.status, reply.body) == (200, {"status": "paused"})
@@ -101,13 +122,13 @@ def test_a_pause_ends_or_awaits_requests(server: Running, mode: str, reason: str
     assert server.send(f"/pause?mode={mode}", b"").status == 200
     choice = first.answer().body["choices"][0]
     assert choice["finish_reason"] == reason
-    assert server.send("/v1/completions", SHORT).status == 503
+    assert server.send(COMPLETE, SHORT).status == 503
     assert server.send("/resume", b"").status == 200
-    assert server.send("/v1/completions", SHORT).status == 200
+    assert server.send(COMPLETE, SHORT).status == 200
 
 
 def test_a_paused_engine_sleeps_with_its_requests(server: Running) -> None:
-    expected = text_of(server.send("/v1/completions", LONG))
+    expected = text_of(server.send(COMPLETE, LONG))
     first = Sent(server, LONG)
     assert server.send("/pause?mode=keep&clear_cache=false", b"").status == 200
     assert server.send("/sleep?level=1", b"").status == 200
@@ -128,7 +149,7 @@ def test_the_prefix_cache_is_forgotten(server: Running) -> None:
     body = {**SHORT, "prompt": list(range(100, 400))}
 
     def num_cached() -> int:
-        usage = server.send("/v1/completions", body).body["usage"]
+        usage = server.send(COMPLETE, body).body["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     num_cached()
@@ -139,7 +160,7 @@ def test_the_prefix_cache_is_forgotten(server: Running) -> None:
     assert server.send("/reset_prefix_cache", b"").body == {"success": False}
     path = "/reset_prefix_cache?reset_running_requests=true"
     assert server.send(path, b"").body == {"success": True}
-    assert text_of(first.answer()) == text_of(server.send("/v1/completions", LONG))
+    assert text_of(first.answer()) == text_of(server.send(COMPLETE, LONG))
 
 
 def test_what_the_server_is(server: Running) -> None:
@@ -235,11 +256,11 @@ def test_wrong_orders(server: Running) -> None:
     assert server.send("/start_weight_update", {"is_checkpoint_format": True}).status == 200
     reply = server.send("/start_weight_update", b"")
     assert (reply.status, "an update of the weights runs" in str(reply.body)) == (400, True)
-    reply = server.send("/v1/completions", SHORT)
+    reply = server.send(COMPLETE, SHORT)
     assert (reply.status, "an update of the weights runs" in str(reply.body)) == (503, True)
     sender = WeightSender(server.url, timeout=20)
     sender.init_weight_transfer()  # what nobody finishes is given up
-    assert server.send("/v1/completions", SHORT).status == 200
+    assert server.send(COMPLETE, SHORT).status == 200
     sender.destroy()
 
 
@@ -254,14 +275,14 @@ def test_wrong_orders(server: Running) -> None:
 def test_wrong_tensors_change_nothing(
     server: Running, old: Weights, name: str, tensor: torch.Tensor, message: str
 ) -> None:
-    before = text_of(server.send("/v1/completions", SHORT))
+    before = text_of(server.send(COMPLETE, SHORT))
     sender = WeightSender(server.url, timeout=20)
     sender.init_weight_transfer()
     with pytest.raises(RuntimeError) as found:
         sender.send_weights([("model.norm.weight", old["model.norm.weight"]), (name, tensor)])
     assert message in str(found.value)
     assert "the engine has its weights of before" in str(found.value)
-    assert text_of(server.send("/v1/completions", SHORT)) == before
+    assert text_of(server.send(COMPLETE, SHORT)) == before
     sender.destroy()
 
 
@@ -306,7 +327,7 @@ def test_an_engine_without_weights_is_not_ready(server: Running, sender: WeightS
 
 def test_weights_of_a_directory(server: Running, sender: WeightSender, tmp_path: Path) -> None:
     path = "/update_weights_from_disk"
-    before = text_of(server.send("/v1/completions", SHORT))
+    before = text_of(server.send(COMPLETE, SHORT))
     reply = server.send(path, {"model_path": str(tmp_path)})
     assert (reply.status, reply.error["param"]) == (400, "model_path")
     assert "has no safetensors files" in reply.error["message"]
@@ -323,7 +344,7 @@ def test_weights_of_a_directory(server: Running, sender: WeightSender, tmp_path:
     assert server.send(path, body).body == {"success": True, "message": "Weights updated"}
     assert first.answer().body["choices"][0]["finish_reason"] == "length"
     assert server.send("/weight_info").body == {"weight_version": "again"}
-    assert text_of(server.send("/v1/completions", SHORT)) == before
+    assert text_of(server.send(COMPLETE, SHORT)) == before
 
 
 def test_what_cannot_be_joined(server: Running) -> None:
@@ -345,3 +366,206 @@ def test_what_cannot_be_joined(server: Running) -> None:
     for path in ("/start_weight_update", "/finish_weight_update"):
         assert server.send(path, [1]).status == 400
         assert server.send(path, {"x": 1}).status == 400
+
+
+# Pauses of a slow engine
+
+
+class Client:
+    """One that may hang up; the engine has what it asks for when this returns."""
+
+    def __init__(self, slow: Running, path: str, body: str = "") -> None:
+        engine = slow.state.llm.engine
+        before = set(engine.output_processor.requests)
+        self._socket = socket.create_connection((slow.host, slow.port), timeout=30)
+        self._socket.sendall(
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        if body:
+            wait_until(lambda: not before.issuperset(engine.output_processor.requests), 20)
+
+    def hang_up(self) -> None:
+        self._socket.close()
+
+    def answer(self) -> str:
+        with self._socket:
+            return self._socket.recv(2**16).decode()
+
+
+def long_request(slow: Running) -> Client:
+    body = '{"prompt": "A KV cache is", "temperature": 0, "ignore_eos": true, "max_tokens": 480}'
+    return Client(slow, COMPLETE, body)
+
+
+def is_awaited(slow: Running, num_calls: int = 1) -> bool:
+    control = slow.state.llm.engine.weights
+    return control is not None and len(control._waiting) == num_calls
+
+
+def metric(slow: Running, name: str) -> float:
+    lines = str(slow.send("/metrics").body).splitlines()
+    return float(next(line for line in lines if line.startswith(f"{name}{{")).split()[-1])
+
+
+def test_the_server_goes_on_while_a_pause_waits(slow: Running) -> None:
+    """Two pauses wait for one request, which a client gives up; what came meanwhile is kept."""
+    expected = slow.send(COMPLETE, SHORT).body["choices"][0]["text"]
+    client = long_request(slow)
+    pauses = [Call(slow, "/pause?mode=wait") for _ in range(2)]
+    wait_until(lambda: is_awaited(slow, 2), 20)
+    second, third = Call(slow, COMPLETE, SHORT), long_request(slow)
+    wait_until(lambda: metric(slow, "vllm:num_requests_waiting") == 2, 20)
+    assert metric(slow, "vllm:num_requests_running") == 1
+    for path in ("/health", "/v1/models"):
+        assert slow.send(path).status == 200
+    assert slow.send("/is_paused").body == {"is_paused": False}
+    third.hang_up()
+    wait_until(lambda: metric(slow, "vllm:num_requests_waiting") == 1, 20)
+    assert all(pause.is_waiting for pause in pauses)
+    client.hang_up()
+    assert [pause.reply().body for pause in pauses] == [{"status": "paused"}] * 2
+    assert slow.send("/is_paused").body == {"is_paused": True}
+    assert second.is_waiting
+    assert slow.send("/resume", b"").status == 200
+    assert second.reply().body["choices"][0]["text"] == expected
+
+
+@pytest.mark.parametrize("was_paused", [False, True])
+def test_a_client_that_leaves_gives_up_its_pause(slow: Running, was_paused: bool) -> None:
+    first = long_request(slow)
+    if was_paused:
+        assert slow.send("/pause?mode=keep", b"").status == 200
+    client = Client(slow, "/pause?mode=wait")
+    wait_until(lambda: is_awaited(slow), 20)
+    second = Call(slow, COMPLETE, SHORT)
+    wait_until(lambda: metric(slow, "vllm:num_requests_waiting") == 1, 20)
+    client.hang_up()
+    wait_until(lambda: is_awaited(slow, 0), 20)
+    assert slow.send("/is_paused").body == {"is_paused": was_paused}
+    if was_paused:
+        assert second.is_waiting
+        assert slow.send("/resume", b"").status == 200
+    assert second.reply().status == 200
+    first.hang_up()
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "message"),
+    [
+        ("/resume", 400, "the pause did not begin: a resume came"),
+        ("/pause?mode=keep", 200, "paused"),
+        ("/pause?mode=abort", 200, "paused"),
+    ],
+)
+def test_another_call_ends_the_wait(slow: Running, path: str, status: int, message: str) -> None:
+    first = long_request(slow)
+    pause = Call(slow, "/pause?mode=wait")
+    wait_until(lambda: is_awaited(slow), 20)
+    assert slow.send(path, b"").status == 200
+    reply = pause.reply()
+    assert (reply.status, message in str(reply.body)) == (status, True)
+    assert slow.send("/is_paused").body == {"is_paused": status == 200}
+    if "abort" in path:
+        assert '"abort"' in first.answer()
+    first.hang_up()
+    slow.send("/resume", b"")
+    assert slow.send(COMPLETE, SHORT).status == 200
+
+
+def test_the_server_goes_on_before_it_sleeps(slow: Running) -> None:
+    """Requests that come are refused; a pause that waits as well keeps its own."""
+    first = long_request(slow)
+    pause = Call(slow, "/pause?mode=wait")
+    wait_until(lambda: is_awaited(slow), 20)
+    kept = Call(slow, COMPLETE, SHORT)
+    wait_until(lambda: metric(slow, "vllm:num_requests_waiting") == 1, 20)
+    sleep = Call(slow, "/sleep?level=1&mode=wait")
+    wait_until(lambda: is_awaited(slow, 2), 20)
+    refused = slow.send(COMPLETE, SHORT)
+    assert (refused.status, "about to sleep" in refused.error["message"]) == (503, True)
+    first.hang_up()
+    assert (pause.reply().status, sleep.reply().status) == (200, 200)
+    assert slow.send("/is_sleeping").body == {"is_sleeping": True}
+    assert slow.send("/wake_up", b"").status == 200
+    assert kept.is_waiting
+    assert slow.send("/resume", b"").status == 200
+    assert kept.reply().status == 200
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_requests_that_come_in_a_pause_are_refused_or_kept(slow: Running, mode: str) -> None:
+    """As in vLLM 0.33; before, they waited without an answer."""
+    assert slow.send(f"/pause?mode={mode}", b"").status == 200
+    for _ in range(2):
+        refused = slow.send(COMPLETE, SHORT)
+        assert (refused.status, "POST /resume" in refused.error["message"]) == (503, True)
+        assert slow.send("/ready").status == 503
+    assert slow.send("/pause?mode=keep", b"").status == 200
+    kept = Call(slow, COMPLETE, SHORT)
+    wait_until(lambda: metric(slow, "vllm:num_requests_waiting") == 1, 20)
+    assert slow.send("/ready").status == 200
+    assert slow.send("/resume", b"").status == 200
+    assert kept.reply().status == 200
+
+
+# Sleep and profiles
+
+
+def sleep_states(server: Running) -> set[str]:
+    """Return the states that the metric vllm:engine_sleep_state says the engine is in."""
+    lines = re.findall(r"vllm:engine_sleep_state\{(.*)\} 1\.0", str(server.send("/metrics").body))
+    return {found for line in lines for found in re.findall(r'sleep_state="(\w+)"', line)}
+
+
+def test_the_engine_sleeps_and_wakes_up(async_llm: AsyncLLM) -> None:
+    with running(async_llm, enable_sleep_mode=True) as server:
+        text = server.send(COMPLETE, SHORT).body["choices"][0]["text"]
+        assert server.send("/sleep?level=3", b"").error["param"] == "level"
+        assert server.send("/sleep?mode=never", b"").status == 400
+        reply = server.send("/sleep?mode=wait", b"")
+        assert reply.body == {"status": "sleeping", "level": 1}
+        assert server.send("/is_sleeping").body == {"is_sleeping": True}
+        refused = server.send(COMPLETE, SHORT)
+        assert (refused.status, "POST /wake_up" in refused.error["message"]) == (503, True)
+        assert server.send("/ready").status == 503
+        assert sleep_states(server) == {"weights_offloaded"}
+        assert server.send("/wake_up?tags=pool", b"").error["param"] == "tags"
+        weights = server.send("/wake_up?tags=weights", b"").body
+        assert weights == {"status": "sleeping", "tags": ["weights"]}
+        reply = server.send("/wake_up", b"", Origin="http://localhost:8000")
+        assert (reply.status, reply.error["param"]) == (403, None)
+        assert server.send("/wake_up", b"").body == {"status": "awake", "tags": None}
+        assert server.send("/is_sleeping").body == {"is_sleeping": False}
+        assert server.send("/ready").status == 200
+        assert sleep_states(server) == {"awake"}
+        assert server.send(COMPLETE, SHORT).body["choices"][0]["text"] == text
+
+
+def test_a_model_with_several_names(async_llm: AsyncLLM) -> None:
+    with running(async_llm, served_model_name="mine,gpt-4") as server:
+        cards = server.send("/v1/models").body["data"]
+        assert [card["id"] for card in cards] == ["mine", "gpt-4"]
+        assert server.send("/v1/models/gpt-4").body["id"] == "gpt-4"
+        for sent, name in ((None, "mine"), ("mine", "mine"), ("gpt-4", "gpt-4")):
+            assert server.send(COMPLETE, {**SHORT, "model": sent}).body["model"] == name
+        error = server.send(COMPLETE, {**SHORT, "model": "gpt-5"}).error
+        assert "this server has 'mine', 'gpt-4'" in error["message"]
+
+
+def test_a_profile_of_a_server(tmp_path: Path) -> None:
+    llm = AsyncLLM(demo_model.MODEL, max_model_len=64, profile_dir=str(tmp_path))
+    with running(llm) as server:
+        refused = server.send("/stop_profile", {})
+        assert refused.status == 400
+        assert "start_profile" in refused.error["message"]
+        for path in ("/start_profile", "/stop_profile"):  # any page may send that to this machine
+            assert server.send(path, b"", Origin="http://evil.example").status == 403
+        assert server.send("/start_profile", method="POST").status == 200
+        assert server.send("/start_profile", {}).status == 400
+        assert server.send(COMPLETE, SHORT).status == 200
+        reply = server.send("/stop_profile", method="POST")
+        assert reply.status == 200
+        assert sorted(reply.body["files"]) == sorted(map(str, tmp_path.iterdir()))
+        assert len(reply.body["files"]) == 2
+    llm.shutdown()

@@ -1,11 +1,19 @@
-"""Answers in harmony, however their text is cut and wherever the model breaks the format."""
+"""Answers of gpt-oss and Muse Glimmer, however they are cut and the model breaks the format."""
 
 import json
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.apps.server.output_parsers.harmony import TAGS, HarmonyParser
+from nanovllm.apps.server.output_parsers.channels import (
+    HARMONY_TAGS,
+    ChannelsParser,
+    HarmonyParser,
+    MuseParser,
+)
 from nanovllm.apps.server.output_parsers.parts import (
     ReasoningDelta,
     TextDelta,
@@ -13,46 +21,45 @@ from nanovllm.apps.server.output_parsers.parts import (
     ToolCallStart,
 )
 from nanovllm.chat.tool_messages import for_harmony
-from nanovllm.options.sampling_params import TOKEN_MARK
 from tests.every_case import examples
-from tests.server.output_parsers.helpers import Split, split
+from tests.server.output_parsers.helpers import Split, from_tokens, in_pieces, split
 
-START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = TAGS
+START, MESSAGE, END, CALL, RETURN, CHANNEL, CONSTRAIN = HARMONY_TAGS
 THOUGHT = f"{CHANNEL}analysis{MESSAGE}Hm. é{END}{START}assistant"
 FINAL = f"{CHANNEL}final{MESSAGE}"
 WEATHER = f"{CHANNEL}commentary to=functions.weather {CONSTRAIN}json{MESSAGE}"
-ARGUMENTS = '{"city": {"name": "Ro\\"}me 🌧"}, "tag": "<|call|>"}'
+PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "more": {"type": "object"}}
+FUNCTIONS = [SimpleNamespace(name="weather", parameters={"properties": PROPERTIES})]
 
 
-def parse(pieces: list[str], *, cut: bool = False, **options: bool) -> Split:
-    """Return the answer that comes in pieces of a text in which no tag is a token."""
-    parser = HarmonyParser(**options)
+def parse(
+    kind: type[ChannelsParser], pieces: Sequence[str], *, cut: bool = False, **options: Any
+) -> Split:
+    parser = kind(functions=FUNCTIONS, **options)
     parts = [part for piece in pieces for part in parser.feed(piece)]
     return split(parts + parser.finish(cut=cut))
 
 
-def parse_tokens(tokens: list[str], *, cut: bool = False, by_characters: bool = False) -> Split:
-    """Return the answer of tokens: those that are tags are special tokens."""
-    parser = HarmonyParser(marked=TAGS)
-    marked = [TOKEN_MARK + token if token in TAGS else token for token in tokens]
-    pieces = "".join(marked) if by_characters else marked
-    parts = [part for piece in pieces for part in parser.feed(piece)]
-    return split(parts + parser.finish(cut=cut))
+def check(
+    kind: type[ChannelsParser],
+    text: str,
+    reasoning: str = "",
+    answer: str = "",
+    calls: Sequence[tuple[str, str]] = (),
+    **options: Any,
+) -> None:
+    """Check what is read of a text, however it is cut."""
+    for size in (1, 2, 3, 7, len(text) + 1):
+        found = parse(kind, in_pieces(text, size), **options)
+        assert found == (reasoning, answer, list(calls)), size
 
 
 @pytest.mark.parametrize(
     ("text", "reasoning", "answer", "calls"),
     [
         (f"{THOUGHT}{FINAL}4.{RETURN}", "Hm. é", "4.", []),
-        (f"{THOUGHT}{FINAL}4.", "Hm. é", "4.", []),
         (f'{THOUGHT}{WEATHER}{{"a": 1}}{CALL}', "Hm. é", "", [("weather", '{"a": 1}')]),
         (f"{WEATHER}{CALL}", "", "", [("weather", "{}")]),
-        (
-            f' to=functions.weather{CHANNEL}commentary json{MESSAGE}{{"a": 1}}',
-            "",
-            "",
-            [("weather", '{"a": 1}')],
-        ),
         (
             f"{CHANNEL}commentary{MESSAGE}Plan:{END}{START}assistant{WEATHER}[1]{END}"
             f"{START}assistant to=python{CHANNEL}analysis code{MESSAGE}1 + 1{CALL}",
@@ -84,56 +91,58 @@ def parse_tokens(tokens: list[str], *, cut: bool = False, by_characters: bool = 
         ("", "", "", []),
     ],
 )
-def test_channels(text: str, reasoning: str, answer: str, calls: list[tuple[str, str]]) -> None:
-    assert parse([text]) == (reasoning, answer, calls)
-    assert parse(list(text)) == (reasoning, answer, calls)
+def test_answers_of_gpt_oss(
+    text: str, reasoning: str, answer: str, calls: list[tuple[str, str]]
+) -> None:
+    check(HarmonyParser, text, reasoning, answer, calls)
 
 
 @pytest.mark.parametrize(
     "end",
     [
         *("<|chan", CHANNEL, f"{CHANNEL}ana", f"{CHANNEL}commentary to=functions.wea", WEATHER),
-        *(f"{END}{START}assis", f"{END}{START}assistant", END),
-        f"{CHANNEL}commentary to=f <|constr",
+        *(f"{END}{START}assis", END, f"{CHANNEL}commentary to=f <|constr"),
     ],
 )
 def test_nothing_of_a_header_that_is_cut_off_is_text(end: str) -> None:
-    text = f"{THOUGHT}{FINAL}4.{end}"
-    assert parse([text], cut=True) == parse(list(text), cut=True) == ("Hm. é", "4.", [])
+    check(HarmonyParser, f"{THOUGHT}{FINAL}4.{end}", "Hm. é", "4.", cut=True)
 
 
 def test_a_call_that_is_cut_off_keeps_what_there_is() -> None:
-    assert parse([f'{WEATHER}{{"a": "'], cut=True) == ("", "", [("weather", '{"a": "')])
-    assert parse([f"{CHANNEL}analysis{MESSAGE}Hm"], cut=True) == ("Hm", "", [])
+    check(HarmonyParser, f'{WEATHER}{{"a": "', calls=[("weather", '{"a": "')], cut=True)
+    check(HarmonyParser, f"{CHANNEL}analysis{MESSAGE}Hm", "Hm", cut=True)
 
 
 def test_text_that_reads_like_tags_is_text() -> None:
     """Symptom: an answer that explains harmony ends at the first <|end|> in it."""
-    typed = [f"{tag[:3]}|{tag[3:]}".replace("||", "|") for tag in TAGS]
-    said = [piece for tag in TAGS for piece in (tag[:4], tag[4:], " ")]
+    said = [piece for tag in HARMONY_TAGS for piece in (tag[:4], tag[4:], " ")]
     tokens = [CHANNEL, "analysis", MESSAGE, *said, END, START, "assistant"]
-    tokens += [CHANNEL, "final", MESSAGE, *typed, *said, END, START, "assistant"]
+    tokens += [CHANNEL, "final", MESSAGE, *said, END, START, "assistant"]
     tokens += [CHANNEL, "commentary", " to=", "functions.f", MESSAGE, *said, CALL]
-    everything = "".join(said)
-    assert parse_tokens(tokens) == (everything, "".join(typed) + everything, [("f", everything)])
+    text, everything = from_tokens(tokens, HARMONY_TAGS), "".join(said)
+    calls = [("f", everything)]
+    check(HarmonyParser, text, everything, everything, calls, marked=HARMONY_TAGS)
 
 
 def test_without_tools_or_a_reasoning_parser() -> None:
     text = f'{THOUGHT}{WEATHER}{{"a": 1}}{CALL}'
-    assert parse([text], has_calls=False) == ("Hm. é", '{"a": 1}', [])
-    assert parse([text], has_reasoning=False) == ("", "Hm. é", [("weather", '{"a": 1}')])
+    check(HarmonyParser, text, "Hm. é", '{"a": 1}', has_calls=False)
+    check(HarmonyParser, text, "", "Hm. é", [("weather", '{"a": 1}')], has_reasoning=False)
     python = f"{CHANNEL}analysis to=python{MESSAGE}1{CALL}"
-    assert parse([python], has_calls=False) == ("1", "", [])
+    check(HarmonyParser, python, "1", has_calls=False)
+    text = f" to=self<|message|>Hm.{NEXT}{called('now')}"
+    check(MuseParser, text, "", "Hm.", [("now", "{}")], has_reasoning=False)
+    check(MuseParser, text, "Hm.", invoked("now"), has_calls=False)
 
 
 def test_a_prompt_that_ends_inside_the_reasoning() -> None:
-    text = f"Hm.{END}{START}assistant{FINAL}4."
-    assert parse([text], started=True) == parse(list(text), started=True) == ("Hm.", "4.", [])
+    check(HarmonyParser, f"Hm.{END}{START}assistant{FINAL}4.", "Hm.", "4.", started=True)
+    check(MuseParser, "Hm.<|eom|>", "Hm.", started=True)
 
 
 def test_no_answer_has_more_calls_than_a_request_may_have() -> None:
     text = f"{WEATHER}[]{END}{START}assistant" * 130
-    _, answer, calls = parse([text])
+    _, answer, calls = parse(HarmonyParser, [text])
     assert calls == [("weather", "[]")] * 128
     assert answer == "[]\n[]"
 
@@ -149,29 +158,10 @@ def test_pieces_arrive_as_soon_as_they_are_certain() -> None:
     assert piece == ToolCallArguments(0, '{"a": ')
 
 
-WORDS = ["analysis", "final", "commentary", "assistant", " to=functions.f", " json", "a b", "{}"]
-TOKENS = st.sampled_from([*TAGS, *WORDS, "<|", "end|>", "é🌧", " ", "\n", "?", "x", "to="])
-
-
-@settings(max_examples=examples(300), deadline=None)
-@given(st.lists(TOKENS, max_size=30), st.lists(st.integers(1, 9), max_size=40), st.booleans())
-def test_any_cut_gives_the_same(tokens: list[str], sizes: list[int], is_cut: bool) -> None:
-    text = "".join(tokens)
-    pieces, rest = [], text
-    for size in sizes:
-        pieces.append(rest[:size])
-        rest = rest[size:]
-    whole = parse([text], cut=is_cut)
-    assert parse([*pieces, rest], cut=is_cut) == whole
-    assert parse(list(text), cut=is_cut) == whole
-    marked = parse_tokens(tokens, cut=is_cut)
-    assert parse_tokens(tokens, cut=is_cut, by_characters=True) == marked
-
-
 BODIES = st.text(st.sampled_from("a{}\"'\\ \né🌧<|>:=to"), min_size=1, max_size=12)
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("rtcp"), BODIES), min_size=1, max_size=5))
 def test_messages_come_out_as_they_went_in(messages: list[tuple[str, str]]) -> None:
     headers = {
@@ -184,7 +174,77 @@ def test_messages_come_out_as_they_went_in(messages: list[tuple[str, str]]) -> N
     said = {kind: [body for k, body in messages if k == kind] for kind in "rc"}
     answer = "\n".join(body for kind, body in messages if kind in "tp")
     expected = ("\n".join(said["r"]), answer, [("weather", body) for body in said["c"]])
-    assert parse([text]) == parse(list(text)) == expected
+    assert parse(HarmonyParser, [text]) == parse(HarmonyParser, list(text)) == expected
+
+
+def invoked(name: str, *parameters: str) -> str:
+    invoke = f'<atem:invoke name="{name}">\n{"".join(parameters)}</atem:invoke>'
+    return f"<atem:function_calls>\n{invoke}\n</atem:function_calls>"
+
+
+def called(name: str, *parameters: str) -> str:
+    return f" to={name}<|message|>{invoked(name, *parameters)}"
+
+
+def parameter(key: str, value: str) -> str:
+    return f'<atem:parameter name="{key}">{value}</atem:parameter>\n'
+
+
+NEXT = "<|eom|><|start|>assistant"
+CITY = parameter("city", "Rome")
+ROME = '{"city": "Rome"}'
+VALUES = {"city": ' 5\n"Rome" </b>\n', "days": 3, "more": {"a": [1]}, "else": "7"}
+WRITTEN = [v if isinstance(v, str) else json.dumps(v) for v in VALUES.values()]
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "answer", "calls"),
+    [
+        (" to=user<|message|>Hello\n", "", "Hello\n", []),
+        (f" to=self<|message|>1 < 2{NEXT} to=user<|message|>Two.<|eot|>", "1 < 2", "Two.", []),
+        (
+            f"{called('weather', CITY)}{NEXT}{called('now')}<|eot|>",
+            "",
+            "",
+            [("weather", ROME), ("now", "{}")],
+        ),
+        (
+            called("weather", *map(parameter, VALUES, WRITTEN)),
+            "",
+            "",
+            [("weather", json.dumps(VALUES))],
+        ),
+        (called("weather.weather", CITY), "", "", [("weather", ROME)]),
+        (called("weather.today", CITY), "", "", [("weather.today", ROME)]),
+        (called("weather", ROME), "", "", [("weather", ROME)]),
+        (f" to=self<|message|>I do {invoked('now')}", f"I do {invoked('now')}", "", []),
+        (
+            f" to=self<|message|>Hm.<|start|>assistant{called('now')}",
+            "Hm.",
+            "",
+            [("now", "{}")],
+        ),
+        (f" to=self<|message|>a{NEXT} to=self<|message|>b", "a\nb", "", []),
+        ("Hello to=you", "", "Hello to=you", []),
+        ("to be", "", "to be", []),
+        ("assistant to=self", "", "to=self", []),
+        (" to=weather<|message|>What?", "", "What?", []),
+        ("", "", "", []),
+    ],
+)
+def test_answers_of_muse_glimmer(
+    text: str, reasoning: str, answer: str, calls: list[tuple[str, str]]
+) -> None:
+    check(MuseParser, text, reasoning, answer, calls)
+
+
+def test_nothing_of_a_header_or_a_call_that_is_cut_off_is_text() -> None:
+    text = f" to=self<|message|>Hm.{NEXT}{called('weather', CITY)}"
+    for end in range(len(text)):
+        for pieces in ([text[:end]], list(text[:end])):
+            reasoning, said, _ = parse(MuseParser, pieces, cut=True)
+            assert "Hm.".startswith(reasoning)
+            assert said == ""
 
 
 def test_messages_and_tools_for_the_template() -> None:

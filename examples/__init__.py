@@ -1,1 +1,0 @@
-"""Scripts that show the library at work; each says how to run it."""
