@@ -4,10 +4,10 @@ import copy
 import hashlib
 import itertools
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
@@ -51,7 +51,7 @@ from nanovllm.apps.server.protocol import (
 from nanovllm.apps.server.sse import json_response, named_frames, sse
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.errors import InvalidRequestError
-from nanovllm.options.other_names import OtherName, other_names
+from nanovllm.options.other_names import other_names
 from nanovllm.options.validation import shown
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
@@ -85,9 +85,7 @@ _BY_TYPE = Field(discriminator="type")
 class ContentBlock(RequestModel):
     """A part of a message. Every prompt is cached, so marks of what to cache are dropped."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        ["cache_control", "citations", "caller", "toolset_name"]
-    )
+    ignored = frozenset(["cache_control", "citations", "caller", "toolset_name"])
 
 
 class TextBlock(ContentBlock):
@@ -220,8 +218,8 @@ def _few_blocks(messages: Any) -> Any:
 
 
 class ClientTool(Tool):
-    schema_field: ClassVar[str] = "input_schema"
-    ignored: ClassVar[frozenset[str]] = frozenset(
+    schema_field = "input_schema"
+    ignored = frozenset(
         (
             *("cache_control", "input_examples", "allowed_callers"),
             *("defer_loading", "eager_input_streaming"),
@@ -256,7 +254,7 @@ class ToolChoiceOption(RequestModel):
 class Thinking(RequestModel):
     """Whether the model thinks before it answers. How long it does is its own choice."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset(["budget_tokens", "display"])
+    ignored = frozenset(["budget_tokens", "display"])
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
@@ -276,13 +274,13 @@ class RequestMetadata(RequestModel):
 
 
 class CountTokensRequest(ConversationRequest):
-    others: ClassVar[Mapping[str, OtherName]] = {
-        **ConversationRequest.others,
-        **_OF_OTHER_ROUTES,
-        **other_names({"container mcp_servers": ([],)}),
-    }
-    not_taken: ClassVar[frozenset[str]] = frozenset(_OF_OTHER_ROUTES)
-    ignored: ClassVar[frozenset[str]] = ConversationRequest.ignored | {
+    others = (
+        ConversationRequest.others
+        | _OF_OTHER_ROUTES
+        | other_names({"container mcp_servers": ([],)})
+    )
+    not_taken = frozenset(_OF_OTHER_ROUTES)
+    ignored = ConversationRequest.ignored | {
         *("thread", "cache_control", "context_management", "inference_geo", "speed"),
         *("diagnostics", "user_profile_id", "workspace_id", "betas"),
     }
