@@ -198,5 +198,5 @@ def test_an_engine_that_dies_is_started_again(router: Router) -> None:
             lines.append(line)
     assert json.loads(lines[-4].removeprefix("data: "))["error"]["code"] == "engine_dead"
     assert lines[-2] == "data: [DONE]"
-    assert router.ask("a").status_code == 200
+    wait_until(lambda: router.ask("a").status_code == 200, 60)  # some may still reach the dead one
     assert "model_deaths_total" in router.http.get("/metrics").text

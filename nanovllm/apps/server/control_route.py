@@ -26,7 +26,7 @@ training_router = APIRouter(tags=["development"], route_class=JSONRoute)
 
 
 def controlled(request: Request) -> ServerState:
-    """Return the state of a server to control; refuse web pages, which need no key to ask."""
+    """Return the server's state; refuse web pages if no API key stops them."""
     server = state_of(request)
     if "origin" in request.headers and not server.options.api_keys:
         raise APIError(403, "web pages do not control this server: give it an --api-key")

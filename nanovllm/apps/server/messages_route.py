@@ -311,7 +311,7 @@ class CountTokensRequest(ConversationRequest):
         return sorted(self._tools(), key=lambda tool: tool.name)
 
     def _tools(self) -> list[ClientTool]:
-        """Return the tools after the last addition and removal, which name defined ones only."""
+        """Return the tools left after all additions and removals; refuse undefined names."""
         tools = self.tools or []
         names = {tool.name for tool in tools}
         removed: set[str] = set()
@@ -440,7 +440,7 @@ def messages_of(body: CountTokensRequest) -> list[Message]:
 
 
 def _add_text(turns: Turns, role: str, text: str) -> None:
-    """Add a text, which is a part of its turn's."""
+    """Append a text to the turn of this role."""
     if role == "system" and not (text := _BILLING.sub("", text, count=1)):
         return
     turns.turn(role).setdefault("content", []).append(text)
@@ -462,7 +462,7 @@ def _add_block(turns: Turns, role: str, block: AnyBlock) -> None:
 
 
 def _joined(name: str, value: Any) -> Any:
-    """Return the value of a message's field: if it is a text, its parts joined."""
+    """Return the value of a message's field; the parts of a text are joined."""
     return _BETWEEN_PARTS[name].join(filter(None, value)) if name in _BETWEEN_PARTS else value
 
 

@@ -60,7 +60,7 @@ class PoolingRequest(EngineRequest):
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
 
     def params(self, **changes: Any) -> PoolingParams:
-        """Return what the request wants of each text; raise InvalidRequestError."""
+        """Return the parameters of each text; raise InvalidRequestError if one is invalid."""
         normalize = self.use_activation if self.normalize is None else self.normalize
         return PoolingParams(
             pooling=self.pooling,
@@ -208,7 +208,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
 async def _embed(
     request: Request, body: EmbeddingRequest, prefix: str, kind: str, key: str
 ) -> Response:
-    """Answer with the vectors of texts, each a `kind` in the field `key`."""
+    """Answer with a vector for each text: objects of type `kind`, with the vector in `key`."""
     given: Any = body.input
     prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     with naming_params(type(body).model_fields, "input"):
@@ -248,7 +248,7 @@ async def _scored(
     instruction: str | None,
     most_tokens: int = 0,
 ) -> list[ScoringRequestOutput]:
-    """Return the scores of pairs of queries and documents, by the names of their fields."""
+    """Return the scores of the pairs in `texts`, which has the two fields by name."""
     processor = state_of(request).llm.engine.input_processor
     names = tuple(texts)
     first, second = ([each] if isinstance(each, str) else each for each in texts.values())

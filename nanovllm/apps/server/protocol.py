@@ -366,7 +366,7 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 
 
 def check_size(schemas: Iterable[Any], field: str) -> None:
-    """Refuse schemas, in this field of the model, that have too many values in all."""
+    """Refuse schemas that have too many values in all, as an error of `field`."""
     unread = list(schemas)
     num_values = len(unread)
     while unread:
@@ -389,11 +389,11 @@ _KEYWORDS: dict[str, tuple[type, str]] = {
     "enum": (list, "a list of values"),
     "$ref": (str, 'a text such as "#/$defs/name"'),
 }
-"""By keyword: what its value must be, if it is not empty."""
+"""What the value of each keyword must be, unless it is empty."""
 
 
 def check_keywords(schema: Any, field: str) -> None:
-    """Refuse a tool's schema, in this field, in which a keyword's value is of a wrong kind."""
+    """Refuse a tool's schema with a keyword whose value has the wrong type."""
     unread = [(field, schema)]
     while unread:
         place, part = unread.pop()

@@ -61,7 +61,7 @@ from nanovllm.outputs import CompletionOutput, RequestOutput
 
 router = APIRouter(tags=["responses"], route_class=JSONRoute)
 stored_router = APIRouter(include_in_schema=False)
-"""The routes of stored responses, which say that there are none."""
+"""Routes of stored responses. All answer 404, as none is stored."""
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """Return the text for a custom tool; arguments that are otherwise are passed on whole."""
+    """Return the input of a custom tool; arguments of another form are returned unchanged."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):
