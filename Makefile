@@ -46,8 +46,7 @@ lint: $(VENV)/.dev  ## check style and types
 	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
 	$(BIN)/mypy
 
-format: $(VENV)/.dev  ## repair style, and write the calls of the C kernels again
-	$(BIN)/python -m tools.kernel_calls
+format: $(VENV)/.dev  ## repair style
 	$(BIN)/clang-format -i $(C_SOURCES)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.apps.prove import ProveOptions
 from nanovllm.apps.prove.proof import SAME, Prover
-from nanovllm.apps.prove.prove_options import ProveOptions
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu import library as library_module
 from nanovllm.kernels.cpu.library import library
@@ -100,14 +100,7 @@ def assert_same_bits(
     **options: Any,
 ) -> None:
     """Check that requests have the same bits alone and in these ways of `nanovllm prove`."""
-    script = str(tmp_path / "reproduction.py")
-    prove = ProveOptions(
-        ways=ways,
-        full=full,
-        num_requests=num_requests,
-        reproduction=script,
-        lora_modules=lora_modules,
-    )
+    prove = ProveOptions(ways=ways, full=full, num_requests=num_requests, lora_modules=lora_modules)
     options = {"max_model_len": MAX_MODEL_LEN, "device": "cpu", **options}
     proof = Prover(model, options, prove).prove()
     assert proof.holds, proof.difference

@@ -32,7 +32,7 @@ from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.torch_kernels import PlainWeight
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
-from nanovllm.options.plugins import GROUP, guarded, installed
+from nanovllm.options.plugins import GROUP, guarded
 from nanovllm.worker.hooks import StepTensors
 from nanovllm.worker.model_report import report
 from tests.helpers import assert_idle
@@ -165,7 +165,7 @@ class NoFiles(MyTier):
         raise KeyError(7)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_ranks_have_them_all(
     num_ranks: int, make_llm: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -316,19 +316,15 @@ def test_a_runner_is_not_asked_about_positions_that_the_device_knows(make_llm: A
 
 
 @pytest.mark.parametrize(
-    "options",
+    "option",
     [
-        {"attention_backend": "no_such:Class"},
-        {"step_runner": "no_such:Class"},
-        {"kv_store": "no_such:Class"},
-        {"logits_rules": ["no_such:Class"]},
-        {"quantization": "no_such:Class"},
-        {"model_family": "no_such:Class"},
-        {"speculative_config": {"method": "no_such:Class"}},
+        *("attention_backend", "step_runner", "kv_store", "logits_rules", "quantization"),
+        *("model_family", "speculative_config"),
     ],
-    ids=lambda options: next(iter(options)),
 )
-def test_a_module_that_is_not_there_ends_before_ranks_start(options: Any, make_llm: Any) -> None:
+def test_a_module_that_is_not_there_ends_before_ranks_start(option: str, make_llm: Any) -> None:
+    value = "no_such:Class"
+    options: Any = {option: {"method": value} if option == "speculative_config" else value}
     with pytest.raises(ConfigError, match="no_such cannot be imported.*PYTHONPATH must have"):
         make_llm(demo_model.MODEL, **OPTIONS, tensor_parallel_size=2, **options)
 
@@ -394,34 +390,21 @@ def install(folder: Path, name: str, plugins: dict[str, str]) -> None:
 
 
 def test_entry_points(package: Path) -> None:
-    config = Config(
-        "model",
-        attention_backend="slow",
-        eviction_policy="hits",
-        kv_store="files",
-        logits_rules=["fresh"],
-        quantization="grid",
-        scheduling_policy="short",
-        speculative_config={"method": "loop"},
-        step_runner="counts",
-    )
-    assert config.speculation is not None
-    assert [
-        config.attention_backend,
-        config.eviction_policy,
-        config.kv_store,
-        *config.logits_rules,
-        config.quantization,
-        config.scheduling_policy,
-        config.speculation.method,
-        config.step_runner,
-    ] == [
-        f"{LAB}.{kind}:My{kind.capitalize()}"
-        for kind in (
-            *("backend", "eviction", "tier", "rule"),
-            *("format", "policy", "proposer", "runner"),
-        )
-    ]
+    names: dict[str, Any] = {
+        "attention_backend": ("slow", "backend:MyBackend"),
+        "eviction_policy": ("hits", "eviction:MyEviction"),
+        "kv_store": ("files", "tier:MyTier"),
+        "logits_rules": ("fresh", "rule:MyRule"),
+        "quantization": ("grid", "format:MyFormat"),
+        "scheduling_policy": ("short", "policy:MyPolicy"),
+        "speculative_config": ({"method": "loop"}, "proposer:MyProposer"),
+        "step_runner": ("counts", "runner:MyRunner"),
+    }
+    config = Config("model", **{option: given for option, (given, _) in names.items()})
+    for option, (_, meant) in names.items():
+        found = getattr(config, option)
+        found = found.method if option == "speculative_config" else found
+        assert found == ((f"{LAB}.{meant}",) if option == "logits_rules" else f"{LAB}.{meant}")
     with pytest.raises(ConfigError, match='"priority", "fcfs", "short" or a class of yours'):
         Config("model", scheduling_policy="hits")  # of another kind
     install(package, "other-pack", {"policy.short": "other:Policy"})
@@ -459,10 +442,6 @@ def test_a_checkpoint_cannot_name_a_module(name: str, make_llm: Any, tmp_path: P
     (model / "config.json").write_text(json.dumps(fields))
     with pytest.raises(UnsupportedModelError, match="quant_method .* is not supported"):
         make_llm(model, **OPTIONS)
-
-
-def test_nothing_is_installed_here() -> None:
-    assert installed("policy") == {}
 
 
 @pytest.mark.long

@@ -70,10 +70,8 @@ class Detokenizer:
         return self._text.read(max(0, end - start))
 
     def add(self, token_id: int, *, search: bool = True) -> bool:
-        """Append a token; return whether a stop string is now complete, which ends the text.
-
-        Args:
-            search: False to ignore stop strings that this token completes, now and later.
+        """Append a token; return whether a stop string is now complete, which ends the text. With
+        search=False, what this token completes is ignored for good.
         """
         if token_id in self._skipped:
             return False
@@ -102,10 +100,8 @@ class Detokenizer:
             self._write(whole)
 
     def finish(self, *, search: bool = True) -> bool:
-        """Add the rest of the text: an incomplete character at the end becomes U+FFFD.
-
-        Returns:
-            Whether a stop string is complete.
+        """Add the rest of the text, where an incomplete character becomes U+FFFD; return whether a
+        stop string is complete.
         """
         if self.stop_string is None and self._num_read < len(self._token_ids):
             num_searched = self.num_chars
@@ -184,11 +180,7 @@ class Detokenizer:
         return self._tokenizer.decode(self._token_ids[start:end], skip_special_tokens=skip)
 
     def _find_stop(self, num_searched: int) -> bool:
-        """Cut the text at the stop string that is complete first; return whether there is one.
-
-        Args:
-            num_searched: length of the text that was searched before.
-        """
+        """Cut the text at the stop string that is complete first; return whether there is one."""
         found = self._stops.find(self.read, num_searched, self.num_chars)
         if found is None:
             return False
@@ -198,11 +190,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """The stop strings of one output.
-
-    Args:
-        include: whether the text keeps the stop string that ended it.
-    """
+    """The stop strings of one output; `include` keeps the one that ended it."""
 
     def __init__(self, stop: Seq[str], *, include: bool) -> None:
         self._places = {string: place for place, string in reversed(list(enumerate(stop)))}

@@ -77,11 +77,7 @@ class Sharded(Protocol):
 def model_shards(
     model: nn.Module, known: Collection[str] = ()
 ) -> Iterator[tuple[nn.Module, list[Shard]]]:
-    """Yield each module that has its own parameters, with the shards that fill them.
-
-    Args:
-        known: see `Renamed.checkpoint_name`.
-    """
+    """Yield each module that has its own parameters, with the shards that fill them."""
     if known and isinstance(model, Expecting):
         model.expect(known)
     for prefix, module in model.named_modules():

@@ -15,12 +15,13 @@ from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.config_fields import (
     MAX_SIZE,
     architecture_of,
+    check_rope,
     config_bool,
     config_number,
     config_size,
+    read_rope,
     text_fields,
 )
-from nanovllm.models.rope_fields import check_rope, read_rope
 from nanovllm.options.validation import check_float, shown
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
@@ -244,11 +245,7 @@ class ModelConfig:
         return [window if name == "sliding_attention" else None for name in types]
 
     def rope_of(self, layer_type: str, theta: float | None = None) -> RopeConfig:
-        """Return the rotary settings of layers of `layer_type`.
-
-        Args:
-            theta: used if neither the config nor the family has one.
-        """
+        """Return the rotary settings of layers of `layer_type`."""
         original = config_size(self.fields, self.names["max_position_embeddings"])
         return read_rope(self.fields, original, self.head_dim, layer_type, theta)
 

@@ -246,9 +246,6 @@ class Config:
     max_lora_rank. Requests with further adapters wait, and any number may be known."""
     max_lora_rank: Annotated[int, check_int, 1, 512] = 16
     """Maximum rank of an adapter that a request names."""
-    merge_lora: Annotated[str | None, check_path, "a directory or None"] = None
-    """Directory of a LoRA adapter that is merged into the weights when they are loaded: all
-    requests use it, at no cost per step. None disables it."""
     trace_file: Annotated[str | None, check_path, "a file or None"] = None
     """File for a timeline of the engine's steps and of each sequence, which ui.perfetto.dev shows;
     an existing file is overwritten. None is off."""
@@ -292,11 +289,6 @@ class Config:
             raise ConfigError(
                 "enable_return_routed_experts has each token computed, layer by layer: leave it "
                 "out, or step_runner and the tiers of the prefix cache"
-            )
-        if self.merge_lora is not None and self.enable_lora:
-            raise ConfigError(
-                "merge_lora merges one adapter into the weights, and with enable_lora=True each "
-                "request may name its own: leave one of both out"
             )
         if self.tensor_parallel_size > 1 and self.names_one_gpu:
             raise ConfigError(

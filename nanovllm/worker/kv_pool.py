@@ -9,33 +9,29 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.core.windows import WindowSpec
+from nanovllm.core.worker_info import WindowSpec
 from nanovllm.kernels.cpu.library import library, torch_on_one_thread
 from nanovllm.kernels.cpu.ops import copy_pages
 from nanovllm.kernels.states import aligned
 from nanovllm.platform import Platform
 from nanovllm.utils.memory import populate, return_pages
 
-_BYTES_AHEAD = 32 * 2**20
-"""Bytes of memory kept ready after the last page in use."""
+_BYTES_AHEAD = 32 * 2**20  # bytes of memory kept ready after the last page in use
 
 
 class KVPlace(NamedTuple):
     """Where a layer's keys and values are."""
 
-    table: int
-    """The block table that has the ids of its pages."""
-    offset: int
-    """Bytes from the start of a page."""
+    table: int  # the block table that has the ids of its pages
+    offset: int  # bytes from the start of a page
 
 
 @dataclasses.dataclass(frozen=True)
 class PageLayout:
-    """How layers share the pages of a pool. See core/windows.py."""
+    """How layers share the pages of a pool. See core/worker_info.py."""
 
     page_bytes: int
-    places: tuple[KVPlace, ...]
-    """Of each layer."""
+    places: tuple[KVPlace, ...]  # of each layer
     windows: tuple[WindowSpec, ...]
 
 
@@ -176,9 +172,8 @@ class KVPool:
         self.populate_beyond(max(targets))
 
     def populate_beyond(self, block: int) -> None:
-        """On a CPU, have memory ready for the pages after `block`, which is in use or the first.
-
-        A pool on a CPU takes memory as pages are used, in their order.
+        """On a CPU, which gives memory to pages as they are used, have it ready for those after
+        `block`.
         """
         start = self._num_populated
         by_page = self._by_page and self._platform.in_host_memory

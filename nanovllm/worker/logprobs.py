@@ -19,10 +19,8 @@ from nanovllm.worker.device_tables import DeviceTables
 if TYPE_CHECKING:
     from nanovllm.worker.step_sampler import StepSampler
 
-_PIECE = 2**23
-"""Logits whose log-probabilities are in memory at the same time: 32 MiB in float32."""
-_PROMPT_ROWS = 256
-"""Prompt positions whose logits are in memory at the same time."""
+_PIECE = 2**23  # logits whose log-probabilities are in memory at the same time: 32 MiB in float32
+_PROMPT_ROWS = 256  # prompt positions whose logits are in memory at the same time
 
 
 class GatheredLogprobs(NamedTuple):

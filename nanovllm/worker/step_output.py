@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.core.messages import Extras, FinishInfo, Row, RowDetails, StepResult
-from nanovllm.core.transfers import Loaded
+from nanovllm.core.messages import Extras, FinishInfo, Loaded, Row, RowDetails, StepResult
 from nanovllm.layers.sampler import NO_TOKEN, RULED_OUT
 from nanovllm.options.sampling_params import REQUESTS_FAULT
 from nanovllm.platform import Platform
@@ -64,10 +63,7 @@ class StepOutput:
         )
 
     def row_results(self, rows: list[Row]) -> tuple[list[list[int]], dict[int, RowDetails]]:
-        """Return the tokens of each row, and the details of the rows that have any.
-
-        The copies to the host must be complete.
-        """
+        """Return the tokens of each row and the details of rows with any, once all is here."""
         sampled = self.token_ids.tolist()
         has_details = (
             self.logprobs or self.finish_infos or self.forcing or min(sampled, default=0) < 0
@@ -90,9 +86,9 @@ class PendingResult:
         timer: marked the ends of proposing and of the step; None: the step is not timed.
 
     Attributes:
-        loaded, finish_infos: set before the result is asked for. The loads from tiers that have
-            ended, and by sequence id why sequences of the step's rows end although the step ran.
-        on_host: called, before these are read, when what was copied to the host is there.
+        loaded: the loads from tiers that have ended.
+        finish_infos: by sequence id, why sequences of the step's rows end although the step ran.
+        on_host: called before these two are read, when what was copied to the host is there.
     """
 
     def __init__(
@@ -160,12 +156,8 @@ def _detailed_results(
     forcing: "Mapping[int, GrammarRow]",
     logprobs: "list[Logprobs]",
 ) -> tuple[list[list[int]], dict[int, RowDetails]]:
-    """Return the tokens of each row, and by sequence id the details of the rows that have any.
-
-    Args:
-        sampled: [S], a token, NO_TOKEN or RULED_OUT for each sample.
-        drafts: [S], the draft that the sample may confirm.
-        finish_infos, forcing, logprobs: of `StepOutput`.
+    """Return what `row_results` does. `sampled` [S] has a token, NO_TOKEN or RULED_OUT for each
+    sample, `drafts` [S] the draft that the sample may confirm.
     """
     from nanovllm.worker.logprobs import by_sequence
 

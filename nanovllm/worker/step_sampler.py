@@ -81,11 +81,6 @@ class StepSampler:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def want_logprobs(self) -> bool:
-        """Whether the request of some sample wants log-probabilities."""
-        return any(params.logprobs is not None for params in self.params)
-
     def finish(
         self,
         tensors: "StepTensors",
@@ -115,7 +110,7 @@ class StepSampler:
             tokens = torch.empty_like(self.output_indices)
         else:
             tokens = self.sample(logits)
-            if self.want_logprobs:
+            if any(params.logprobs is not None for params in self.params):
                 from nanovllm.worker.logprobs import sampled_logprobs
 
                 logprobs += sampled_logprobs(tables, self, logits, tokens, mode)

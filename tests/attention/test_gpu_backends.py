@@ -327,7 +327,7 @@ def test_an_fp8_cache_needs_a_gpu_that_has_it(a_gpu, monkeypatch):
     spec = dataclasses.replace(a_gpu, kv_dtype=FP8)
     assert isinstance(select_backend(spec, GPU.attention_backends(TritonKernels())), TritonBackend)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    rule = "needs a GPU of compute capability 8.9 .* triton: compute capability 8.6 is below 8.9"
+    rule = r"needs a GPU of compute capability 8.9 .*\(triton: compute capability 8.6 is below 8.9"
     with pytest.raises(ConfigError, match=rule):
         select_backend(spec, GPU.attention_backends(TritonKernels()))
 

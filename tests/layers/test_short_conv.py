@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoConfig
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
-from nanovllm.layers.short_conv import ShortConv
+from nanovllm.layers.state_layer import ShortConv
 from tests.closeness import assert_close
 from tests.layers import mixer_cases
 
@@ -18,7 +18,7 @@ def test_as_transformers(taps, bias, num_ranks, tmp_path, monkeypatch):
     theirs = mixer_cases.randomize(Lfm2ShortConv(config, 0))
     sequences = mixer_cases.inputs(26)
     total = [0.0] * len(sequences)
-    for rank in mixer_cases.on_ranks(monkeypatch, "nanovllm.layers.short_conv", num_ranks):
+    for rank in mixer_cases.on_ranks(monkeypatch, "nanovllm.layers.state_layer", num_ranks):
         mixer = mixer_cases.load(ShortConv(26, taps, bias=bias), theirs, tmp_path)
         found = mixer_cases.run_in_steps(mixer, sequences, rank)
         total = [before + here for before, here in zip(total, found, strict=True)]

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.features.quantization.names import Names
 from nanovllm.features.quantization.quantized_fields import Field
-from nanovllm.features.quantization.quantized_fp8 import Fp8Format
 from nanovllm.features.quantization.weight_formats import checkpoint_format
 
 BLOCKS = {
@@ -60,8 +58,8 @@ def test_wrong_types(wrong):
 
 
 def test_excludes():
-    entries = Names(["lm_head", "layers.1", "re:.*down_proj$"], "ignore")
-    fp8 = Fp8Format(Field("weight_scale", torch.float32, None), entries)
+    entries = ["lm_head", "layers.1", "re:.*down_proj$"]
+    fp8 = checkpoint_format({**BLOCKS, "modules_to_not_convert": entries})
     excluded = ["lm_head", "model.layers.1.mlp.up_proj", "model.layers.0.mlp.down_proj"]
     assert [fp8.excludes(name) for name in excluded] == [True] * 3
     assert not fp8.excludes("model.layers.11.mlp.up_proj")

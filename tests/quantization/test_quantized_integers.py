@@ -13,8 +13,6 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.loading.loader import load_weights
-from nanovllm.utils import distributed
-from nanovllm.utils.distributed import TensorParallel
 from tests.quantization.integer_cases import CASES, awq, case, gptq
 
 PACKED = "pack-quantized"
@@ -30,14 +28,6 @@ ORDERED = {
     "packed": case(PACKED, 4, 32, actorder="group"),
     "GPTQ": gptq(4, 32, symmetric=False, desc_act=True),
 }
-
-
-@pytest.fixture
-def as_rank(monkeypatch):
-    def become(rank, size):
-        monkeypatch.setattr(distributed, "_tensor_parallel", TensorParallel(rank, size))
-
-    return become
 
 
 def write(path, shapes, layout):

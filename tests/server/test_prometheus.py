@@ -16,7 +16,7 @@ from nanovllm.apps.server.prometheus import (
     bucket_bounds,
 )
 from nanovllm.errors import EngineDeadError, InvalidRequestError
-from nanovllm.testing.fake_controller import FakeController
+from nanovllm.testing.fake_engine import fake_controller
 from tests.glossary import GREEDY, OPTIONS, QUESTION, QUESTIONS
 from tests.server.dashboards import labels_of, metrics_of, queries
 
@@ -30,7 +30,7 @@ Samples = dict[str, float]
 @pytest.fixture(scope="module")
 def llm() -> Iterator[AsyncLLM]:
     llm = AsyncLLM(demo_model.MODEL, speculative_config={"method": "ngram"}, **OPTIONS)
-    llm.engine.scheduler.drafting.controller = FakeController(lambda most: min(most, 2))
+    llm.engine.scheduler.drafting.controller = fake_controller(lambda most: min(most, 2))
     yield llm
     llm.shutdown()
 

@@ -2,22 +2,29 @@
 
 import argparse
 import contextlib
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from nanovllm import __version__, demo_model
 from nanovllm.apps.cli.batch import add_batch
-from nanovllm.apps.cli.flag_groups import add_engine_flags, add_sampling_flags
-from nanovllm.apps.cli.hub import add_show
 from nanovllm.apps.cli.lab import add_lab
 from nanovllm.apps.cli.learn import add_learn
 from nanovllm.apps.cli.models import add_models
 from nanovllm.apps.cli.prove import add_prove
-from nanovllm.apps.explain.explain_options import ExplainOptions
+from nanovllm.apps.explain import ExplainOptions
 from nanovllm.apps.router.router_options import add_router_flags
 from nanovllm.apps.server.server_options import add_server_flags
 from nanovllm.errors import ConfigError
-from nanovllm.options.flags import Parser, add_flags, add_other_flags, json_object
+from nanovllm.options.flags import (
+    Command,
+    Parser,
+    Subparsers,
+    add_engine_flags,
+    add_flags,
+    add_other_flags,
+    add_sampling_flags,
+    json_object,
+)
 from nanovllm.options.model_names import looks_like_model, no_model
 from nanovllm.options.validation import listed, shown
 
@@ -29,11 +36,10 @@ COMMON = {
     "generate": "chat json max_tokens temperature top_p seed n stop max_model_len quantization",
     "chat": "url system temperature top_p max_tokens seed max_model_len quantization device "
     "num_threads",
-    "run": "system temperature top_p max_tokens seed max_model_len quantization device "
-    "num_threads narrate",
-    "serve": "host port api_keys served_model_name config max_model_len quantization device "
+    "run": "system temperature top_p max_tokens seed max_model_len quantization device num_threads",
+    "serve": "host port api_keys served_model_name max_model_len quantization device "
     "gpu_memory_utilization tensor_parallel_size",
-    "explain": "html chat xray max_tokens temperature top_p seed max_model_len max_num_seqs "
+    "explain": "html chat max_tokens temperature top_p seed max_model_len max_num_seqs "
     "max_num_batched_tokens",
 }
 """By command, the flags that --help shows."""
@@ -46,6 +52,7 @@ EXAMPLES = {
 }
 """By command, what stands behind it in two examples."""
 ELSEWHERE = {
+    "show": "use models MODEL; `hf cache ls` lists the models on this machine",
     "pull": "`hf download OWNER/NAME` gets a model",
     "list": "`hf cache ls` lists the models on this machine",
     "ls": "`hf cache ls` lists the models on this machine",
@@ -54,11 +61,9 @@ ELSEWHERE = {
     "stop": "Ctrl-C ends a server, and --keep-alive says when a model of several leaves memory",
     "complete": "use generate, or chat --url",
     "run-batch": "use batch",
-    "bench": "use lab bench, or python bench.py",
+    "bench": "use python bench.py",
 }
 """What to use for commands of ollama, vLLM and earlier versions."""
-Command = Callable[[argparse.Namespace], int]
-"""Runs with the parsed arguments, and returns the exit status. Its docstring is the help."""
 
 
 def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
@@ -80,7 +85,6 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
         _add_command(added, command)
     add_batch(added)
     add_models(added)
-    add_show(added)
     add_prove(added)
     add_learn(added)
     add_lab(added)
@@ -142,7 +146,7 @@ def _is_model(word: str, command: Command) -> bool:
     return False
 
 
-def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Command) -> None:
+def _add_command(commands: Subparsers, command: Command) -> None:
     name = command.__name__
     takes_prompts = name in ("generate", "explain")
     words = "[MODEL] [PROMPT ...]" if takes_prompts or name == "run" else "[MODEL]"
@@ -174,16 +178,10 @@ def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Comman
     elif takes_prompts:
         _add_prompt_flags(parser)
     if name == "explain":
-        add_flags(parser.add_argument_group("explain"), ExplainOptions, but=(), defaults={})
+        add_flags(parser.add_argument_group("explain"), ExplainOptions)
     elif name == "generate":
         parser.add_argument(
             "--json", action="store_true", help="Print each output as a line of JSON."
-        )
-    if name in ("generate", "chat", "run"):
-        parser.add_argument(
-            "--narrate",
-            action="store_true",
-            help="Write a line to standard error for each step of the engine. (default: off)",
         )
     defaults = {"max_logprobs": str(MAX_LOGPROBS)} if name == "serve" else {}
     add_engine_flags(parser, defaults)
@@ -202,12 +200,6 @@ def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Comman
 def _add_serve_flags(parser: Parser) -> None:
     parser.set_defaults(max_logprobs=MAX_LOGPROBS)
     parser.takes_lists = True
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="A YAML file with flags as keys, such as max-model-len: 8192; model is the MODEL. "
-        "What the command line has too, the file does not change. (default: no such file)",
-    )
     add_server_flags(parser)
     add_router_flags(parser)
 

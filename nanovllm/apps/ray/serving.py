@@ -35,7 +35,7 @@ _OF_SERVE = inspect.signature(serve.deployment).parameters.keys() - {
 }
 """Options of Ray Serve that the replicas may be given."""
 _TARGET_REQUESTS = 32
-"""Of a replica, which autoscaling aims at: more of them make each answer slower on most devices."""
+"""Requests per replica that autoscaling aims for; more slow down each answer on most devices."""
 _MOST_REPLICAS = 100
 """With num_replicas="auto", as Ray Serve's own."""
 _START_ATTEMPTS = 3

@@ -111,7 +111,7 @@ class ModelSpec:
 
 def add_router_flags(parser: Parser) -> None:
     group = parser.add_argument_group("several models")
-    add_flags(group, RouterOptions, but=(), defaults={})
+    add_flags(group, RouterOptions)
 
 
 def names_several(words: Seq[str]) -> bool:

@@ -15,7 +15,7 @@ from nanovllm.apps.server.prometheus import RequestMeter
 from nanovllm.apps.server.protocol import EngineRequest, GenerationRequest
 from nanovllm.apps.server.request_log import record_of
 from nanovllm.apps.server.state import ServerState, state_of
-from nanovllm.engine.fair_executor import FairExecutor
+from nanovllm.engine.engine_thread import FairExecutor
 from nanovllm.engine.input_processor import NO_OUTPUT
 from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import InvalidRequestError

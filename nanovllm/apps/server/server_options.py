@@ -204,7 +204,7 @@ def keys_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[st
 
 def add_server_flags(parser: Parser) -> None:
     group = parser.add_argument_group("server")
-    add_flags(group, ServerOptions, but={"api_keys"}, defaults={})
+    add_flags(group, ServerOptions, but={"api_keys"})
     group.add_argument(
         "--api-key",
         action="append",

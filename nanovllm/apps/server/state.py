@@ -17,7 +17,7 @@ from nanovllm.apps.server.prometheus import ServerMetrics
 from nanovllm.apps.server.server_options import ServerOptions, check_options, model_name
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.core.worker_info import WorkerInfo
-from nanovllm.engine.fair_executor import FairExecutor
+from nanovllm.engine.engine_thread import FairExecutor
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.tokenizer import token_bytes
 from nanovllm.options.config import Config
@@ -173,7 +173,7 @@ def _fingerprint(config: Config, info: WorkerInfo) -> str:
     arithmetic = info.arithmetic
     is_invariant = arithmetic is not None and arithmetic.batch_invariant
     if is_invariant:  # then the other options change no bit
-        model = config.model, config.revision, config.hf_overrides, config.merge_lora, config.seed
+        model = config.model, config.revision, config.hf_overrides, config.seed
         decisive = (*model, info.block_size, config.logprobs_mode, arithmetic)
     digest = hashlib.sha256(repr(decisive).encode()).hexdigest()
     return f"nanovllm-{__version__}-{'invariant-' * is_invariant}{digest[:8]}"

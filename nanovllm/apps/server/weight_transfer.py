@@ -23,16 +23,12 @@ class WeightTransfer:
 
         Arguments and errors are those of `TransferGroup`.
         """
-
-        def joined() -> TransferGroup:
-            group = TransferGroup(address, port, rank, world_size, timeout)
-            group.join()
-            return group
-
         async with self._lock:
             self._leave()
             await self._llm.cancel_weight_update()
-            self._group = await asyncio.to_thread(joined)
+            self._group = await asyncio.to_thread(
+                TransferGroup, address, port, rank, world_size, timeout
+            )
 
     async def receive(
         self, names: list[str], dtype_names: list[str], shapes: list[list[int]]

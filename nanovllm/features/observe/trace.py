@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from nanovllm.core.messages import Admission, Schedule, StepResult
 from nanovllm.core.sequence import Sequence
-from nanovllm.engine.observer import Observer
+from nanovllm.engine.llm_engine import Observer
 from nanovllm.engine.request import Request
 from nanovllm.errors import ConfigError
 from nanovllm.options.validation import shown

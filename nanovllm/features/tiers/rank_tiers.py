@@ -14,10 +14,10 @@ import torch
 from nanovllm.core.messages import Row, Schedule
 from nanovllm.core.worker_info import TierInfo, WorkerInfo
 from nanovllm.errors import ConfigError, OutOfMemoryError
+from nanovllm.features.tiers.directory import make_store
 from nanovllm.features.tiers.host_pages import HostPages, PageCopies
 from nanovllm.features.tiers.kv_namespace import kv_namespace
 from nanovllm.features.tiers.page_transfers import PageTransfers
-from nanovllm.features.tiers.store import make_store
 from nanovllm.features.tiers.weight_files import WeightSnapshot
 from nanovllm.platform.cpu import available_memory
 from nanovllm.utils.distributed import broadcast_from_first, smallest, tensor_parallel

@@ -70,7 +70,8 @@ class PanelWeight:
             x = x.contiguous()
         y = torch.empty(m, n, dtype=torch.bfloat16)
         if panels.scales is None:
-            library.call("nv_linear", x, x.stride(0), panels.packed, bias, y, m, n, k)
+            inputs = x, x.stride(0), 0, panels.packed, bias
+            library.call("nv_linear", *inputs, y, n, 0, m, 1, n, k, 0, 0)
         else:
             # What they are rounded to, with a scale and a sum for at least 16; and their order.
             prepared = torch.empty(m, 4 * k if panels.inputs is None else 6 * k, dtype=torch.uint8)
@@ -146,20 +147,11 @@ class IntPanelWeight(PanelWeight):
             more = (-(more.int() + (8 if bits == 4 else 0))).short()
         assert scales.dtype == (torch.bfloat16 if kind == FP4 else torch.float16)
         m, k = values.shape
-        library.call(
-            "nv_pack_int",
-            values.contiguous(),
-            scales.contiguous(),
-            None if more is None else more.contiguous(),
-            packed[start // PANEL :],
-            packed_scales[start // PANEL :],
-            m,
-            k,
-            k // scales.shape[1],
-            k // packed_scales.shape[1],
-            bits,
-            kind,
-        )
+        first = start // PANEL
+        rows = values.contiguous(), scales.contiguous(), None if more is None else more.contiguous()
+        groups = k // scales.shape[1], k // packed_scales.shape[1]
+        tensors = *rows, packed[first:], packed_scales[first:]
+        library.call("nv_pack_int", *tensors, m, k, *groups, bits, kind)
         if factors is None:
             return
         if self.panels.factors is None:

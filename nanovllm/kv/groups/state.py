@@ -366,8 +366,8 @@ class StateGroup(KVCacheGroup):
         node = snapshot.node
         if evicted and node is not None and snapshot.pages:
             is_copied = all(copy.targets != snapshot.pages for copy in self._copies)
-            for listener in self.pool.listeners if is_copied else ():
-                listener.evicted(node, self.suffix, snapshot.pages)
+            if is_copied:
+                self.pool.listener.evicted(node, self.suffix, snapshot.pages)
         snapshot.is_dropped = True
         self._held.pop(snapshot, None)
         if node is not None:
@@ -375,8 +375,7 @@ class StateGroup(KVCacheGroup):
 
     def _offer(self, snapshot: Snapshot) -> None:
         """Tell listeners of a prompt's snapshot: it is cached, and its pages hold it."""
-        if snapshot.is_dropped or not snapshot.is_of_prompt:
+        if snapshot.node is None or snapshot.is_dropped:
             return
-        if snapshot.node is not None:
-            for listener in self.pool.listeners:
-                listener.written(snapshot.node, self.suffix, snapshot.pages)
+        if snapshot.is_of_prompt:
+            self.pool.listener.written(snapshot.node, self.suffix, snapshot.pages)

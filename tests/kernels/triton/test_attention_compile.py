@@ -45,7 +45,7 @@ def assert_fits(call, archs):
         for kernel in kernels:
             # On an H200 prefill is up to 1.7 times as fast with them: see `_prefill_options`.
             # Those of decode are outside of its loop.
-            allowed = {"prefill_tile": 192, "_decode": 16}.get(kernel.name, 0)
+            allowed = {"_prefill_tile": 192, "_decode": 16}.get(kernel.name, 0)
             assert kernel.n_spills <= allowed, kernel
             assert kernel.shared <= SHARED[arch] * 1024, kernel
     return compiled
@@ -66,7 +66,7 @@ def test_attention(num_heads, head_dim, dtype, cache_dtype, block_size, archs):
     """Shapes of Qwen3-0.6B, 8B, 32B and 14B, of Llama-3.1-8B, 70B and 405B, Llama-3.2-1B and 3B."""
     call = (launch, (num_heads, 8, head_dim), dtype, cache_dtype, block_size)
     for kernels in assert_fits(call, archs).values():
-        names = ["_plan_decode", "_decode", "prefill_tile", "prefill_tile", "merge_prefill"]
+        names = ["_plan_decode", "_decode", "_prefill_tile", "_prefill_tile", "_merge_prefill"]
         assert [kernel.name for kernel in kernels] == names
 
 
@@ -108,7 +108,7 @@ def test_later_layers_launch_the_compiled_kernels():
     paged = {"block_tables": (8, 70), "table_stride": 70, "BLOCK_SIZE": 64}
     assert decode[:2] == ("_decode", (396, 1, 1))
     assert decode[2].items() >= {**tensors, **shape, **paged, "M": 16, "max_splits": 16}.items()
-    assert prefill[:2] == ("prefill_tile", (24, 1, 1))
+    assert prefill[:2] == ("_prefill_tile", (24, 1, 1))
     assert prefill[2].items() >= {**tensors, **shape, **paged, "SPLIT": True, "M": 128}.items()
-    assert merge[:2] == ("merge_prefill", (64, 1, 1))
+    assert merge[:2] == ("_merge_prefill", (64, 1, 1))
     assert merge[2].items() >= {**shape, "out": (63, 16, 128), "merges": (1, 4)}.items()

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.torch_kernels import TORCH
-from nanovllm.kernels.triton import inverse_cdf, sampling as triton_sampling
+from nanovllm.kernels.triton import sampling as triton_sampling, top_k_top_p
 from nanovllm.layers.sampler import NO_TOKEN, Sampling, draw, uniform
 from tests.kernels.triton.inputs import (
     CUDA,
@@ -126,7 +126,7 @@ def test_forbidden_tokens_are_never_drawn(dtype):
 @triton.jit
 def invert(weights, targets, places, SIZE: tl.constexpr):
     row = tl.program_id(0)
-    place, _ = inverse_cdf.invert(tl.load(weights + tl.arange(0, SIZE)), tl.load(targets + row))
+    place, _ = top_k_top_p.invert(tl.load(weights + tl.arange(0, SIZE)), tl.load(targets + row))
     tl.store(places + row, place)
 
 
