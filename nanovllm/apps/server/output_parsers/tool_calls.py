@@ -30,6 +30,7 @@ JSON_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]
 _SCALAR = re.compile(r"[-+.\w]")
 _ARGUMENTS = ("arguments", "parameters")
 _MOST_READ = 4096
+_LONGEST_TAG = 64
 MAX_CALLS = 128
 """Calls in an answer; a message of a request may have as many."""
 
@@ -149,8 +150,9 @@ class ToolCallParser(PartsReader):
                 except NotACall:
                     if self._cut and (has_tag or self._num_calls > num_calls):
                         return  # of a call that cannot be made
-                    if self._is_after_call and self._text.strip() == self._opening:
-                        return  # it stands for the closing tag, and the answer has ended
+                    is_last = self._ended and self._text.strip() == self._opening
+                    if is_last and self._is_after_call:
+                        return  # it stands for the closing tag
                     self._send_text(self._pos)
                 else:
                     self._drop_read()
@@ -384,13 +386,21 @@ class ToolCallParser(PartsReader):
     def _search(self, characters: str) -> Steps[str]:
         """Read up to the next of these characters or of `_stops`, and return it."""
         pattern = _any_of(characters, self._stops)
-        while (match := pattern.search(self._text, self._pos)) is None:
+        while (match := pattern.search(self._text, self._pos)) is None or self._may_be_stop(match):
             held = prefix_at_end(self._text[self._pos :], self._stops)
             is_text = self._ended and not self._cut
             self._pos = len(self._text) - (0 if is_text else len(held))
             yield from self._more()
         self._pos = match.end()
         return match[0]
+
+    def _may_be_stop(self, match: re.Match[str]) -> bool:
+        """Whether a bracket at the end of the text may belong to one of `_stops`: [TOOL_CALLS]."""
+        begin = len(self._text) - _LONGEST_TAG
+        if self._ended or match.end() < begin:
+            return False
+        held = prefix_at_end(self._text[max(self._pos, begin) :], self._stops)
+        return match.end() > len(self._text) - len(held)
 
     def _word(self, character: re.Pattern[str]) -> Steps[str]:
         """Read the characters that match a pattern, and return them."""
