@@ -130,7 +130,7 @@ def find_other(others: Mapping[str, OtherName], name: str) -> OtherName | None:
     return others.get(name)
 
 
-OTHER_NAMES: Mapping[str, Mapping[str, OtherName]] = {
+OTHER_NAMES: Mapping[str, dict[str, OtherName]] = {
     "Config": other_names(
         {
             """trust_remote_code async_scheduling disable_custom_all_reduce enable_sleep_mode

@@ -21,6 +21,7 @@ from openai import OpenAI
 from nanovllm import demo_model
 from tests.helpers import environment, wait_until
 
+pytestmark = pytest.mark.long
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
 KEY = "sk-test,with-a-comma"
 
@@ -86,7 +87,6 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
     assert found.engines() == {}
 
 
-@pytest.mark.long
 def test_models_come_when_they_are_asked_for_and_make_room(router: Router) -> None:
     assert router.states() == dict.fromkeys(("a", "gpt-4", "b", "lost"), "unloaded")
     assert "/v1/responses" in router.http.get("/openapi.json").json()["paths"]
@@ -115,7 +115,6 @@ def test_models_come_when_they_are_asked_for_and_make_room(router: Router) -> No
     assert router.engines() == engines  # the same process woke up
 
 
-@pytest.mark.long
 def test_requests_for_both_take_turns(router: Router) -> None:
     answers: list[int] = []
     threads = [
@@ -140,7 +139,6 @@ def test_a_model_that_cannot_be_loaded_says_why(router: Router) -> None:
     assert cards["lost"]["error"] == reason
 
 
-@pytest.mark.long
 def test_errors_before_an_engine_is_asked(router: Router) -> None:
     assert router.ask("none").status_code == 404
     assert "this server has 'a', 'gpt-4', 'b'" in router.ask("none").json()["error"]["message"]
@@ -161,7 +159,6 @@ def test_errors_before_an_engine_is_asked(router: Router) -> None:
     assert anthropic["type"] == "error"
 
 
-@pytest.mark.long
 def test_what_all_have_together(router: Router) -> None:
     router.ask("a")
     text = router.http.get("/metrics").text
@@ -178,7 +175,6 @@ def test_what_all_have_together(router: Router) -> None:
         assert router.http.get(path).status_code == 200
 
 
-@pytest.mark.long
 def test_a_client_that_goes_away_ends_its_request(router: Router) -> None:
     body = {"model": "a", "messages": QUESTION, "ignore_eos": True, "stream": True}
     body["max_tokens"] = body["min_tokens"] = 400
@@ -189,7 +185,6 @@ def test_a_client_that_goes_away_ends_its_request(router: Router) -> None:
     wait_until(lambda: router.http.get("/v1/models/a").json()["requests"] == 0, 10)
 
 
-@pytest.mark.long
 def test_an_engine_that_dies_is_started_again(router: Router) -> None:
     body = {"model": "a", "messages": QUESTION, "ignore_eos": True, "stream": True}
     body["max_tokens"] = body["min_tokens"] = 400
@@ -203,5 +198,5 @@ def test_an_engine_that_dies_is_started_again(router: Router) -> None:
             lines.append(line)
     assert json.loads(lines[-4].removeprefix("data: "))["error"]["code"] == "engine_dead"
     assert lines[-2] == "data: [DONE]"
-    assert router.ask("a").status_code == 200
+    wait_until(lambda: router.ask("a").status_code == 200, 60)  # some may still reach the dead one
     assert "model_deaths_total" in router.http.get("/metrics").text

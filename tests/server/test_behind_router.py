@@ -22,6 +22,7 @@ from tests.server.conftest import routed
 from tests.server.test_load import Ended
 
 
+@pytest.mark.long
 def test_a_slow_reader_does_not_keep_its_model(async_llm: AsyncLLM) -> None:
     """Symptom: no other model came into memory, and its own took no requests, until it had read."""
     body = {"prompt": [1], "max_tokens": 900, "n": 8, "ignore_eos": True, "stream": True}

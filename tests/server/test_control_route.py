@@ -181,6 +181,7 @@ def test_wrong_modes(server: Running) -> None:
     assert (reply.status, "--dev-mode" in reply.error["message"]) == (405, False)
 
 
+@pytest.mark.of_engines
 def test_the_routes_need_the_option_and_a_key(async_llm: AsyncLLM) -> None:
     with running(async_llm, api_keys=("secret",)) as other:
         reply = other.send("/pause", b"", Authorization="Bearer secret")

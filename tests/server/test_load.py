@@ -14,7 +14,7 @@ import pytest
 
 from nanovllm import AsyncLLM
 from nanovllm.apps.server import generation
-from nanovllm.apps.server.admission import AdmissionControl, Admitted, BodyBudget
+from nanovllm.apps.server.admission import AdmissionControl, BodyBudget, Guard
 from nanovllm.apps.server.error_bodies import APIError
 from tests.helpers import wait_until
 from tests.server.conftest import Running, running
@@ -24,7 +24,7 @@ ENDLESS: dict[str, Any] = {"prompt": [1], "max_tokens": 1000, "ignore_eos": True
 pytestmark = pytest.mark.usefixtures("idle_afterwards")
 
 
-class Ended(Admitted):
+class Ended(Guard):
     """A request of `AdmissionControl` that notes how it was ended."""
 
     def __init__(self) -> None:

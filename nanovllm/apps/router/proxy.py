@@ -13,9 +13,8 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.apps.router.models import Models
-from nanovllm.apps.server.admission import AnswerBudget, BodyBudget
+from nanovllm.apps.server.admission import AnswerBudget, BodyBudget, Guard
 from nanovllm.apps.server.error_bodies import APIError, route_path
-from nanovllm.apps.server.generation import Guard
 from nanovllm.apps.server.json_route import check_content_type, parse
 from nanovllm.apps.server.request_log import record_of
 from nanovllm.apps.server.sse import error_frames
@@ -171,7 +170,7 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def break_off(self, error: APIError) -> None:
-        """Tell the client of an error. An answer that has begun, and is no stream, is cut off."""
+        """Report an error to the client; an answer that has begun and is no stream is cut off."""
         if not self._has_started:
             raise error
         if self._is_stream:

@@ -72,7 +72,7 @@ def stand_guard(
     answers: Counter[tuple[str, int]],
     switched_off: Mapping[str, str] | None = None,
 ) -> None:
-    """Give an app what every request passes, of one model or several: checks, errors, the log.
+    """Add what every request passes, for one model or several: checks, error bodies, the log.
 
     Args:
         paths: those of its routes.

@@ -221,7 +221,7 @@ class _Answer:
         return choice
 
     def _offsets(self, index: int, token_ids: list[int], num_chars: int) -> list[int]:
-        """Return where new tokens begin in the text, which has `num_chars` before all of them."""
+        """Return where new tokens begin in the text; `num_chars` precede the first of all."""
         if index not in self._texts:
             self._texts[index] = num_chars, self._make_detokenizer(self._params)
         start, detokenizer = self._texts[index]

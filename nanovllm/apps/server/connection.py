@@ -25,7 +25,7 @@ _WATCH_SECONDS = 0.5
 
 
 def connection_class(read_timeout: float, most: int) -> type[H11Protocol]:
-    """Return a class of connections of which there are at most `most`.
+    """Return a connection class that allows at most `most` connections.
 
     A request must have arrived whole within `read_timeout`, and a client that has stopped reading
     must go on within it.

@@ -4,9 +4,8 @@ Those of memory are there with enable_sleep_mode, those of the profile with prof
 trainer asks with dev_mode: pauses, new weights, what the server is.
 """
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import PlainTextResponse
@@ -17,7 +16,7 @@ from nanovllm.apps.server.generation import admit, while_connected
 from nanovllm.apps.server.json_route import JSONRoute, parse
 from nanovllm.apps.server.protocol import RequestModel
 from nanovllm.apps.server.state import ServerState, state_of
-from nanovllm.options.other_names import OtherName, other_names
+from nanovllm.options.other_names import other_names
 from nanovllm.options.validation import shown
 
 adapter_router = APIRouter(tags=["models"], route_class=JSONRoute)
@@ -27,7 +26,7 @@ training_router = APIRouter(tags=["development"], route_class=JSONRoute)
 
 
 def controlled(request: Request) -> ServerState:
-    """Return the state of a server to control; refuse web pages, which need no key to ask."""
+    """Return the server's state; refuse web pages if no API key stops them."""
     server = state_of(request)
     if "origin" in request.headers and not server.options.api_keys:
         raise APIError(403, "web pages do not control this server: give it an --api-key")
@@ -37,7 +36,7 @@ def controlled(request: Request) -> ServerState:
 class LoadAdapterRequest(RequestModel):
     """Which adapter requests may name from now on."""
 
-    others: ClassVar[Mapping[str, OtherName]] = other_names({"is_3d_lora_weight": (False,)})
+    others = other_names({"is_3d_lora_weight": (False,)})
 
     lora_name: str = Field(min_length=1)
     lora_path: str = Field(min_length=1)
@@ -49,7 +48,7 @@ class LoadAdapterRequest(RequestModel):
 class UnloadAdapterRequest(RequestModel):
     """Which adapter requests may not name any more."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"lora_int_id"})
+    ignored = frozenset({"lora_int_id"})
 
     lora_name: str = Field(min_length=1)
 
@@ -117,7 +116,7 @@ _PACKED = other_names({"packed": (False,)})
 class TransferInfo(RequestModel):
     """Where a trainer, rank 0, has its store, and which rank the server has."""
 
-    others: ClassVar[Mapping[str, OtherName]] = _PACKED
+    others = _PACKED
 
     master_address: str = Field(min_length=1)
     master_port: int = Field(ge=1, le=65535)
@@ -134,7 +133,7 @@ class TransferRequest(RequestModel):
 class UpdateInfo(RequestModel):
     """The tensors that the trainer broadcasts next, in this order."""
 
-    others: ClassVar[Mapping[str, OtherName]] = _PACKED
+    others = _PACKED
 
     names: list[str]
     dtype_names: list[str]
@@ -148,12 +147,10 @@ class UpdateRequest(RequestModel):
 class DiskRequest(RequestModel):
     """Which weights to read, in SGLang's form."""
 
-    others: ClassVar[Mapping[str, OtherName]] = other_names(
+    others = other_names(
         {"load_format": ("auto", "safetensors"), "flush_cache": (True,), "keep_pause": (False,)}
     )
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {"is_async", "torch_empty_cache", "recapture_cuda_graph", "token_step"}
-    )
+    ignored = frozenset({"is_async", "torch_empty_cache", "recapture_cuda_graph", "token_step"})
 
     model_path: str = Field(min_length=1)
     """A directory on the server's machine."""

@@ -78,7 +78,7 @@ def _texts(message: Message) -> list[str]:
 
 
 class Turns:
-    """Collects what the sides of a conversation say. Its work is linear in the size of the request.
+    """Collects the turns of a conversation, in time linear in the size of the request.
 
     Args:
         too_many: the error for more than MAX_CALLS calls in succession.
@@ -91,7 +91,7 @@ class Turns:
         self._names: dict[str, str] = {}  # of tools, by the id of a call
 
     def turn(self, role: str, before: Collection[str] = ()) -> dict[str, Any]:
-        """Return the last turn; a new one if that is another side's, or has a field of `before`."""
+        """Return the last turn, or a new one if its role differs or it has a field in `before`."""
         last = self.all[-1] if self.all else {}
         if last.get("role") != role or any(name in last for name in before):
             self.all.append({"role": role})
@@ -155,7 +155,7 @@ def prepare(
 async def count_tokens(
     request: Request, body: Body, render: Callable[[ServerState, Body], str], field: str
 ) -> int:
-    """Return how many tokens the prompt of a conversation has, which is in `field`."""
+    """Return the number of prompt tokens of the conversation in `field`."""
     server = state_of(request)
     server.check_model(body.model)
     encode = server.llm.engine.input_processor.encode

@@ -251,7 +251,7 @@ def _path(place: Seq[Any]) -> str:
 def add_error_handlers(
     app: FastAPI, paths: Collection[str], switched_off: Mapping[str, str] | None = None
 ) -> None:
-    """Make every error of `app`, which has these paths, leave with a body of its API.
+    """Give every error of `app` a body in the form of its API.
 
     Args:
         switched_off: by the path of a route that it has not, the flag that adds it.

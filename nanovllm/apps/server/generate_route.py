@@ -5,8 +5,8 @@ import base64
 import io
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any, ClassVar
+from collections.abc import AsyncGenerator
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -24,7 +24,7 @@ from nanovllm.apps.server.protocol import (
 from nanovllm.apps.server.sse import DONE, frame, json_response, sse
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.engine.prompt import Prompt
-from nanovllm.options.other_names import OtherName, other_names
+from nanovllm.options.other_names import other_names
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -44,11 +44,10 @@ class GenerateParams(GenerationRequest):
     checkpoint's.
     """
 
-    others: ClassVar[Mapping[str, OtherName]] = {
-        **GenerationRequest.others,
-        **other_names({"detokenize": (True, False), "output_kind": (0, 1, 2)}),
-    }
-    not_taken: ClassVar[frozenset[str]] = _OUTER
+    others = GenerationRequest.others | other_names(
+        {"detokenize": (True, False), "output_kind": (0, 1, 2)}
+    )
+    not_taken = _OUTER
 
     logprobs: int | None = None
     """How many of the most likely tokens to return for each token; 0 is the token alone."""
@@ -57,7 +56,7 @@ class GenerateParams(GenerationRequest):
 class GenerateRequest(StreamableRequest):
     """The prompt's token ids, and how to continue them."""
 
-    others: ClassVar[Mapping[str, OtherName]] = other_names({"output_mode": ("tokens",)})
+    others = other_names({"output_mode": ("tokens",)})
 
     token_ids: TokenIds
     sampling_params: GenerateParams

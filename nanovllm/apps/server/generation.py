@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from nanovllm.apps.server.admission import Admitted
+from nanovllm.apps.server.admission import Guard
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.prometheus import RequestMeter
 from nanovllm.apps.server.protocol import EngineRequest, GenerationRequest
@@ -40,62 +40,6 @@ _FIELDS = [
 
 _COMPILE_SECONDS = 10.0
 """For a grammar, with its wait for a thread. Compiling takes some 100 ms at most."""
-
-
-class Guard(Admitted):
-    """Ends an HTTP request when its client goes away or its time is over.
-
-    The tasks of the request wait for the engine within `with guard`. There, and only there, they
-    are interrupted; they raise the error that says why.
-    """
-
-    def __init__(self) -> None:
-        self._task = asyncio.current_task()
-        self._waiting: set[asyncio.Task[object]] = set()
-        self._error: APIError | None = None
-        self._is_cut = False
-
-    def end(self, error: APIError) -> None:
-        """Make every task of the request raise `error`; the first error counts."""
-        if self._error is None:
-            self._error = error
-            for task in self._waiting:
-                task.cancel()
-
-    def cut(self) -> None:
-        """End the task that sends the answer; the client, which reads slowly, gets no more."""
-        assert self._task is not None
-        self._is_cut = True
-        self._task.cancel()
-
-    def ends_quietly(self, kind: type[BaseException] | None, *_: object) -> bool:
-        """Whether an exception is the end of a request that was cut: it needs no report."""
-        if not self._is_cut or kind is not asyncio.CancelledError:
-            return False
-        assert self._task is not None
-        self._task.uncancel()
-        return True
-
-    async def watch(self, request: Request) -> None:
-        """Wait until the client is gone, then end the request."""
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        self.end(APIError(499, "the client has closed the connection"))
-
-    def __enter__(self) -> None:
-        if self._error is not None:
-            raise self._error
-        task = asyncio.current_task()
-        assert task is not None
-        self._waiting.add(task)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._waiting.discard(task)
-        if self._error is not None and kind is asyncio.CancelledError:
-            task.uncancel()
-            raise self._error from None
 
 
 @dataclasses.dataclass

@@ -61,7 +61,7 @@ def _check_engine(server: ServerState) -> None:
 
 @router.get("/metrics", include_in_schema=False)
 async def metrics(request: Request) -> Response:
-    """Return everything that Prometheus is to know."""
+    """Return all metrics in Prometheus' text format."""
     return Response(await state_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 

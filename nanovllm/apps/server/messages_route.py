@@ -4,10 +4,10 @@ import copy
 import hashlib
 import itertools
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
@@ -51,7 +51,7 @@ from nanovllm.apps.server.protocol import (
 from nanovllm.apps.server.sse import json_response, named_frames, sse
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.errors import InvalidRequestError
-from nanovllm.options.other_names import OtherName, other_names
+from nanovllm.options.other_names import other_names
 from nanovllm.options.validation import shown
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
@@ -85,9 +85,7 @@ _BY_TYPE = Field(discriminator="type")
 class ContentBlock(RequestModel):
     """A part of a message. Every prompt is cached, so marks of what to cache are dropped."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        ["cache_control", "citations", "caller", "toolset_name"]
-    )
+    ignored = frozenset(["cache_control", "citations", "caller", "toolset_name"])
 
 
 class TextBlock(ContentBlock):
@@ -220,8 +218,8 @@ def _few_blocks(messages: Any) -> Any:
 
 
 class ClientTool(Tool):
-    schema_field: ClassVar[str] = "input_schema"
-    ignored: ClassVar[frozenset[str]] = frozenset(
+    schema_field = "input_schema"
+    ignored = frozenset(
         (
             *("cache_control", "input_examples", "allowed_callers"),
             *("defer_loading", "eager_input_streaming"),
@@ -256,7 +254,7 @@ class ToolChoiceOption(RequestModel):
 class Thinking(RequestModel):
     """Whether the model thinks before it answers. How long it does is its own choice."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset(["budget_tokens", "display"])
+    ignored = frozenset(["budget_tokens", "display"])
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
@@ -276,13 +274,13 @@ class RequestMetadata(RequestModel):
 
 
 class CountTokensRequest(ConversationRequest):
-    others: ClassVar[Mapping[str, OtherName]] = {
-        **ConversationRequest.others,
-        **_OF_OTHER_ROUTES,
-        **other_names({"container mcp_servers": ([],)}),
-    }
-    not_taken: ClassVar[frozenset[str]] = frozenset(_OF_OTHER_ROUTES)
-    ignored: ClassVar[frozenset[str]] = ConversationRequest.ignored | {
+    others = (
+        ConversationRequest.others
+        | _OF_OTHER_ROUTES
+        | other_names({"container mcp_servers": ([],)})
+    )
+    not_taken = frozenset(_OF_OTHER_ROUTES)
+    ignored = ConversationRequest.ignored | {
         *("thread", "cache_control", "context_management", "inference_geo", "speed"),
         *("diagnostics", "user_profile_id", "workspace_id", "betas"),
     }
@@ -313,7 +311,7 @@ class CountTokensRequest(ConversationRequest):
         return sorted(self._tools(), key=lambda tool: tool.name)
 
     def _tools(self) -> list[ClientTool]:
-        """Return the tools after the last addition and removal, which name defined ones only."""
+        """Return the tools left after all additions and removals; refuse undefined names."""
         tools = self.tools or []
         names = {tool.name for tool in tools}
         removed: set[str] = set()
@@ -442,7 +440,7 @@ def messages_of(body: CountTokensRequest) -> list[Message]:
 
 
 def _add_text(turns: Turns, role: str, text: str) -> None:
-    """Add a text, which is a part of its turn's."""
+    """Append a text to the turn of this role."""
     if role == "system" and not (text := _BILLING.sub("", text, count=1)):
         return
     turns.turn(role).setdefault("content", []).append(text)
@@ -464,7 +462,7 @@ def _add_block(turns: Turns, role: str, block: AnyBlock) -> None:
 
 
 def _joined(name: str, value: Any) -> Any:
-    """Return the value of a message's field: if it is a text, its parts joined."""
+    """Return the value of a message's field; the parts of a text are joined."""
     return _BETWEEN_PARTS[name].join(filter(None, value)) if name in _BETWEEN_PARTS else value
 
 

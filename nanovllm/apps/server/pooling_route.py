@@ -3,9 +3,9 @@
 import asyncio
 import struct
 from base64 import b64encode
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Sequence as Seq
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, Tag, field_validator, model_validator
@@ -24,7 +24,7 @@ from nanovllm.apps.server.protocol import (
 from nanovllm.apps.server.sse import json_response
 from nanovllm.apps.server.state import state_of
 from nanovllm.engine.prompt import make_prompt
-from nanovllm.options.other_names import OtherName, other_names
+from nanovllm.options.other_names import other_names
 from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.outputs import RequestOutput, ScoringRequestOutput
 
@@ -45,9 +45,9 @@ _OTHERS = other_names(
 class PoolingRequest(EngineRequest):
     """The fields of every request for vectors or scores."""
 
-    others: ClassVar[Mapping[str, OtherName]] = _OTHERS
-    ignored: ClassVar[frozenset[str]] = IGNORED
-    empty_is_absent: ClassVar[frozenset[str]] = frozenset(["model", "user"])
+    others = _OTHERS
+    ignored = IGNORED
+    empty_is_absent = frozenset(["model", "user"])
 
     truncate_prompt_tokens: int | None = None
     """Keep only so many tokens at the beginning of each text; -1 keeps as many as fit."""
@@ -60,7 +60,7 @@ class PoolingRequest(EngineRequest):
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
 
     def params(self, **changes: Any) -> PoolingParams:
-        """Return what the request wants of each text; raise InvalidRequestError."""
+        """Return the parameters of each text; raise InvalidRequestError if one is invalid."""
         normalize = self.use_activation if self.normalize is None else self.normalize
         return PoolingParams(
             pooling=self.pooling,
@@ -82,7 +82,7 @@ class EmbeddingRequest(PoolingRequest):
 class TaskRequest(EmbeddingRequest):
     """Texts to make vectors of, with vLLM's name for that."""
 
-    others: ClassVar[Mapping[str, OtherName]] = {**_OTHERS, **other_names({"task": ("embed",)})}
+    others = _OTHERS | other_names({"task": ("embed",)})
 
 
 Texts = Annotated[
@@ -97,10 +97,7 @@ Texts = Annotated[
 class ScoreRequest(PoolingRequest):
     """Pairs of texts to score: one for all, or one for each."""
 
-    others: ClassVar[Mapping[str, OtherName]] = {
-        **_OTHERS,
-        **other_names({"apply_softmax item_first": (False,)}),
-    }
+    others = _OTHERS | other_names({"apply_softmax item_first": (False,)})
 
     text_1: Texts
     """Also called queries or data_1."""
@@ -133,10 +130,7 @@ class Document(BaseModel):
 class RerankRequest(PoolingRequest):
     """Documents to sort by how well they answer a query."""
 
-    others: ClassVar[Mapping[str, OtherName]] = {
-        **_OTHERS,
-        **other_names({"rank_fields": (["text"],), "return_embeddings": (False,)}),
-    }
+    others = _OTHERS | other_names({"rank_fields": (["text"],), "return_embeddings": (False,)})
 
     query: str
     documents: Annotated[
@@ -214,7 +208,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
 async def _embed(
     request: Request, body: EmbeddingRequest, prefix: str, kind: str, key: str
 ) -> Response:
-    """Answer with the vectors of texts, each a `kind` in the field `key`."""
+    """Answer with a vector for each text: objects of type `kind`, with the vector in `key`."""
     given: Any = body.input
     prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     with naming_params(type(body).model_fields, "input"):
@@ -254,7 +248,7 @@ async def _scored(
     instruction: str | None,
     most_tokens: int = 0,
 ) -> list[ScoringRequestOutput]:
-    """Return the scores of pairs of queries and documents, by the names of their fields."""
+    """Return the scores of the pairs in `texts`, which has the two fields by name."""
     processor = state_of(request).llm.engine.input_processor
     names = tuple(texts)
     first, second = ([each] if isinstance(each, str) else each for each in texts.values())

@@ -4,7 +4,7 @@ Types only: ranges are checked by `SamplingParams`, which has the better message
 `nanovllm.chat.openai_messages` prepares messages for templates.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -51,7 +51,7 @@ class RequestModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
-    others: ClassVar[Mapping[str, OtherName]] = {}
+    others: ClassVar[dict[str, OtherName]] = {}
     """Fields that are accepted with some values only, which change nothing."""
     not_taken: ClassVar[frozenset[str]] = frozenset()
     """Fields of the base that are in `others`."""
@@ -238,14 +238,9 @@ class StreamableRequest(EngineRequest):
 class GenerationRequest(StreamableRequest):
     """The fields that completions and chats share; names and meanings are OpenAI's and vLLM's."""
 
-    others: ClassVar[Mapping[str, OtherName]] = {
-        **OTHER_NAMES["SamplingParams"],
-        **OTHER_NAMES["requests"],
-    }
-    ignored: ClassVar[frozenset[str]] = IGNORED
-    empty_is_absent: ClassVar[frozenset[str]] = frozenset(
-        ["model", "user", "response_format", "stream_options"]
-    )
+    others = OTHER_NAMES["SamplingParams"] | OTHER_NAMES["requests"]
+    ignored = IGNORED
+    empty_is_absent = frozenset(["model", "user", "response_format", "stream_options"])
 
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: int | None = None
@@ -371,7 +366,7 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 
 
 def check_size(schemas: Iterable[Any], field: str) -> None:
-    """Refuse schemas, in this field of the model, that have too many values in all."""
+    """Refuse schemas that have too many values in all, as an error of `field`."""
     unread = list(schemas)
     num_values = len(unread)
     while unread:
@@ -385,6 +380,39 @@ def check_size(schemas: Iterable[Any], field: str) -> None:
                     "or simpler ones",
                 )
             unread += value.values() if isinstance(value, dict) else value
+
+
+_KEYWORDS: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), (list, "a list of schemas")),
+    **dict.fromkeys(("properties", "patternProperties"), (dict, "an object of schemas")),
+    **dict.fromkeys(("$defs", "definitions"), (dict, "an object of schemas")),
+    "enum": (list, "a list of values"),
+    "$ref": (str, 'a text such as "#/$defs/name"'),
+}
+"""What the value of each keyword must be, unless it is empty."""
+
+
+def check_keywords(schema: Any, field: str) -> None:
+    """Refuse a tool's schema with a keyword whose value has the wrong type."""
+    unread = [(field, schema)]
+    while unread:
+        place, part = unread.pop()
+        for key, value in part.items() if isinstance(part, dict) else ():
+            at = f"{place}.{key}"
+            kind, rule = _KEYWORDS.get(key, (object, ""))
+            is_right = isinstance(value, kind)
+            if key == "type":
+                rule = 'the name of a type such as "string", or a list of them'
+                names = value if isinstance(value, list) else [value]
+                is_right = all(isinstance(name, str) for name in names)
+            if value and not is_right:
+                raise refused(at, f"{at} must be {rule}, got {shown(value)}")
+            if kind is dict and value:
+                unread += [(f"{at}.{name}", each) for name, each in value.items()]
+            elif rule == "a list of schemas" and value:
+                unread += [(f"{at}[{index}]", each) for index, each in enumerate(value)]
+            elif key in ("items", "additionalProperties", "not"):
+                unread.append((at, value))
 
 
 class Tool(RequestModel):
@@ -401,6 +429,7 @@ class Tool(RequestModel):
     @model_validator(mode="after")
     def _check_parameters(self) -> Self:
         check_size([self.parameters], self.schema_field)
+        check_keywords(self.parameters, self.schema_field)
         return self
 
 
@@ -482,10 +511,9 @@ Messages = Annotated[
 class ConversationRequest(GenerationRequest):
     """The fields that chats and responses share."""
 
-    others: ClassVar[Mapping[str, OtherName]] = {
-        **GenerationRequest.others,
-        **other_names({"chat_template": (), "add_special_tokens": (False,)}),
-    }
+    others = GenerationRequest.others | other_names(
+        {"chat_template": (), "add_special_tokens": (False,)}
+    )
 
     text_form: ClassVar[str] = "response_format"
     """The field that says what form the text must have; an answer of calls has none."""
@@ -526,17 +554,14 @@ class ConversationRequest(GenerationRequest):
 
 
 class ChatRequest(ConversationRequest):
-    others: ClassVar[Mapping[str, OtherName]] = {
-        **ConversationRequest.others,
-        **other_names(
-            {
-                "functions function_call": ([], "none"),
-                "modalities": (["text"],),
-                "echo": (False,),
-                "verbosity": ("medium",),
-            }
-        ),
-    }
+    others = ConversationRequest.others | other_names(
+        {
+            "functions function_call": ([], "none"),
+            "modalities": (["text"],),
+            "echo": (False,),
+            "verbosity": ("medium",),
+        }
+    )
     empty_is_absent = GenerationRequest.empty_is_absent | {
         *("tools", "tool_choice", "reasoning_effort", "documents")
     }

@@ -5,10 +5,10 @@ import copy
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
@@ -54,14 +54,14 @@ from nanovllm.apps.server.protocol import (
 from nanovllm.apps.server.sse import json_response, named_frames, sse
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.errors import InvalidRequestError, log_failure
-from nanovllm.options.other_names import OtherName, other_names
+from nanovllm.options.other_names import other_names
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
 router = APIRouter(tags=["responses"], route_class=JSONRoute)
 stored_router = APIRouter(include_in_schema=False)
-"""The routes of stored responses, which say that there are none."""
+"""Routes of stored responses. All answer 404, as none is stored."""
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ _IGNORED = frozenset(["allowed_callers", "output_schema", "defer_loading"])
 
 
 class FunctionTool(Tool):
-    ignored: ClassVar[frozenset[str]] = _IGNORED
+    ignored = _IGNORED
 
     type: Literal["function"]
 
@@ -122,7 +122,7 @@ class CustomFormat(RequestModel):
 class CustomTool(RequestModel):
     """A tool whose input is text, not JSON."""
 
-    ignored: ClassVar[frozenset[str]] = _IGNORED
+    ignored = _IGNORED
 
     type: Literal["custom"]
     name: ToolName
@@ -225,7 +225,7 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """Return the text for a custom tool; arguments that are otherwise are passed on whole."""
+    """Return the input of a custom tool; arguments of another form are returned unchanged."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -254,7 +254,7 @@ _OF_OTHER_ROUTES = other_names(
 class InputItem(RequestModel):
     """A part of the conversation. What only an answer needs is dropped."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset(
+    ignored = frozenset(
         ["id", "status", "phase", "parsed_arguments", "namespace", "caller", "created_by"]
     )
     empty_is_absent = frozenset(["type"])
@@ -291,7 +291,7 @@ class InputCustomCall(SentBack):
 
 
 class InputCallOutput(InputItem):
-    ignored: ClassVar[frozenset[str]] = InputItem.ignored | {"name"}
+    ignored = InputItem.ignored | {"name"}
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
@@ -334,15 +334,15 @@ class TextFormat(JSONSchema):
 
 
 class TextOptions(RequestModel):
-    others: ClassVar[Mapping[str, OtherName]] = other_names({"verbosity": ("medium",)})
+    others = other_names({"verbosity": ("medium",)})
 
     format: TextFormat | None = None
 
 
 class ReasoningOptions(RequestModel):
-    others: ClassVar[Mapping[str, OtherName]] = other_names({"mode": ("standard",)})
+    others = other_names({"mode": ("standard",)})
     # The reasoning is returned as it is, without a summary.
-    ignored: ClassVar[frozenset[str]] = frozenset(["context", "summary", "generate_summary"])
+    ignored = frozenset(["context", "summary", "generate_summary"])
 
     effort: str | None = None
     """Passed to the chat template as reasoning_effort."""
@@ -352,20 +352,20 @@ _FEW = Field(max_length=128, fail_fast=True)
 
 
 class ResponsesRequest(ConversationRequest):
-    others: ClassVar[Mapping[str, OtherName]] = {
-        **ConversationRequest.others,
-        **_OF_OTHER_ROUTES,
-        **other_names(
+    others = (
+        ConversationRequest.others
+        | _OF_OTHER_ROUTES
+        | other_names(
             {
                 "background enable_response_messages": (False,),
                 "top_logprobs": (0,),
                 "conversation previous_response_id": (),
             }
-        ),
-    }
+        )
+    )
 
-    not_taken: ClassVar[frozenset[str]] = frozenset(_OF_OTHER_ROUTES)
-    ignored: ClassVar[frozenset[str]] = ConversationRequest.ignored | {"client_metadata"}
+    not_taken = frozenset(_OF_OTHER_ROUTES)
+    ignored = ConversationRequest.ignored | {"client_metadata"}
     empty_is_absent = ConversationRequest.empty_is_absent | {*("text", "tool_choice", "reasoning")}
     text_form = "text.format"
 

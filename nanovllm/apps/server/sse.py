@@ -76,7 +76,7 @@ def named_frames(events: Iterable[Mapping[str, Any]]) -> str:
 
 
 class TextFrames:
-    """Frames that differ only in the last text of `event`, which is TEXT: the rest is made once."""
+    """Makes frames that differ only in the last text of `event`, where it has TEXT."""
 
     TEXT = "\ufffdtext\ufffd"
 
