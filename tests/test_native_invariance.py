@@ -215,9 +215,7 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "gpt2": {"n_inner": 160},
-    "cohere2": {"sliding_window": 40, "num_hidden_layers": 4, "logit_scale": 0.25},
     "kimi_linear": KIMI,
-    "bailing_hybrid": {**KIMI, "n_group": 2, "topk_group": 1},
     "laguna": {
         **EXPERTS,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
@@ -227,11 +225,6 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64,
     },
     "lfm2": LFM2,
-    "lfm3": {
-        "layer_types": ["conv", "sliding_attention", "full_attention"],
-        "num_hidden_layers": 3,
-        "sliding_window": 40,
-    },
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
         "num_hidden_layers": 3,
