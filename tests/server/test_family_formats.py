@@ -140,6 +140,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("template", "one", "two", "name", "special"), CASES)
 def test_grammars_take_calls_and_nothing_else(
     template: str, one: str, two: str, name: str, special: bool

@@ -272,6 +272,7 @@ def test_says_what_to_install(
     assert "pip install -e '.[server]' -c constraints.txt" in error
 
 
+@pytest.mark.long
 def test_the_library_does_not_need_the_extras() -> None:
     code = (
         "import nanovllm.apps.cli.main, sys; nanovllm.LLM, nanovllm.AsyncLLM; "
